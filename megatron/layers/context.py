@@ -1,0 +1,48 @@
+"""What layers are given: at construction a LayerContext, at each call a CallContext."""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron.layers.parameters import ParameterFactory
+from megatron.parallel.deferred import WeightGradients
+from megatron.parallel.random import DropoutKey
+from megatron.parallel.topology import Group
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """How a layer is distributed.
+
+    tensor             the tensor-parallel group
+    parameters         makes this rank's shard of each parameter
+    sequence_parallel  activations between the tensor-parallel regions are [s/tp, b, h]
+    overlap            the input gradient of a column-parallel layer is reduced behind its weight gradient
+    weight_gradients   the queue that zero-bubble schedules use
+    """
+
+    tensor: Group
+    parameters: ParameterFactory
+    sequence_parallel: bool = False
+    overlap: bool = True
+    weight_gradients: WeightGradients = field(default_factory=WeightGradients)
+
+    @classmethod
+    def single(cls, seed: int = 1234, device: str | torch.device = "cpu") -> LayerContext:
+        """One process, no parallelism."""
+        return cls(Group((0,), 0), ParameterFactory(seed, 0, 1, torch.device(device)))
+
+
+@dataclass(frozen=True)
+class CallContext:
+    """What one forward pass over a micro-batch depends on beside its input.
+
+    position_ids   [b, s] when positions restart inside a sequence, else None (0 ... s-1)
+    document_ids   [b, s] when attention must not cross documents, else None
+    dropout        the key of this micro-batch's masks; None switches dropout off
+    """
+
+    position_ids: torch.Tensor | None = None
+    document_ids: torch.Tensor | None = None
+    dropout: DropoutKey | None = None

@@ -1,0 +1,71 @@
+"""One transformer layer: attention and feed-forward part, each with norm before, dropout and residual after."""
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron.layers.attention import SelfAttention
+from megatron.layers.context import CallContext, LayerContext
+from megatron.layers.dropout import bias_dropout_add
+from megatron.layers.mlp import MLP
+from megatron.layers.norm import Norm
+from megatron.layers.parameters import Fill, normal, xavier_uniform
+from megatron.layers.rotary import RotaryEmbedding
+from megatron.parallel.random import Site
+
+if TYPE_CHECKING:
+    from megatron.config import ModelConfig
+
+
+def weight_fills(config: ModelConfig) -> tuple[Fill, Fill]:
+    """How weights start, and how those do that write into the residual stream.
+
+    N(0, std^2), and N(0, std^2 / 2L) for the second kind (Radford et al., GPT-2, section 2.3), or Xavier's rule for all.
+    """
+    if config.init_method_xavier_uniform:
+        return xavier_uniform(), xavier_uniform()
+    std = config.init_method_std
+    return normal(std), normal(std / math.sqrt(2.0 * config.num_layers))
+
+
+class TransformerLayer(torch.nn.Module):
+    """[s(/tp), b, h] -> [s(/tp), b, h]. `index` counts from 0 over the whole model."""
+
+    def __init__(
+        self, context: LayerContext, config: ModelConfig, index: int, rotary: RotaryEmbedding | None = None, *,
+        recompute_attention: bool = False, use_flash: bool = False,
+    ) -> None:
+        super().__init__()
+        name = f"layers.{index}"
+        fill, output_fill = weight_fills(config)
+
+        def norm(part: str) -> Norm:
+            return Norm(
+                context, f"{name}.{part}", config.hidden_size, config.normalization, config.layernorm_epsilon,
+                config.apply_layernorm_1p,
+            )
+
+        self.index, self.dropout = index, config.hidden_dropout
+        self.sharded = context.sequence_parallel
+        self.residual_after_norm = config.apply_residual_connection_post_layernorm
+        self.input_layernorm = norm("input_layernorm")
+        self.self_attention = SelfAttention(
+            context, f"{name}.self_attention", config, index, fill, output_fill, rotary, recompute_attention, use_flash
+        )
+        self.post_attention_layernorm = norm("post_attention_layernorm")
+        self.mlp = MLP(context, f"{name}.mlp", config, fill, output_fill)
+
+    def forward(self, x: torch.Tensor, call: CallContext) -> torch.Tensor:
+        def seed(site: Site) -> int | None:
+            return call.dropout.at(self.index, site, self.sharded) if call.dropout else None
+
+        normed = self.input_layernorm(x)
+        residual = normed if self.residual_after_norm else x
+        out, bias = self.self_attention(normed, call)
+        x = bias_dropout_add(out, bias, residual, self.dropout, seed(Site.ATTENTION_OUTPUT))
+        normed = self.post_attention_layernorm(x)
+        residual = normed if self.residual_after_norm else x
+        out, bias = self.mlp(normed)
+        return bias_dropout_add(out, bias, residual, self.dropout, seed(Site.MLP_OUTPUT))

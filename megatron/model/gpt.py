@@ -1,0 +1,210 @@
+"""A GPT, cut into pipeline stages. Read from top to bottom: embed, layers, head and loss."""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from megatron.data.batch import MicroBatch
+from megatron.kernels.availability import choose_flash_attention
+from megatron.layers.context import CallContext, LayerContext
+from megatron.layers.cross_entropy import vocab_parallel_cross_entropy
+from megatron.layers.dropout import keyed_dropout
+from megatron.layers.embedding import PositionEmbedding, VocabParallelEmbedding, word_embedding_weight
+from megatron.layers.linear import column_parallel_matmul
+from megatron.layers.norm import Norm
+from megatron.layers.parameters import ParameterFactory
+from megatron.layers.rotary import RotaryEmbedding
+from megatron.layers.transformer import TransformerLayer, weight_fills
+from megatron.model.stages import assign_layers
+from megatron.parallel.random import DropoutKey, Site
+from megatron.parallel.topology import Topology
+
+if TYPE_CHECKING:
+    from megatron.config import Config
+
+OUTPUT_LAYER = "output_layer.weight"
+EMBEDDING_LAYER = -1  # the index under which dropout keys know the embedding
+
+
+class GPTChunk(torch.nn.Module):
+    """The layers of one global pipeline stage, with the embedding on the first and the head on the last.
+
+    forward(batch, hidden) -> hidden [s(/tp), b, h] for the next stage, or on the last stage the scalar fp32 loss of the
+    micro-batch: the mean over its unmasked tokens. `hidden` is None on the first stage.
+    """
+
+    def __init__(
+        self, config: Config, context: LayerContext, stage: int, layers: range, *, last: bool,
+        tied_weight: torch.nn.Parameter | None = None,
+    ) -> None:
+        super().__init__()
+        model = config.model
+        self.config, self.context, self.stage = config, context, stage
+        self.is_first, self.is_last = stage == 0, last
+        fill, _ = weight_fills(model)
+        flash = choose_flash_attention(config.kernels, context.parameters.device, config.precision.dtype_name)
+        rotary = None
+        if model.position_embedding_type == "rope":
+            rotary = RotaryEmbedding(2 * int(model.kv_channels * model.rotary_percent / 2), model.rotary_base)
+
+        def vocabulary(**properties: object) -> torch.nn.Parameter:
+            assert model.vocab_size is not None, "the vocabulary size comes from the tokenizer before the model is built"
+            padded = model.padded_vocab_size(context.tensor.size)
+            return word_embedding_weight(context, model.vocab_size, padded, model.hidden_size, fill, **properties)
+
+        tied = not model.untie_embeddings_and_output_weights
+        if self.is_first:
+            self.word_embeddings = VocabParallelEmbedding(context, vocabulary(tied=tied))
+            if model.position_embedding_type == "learned_absolute":
+                self.position_embeddings = PositionEmbedding(
+                    context, model.max_position_embeddings, model.hidden_size, fill
+                )
+        selective = config.recompute.recompute_granularity == "selective"
+        self.layers = torch.nn.ModuleList(
+            TransformerLayer(context, model, i, rotary, recompute_attention=selective, use_flash=flash) for i in layers
+        )
+        if self.is_last:
+            self.final_layernorm = Norm(
+                context, "final_layernorm", model.hidden_size, model.normalization, model.layernorm_epsilon,
+                model.apply_layernorm_1p,
+            )
+            if not tied:
+                self.output_weight = vocabulary(name=OUTPUT_LAYER)
+            elif self.is_first:
+                self.output_weight = self.word_embeddings.weight
+            elif tied_weight is not None:
+                self.output_weight = tied_weight
+            else:
+                self.output_weight = vocabulary(tied=True)
+                # The first stage counts this weight in norms and writes it to checkpoints.
+                self.output_weight.ds_pipe_replicated = True
+
+    def forward(self, batch: MicroBatch, hidden: torch.Tensor | None) -> torch.Tensor:
+        hidden = self._hidden(batch, hidden)
+        if not self.is_last:
+            return hidden
+        assert batch.labels is not None and batch.loss_mask is not None
+        losses = self._token_losses(self._head(hidden), batch.labels)
+        mask = batch.loss_mask.t()  # [s, b]
+        return (losses * mask).sum() / mask.sum().clamp(min=1.0)
+
+    def logits(self, batch: MicroBatch, hidden: torch.Tensor | None) -> torch.Tensor:
+        """Last stage only: this rank's fp32 scores [s, b, vocab/tp], padding entries included (-infinity)."""
+        assert self.is_last, "logits exist on the last stage"
+        scores = self._head(self._hidden(batch, hidden)).float()
+        real = self.output_weight.sharding.extent[0]
+        scores[..., real:] = float("-inf")
+        return scores
+
+    def _hidden(self, batch: MicroBatch, hidden: torch.Tensor | None) -> torch.Tensor:
+        call = self._call_context(batch)
+        if self.is_first:
+            hidden = self._embed(batch, call)
+        assert hidden is not None, f"stage {self.stage} needs the hidden states of the stage before"
+        return self._run_layers(hidden, call)
+
+    def _call_context(self, batch: MicroBatch) -> CallContext:
+        data = self.config.data
+        dropout = None
+        if self.training:
+            dropout = DropoutKey(self.config.training.seed, batch.first_sample, self.context.tensor.rank)
+        return CallContext(
+            position_ids=batch.position_ids if data.reset_position_ids else None,
+            document_ids=batch.document_ids if data.reset_attention_mask else None,
+            dropout=dropout,
+        )
+
+    def _embed(self, batch: MicroBatch, call: CallContext) -> torch.Tensor:
+        assert batch.tokens is not None
+        hidden = self.word_embeddings(batch.tokens)  # [s(/tp), b, h]
+        if self.config.model.position_embedding_type == "learned_absolute":
+            hidden = hidden + self.position_embeddings(batch.tokens.shape[1], call.position_ids)
+        if self.config.model.fp32_residual_connection:
+            hidden = hidden.float()
+        seed = None
+        if call.dropout is not None:
+            seed = call.dropout.at(EMBEDDING_LAYER, Site.EMBEDDING, self.context.sequence_parallel)
+        return keyed_dropout(hidden, self.config.model.hidden_dropout, seed)
+
+    def _run_layers(self, hidden: torch.Tensor, call: CallContext) -> torch.Tensor:
+        """All layers of the stage; whole layers are recomputed in the backward pass as the configuration says.
+
+        uniform: every n layers keep only their input (Chen et al., arXiv 1604.06174). block: the first n layers of the
+        stage do, one by one; the others keep everything.
+        """
+        recompute = self.config.recompute
+        n, layers = recompute.recompute_num_layers, list(self.layers)
+        if recompute.recompute_granularity != "full" or not torch.is_grad_enabled():
+            units: list[tuple[list[torch.nn.Module], bool]] = [(layers, False)]
+        elif recompute.recompute_method == "block":
+            units = [([layer], i < n) for i, layer in enumerate(layers)]
+        else:
+            units = [(layers[i : i + n], True) for i in range(0, len(layers), n)]
+
+        def run(x: torch.Tensor, unit: list[torch.nn.Module]) -> torch.Tensor:
+            for layer in unit:
+                x = layer(x, call)
+            return x
+
+        for unit, again in units:
+            if again:
+                # Masks are functions of keys: there is no generator state to restore.
+                hidden = checkpoint(run, hidden, unit, use_reentrant=False, preserve_rng_state=False)
+            else:
+                hidden = run(hidden, unit)
+        return hidden
+
+    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+        return column_parallel_matmul(self.final_layernorm(hidden), self.output_weight, self.context)
+
+    def _token_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """[s, b, vocab/tp], [b, s] -> fp32 [s, b]."""
+        own = self.output_weight.sharding
+        return vocab_parallel_cross_entropy(
+            logits, labels.t(), self.context.tensor, first=own.offset[0], real=own.extent[0]
+        )
+
+
+def layer_context(config: Config, topology: Topology, perform_initialization: bool = True) -> LayerContext:
+    """How the layers of this rank are distributed, from the configuration and the topology."""
+    return LayerContext(
+        tensor=topology.tensor,
+        parameters=ParameterFactory(
+            config.training.seed, topology.tensor.rank, topology.tensor.size, topology.device, perform_initialization
+        ),
+        sequence_parallel=config.parallel.sequence_parallel and topology.tensor.size > 1,
+        overlap=config.parallel.async_tensor_model_parallel_allreduce,
+    )
+
+
+def build_chunks(config: Config, topology: Topology, context: LayerContext | None = None) -> torch.nn.ModuleDict:
+    """This rank's stages, keyed by global stage number; parameters in fp32 on the topology's device.
+
+    Global stage g lives on pipeline rank g mod pp. A tied embedding is one parameter where first and last stage share a
+    process, and two synchronised copies where they do not.
+    """
+    context = context or layer_context(config, topology)
+    stages, pipeline = config.parallel.num_stages, topology.pipeline
+    layers = assign_layers(config.model.num_layers, stages, config.parallel.pipeline_layout)
+    chunks: dict[str, GPTChunk] = {}
+    for stage in range(pipeline.rank, stages, pipeline.size):
+        first = chunks.get("0")
+        shared = first.word_embeddings.weight if first is not None else None
+        chunks[str(stage)] = GPTChunk(
+            config, context, stage, layers[stage], last=stage == stages - 1, tied_weight=shared
+        )
+    return torch.nn.ModuleDict(chunks)
+
+
+def hidden_shape(config: Config) -> tuple[int, int, int]:
+    """Shape of what travels between stages: [s(/tp), b, h]."""
+    parallel, model = config.parallel, config.model
+    s = model.seq_length // (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+    return s, config.batch.micro_batch_size, model.hidden_size
+
+
+def hidden_dtype(config: Config) -> torch.dtype:
+    """Dtype of what travels between stages."""
+    return torch.float32 if config.model.fp32_residual_connection else getattr(torch, config.precision.dtype_name)

@@ -1,0 +1,1 @@
+"""Launch, topology, collectives with gradients, random streams and parameter sharding."""

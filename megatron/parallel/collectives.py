@@ -1,0 +1,65 @@
+"""Collectives over a `Group` without gradients: nothing happens in a group of one."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.parallel.topology import Group
+
+
+class _Done:
+    """The work handle of a collective that had nothing to do."""
+
+    def wait(self) -> None:
+        return None
+
+
+def all_reduce_async(x: torch.Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Any:
+    """Sum `x` over the group in place; call wait() on the result before reading `x`."""
+    if group.size == 1:
+        return _Done()
+    return dist.all_reduce(x, op=op, group=group.handle, async_op=True)
+
+
+def all_reduce(x: torch.Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+    """Sum (or `op`) `x` over the group in place and return it."""
+    if group.size > 1:
+        dist.all_reduce(x, op=op, group=group.handle)
+    return x
+
+
+def gather_first_async(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, Any]:
+    """Concatenate the shards [n, ...] of all ranks along dimension 0: ([n * size, ...], work handle)."""
+    if group.size == 1:
+        return x, _Done()
+    whole = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
+    return whole, dist.all_gather_into_tensor(whole, x.contiguous(), group=group.handle, async_op=True)
+
+
+def gather_first(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Concatenate the shards [n, ...] of all ranks along dimension 0: [n * size, ...]."""
+    whole, work = gather_first_async(x, group)
+    work.wait()
+    return whole
+
+
+def reduce_scatter_first_async(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, Any]:
+    """Sum [n, ...] over the ranks and keep this rank's part of dimension 0: ([n / size, ...], work handle)."""
+    if group.size == 1:
+        return x, _Done()
+    part = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
+    return part, dist.reduce_scatter_tensor(part, x.contiguous(), group=group.handle, async_op=True)
+
+
+def reduce_scatter_first(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Sum [n, ...] over the ranks and keep this rank's part of dimension 0: [n / size, ...]."""
+    part, work = reduce_scatter_first_async(x, group)
+    work.wait()
+    return part
+
+
+def split_first(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """This rank's part of dimension 0: [n / size, ...], a view."""
+    return x if group.size == 1 else x.chunk(group.size, dim=0)[group.rank]

@@ -1,0 +1,186 @@
+"""Who this process is among all, and the process groups it takes part in.
+
+Rank order: the tensor-parallel rank varies fastest, then the data-parallel rank, then the pipeline rank. Neighbouring
+ranks, which a launcher puts on one node, so form the groups that talk most.
+"""
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the three directions; pure arithmetic on rank numbers.
+
+    >>> Layout(tensor=2, pipeline=2, data=2).coordinates(5)
+    (1, 0, 1)
+    >>> Layout(tensor=2, pipeline=2, data=2).data_ranks(tensor=1, pipeline=1)
+    (5, 7)
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+
+    @classmethod
+    def for_world(cls, world_size: int, tensor: int, pipeline: int) -> Layout:
+        """The layout of `world_size` processes; the data-parallel size is what is left.
+
+        Raises ConfigError when the processes do not divide into whole replicas.
+        """
+        replica = tensor * pipeline
+        if world_size < replica or world_size % replica:
+            raise ConfigError(
+                f"world size {world_size} is not a multiple of tensor-model-parallel-size {tensor} x "
+                f"pipeline-model-parallel-size {pipeline} = {replica}: start {max(1, world_size // replica) * replica} "
+                f"processes or change the sizes"
+            )
+        return cls(tensor, pipeline, world_size // replica)
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    def rank(self, *, tensor: int, data: int, pipeline: int) -> int:
+        return (pipeline * self.data + data) * self.tensor + tensor
+
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """(tensor, data, pipeline) coordinates of a global rank."""
+        return rank % self.tensor, rank // self.tensor % self.data, rank // (self.tensor * self.data)
+
+    def tensor_ranks(self, *, data: int, pipeline: int) -> tuple[int, ...]:
+        return tuple(self.rank(tensor=t, data=data, pipeline=pipeline) for t in range(self.tensor))
+
+    def data_ranks(self, *, tensor: int, pipeline: int) -> tuple[int, ...]:
+        return tuple(self.rank(tensor=tensor, data=d, pipeline=pipeline) for d in range(self.data))
+
+    def pipeline_ranks(self, *, tensor: int, data: int) -> tuple[int, ...]:
+        return tuple(self.rank(tensor=tensor, data=data, pipeline=p) for p in range(self.pipeline))
+
+    def model_ranks(self, *, data: int) -> tuple[int, ...]:
+        """All ranks that together hold one replica of the model."""
+        return tuple(
+            self.rank(tensor=t, data=data, pipeline=p) for p in range(self.pipeline) for t in range(self.tensor)
+        )
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some ranks that communicate, seen from one of them.
+
+    `handle` is the torch process group; it is None for a group of one, which never communicates.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    handle: Any = None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.size - 1
+
+
+GroupFactory = Callable[[Sequence[int]], Any]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """This process's place, its groups and its device. Passed to whatever communicates; never a global.
+
+    `embedding` joins the first and last pipeline stages, which both hold a tied embedding; None elsewhere.
+    """
+
+    layout: Layout
+    rank: int
+    world: Group
+    tensor: Group
+    data: Group
+    pipeline: Group
+    model: Group
+    embedding: Group | None
+    device: Any
+
+    @classmethod
+    def create(
+        cls,
+        tensor_model_parallel_size: int = 1,
+        pipeline_model_parallel_size: int = 1,
+        *,
+        device: Any = None,
+        timeout: datetime.timedelta | None = None,
+    ) -> Topology:
+        """Build the groups of this process over the initialised default process group (or over none: one process).
+
+        Raises ConfigError when the world does not divide.
+        """
+        import torch
+        import torch.distributed as dist
+
+        running = dist.is_available() and dist.is_initialized()
+        world_size, rank = (dist.get_world_size(), dist.get_rank()) if running else (1, 0)
+        layout = Layout.for_world(world_size, tensor_model_parallel_size, pipeline_model_parallel_size)
+
+        def new_group(ranks: Sequence[int]) -> Any:
+            if len(ranks) == world_size:
+                return dist.group.WORLD
+            # Only the members meet: at thousands of ranks a call of the whole world per group takes minutes.
+            return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+
+        device = torch.device("cpu") if device is None else torch.device(device)
+        return cls.from_layout(layout, rank, device=device, new_group=new_group if running else None)
+
+    @classmethod
+    def from_layout(
+        cls, layout: Layout, rank: int, *, device: Any = None, new_group: GroupFactory | None = None
+    ) -> Topology:
+        """The view of `rank` on `layout`. Without `new_group` nothing communicates: for planning and tests."""
+        t, d, p = layout.coordinates(rank)
+
+        def group(ranks: tuple[int, ...]) -> Group:
+            handle = new_group(ranks) if new_group is not None and len(ranks) > 1 else None
+            return Group(ranks, ranks.index(rank), handle)
+
+        # Every member creates its groups in this order, so overlapping groups meet without deadlock.
+        world = group(tuple(range(layout.world_size)))
+        tensor = group(layout.tensor_ranks(data=d, pipeline=p))
+        data = group(layout.data_ranks(tensor=t, pipeline=p))
+        pipeline_ranks = layout.pipeline_ranks(tensor=t, data=d)
+        pipeline = group(pipeline_ranks)
+        model_ranks = layout.model_ranks(data=d)
+        known = {g.ranks: g for g in (tensor, pipeline)}
+        model = known.get(model_ranks) or group(model_ranks)
+        embedding = None
+        if layout.pipeline > 1 and p in (0, layout.pipeline - 1):
+            ends = (pipeline_ranks[0], pipeline_ranks[-1])
+            embedding = pipeline if ends == pipeline_ranks else group(ends)
+        return cls(layout, rank, world, tensor, data, pipeline, model, embedding, device)
+
+    def describe(self, places: Sequence[str] = ()) -> str:
+        """The layout in a few lines; `places` names node and device of every rank, in rank order."""
+
+        def show(ranks: tuple[int, ...]) -> str:
+            named = [f"{r} ({places[r]})" if r < len(places) else str(r) for r in ranks[:16]]
+            return ", ".join(named) + (f", ... {len(ranks) - 16} more" if len(ranks) > 16 else "")
+
+        layout = self.layout
+        return "\n".join(
+            [
+                f" layout: {layout.world_size} ranks = tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}",
+                f"   first tensor-parallel group:   {show(layout.tensor_ranks(data=0, pipeline=0))}",
+                f"   first pipeline-parallel group: {show(layout.pipeline_ranks(tensor=0, data=0))}",
+                f"   first data-parallel group:     {show(layout.data_ranks(tensor=0, pipeline=0))}",
+            ]
+        )

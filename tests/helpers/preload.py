@@ -1,0 +1,10 @@
+"""Imported once by the fork server: what every test process needs."""
+import os
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # noqa: E402
+import torch.distributed  # noqa: E402
+
+torch.set_num_threads(1)

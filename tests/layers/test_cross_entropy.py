@@ -1,0 +1,67 @@
+"""Vocabulary-parallel cross entropy against torch's on the whole, unpadded vocabulary in float64."""
+import numpy as np
+import pytest
+import torch
+
+from megatron.layers.cross_entropy import vocab_parallel_cross_entropy
+from megatron.parallel.sharding import shard
+from megatron.parallel.topology import Group
+from tests.helpers.groups import join
+from tests.helpers.processes import run_processes
+
+
+def reference(logits, labels, weights):
+    x = logits.double().requires_grad_()
+    losses = torch.nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+    (losses * weights).sum().backward()
+    return losses.detach(), x.grad
+
+
+def data(vocab):
+    g = torch.Generator().manual_seed(3)
+    logits = torch.randn(5, 3, vocab, generator=g) * 8
+    return logits, torch.randint(0, vocab, (5, 3), generator=g), torch.rand(5, 3, generator=g)
+
+
+def body(rank, vocab, padded, dtype):
+    topology = join(tensor=4)
+    logits, labels, weights = data(vocab)
+    s = shard("x", (vocab, 1), 0, rank, 4, padded=padded)
+    each = padded // 4
+    mine = torch.full((5, 3, each), 50.0)  # what stands in the padding must not matter
+    mine[..., : s.extent[0]] = logits[..., s.offset[0] : s.offset[0] + s.extent[0]]
+    mine = mine.to(getattr(torch, dtype)).requires_grad_()
+    losses = vocab_parallel_cross_entropy(mine, labels, topology.tensor, s.offset[0], s.extent[0])
+    (losses * weights).sum().backward()
+    return losses.detach().numpy(), mine.grad.float().numpy(), s.extent[0]
+
+
+@pytest.mark.parametrize(("vocab", "padded"), [(64, 64), (50, 64), (20, 64)])
+def test_four_ranks_equal_one(vocab, padded):
+    logits, labels, weights = data(vocab)
+    losses, gradient = reference(logits, labels, weights)
+    results = run_processes(4, body, vocab, padded, "float32")
+    for found, _, _ in results:
+        np.testing.assert_allclose(found, losses.numpy(), rtol=2e-6, atol=2e-6)
+    whole = np.concatenate([g[..., :real] for _, g, real in results], axis=-1)
+    np.testing.assert_allclose(whole, gradient.numpy(), atol=3e-7)  # fp32 rounding of numbers up to 1
+    for _, g, real in results:
+        assert not np.any(g[..., real:])
+
+
+def test_bf16_logits_give_fp32_losses():
+    logits, labels, weights = data(40)
+    x = logits.bfloat16().requires_grad_()
+    losses = vocab_parallel_cross_entropy(x, labels, Group((0,), 0))
+    (losses * weights).sum().backward()
+    expected, gradient = reference(x.detach().float(), labels, weights)
+    assert losses.dtype == torch.float32
+    np.testing.assert_allclose(losses.detach().numpy(), expected.numpy(), rtol=2e-6, atol=2e-6)
+    assert x.grad.dtype == torch.bfloat16
+    np.testing.assert_allclose(x.grad.float().numpy(), gradient.numpy(), rtol=2**-8, atol=1e-6)
+
+
+def test_extreme_logits_do_not_overflow():
+    x = torch.tensor([[[1e4, -1e4, 0.0]]])
+    losses = vocab_parallel_cross_entropy(x, torch.tensor([[1]]), Group((0,), 0))
+    assert losses.item() == pytest.approx(2e4)

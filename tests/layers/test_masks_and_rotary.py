@@ -1,0 +1,62 @@
+"""ALiBi slopes and rotations against the papers' formulas, masks against loops."""
+import cmath
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.layers.masks import alibi_bias, alibi_slopes, document_mask
+from megatron.layers.rotary import RotaryEmbedding
+
+
+def test_slopes_of_a_power_of_two():
+    assert alibi_slopes(8).tolist() == pytest.approx([2.0**-i for i in range(1, 9)])
+
+
+def test_slopes_of_other_counts():
+    # 12 heads: the 8 of the power below, then every second of the 16 of the power above.
+    assert alibi_slopes(12).tolist() == pytest.approx([2.0**-i for i in range(1, 9)] + [2.0 ** -(i / 2) for i in (1, 3, 5, 7)])
+
+
+def test_document_mask():
+    ids = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 2, 2, 3]])
+    mask = document_mask(ids)
+    for b in range(2):
+        for i in range(5):
+            for j in range(5):
+                assert mask[b, 0, i, j] == (j <= i and ids[b, i] == ids[b, j])
+
+
+def test_alibi_bias():
+    bias = alibi_bias(torch.tensor([0.5, 0.25]), 4, None, torch.float32)
+    for h, slope in enumerate((0.5, 0.25)):
+        for i in range(4):
+            for j in range(4):
+                assert bias[0, h, i, j] == (-slope * (i - j) if j <= i else float("-inf"))
+
+
+@pytest.mark.parametrize("rotary", [8, 4])
+def test_rotation_is_multiplication_by_a_complex_number(rotary):
+    d, base = 8, 10000.0
+    x = torch.randn(6, 2, 3, d, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).float()
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2], [5, 4, 3, 2, 1, 0]])
+    embedding = RotaryEmbedding(rotary, base)
+    out = embedding.rotate(x, embedding.angles(6, positions, x.device)).numpy()
+    half = rotary // 2
+    for s in range(6):
+        for b in range(2):
+            for k in range(half):
+                turn = cmath.exp(1j * positions[b, s].item() * base ** (-2 * k / rotary))
+                z = (x[s, b, :, k].numpy() + 1j * x[s, b, :, k + half].numpy()) * turn
+                np.testing.assert_allclose(out[s, b, :, k], z.real, atol=1e-6)
+                np.testing.assert_allclose(out[s, b, :, k + half], z.imag, atol=1e-6)
+    np.testing.assert_array_equal(out[..., rotary:], x.numpy()[..., rotary:])
+
+
+def test_plain_positions_equal_given_ones():
+    x = torch.randn(5, 1, 2, 4)
+    embedding = RotaryEmbedding(4, 500.0)
+    ids = torch.arange(5).unsqueeze(0)
+    assert torch.equal(
+        embedding.rotate(x, embedding.angles(5, None, x.device)), embedding.rotate(x, embedding.angles(5, ids, x.device))
+    )

@@ -1,0 +1,68 @@
+"""Initial weights: the same on any layout, with the right distribution."""
+import pytest
+import torch
+
+from megatron.layers.parameters import BLOCK, ParameterFactory, draw, normal, xavier_uniform
+from megatron.parallel.sharding import shard, sharding_of
+
+CPU = torch.device("cpu")
+
+
+def whole(name, shape, dim, size, padded=None):
+    parts = [
+        ParameterFactory(7, rank, size, CPU).create(name, shape, dim, normal(0.5), padded=padded).detach()
+        for rank in range(size)
+    ]
+    return torch.cat(parts, dim)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "padded"),
+    [((192, 40), 0, None), ((40, 192), 1, None), ((2, 96, 16), 1, None), ((100, 8), 0, 128), ((3 * BLOCK, 4), 0, None)],
+)
+def test_weights_do_not_depend_on_the_tensor_parallel_size(shape, dim, padded):
+    one = whole("w", shape, dim, 1, padded)
+    for size in (2, 4):
+        assert torch.equal(whole("w", shape, dim, size, padded), one)
+
+
+def test_padding_is_zero_and_does_not_change_the_rest():
+    plain = whole("w", (100, 8), 0, 1)
+    padded = whole("w", (100, 8), 0, 4, padded=256)
+    assert torch.equal(padded[:100], plain)
+    assert torch.count_nonzero(padded[100:]) == 0
+    assert torch.count_nonzero(plain) == plain.numel()
+
+
+def test_names_and_blocks_are_independent():
+    a, b = whole("a", (512, 64), 0, 1), whole("b", (512, 64), 0, 1)
+    # The correlation of n independent pairs has standard deviation 1/sqrt(n); five of them is a sure sign.
+    n = a.numel()
+    assert abs(torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1]) < 5 / n**0.5
+    first, second = a[:BLOCK].flatten(), a[BLOCK : 2 * BLOCK].flatten()
+    assert abs(torch.corrcoef(torch.stack((first, second)))[0, 1]) < 5 / len(first) ** 0.5
+
+
+def test_distribution():
+    x = whole("w", (1024, 256), 1, 1)
+    n = x.numel()
+    assert abs(x.mean()) < 5 * 0.5 / n**0.5  # five standard errors
+    assert abs(x.std() - 0.5) < 5 * 0.5 / (2 * n) ** 0.5
+    u = draw(shard("u", (300, 200), 0, 0, 1), (300, 200), xavier_uniform(), 1)
+    bound = (6 / 500) ** 0.5
+    assert u.abs().max() <= bound
+    assert u.abs().max() > 0.999 * bound
+    assert abs(u.std() - bound / 3**0.5) < 0.01 * bound
+
+
+def test_seed_changes_everything():
+    a = ParameterFactory(1, 0, 1, CPU).create("w", (64, 64), 0, normal(1.0))
+    b = ParameterFactory(2, 0, 1, CPU).create("w", (64, 64), 0, normal(1.0))
+    assert not torch.any(a == b)
+
+
+def test_sharding_is_attached():
+    p = ParameterFactory(1, 3, 4, CPU).create("w", (10, 2), 0, normal(1.0), padded=16, decay=False)
+    s = sharding_of(p)
+    assert (s.offset, s.extent, s.dim, s.decay) == ((10, 0), (0, 2), 0, False)
+    assert p.tensor_model_parallel
