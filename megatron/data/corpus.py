@@ -1,0 +1,133 @@
+"""A text corpus from what every machine with Python has: the sources of its standard library.
+
+One document per module. Modules whose source is there give it, docstrings included; modules that are compiled into the
+interpreter give their docstrings, read from the module. Nothing else is imported or run.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import json
+import os
+import sys
+import sysconfig
+import tokenize
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.errors import DataError
+
+# Tests repeat each other, and the code tables in encodings are numbers rather than text.
+SKIPPED_FOLDERS = frozenset(
+    {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "encodings", "lib2to3"}
+)
+MIN_CHARACTERS = 64
+
+
+@dataclass(frozen=True)
+class CorpusTotals:
+    """What was written."""
+
+    documents: int
+    text_bytes: int
+
+
+def build_corpus(
+    output: str | os.PathLike[str],
+    *,
+    max_bytes: int = 20_000_000,
+    seed: int = 1234,
+    docstrings_only: bool = False,
+    stdlib: str | os.PathLike[str] | None = None,
+) -> CorpusTotals:
+    """Write JSON lines {"name": module, "text": ...} to `output`, in an order that depends on `seed` alone.
+
+    Stops before the texts exceed `max_bytes`. `docstrings_only` keeps only the prose: docstrings of modules, classes
+    and functions. `stdlib` is the folder to read, by default this Python's. Parts that a Python build lacks are left
+    out. Raises DataError when nothing is found or `output` cannot be written.
+    """
+    folder = Path(stdlib if stdlib is not None else sysconfig.get_path("stdlib"))
+    sources = find_modules(folder)
+    if stdlib is None:
+        sources.update(dict.fromkeys(sys.builtin_module_names))
+    path = Path(output)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    documents = text_bytes = 0
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("w", encoding="utf-8") as file:
+            for name in sorted(sources, key=lambda name: hashlib.sha256(f"{seed} {name}".encode()).digest()):
+                text = _document(name, sources[name], docstrings_only)
+                if text is None:
+                    continue
+                size = len(text.encode())
+                if text_bytes + size > max_bytes:
+                    break
+                file.write(json.dumps({"name": name, "text": text}, ensure_ascii=False) + "\n")
+                documents, text_bytes = documents + 1, text_bytes + size
+        if not documents:
+            raise DataError(f"{folder}: no module with text in it within {max_bytes} bytes")
+        temporary.replace(path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written: {error.strerror}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return CorpusTotals(documents, text_bytes)
+
+
+def find_modules(folder: Path) -> dict[str, Path | None]:
+    """Dotted name and file of each Python source under `folder`."""
+    modules: dict[str, Path | None] = {}
+    for root, folders, files in os.walk(folder):
+        folders[:] = sorted(f for f in folders if f not in SKIPPED_FOLDERS and not f.startswith(("config-", ".")))
+        for file in files:
+            if file.endswith(".py"):
+                path = Path(root, file)
+                parts = path.relative_to(folder).with_suffix("").parts
+                modules[".".join(parts[:-1] if parts[-1] == "__init__" and parts[1:] else parts)] = path
+    return modules
+
+
+def _document(name: str, path: Path | None, docstrings_only: bool) -> str | None:
+    """The text of one module; None when there is too little or it cannot be read as text."""
+    if path is None:
+        text = "\n\n".join(_builtin_docstrings(name))
+    else:
+        try:
+            with tokenize.open(path) as file:  # in the encoding that the source declares
+                text = file.read()
+            if docstrings_only:
+                text = "\n\n".join(_source_docstrings(name, text))
+            text.encode()
+        except (OSError, SyntaxError, ValueError, RecursionError):
+            return None
+    return text if len(text) >= MIN_CHARACTERS else None
+
+
+def _source_docstrings(name: str, source: str) -> Iterator[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the library's own deprecated escapes
+        tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            docstring = ast.get_docstring(node)
+            if docstring:
+                yield f"{name if isinstance(node, ast.Module) else f'{name}.{node.name}'}\n\n{docstring}"
+
+
+def _builtin_docstrings(name: str) -> Iterator[str]:
+    """Docstrings of a module that is compiled into the interpreter; it has no source that an import would run."""
+    try:
+        module = __import__(name)
+    except ImportError:  # some builds list modules that cannot be imported on this system
+        return
+    for label, item in [(name, module)] + [(f"{name}.{key}", item) for key, item in sorted(vars(module).items())]:
+        if inspect.ismodule(item) and item is not module:
+            continue
+        docstring = inspect.cleandoc(item.__doc__) if isinstance(getattr(item, "__doc__", None), str) else ""
+        if docstring and (inspect.ismodule(item) or inspect.isclass(item) or inspect.isroutine(item)):
+            yield f"{label}\n\n{docstring}"

@@ -1,0 +1,170 @@
+"""Which tokens make up sample i: the document, sample and shuffle index of one split of one data set.
+
+The order of the draws is Megatron's, so that the same data, seed and counts give the same samples: one
+RandomState(seed) shuffles the documents of all epochs together, then the samples. When the last epoch gives less than
+80% of an epoch's samples it is shuffled apart, documents and samples, so that the earlier epochs are used up first.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.data.index_cache import DEFAULT_WAIT_S, Arrays, load_or_build
+from megatron.data.index_helpers import INT32_MAX, build_sample_index
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.errors import DataError
+
+PARTS = ("doc_idx", "sample_idx", "shuffle_idx")
+_UINT32_LIMIT = 2**32 - 2
+_SPOT_CHECKS = 16
+
+
+@dataclass(frozen=True)
+class IndexRequest:
+    """What decides an index. `start` and `stop` bound the sequences of the split; `tokens_per_epoch` is how many
+    tokens they have. `prefix`, `name` and `split` enter the description as they were given."""
+
+    prefix: str
+    name: str
+    split: str
+    start: int
+    stop: int
+    tokens_per_epoch: int
+    num_samples: int
+    seq_length: int
+    seed: int
+
+    @property
+    def num_epochs(self) -> int:
+        """The smallest e >= 1 with (e * tokens_per_epoch - 1) // seq_length >= num_samples."""
+        return max(1, -(-(self.num_samples * self.seq_length + 1) // self.tokens_per_epoch))
+
+    def samples_in(self, epochs: int) -> int:
+        """Whole samples in that many epochs; the last token of one sample is the first of the next."""
+        return (epochs * self.tokens_per_epoch - 1) // self.seq_length
+
+    @property
+    def separate_last_epoch(self) -> bool:
+        if self.num_epochs == 1:
+            return False
+        from_last_epoch = self.num_samples - self.samples_in(self.num_epochs - 1)
+        return from_last_epoch < int(0.80 * self.samples_in(1))
+
+    @property
+    def description(self) -> str:
+        """The text whose md5 names the cache files: Megatron-DeepSpeed's, so that its caches are found."""
+        return (
+            "GPT Dataset\n\n"
+            f"Data prefix {self.prefix}\n"
+            f"Dataset name {self.name}\n"
+            f"Number of samples {self.num_samples}\n"
+            f"Number of epochs {self.num_epochs}\n"
+            f"Sequence length {self.seq_length}\n"
+            f"Random seed {self.seed}\n"
+            f"Split {self.split}\n"
+        )
+
+
+def build_index(request: IndexRequest, sizes: npt.NDArray[np.int32]) -> Arrays:
+    """The three arrays of `PARTS`.
+
+    doc_idx int32 [epochs * documents], sequence numbers in drawn order; sample_idx [n + 1, 2], see build_sample_index;
+    shuffle_idx uint32 [n] (int64 for 2^32 samples), the sample that the i-th read gives.
+    """
+    random = np.random.RandomState(request.seed)
+    last_apart = request.separate_last_epoch
+    document_index = _document_index(request, last_apart, random)
+    num_samples = request.samples_in(request.num_epochs)
+    sample_index = build_sample_index(sizes, document_index, request.seq_length, num_samples)
+    first = request.samples_in(request.num_epochs - 1) if last_apart else num_samples
+    return {
+        "doc_idx": document_index,
+        "sample_idx": sample_index,
+        "shuffle_idx": _shuffle_index(first, num_samples, random),
+    }
+
+
+def _document_index(request: IndexRequest, last_apart: bool, random: np.random.RandomState) -> npt.NDArray[np.int32]:
+    documents = np.arange(request.start, request.stop, dtype=np.int32)
+    together = request.num_epochs - 1 if last_apart else request.num_epochs
+    groups = [together, 1] if last_apart else [together]
+    parts = []
+    for epochs in groups:
+        part = np.tile(documents, epochs)
+        random.shuffle(part)
+        parts.append(part)
+    return np.concatenate(parts)
+
+
+def _shuffle_index(first: int, total: int, random: np.random.RandomState) -> npt.NDArray[np.uint32 | np.int64]:
+    dtype = np.dtype(np.int64 if total >= _UINT32_LIMIT else np.uint32)
+    parts = []
+    for start, stop in ((0, first), (first, total)):
+        part = np.arange(start, stop, dtype=dtype)
+        random.shuffle(part)  # an empty part draws nothing
+        parts.append(part)
+    return np.concatenate(parts)
+
+
+def load_index(
+    indexed: IndexedDataset,
+    request: IndexRequest,
+    *,
+    data_cache_path: str | os.PathLike[str] | None = None,
+    wait_s: float = DEFAULT_WAIT_S,
+) -> Arrays:
+    """The index from the cache, built first if need be.
+
+    Looked up in `index-cache` beside the data, then in `data_cache_path`; written to `data_cache_path` if given. Raises
+    DataError as load_or_build does.
+    """
+    if request.stop > INT32_MAX:
+        raise DataError(f"{request.prefix}: more than {INT32_MAX} sequences: preprocess it in parts and blend them")
+    directories: list[str | os.PathLike[str]] = [os.path.join(os.path.dirname(request.prefix), "index-cache")]
+    if data_cache_path is not None:
+        directories.append(data_cache_path)
+    return load_or_build(
+        request.description,
+        PARTS,
+        directories,
+        lambda: build_index(request, indexed.sizes),
+        fits=lambda arrays: index_fits(arrays, request, indexed.sizes),
+        wait_s=wait_s,
+    )
+
+
+def index_fits(arrays: Arrays, request: IndexRequest, sizes: npt.NDArray[np.int32]) -> bool:
+    """Whether cached arrays belong to this data.
+
+    The description does not say what is in the data files, so a cache outlives data that was preprocessed anew under
+    the same name. Shapes are compared, and a few samples are measured: each must span seq_length + 1 tokens.
+    """
+    documents, rows, shuffle = (arrays[part] for part in PARTS)
+    num_samples = request.samples_in(request.num_epochs)
+    if documents.shape != (request.num_epochs * (request.stop - request.start),):
+        return False
+    if rows.shape != (num_samples + 1, 2) or shuffle.shape != (num_samples,) or num_samples == 0:
+        return False
+    for sample in np.unique(np.linspace(0, num_samples - 1, _SPOT_CHECKS).astype(np.int64)):
+        if not _sample_fits(documents, rows[sample : sample + 2].tolist(), request, sizes):
+            return False
+    return True
+
+
+def _sample_fits(
+    documents: npt.NDArray[np.int32], rows: Sequence[Sequence[int]], request: IndexRequest, sizes: npt.NDArray[np.int32]
+) -> bool:
+    (first, offset), (last, last_offset) = rows
+    if not 0 <= first <= last < len(documents):
+        return False
+    sequences = documents[first : last + 1]
+    if sequences.min() < request.start or sequences.max() >= request.stop:
+        return False
+    lengths = sizes[sequences]
+    inside = 0 <= offset <= lengths[0] and 0 <= last_offset < lengths[-1]
+    return inside and int(lengths[:-1].sum(dtype=np.int64)) - offset + last_offset == request.seq_length

@@ -1,0 +1,100 @@
+"""Trains a SentencePiece vocabulary from JSON lines, such that encoding loses nothing: source code comes back whole."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron.errors import ConfigError, DataError
+
+# Control symbols <unk>, <s>, </s>, a newline, a tab and 256 bytes are always in the vocabulary.
+MIN_VOCAB_SIZE = 300
+_MAX_LINE_BYTES = 4000
+
+
+def train_vocabulary(
+    inputs: Sequence[str | os.PathLike[str]],
+    output: str | os.PathLike[str],
+    *,
+    vocab_size: int = 4096,
+    json_key: str = "text",
+    sample_bytes: int = 4_000_000,
+    num_threads: int = 2,
+    seed: int = 1234,
+) -> int:
+    """Train byte-pair encoding on up to `sample_bytes` of whole documents and write the model file; returns its size.
+
+    Use the file with GPTSentencePieceTokenizer; </s> ends a document. The same input and arguments give the same model.
+    There is no normalisation, white space is kept, and what has no piece is spelt in bytes; so decode(encode(text)) is
+    the text, except that the character U+2581, SentencePiece's mark for a space, comes back as a space.
+    Raises DataError for input that cannot be used, ConfigError for a vocabulary that the text cannot fill.
+    """
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ConfigError(f"--vocab-size {vocab_size}: the bytes alone need {MIN_VOCAB_SIZE}")
+    import sentencepiece
+
+    documents = list(_texts(inputs, json_key))
+    random.Random(seed).shuffle(documents)
+    lines = _sample_lines(documents, sample_bytes)
+    if not lines:
+        raise DataError(f"{', '.join(map(str, inputs))}: no text to train on")
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=vocab_size,
+            character_coverage=1.0 if sum(map(len, lines)) < 100_000 else 0.9995,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True,
+            split_digits=True,
+            user_defined_symbols=["\n", "\t"],
+            max_sentence_length=1 << 20,
+            shuffle_input_sentence=False,
+            num_threads=num_threads,
+            minloglevel=1,
+        )
+    except RuntimeError as error:
+        raise ConfigError(
+            f"--vocab-size {vocab_size} cannot be trained on {sum(map(len, lines))} characters of text: {error}"
+        ) from error
+    path = Path(output)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(model.getvalue())
+        temporary.replace(path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written: {error.strerror}") from error
+    return vocab_size
+
+
+def _texts(inputs: Sequence[str | os.PathLike[str]], json_key: str) -> Iterator[str]:
+    from megatron.data.preprocess import PreprocessOptions, read_blocks, texts_of_block
+
+    options = PreprocessOptions(tokenizer={}, json_keys=(json_key,))
+    for block in read_blocks(inputs):
+        yield from texts_of_block(block, options)[0]
+
+
+def _sample_lines(documents: Sequence[str], sample_bytes: int) -> list[str]:
+    """Lines of the first documents, up to so many bytes. Newlines are symbols of their own, so no piece spans lines."""
+    lines: list[str] = []
+    size = 0
+    for document in documents:
+        for line in document.split("\n"):
+            encoded = len(line.encode())
+            # A tab, too, is a symbol, and it is reserved while training. A long line is data, not text.
+            if line.strip() and encoded <= _MAX_LINE_BYTES:
+                lines += [part for part in line.split("\t") if part]
+                size += encoded
+            if size >= sample_bytes:
+                return lines
+    return lines

@@ -1,0 +1,25 @@
+"""An executor for a GPT and its engine."""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron.engine.engine import Engine
+from megatron.model.gpt import GPTChunk, hidden_dtype, hidden_shape
+from megatron.parallel.topology import Topology
+from megatron.pipeline.executor import Executor
+
+if TYPE_CHECKING:
+    from megatron.config import Config
+
+
+def build_executor(config: Config, topology: Topology, chunks: torch.nn.ModuleDict, engine: Engine) -> Executor:
+    """Runs the schedule of `config` on `chunks` (from build_chunks) and accumulates gradients where `engine` wants them."""
+    stages = {int(stage): chunk for stage, chunk in chunks.items()}
+    some = next(iter(stages.values()))
+    assert isinstance(some, GPTChunk), "chunks come from megatron.build_chunks"
+    return Executor(
+        topology, stages, config.parallel.schedule, config.parallel.num_chunks, hidden_shape(config), hidden_dtype(config),
+        some.context.weight_gradients, engine.after_backward,
+    )

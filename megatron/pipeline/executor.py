@@ -1,0 +1,244 @@
+"""Run this rank's instructions of a pipeline schedule on any callables that map a hidden state to a hidden state."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron.errors import ConfigError
+from megatron.parallel.deferred import WeightGradients
+from megatron.parallel.topology import Topology
+from megatron.pipeline.exchange import Exchange
+from megatron.pipeline.instructions import Instruction, Op
+from megatron.pipeline.schedule import build_schedule
+
+Chunk = Callable[[Any, torch.Tensor | None], torch.Tensor]
+Shape = Sequence[int] | Callable[[Any], Sequence[int]]
+
+
+class Executor:
+    """Forward and backward passes of this rank's chunks over the micro-batches of a step.
+
+    topology          gives the pipeline group, and the device on which received tensors are allocated.
+    chunks            by global stage (chunk * pipeline size + pipeline rank): called as chunk(micro_batch, hidden). The
+                      first stage gets hidden=None; the last stage returns the scalar loss of the micro-batch, the
+                      others a tensor of `message_shape` and `message_dtype`.
+    schedule          '1f1b', 'interleaved' or 'zb-h1' (schedule.py), with `num_chunks` chunks on every rank.
+    message_shape     shape of the hidden state between stages, or a function of the micro-batch that returns it.
+    weight_gradients  the queue in which linear layers leave their weight gradients; needed by 'zb-h1' only.
+    after_backward    called after every backward pass, whole, of inputs or of weights: the place to add `.grad` to an
+                      accumulator of higher precision.
+
+    Every rank of the pipeline must call `train` and `evaluate` in the same order with as many micro-batches.
+    Gradients are added to the parameters' `.grad`; nothing is reduced and no parameter is changed.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        chunks: Mapping[int, Chunk],
+        schedule: str,
+        num_chunks: int,
+        message_shape: Shape,
+        message_dtype: torch.dtype,
+        weight_gradients: WeightGradients | None = None,
+        after_backward: Callable[[], None] | None = None,
+    ) -> None:
+        size, rank = topology.pipeline.size, topology.pipeline.rank
+        wanted = [chunk * size + rank for chunk in range(num_chunks)]
+        if sorted(chunks) != wanted:
+            raise ConfigError(
+                f"pipeline rank {rank} of {size} with {num_chunks} chunks runs the global stages {wanted}, "
+                f"but was given chunks for {sorted(chunks)}"
+            )
+        if schedule == "zb-h1" and weight_gradients is None:
+            raise ConfigError("schedule 'zb-h1' needs weight_gradients: the queue that the linear layers share with it")
+        build_schedule(schedule, size, num_chunks, 1)  # refuses what does not exist now, not in the first step
+        self.topology = topology
+        self.chunks = chunks
+        self.schedule = schedule
+        self.num_chunks = num_chunks
+        self.message_shape = message_shape
+        self.message_dtype = message_dtype
+        self.weight_gradients = weight_gradients
+        self.after_backward = after_backward
+        self._instructions: dict[tuple[int, bool], tuple[Instruction, ...]] = {}
+
+    @property
+    def last_stage(self) -> int:
+        return self.topology.pipeline.size * self.num_chunks - 1
+
+    def train(
+        self, micro_batches: Sequence[Any], loss_scale: float = 1.0, loss_weights: Sequence[float] | None = None
+    ) -> list[torch.Tensor]:
+        """Add the gradients of loss_scale * sum(weight_i * loss_i) to the parameters.
+
+        `loss_weights` are one per micro-batch, by default 1 / their number. Returns the detached, unscaled losses of
+        the micro-batches in order on the rank of the last stage, an empty list elsewhere. No value is read from the
+        device.
+
+        Raises LaunchError, with the peer's rank, when a neighbour is lost.
+        """
+        count = len(micro_batches)
+        plan = self._plan(count, False)
+        weights = [1 / count] * count if loss_weights is None else list(loss_weights)
+        if len(weights) != count:
+            raise ConfigError(f"{len(weights)} loss weights for {count} micro-batches: give one per micro-batch")
+        return _Pass(self, micro_batches, [loss_scale * weight for weight in weights]).run(plan)
+
+    def evaluate(self, micro_batches: Sequence[Any]) -> list[torch.Tensor]:
+        """The losses of the micro-batches on the rank of the last stage, an empty list elsewhere; no gradients."""
+        with torch.no_grad():
+            return _Pass(self, micro_batches, None).run(self._plan(len(micro_batches), True))
+
+    def expected_shape(self, micro_batch: Any) -> tuple[int, ...]:
+        """Shape of the hidden state that goes from stage to stage for this micro-batch."""
+        return tuple(self.message_shape(micro_batch) if callable(self.message_shape) else self.message_shape)
+
+    def _plan(self, micro_batches: int, forward_only: bool) -> tuple[Instruction, ...]:
+        key = (micro_batches, forward_only)
+        if key not in self._instructions:
+            pipeline = self.topology.pipeline
+            schedule = build_schedule(self.schedule, pipeline.size, self.num_chunks, micro_batches, forward_only)
+            self._instructions[key] = schedule[pipeline.rank]
+        return self._instructions[key]
+
+
+class _Root(torch.autograd.Function):
+    """A scalar from which a chunk's graph is run backward, without keeping the chunk's output alive.
+
+    Autograd wants the output tensor for the shape of its gradient only. Through this node the gradient is handed over
+    in a list, so the output's memory is free as soon as it has been sent.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, gradient: list[torch.Tensor]) -> torch.Tensor:
+        ctx.gradient = gradient
+        return output.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.gradient.pop(), None
+
+
+class _Saved(NamedTuple):
+    """What is kept of a chunk's forward pass: the graph (through root), its input, and the place for the gradient."""
+
+    root: torch.Tensor
+    hidden: torch.Tensor | None
+    gradient: list[torch.Tensor]
+
+
+class _Pass:
+    """The state of one call of train or evaluate."""
+
+    def __init__(self, executor: Executor, micro_batches: Sequence[Any], scales: Sequence[float] | None) -> None:
+        self._executor = executor
+        self._micro_batches = micro_batches
+        self._scales = scales  # None when evaluating
+        self._exchange = Exchange(executor.topology.pipeline)
+        self._local = executor.topology.pipeline.size == 1
+        self._last_stage = executor.last_stage
+        self._saved: dict[tuple[int, int], _Saved] = {}
+        self._activations: dict[tuple[int, int], torch.Tensor] = {}  # of the stage that made them
+        self._gradients: dict[tuple[int, int], torch.Tensor] = {}  # of the input of the stage that made them
+        self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        self._losses: dict[int, torch.Tensor] = {}
+
+    def run(self, instructions: Sequence[Instruction]) -> list[torch.Tensor]:
+        handlers: dict[Op, Callable[[Instruction], None]] = {
+            Op.FORWARD: self._forward,
+            Op.BACKWARD: self._backward,
+            Op.BACKWARD_INPUT: self._backward_input,
+            Op.BACKWARD_WEIGHT: self._backward_weight,
+            Op.SEND_FORWARD: lambda i: self._exchange.send(i, self._activations.pop(i[1:])),
+            Op.SEND_BACKWARD: lambda i: self._exchange.send(i, self._gradients.pop(i[1:])),
+            Op.RECV_FORWARD: self._receive,
+            Op.RECV_BACKWARD: self._receive,
+        }
+        after_backward = self._executor.after_backward
+        due = False
+        for instruction in instructions:
+            # The neighbour waits for the gradient and nobody for the accumulation, so the message goes first.
+            if due and after_backward and instruction.op is not Op.SEND_BACKWARD:
+                after_backward()
+                due = False
+            handlers[instruction.op](instruction)
+            due = due or instruction.op in (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+        if due and after_backward:
+            after_backward()
+        self._exchange.finish()
+        return [self._losses[i] for i in sorted(self._losses)]
+
+    def _receive(self, instruction: Instruction) -> None:
+        shape = self._executor.expected_shape(self._micro_batches[instruction.micro_batch])
+        self._exchange.receive(instruction, shape, self._executor.message_dtype, self._executor.topology.device)
+
+    def _input(self, stage: int, micro_batch: int) -> torch.Tensor | None:
+        if stage == 0:
+            return None
+        if self._local:
+            return self._activations.pop((stage - 1, micro_batch))
+        return self._exchange.take(Instruction(Op.RECV_FORWARD, stage, micro_batch))
+
+    def _forward(self, instruction: Instruction) -> None:
+        _, stage, index = instruction
+        hidden = self._input(stage, index)
+        if hidden is not None and self._scales is not None:
+            hidden.requires_grad_()
+        micro_batch = self._micro_batches[index]
+        output = self._executor.chunks[stage](micro_batch, hidden)
+        gradient: list[torch.Tensor] = []
+        if stage == self._last_stage:
+            if output.numel() != 1:
+                raise ConfigError(f"the last stage must return a scalar loss, got shape {list(output.shape)}")
+            self._losses[index] = output.detach().reshape(())
+            if self._scales is not None:
+                gradient.append(torch.full_like(output.detach(), self._scales[index]))
+        else:
+            self._check_output(instruction, output, micro_batch)
+            self._activations[stage, index] = output.detach()
+        if self._scales is not None:
+            self._saved[stage, index] = _Saved(_Root.apply(output, gradient), hidden, gradient)
+
+    def _check_output(self, instruction: Instruction, output: torch.Tensor, micro_batch: Any) -> None:
+        shape, dtype = self._executor.expected_shape(micro_batch), self._executor.message_dtype
+        if tuple(output.shape) != shape or output.dtype != dtype:
+            raise ConfigError(
+                f"{instruction} returned shape {list(output.shape)} of {output.dtype}, but the next stage waits for "
+                f"shape {list(shape)} of {dtype}: make message_shape and message_dtype those of the chunk's output"
+            )
+
+    def _backward(self, instruction: Instruction) -> None:
+        _, stage, index = instruction
+        saved = self._saved.pop((stage, index))
+        if stage != self._last_stage:
+            if self._local:
+                gradient = self._gradients.pop((stage + 1, index))
+            else:
+                gradient = self._exchange.take(Instruction(Op.RECV_BACKWARD, stage, index))
+            saved.gradient.append(gradient)
+        if saved.root.requires_grad:  # a chunk may be frozen
+            torch.autograd.backward(saved.root)
+        if saved.hidden is not None:
+            gradient_of_input = saved.hidden.grad
+            if gradient_of_input is None:  # and need not use its input
+                gradient_of_input = torch.zeros_like(saved.hidden)
+            self._gradients[stage, index] = gradient_of_input.detach()
+
+    def _backward_input(self, instruction: Instruction) -> None:
+        weight_gradients = self._executor.weight_gradients
+        assert weight_gradients is not None, "a split backward pass without a queue of weight gradients"
+        weight_gradients.begin()
+        try:
+            self._backward(instruction)
+        finally:
+            deferred = weight_gradients.take()
+        self._deferred[instruction[1:]] = deferred
+
+    def _backward_weight(self, instruction: Instruction) -> None:
+        waiting = self._deferred.pop(instruction[1:])[::-1]
+        with torch.no_grad():
+            while waiting:
+                waiting.pop()()  # frees what this one held before the next one runs

@@ -1,0 +1,91 @@
+#!/usr/bin/env bash
+# Makes or completes the virtual environment; called by `make setup` with PYTHON, VENV, TORCH and SYSTEM_SITE.
+# Run again, it installs only what is missing or what changed.
+set -euo pipefail
+
+die() { echo "setup: $*" >&2; exit 1; }
+say() { echo "setup: $*"; }
+
+install_debian() {  # install_debian PACKAGE...: as root on Debian and its kin; otherwise fails
+    [[ $(id -u) -eq 0 ]] && command -v apt-get >/dev/null || return 1
+    say "installing $* with apt-get"
+    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$@" >/dev/null
+}
+
+check_python() {  # check_python INTERPRETER
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
+        die "$1 is $("$1" --version 2>&1); Python 3.11 or newer is needed: make PYTHON=/path/to/python3.12"
+}
+
+# Says whether the environment has a torch that is new enough.
+has_torch() {
+    "$VENV/bin/python" - <<'PY' 2>/dev/null
+import re, sys
+from importlib.metadata import version
+sys.exit(tuple(map(int, re.findall(r"\d+", version("torch"))[:2])) < (2, 6))
+PY
+}
+
+make_venv() {
+    command -v "$PYTHON" >/dev/null || die "$PYTHON is not there: make PYTHON=/path/to/python3.12"
+    check_python "$PYTHON"
+    say "creating $VENV with $("$PYTHON" --version)"
+    local options=()
+    [[ ${SYSTEM_SITE:-} == 1 ]] && options=(--system-site-packages)
+    "$PYTHON" -m venv ${options[@]+"${options[@]}"} "$VENV" && return
+    # Debian's python3 comes without ensurepip.
+    rm -rf "$VENV"
+    local version
+    version=$("$PYTHON" -c 'import sys; print(f"{sys.version_info[0]}.{sys.version_info[1]}")')
+    install_debian "python$version-venv" || install_debian python3-venv ||
+        die "$PYTHON -m venv failed (see above). On Debian and Ubuntu: sudo apt-get install python$version-venv"
+    "$PYTHON" -m venv ${options[@]+"${options[@]}"} "$VENV"
+}
+
+install_torch() {
+    if [[ -n $TORCH ]]; then
+        say "installing $TORCH"
+        # Unquoted: the setting may hold several of pip's arguments.
+        # shellcheck disable=SC2086
+        pip install $TORCH
+    elif has_torch; then
+        say "using torch $("$VENV/bin/python" -c 'from importlib.metadata import version; print(version("torch"))')"
+    else
+        if [[ -d /opt/rocm ]] || command -v rocminfo >/dev/null; then
+            say "ROCm is here, but TORCH is not set: the default torch may not be built for it; see the Makefile's head"
+        fi
+        say "installing torch and what it needs"
+        pip install -r requirements/torch.txt
+    fi
+    has_torch || die "torch 2.6 or newer is needed; this environment has another"
+}
+
+# Headers of Python are part of a working compiler here.
+check_compiler() {
+    local headers
+    headers=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+    if ! command -v "${CXX:-c++}" >/dev/null && ! command -v g++ >/dev/null; then
+        install_debian g++ || say "no C++ compiler: csrc is left out, indices of data sets are built by numpy, slower"
+    fi
+    if [[ ! -e $headers/Python.h ]]; then
+        install_debian python3-dev || say "no Python.h in $headers: csrc is left out, as above"
+    fi
+}
+
+pip() { "$VENV/bin/python" -m pip "$@" --quiet; }
+
+[[ -x $VENV/bin/python ]] || make_venv
+check_python "$VENV/bin/python"
+"$VENV/bin/python" -m pip --version >/dev/null || die "$VENV has no pip: remove it and run make again"
+
+readonly constraints=requirements/constraints.txt
+pip install -c $constraints --upgrade pip setuptools wheel
+install_torch
+check_compiler
+say "installing dependencies"
+# DeepSpeed is built from source: it wants to see torch, so it is not built apart from it, and no op is compiled.
+pip install -c $constraints pybind11 ninja
+DS_BUILD_OPS=0 pip install -c $constraints --no-build-isolation -e '.[dev]'
+say "ready: $VENV with $("$VENV/bin/python" -c 'import torch
+kind = "ROCm" if torch.version.hip else "CUDA" if torch.version.cuda else "CPU"
+print(f"torch {torch.__version__} ({kind} build, {torch.cuda.device_count()} device(s) visible)")')"

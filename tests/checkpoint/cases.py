@@ -1,0 +1,166 @@
+"""What the processes of the checkpoint tests do."""
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.load import load, load_weights
+from megatron.checkpoint.save import save
+from megatron.engine.engine import Engine
+from megatron.errors import CheckpointError
+from megatron.parallel.sharding import sharding_of
+from tests.engine import toy
+from tests.helpers.groups import join
+
+
+def train_and_save(
+    rank: int, directory: str, tensor: int, pipeline: int, options: dict[str, Any], steps: int = 2, more: int = 1
+) -> dict[str, Any]:
+    """Some steps, a checkpoint, more steps: the state at the checkpoint, and the weights at the end."""
+    topology = join(tensor, pipeline)
+    config = toy.config(**options)
+    engine = Engine(config, topology, toy.build(topology))
+    for s in range(steps):
+        toy.backward(engine, topology, s)
+        engine.step(toy.LR)
+    save(directory, steps, engine, topology, config, {"consumed_samples": 6 * steps})
+    out = {"state": toy.state_pieces(engine), "scalars": engine.scalars()}
+    for s in range(steps, steps + more):
+        toy.backward(engine, topology, s)
+        engine.step(toy.LR)
+    return out | {"end": toy.state_pieces(engine), "weights": toy.weight_pieces(engine)}
+
+
+def _spoil(engine: Engine) -> None:
+    """Other weights, moments and padding than any checkpoint has."""
+    for f in engine.fragments():
+        for flat in (f.master, *f.moments.values()):
+            flat.fill_(77.0)
+
+
+def load_and_train(
+    rank: int, directory: str, tensor: int, pipeline: int, options: dict[str, Any], first: int = 2, steps: int = 0
+) -> dict[str, Any]:
+    topology = join(tensor, pipeline)
+    config = toy.config(**options)
+    engine = Engine(config, topology, toy.build(topology))
+    _spoil(engine)
+    found = load(directory, engine, topology, config)
+    out: dict[str, Any] = {
+        "state": toy.state_pieces(engine), "scalars": engine.scalars(), "weights": toy.weight_pieces(engine),
+        "iteration": found.iteration, "client": found.state, "optimizer": found.optimizer,
+        "padding": _padding(engine),
+    }  # fmt: skip
+    for s in range(first, first + steps):
+        toy.backward(engine, topology, s)
+        engine.step(toy.LR)
+    return out | {"end": toy.state_pieces(engine)}
+
+
+def _padding(engine: Engine) -> float:
+    """The largest weight, master or working, in padding."""
+    largest = 0.0
+    for p in engine.chunks.parameters():
+        real = torch.zeros(p.shape, dtype=torch.bool)
+        real[tuple(slice(0, n) for n in sharding_of(p).extent)] = True
+        pads = p.detach()[~real].abs()
+        largest = max(largest, float(pads.max()) if pads.numel() else 0.0)
+        for f in engine.fragments():
+            if f.parameter is p:
+                flat = ~real.view(-1)[f.start : f.start + f.numel]
+                for held in (f.master, *f.moments.values()):
+                    largest = max(largest, float((held * flat).abs().max()))
+    return largest
+
+
+def weights_only(rank: int, directory: str, tensor: int, pipeline: int, dtype: str) -> dict[str, Any]:
+    topology = join(tensor, pipeline)
+    chunks = toy.build(topology).to(getattr(torch, dtype))
+    for p in chunks.parameters():
+        p.data.fill_(77.0)
+    found = load_weights(directory, chunks, topology)
+    pieces = {}
+    for p in chunks.parameters():
+        s = sharding_of(p)
+        real = tuple(slice(0, n) for n in s.extent)
+        pieces[s.name] = [(s.offset, p.detach()[real].float().numpy().copy())]
+        p.data[real] = 0.0
+        assert not p.any(), "padding keeps what was there before"
+    return {"weights": pieces, "iteration": found.iteration}
+
+
+def _message(action: Any) -> str:
+    try:
+        action()
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def errors(rank: int, directory: str) -> dict[str, Any]:
+    """Every way to fail, one after the other, on 2 ranks; messages by name of the case."""
+    topology = join()
+    config = toy.config()
+    engine = Engine(config, topology, toy.build(topology))
+    root = Path(directory)
+    out: dict[str, Any] = {}
+
+    def attempt(where: Path, c: toy.ToyConfig = config) -> str:
+        return _message(lambda: load(where, engine, topology, c))
+
+    out["nothing there"] = attempt(root / "none")
+    out["state no JSON"] = _message(lambda: save(root / "a", 1, engine, topology, config, {"x": {1, 2}}))
+    out["nothing saved"] = (root / "a" / "iter_0000001").exists()
+
+    # One rank alone cannot write: the disk of its node is full.
+    if rank == 1:
+        import torch.distributed.checkpoint as dcp
+
+        whole = dcp.FileSystemWriter.write_data
+
+        def full(self: Any, plan: Any, planner: Any) -> Any:
+            raise OSError(28, "No space left on device")
+
+        dcp.FileSystemWriter.write_data = full
+    out["disk full"] = _message(lambda: save(root / "a", 1, engine, topology, config, {}))
+    out["half a checkpoint"] = sorted(os.listdir(root / "a"))
+    if rank == 1:
+        dcp.FileSystemWriter.write_data = whole
+
+    save(root / "a", 1, engine, topology, config, {})
+    save(root / "a", 1, engine, topology, config, {"again": True})  # the same iteration replaces itself
+    out["replaced"] = load(root / "a", engine, topology, config).state
+    bare = dataclasses.replace(config, checkpoint=toy.ToyCheckpoint(no_save_optim=True))
+    save(root / "bare", 4, engine, topology, bare, {})
+    out["no optimizer"] = attempt(root / "bare")
+    finetune = dataclasses.replace(config, checkpoint=toy.ToyCheckpoint(finetune=True))
+    out["finetune"] = load(root / "bare", engine, topology, finetune).iteration
+    no_optim = dataclasses.replace(config, checkpoint=toy.ToyCheckpoint(no_load_optim=True))
+    out["no-load-optim"] = load(root / "bare", engine, topology, no_optim).iteration
+
+    out["architecture"] = attempt(root / "a", dataclasses.replace(config, model=toy.ToyModel(num_layers=3, vocab_size=9)))
+    tagged = dataclasses.replace(config, checkpoint=toy.ToyCheckpoint(load_tag="17"))
+    out["tag"] = attempt(root / "a", tagged)
+
+    chunks = toy.build(topology)["0"]
+    some, other = chunks.up.sharding, chunks.mixed.sharding
+    chunks.up.sharding = dataclasses.replace(some, name="unknown")
+    chunks.mixed.sharding = dataclasses.replace(other, global_shape=(4, 2, 5))
+    out["other tensors"] = _message(lambda: load_weights(root / "a", chunks, topology))
+
+    torch.distributed.barrier()
+    if rank == 0:
+        os.rename(root / "a" / "iter_0000001" / "__1_0.distcp", root / "hidden")
+    torch.distributed.barrier()
+    out["missing file"] = attempt(root / "a")
+    torch.distributed.barrier()
+    if rank == 0:
+        os.rename(root / "hidden", root / "a" / "iter_0000001" / "__1_0.distcp")
+        (root / "a" / "iter_0000001" / ".metadata").write_bytes(b"rubbish")
+    torch.distributed.barrier()
+    out["metadata"] = attempt(root / "a")
+    return out

@@ -1,0 +1,476 @@
+"""Every flag that existing GPT launch scripts use is a setting, accepted with a notice, or refused with a reason."""
+from __future__ import annotations
+
+import pytest
+
+from megatron.config import parse_command_line
+from megatron.config.command_line import flag_table
+from megatron.errors import ConfigError
+
+BASE = {
+    "--num-layers": "8", "--hidden-size": "64", "--num-attention-heads": "4", "--seq-length": "64",
+    "--micro-batch-size": "1", "--global-batch-size": "16", "--train-iters": "100", "--lr": "0.001",
+    "--vocab-size": "100", "--mock-data": "", "--save": "out", "--load": "in",
+}  # fmt: skip
+WORLD_SIZE = 4
+
+# A flag, its words and what it sets: the setting of the same name to the same value, unless `=> name value` says more.
+SETTINGS = """
+--num-layers 4
+--hidden-size 128
+--ffn-hidden-size 100
+--num-attention-heads 8
+--kv-channels 12
+--num-key-value-heads 2
+--num-query-groups 2 => num_key_value_heads 2
+--seq-length 32
+--max-position-embeddings 128
+--make-vocab-size-divisible-by 64
+--layernorm-epsilon 1e-06
+--normalization rmsnorm
+--normalization RMSNorm => normalization rmsnorm
+--normalization LayerNorm => normalization layernorm
+--apply-layernorm-1p
+--swiglu
+--squared-relu
+--openai-gelu
+--disable-bias-linear => add_bias_linear False
+--untie-embeddings-and-output-weights
+--use-rotary-position-embeddings => position_embedding_type rope
+--position-embedding-type alibi
+--position-embedding-type rope
+--position-embedding-type none
+--position-embedding-type learned_absolute
+--rotary-percent 0.5
+--rotary-position-embeddings-theta 500000 => rotary_base 500000.0
+--rotary-base 500000 => rotary_base 500000.0
+--no-position-embedding => position_embedding_type none
+--apply-residual-connection-post-layernorm
+--no-query-key-layer-scaling => apply_query_key_layer_scaling False
+--attention-softmax-in-fp32
+--fp32-residual-connection
+--attention-dropout 0.25
+--hidden-dropout 0.0
+--init-method-std 0.006
+--init-method-xavier-uniform
+--tensor-model-parallel-size 2
+--pipeline-model-parallel-size 2
+--num-layers-per-virtual-pipeline-stage 2
+--sequence-parallel
+--enable-zbh1-pipeline
+--distributed-backend gloo
+--distributed-backend nccl
+--distributed-timeout-minutes 30 => distributed_timeout_minutes 30.0
+--local_rank 3
+--local-rank 3
+--no-async-tensor-model-parallel-allreduce => async_tensor_model_parallel_allreduce False
+--master-addr 10.0.0.1
+--use-distributed-optimizer => zero_stage 1
+--deepspeed
+--zero-stage 0
+--zero-stage 1.0 => zero_stage 1
+--zero-reduce-bucket-size 500000000
+--zero-allgather-bucket-size 1000000
+--checkpoint-activations => recompute_granularity full
+--checkpoint-num-layers 2 => recompute_num_layers 2
+--recompute-activations => recompute_granularity selective
+--recompute-granularity full
+--recompute-method block
+--recompute-num-layers 2
+--micro-batch-size 2
+--global-batch-size 32
+--rampup-batch-size 4 4 100 => rampup_batch_size (4,4,100)
+--train-iters 7
+--train-samples 700
+--train-tokens 70000
+--exit-interval 5
+--exit-duration-in-mins 110 => exit_duration_in_mins 110.0
+--exit-signal-handler
+--log-interval 1
+--seed 4321
+--skip-train
+--kill-switch-file stop
+--calculate-per-token-loss
+--optimizer sgd
+--optimizer adamw => optimizer adam
+--lr 0.0003
+--min-lr 0.0001
+--lr-decay-style constant
+--lr-decay-style inverse-square-root
+--lr-decay-style cosine
+--lr-decay-iters 50
+--lr-decay-samples 500
+--lr-decay-tokens 50000
+--lr-warmup-fraction 0.01
+--lr-warmup-iters 10
+--lr-warmup-samples 10
+--lr-warmup-tokens 100
+--lr-wsd-decay-style minus_sqrt
+--lr-wsd-decay-iters 10
+--lr-wsd-decay-samples 10
+--weight-decay 0.1
+--start-weight-decay 0.0
+--end-weight-decay 0.5
+--weight-decay-incr-style linear
+--clip-grad 0.0
+--adam-beta1 0.8
+--adam-beta2 0.95
+--adam-eps 1e-06
+--sgd-momentum 0.5
+--override-opt_param-scheduler
+--override-opt-param-scheduler => override_opt_param_scheduler True
+--use-checkpoint-opt_param-scheduler
+--fp16
+--bf16
+--loss-scale 128 => loss_scale 128.0
+--initial-loss-scale 4096 => initial_loss_scale 4096.0
+--min-loss-scale 2 => min_loss_scale 2.0
+--loss-scale-window 500
+--hysteresis 4
+--fp16-lm-cross-entropy
+--accumulate-allreduce-grads-in-fp32
+--use-flash-attn
+--use-flash-attn-v2 => use_flash_attn True
+--use-flash-attn-triton => use_flash_attn True
+--attention-backend unfused
+--no-masked-softmax-fusion => masked_softmax_fusion False
+--no-bias-gelu-fusion => bias_gelu_fusion False
+--no-bias-dropout-fusion => bias_dropout_fusion False
+--no-gradient-accumulation-fusion => gradient_accumulation_fusion False
+--no-persist-layer-norm => persist_layer_norm False
+--data-path corpus => data_path ('corpus',)
+--data-path 0.3 a 0.7 b => data_path ('0.3','a','0.7','b')
+--split 90,10,0
+--train-data-path a => train_data_path ('a',)
+--valid-data-path a => valid_data_path ('a',)
+--test-data-path a => test_data_path ('a',)
+--data-cache-path cache
+--data-file-list files.txt
+--num-workers 0
+--dataloader-type cyclic
+--reset-position-ids
+--reset-attention-mask
+--eod-mask-loss
+--no-mmap-bin-files => mmap_bin_files False
+--mock-data
+--vocab-size 50257
+--vocab-file vocab.json
+--merge-file merges.txt
+--tokenizer-type NullTokenizer
+--tokenizer-model t.model
+--vocab-extra-ids 10
+--save somewhere
+--save-interval 10
+--no-save-optim
+--no-save-rng
+--load elsewhere
+--load-tag global_step5
+--no-load-optim
+--no-load-rng
+--finetune
+--reset-iteration
+--use-checkpoint-args
+--exit-on-missing-checkpoint
+--ckpt-format torch_dist
+--eval-iters 0
+--eval-interval 10
+--tensorboard-dir tb
+--tensorboard-log-interval 5
+--tensorboard-queue-size 5
+--log-timers-to-tensorboard
+--log-batch-size-to-tensorboard
+--log-validation-ppl-to-tensorboard
+--log-optimizer-states-to-tensorboard
+--no-log-learnig-rate-to-tensorboard => log_learning_rate_to_tensorboard False
+--no-log-loss-scale-to-tensorboard => log_loss_scale_to_tensorboard False
+--log-memory-to-tensorboard
+--log-world-size-to-tensorboard
+--log-params-norm
+--log-num-zeros-in-grad
+--timing-log-level 2
+--timing-log-option all
+--wandb-project p
+--wandb-exp-name e
+--wandb-save-dir d
+--profile pt-full
+--profile => profile pt
+--profile-step-start 3
+--profile-step-end 20
+--profile-ranks 0 1 => profile_ranks (0,1)
+--trace-dir traces
+--manual-gc
+--manual-gc-interval 5
+--metrics-file m.jsonl
+--pipeline-layout 3,5
+"""
+# Accepted with a notice, at these values.
+ACCEPTED = """
+--num-experts 1
+--expert-interval 2
+--topk 1
+--mlp-type standard
+--moe-train-capacity-factor 1.0
+--moe-eval-capacity-factor 1.0
+--moe-min-capacity 4
+--moe-loss-coeff 0.1
+--moe-expert-parallel-size 1
+--create-moe-param-group
+--disable-moe-token-dropping
+--no-pipeline-parallel
+--ds-sequence-parallel-size 1
+--enable-zbh1-exact-semantics
+--DDP-impl local
+--no-scatter-gather-tensors-in-pipeline
+--overlap-p2p-communication
+--use-cpu-initialization
+--empty-unused-memory-level 2
+--deepspeed
+--zero-reduce-scatter
+--zero-contigious-gradients
+--remote-device none
+--use-pin-memory
+--cpu_torch_adam
+--deepspeed-activation-checkpointing
+--partition-activations
+--contigious-checkpointing
+--checkpoint-in-cpu
+--synchronize-each-layer
+--profile-backward
+--distribute-checkpointed-activations
+--distribute-saved-activations
+--transformer-impl local
+--transformer-impl transformer_engine
+--data-impl mmap
+--data-impl infer
+--mmap-warmup
+--no-data-sharding
+--return-data-index
+--repeated-dataloader
+--use-dataset-only False
+--no-initialization
+--no-barrier-with-level-1-timing
+--kd-beta-ce 1
+--kd-beta-ce 1.0
+--group-query-attention
+--context-parallel-size 1
+--expert-model-parallel-size 1
+--use-mcore-models
+--use-dist-ckpt
+--overlap-grad-reduce
+--overlap-param-gather
+--log-throughput
+--no-rope-fusion
+--no-create-attention-mask-in-dataloader
+--cross-entropy-loss-fusion
+--moe-router-topk 2
+--moe-router-load-balancing-type aux_loss
+--moe-aux-loss-coeff 0.01
+--moe-grouped-gemm
+--moe-token-dispatcher-type alltoall
+"""
+# Refused, and the word that the message must offer.
+REFUSED = """
+--num-experts 8 => 1
+--num-experts 1 8 => 1
+--mlp-type residual => standard
+--moe-expert-parallel-size 2 => 1
+--expert-model-parallel-size 2 => 1
+--ds-sequence-parallel-size 4 => --sequence-parallel
+--context-parallel-size 2 => --sequence-parallel
+--DDP-impl FSDP => --zero-stage
+--distributed-backend ccl => gloo
+--distributed-backend hccl => gloo
+--remote-device cpu => --zero-stage
+--remote-device nvme => none
+--zero-stage 2 => --zero-stage 1
+--zero-stage 3 => --zero-stage 1
+--cpu-optimizer => --zero-stage
+--universal-checkpoint => --load
+--data-parallel-random-init => remove
+--embedding-weights-in-fp32 => fp32
+--data-impl lazy => mmap
+--tokenizer-type BertWordPieceLowerCase => HFTokenizer
+--tokenizer-type BertWordPieceCase => HFTokenizer
+--train-data-exact-num-epochs 2 => --train-samples
+--train-doc-idx-path p => --data-cache-path
+--train-sample-idx-path p => --data-cache-path
+--train-shuffle-idx-path p => --data-cache-path
+--use-dataset-only True => --skip-train
+--no-load-lr-state => --override-opt_param-scheduler
+--data-efficiency-curriculum-learning => remove
+--random-ltd => remove
+--mos => remove
+--kd => remove
+--load-teacher p => remove
+--num-layers-teacher 2 => remove
+--hidden-size-teacher 2 => remove
+--num-attention-heads-teacher 2 => remove
+--kd-beta-ce 0.5 => remove
+--inference => trains
+--ds-inference => trains
+--use-tutel => remove
+--batch-size 4 => --micro-batch-size
+--warmup 0.01 => --lr-warmup-fraction
+--model-parallel-size 2 => --tensor-model-parallel-size
+--activations-checkpoint-method uniform => --recompute-method
+--decoupled-lr 0.1 => --lr
+--decoupled-min-lr 0.1 => --min-lr
+--ckpt-format torch => torch_dist
+--ckpt-format zarr => torch_dist
+--shuffle-sample-in-corpus => --data-path
+--blend-sample-in-corpus => --data-path
+--adjust-word-embedding-init => --init-method-std
+--word-embedding-init-std 0.1 => --init-method-std
+--train-range-to-skip 3 4 7 9 => data
+--train-iters-to-skip 3 4 => data
+--lr_constant_plus_cooldown => WSD
+--lr_constant_plus_cooldown_frac 0.2 => WSD
+--use-mics => --zero-stage
+--optimizer lion => adam
+--optimizer muon => adam
+--optimizer sophiag => adam
+"""
+# The tables of the upstream frameworks: 215 flags. Each must be in one of the lists above.
+DOCUMENTED = """
+num-layers hidden-size ffn-hidden-size num-attention-heads kv-channels num-key-value-heads seq-length
+max-position-embeddings make-vocab-size-divisible-by layernorm-epsilon normalization apply-layernorm-1p swiglu
+squared-relu openai-gelu disable-bias-linear untie-embeddings-and-output-weights use-rotary-position-embeddings
+rotary-percent rotary-position-embeddings-theta no-position-embedding apply-residual-connection-post-layernorm
+no-query-key-layer-scaling attention-softmax-in-fp32 fp32-residual-connection attention-dropout hidden-dropout
+init-method-std init-method-xavier-uniform num-experts expert-interval topk mlp-type moe-train-capacity-factor
+moe-eval-capacity-factor moe-min-capacity moe-loss-coeff moe-expert-parallel-size create-moe-param-group
+disable-moe-token-dropping
+tensor-model-parallel-size pipeline-model-parallel-size num-layers-per-virtual-pipeline-stage no-pipeline-parallel
+sequence-parallel ds-sequence-parallel-size enable-zbh1-pipeline enable-zbh1-exact-semantics distributed-backend
+distributed-timeout-minutes DDP-impl local_rank no-async-tensor-model-parallel-allreduce
+no-scatter-gather-tensors-in-pipeline use-distributed-optimizer overlap-p2p-communication use-cpu-initialization
+empty-unused-memory-level
+deepspeed deepspeed_config zero-stage zero-reduce-scatter zero-contigious-gradients zero-reduce-bucket-size
+zero-allgather-bucket-size remote-device use-pin-memory cpu-optimizer cpu_torch_adam
+deepspeed-activation-checkpointing partition-activations contigious-checkpointing checkpoint-in-cpu
+synchronize-each-layer profile-backward universal-checkpoint
+checkpoint-activations checkpoint-num-layers distribute-checkpointed-activations recompute-activations
+recompute-granularity recompute-method recompute-num-layers distribute-saved-activations
+micro-batch-size global-batch-size rampup-batch-size train-iters train-samples train-tokens exit-interval
+exit-duration-in-mins exit-signal-handler log-interval seed data-parallel-random-init skip-train kill-switch-file
+optimizer lr min-lr lr-decay-style lr-decay-iters lr-decay-samples lr-decay-tokens lr-warmup-fraction lr-warmup-iters
+lr-warmup-samples lr-warmup-tokens weight-decay start-weight-decay end-weight-decay weight-decay-incr-style clip-grad
+adam-beta1 adam-beta2 adam-eps sgd-momentum override-opt_param-scheduler use-checkpoint-opt_param-scheduler
+fp16 bf16 loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis fp16-lm-cross-entropy
+accumulate-allreduce-grads-in-fp32 embedding-weights-in-fp32
+use-flash-attn use-flash-attn-v2 use-flash-attn-triton no-masked-softmax-fusion no-bias-gelu-fusion
+no-bias-dropout-fusion no-gradient-accumulation-fusion no-persist-layer-norm transformer-impl
+data-path split train-data-path valid-data-path test-data-path data-cache-path data-impl mmap-warmup num-workers
+dataloader-type no-data-sharding reset-position-ids reset-attention-mask eod-mask-loss vocab-size vocab-file merge-file
+tokenizer-type tokenizer-model vocab-extra-ids train-data-exact-num-epochs return-data-index train-doc-idx-path
+train-sample-idx-path train-shuffle-idx-path repeated-dataloader use-dataset-only
+save save-interval no-save-optim no-save-rng load load-tag no-load-optim no-load-rng no-load-lr-state finetune
+reset-iteration use-checkpoint-args exit-on-missing-checkpoint no-initialization
+eval-iters eval-interval tensorboard-dir tensorboard-log-interval tensorboard-queue-size log-timers-to-tensorboard
+log-batch-size-to-tensorboard log-validation-ppl-to-tensorboard log-optimizer-states-to-tensorboard
+no-log-learnig-rate-to-tensorboard no-log-loss-scale-to-tensorboard log-memory-to-tensorboard
+log-world-size-to-tensorboard log-params-norm log-num-zeros-in-grad timing-log-level timing-log-option
+no-barrier-with-level-1-timing wandb-project wandb-exp-name wandb-save-dir profile
+data-efficiency-curriculum-learning random-ltd mos kd load-teacher num-layers-teacher hidden-size-teacher
+num-attention-heads-teacher kd-beta-ce inference ds-inference use-tutel batch-size
+""".split()
+# Names of Megatron-LM, of ports, and very old ones.
+OTHER_NAMES = """
+local-rank num-query-groups group-query-attention context-parallel-size expert-model-parallel-size
+position-embedding-type rotary-base attention-backend use-mcore-models ckpt-format use-dist-ckpt overlap-grad-reduce
+overlap-param-gather log-throughput manual-gc manual-gc-interval mock-data no-rope-fusion
+no-create-attention-mask-in-dataloader no-mmap-bin-files calculate-per-token-loss cross-entropy-loss-fusion
+moe-router-topk moe-router-load-balancing-type moe-aux-loss-coeff moe-grouped-gemm moe-token-dispatcher-type
+decoupled-lr decoupled-min-lr lr-wsd-decay-style lr-wsd-decay-iters lr-wsd-decay-samples profile-step-start
+profile-step-end master-addr data-file-list shuffle-sample-in-corpus blend-sample-in-corpus
+adjust-word-embedding-init word-embedding-init-std train-range-to-skip train-iters-to-skip lr_constant_plus_cooldown
+lr_constant_plus_cooldown_frac profile-ranks trace-dir use-mics activations-checkpoint-method warmup
+model-parallel-size
+""".split()
+
+# What a flag needs beside it to make sense; a flag that maps to None is taken out of the base.
+BESIDE: dict[str, dict[str, str | None]] = {
+    "--sequence-parallel": {"--tensor-model-parallel-size": "2"},
+    "--enable-zbh1-pipeline": {"--pipeline-model-parallel-size": "2"},
+    "--num-layers-per-virtual-pipeline-stage": {"--pipeline-model-parallel-size": "2"},
+    "--pipeline-layout": {"--pipeline-model-parallel-size": "2"},
+    "--recompute-method": {"--recompute-granularity": "full"},
+    "--train-samples": {"--train-iters": None},
+    "--lr-decay-samples": {"--train-iters": None, "--train-samples": "1000"},
+    "--lr-warmup-samples": {"--train-iters": None, "--train-samples": "1000"},
+    "--lr-wsd-decay-samples": {"--train-iters": None, "--train-samples": "1000"},
+    "--end-weight-decay": {"--weight-decay-incr-style": "cosine"},
+    "--start-weight-decay": {"--weight-decay-incr-style": "cosine"},
+    "--data-path": {"--mock-data": None},
+    "--train-data-path": {"--mock-data": None},
+    "--valid-data-path": {"--mock-data": None},
+    "--test-data-path": {"--mock-data": None},
+    "--data-file-list": {"--mock-data": None},
+}
+
+
+def rows(text: str) -> list[tuple[str, list[str], str]]:
+    """(flag, its words, what follows '=>') of each line."""
+    out = []
+    for line in text.strip().splitlines():
+        given, _, rest = line.partition("=>")
+        flag, *words = given.split()
+        out.append((flag, words, rest.strip()))
+    return out
+
+
+def command(flag: str, words: list[str]) -> list[str]:
+    beside = {k: v for k, v in {**BASE, **BESIDE.get(flag, {})}.items() if v is not None and k != flag}
+    return [w for k, v in beside.items() for w in (k, *v.split())] + [flag, *words]
+
+
+def identity(row: tuple[str, list[str], str]) -> str:
+    return " ".join([row[0], *row[1]])
+
+
+@pytest.mark.parametrize("row", rows(SETTINGS), ids=identity)
+def test_settings(row):
+    flag, words, meaning = row
+    config, notices = parse_command_line(command(flag, words), WORLD_SIZE)
+    name, _, text = meaning.partition(" ")
+    name = name or flag.removeprefix("--").replace("-", "_")
+    expected = (text or " ".join(words) or "True").replace("'", "").replace(" ", "")
+    value = config.get(name)
+    found = f"({','.join(map(str, value))},)" if isinstance(value, tuple) and len(value) == 1 else (
+        f"({','.join(map(str, value))})" if isinstance(value, tuple) else str(value))
+    assert found == expected
+    assert config.origin(name) == "command line"
+    assert not [n for n in notices if flag in n and "no effect" not in n and flag != "--deepspeed"]
+
+
+@pytest.mark.parametrize("row", rows(ACCEPTED), ids=identity)
+def test_accepted_with_one_line_that_says_why(row):
+    flag, words, _ = row
+    plain = parse_command_line(command("--save", ["out"]), WORLD_SIZE)[0]
+    config, notices = parse_command_line(command(flag, words), WORLD_SIZE)
+    (notice,) = [n for n in notices if n.startswith(flag)]
+    assert ":" in notice and "\n" not in notice and len(notice.split(":", 1)[1]) > 10
+    assert config.replace(deepspeed=None) == plain
+
+
+@pytest.mark.parametrize("row", rows(REFUSED), ids=identity)
+def test_refused_with_what_to_use_instead(row):
+    flag, words, instead = row
+    with pytest.raises(ConfigError) as raised:
+        parse_command_line(command(flag, words), WORLD_SIZE)
+    text = str(raised.value)
+    assert "1 problem:" in text, text
+    assert flag in text
+    assert instead in text.split(flag, 1)[1], text
+
+
+def test_every_documented_flag_is_tested_above():
+    assert len(DOCUMENTED) == len(set(DOCUMENTED)) == 215
+    tested = {flag for text in (SETTINGS, ACCEPTED, REFUSED) for flag, *_ in rows(text)} | {"--deepspeed_config"}
+    assert {f"--{name}" for name in (*DOCUMENTED, *OTHER_NAMES)} - tested == set()
+
+
+def test_every_documented_flag_has_one_class():
+    kinds = {"value", "set", "weak", "accepted", "trivial", "refused", "own"}
+    for name in (*DOCUMENTED, *OTHER_NAMES):
+        assert flag_table()[f"--{name}"].kind in kinds

@@ -1,0 +1,177 @@
+"""Samples and their order, against a plain reading of the format: join, cut, shuffle."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, MockDataset
+from megatron.data.gpt_index import IndexRequest
+from megatron.data.index_cache import CacheEntry
+from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron.errors import DataError
+
+
+def write(prefix: Path, sizes: list[int], first_token: int = 0) -> list[list[int]]:
+    """Documents of these sizes whose tokens count up, so that a token says where it stood."""
+    documents, token = [], first_token
+    with IndexedDatasetWriter(prefix, np.int32) as writer:
+        for size in sizes:
+            documents.append(list(range(token, token + size)))
+            writer.add_document(documents[-1])
+            token += size
+    return documents
+
+
+def epochs_by_trial(tokens: int, num_samples: int, seq_length: int) -> int:
+    epochs = 1
+    while (epochs * tokens - 1) // seq_length < num_samples:
+        epochs += 1
+    return epochs
+
+
+def expected_samples(documents: list[list[int]], num_samples: int, seq_length: int, seed: int) -> list[list[int]]:
+    """The draw order in words: one generator; documents of all epochs shuffled together, or the last epoch apart when
+    it gives under 80% of an epoch's samples; then the samples, in the same two groups."""
+    tokens = sum(map(len, documents))
+    epochs = epochs_by_trial(tokens, num_samples, seq_length)
+    before_last = ((epochs - 1) * tokens - 1) // seq_length
+    apart = epochs > 1 and num_samples - before_last < int(0.80 * ((tokens - 1) // seq_length))
+    random = np.random.RandomState(seed)
+    order: list[int] = []
+    for count in [epochs - 1, 1] if apart else [epochs]:
+        group = list(range(len(documents))) * count
+        shuffled = np.array(group, np.int64)
+        random.shuffle(shuffled)
+        order += shuffled.tolist()
+    stream = [token for document in order for token in documents[document]]
+    total = (len(stream) - 1) // seq_length
+    samples = [stream[i * seq_length : (i + 1) * seq_length + 1] for i in range(total)]
+    result: list[list[int]] = []
+    for start, stop in [(0, before_last), (before_last, total)] if apart else [(0, total)]:
+        positions = np.arange(start, stop, dtype=np.int64)
+        random.shuffle(positions)
+        result += [samples[i] for i in positions]
+    return result
+
+
+def dataset(prefix: Path, num_samples: int, seq_length: int, **options) -> GPTDataset:
+    indexed = IndexedDataset(prefix, mmap=options.pop("mmap", True))
+    settings = {"name": "train", "split": "1", "bounds": (0, len(indexed)), "seed": 7, **options}
+    return GPTDataset(indexed, num_samples=num_samples, seq_length=seq_length, **settings)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=st.lists(st.integers(0, 12), min_size=1, max_size=8).filter(lambda sizes: sum(sizes) > 0),
+    num_samples=st.integers(1, 60),
+    seq_length=st.integers(1, 10),
+    seed=st.integers(0, 2**32 - 1),
+    mmap=st.booleans(),
+)
+def test_samples(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], num_samples: int, seq_length: int, seed: int, mmap: bool
+) -> None:
+    prefix = tmp_path_factory.mktemp("gpt") / "x"
+    documents = write(prefix, sizes)
+    built = dataset(prefix, num_samples, seq_length, seed=seed, mmap=mmap)
+    expected = expected_samples(documents, num_samples, seq_length, seed)
+    assert len(built) == len(expected) >= num_samples
+    assert [built[i].tolist() for i in range(len(built))] == expected
+    assert built[0].dtype == np.int64
+    again = dataset(prefix, num_samples, seq_length, seed=seed)  # from the cache
+    assert again[len(again) - 1].tolist() == expected[-1]
+    with pytest.raises(IndexError):
+        built[len(built)]
+
+
+def test_both_ways_to_use_the_last_epoch() -> None:
+    # 101 tokens, sequences of 10: 10 samples per epoch. 17 samples need 7 from epoch 2: apart. 18 need 8: together.
+    def request(num_samples: int) -> IndexRequest:
+        return IndexRequest("p", "train", "1", 0, 5, 101, num_samples, 10, 0)
+
+    assert (request(10).num_epochs, request(11).num_epochs, request(20).num_epochs) == (1, 2, 2)
+    assert not request(10).separate_last_epoch
+    assert request(17).separate_last_epoch and not request(18).separate_last_epoch
+
+
+@given(tokens=st.integers(1, 500), num_samples=st.integers(1, 300), seq_length=st.integers(1, 40))
+def test_number_of_epochs(tokens: int, num_samples: int, seq_length: int) -> None:
+    request = IndexRequest("p", "train", "1", 0, 5, tokens, num_samples, seq_length, 0)
+    assert request.num_epochs == epochs_by_trial(tokens, num_samples, seq_length)
+
+
+def test_cache_names(tmp_path: Path) -> None:
+    request = IndexRequest("data/c_text_document", "train", "969, 30, 1", 0, 9, 100, 20, 10, 1234)
+    text = (
+        "GPT Dataset\n\nData prefix data/c_text_document\nDataset name train\nNumber of samples 20\n"
+        "Number of epochs 3\nSequence length 10\nRandom seed 1234\nSplit 969, 30, 1\n"
+    )
+    assert request.description == text
+    assert CacheEntry(tmp_path, text, ()).key == "080d8f8952a5415a447540cfde4092e1"  # by coreutils' md5sum
+    write(tmp_path / "c", [30, 30])
+    built = dataset(tmp_path / "c", 5, 10)
+    key = hashlib.md5(built.description.encode()).hexdigest()
+    cache = tmp_path / "index-cache"
+    parts = {"doc_idx": np.int32, "sample_idx": np.int32, "shuffle_idx": np.uint32}
+    assert sorted(p.name for p in cache.iterdir()) == [f"{key}.dsc", *(f"{key}_{part}.npy" for part in parts)]
+    assert (cache / f"{key}.dsc").read_text() == built.description
+    assert {part: np.load(cache / f"{key}_{part}.npy").dtype for part in parts} == parts
+
+
+def test_part_of_the_sequences(tmp_path: Path) -> None:
+    documents = write(tmp_path / "x", [10, 20, 30, 40])
+    built = dataset(tmp_path / "x", 4, 8, bounds=(1, 3), name="valid")
+    expected = expected_samples(documents[1:3], 4, 8, 7)
+    assert [built[i].tolist() for i in range(len(built))] == expected
+
+
+def test_no_tokens(tmp_path: Path) -> None:
+    write(tmp_path / "x", [0, 5])
+    with pytest.raises(DataError, match=r"train split '1' \(sequences 0\.\.1\) has no tokens"):
+        dataset(tmp_path / "x", 1, 2, bounds=(0, 1))
+
+
+@pytest.mark.parametrize("sizes", [[50, 10, 40], [40, 60], [50, 50, 20], [25, 25, 25, 25]])
+def test_data_that_changed_under_its_cache(tmp_path: Path, sizes: list[int]) -> None:
+    write(tmp_path / "x", [10, 50, 40])
+    before = dataset(tmp_path / "x", 9, 10)
+    documents = write(tmp_path / "x", sizes)
+    after = dataset(tmp_path / "x", 9, 10)
+    assert before.description == after.description or sizes == [50, 50, 20]
+    assert [after[i].tolist() for i in range(len(after))] == expected_samples(documents, 9, 10, 7)
+
+
+def test_blend(tmp_path: Path) -> None:
+    first, second = write(tmp_path / "a", [40, 33]), write(tmp_path / "b", [90], first_token=1000)
+    parts = [dataset(tmp_path / "a", 9, 8), dataset(tmp_path / "b", 5, 8)]
+    cache = tmp_path / "cache"
+    for path in (None, cache, cache):  # in memory, written, read
+        blend = BlendedDataset(parts, [2, 1], 12, data_cache_path=path)
+        a, b = iter(expected_samples(first, 9, 8, 7)), iter(expected_samples(second, 5, 8, 7))
+        # errors of (2/3, 1/3): k=0 a; k=1: -1/3, 1/3 b; k=2: 1/3, -1/3 a; then the pattern a, b, a again
+        assert [blend[i].tolist() for i in range(12)] == [next(b if i % 3 == 1 else a) for i in range(12)]
+    assert len(list(cache.glob("*_index.npy"))) == 2 and len(blend) == 12  # _index and _sample_index
+    with pytest.raises(IndexError):
+        blend[12]
+
+
+def test_mock() -> None:
+    data = MockDataset("train", 20, 63, 50, seed=1)
+    samples = np.stack([data[i] for i in range(20)])
+    assert samples.shape == (20, 64) and samples.dtype == np.int64 and samples.min() >= 0 and samples.max() == 49
+    assert (samples == np.stack([MockDataset("train", 99, 63, 50, seed=1)[i] for i in range(20)])).all()
+    others = (MockDataset("train", 20, 63, 50, seed=2), MockDataset("valid", 20, 63, 50, seed=1))
+    assert len({other[0].tobytes() for other in others} | {sample.tobytes() for sample in samples}) == 22
+    inside = (samples[:, :-2] != 49) & (samples[:, 1:-1] != 49) & (samples[:, 2:] != 49)
+    steps = (samples[:, 1:] - samples[:, :-1]) % 49
+    assert inside.any() and (steps[:, 1:] == steps[:, :-1])[inside].all()  # a constant step within a document
+    with pytest.raises(IndexError):
+        data[20]
+    with pytest.raises(DataError, match="--vocab-size is 1"):
+        MockDataset("train", 1, 4, 1, 0)

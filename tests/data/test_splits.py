@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.data.splits import BlendPart, parse_data_path, parse_split, read_data_file_list, split_bounds
+from megatron.errors import ConfigError, DataError
+
+
+@pytest.mark.parametrize(
+    ("split", "size", "bounds"),
+    [
+        ("969, 30, 1", 1000, ((0, 969), (969, 999), (999, 1000))),
+        ("98/2", 50, ((0, 49), (49, 50), (50, 50))),
+        ("1", 7, ((0, 7), (7, 7), (7, 7))),
+        # shares .5 .5: cuts round(2.5) = 2 (to even) and 4, one sequence short: both cuts move up by one
+        ("1,1", 5, ((0, 3), (3, 5), (5, 5))),
+        # thirds of 5: cuts 2, 4, 6, one too many: all cuts move down by one
+        ("1,1,1", 5, ((0, 1), (1, 3), (3, 5))),
+    ],
+)
+def test_split_by_hand(split: str, size: int, bounds: tuple) -> None:
+    assert split_bounds(split, size) == bounds
+
+
+@given(
+    shares=st.lists(st.floats(0, 1000), min_size=1, max_size=3).filter(lambda shares: sum(shares) > 0.01),
+    size=st.integers(0, 10_000),
+)
+def test_split_covers_everything_once(shares: list[float], size: int) -> None:
+    bounds = split_bounds(",".join(map(str, shares)), size)
+    assert bounds[0][0] == 0 and bounds[2][1] == size
+    assert bounds[0][1] == bounds[1][0] and bounds[1][1] == bounds[2][0]
+    total = sum(shares)
+    for (start, stop), share in zip(bounds, shares, strict=False):
+        assert 0 <= start <= stop
+        assert abs((stop - start) - share / total * size) <= 2  # rounding of each of three parts, and of their sum
+
+
+@pytest.mark.parametrize("split", ["", "a,b", "1,2,3,4", "0,0", "-1,2", "nan", "inf,1"])
+def test_bad_split(split: str) -> None:
+    with pytest.raises(ConfigError, match="--split"):
+        parse_split(split)
+
+
+def test_data_path() -> None:
+    assert parse_data_path(["p"]) == (BlendPart(1.0, "p"),)
+    assert parse_data_path(["3", "p", "0", "q", "1", "r"]) == (BlendPart(0.75, "p"), BlendPart(0.25, "r"))
+
+
+@pytest.mark.parametrize("values", [[], ["1", "p", "2"], ["p", "q"], ["-1", "p"], ["0", "p", "0", "q"], ["nan", "p"]])
+def test_bad_data_path(values: list[str]) -> None:
+    with pytest.raises(ConfigError, match="--valid-data-path"):
+        parse_data_path(values, "--valid-data-path")
+
+
+def test_data_file_list(tmp_path: Path) -> None:
+    path = tmp_path / "list"
+    path.write_text("# weights\n1.0 a/b web\n\n3 c/d\n")
+    assert read_data_file_list(str(path)) == (BlendPart(0.25, "a/b"), BlendPart(0.75, "c/d"))
+    path.write_text("1.0 a\nb\n")
+    with pytest.raises(ConfigError, match=":2: expected 'weight prefix corpus'"):
+        read_data_file_list(str(path))
+    with pytest.raises(DataError, match="--data-file-list"):
+        read_data_file_list(str(tmp_path / "none"))

@@ -1,0 +1,270 @@
+"""Parameters without a model: their gradients are given, so that any layout can be compared with whole tensors.
+
+A toy has every kind of parameter that the engine tells apart: cut along each dimension, replicated, with partial
+gradients, tied over stages, padded, with and without weight decay, of odd sizes.
+"""
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.engine.engine import Engine
+from megatron.parallel.sharding import attach, shard, sharding_of
+from megatron.parallel.topology import Topology
+
+
+@dataclass(frozen=True)
+class Spec:
+    name: str
+    shape: tuple[int, ...]
+    stage: int  # of two; the tied one is on both
+    dim: int | None = None
+    padded: int | None = None
+    partial_gradient: bool = False
+    tied: bool = False
+    decay: bool = True
+
+
+SPECS = (
+    Spec("embed", (10, 3), 0, dim=0, padded=16, tied=True),
+    Spec("up", (8, 6), 0, dim=0),
+    Spec("up.bias", (8,), 0, dim=0, decay=False),
+    Spec("norm", (7,), 0, partial_gradient=True, decay=False),
+    Spec("down", (5, 8), 1, dim=1),
+    Spec("mixed", (3, 2, 5), 1),
+    Spec("final.norm", (3,), 1, decay=False),
+)
+SHAPES = {s.name: s.shape for s in SPECS}
+CLIP, DECAY, EPS, LR = 0.5, 0.1, 1e-4, 1e-2
+MICRO_BATCHES = 3
+
+
+def full(name: str, *key: Any) -> torch.Tensor:
+    """The global tensor of a parameter that `key` draws, fp32; no key: its initial weights."""
+    generator = torch.Generator().manual_seed(zlib.crc32(repr((name, *key)).encode()))
+    return torch.randn(SHAPES[name], generator=generator)
+
+
+@dataclass(frozen=True)
+class ToyModel:
+    num_layers: int = 2
+    hidden_size: int = 3
+    vocab_size: int = 10
+    seq_length: int = 4
+
+
+@dataclass(frozen=True)
+class ToyBatch:
+    micro_batch_size: int = 1
+    global_batch_size: int = 6
+
+
+@dataclass(frozen=True)
+class ToyOptimizer:
+    optimizer: str = "adam"
+    lr: float = LR
+    weight_decay: float = DECAY
+    clip_grad: float = CLIP
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = EPS
+    sgd_momentum: float = 0.9
+
+
+@dataclass(frozen=True)
+class ToyPrecision:
+    fp16: bool = False
+    bf16: bool = False
+    loss_scale: float | None = None
+    initial_loss_scale: float = 1024.0
+    min_loss_scale: float = 1.0
+    loss_scale_window: int = 1000
+    hysteresis: int = 1
+
+    @property
+    def dtype_name(self) -> str:
+        return "float16" if self.fp16 else "bfloat16" if self.bf16 else "float32"
+
+
+@dataclass(frozen=True)
+class ToyEngine:
+    zero_stage: int = 1
+    zero_reduce_bucket_size: int = 40
+    zero_allgather_bucket_size: int = 40
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ToyCheckpoint:
+    no_save_optim: bool = False
+    no_load_optim: bool = False
+    finetune: bool = False
+    load_tag: str | None = None
+
+
+@dataclass(frozen=True)
+class ToyLogging:
+    log_num_zeros_in_grad: bool = True
+    log_params_norm: bool = True
+
+
+@dataclass(frozen=True)
+class ToyConfig:
+    model: ToyModel = ToyModel()
+    batch: ToyBatch = ToyBatch()
+    optimizer: ToyOptimizer = ToyOptimizer()
+    precision: ToyPrecision = ToyPrecision()
+    engine: ToyEngine = dataclasses.field(default_factory=ToyEngine)
+    checkpoint: ToyCheckpoint = ToyCheckpoint()
+    logging: ToyLogging = ToyLogging()
+
+
+def config(precision: str = "fp32", zero_stage: int = 1, **fields: Any) -> ToyConfig:
+    """A ToyConfig; `fields` replace those of whatever section has them."""
+    fields |= {"zero_stage": zero_stage, "fp16": precision == "fp16", "bf16": precision == "bf16"}
+    whole = ToyConfig()
+    sections = {}
+    for f in dataclasses.fields(whole):
+        section = getattr(whole, f.name)
+        known = {g.name for g in dataclasses.fields(section)}
+        sections[f.name] = dataclasses.replace(section, **{k: v for k, v in fields.items() if k in known})
+        fields = {k: v for k, v in fields.items() if k not in known}
+    assert not fields, f"no section has {sorted(fields)}"
+    return ToyConfig(**sections)
+
+
+def local(whole: torch.Tensor, p: torch.nn.Parameter) -> torch.Tensor:
+    """This rank's part of a global tensor, padded with zeros to the local shape."""
+    s = sharding_of(p)
+    out = torch.zeros(p.shape, dtype=whole.dtype)
+    part = whole[tuple(slice(o, o + n) for o, n in zip(s.offset, s.extent, strict=True))]
+    out[tuple(slice(0, n) for n in s.extent)] = part
+    return out
+
+
+def build(topology: Topology) -> torch.nn.ModuleDict:
+    """The chunk of this rank, with fp32 parameters."""
+    chunk = torch.nn.Module()
+    for spec in SPECS:
+        stages = (0, topology.pipeline.size - 1) if spec.tied else (min(spec.stage, topology.pipeline.size - 1),)
+        if topology.pipeline.rank not in stages:
+            continue
+        partial = spec.partial_gradient and topology.tensor.size > 1
+        sharding = shard(
+            spec.name, spec.shape, spec.dim, topology.tensor.rank, topology.tensor.size, padded=spec.padded,
+            partial_gradient=partial, tied=spec.tied, decay=spec.decay,
+        )  # fmt: skip
+        shape = list(spec.shape)
+        if spec.dim is not None:
+            shape[spec.dim] = (spec.padded or shape[spec.dim]) // topology.tensor.size
+        p = attach(torch.nn.Parameter(torch.empty(shape)), sharding, topology.tensor.size)
+        p.data = local(full(spec.name), p)
+        chunk.register_parameter(spec.name.replace(".", "_"), p)
+    return torch.nn.ModuleDict({str(topology.pipeline.rank): chunk})
+
+
+def gradient(p: torch.nn.Parameter, topology: Topology, step: int, micro_batch: int) -> torch.Tensor:
+    """What a backward pass would leave on this rank: its term where several ranks hold terms of a sum."""
+    s = sharding_of(p)
+    whole = full(s.name, "gradient", step, topology.data.rank, micro_batch) / MICRO_BATCHES
+    if s.partial_gradient:
+        part = 0.25 * whole
+        whole = part if topology.tensor.is_first else (whole - part) / (topology.tensor.size - 1)
+    if s.tied and topology.embedding is not None:
+        part = 0.25 * whole
+        whole = part if topology.pipeline.is_first else whole - part
+    return local(whole, p)
+
+
+def backward(engine: Engine, topology: Topology, step: int) -> None:
+    """All micro-batches of one step, as the executor drives them."""
+    for m in range(MICRO_BATCHES):
+        for p in engine.chunks.parameters():
+            g = (gradient(p, topology, step, m) * engine.loss_scale).to(p.dtype)
+            p.grad = g if p.grad is None else p.grad + g
+        engine.after_backward()
+
+
+def mean_gradients(data_size: int, step: int, rounded: Any = lambda g: g) -> dict[str, torch.Tensor]:
+    """The whole gradients that all ranks together hold, float64; `rounded` is what the working precision does to one."""
+    out = {}
+    for name in SHAPES:
+        terms = [
+            rounded(full(name, "gradient", step, d, m) / MICRO_BATCHES).double()
+            for d in range(data_size)
+            for m in range(MICRO_BATCHES)
+        ]
+        out[name] = torch.stack(terms).sum(0) / data_size
+    return out
+
+
+class Reference:
+    """AdamW of torch on whole tensors in float64, unsharded and without DeepSpeed."""
+
+    def __init__(self) -> None:
+        self.weights = {s.name: full(s.name).double().requires_grad_() for s in SPECS}
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": [self.weights[s.name] for s in SPECS if s.decay], "weight_decay": DECAY},
+                {"params": [self.weights[s.name] for s in SPECS if not s.decay], "weight_decay": 0.0},
+            ],
+            lr=LR, betas=(0.9, 0.95), eps=EPS, foreach=False, fused=False,
+        )  # fmt: skip
+
+    def step(self, gradients: dict[str, torch.Tensor], lr: float) -> float:
+        """Clip, update; the norm before clipping."""
+        for name, w in self.weights.items():
+            w.grad = gradients[name].clone()
+        norm = torch.nn.utils.clip_grad_norm_(self.weights.values(), CLIP).item()
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        return norm
+
+    def moments(self, name: str) -> dict[str, torch.Tensor]:
+        return self.optimizer.state[self.weights[name]]
+
+
+Pieces = dict[str, list[tuple[tuple[int, ...], np.ndarray]]]
+
+
+def state_pieces(engine: Engine) -> Pieces:
+    """{"master.NAME": [(global offset, values)]} of what this rank's optimizer holds, moments alike."""
+    out: Pieces = {}
+    for f in engine.fragments():
+        for kind, flat in {"master": f.master, **f.moments}.items():
+            pieces = [(offset, view.cpu().numpy().copy()) for offset, view in f.real(flat)]
+            out.setdefault(f"{kind}.{f.sharding.name}", []).extend(pieces)
+    return out
+
+
+def weight_pieces(engine: Engine) -> Pieces:
+    """{NAME: [(global offset, values)]} of the working weights."""
+    out: Pieces = {}
+    for p in engine.chunks.parameters():
+        s = sharding_of(p)
+        real = p.detach()[tuple(slice(0, n) for n in s.extent)]
+        out[s.name] = [(s.offset, real.float().cpu().numpy().copy())]
+    return out
+
+
+def assemble(ranks: list[Pieces]) -> dict[str, np.ndarray]:
+    """Whole tensors from all ranks' pieces. Every element must be there, and equal wherever it is held twice."""
+    whole: dict[str, np.ndarray] = {}
+    for pieces in ranks:
+        for key, found in pieces.items():
+            name = key.split(".", 1)[1] if key not in SHAPES else key
+            out = whole.setdefault(key, np.full(SHAPES[name], np.nan))
+            for offset, values in found:
+                place = tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))
+                known = out[place]
+                assert np.all(np.isnan(known) | (known == values)), f"ranks disagree on {key}"
+                out[place] = values
+    for key, values in whole.items():
+        assert not np.isnan(values).any(), f"nobody holds all of {key}"
+    return whole

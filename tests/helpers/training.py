@@ -1,0 +1,146 @@
+"""Train the same small GPT twice: through the whole stack on any layout, and by plain torch in one process."""
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron.config import Config
+from megatron.data.batch import MicroBatch
+from megatron.parallel.sharding import sharding_of
+from tests.helpers.groups import join
+
+# eps is larger than the default: where a gradient is nearly zero, Adam divides rounding errors by it.
+BASE: dict[str, Any] = dict(
+    num_layers=8, hidden_size=32, num_attention_heads=4, seq_length=16, max_position_embeddings=16, vocab_size=50,
+    make_vocab_size_divisible_by=8, micro_batch_size=1, global_batch_size=8, hidden_dropout=0.0, attention_dropout=0.0,
+    lr=1e-2, weight_decay=0.1, clip_grad=0.5, adam_beta2=0.95, adam_eps=1e-5, init_method_std=0.1, seed=7,
+)
+STEPS = 5
+
+
+def batches(config: Config, step: int, data_rank: int = 0) -> list[MicroBatch]:
+    """The micro-batches of one data-parallel rank: items [r*mbs, (r+1)*mbs) of each chunk of mbs*dp."""
+    model, batch, dp = config.model, config.batch, config.parallel.data_parallel_size
+    b, s = batch.global_batch_size, model.seq_length
+    generator = torch.Generator().manual_seed(100 + step)
+    tokens = torch.randint(0, model.vocab_size, (b, s + 1), generator=generator)
+    mask = (torch.rand(b, s, generator=generator) > 0.2).float()
+    documents = (torch.rand(b, s, generator=generator) < 0.15).long().cumsum(1)
+    starts = torch.zeros(b, s, dtype=torch.long)
+    for i in range(1, s):
+        starts[:, i] = torch.where(documents[:, i] != documents[:, i - 1], i, starts[:, i - 1])
+    positions = torch.arange(s) - starts if config.data.reset_position_ids else torch.arange(s).expand(b, s)
+    out = []
+    for first in range(data_rank * batch.micro_batch_size, b, batch.micro_batch_size * dp):
+        rows = slice(first, first + batch.micro_batch_size)
+        out.append(
+            MicroBatch(
+                tokens=tokens[rows, :-1], labels=tokens[rows, 1:], loss_mask=mask[rows], position_ids=positions[rows],
+                document_ids=documents[rows] if config.data.reset_attention_mask else None,
+                first_sample=step * b + first,
+            )
+        )
+    return out
+
+
+def pieces(parameters: Any) -> dict[str, tuple[tuple[int, ...], np.ndarray]]:
+    """{global name: (global offset, real values)} of this rank's parameters."""
+    found = {}
+    for p in parameters:
+        s = sharding_of(p)
+        real = p.detach()[tuple(slice(0, n) for n in s.extent)]
+        found[s.name] = (s.offset, real.float().numpy().copy())
+    return found
+
+
+def assemble(ranks: list[dict[str, tuple[tuple[int, ...], np.ndarray]]]) -> dict[str, np.ndarray]:
+    """Whole parameters from the pieces of all ranks; copies must agree exactly."""
+    whole: dict[str, np.ndarray] = {}
+    for name in sorted({n for rank in ranks for n in rank}):
+        parts = [rank[name] for rank in ranks if name in rank]
+        shape = tuple(max(o[d] + v.shape[d] for o, v in parts) for d in range(parts[0][1].ndim))
+        out = np.full(shape, np.nan, dtype=np.float32)
+        for offset, values in parts:
+            box = tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))
+            seen = ~np.isnan(out[box])
+            assert np.array_equal(out[box][seen], values[seen]), f"copies of {name} differ between ranks"
+            out[box] = values
+        assert not np.isnan(out).any(), f"{name} is not covered by the ranks"
+        whole[name] = out
+    return whole
+
+
+def train_in_process(rank: int, fields: dict[str, Any], steps: int = STEPS) -> dict[str, Any]:
+    """One rank of a run over the whole stack; call through run_processes with config's world size."""
+    from megatron.engine.engine import Engine
+    from megatron.model.gpt import build_chunks, hidden_dtype, hidden_shape, layer_context
+    from megatron.pipeline.executor import Executor
+
+    world_size = dist_world_size()
+    config = Config.create(**{**BASE, **fields, "world_size": world_size})
+    parallel = config.parallel
+    topology = join(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
+    context = layer_context(config, topology)
+    chunks = build_chunks(config, topology, context)
+    chunks.train()
+    engine = Engine(config, topology, chunks)
+    executor = Executor(
+        topology, {int(k): c for k, c in chunks.items()}, parallel.schedule, parallel.num_chunks, hidden_shape(config),
+        hidden_dtype(config), context.weight_gradients, engine.after_backward,
+    )
+    history = []
+    for step in range(steps):
+        losses = executor.train(batches(config, step, topology.data.rank), loss_scale=engine.loss_scale)
+        total = torch.zeros(1, dtype=torch.float64)
+        if losses:
+            total += torch.stack(losses).double().mean() / parallel.data_parallel_size
+        dist.all_reduce(total)  # only last stages contribute; every tensor rank of one has the same loss
+        result = engine.step(config.optimizer.lr)
+        history.append((total.item() / topology.tensor.size, result.grad_norm, result.skipped, engine.loss_scale))
+    return {"history": history, "parameters": pieces(chunks.parameters())}
+
+
+def dist_world_size() -> int:
+    import os
+
+    return int(os.environ["WORLD_SIZE"])
+
+
+def train_plainly(fields: dict[str, Any], steps: int = STEPS) -> dict[str, Any]:
+    """The same training in this process by torch alone: no engine, no executor, no process group."""
+    from megatron.model.gpt import build_chunks
+    from megatron.parallel.topology import Layout, Topology
+
+    single = {
+        k: v for k, v in fields.items()
+        if k not in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel",
+                     "num_layers_per_virtual_pipeline_stage", "enable_zbh1_pipeline", "pipeline_layout", "zero_stage",
+                     "recompute_granularity", "recompute_method", "recompute_num_layers", "bf16", "fp16")
+    }
+    config = Config.create(**{**BASE, **single, "world_size": 1})
+    topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
+    (model,) = build_chunks(config, topology).values()
+    model.train()
+    o = config.optimizer
+    decay = [p for p in model.parameters() if sharding_of(p).decay]
+    rest = [p for p in model.parameters() if not sharding_of(p).decay]
+    optimizer = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": o.weight_decay}, {"params": rest, "weight_decay": 0.0}],
+        lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, foreach=False,
+    )
+    history = []
+    for step in range(steps):
+        micro_batches = batches(config, step)
+        total = 0.0
+        for batch in micro_batches:
+            loss = model(batch, None) / len(micro_batches)
+            loss.backward()
+            total += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), o.clip_grad).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append((total, norm))
+    return {"history": history, "parameters": {n: v for n, (_, v) in pieces(model.parameters()).items()}}

@@ -1,0 +1,217 @@
+"""Counts of parameters and operations against published totals, closed forms and torch's own counter."""
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron.config.model import ModelConfig
+from megatron.model import formulas
+from megatron.model.formulas import (
+    flops_per_iteration,
+    hardware_flops_per_token,
+    layer_flops,
+    layer_parameters,
+    model_flops_per_token,
+    paper_flops,
+    peak_tflops,
+    stage_parameters,
+    total_parameters,
+)
+
+
+def gpt(layers: int, hidden: int, heads: int, seq: int, vocab: int, **changes: object) -> ModelConfig:
+    """A GPT-2 style model; `changes` make it another one."""
+    values: dict[str, object] = {
+        "num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": 4 * hidden, "num_attention_heads": heads,
+        "num_key_value_heads": heads, "kv_channels": hidden // heads, "seq_length": seq,
+        "max_position_embeddings": seq, "vocab_size": vocab,
+    }  # fmt: skip
+    return ModelConfig(**{**values, **changes})  # type: ignore[arg-type]
+
+
+LLAMA = {
+    "normalization": "rmsnorm", "swiglu": True, "add_bias_linear": False, "position_embedding_type": "rope",
+    "untie_embeddings_and_output_weights": True,
+}  # fmt: skip
+GPT2_124M = gpt(12, 768, 12, 1024, 50257)
+LLAMA_8B = gpt(32, 4096, 32, 8192, 128256, ffn_hidden_size=14336, num_key_value_heads=8, **LLAMA)
+
+
+def test_totals_of_released_models() -> None:
+    # As counted over the released weights: openai-community/gpt2 and meta-llama/Meta-Llama-3-8B.
+    assert total_parameters(GPT2_124M) == 124_439_808
+    assert total_parameters(LLAMA_8B) == 8_030_261_248
+
+
+@pytest.mark.parametrize(
+    ("layers", "hidden", "heads", "named"), [(48, 6144, 48, 22e9), (96, 12288, 96, 175e9), (128, 25600, 128, 1e12)]
+)
+def test_totals_of_the_papers_models(layers: int, hidden: int, heads: int, named: float) -> None:
+    vocab, seq = 51200, 2048
+    total = total_parameters(gpt(layers, hidden, heads, seq, vocab))
+    assert total == pytest.approx(named, rel=0.01)
+    # Narayanan et al., arXiv 2104.04473, equation 2, leaves out the final norm (2h).
+    closed = 12 * layers * hidden**2 * (1 + 13 / (12 * hidden) + (vocab + seq) / (12 * layers * hidden))
+    assert total - 2 * hidden == pytest.approx(closed, rel=1e-12)
+
+
+def torch_layer(model: ModelConfig) -> torch.nn.ModuleList:
+    """The modules of one layer, on no device, for their sizes alone."""
+    h, f, b = model.hidden_size, model.ffn_hidden_size, model.add_bias_linear
+    n, g, d = model.num_attention_heads, model.num_key_value_heads, model.kv_channels
+    norm = torch.nn.LayerNorm if model.normalization == "layernorm" else torch.nn.RMSNorm
+    with torch.device("meta"):
+        modules: list[torch.nn.Module] = [torch.nn.Linear(h, n * d, b), torch.nn.Linear(h, g * d, b)]
+        modules += [torch.nn.Linear(h, g * d, b), torch.nn.Linear(n * d, h, b)]
+        modules += [torch.nn.Linear(h, f, b) for _ in range(2 if model.swiglu else 1)]
+        modules += [torch.nn.Linear(f, h, b), norm(h), norm(h)]
+    return torch.nn.ModuleList(modules)
+
+
+@pytest.mark.parametrize("swiglu", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("groups", [1, 2, 6])
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_layer_parameters_are_those_of_torch_modules(swiglu: bool, bias: bool, groups: int, norm: str) -> None:
+    model = gpt(
+        1, 48, 6, 16, 96, ffn_hidden_size=100, kv_channels=10, num_key_value_heads=groups, swiglu=swiglu,
+        add_bias_linear=bias, normalization=norm,
+    )  # fmt: skip
+    assert layer_parameters(model).total == sum(p.numel() for p in torch_layer(model).parameters())
+
+
+@pytest.mark.parametrize("model", [GPT2_124M, LLAMA_8B])
+def test_stages_add_up_to_the_model(model: ModelConfig) -> None:
+    layers = [model.num_layers - 7, 4, 3]
+    stages = [stage_parameters(model, n, first=i == 0, last=i == 2) for i, n in enumerate(layers)]
+    copy = 0 if model.untie_embeddings_and_output_weights else model.vocab_size * model.hidden_size
+    assert sum(stages) == total_parameters(model) + copy
+    assert stage_parameters(model, model.num_layers, first=True, last=True) == total_parameters(model)
+
+
+@pytest.mark.parametrize("model", [GPT2_124M, LLAMA_8B])
+def test_tensor_ranks_add_up_to_the_stage_and_its_copies(model: ModelConfig) -> None:
+    h, tp = model.hidden_size, 4
+    whole = stage_parameters(model, 2, first=True, last=True, vocab_size=50304)
+    each = stage_parameters(model, 2, first=True, last=True, tensor_size=tp, vocab_size=50304)
+    # Replicated: norms, positions and the biases that are added after a row-parallel product.
+    norm = 2 * h if model.normalization == "layernorm" else h
+    biases = 2 * h if model.add_bias_linear else 0
+    positions = model.max_position_embeddings * h if model.position_embedding_type == "learned_absolute" else 0
+    assert tp * each - whole == (tp - 1) * (2 * (2 * norm + biases) + norm + positions)
+
+
+def test_a_vocabulary_that_does_not_divide_is_padded_for_the_stage() -> None:
+    model = gpt(1, 8, 2, 4, 10)
+    padded = stage_parameters(model, 1, first=True, last=False, tensor_size=4)
+    assert padded == stage_parameters(model, 1, first=True, last=False, tensor_size=4, vocab_size=12)
+
+
+def plain_gpt_flops(model: ModelConfig, batch: int) -> int:
+    """Forward and backward of a plain GPT in torch, counted by torch; unmasked attention, written out."""
+    n, g, d, s = model.num_attention_heads, model.num_key_value_heads, model.kv_channels, model.seq_length
+    h, f, vocab = model.hidden_size, model.ffn_hidden_size, model.vocab_size
+    assert vocab is not None
+    torch.manual_seed(0)
+
+    def weight(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, requires_grad=True)
+
+    x = weight(batch, s, h)
+    layers = [
+        {"qkv": weight((n + 2 * g) * d, h), "out": weight(h, n * d), "up": weight(f, h), "gate": weight(f, h),
+         "down": weight(h, f)}
+        for _ in range(model.num_layers)
+    ]  # fmt: skip
+    head = weight(vocab, h)
+    with FlopCounterMode(display=False) as counter:
+        for w in layers:
+            q, k, v = F.linear(x, w["qkv"]).view(batch, s, n + 2 * g, d).transpose(1, 2).split([n, g, g], dim=1)
+            k, v = (t.repeat_interleave(n // g, dim=1) for t in (k, v))
+            probabilities = torch.matmul(q, k.transpose(-1, -2)).softmax(-1)
+            attention = torch.matmul(probabilities, v).transpose(1, 2).reshape(batch, s, n * d)
+            x = x + F.linear(attention, w["out"])
+            inner = F.linear(x, w["up"])
+            inner = F.silu(F.linear(x, w["gate"])) * inner if model.swiglu else F.gelu(inner)
+            x = x + F.linear(inner, w["down"])
+        F.linear(x, head).logsumexp(-1).sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"num_key_value_heads": 2, "swiglu": True, "ffn_hidden_size": 72, "kv_channels": 6}]
+)
+def test_model_flops_are_those_that_torch_counts(changes: dict[str, object]) -> None:
+    model, batch = gpt(3, 32, 4, 24, 40, **changes), 2
+    assert flops_per_iteration(model_flops_per_token(model), model, batch) == plain_gpt_flops(model, batch)
+
+
+@pytest.mark.parametrize(("layers", "hidden", "heads"), [(48, 6144, 48), (96, 12288, 96), (128, 25600, 128)])
+def test_flops_agree_with_the_papers_formula(layers: int, hidden: int, heads: int) -> None:
+    batch, seq, vocab = 640, 2048, 51200
+    model = gpt(layers, hidden, heads, seq, vocab)
+    hardware = flops_per_iteration(hardware_flops_per_token(model, "full"), model, batch)
+    assert hardware == pytest.approx(paper_flops(batch, seq, layers, hidden, vocab), rel=1e-12)
+    # Without checkpointing the paper counts 4.5 h V for the head's 6 h V.
+    ours = flops_per_iteration(model_flops_per_token(model), model, batch)
+    theirs = paper_flops(batch, seq, layers, hidden, vocab, checkpointing=False)
+    assert ours - theirs == pytest.approx(1.5 * batch * seq * hidden * vocab, rel=1e-6)
+
+
+def test_recomputation_adds_what_is_run_again() -> None:
+    model = gpt(6, 64, 4, 128, 512)
+    plain = hardware_flops_per_token(model)
+    assert plain == model_flops_per_token(model)
+    assert hardware_flops_per_token(model, "full") - plain == 6 * layer_flops(model)
+    assert hardware_flops_per_token(model, "full", 2) - plain == 2 * layer_flops(model)
+    assert hardware_flops_per_token(model, "selective") - plain == 6 * 4 * 128 * 64
+    with pytest.raises(AssertionError, match="half"):
+        hardware_flops_per_token(model, "half")
+
+
+def test_causal_attention_counts_the_pairs_that_the_mask_keeps() -> None:
+    model = gpt(1, 8, 2, 5, 16)
+    kept = torch.ones(5, 5).tril().sum().item()  # 15 of 25
+    full, causal = formulas.attention_score_flops(model), formulas.attention_score_flops(model, causal=True)
+    assert causal / full == pytest.approx(kept / 25)
+    saved = model_flops_per_token(model) - model_flops_per_token(model, causal=True)
+    assert saved == pytest.approx(3 * (full - causal))
+
+
+def test_peaks() -> None:
+    assert peak_tflops("AMD Instinct MI250X", "float16") == 191.5  # 383 of a card with two dies
+    assert peak_tflops("NVIDIA H100 80GB HBM3", "bfloat16") == 989.4
+    assert peak_tflops("NVIDIA H100 PCIe", "bfloat16") == 756.0
+    assert peak_tflops("NVIDIA GH200 480GB", "bfloat16") == 989.4
+    assert peak_tflops("Tesla V100-SXM2-32GB", "bfloat16") is None
+    assert peak_tflops("cpu", "float32") is None
+
+
+def test_utilization() -> None:
+    # Dash et al., table of results: 22B at 38.38 % of 191.5 is 73.5 TFLOP/s per die.
+    flops = 73.5e12 * 16 * 8
+    assert formulas.achieved_tflops(flops, seconds=8, devices=16) == pytest.approx(73.5)
+    assert formulas.utilization(flops, 8, 16, peak_tflops("MI250X", "float16")) == pytest.approx(0.3838, abs=1e-4)
+    assert formulas.utilization(flops, 8, 16, None) is None
+
+
+def test_messages() -> None:
+    model = gpt(2, 16, 2, 8, 32)
+    hidden = torch.empty(8, 3, 16, dtype=torch.bfloat16)  # [s, b, h]
+    assert formulas.pipeline_message_bytes(model, 3, 2) == hidden.nbytes
+    assert formulas.pipeline_message_bytes(model, 3, 2, sequence_parts=4) == hidden[:2].nbytes
+    assert formulas.tensor_message_bytes(model, 3, 2) == hidden.nbytes
+    # A ring of 4 sends each quarter 3 times to reduce and 3 times to gather.
+    assert formulas.ring_bytes(400, 4, "reduce_scatter") == 3 * 100
+    assert formulas.ring_bytes(400, 4) == 6 * 100
+    assert formulas.ring_bytes(400, 1) == 0
+    assert formulas.gradient_message_bytes([10, 30, 20]) == 120
+
+
+def test_an_unknown_vocabulary_is_an_error() -> None:
+    with pytest.raises(AssertionError, match="vocabulary"):
+        total_parameters(dataclasses.replace(GPT2_124M, vocab_size=None))

@@ -1,0 +1,55 @@
+"""Layers of pipeline stages: none is lost, none comes twice, and the stated rule holds."""
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.errors import ConfigError
+from megatron.model.stages import assign_layers
+
+
+@given(st.integers(1, 24), st.integers(0, 200))
+def test_every_layer_once_and_in_order(num_stages: int, more: int) -> None:
+    num_layers = num_stages + more
+    stages = assign_layers(num_layers, num_stages)
+    assert len(stages) == num_stages
+    assert [layer for stage in stages for layer in stage] == list(range(num_layers))
+    counts = [len(stage) for stage in stages]
+    assert min(counts) >= 1
+    assert max(counts) - min(counts) <= 1
+    assert counts[-1] == min(counts)
+    assert counts[0] == min(counts) or counts[:-1] == [counts[0]] * (num_stages - 1)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=12))
+def test_layout_is_followed(counts: list[int]) -> None:
+    stages = assign_layers(sum(counts), len(counts), ",".join(map(str, counts)))
+    assert [len(stage) for stage in stages] == counts
+    assert [layer for stage in stages for layer in stage] == list(range(sum(counts)))
+    assert assign_layers(sum(counts), len(counts), counts) == stages
+
+
+@pytest.mark.parametrize("num_layers, num_stages, counts", [
+    (8, 4, [2, 2, 2, 2]), (9, 4, [2, 2, 3, 2]), (10, 4, [2, 3, 3, 2]), (11, 4, [3, 3, 3, 2]),
+    (5, 1, [5]), (3, 2, [2, 1]),
+])  # fmt: skip
+def test_the_rule(num_layers: int, num_stages: int, counts: list[int]) -> None:
+    assert [len(stage) for stage in assign_layers(num_layers, num_stages)] == counts
+
+
+@pytest.mark.parametrize("num_layers, num_stages, layout, words", [
+    (3, 4, None, ["3 layers", "4 pipeline stages"]),
+    (0, 1, None, ["0 layers"]),
+    (4, 0, None, ["got 0"]),
+    (14, 4, "3,4,4", ["3,4,4", "3 stages", "there are 4"]),
+    (15, 4, "3,4,4,3", ["3,4,4,3", "14 layers", "has 15"]),
+    (8, 4, "4,0,2,2", ["4,0,2,2", "0 layers to stage 1"]),
+    (8, 4, [4, -1, 3, 2], ["-1 layers to stage 1"]),
+    (8, 4, "2,2,2,x", ["2,2,2,x", "whole numbers"]),
+    (8, 4, "", ["whole numbers"]),
+])  # fmt: skip
+def test_refused(num_layers: int, num_stages: int, layout: str | list[int] | None, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        assign_layers(num_layers, num_stages, layout)
+    assert all(word in str(error.value) for word in words), str(error.value)

@@ -1,0 +1,128 @@
+"""Rank numbers and groups, against grids of numpy and against real processes."""
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.errors import ConfigError
+from megatron.parallel.launch import connect, detect_launch
+from megatron.parallel.topology import Layout, Topology
+from tests.helpers.processes import run_processes
+
+SIZES = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
+
+
+def grid(layout: Layout) -> np.ndarray:
+    """Global ranks as an array [pipeline, data, tensor]: tensor varies fastest, pipeline slowest."""
+    return np.arange(layout.world_size).reshape(layout.pipeline, layout.data, layout.tensor)
+
+
+@given(SIZES)
+def test_groups_are_the_lines_of_a_grid(sizes: tuple[int, int, int]) -> None:
+    layout = Layout(*sizes)
+    ranks = grid(layout)
+    for (p, d, t), rank in np.ndenumerate(ranks):
+        assert layout.rank(tensor=t, data=d, pipeline=p) == rank
+        assert layout.coordinates(int(rank)) == (t, d, p)
+        assert layout.tensor_ranks(data=d, pipeline=p) == tuple(ranks[p, d, :])
+        assert layout.data_ranks(tensor=t, pipeline=p) == tuple(ranks[p, :, t])
+        assert layout.pipeline_ranks(tensor=t, data=d) == tuple(ranks[:, d, t])
+        assert layout.model_ranks(data=d) == tuple(ranks[:, d, :].ravel())
+
+
+def test_neighbours_talk_most() -> None:
+    """Megatron's order on two nodes of eight: a tensor group stays within four neighbouring ranks."""
+    layout = Layout(tensor=4, pipeline=2, data=2)
+    assert layout.tensor_ranks(data=1, pipeline=0) == (4, 5, 6, 7)
+    assert layout.data_ranks(tensor=0, pipeline=0) == (0, 4)
+    assert layout.pipeline_ranks(tensor=0, data=0) == (0, 8)
+
+
+@pytest.mark.parametrize(("world", "tensor", "pipeline", "better"), [(6, 4, 1, 4), (2, 2, 2, 4), (9, 2, 2, 8)])
+def test_worlds_that_do_not_divide(world: int, tensor: int, pipeline: int, better: int) -> None:
+    with pytest.raises(ConfigError, match=f"world size {world} .*start {better} processes"):
+        Layout.for_world(world, tensor, pipeline)
+
+
+def test_what_is_left_is_data_parallel() -> None:
+    assert Layout.for_world(24, 2, 3) == Layout(tensor=2, pipeline=3, data=4)
+
+
+@given(SIZES)
+def test_every_member_makes_the_same_groups_in_the_same_order(sizes: tuple[int, int, int]) -> None:
+    """Only members meet at a group's creation, so two ranks that share two groups must create them in one order."""
+    layout = Layout(*sizes)
+    made: list[list[tuple[int, ...]]] = []
+    for rank in range(layout.world_size):
+        calls: list[tuple[int, ...]] = []
+        topology = Topology.from_layout(layout, rank, new_group=lambda ranks, calls=calls: calls.append(tuple(ranks)))
+        made.append(calls)
+        for group in (topology.tensor, topology.data, topology.pipeline, topology.model, topology.world):
+            assert group.ranks[group.rank] == rank
+        assert all(rank in ranks and len(ranks) > 1 for ranks in calls)
+        # No group twice, except that one may cover the whole world.
+        small = [ranks for ranks in calls if len(ranks) < layout.world_size]
+        assert len(small) == len(set(small))
+    for one in range(layout.world_size):
+        for other in range(one):
+            shared = [ranks for ranks in made[one] if other in ranks]
+            assert shared == [ranks for ranks in made[other] if one in ranks]
+
+
+@given(SIZES)
+def test_the_embedding_group_joins_both_ends(sizes: tuple[int, int, int]) -> None:
+    layout = Layout(*sizes)
+    ranks = grid(layout)
+    for (p, d, t), rank in np.ndenumerate(ranks):
+        group = Topology.from_layout(layout, int(rank)).embedding
+        if layout.pipeline == 1 or p not in (0, layout.pipeline - 1):
+            assert group is None
+        else:
+            assert group is not None
+            assert group.ranks == (ranks[0, d, t], ranks[-1, d, t])
+
+
+def test_description_names_places() -> None:
+    topology = Topology.from_layout(Layout(tensor=2, pipeline=2, data=2), 0)
+    places = [f"n{rank // 4}:cuda:{rank % 4}" for rank in range(8)]
+    lines = topology.describe(places).splitlines()
+    assert "8 ranks = tensor 2 x pipeline 2 x data 2" in lines[0]
+    assert lines[1].endswith("0 (n0:cuda:0), 1 (n0:cuda:1)")
+    assert lines[2].endswith("0 (n0:cuda:0), 4 (n1:cuda:0)")
+    assert lines[3].endswith("0 (n0:cuda:0), 2 (n0:cuda:2)")
+    assert "... 8 more" in Topology.from_layout(Layout(tensor=24), 0).describe()
+
+
+def sums_over_groups(rank: int) -> dict[str, float]:
+    """Sum of global ranks over each group of this process."""
+    with connect(detect_launch()):
+        topology = Topology.create(2, 2)
+        found = {}
+        for name in ("world", "tensor", "data", "pipeline", "model", "embedding"):
+            group = getattr(topology, name)
+            x = torch.tensor([float(rank)])
+            dist.all_reduce(x, group=group.handle)
+            found[name] = x.item()
+        return found
+
+
+def test_real_groups_hold_the_ranks_they_say() -> None:
+    for rank, found in enumerate(run_processes(8, sums_over_groups)):
+        p, d, t = np.unravel_index(rank, (2, 2, 2))
+        ranks = grid(Layout(tensor=2, pipeline=2, data=2))
+        assert found == {
+            "world": 28, "tensor": ranks[p, d].sum(), "data": ranks[p, :, t].sum(), "pipeline": ranks[:, d, t].sum(),
+            "model": ranks[:, d].sum(), "embedding": ranks[:, d, t].sum(),
+        }  # fmt: skip
+
+
+def test_one_process_has_groups_that_never_communicate() -> None:
+    topology = Topology.create()
+    for name in ("world", "tensor", "data", "pipeline", "model"):
+        group = getattr(topology, name)
+        assert (group.size, group.handle, group.is_first, group.is_last) == (1, None, True, True)
+    assert topology.device == torch.device("cpu")

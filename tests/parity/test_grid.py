@@ -1,0 +1,103 @@
+"""Any layout gives the training run of one process.
+
+The reference trains the same model by plain torch in this process: no DeepSpeed, no executor, no process group. Clipping
+is active in every step, the embedding is tied, the vocabulary is padded on some layouts and not on others.
+
+Tolerances. Losses and norms differ by the order of fp32 sums: a few units in the last place of numbers near 4, and a
+relative 1e-5 of the norm. Parameters: Adam turns a gradient's relative rounding error into an absolute one of the size of
+the learning rate (1e-2) times that error; five steps at relative errors near 1e-4 in the smallest gradients give 1e-5.
+A wrong reduction or scale moves parameters by the order of the learning rate itself, a thousand times more.
+"""
+from __future__ import annotations
+
+import functools
+import json
+
+import numpy as np
+import pytest
+
+from tests.helpers.processes import run_processes
+from tests.helpers.training import assemble, train_in_process, train_plainly
+from tests.parity.cases import GRID, MIXTURES, layout
+
+LOSS_TOLERANCE = 5e-6
+NORM_TOLERANCE = 2e-5
+PARAMETER_TOLERANCE = 2e-5
+
+
+@functools.cache
+def reference(key: str):
+    return train_plainly(json.loads(key))
+
+
+def model_fields(fields):
+    """The fields that change the numbers; the others change only the layout."""
+    layout_only = (
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel", "zero_stage",
+        "num_layers_per_virtual_pipeline_stage", "enable_zbh1_pipeline", "pipeline_layout",
+    )
+    return {k: v for k, v in fields.items() if k not in layout_only and not k.startswith("recompute")}
+
+
+def check(world_size, fields):
+    expected = reference(json.dumps(model_fields(fields), sort_keys=True))
+    ranks = run_processes(world_size, train_in_process, fields)
+    assert min(norm for _, norm in expected["history"]) > 0.5, "clipping must be active in every step"
+    for rank in ranks:
+        for (loss, norm, skipped, _), (loss_1, norm_1) in zip(rank["history"], expected["history"], strict=True):
+            assert not skipped
+            assert loss == pytest.approx(loss_1, abs=LOSS_TOLERANCE * loss_1)
+            assert norm == pytest.approx(norm_1, rel=NORM_TOLERANCE)
+    whole = assemble([r["parameters"] for r in ranks])
+    assert whole.keys() == expected["parameters"].keys()
+    for name, values in expected["parameters"].items():
+        np.testing.assert_allclose(whole[name], values, rtol=0, atol=PARAMETER_TOLERANCE, err_msg=name)
+
+
+@pytest.mark.parametrize(("world_size", "fields"), [c[1:] for c in GRID], ids=[c[0] for c in GRID])
+def test_layout_equals_one_process(world_size, fields):
+    check(world_size, fields)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_every_mixture_on_all_parallelisms(name):
+    _, world_size, fields = layout(tp=2, pp=2, sp=True, schedule="interleaved", **MIXTURES[name])
+    check(world_size, fields)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "fields"),
+    [
+        c[1:]
+        for c in (
+            layout(pp=2, num_layers=7),  # the stated rule distributes 7 layers over 2 stages
+            layout(pp=4, num_layers=6, pipeline_layout="2,1,2,1"),
+            layout(pp=2, schedule="interleaved", global_batch_size=5),  # micro-batches no multiple of the stages
+            layout(pp=4, schedule="interleaved", global_batch_size=3),  # fewer micro-batches than stages
+            layout(pp=4, schedule="zb-h1", global_batch_size=3),
+            layout(tp=2, pp=2, dp=2, sp=True, micro_batch_size=2),
+        )
+    ],
+)
+def test_uneven_layouts(world_size, fields):
+    check(world_size, fields)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "fields"),
+    [
+        c[1:]
+        for c in (
+            layout(recompute={"recompute_granularity": "selective"}),
+            layout(pp=2, schedule="interleaved", recompute={"recompute_granularity": "full", "recompute_method": "uniform"}),
+            layout(pp=4, dp=2, schedule="zb-h1"),
+        )
+    ],
+)
+def test_dropout_is_the_same_on_any_pipeline_data_and_recompute_setting(world_size, fields):
+    check(world_size, {**fields, "hidden_dropout": 0.2, "attention_dropout": 0.1})
+
+
+def test_dropout_of_replicated_tensors_is_the_same_under_tensor_parallelism():
+    _, world_size, fields = layout(tp=2, pp=2, hidden_dropout=0.2)
+    check(world_size, fields)

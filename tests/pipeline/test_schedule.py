@@ -1,0 +1,292 @@
+"""Every schedule is complete, ordered by its dependencies, free of deadlock and bounded in memory."""
+from __future__ import annotations
+
+import doctest
+import subprocess
+import sys
+from collections import Counter, defaultdict, deque
+from types import ModuleType
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.errors import ConfigError
+from megatron.model import stages
+from megatron.pipeline import orders
+from megatron.pipeline import schedule as schedule_module
+from megatron.pipeline.instructions import COMPUTE, RECEIVES, SENDS
+from megatron.pipeline.orders import group_sizes
+from megatron.pipeline.schedule import (
+    Instruction,
+    Op,
+    Schedule,
+    build_schedule,
+    count_messages,
+    peak_activations,
+    peak_receives,
+)
+from megatron.pipeline.simulate import simulate
+
+MAKERS = {Op.RECV_FORWARD: {Op.FORWARD}, Op.RECV_BACKWARD: {Op.BACKWARD, Op.BACKWARD_INPUT}}
+RECEIVE_OF = {Op.SEND_FORWARD: Op.RECV_FORWARD, Op.SEND_BACKWARD: Op.RECV_BACKWARD}
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    name = draw(st.sampled_from(["1f1b", "interleaved", "zb-h1"]))
+    size = draw(st.integers(1, 8))
+    chunks = draw(st.integers(2, 4)) if name == "interleaved" else 1
+    return build_schedule(name, size, chunks, draw(st.integers(1, 20)), draw(st.booleans()))
+
+
+def message(schedule: Schedule, instruction: Instruction) -> tuple[int, int, Instruction]:
+    """(sender, receiver, as the receiver names it) of a SEND or a RECV."""
+    op, stage, micro_batch = instruction
+    size = schedule.pipeline_size
+    step = 1 if op in (Op.SEND_FORWARD, Op.RECV_FORWARD) else -1
+    if op in SENDS:
+        return stage % size, (stage + step) % size, Instruction(RECEIVE_OF[op], stage + step, micro_batch)
+    return (stage - step) % size, stage % size, instruction
+
+
+def can_compute(
+    schedule: Schedule, done: set[Instruction], instruction: Instruction, arrived: set[Instruction]
+) -> bool:
+    """The dependencies, written a second time and stricter: another rank's result must have arrived."""
+    op, stage, micro_batch = instruction
+    last = schedule.num_stages - 1
+    local = schedule.pipeline_size == 1
+    if op is Op.BACKWARD_WEIGHT:
+        return Instruction(Op.BACKWARD_INPUT, stage, micro_batch) in done
+    if op is Op.FORWARD:
+        if stage == 0:
+            return True
+        if local:
+            return Instruction(Op.FORWARD, stage - 1, micro_batch) in done
+        return Instruction(Op.RECV_FORWARD, stage, micro_batch) in arrived
+    if Instruction(Op.FORWARD, stage, micro_batch) not in done:
+        return False
+    if stage == last:
+        return True
+    if local:
+        return Instruction(op, stage + 1, micro_batch) in done
+    return Instruction(Op.RECV_BACKWARD, stage, micro_batch) in arrived
+
+
+def source_done(done: set[Instruction], instruction: Instruction) -> bool:
+    _, stage, micro_batch = instruction
+    ops = [Op.FORWARD] if instruction.op is Op.SEND_FORWARD else [Op.BACKWARD, Op.BACKWARD_INPUT]
+    return any(Instruction(op, stage, micro_batch) in done for op in ops)
+
+
+def run(schedule: Schedule, *, rendezvous: bool) -> tuple[list[int], set[Instruction]]:
+    """Execute the lists; where each rank stopped, and what was done.
+
+    rendezvous=False: messages are buffered and matched per direction of a pair in order; only a computation waits.
+    rendezvous=True: a send and a receive both block the rank until the other end stands at the very same message.
+    """
+    position = [0] * len(schedule)
+    done: set[Instruction] = set()
+    arrived: set[Instruction] = set()
+    wires: dict[tuple[int, int], deque[Instruction]] = defaultdict(deque)
+    posted: dict[tuple[int, int], deque[Instruction]] = defaultdict(deque)
+
+    def step(rank: int) -> bool:
+        if position[rank] == len(schedule[rank]):
+            return False
+        instruction = schedule[rank][position[rank]]
+        if instruction.op in COMPUTE:
+            if not can_compute(schedule, done, instruction, arrived):
+                return False
+            done.add(instruction)
+            position[rank] += 1
+            return True
+        sender, receiver, name = message(schedule, instruction)
+        if instruction.op in SENDS:
+            assert source_done(done, instruction), f"{instruction} is sent before it is computed"
+        if rendezvous:
+            other = receiver if rank == sender else sender
+            if position[other] == len(schedule[other]):
+                return False
+            facing = schedule[other][position[other]]
+            if facing.op in COMPUTE or message(schedule, facing) != (sender, receiver, name) or facing == instruction:
+                return False
+            arrived.add(name)
+            position[rank] += 1
+            position[other] += 1
+            return True
+        (wires if rank == sender else posted)[sender, receiver].append(name)
+        position[rank] += 1
+        wire, buffers = wires[sender, receiver], posted[sender, receiver]
+        while wire and buffers:
+            sent, wanted = wire.popleft(), buffers.popleft()
+            assert sent == wanted, f"{wanted} would be filled with the message for {sent}"
+            arrived.add(sent)
+        return True
+
+    while any([step(rank) for rank in range(len(schedule))]):
+        pass
+    return position, done
+
+
+@given(schedules())
+@settings(max_examples=300, deadline=None)
+def test_complete(schedule: Schedule) -> None:
+    size = schedule.pipeline_size
+    passes = {Op.FORWARD}
+    if not schedule.forward_only:
+        split = schedule.name == "zb-h1" and size > 1
+        passes |= {Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT} if split else {Op.BACKWARD}
+    m = schedule.micro_batches
+    wanted = Counter(Instruction(op, g, i) for op in passes for g in range(schedule.num_stages) for i in range(m))
+    found = Counter(i for rank in schedule for i in rank if i.op in COMPUTE)
+    assert found == wanted
+    assert all(i.stage % size == rank for rank in range(size) for i in schedule[rank])
+
+
+@given(schedules(), st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_runs_in_dependency_order_without_deadlock(schedule: Schedule, rendezvous: bool) -> None:
+    position, done = run(schedule, rendezvous=rendezvous)
+    stuck = [str(rank[at]) for rank, at in zip(schedule, position, strict=True) if at < len(rank)]
+    assert not stuck
+    assert len(done) == sum(i.op in COMPUTE for rank in schedule for i in rank)
+
+
+@pytest.mark.parametrize("name, size, chunks, micro_batches", [
+    ("1f1b", 16, 1, 50), ("zb-h1", 16, 1, 50), ("interleaved", 16, 3, 47), ("interleaved", 12, 6, 23),
+    ("interleaved", 16, 4, 9), ("interleaved", 15, 2, 64),
+])  # fmt: skip
+def test_larger_pipelines_do_not_deadlock_either(name: str, size: int, chunks: int, micro_batches: int) -> None:
+    schedule = build_schedule(name, size, chunks, micro_batches)
+    position, _ = run(schedule, rendezvous=True)
+    assert position == [len(rank) for rank in schedule]
+
+
+def test_the_deadlock_checks_can_fail() -> None:
+    """Two ranks that both send first: fine with buffers, a deadlock where sends block."""
+    good = build_schedule("1f1b", 2, 1, 2)
+    assert good[0][3] == Instruction(Op.SEND_FORWARD, 0, 1), "the case relies on this order"
+    moved = list(good[0])
+    position = moved.index(Instruction(Op.RECV_BACKWARD, 0, 0))
+    moved.insert(0, moved.pop(position))
+    bad = Schedule("1f1b", 2, 1, 2, False, (tuple(moved), good[1]))
+    assert run(bad, rendezvous=False)[0] == [len(rank) for rank in bad]
+    assert run(bad, rendezvous=True)[0] != [len(rank) for rank in bad]
+
+
+@given(schedules())
+@settings(max_examples=200, deadline=None)
+def test_both_ends_of_a_pair_list_their_messages_in_one_order(schedule: Schedule) -> None:
+    """In both directions together: on NCCL the messages of a pair share a communicator."""
+    seen: dict[tuple[int, frozenset[int]], list[tuple[int, int, Instruction]]] = defaultdict(list)
+    for rank, instructions in enumerate(schedule):
+        for instruction in instructions:
+            if instruction.op not in COMPUTE:
+                found = message(schedule, instruction)
+                seen[rank, frozenset(found[:2])].append(found)
+    for (_, pair), messages in seen.items():
+        assert all(seen[other, pair] == messages for other in pair)
+
+
+@given(schedules())
+@settings(max_examples=200, deadline=None)
+def test_messages_are_the_lower_bound(schedule: Schedule) -> None:
+    crossing = schedule.num_stages - 1 if schedule.pipeline_size > 1 else 0
+    directions = 1 if schedule.forward_only else 2
+    assert count_messages(schedule) == crossing * schedule.micro_batches * directions
+    assert sum(i.op in RECEIVES for rank in schedule for i in rank) == count_messages(schedule)
+
+
+@given(schedules())
+@settings(max_examples=300, deadline=None)
+def test_memory_is_bounded(schedule: Schedule) -> None:
+    p, v, m = schedule.pipeline_size, schedule.chunks, schedule.micro_batches
+    largest_group = group_sizes(p, m)[0]
+    for rank in range(p):
+        if schedule.forward_only:
+            limit = 1
+        elif p == 1:
+            limit = v
+        elif schedule.name == "interleaved":
+            limit = min(v * m, 2 * (p - rank - 1) + (v - 1) * largest_group + 1)
+        else:
+            limit = min(m, p - rank)
+        awaiting_input_gradient = peak_activations(schedule, until_weights=False)[rank]
+        assert awaiting_input_gradient == limit
+        if schedule.name == "zb-h1" and p > 1 and not schedule.forward_only:
+            assert peak_activations(schedule)[rank] == min(m, p)
+        else:
+            assert peak_activations(schedule)[rank] == limit
+
+
+@given(schedules())
+@settings(max_examples=300, deadline=None)
+def test_receive_buffers_are_bounded(schedule: Schedule) -> None:
+    limit = 2 if schedule.chunks == 1 else group_sizes(schedule.pipeline_size, schedule.micro_batches)[0] + 3
+    assert max(peak_receives(schedule)) <= limit
+
+
+@given(schedules())
+@settings(max_examples=200, deadline=None)
+def test_receives_are_posted_while_the_message_is_made(schedule: Schedule) -> None:
+    """No later, so that a sender never waits for its receiver; and behind the last computation that ends earlier."""
+    timeline = simulate(schedule)
+    ends = {span.instruction: span.end for spans in timeline.ranks for span in spans}
+    for instructions in schedule:
+        end_before, sent_since = 0.0, False
+        following = [ends[i] if i.op in COMPUTE else None for i in instructions]
+        for position, instruction in enumerate(instructions):
+            if instruction.op in COMPUTE:
+                end_before, sent_since = ends[instruction], False
+            elif instruction.op in SENDS:
+                sent_since = True
+            else:
+                made = [Instruction(op, instruction.peer_stage, instruction.micro_batch) for op in Op]
+                produced = max(ends[i] for i in made if i in ends and i.op in MAKERS[instruction.op])
+                assert end_before < produced or (end_before == produced and sent_since)
+                assert next(end for end in following[position:] if end is not None) >= produced
+
+
+@pytest.mark.parametrize("size, micro_batches", [(2, 8), (4, 16), (8, 16), (3, 5)])
+def test_forward_messages_travel_behind_computations(size: int, micro_batches: int) -> None:
+    """In 1F1B, from the second on: between posting the receive and using it the receiver computes something else."""
+    for rank, instructions in enumerate(build_schedule("1f1b", size, 1, micro_batches)):
+        for i in range(1, micro_batches if rank else 0):
+            posted = instructions.index(Instruction(Op.RECV_FORWARD, rank, i))
+            used = instructions.index(Instruction(Op.FORWARD, rank, i))
+            assert any(between.op in COMPUTE for between in instructions[posted:used])
+
+
+def test_group_sizes() -> None:
+    assert group_sizes(4, 8) == [4, 4]
+    assert group_sizes(4, 11) == [6, 5]
+    assert group_sizes(4, 3) == [3]
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (("gpipe", 2, 1, 4), ["gpipe", "1f1b, interleaved, zb-h1"]),
+    (("1f1b", 2, 2, 4), ["'1f1b'", "got 2", "interleaved"]),
+    (("zb-h1", 2, 2, 4), ["'zb-h1'", "got 2"]),
+    (("interleaved", 2, 1, 4), ["at least 2 chunks", "got 1"]),
+    (("1f1b", 0, 1, 4), ["pipeline size", "got 0"]),
+    (("1f1b", 2, 1, 0), ["micro-batches", "got 0"]),
+    (("interleaved", 2, 0, 4), ["chunks", "got 0"]),
+])  # fmt: skip
+def test_what_does_not_exist_is_refused(arguments: tuple[str, int, int, int], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        build_schedule(*arguments)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize("module", [orders, schedule_module, stages])
+def test_examples_in_docstrings(module: ModuleType) -> None:
+    failed, attempted = doctest.testmod(module)
+    assert attempted and not failed
+
+
+def test_needs_no_torch() -> None:
+    modules = "megatron.pipeline.schedule, megatron.pipeline.simulate, megatron.pipeline.draw, megatron.model.stages"
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"

@@ -1,0 +1,168 @@
+"""Rooms import downwards only, nothing imports in a circle, and importing has no effects."""
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "megatron"
+
+# What each room may import, as docs/architecture.md has it.
+BASE = {"config", "errors"}
+ROOMS: dict[str, set[str]] = {
+    "errors": set(),
+    "config": {"errors"},
+    "parallel": BASE,
+    "kernels": BASE,
+    "layers": BASE | {"parallel", "kernels"},
+    "data": BASE | {"parallel", "kernels"},
+    "model": BASE | {"parallel", "kernels", "layers", "data"},
+    "pipeline": BASE | {"parallel"},
+}
+ROOMS["engine"] = BASE | {"parallel", "kernels", "layers", "data", "model", "pipeline"}
+ROOMS["planning"] = ROOMS["engine"] | {"engine"}
+ROOMS["checkpoint"] = ROOMS["engine"] | {"engine"}
+ROOMS["training"] = ROOMS["checkpoint"] | {"checkpoint", "planning"}
+
+# Modules that a login node without torch can use.
+WITHOUT_TORCH = [
+    "megatron", "megatron.errors", "megatron.config", "megatron.parallel.launch", "megatron.parallel.topology",
+    "megatron.pipeline.schedule", "megatron.model.formulas", "megatron.model.stages", "megatron.kernels.availability",
+    "megatron.training",
+]  # fmt: skip
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Every module of the package, parsed."""
+    return {module_name(path): ast.parse(path.read_text(), str(path)) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def imports(name: str, tree: ast.AST, *, at_import: bool) -> Iterator[str]:
+    """Names of our modules that a module imports.
+
+    at_import: only what runs when the module is imported; else also what functions and type checkers import.
+    """
+    for node in ast.iter_child_nodes(tree):
+        if at_import and (is_type_checking(node) or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "megatron")
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}, line {node.lineno}: imports are absolute"
+            if node.module and node.module.split(".")[0] == "megatron":
+                for alias in node.names:
+                    whole = f"{node.module}.{alias.name}"
+                    yield whole if whole in modules() else node.module
+        yield from imports(name, node, at_import=at_import)
+
+
+def room(name: str) -> str:
+    return name.split(".")[1] if "." in name else ""
+
+
+def test_every_room_has_a_place_in_the_order() -> None:
+    assert {room(name) for name in modules()} - {""} <= set(ROOMS)
+
+
+@pytest.mark.parametrize("name", sorted(ROOMS))
+def test_a_room_imports_only_rooms_below_it(name: str) -> None:
+    wrong = [
+        f"{module} imports {imported}"
+        for module, tree in modules().items()
+        if room(module) == name
+        for imported in imports(module, tree, at_import=False)
+        if imported.split(".")[0] == "megatron" and room(imported) not in ROOMS[name] | {name}
+    ]
+    assert not wrong
+
+
+def test_the_order_has_no_circle() -> None:
+    below: set[str] = set()
+    while waiting := set(ROOMS) - below:
+        ready = {name for name in waiting if ROOMS[name] <= below}
+        assert ready, f"these rooms import each other: {sorted(waiting)}"
+        below |= ready
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    graph = {name: set(imports(name, tree, at_import=True)) - {name} for name, tree in modules().items()}
+    path: list[str] = []
+    done: set[str] = set()
+
+    def visit(name: str) -> None:
+        assert name not in path, f"circle: {' -> '.join([*path[path.index(name):], name])}"
+        if name in done:
+            return
+        path.append(name)
+        for imported in sorted(graph.get(name, ())):
+            visit(imported)
+        path.pop()
+        done.add(name)
+
+    for name in graph:
+        visit(name)
+    assert done >= set(modules())
+
+
+def run(code: str) -> str:
+    """Output of Python code in a fresh process."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", WITHOUT_TORCH)
+def test_needs_no_torch(name: str) -> None:
+    heavy = ("torch", "deepspeed", "numpy", "transformers")
+    assert run(f"import sys, {name}; print([m for m in {heavy} if m in sys.modules])").strip() == "[]"
+
+
+def test_importing_the_package_has_no_effects(tmp_path: Path) -> None:
+    """No output, no file, no thread, no variable, no signal handler, no other module of ours."""
+    code = f"""
+import os, signal, sys, threading
+os.chdir({str(tmp_path)!r})
+before = dict(os.environ), signal.getsignal(signal.SIGTERM), threading.active_count(), list(sys.path)
+import megatron
+after = dict(os.environ), signal.getsignal(signal.SIGTERM), threading.active_count(), list(sys.path)
+assert before == after
+assert [m for m in sys.modules if m.startswith("megatron")] == ["megatron"], sys.modules
+assert os.listdir() == []
+"""
+    assert run(code) == ""
+
+
+def test_what_the_package_offers() -> None:
+    code = """
+import megatron
+for name in megatron.__all__:
+    assert getattr(megatron, name) is not None, name
+    assert name in dir(megatron), name
+try:
+    megatron.nothing_of_that_name
+except AttributeError as error:
+    assert "nothing_of_that_name" in str(error)
+else:
+    raise SystemExit("no AttributeError")
+from megatron.parallel.topology import Layout
+assert megatron.Layout is Layout
+"""
+    run(code)

@@ -1,0 +1,65 @@
+"""The pieces without pretrain_gpt.py: a user's own loop on two processes, and on one without DeepSpeed."""
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+import megatron
+from tests.helpers.processes import run_processes
+
+FIELDS = dict(
+    num_layers=4, hidden_size=32, num_attention_heads=4, seq_length=16, vocab_size=50, micro_batch_size=2,
+    global_batch_size=8, hidden_dropout=0.0, attention_dropout=0.0,
+)
+
+
+def micro_batches(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 50, (count, 2, 17), generator=generator)
+    return [megatron.make_micro_batch(t.numpy(), first_sample=2 * i) for i, t in enumerate(tokens)]
+
+
+def own_loop(rank):
+    config = megatron.Config.create(
+        **FIELDS, pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1, world_size=2
+    )
+    with megatron.connect(megatron.detect_launch()):
+        topology = megatron.Topology.create(pipeline_model_parallel_size=2)
+        chunks = megatron.build_chunks(config, topology)
+        engine = megatron.Engine(config, topology, chunks)
+        executor = megatron.build_executor(config, topology, chunks, engine)
+        history = []
+        for _ in range(2):
+            losses = executor.train(micro_batches(4), loss_scale=engine.loss_scale)
+            result = engine.step(lr=1e-2)
+            history.append((sum(x.item() for x in losses) / 4 if losses else None, result.grad_norm))
+    return history
+
+
+def test_two_steps_in_a_users_own_loop():
+    first, last = run_processes(2, own_loop)
+    assert [loss for loss, _ in first] == [None, None]
+    assert last[1][0] < last[0][0], "the same batch twice: the loss falls"
+    assert [n for _, n in first] == [n for _, n in last]
+
+    # The same steps by hand, in one process, with torch's optimizer.
+    topology = megatron.Topology.create()
+    (model,) = megatron.build_chunks(megatron.Config.create(**FIELDS), topology).values()
+    loss = sum(model(b, None) for b in micro_batches(4)) / 4
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert last[0][0] == pytest.approx(loss.item(), rel=1e-6)
+    assert last[0][1] == pytest.approx(norm.item(), rel=1e-5)
+
+
+def test_everything_offered_is_documented():
+    assert len(megatron.__all__) > 10
+    for name in megatron.__all__:
+        piece = getattr(megatron, name)
+        assert inspect.isclass(piece) or callable(piece) or isinstance(piece, str), name
+        if not isinstance(piece, str):
+            assert (inspect.getdoc(piece) or "").strip(), f"megatron.{name} has no docstring"
+    with pytest.raises(AttributeError, match="no_such_piece"):
+        megatron.no_such_piece  # noqa: B018

@@ -1,0 +1,251 @@
+"""The data tools, from the command line to the samples."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data import corpus
+from megatron.data import preprocess as library
+from megatron.data.corpus import build_corpus
+from megatron.data.indexed_dataset import IndexedDataset
+from tools import build_corpus as corpus_tool
+from tools import preprocess_data, train_tokenizer
+
+NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def write_lines(path: Path, texts: list[str]) -> Path:
+    content = "".join(json.dumps({"text": text, "title": "7 8"}) + "\n" for text in texts).encode()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+def read_corpus(path: Path) -> dict[str, str]:
+    with path.open(encoding="utf-8") as file:
+        return {document["name"]: document["text"] for document in map(json.loads, file)}
+
+
+def documents(prefix: Path) -> list[list[int]]:
+    indexed = IndexedDataset(prefix)
+    starts = indexed.document_indices.tolist()
+    return [[t for s in range(a, b) for t in indexed[s].tolist()] for a, b in pairwise(starts)]
+
+
+@pytest.mark.parametrize("name", ["c.jsonl", "c.json.gz"])
+def test_documents(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_lines(tmp_path / name, ["1 2 3", "", "4"])
+    assert (
+        preprocess_data.main(["--input", str(source), "--output-prefix", str(tmp_path / "o"), *NULL, "--append-eod"])
+        == 0
+    )
+    assert documents(tmp_path / "o_text_document") == [[1, 2, 3, 100], [4, 100]]  # the eod of NullTokenizer is its size
+    assert IndexedDataset(tmp_path / "o_text_document").dtype == np.uint16
+    out = capsys.readouterr().out
+    assert "2 documents, 6 tokens" in out and "(1 empty ones left out)" in out and "o_text_document.bin" in out
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([name, "o_text_document.bin", "o_text_document.idx"])
+
+
+def test_several_files_and_keys(tmp_path: Path) -> None:
+    one, two = write_lines(tmp_path / "1.jsonl", ["1"]), write_lines(tmp_path / "2.jsonl.gz", ["2"])
+    arguments = [
+        "--input",
+        str(one),
+        str(two),
+        "--output-prefix",
+        str(tmp_path / "o"),
+        "--json-keys",
+        "text",
+        "title",
+        *NULL,
+    ]
+    assert preprocess_data.main(arguments) == 0
+    assert documents(tmp_path / "o_text_document") == [[1], [2]]
+    assert documents(tmp_path / "o_title_document") == [[7, 8], [7, 8]]
+
+
+def test_plain_text_is_one_document(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("1 2\n\n3\n")
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"4\n"))
+    inputs = [str(tmp_path / "a.txt"), str(tmp_path / "b.txt.gz")]
+    assert preprocess_data.main(["--input", *inputs, "--output-prefix", str(tmp_path / "o"), *NULL]) == 0
+    assert documents(tmp_path / "o_text_document") == [[1, 2, 3], [4]]
+
+
+def test_sentences(tmp_path: Path) -> None:
+    source = tmp_path / "c.jsonl"
+    source.write_text(json.dumps({"text": "A b. C?\nd"}) + "\n")
+    model = trained_model(tmp_path)
+    for flags, expected in (([], ["A b.", "C?", "d"]), (["--keep-newlines"], ["A b. ", "C?\n", "d"])):
+        arguments = [
+            "--input",
+            str(source),
+            "--output-prefix",
+            str(tmp_path / "o"),
+            "--split-sentences",
+            *flags,
+            *model,
+        ]
+        assert preprocess_data.main([*arguments, "--append-eod"]) == 0
+        indexed = IndexedDataset(tmp_path / "o_text_sentence")
+        tokenizer = library.build_tokenizer("GPTSentencePieceTokenizer", tokenizer_model=model[-1])
+        assert [tokenizer.decode(indexed[i].tolist()) for i in range(3)] == expected  # eod decodes to nothing
+        assert [indexed[i][-1] == tokenizer.eod for i in range(3)] == [False, False, True]
+        assert indexed.document_indices.tolist() == [0, 3]
+
+
+def trained_model(folder: Path) -> list[str]:
+    lines = write_lines(folder / "train.jsonl", [Path(library.__file__).read_text(), Path(json.__file__).read_text()])
+    model = str(folder / "spm.model")
+    assert train_tokenizer.main(["--input", str(lines), "--output", model, "--vocab-size", "500"]) == 0
+    return ["--tokenizer-type", "GPTSentencePieceTokenizer", "--tokenizer-model", model]
+
+
+def test_corpus_vocabulary_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The three tools in a row; tokens decode to the texts, and the number of workers changes no byte."""
+    texts_file = tmp_path / "corpus.jsonl"
+    assert corpus_tool.main(["--output", str(texts_file), "--max-megabytes", "0.3", "--seed", "3"]) == 0
+    model = trained_model(tmp_path)
+    monkeypatch.setattr(library, "BLOCK_DOCUMENTS", 3)  # several blocks for each worker
+    for workers in ("1", "2"):
+        prefix = str(tmp_path / f"o{workers}")
+        assert (
+            preprocess_data.main(["--input", str(texts_file), "--output-prefix", prefix, *model, "--workers", workers])
+            == 0
+        )
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"o1_text_document{suffix}").read_bytes() == (
+            tmp_path / f"o2_text_document{suffix}"
+        ).read_bytes()
+    texts = list(read_corpus(texts_file).values())
+    tokenizer = library.build_tokenizer("GPTSentencePieceTokenizer", tokenizer_model=model[-1])
+    assert [tokenizer.decode(ids) for ids in documents(tmp_path / "o1_text_document")] == texts and len(texts) > 6
+
+
+BAD_LINES = {
+    b"{no": "c.jsonl:3: not a JSON line",
+    b'["a"]': r"c.jsonl:3: expected an object such as .* got list",
+    b'{"body": "1"}': r"c.jsonl:3: no key 'text': there are \['body'\]; choose with --json-keys",
+    b'{"text": 5}': "c.jsonl:3: 'text' holds int, expected a string",
+    b'{"text": "\xff"}': "c.jsonl:3: not UTF-8",
+    b'{"text": "\\ud800"}': "c.jsonl:3: .*surrogate",
+    b'{"text": "x"}': "c.jsonl: from line 1: NullTokenizer",
+}
+WORKERS = [(line, "1") for line in BAD_LINES] + [(b"{no", "2")]
+
+
+@pytest.mark.parametrize(("line", "workers"), WORKERS)
+def test_bad_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: bytes, workers: str) -> None:
+    source = tmp_path / "c.jsonl"
+    source.write_bytes(b'{"text": "1"}\n\n' + line + b"\n")
+    arguments = ["--input", str(source), "--output-prefix", str(tmp_path / "o"), *NULL, "--workers", workers]
+    assert preprocess_data.main(arguments) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ") and re.search(BAD_LINES[line], error)
+    assert [p.name for p in tmp_path.iterdir()] == ["c.jsonl"]
+
+
+def test_other_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_lines(tmp_path / "c.jsonl", [""])
+    output = ["--output-prefix", str(tmp_path / "o")]
+    damaged = tmp_path / "d.jsonl.gz"
+    damaged.write_bytes(gzip.compress(b'{"text": "1"}\n' * 1000)[:-20])
+    for arguments, message in (
+        (["--input", "none.jsonl", *output, *NULL], "none.jsonl: no such input file"),
+        (["--input", str(source), *output, *NULL], "no document with text"),
+        (["--input", str(damaged), *output, *NULL], "d.jsonl.gz: cannot be read"),
+        (["--input", str(source), *output, *NULL, "--workers", "0"], "--workers 0"),
+        (["--input", str(source), *output, *NULL, "--json-keys", "a", "a"], "different keys"),
+        (["--input", str(source), *output, "--tokenizer-type", "Nope"], "choose one of GPT2BPETokenizer"),
+        (["--input", str(source), "--output-prefix", "/dev/null/o", *NULL], "cannot be written"),
+    ):
+        assert preprocess_data.main(arguments) == 2
+        assert message in capsys.readouterr().err
+    assert train_tokenizer.main(["--input", "none", "--output", str(tmp_path / "m")]) == 2
+    assert "none: no such input file" in capsys.readouterr().err
+    assert corpus_tool.main(["--output", str(tmp_path / "c"), "--stdlib", str(tmp_path / "empty")]) == 2
+    assert "no module with text in it" in capsys.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c.jsonl", "d.jsonl.gz"]
+
+
+def test_progress_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "BLOCK_DOCUMENTS", 2)
+    source = write_lines(tmp_path / "c.jsonl", ["1 2"] * 10)
+    arguments = ["--input", str(source), "--output-prefix", str(tmp_path / "o"), *NULL, "--log-interval", "4"]
+    assert preprocess_data.main(arguments) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(" MB")[0].rsplit(",", 1)[0] for line in lines] == [
+        " preprocessed 4 documents, 8 tokens",
+        " preprocessed 8 documents, 16 tokens",
+    ]
+    assert all(line.endswith("MB/s") for line in lines)
+
+
+def test_corpus(tmp_path: Path) -> None:
+    library_folder = tmp_path / "lib"
+    for name, text in {
+        "alpha.py": '"""First words of the module alpha, long enough to be kept as text."""\n' + "x = 1\n" * 20,
+        "pkg/__init__.py": '"""Package words."""\n\ndef f():\n    """What f does, in a sentence of some length."""\n',
+        "pkg/deep.py": "# -*- coding: latin-1 -*-\n# " + "\u00e9" * 80 + "\n",
+        "test/big.py": "y = 2\n" * 100,
+        "site-packages/other.py": "z = 3\n" * 100,
+        "tiny.py": "pass\n",
+    }.items():
+        path = library_folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text.encode("latin-1"))
+    output = tmp_path / "c.jsonl"
+    totals = build_corpus(output, stdlib=library_folder)
+    found = read_corpus(output)
+    assert set(found) == {"alpha", "pkg", "pkg.deep"} and "\u00e9" in found["pkg.deep"]
+    assert (totals.documents, totals.text_bytes) == (3, sum(len(text.encode()) for text in found.values()))
+    first = output.read_bytes()
+    build_corpus(output, stdlib=library_folder)
+    assert output.read_bytes() == first
+    orders = set()
+    for seed in range(12):  # 6 orders of 3 documents
+        build_corpus(output, stdlib=library_folder, seed=seed)
+        orders.add(output.read_bytes())
+    assert len(orders) > 1
+    assert build_corpus(output, stdlib=library_folder, max_bytes=400).text_bytes <= 400
+    build_corpus(output, stdlib=library_folder, docstrings_only=True)
+    prose = read_corpus(output)
+    assert prose["pkg"] == "pkg\n\nPackage words.\n\npkg.f\n\nWhat f does, in a sentence of some length."
+    assert "x = 1" not in prose["alpha"] and "pkg.deep" not in prose
+
+
+def test_corpus_has_modules_without_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The json package stands for the library: parsing all of it takes seconds.
+    monkeypatch.setattr(corpus.sysconfig, "get_path", lambda _: str(Path(json.__file__).parent))
+    build_corpus(tmp_path / "c.jsonl", docstrings_only=True)
+    found = read_corpus(tmp_path / "c.jsonl")
+    assert "Return the absolute value of the argument." in found["builtins"]
+    assert "encoder.JSONEncoder\n\nExtensible JSON" in found["encoder"]
+
+
+RUN_HELP = """
+import runpy, sys
+path, sys.argv = sys.argv[1], ["tool", "--help"]
+try:
+    runpy.run_path(path, run_name="__main__")
+except SystemExit as end:
+    assert end.code == 0
+assert not {"torch", "tokenizers", "sentencepiece", "transformers"} & set(sys.modules)
+"""
+
+
+@pytest.mark.parametrize("tool", ["preprocess_data.py", "build_corpus.py", "train_tokenizer.py"])
+def test_help_runs_without_heavy_imports(tool: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RUN_HELP, str(ROOT / "tools" / tool)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "--output" in result.stdout

@@ -1,0 +1,101 @@
+"""The figures of an interval, and the metrics file."""
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.errors import ConfigError
+from megatron.parallel.topology import Layout, Topology
+from megatron.training.metrics import Interval, MetricsFile, Rates, StepRecord, local_loss, read_metrics
+from tests.helpers.groups import join
+from tests.helpers.processes import run_processes
+
+SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
+
+
+def step(iteration: int, loss: float | None, *, skipped: bool = False, batch: int = 4) -> StepRecord:
+    value = None if loss is None else torch.tensor(loss)
+    return StepRecord(iteration, 4 * iteration, 32 * iteration, batch, 1e-3 * iteration, value, skipped, 1.0, 0.5)
+
+
+def test_interval_leaves_skipped_steps_out_and_counts_them() -> None:
+    interval = Interval(SINGLE, Rates(1, 8, 100.0, 150.0, peak_flops_per_s=1000.0))
+    for record in (step(1, 3.0), step(2, math.inf, skipped=True), step(3, 2.0, batch=8), step(4, math.nan, skipped=True)):
+        interval.add(record)
+    report = interval.report(interval.reduce_losses(), 10, elapsed_s=2.0, memory=77)
+    assert report.lm_loss == (3.0 + 2.0) / 2
+    assert (report.skipped, report.nan) == (2, 2)
+    assert report.step_time_s == 2.0 / 4
+    assert report.samples_per_s == (4 + 4 + 8 + 4) / 2.0
+    assert report.tokens_per_s == 8 * report.samples_per_s
+    assert report.model_tflops == 10 * 100 / 1e12 and report.hardware_tflops == 10 * 150 / 1e12
+    assert (report.mfu, report.hfu) == (1.0, 1.5)
+    assert (report.iteration, report.learning_rate, report.total_iterations, report.memory_bytes) == (4, 4e-3, 10, 77)
+    assert len(interval) == 0  # counts start anew at each log line
+
+
+def test_an_interval_of_skipped_steps_has_no_loss() -> None:
+    interval = Interval(SINGLE, Rates(1, 8, 1.0, 1.0))
+    interval.add(step(1, 5.0, skipped=True))
+    report = interval.report(interval.reduce_losses(), 2, 1.0, None)
+    assert report.lm_loss is None and report.skipped == 1 and report.nan == 0 and report.mfu is None
+
+
+def reduce_over_pipeline_and_data(rank: int) -> tuple[list[float], float | None]:
+    """Tensor 2 x pipeline 2 x data 2: only the last stage has losses, its tensor ranks the same ones."""
+    topology = join(2, 2)
+    losses: list[torch.Tensor] = []
+    if topology.pipeline.is_last:
+        losses = [torch.tensor(10.0 * topology.data.rank + i) for i in range(4)]
+    mine = local_loss(losses, None, topology)
+    weighted = local_loss(losses, [0.1, 0.2, 0.3, 0.8], topology)
+    interval = Interval(topology, Rates(8, 8, 1.0, 1.0))
+    for iteration, loss in ((1, mine), (2, weighted)):
+        interval.add(StepRecord(iteration, 0, 0, 8, 0.1, loss, False))
+    return interval.reduce_losses(), None if mine is None else mine.item()
+
+
+def test_losses_are_averaged_over_micro_batches_and_replicas() -> None:
+    results = run_processes(8, reduce_over_pipeline_and_data)
+    every = np.array([[0.0, 1.0, 2.0, 3.0], [10.0, 11.0, 12.0, 13.0]])
+    weighted = (every * [0.1, 0.2, 0.3, 0.8]).sum(axis=1).mean()
+    for losses, _ in results:
+        np.testing.assert_allclose(losses, [every.mean(), weighted], rtol=1e-6)
+    # pipeline rank slowest, tensor rank fastest: ranks 4 and 6 are the first tensor ranks of the last stage.
+    assert [r for r, (_, own) in enumerate(results) if own is not None] == [4, 6]
+
+
+def test_metrics_file_appends_and_survives_a_cut_line(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    first = MetricsFile(path, clock=lambda: 12.5)
+    first.write("iteration", iteration=1, lm_loss=1 / 3, grad_norm=math.inf, nested={"a": [math.nan, 1.0]})
+    # Flushed: readable while the run goes on.
+    (record,) = read_metrics(path)
+    assert record == {
+        "event": "iteration", "time": 12.5, "iteration": 1, "lm_loss": 1 / 3, "grad_norm": None, "nested": {"a": [None, 1.0]},
+    }  # fmt: skip
+    first.close()
+    with open(path, "a") as file:
+        file.write('{"event": "iterat')  # killed while writing
+    resumed = MetricsFile(path)
+    resumed.write("validation", iteration=2)
+    resumed.close()
+    assert [r["event"] for r in read_metrics(path)] == ["iteration", "validation"]
+    assert [r["iteration"] for r in read_metrics(path, "validation")] == [2]
+    json.loads(path.read_text().splitlines()[-1])
+
+
+def test_metrics_without_a_path_go_nowhere(tmp_path: Path) -> None:
+    MetricsFile(None).write("iteration", iteration=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_metrics_file_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="metrics-file.*file/metrics.jsonl"):
+        MetricsFile(tmp_path / "file" / "metrics.jsonl")

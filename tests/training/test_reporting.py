@@ -1,0 +1,177 @@
+"""Console, TensorBoard, timers and the ends of processes."""
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.errors import ConfigError
+from megatron.parallel.topology import Layout, Topology
+from megatron.training.console import Console
+from megatron.training.failures import run_guarded
+from megatron.training.metrics import Interval, Rates, StepRecord
+from megatron.training.tensorboard import TensorBoard
+from megatron.training.timers import PARTS, Stopwatch, Timers
+from tests.helpers.groups import join
+from tests.helpers.processes import run_processes
+
+SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
+LINE = " iteration [red]1[/red] | " + "x" * 300
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_log_files_get_plain_lines() -> None:
+    stream = io.StringIO()
+    console = Console(True, stream)
+    console.begin(0, 10)
+    console.update(1, "loss 2")
+    console.say(LINE)
+    console.end()
+    assert stream.getvalue() == LINE + "\n"
+
+
+def test_terminals_show_progress_and_whole_lines() -> None:
+    stream = Terminal()
+    console = Console(True, stream)
+    console.begin(3, 10)
+    console.update(4, "loss 2.000")
+    console.say(LINE)
+    console.end()
+    assert "4/10" in stream.getvalue() and "loss 2.000" in stream.getvalue()
+    assert LINE in stream.getvalue()  # neither wrapped nor read as markup
+
+
+def test_other_ranks_are_silent() -> None:
+    stream = Terminal()
+    console = Console(False, stream)
+    console.begin(0, 10)
+    console.say(LINE)
+    console.update(1)
+    console.end()
+    assert stream.getvalue() == ""
+
+
+def logging_flags(folder: Path | None, **changes: Any) -> Any:
+    flags = dict(
+        tensorboard_dir=None if folder is None else str(folder), tensorboard_log_interval=2, tensorboard_queue_size=5,
+        log_timers_to_tensorboard=False, log_batch_size_to_tensorboard=False, log_validation_ppl_to_tensorboard=False,
+        log_learning_rate_to_tensorboard=True, log_loss_scale_to_tensorboard=True, log_memory_to_tensorboard=False,
+        log_world_size_to_tensorboard=False,
+    )  # fmt: skip
+    return SimpleNamespace(logging=SimpleNamespace(**{**flags, **changes}), parallel=SimpleNamespace(world_size=3))
+
+
+def write_events(folder: Path, **changes: Any) -> Any:
+    """Four steps, the last skipped, and a validation; returns TensorBoard's own reader."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = TensorBoard(logging_flags(folder, **changes), enabled=True)
+    interval = Interval(SINGLE, Rates(1, 8, 1.0, 1.0))
+    for i in range(1, 5):
+        interval.add(StepRecord(i, 16 * i, 128 * i, 16, i / 8, torch.tensor(4.0 / i), i == 4, 2.0**i, 0.25 * i))
+    board.iteration(interval.report(interval.reduce_losses(), 4, 1.0, 99))
+    board.validation(4, 64, 1.5)
+    board.close()
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return events
+
+
+def points(events: Any, tag: str) -> list[tuple[int, float]]:
+    return [(e.step, e.value) for e in events.Scalars(tag)]
+
+
+def test_tensorboard_tags_and_steps(tmp_path: Path) -> None:
+    events = write_events(tmp_path)
+    # Every second step; the fourth was skipped and has no loss.
+    for tag in ("lm loss", "lm-loss-training/lm loss"):
+        assert points(events, tag) == [(2, 2.0)]
+        assert points(events, f"{tag} vs samples") == [(32, 2.0)]
+    assert points(events, "learning-rate") == [(2, 0.25), (4, 0.5)]
+    assert points(events, "loss-scale") == [(2, 4.0), (4, 16.0)]
+    assert points(events, "grad-norm vs samples") == [(32, 0.5), (64, 1.0)]
+    assert points(events, "lm loss validation") == [(4, 1.5)]
+    assert not {"batch-size", "world-size", "mem-allocated-bytes", "iteration-time"} & set(events.Tags()["scalars"])
+
+
+def test_tensorboard_flags_switch_tags(tmp_path: Path) -> None:
+    events = write_events(
+        tmp_path, log_batch_size_to_tensorboard=True, log_world_size_to_tensorboard=True, log_memory_to_tensorboard=True,
+        log_timers_to_tensorboard=True, log_validation_ppl_to_tensorboard=True, log_learning_rate_to_tensorboard=False,
+        log_loss_scale_to_tensorboard=False, tensorboard_log_interval=4,
+    )  # fmt: skip
+    assert points(events, "batch-size") == [(4, 16.0)] and points(events, "world-size") == [(4, 3.0)]
+    assert points(events, "mem-allocated-bytes") == [(4, 99.0)] and points(events, "iteration-time") == [(4, 0.25)]
+    assert points(events, "lm loss validation ppl")[0][1] == pytest.approx(4.4816890703)  # e ** 1.5
+    assert not {"learning-rate", "loss-scale"} & set(events.Tags()["scalars"])
+
+
+def test_tensorboard_that_is_off_takes_every_call() -> None:
+    board = TensorBoard(logging_flags(None), enabled=True)
+    board.validation(1, 1, 1.0)
+    board.close()
+
+
+def test_stopwatch_leaves_pauses_out() -> None:
+    now = [0.0]
+    watch = Stopwatch(clock=lambda: now[0])
+    now[0] = 5.0
+    with watch.paused():
+        now[0] = 105.0
+    now[0] = 106.0
+    assert watch.lap() == 6.0
+    now[0] = 108.0
+    assert watch.lap() == 2.0
+
+
+def time_in_process(rank: int) -> dict[str, list[float]]:
+    now = [0.0]
+    timers = Timers(join(), 1, clock=lambda: now[0])
+    for _ in range(2):
+        with timers("optimizer"):
+            now[0] += 1.0 + rank
+    return timers.collect(steps=2)
+
+
+def test_timers_give_every_rank_its_column() -> None:
+    for times in run_processes(2, time_in_process):
+        assert times == {"data-wait": [0.0, 0.0], "forward-backward": [0.0, 0.0], "optimizer": [1000.0, 2000.0]}
+
+
+def test_timers_of_level_0_measure_nothing() -> None:
+    timers = Timers(SINGLE, 0)
+    with timers(PARTS[0]):
+        pass
+    assert timers.collect(1) == {}
+
+
+def raise_(error: BaseException) -> None:
+    raise error
+
+
+def test_user_errors_have_one_message_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    error = ConfigError("two problems:\n  1. this\n  2. that")
+    assert run_guarded(lambda: raise_(error), rank=0) == 2
+    assert capsys.readouterr().err == "ConfigError: two problems:\n  1. this\n  2. that\n"
+    assert run_guarded(lambda: raise_(error), rank=3) == 2
+    assert capsys.readouterr().err == "rank 3: ConfigError: two problems:\n"
+
+
+def test_other_errors_have_a_traceback_that_names_the_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_guarded(lambda: raise_(ZeroDivisionError("why")), rank=5) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("rank 5 failed:\nTraceback") and "ZeroDivisionError: why" in shown
+
+
+def test_exit_codes_of_ordinary_ends() -> None:
+    assert run_guarded(lambda: None, rank=0) == 0
+    assert run_guarded(lambda: raise_(SystemExit(0)), rank=0) == 0
+    assert run_guarded(lambda: raise_(KeyboardInterrupt()), rank=0) == 130

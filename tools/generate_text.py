@@ -1,0 +1,129 @@
+"""Continue prompts with a trained model.
+
+Examples:
+
+    python tools/generate_text.py --load runs/example/run --prompt "def main(" --tokens 64
+    torchrun --nproc-per-node 4 tools/generate_text.py --load checkpoints --prompt "The" \\
+        --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
+
+The model and its tokenizer are those of the checkpoint; the layout need not be. Every token costs a pass over the whole
+text so far.
+"""
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.config import Config  # noqa: E402
+from megatron.errors import ConfigError, MegatronError  # noqa: E402
+from megatron.parallel.launch import Launch, detect_launch  # noqa: E402
+from megatron.training.failures import leave, run_guarded  # noqa: E402
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--load", required=True, metavar="FOLDER", help="the --save folder of a training run")
+    parser.add_argument("--load-tag", metavar="NAME", help="a checkpoint in it other than the last")
+    parser.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="may be given several times")
+    parser.add_argument("--tokens", type=int, default=64, metavar="N", help="at most so many new tokens (default: 64)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the most probable token (default: 0.8)")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="only the K most probable tokens; 0 all")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P",
+                        help="only the most probable tokens that together have probability P (default: 1)")
+    parser.add_argument("--seed", type=int, default=1234, help="the same seed gives the same text (default: 1234)")
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="N")
+    parser.add_argument("--pipeline-model-parallel-size", type=int, default=1, metavar="N")
+    parser.add_argument("--tokenizer-model", metavar="PATH", help="where it lies now, if not where it lay in training")
+    parser.add_argument("--vocab-file", metavar="FILE", help="likewise")
+    parser.add_argument("--merge-file", metavar="FILE", help="likewise")
+    parser.add_argument("--distributed-timeout-minutes", type=float, default=10.0, metavar="MINUTES")
+    parser.add_argument("--metrics-file", metavar="FILE", help="append a record of each text to this JSON-lines file")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run; returns the exit code."""
+    args = build_parser().parse_args(argv)
+    try:
+        launch, problem = detect_launch(), None
+    except MegatronError as error:
+        launch, problem = Launch(), error
+
+    def body() -> None:
+        if problem is not None:
+            raise problem
+        from megatron.parallel.launch import connect
+
+        rendezvous = connect(launch, timedelta(minutes=args.distributed_timeout_minutes))
+        try:
+            print_samples(args, launch, rendezvous.device)
+        except BaseException as error:
+            rendezvous.fail(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            rendezvous.close()
+
+    return run_guarded(body, launch.rank)
+
+
+def print_samples(args: argparse.Namespace, launch: Launch, device: Any) -> None:
+    """Load the model onto all processes and print the prompts with their continuations."""
+    from megatron.checkpoint.load import load_weights
+    from megatron.model.gpt import build_chunks
+    from megatron.parallel.topology import Topology
+    from megatron.training.devices import share_cores
+    from megatron.training.generate import Sampling, generate
+    from megatron.training.metrics import MetricsFile
+    from megatron.training.setup import load_tokenizer
+
+    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+    share_cores(device, launch.local_world_size)
+    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    topology = Topology.create(tensor, pipeline, device=device, timeout=timeout)
+    files = {name: getattr(args, name) for name in ("tokenizer_model", "vocab_file", "merge_file") if getattr(args, name)}
+    config = model_config(args, launch.world_size).replace(**files)
+    if config.tokenizer.tokenizer_type is None:
+        raise ConfigError(f"{args.load} was trained without a tokenizer: there is nothing to read a prompt with")
+    tokenizer = load_tokenizer(config)
+    assert tokenizer is not None, "its type is known"
+    chunks = build_chunks(config, topology)
+    load_weights(args.load, chunks, topology, args.load_tag)
+    texts = generate(
+        config, topology, chunks, [tokenizer.encode(prompt) for prompt in args.prompt],
+        max_new_tokens=args.tokens, sampling=sampling, end_token=tokenizer.eod,
+    )  # fmt: skip
+    if launch.rank != 0:
+        return
+    metrics = MetricsFile(args.metrics_file)
+    for prompt, ids in zip(args.prompt, texts, strict=True):
+        text = tokenizer.decode([i for i in ids if i != tokenizer.eod])
+        print(f"--- {prompt!r}\n{prompt}{text}", flush=True)
+        metrics.write("generate", prompt=prompt, text=text, tokens=len(ids), seed=args.seed)
+    metrics.close()
+
+
+def model_config(args: argparse.Namespace, world_size: int) -> Config:
+    """The checkpoint's model and tokenizer, in fp32, on the layout that is asked for here."""
+    from megatron.checkpoint.load import read_config
+
+    stored = read_config(args.load, args.load_tag)
+    wanted = {**stored["model"], **stored["tokenizer"], "bf16": False, "fp16": False}
+    return Config.create(
+        **{name: value for name, value in wanted.items() if value is not None}, world_size=world_size,
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,105 @@
+"""Draw the loss curve of a run from its metrics file: training loss, validation points, learning rate.
+
+Example:
+
+    python tools/plot_metrics.py runs/example/run/metrics.jsonl --output loss.png
+"""
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.errors import ConfigError, DataError, MegatronError  # noqa: E402
+from megatron.training.metrics import read_metrics  # noqa: E402
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("metrics", nargs="+", metavar="FILE", help="metrics.jsonl of one run, or of several to compare")
+    parser.add_argument("--output", required=True, metavar="FILE", help="the picture; its ending says the format (.png, .svg)")
+    parser.add_argument("--title", default="", help="a line over the picture")
+    return parser
+
+
+def series(records: Sequence[dict[str, Any]], x: str, y: str) -> tuple[list[float], list[float]]:
+    """The points where both are known. A resumed run replaces what an earlier one wrote beyond its beginning."""
+    points: dict[float, float] = {}
+    for record in records:
+        if record["event"] == "start":
+            points = {at: value for at, value in points.items() if at <= record["iteration"]}
+        elif record.get(x) is not None and record.get(y) is not None:
+            points[record[x]] = record[y]
+    return list(points), list(points.values())
+
+
+def draw(paths: Sequence[Path], output: Path, title: str = "") -> None:
+    """Write the picture. Raises DataError for a file that is missing or has nothing to draw, ConfigError for a format
+    that cannot be written."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator
+
+    figure, (upper, lower) = pyplot.subplots(
+        2, 1, sharex=True, figsize=(8, 5.5), height_ratios=(4, 1), layout="constrained"
+    )
+    for path in paths:
+        if not path.is_file():
+            raise DataError(f"{path}: no such file: give the metrics.jsonl that a run writes into its --save folder")
+        records = read_metrics(path)
+        starts = [r for r in records if r["event"] == "start"]
+        steps = starts + [r for r in records if r["event"] == "iteration"]
+        valid = starts + [r for r in records if r["event"] == "validation" and r.get("dataset") == "valid"]
+        order = {id(r): i for i, r in enumerate(records)}
+        steps.sort(key=lambda r: order[id(r)])
+        valid.sort(key=lambda r: order[id(r)])
+        losses, points = series(steps, "iteration", "lm_loss"), series(valid, "iteration", "lm_loss")
+        if not losses[0] and not points[0]:
+            raise DataError(f"{path}: has no iteration or validation records yet")
+        name = f"{path.parent.name}: " if len(paths) > 1 else ""
+        (line,) = upper.plot(*losses, linewidth=1.3, label=f"{name}training")
+        color = line.get_color() if len(paths) > 1 else "tab:orange"
+        upper.plot(*points, "o--", color=color, markersize=5, linewidth=0.8, label=f"{name}validation")
+        lower.plot(*series(steps, "iteration", "learning_rate"), linewidth=1.3, color=line.get_color())
+    upper.set_ylabel("loss (nats per token)")
+    upper.legend(frameon=False)
+    upper.set_title(title)
+    lower.set_ylabel("learning rate")
+    lower.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    lower.set_xlabel("iteration")
+    lower.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axes in (upper, lower):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        figure.savefig(output, dpi=120)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--output {output}: {error}") from error
+    finally:
+        pyplot.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run; returns the exit code: 0, or 2 after an error."""
+    args = build_parser().parse_args(argv)
+    try:
+        draw([Path(path) for path in args.metrics], Path(args.output), args.title)
+    except MegatronError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {args.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+#!/usr/bin/env python
+"""Show a pipeline schedule: what each rank does when, how long it waits, and what it holds.
+
+    python tools/show_schedule.py --schedule interleaved --pipeline-size 4 --chunks 2 --micro-batches 8 --plot out.png
+"""
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megatron.errors import MegatronError
+from megatron.pipeline import draw
+from megatron.pipeline.schedule import (
+    SCHEDULES,
+    Op,
+    Schedule,
+    build_schedule,
+    count_messages,
+    peak_activations,
+    peak_receives,
+)
+from megatron.pipeline.simulate import NOMINAL_DURATIONS, Timeline, simulate
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Show a pipeline schedule as text and, if wanted, as a picture.")
+    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
+    parser.add_argument("--pipeline-size", type=int, default=4, metavar="P", help="pipeline ranks (default 4)")
+    parser.add_argument("--chunks", type=int, metavar="V", help="chunks per rank (default 1; interleaved 2)")
+    parser.add_argument("--micro-batches", type=int, default=8, metavar="M", help="micro-batches per step (default 8)")
+    parser.add_argument("--forward-only", action="store_true", help="the schedule of an evaluation")
+    times = parser.add_argument_group("times of one micro-batch in one chunk, in any unit")
+    times.add_argument("--forward-time", type=float, default=NOMINAL_DURATIONS[Op.FORWARD], metavar="T")
+    times.add_argument("--input-time", type=float, default=NOMINAL_DURATIONS[Op.BACKWARD_INPUT], metavar="T")
+    times.add_argument("--weight-time", type=float, default=NOMINAL_DURATIONS[Op.BACKWARD_WEIGHT], metavar="T")
+    times.add_argument("--latency", type=float, default=0.0, metavar="T", help="time of a message (default 0)")
+    parser.add_argument("--instructions", action="store_true", help="list every rank's instructions with the messages")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the schedule (needs matplotlib)")
+    return parser.parse_args(argv)
+
+
+def report(schedule: Schedule, timeline: Timeline) -> str:
+    def row(what: str, values: tuple[int, ...]) -> str:
+        return f"{what:<28}" + " ".join(f"{value:>4}" for value in values)
+
+    messages = count_messages(schedule)
+    return "\n".join(
+        [
+            f"makespan {timeline.makespan:g}, bubble {timeline.bubble_fraction:.1%}, {messages} messages",
+            row("rank", tuple(range(len(schedule)))),
+            row("live activations at most", peak_activations(schedule)),
+            row("receive buffers at most", peak_receives(schedule)),
+        ]
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    chunks = args.chunks if args.chunks is not None else (2 if args.schedule == "interleaved" else 1)
+    durations = {
+        Op.FORWARD: args.forward_time,
+        Op.BACKWARD: args.input_time + args.weight_time,
+        Op.BACKWARD_INPUT: args.input_time,
+        Op.BACKWARD_WEIGHT: args.weight_time,
+    }
+    try:
+        schedule = build_schedule(args.schedule, args.pipeline_size, chunks, args.micro_batches, args.forward_only)
+        timeline = simulate(schedule, durations, args.latency)
+        print(draw.text_lanes(schedule, timeline))
+        print(report(schedule, timeline))
+        if args.instructions:
+            for rank, instructions in enumerate(schedule):
+                print(f"rank {rank}: " + " ".join(draw.label(i, schedule) for i in instructions))
+        if args.plot:
+            draw.plot(schedule, timeline, args.plot)
+            print(f"drawn to {args.plot}")
+    except MegatronError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

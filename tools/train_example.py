@@ -1,0 +1,286 @@
+"""Train a small GPT on this machine's own text, from nothing to a sample of what it writes; `make train` calls this.
+
+A corpus is made of the Python standard library, a vocabulary is trained on it, both are kept under --folder for the
+next time. Then pretrain_gpt.py runs on 2 processes (a pipeline of 2 stages, interleaved, ZeRO-1), or on the machine's
+accelerators, and the loss curve is drawn. Exit code 1 when the validation loss did not come down as it should.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron.errors import LaunchError, MegatronError  # noqa: E402
+from megatron.training.metrics import read_metrics  # noqa: E402
+
+T = TypeVar("T")
+PROMPTS = ("def main(", "import ", '"""Return the')
+# Memory that is kept is several times faster than pages that are new for every tensor; glibc reads this at start.
+ALLOCATOR = (
+    "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184:"
+    "glibc.malloc.top_pad=268435456"
+)
+PEERS_LEAVE_S = 60.0  # how long the other processes may take to end after one failed
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large the example is."""
+
+    corpus_megabytes: float
+    vocab_size: int
+    layers: int
+    hidden: int
+    heads: int
+    sequence: int
+    micro_batch: int
+    global_batch: int
+    iterations: int
+    eval_interval: int
+    eval_iters: int
+    lr: float
+    sample_tokens: int
+    least_drop_nats: float
+
+
+FULL = Size(20.0, 4096, 8, 256, 4, 256, 4, 16, 300, 50, 8, 2e-3, 48, 1.5)
+QUICK = Size(0.6, 512, 4, 32, 2, 32, 1, 4, 20, 10, 2, 1e-2, 8, 0.0)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the example runs on: `processes` of `threads` threads each on "cuda" (CUDA or ROCm) or "cpu"."""
+
+    device: str
+    processes: int
+    threads: int
+    bf16: bool
+    reason: str
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--folder", default="runs/example", metavar="FOLDER", help="for all that is written; FOLDER/run is emptied")
+    parser.add_argument("--iterations", type=int, metavar="N", help="training iterations instead of the example's own")
+    parser.add_argument("--quick", action="store_true", help="a tiny model and 20 iterations, to see that it works")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run; returns the exit code: 0, 1 when the loss did not fall enough, 2 after an error."""
+    args = build_parser().parse_args(argv)
+    size, folder = QUICK if args.quick else FULL, Path(args.folder)
+    iterations = args.iterations or size.iterations
+    steps = Steps()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        corpus, vocabulary, prefix = folder / "corpus.jsonl", folder / "vocabulary.model", folder / "corpus"
+        data = Path(f"{prefix}_text_document")
+        run, picture = folder / "run", folder / "loss.png"
+        steps.run("corpus: the sources of Python's standard library", lambda: make(
+            corpus, [corpus], tool("build_corpus.py", "--output", corpus, "--max-megabytes", size.corpus_megabytes)))
+        steps.run(f"vocabulary: SentencePiece, {size.vocab_size} entries", lambda: make(
+            vocabulary, [vocabulary],
+            tool("train_tokenizer.py", "--input", corpus, "--output", vocabulary, "--vocab-size", size.vocab_size)))
+        steps.run("tokens: .bin and .idx", lambda: make(
+            data, [data.with_name(data.name + ".bin"), data.with_name(data.name + ".idx")],
+            tool("preprocess_data.py", "--input", corpus, "--output-prefix", prefix, "--tokenizer-type",
+                 "GPTSentencePieceTokenizer", "--tokenizer-model", vocabulary, "--append-eod", "--workers", 2)))
+        machine = steps.run("machine", choose_machine)
+        print(f" {machine.reason}", flush=True)
+        shutil.rmtree(run, ignore_errors=True)  # always trained anew
+        arguments = training_arguments(size, machine, iterations, vocabulary, data, run)
+        steps.run(f"training: {iterations} iterations on {machine.processes} process(es)",
+                  lambda: train(arguments, machine))
+        steps.run("text from the trained model", lambda: execute(
+            tool("generate_text.py", "--load", run, "--tokens", size.sample_tokens, "--temperature", 0.7, "--top-k", 40,
+                 *[word for prompt in PROMPTS for word in ("--prompt", prompt)], "--metrics-file", run / "metrics.jsonl"),
+            environment(machine, machine.processes)))
+        steps.run("loss curve", lambda: execute(
+            tool("plot_metrics.py", run / "metrics.jsonl", "--output", picture, "--title", "make train")))
+    except MegatronError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return summary(size, run, picture, steps)
+
+
+class Steps:
+    """Runs the parts of the example under headings, and remembers how long each took."""
+
+    def __init__(self) -> None:
+        self.start = time.monotonic()
+        self.seconds: dict[str, float] = {}
+
+    def run(self, title: str, body: Callable[[], T]) -> T:
+        print(f"\n=== {title}", flush=True)
+        start = time.monotonic()
+        result = body()
+        self.seconds[title] = time.monotonic() - start
+        print(f"    {self.seconds[title]:.1f} s", flush=True)
+        return result
+
+
+def tool(name: str, *arguments: object) -> list[str]:
+    """The command that runs one of the tools beside this one."""
+    return [sys.executable, str(ROOT / "tools" / name), *map(str, arguments)]
+
+
+def execute(command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+    """Run a command to its end; LaunchError when it fails."""
+    code = subprocess.run(list(command), env=None if env is None else dict(env), check=False).returncode
+    if code:
+        raise LaunchError(f"{Path(command[1]).name} ended with exit code {code}: its message stands above")
+
+
+def make(target: Path, outputs: Sequence[Path], command: Sequence[str]) -> None:
+    """Run `command` unless its outputs exist and were made by the same command from inputs that did not change."""
+    stamp = target.with_name(target.name + ".made-by.json")
+    inputs = {a: os.stat(a).st_mtime_ns for a in command[2:] if os.path.isfile(a) and Path(a) not in outputs}
+    wanted = json.dumps({"command": list(command[2:]), "inputs": inputs})
+    if all(path.exists() for path in outputs) and stamp.exists() and stamp.read_text() == wanted:
+        print(f" kept from last time: {', '.join(map(str, outputs))}", flush=True)
+        return
+    stamp.unlink(missing_ok=True)
+    execute(command)
+    stamp.write_text(wanted)
+
+
+def choose_machine() -> Machine:
+    """Accelerators where there are any, otherwise 2 processes on the CPU in the format that multiplies faster."""
+    import torch
+
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if devices:
+        used, name = min(devices, 2), torch.cuda.get_device_name(0)
+        return Machine("cuda", used, 1, True, f"{used} of {devices} device(s) ({name}), bf16")
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    torch.set_num_threads(threads)
+    rates = {dtype: matmul_gflops(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    bf16 = rates[torch.bfloat16] > rates[torch.float32]
+    reason = (
+        f"2 processes of {threads} thread(s) on the CPU; a matrix product runs at {rates[torch.float32]:.0f} GFLOP/s in "
+        f"fp32 and at {rates[torch.bfloat16]:.0f} in bf16: {'bf16' if bf16 else 'fp32'} it is"
+    )
+    return Machine("cpu", 2, threads, bf16, reason)
+
+
+def matmul_gflops(dtype: object, seconds: float = 1.0) -> float:
+    """Rate of [1024, 256] x [256, 1024] products, the MLP's of the example, over about `seconds`."""
+    import torch
+
+    a, b = torch.randn(1024, 256).to(dtype), torch.randn(256, 1024).to(dtype)  # type: ignore[call-overload]
+    a @ b  # the first one also sets up
+    count, start = 0, time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        a @ b
+        count += 1
+    return count * 2 * 1024 * 256 * 1024 / (time.perf_counter() - start) / 1e9
+
+
+def training_arguments(
+    size: Size, machine: Machine, iterations: int, vocabulary: Path, data: Path, run: Path
+) -> list[str]:
+    """The arguments of pretrain_gpt.py."""
+    settings: dict[str, object] = {
+        "num-layers": size.layers, "hidden-size": size.hidden, "num-attention-heads": size.heads,
+        "seq-length": size.sequence, "max-position-embeddings": size.sequence, "position-embedding-type": "rope",
+        "attention-dropout": 0.0, "hidden-dropout": 0.0, "make-vocab-size-divisible-by": 128,
+        "micro-batch-size": size.micro_batch, "global-batch-size": size.global_batch, "train-iters": iterations,
+        "lr": size.lr, "min-lr": size.lr / 10, "lr-decay-style": "cosine", "lr-warmup-iters": max(1, iterations // 20),
+        "weight-decay": 0.1, "adam-beta2": 0.95, "clip-grad": 1.0, "seed": 1234, "zero-stage": 1,
+        "tokenizer-type": "GPTSentencePieceTokenizer", "tokenizer-model": vocabulary, "data-path": data, "split": "95,5,0",
+        "eval-interval": size.eval_interval, "eval-iters": size.eval_iters, "log-interval": 10, "save": run,
+        "num-workers": 1,
+    }  # fmt: skip
+    if machine.processes == 2:
+        settings["pipeline-model-parallel-size"] = 2
+        settings["num-layers-per-virtual-pipeline-stage"] = size.layers // 4
+    words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    return [*words, *(["--bf16"] if machine.bf16 else [])]
+
+
+def environment(machine: Machine, threads_times: int = 1) -> dict[str, str]:
+    """The environment of a process; `threads_times` multiplies the threads for one that runs alone."""
+    env = dict(os.environ)
+    if machine.device == "cpu":
+        env.setdefault("OMP_NUM_THREADS", str(machine.threads * threads_times))
+        env.setdefault("GLIBC_TUNABLES", ALLOCATOR)
+    return env
+
+
+def train(arguments: Sequence[str], machine: Machine) -> None:
+    """Start the processes with the variables that a launcher would set, and wait for all. LaunchError when one fails."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(machine.processes):
+            ranks = {
+                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": machine.processes, "LOCAL_WORLD_SIZE": machine.processes,
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+            }  # fmt: skip
+            env = environment(machine) | {name: str(value) for name, value in ranks.items()}
+            processes.append(subprocess.Popen([sys.executable, str(ROOT / "pretrain_gpt.py"), *arguments], env=env))
+        wait_for_all(processes)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def wait_for_all(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Wait; after one fails the others get some time to say what they saw. LaunchError when one failed."""
+    deadline = None
+    while any(process.poll() is None for process in processes):
+        if deadline is None and any(process.poll() for process in processes):
+            deadline = time.monotonic() + PEERS_LEAVE_S
+        if deadline is not None and time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    codes = [process.poll() for process in processes]
+    if any(codes):
+        raise LaunchError(f"training failed, exit codes of the processes {codes}: their messages stand above")
+
+
+def summary(size: Size, run: Path, picture: Path, steps: Steps) -> int:
+    """Print what came out; the exit code: 1 when the validation loss did not fall by `size.least_drop_nats`."""
+    records = read_metrics(run / "metrics.jsonl")
+    valid = [r for r in records if r["event"] == "validation" and r["dataset"] == "valid"]
+    iterations = [r for r in records if r["event"] == "iteration"]
+    first, last = valid[0], valid[-1]
+    drop = first["lm_loss"] - last["lm_loss"]
+    tokens_per_s = sum(r["tokens_per_s"] for r in iterations) / len(iterations)
+    print("\n=== summary")
+    for title, seconds in steps.seconds.items():
+        print(f" {seconds:7.1f} s  {title}")
+    print(f" {time.monotonic() - steps.start:7.1f} s  in all")
+    print(f" validation loss: {first['lm_loss']:.3f} at iteration {first['iteration']}, {last['lm_loss']:.3f} at iteration "
+          f"{last['iteration']}: down by {drop:.3f} nats")  # fmt: skip
+    print(f" speed: {tokens_per_s:,.0f} tokens per second")
+    print(f" checkpoint and metrics: {run}\n loss curve: {picture}")
+    if drop >= size.least_drop_nats:
+        return 0
+    print(f"error: the validation loss came down by {drop:.3f} nats; it should by at least {size.least_drop_nats}",
+          file=sys.stderr)  # fmt: skip
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""Train a SentencePiece vocabulary on JSON lines or text; encoding with it loses nothing.
+
+Example:
+
+    python tools/train_tokenizer.py --input runs/corpus.jsonl --output runs/spm.model --vocab-size 4096
+
+Use the model with --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model runs/spm.model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.data.vocabulary import train_vocabulary
+from megatron.errors import MegatronError
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="JSON lines or .txt; .gz is unpacked")
+    parser.add_argument("--output", required=True, metavar="FILE", help="the model file to write")
+    parser.add_argument("--vocab-size", type=int, default=4096, metavar="N", help="entries (default: 4096)")
+    parser.add_argument("--json-key", default="text", metavar="KEY", help="the key that holds the text (default: text)")
+    parser.add_argument(
+        "--sample-megabytes",
+        type=float,
+        default=4.0,
+        metavar="MB",
+        help="train on this much of the text, documents drawn at random (default: 4)",
+    )
+    parser.add_argument("--num-threads", type=int, default=2, metavar="N", help="threads (default: 2)")
+    parser.add_argument("--seed", type=int, default=1234, help="decides which documents are drawn (default: 1234)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run; returns the exit code: 0, or 2 after an error."""
+    args = build_parser().parse_args(argv)
+    try:
+        size = train_vocabulary(
+            args.input,
+            args.output,
+            vocab_size=args.vocab_size,
+            json_key=args.json_key,
+            sample_bytes=int(args.sample_megabytes * 1e6),
+            num_threads=args.num_threads,
+            seed=args.seed,
+        )
+    except MegatronError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {args.output}: {size} pieces")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
