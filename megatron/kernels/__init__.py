@@ -1,0 +1,1 @@
+"""Which fused kernels this machine has, and the torch operators over them."""

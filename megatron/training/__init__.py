@@ -1,0 +1,25 @@
+"""The run: set-up, loop, evaluation, batch ramp-up, metrics and logs, text generation.
+
+Importing this package does not import torch: a mistake on the command line is reported before that second is spent.
+"""
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron.config import Config
+    from megatron.parallel.launch import Launch
+
+
+def pretrain(config: Config, launch: Launch | None = None) -> None:
+    """Train as `config` says, in this process and its peers, until the end or until an exit condition.
+
+    `launch` says which process this is (default: read from the environment). Raises MegatronError for what a user can
+    mend; the peers of a process that fails hear of it through the rendezvous.
+    """
+    from megatron.training.setup import run_training
+
+    run_training(config, launch)
+
+
+__all__ = ["pretrain"]

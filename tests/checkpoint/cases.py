@@ -7,32 +7,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 
 from megatron.checkpoint.load import load, load_weights
 from megatron.checkpoint.save import save
 from megatron.engine.engine import Engine
 from megatron.errors import CheckpointError
 from megatron.parallel.sharding import sharding_of
+from megatron.parallel.topology import Topology
 from tests.engine import toy
 from tests.helpers.groups import join
 
 
-def train_and_save(
-    rank: int, directory: str, tensor: int, pipeline: int, options: dict[str, Any], steps: int = 2, more: int = 1
-) -> dict[str, Any]:
-    """Some steps, a checkpoint, more steps: the state at the checkpoint, and the weights at the end."""
-    topology = join(tensor, pipeline)
+def train_and_save(directory: str, topology: Topology, options: dict[str, Any]) -> dict[str, Any]:
+    """Two steps, a checkpoint, one more step: the state at the checkpoint and at the end."""
     config = toy.config(**options)
     engine = Engine(config, topology, toy.build(topology))
-    for s in range(steps):
+    for s in range(2):
         toy.backward(engine, topology, s)
         engine.step(toy.LR)
-    save(directory, steps, engine, topology, config, {"consumed_samples": 6 * steps})
+    save(directory, 2, engine, topology, config, {"consumed_samples": 12})
     out = {"state": toy.state_pieces(engine), "scalars": engine.scalars()}
-    for s in range(steps, steps + more):
-        toy.backward(engine, topology, s)
-        engine.step(toy.LR)
-    return out | {"end": toy.state_pieces(engine), "weights": toy.weight_pieces(engine)}
+    toy.backward(engine, topology, 2)
+    engine.step(toy.LR)
+    return out | {"end": toy.state_pieces(engine)}
 
 
 def _spoil(engine: Engine) -> None:
@@ -42,10 +40,8 @@ def _spoil(engine: Engine) -> None:
             flat.fill_(77.0)
 
 
-def load_and_train(
-    rank: int, directory: str, tensor: int, pipeline: int, options: dict[str, Any], first: int = 2, steps: int = 0
-) -> dict[str, Any]:
-    topology = join(tensor, pipeline)
+def load_and_train(directory: str, topology: Topology, options: dict[str, Any]) -> dict[str, Any]:
+    """Load into an engine full of other values, then take one step."""
     config = toy.config(**options)
     engine = Engine(config, topology, toy.build(topology))
     _spoil(engine)
@@ -55,10 +51,47 @@ def load_and_train(
         "iteration": found.iteration, "client": found.state, "optimizer": found.optimizer,
         "padding": _padding(engine),
     }  # fmt: skip
-    for s in range(first, first + steps):
-        toy.backward(engine, topology, s)
-        engine.step(toy.LR)
+    toy.backward(engine, topology, 2)
+    engine.step(toy.LR)
     return out | {"end": toy.state_pieces(engine)}
+
+
+FP16 = {"precision": "fp16", "zero_stage": 0, "loss_scale_window": 3, "initial_loss_scale": 256.0}
+
+
+def on_four(rank: int, root: str) -> dict[str, Any]:
+    """Write fp32 on tensor 2 x data 2 with ZeRO-1, and fp16 on pipeline 2 x data 2 with ZeRO-0; load the former."""
+    topology = join(2, 1)
+    return {
+        "saved": train_and_save(f"{root}/fp32", topology, {}),
+        "saved fp16": train_and_save(f"{root}/fp16", Topology.create(1, 2), FP16),
+        "same layout": load_and_train(f"{root}/fp32", topology, {}),
+        "tensor 2 x pipeline 2": load_and_train(f"{root}/fp32", Topology.create(2, 2), {}),
+    }
+
+
+def on_two(rank: int, root: str) -> dict[str, Any]:
+    topology = join(1, 2)
+    return {
+        "pipeline 2, zero 0": load_and_train(f"{root}/fp32", topology, {"zero_stage": 0}),
+        "tensor 2, zero 1": load_and_train(f"{root}/fp32", Topology.create(2, 1), {}),
+        "weights float32": weights_only(f"{root}/fp32", topology, "float32"),
+        "weights bfloat16": weights_only(f"{root}/fp32", topology, "bfloat16"),
+        "errors": errors(f"{root}/errors", Topology.create()),
+    }
+
+
+def on_one(rank: int, root: str) -> dict[str, Any]:
+    """A process without any process group: the engine makes its own."""
+    topology = Topology.create()
+    # The loss scale that this engine starts with is not the one in the checkpoint.
+    fp16 = FP16 | {"initial_loss_scale": 2.0}
+    return {
+        "one process": load_and_train(f"{root}/fp32", topology, {}),
+        "bf16": load_and_train(f"{root}/fp32", topology, {"precision": "bf16"}),
+        "fp16": load_and_train(f"{root}/fp32", topology, {"precision": "fp16"}),
+        "fp16 from fp16": load_and_train(f"{root}/fp16", topology, fp16),
+    }
 
 
 def _padding(engine: Engine) -> float:
@@ -77,8 +110,8 @@ def _padding(engine: Engine) -> float:
     return largest
 
 
-def weights_only(rank: int, directory: str, tensor: int, pipeline: int, dtype: str) -> dict[str, Any]:
-    topology = join(tensor, pipeline)
+def weights_only(directory: str, topology: Topology, dtype: str) -> dict[str, Any]:
+    """Load into parameters that no engine has touched."""
     chunks = toy.build(topology).to(getattr(torch, dtype))
     for p in chunks.parameters():
         p.data.fill_(77.0)
@@ -101,9 +134,9 @@ def _message(action: Any) -> str:
     return "no error"
 
 
-def errors(rank: int, directory: str) -> dict[str, Any]:
+def errors(directory: str, topology: Topology) -> dict[str, Any]:
     """Every way to fail, one after the other, on 2 ranks; messages by name of the case."""
-    topology = join()
+    rank = topology.rank
     config = toy.config()
     engine = Engine(config, topology, toy.build(topology))
     root = Path(directory)
@@ -117,19 +150,17 @@ def errors(rank: int, directory: str) -> dict[str, Any]:
     out["nothing saved"] = (root / "a" / "iter_0000001").exists()
 
     # One rank alone cannot write: the disk of its node is full.
+    whole = dcp.FileSystemWriter.write_data
+
+    def full(self: Any, plan: Any, planner: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
     if rank == 1:
-        import torch.distributed.checkpoint as dcp
-
-        whole = dcp.FileSystemWriter.write_data
-
-        def full(self: Any, plan: Any, planner: Any) -> Any:
-            raise OSError(28, "No space left on device")
-
-        dcp.FileSystemWriter.write_data = full
+        dcp.FileSystemWriter.write_data = full  # type: ignore[method-assign]
     out["disk full"] = _message(lambda: save(root / "a", 1, engine, topology, config, {}))
+    torch.distributed.barrier()
     out["half a checkpoint"] = sorted(os.listdir(root / "a"))
-    if rank == 1:
-        dcp.FileSystemWriter.write_data = whole
+    dcp.FileSystemWriter.write_data = whole  # type: ignore[method-assign]
 
     save(root / "a", 1, engine, topology, config, {})
     save(root / "a", 1, engine, topology, config, {"again": True})  # the same iteration replaces itself

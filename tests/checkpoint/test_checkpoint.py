@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.checkpoint import cases
 from tests.engine import toy
@@ -24,70 +25,76 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
         np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """fp32, tensor 2 x data 2, ZeRO-1: the directory, and the state at the checkpoint and one step later."""
-    directory = tmp_path_factory.mktemp("checkpoint")
-    ranks = run_processes(4, cases.train_and_save, str(directory), 2, 1, {})
-    return {"directory": directory, "ranks": ranks, "state": assembled(ranks, "state"), "end": assembled(ranks, "end")}
-
-
-LAYOUTS = {
-    "one process": (1, 1, 1, {}),
-    "pipeline 2, zero 0": (2, 1, 2, {"zero_stage": 0}),
-    "tensor 2, zero 1": (2, 2, 1, {}),
-    "tensor 2 x pipeline 2": (4, 2, 2, {}),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_loads_exactly_on_another_layout(saved: dict[str, Any], layout: str) -> None:
-    n, tensor, pipeline, options = LAYOUTS[layout]
-    ranks = run_processes(n, cases.load_and_train, str(saved["directory"]), tensor, pipeline, options)
-    assert_same(assembled(ranks, "state"), saved["state"])
-    weights = assembled(ranks, "weights")
-    assert_same({f"master.{k}": v for k, v in weights.items()}, masters(saved["state"]))
-    for r in ranks:
-        assert (r["iteration"], r["client"], r["optimizer"]) == (2, {"consumed_samples": 12}, True)
-        assert r["scalars"] == saved["ranks"][0]["scalars"]
-        assert r["padding"] == 0.0
-
-
 def masters(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {k: v for k, v in state.items() if k.startswith("master.")}
 
 
-def test_continues_as_if_nothing_had_happened(saved: dict[str, Any]) -> None:
+def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    return torch.tensor(values).float().to(getattr(torch, dtype)).double().numpy()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoint")
+
+
+@pytest.fixture(scope="module")
+def four(root: Path) -> list[dict[str, Any]]:
+    return run_processes(4, cases.on_four, str(root))
+
+
+@pytest.fixture(scope="module")
+def others(root: Path, four: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """What every loading run found, by name, in rank order."""
+    out: dict[str, list[dict[str, Any]]] = {}
+    for ranks in (four, run_processes(2, cases.on_two, str(root)), run_processes(1, cases.on_one, str(root))):
+        out.update({name: [r[name] for r in ranks] for name in ranks[0]})
+    return out
+
+
+@pytest.fixture(scope="module")
+def saved(four: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """The fp32 state, whole, when the checkpoint was written."""
+    return assembled([r["saved"] for r in four], "state")
+
+
+EXACT = ("same layout", "tensor 2 x pipeline 2", "pipeline 2, zero 0", "tensor 2, zero 1", "one process")
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_loads_exactly_on_any_layout(saved: dict[str, np.ndarray], others: Any, four: Any, name: str) -> None:
+    ranks = others[name]
+    assert_same(assembled(ranks, "state"), saved)
+    assert_same({f"master.{k}": v for k, v in assembled(ranks, "weights").items()}, masters(saved))
+    for r in ranks:
+        assert (r["iteration"], r["client"], r["optimizer"]) == (2, {"consumed_samples": 12}, True)
+        assert r["scalars"] == four[0]["saved"]["scalars"]
+        assert r["padding"] == 0.0
+
+
+def test_continues_as_if_nothing_had_happened(four: Any, others: Any) -> None:
     # The same layout does the same operations in the same order: equal bits.
-    ranks = run_processes(4, cases.load_and_train, str(saved["directory"]), 2, 1, {}, 2, 1)
-    assert_same(assembled(ranks, "end"), saved["end"])
+    assert_same(assembled(others["same layout"], "end"), assembled([r["saved"] for r in four], "end"))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_other_precision_takes_the_same_masters(saved: dict[str, Any], precision: str) -> None:
-    ranks = run_processes(1, cases.load_and_train, str(saved["directory"]), 1, 1, {"precision": precision})
-    assert_same(assembled(ranks, "state"), saved["state"])
-    dtype = {"bf16": "bfloat16", "fp16": "float16"}[precision]
-    import torch
-
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16")])
+def test_other_precision_takes_the_same_masters(saved: Any, others: Any, precision: str, dtype: str) -> None:
+    ranks = others[precision]
+    assert_same(assembled(ranks, "state"), saved)
     for name, values in assembled(ranks, "weights").items():
-        rounded = torch.tensor(saved["state"][f"master.{name}"]).float().to(getattr(torch, dtype)).double().numpy()
-        np.testing.assert_array_equal(values, rounded, err_msg=name)
+        np.testing.assert_array_equal(values, rounded(saved[f"master.{name}"], dtype), err_msg=name)
 
 
-def test_stage_0_and_16_bit_write_what_they_have(tmp_path: Path) -> None:
-    """fp16 with ZeRO-0 on 2 x 2 ranks, loaded by one process: loss scale included."""
-    options = {"precision": "fp16", "zero_stage": 0, "loss_scale_window": 3, "initial_loss_scale": 256.0}
-    ranks = run_processes(4, cases.train_and_save, str(tmp_path), 1, 2, options)
-    assert ranks[0]["scalars"]["loss_scale"] == {"scale": 256.0, "good_steps": 2, "allowance": 1}
-    loaded = run_processes(1, cases.load_and_train, str(tmp_path), 1, 1, options | {"initial_loss_scale": 2.0})
-    assert_same(assembled(loaded, "state"), assembled(ranks, "state"))
-    assert loaded[0]["scalars"] == ranks[0]["scalars"]
+def test_stage_0_and_loss_scale(four: Any, others: Any) -> None:
+    written, read = [r["saved fp16"] for r in four], others["fp16 from fp16"]
+    assert written[0]["scalars"]["loss_scale"] == {"scale": 256.0, "good_steps": 2, "allowance": 1}
+    assert read[0]["scalars"] == written[0]["scalars"]
+    assert_same(assembled(read, "state"), assembled(written, "state"))
 
 
-def test_padding_and_copies_are_not_stored(saved: dict[str, Any]) -> None:
-    folder = Path(saved["directory"]) / "iter_0000002"
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
+@pytest.mark.parametrize("written", ["fp32", "fp16"])
+def test_padding_and_copies_are_not_stored(root: Path, four: Any, written: str) -> None:
+    metadata = pickle.loads((root / written / "iter_0000002" / ".metadata").read_bytes())
     stored = metadata.state_dict_metadata
     kinds = ("master", "exp_avg", "exp_avg_sq")
     assert set(stored) == {f"{kind}.{name}" for kind in kinds for name in toy.SHAPES}
@@ -101,8 +108,8 @@ def test_padding_and_copies_are_not_stored(saved: dict[str, Any]) -> None:
         assert (counted == 1).all(), key
 
 
-def test_folder(saved: dict[str, Any]) -> None:
-    directory = Path(saved["directory"])
+def test_folder(root: Path, four: Any) -> None:
+    directory = root / "fp32"
     assert sorted(p.name for p in directory.iterdir()) == ["iter_0000002", "latest_checkpointed_iteration.txt"]
     assert (directory / "latest_checkpointed_iteration.txt").read_text() == "2\n"
     stored = json.loads((directory / "iter_0000002" / "config.json").read_text())
@@ -111,18 +118,15 @@ def test_folder(saved: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_without_engine(saved: dict[str, Any], dtype: str) -> None:
-    import torch
-
-    ranks = run_processes(2, cases.weights_only, str(saved["directory"]), 1, 2, dtype)
+def test_weights_without_engine(saved: Any, others: Any, dtype: str) -> None:
+    ranks = others[f"weights {dtype}"]
     assert [r["iteration"] for r in ranks] == [2, 2]
     for name, values in assembled(ranks, "weights").items():
-        expected = torch.tensor(saved["state"][f"master.{name}"]).float().to(getattr(torch, dtype)).double().numpy()
-        np.testing.assert_array_equal(values, expected, err_msg=name)
+        np.testing.assert_array_equal(values, rounded(saved[f"master.{name}"], dtype), err_msg=name)
 
 
-def test_errors_reach_every_rank(tmp_path: Path) -> None:
-    ranks = run_processes(2, cases.errors, str(tmp_path))
+def test_errors_reach_every_rank(others: Any) -> None:
+    ranks = others["errors"]
     for name, first in ranks[0].items():
         assert ranks[1][name] == first, f"the ranks tell different stories about: {name}"
     found = ranks[0]

@@ -8,3 +8,7 @@ import torch  # noqa: E402
 import torch.distributed  # noqa: E402
 
 torch.set_num_threads(1)
+
+from megatron.engine.deepspeed_setup import import_deepspeed  # noqa: E402
+
+import_deepspeed("cpu")  # a second that every process of every case would spend

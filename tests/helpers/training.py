@@ -73,8 +73,13 @@ def assemble(ranks: list[dict[str, tuple[tuple[int, ...], np.ndarray]]]) -> dict
     return whole
 
 
-def train_in_process(rank: int, fields: dict[str, Any], steps: int = STEPS) -> dict[str, Any]:
-    """One rank of a run over the whole stack; call through run_processes with config's world size."""
+def train_in_process(
+    rank: int, fields: dict[str, Any], steps: int = STEPS, poison: tuple[int, int] | None = None
+) -> dict[str, Any]:
+    """One rank of a run over the whole stack; call through run_processes with config's world size.
+
+    poison = (step, rank): there one element of one gradient becomes infinite before the optimizer step.
+    """
     from megatron.engine.engine import Engine
     from megatron.model.gpt import build_chunks, hidden_dtype, hidden_shape, layer_context
     from megatron.pipeline.executor import Executor
@@ -98,9 +103,16 @@ def train_in_process(rank: int, fields: dict[str, Any], steps: int = STEPS) -> d
         if losses:
             total += torch.stack(losses).double().mean() / parallel.data_parallel_size
         dist.all_reduce(total)  # only last stages contribute; every tensor rank of one has the same loss
+        before = pieces(chunks.parameters()) if poison else None
+        if poison == (step, rank):
+            engine.gradient(next(chunks.parameters())).view(-1)[3] = float("inf")
+        scale = engine.loss_scale
         result = engine.step(config.optimizer.lr)
-        history.append((total.item() / topology.tensor.size, result.grad_norm, result.skipped, engine.loss_scale))
-    return {"history": history, "parameters": pieces(chunks.parameters())}
+        if before is not None and result.skipped:
+            after = pieces(chunks.parameters())
+            assert all(np.array_equal(before[n][1], after[n][1]) for n in before), "a skipped step moved a weight"
+        history.append((total.item() / topology.tensor.size, result.grad_norm, result.skipped, scale))
+    return {"history": history, "parameters": pieces(chunks.parameters()), "skipped": engine.skipped_steps}
 
 
 def dist_world_size() -> int:

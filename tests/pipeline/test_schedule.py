@@ -125,7 +125,7 @@ def run(schedule: Schedule, *, rendezvous: bool) -> tuple[list[int], set[Instruc
             arrived.add(sent)
         return True
 
-    while any([step(rank) for rank in range(len(schedule))]):
+    while sum(step(rank) for rank in range(len(schedule))):  # a sum, so that every rank steps
         pass
     return position, done
 

@@ -1,0 +1,64 @@
+# make train   set up, then train a small GPT on real text on this machine
+# make test    set up, then run all tests
+# make help    the other targets and the settings
+#
+# Settings, on the command line:
+#   PYTHON       interpreter that makes the virtual environment (3.11 or newer)
+#   VENV         where the environment lies; an existing one is used as it is
+#   TORCH        what to install as torch, as pip takes it, e.g. for ROCm
+#                  make train TORCH="torch --index-url https://download.pytorch.org/whl/rocm7.1"
+#                default: the tested version, unless the environment has a torch already
+#   SYSTEM_SITE  1: let a new environment see the system's packages, for a torch that is installed there (modules,
+#                containers)
+#   WORKERS      processes that run tests side by side
+
+PYTHON      ?= python3
+VENV        ?= .venv
+TORCH       ?=
+SYSTEM_SITE ?=
+WORKERS     ?= 2
+
+PY    := $(VENV)/bin/python
+STAMP := $(VENV)/.ready
+# What the environment is made from; a change makes it anew.
+MADE_FROM := pyproject.toml setup.py $(wildcard requirements/*.txt) $(wildcard csrc/*)
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+
+.PHONY: help setup train test quick lint clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo 'make train   set up, then train a small GPT on text from this machine (about 5 minutes on 2 cores)'
+	@echo 'make test    set up, then run all tests (about 15 minutes on 2 cores)'
+	@echo 'make quick   the fast tests only (under 2 minutes)'
+	@echo 'make lint    ruff, and mypy on megatron/'
+	@echo 'make setup   only the virtual environment: $(VENV), with dependencies and csrc'
+	@echo 'make clean   remove caches and built files; the environment and runs/ stay'
+	@echo
+	@echo 'Settings: PYTHON, VENV, TORCH, SYSTEM_SITE, WORKERS; see the head of the Makefile.'
+
+setup: $(STAMP)
+
+$(STAMP): $(MADE_FROM)
+	@PYTHON='$(PYTHON)' VENV='$(VENV)' TORCH='$(TORCH)' SYSTEM_SITE='$(SYSTEM_SITE)' bash requirements/setup.sh
+	@touch $@
+
+train: $(STAMP)
+	@$(PY) tools/train_example.py
+
+test: $(STAMP)
+	@$(PY) -m pytest -n $(WORKERS)
+
+quick: $(STAMP)
+	@$(PY) -m pytest -n $(WORKERS) -m 'not slow'
+
+lint: $(STAMP)
+	@$(PY) -m ruff check .
+	@$(PY) -m mypy megatron
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info $(STAMP)
+	rm -f megatron/data/_index_helpers*.so
+	find megatron tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

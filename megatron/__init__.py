@@ -1,0 +1,50 @@
+"""GPT pre-training on AMD supercomputers: Megatron-style model parallelism on a DeepSpeed ZeRO-1 engine.
+
+The pieces of the library, importable from here and loaded when first used, so that `import megatron` costs nothing:
+read a configuration, connect processes, build a model, run a schedule, step the engine.
+"""
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_PLACES = {
+    "megatron.config": ("Config", "parse_args"),
+    "megatron.errors": ("CheckpointError", "ConfigError", "DataError", "LaunchError", "MegatronError"),
+    "megatron.parallel.launch": ("Launch", "connect", "detect_launch", "select_device"),
+    "megatron.parallel.rendezvous": ("Rendezvous",),
+    "megatron.parallel.topology": ("Group", "Layout", "Topology"),
+    "megatron.parallel.sharding": ("Sharding",),
+    "megatron.parallel.deferred": ("WeightGradients",),
+    "megatron.data.batch": ("MicroBatch", "make_micro_batch"),
+    "megatron.data.datasets": ("build_datasets",),
+    "megatron.data.tokenizer": ("build_tokenizer",),
+    "megatron.model.gpt": ("GPTChunk", "build_chunks"),
+    "megatron.model.stages": ("assign_layers",),
+    "megatron.model.formulas": ("model_flops_per_token", "total_parameters"),
+    "megatron.pipeline.schedule": ("build_schedule",),
+    "megatron.pipeline.executor": ("Executor",),
+    "megatron.engine.assemble": ("build_executor",),
+    "megatron.engine.engine": ("Engine",),
+    "megatron.engine.lr": ("LearningRateSchedule", "WeightDecaySchedule"),
+    "megatron.training": ("pretrain",),
+}
+_MODULE_OF = {name: module for module, names in _PLACES.items() for name in names}
+
+__all__ = ["__version__", *_MODULE_OF]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a piece when it is first asked for (PEP 562)."""
+    module = _MODULE_OF.get(name)
+    if module is None:
+        raise AttributeError(f"module 'megatron' has no attribute {name!r}")
+    piece = getattr(importlib.import_module(module), name)
+    globals()[name] = piece
+    return piece
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,50 @@
+"""The configuration inside a checkpoint, and whether a model of another configuration can hold its weights."""
+from __future__ import annotations
+
+import dataclasses
+import enum
+from pathlib import PurePath
+from typing import Any
+
+from megatron.errors import CheckpointError
+
+ARCHITECTURE = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_key_value_heads",
+    "vocab_size", "normalization", "apply_layernorm_1p", "layernorm_epsilon", "swiglu", "squared_relu", "openai_gelu",
+    "add_bias_linear", "untie_embeddings_and_output_weights", "position_embedding_type", "rotary_percent",
+    "rotary_base", "apply_residual_connection_post_layernorm",
+)  # fmt: skip
+"""Fields of config.model that decide which weights there are, or what they mean."""
+
+
+def plain(value: Any) -> Any:
+    """A configuration as dicts, lists, numbers and strings."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value) if not f.name.startswith("_")}
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(v) for v in value]
+    if isinstance(value, enum.Enum):
+        return plain(value.value)
+    if isinstance(value, PurePath):
+        return str(value)
+    return value
+
+
+def check_architecture(stored: dict[str, Any], config: Any, where: str) -> None:
+    """Raise CheckpointError listing every architecture flag that differs from the checkpoint's."""
+    theirs, ours = stored.get("model", {}), plain(config.model)
+    fields = list(ARCHITECTURE)
+    if ours.get("position_embedding_type") == "learned_absolute":
+        fields.append("max_position_embeddings")
+    different = [
+        f"--{name.replace('_', '-')} is {theirs[name]!r} there and {ours[name]!r} here"
+        for name in fields
+        if name in theirs and name in ours and theirs[name] != ours[name]
+    ]
+    if different:
+        raise CheckpointError(
+            f"{where} is of another architecture: {'; '.join(different)}. Use the checkpoint's settings "
+            f"(--use-checkpoint-args) or another checkpoint"
+        )

@@ -1,0 +1,83 @@
+"""Errors of one rank become errors of all: nobody goes on, and nobody waits for a rank that stopped."""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron.errors import CheckpointError
+from megatron.parallel.topology import Topology
+
+T = TypeVar("T")
+_SHOWN = 4
+
+
+def describe(error: BaseException) -> str:
+    """An error in a line; those of torch's checkpoint code are reduced to their causes."""
+    if isinstance(error, CheckpointException):
+        causes = {f"rank {rank}: {type(e[0]).__name__}: {e[0]}" for rank, e in error.failures.items()}
+        return "; ".join(sorted(causes))
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+@contextlib.contextmanager
+def together(topology: Topology, what: str) -> Iterator[None]:
+    """Run the body on all ranks; when it fails on any, raise CheckpointError on all, naming ranks and reasons.
+
+    Every rank must enter. The body may make collective calls only where those share their errors themselves.
+    """
+    caught: BaseException | None = None
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        caught = error
+    errors = _all_errors(topology, None if caught is None else describe(caught))
+    if not errors:
+        return
+    # Ranks that met the same problem say it once.
+    reasons: dict[str, list[int]] = {}
+    for rank, reason in errors:
+        reasons.setdefault(reason, []).append(rank)
+    listed = []
+    for reason, ranks in list(reasons.items())[:_SHOWN]:
+        everyone = len(ranks) == topology.world.size
+        listed.append(reason if everyone else f"rank {', '.join(map(str, ranks[:_SHOWN]))}: {reason}")
+    if len(reasons) > _SHOWN:
+        listed.append(f"and {len(reasons) - _SHOWN} more")
+    raise CheckpointError(f"{what} failed: {'; '.join(listed)}") from caught
+
+
+def _all_errors(topology: Topology, mine: str | None) -> list[tuple[int, str]]:
+    """(rank, error) of the ranks that have one."""
+    world = topology.world
+    if world.size == 1:
+        return [] if mine is None else [(world.rank, mine)]
+    failed = torch.tensor([mine is not None], dtype=torch.int32, device=topology.device)
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=world.handle)
+    if not failed.item():
+        return []
+    found: list[Any] = [None] * world.size
+    dist.all_gather_object(found, mine, group=world.handle)
+    return [(rank, error) for rank, error in enumerate(found) if error is not None]
+
+
+def decided_by_first(topology: Topology, decide: Callable[[], T]) -> T:
+    """The result of `decide` on rank 0, on all ranks; its CheckpointError is raised on all.
+
+    File systems do not show every node the same at the same moment: one rank looks, so that all load the same.
+    """
+    outcome: list[Any] = [None, None]
+    if topology.world.is_first:
+        try:
+            outcome[0] = decide()
+        except CheckpointError as error:
+            outcome[1] = str(error)
+    if topology.world.size > 1:
+        dist.broadcast_object_list(outcome, src=0, group=topology.world.handle)
+    if outcome[1] is not None:
+        raise CheckpointError(outcome[1])
+    return outcome[0]

@@ -1,0 +1,334 @@
+"""Merge a DeepSpeed JSON into the settings.
+
+"auto" leaves a value to the command line. A value that only the JSON has is taken over. A value that contradicts a
+chosen one is a problem that names both values and both places. Entries that the engine sets itself are reported, and
+unknown ones are handed to DeepSpeed as they are.
+"""
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.config.settings import Settings, all_options, did_you_mean
+from megatron.errors import ConfigError
+
+# JSON entry -> (setting, conversion). Dots separate levels.
+_Convert = Callable[[Any], Any]
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _power_of_two(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -1000 <= value <= 1000:
+        raise ValueError(f"expected a power of two between -1000 and 1000, got {value!r}")
+    return 2.0**value
+
+
+def _item(index: int) -> _Convert:
+    def pick(value: Any) -> Any:
+        if not isinstance(value, list) or len(value) != 2:
+            raise ValueError(f"expected a list of two numbers, got {value!r}")
+        return value[index]
+
+    return pick
+
+
+_OPTIMIZERS = {"adam": "adam", "adamw": "adam", "fusedadam": "adam", "sgd": "sgd"}
+
+
+def _optimizer(value: Any) -> Any:
+    if str(value).lower() not in _OPTIMIZERS:
+        raise ValueError(f"'{value}' is not one of Adam, AdamW, SGD")
+    return _OPTIMIZERS[str(value).lower()]
+
+
+_TAKEN: tuple[tuple[str, str, _Convert], ...] = (
+    ("train_micro_batch_size_per_gpu", "micro_batch_size", _same),
+    ("train_batch_size", "global_batch_size", _same),
+    ("zero_optimization.stage", "zero_stage", _same),
+    ("zero_optimization.reduce_bucket_size", "zero_reduce_bucket_size", _same),
+    ("zero_optimization.allgather_bucket_size", "zero_allgather_bucket_size", _same),
+    ("gradient_clipping", "clip_grad", _same),
+    ("optimizer.type", "optimizer", _optimizer),
+    ("optimizer.params.lr", "lr", _same),
+    ("optimizer.params.betas", "adam_beta1", _item(0)),
+    ("optimizer.params.betas", "adam_beta2", _item(1)),
+    ("optimizer.params.eps", "adam_eps", _same),
+    ("optimizer.params.weight_decay", "weight_decay", _same),
+    ("optimizer.params.momentum", "sgd_momentum", _same),
+    ("fp16.enabled", "fp16", _same),
+    ("bf16.enabled", "bf16", _same),
+    ("bfloat16.enabled", "bf16", _same),
+)
+_LOSS_SCALE: tuple[tuple[str, str, _Convert], ...] = (
+    ("fp16.loss_scale", "loss_scale", _same),
+    ("fp16.initial_scale_power", "initial_loss_scale", _power_of_two),
+    ("fp16.loss_scale_window", "loss_scale_window", _same),
+    ("fp16.hysteresis", "hysteresis", _same),
+    ("fp16.min_loss_scale", "min_loss_scale", _same),
+)
+
+# Entries whose other values would change the numbers or need what this engine has not: (harmless values, what to do).
+_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "scheduler": ((None, {}), "remove it and use --lr, --lr-decay-style and --lr-warmup-iters"),
+    "data_types.grad_accum_dtype": ((None, "fp32", "float32"), "remove it: gradients always accumulate in fp32"),
+    "zero_optimization.offload_optimizer.device": ((None, "none"), "remove it: there is no offloading"),
+    "zero_optimization.offload_param.device": ((None, "none"), "remove it: there is no offloading"),
+    "zero_optimization.cpu_offload": ((False, None), "remove it: there is no offloading"),
+    "optimizer.params.adam_w_mode": ((True, None), "set it to true: weight decay is decoupled here (AdamW)"),
+    "optimizer.params.bias_correction": ((True, None), "set it to true"),
+    "optimizer.params.amsgrad": ((False, None), "set it to false"),
+    "optimizer.params.nesterov": ((False, None), "set it to false"),
+    "optimizer.params.dampening": ((0, None), "set it to 0"),
+    "optimizer.legacy_fusion": ((False, None), "remove it"),
+    "amp.enabled": ((False, None), "use --bf16 or --fp16"),
+    "torch_autocast.enabled": ((False, None), "use --bf16 or --fp16"),
+    "curriculum_learning.enabled": ((False, None), "set it to false: samples have one length here"),
+    "data_efficiency.enabled": ((False, None), "set it to false: it is not supported"),
+    "progressive_layer_drop.enabled": ((False, None), "set it to false: it is not supported"),
+    "compression_training": ((None, {}), "remove it: it is not supported"),
+    "sparse_attention": ((None, {}), "remove it: it is not supported"),
+    "eigenvalue.enabled": ((False, None), "set it to false: it is not supported"),
+    "elasticity.enabled": ((False, None), "set it to false: it is not supported"),
+    "hybrid_engine.enabled": ((False, None), "set it to false: it is not supported"),
+    "autotuning.enabled": ((False, None), "set it to false: it is not supported"),
+}
+
+# Entries that the engine or the loop decides itself: why the JSON's value has no effect. A whole subtree may be named.
+_OWN: Mapping[str, str] = {
+    "zero_optimization.overlap_comm": "gradients are reduced once, after the last micro-batch",
+    "zero_optimization.contiguous_gradients": "the engine sets it",
+    "zero_optimization.reduce_scatter": "the engine sets it",
+    "zero_optimization.round_robin_gradients": "the engine sets it",
+    "zero_optimization.allgather_partitions": "the engine sets it",
+    "zero_optimization.elastic_checkpoint": "checkpoints load on any layout",
+    "zero_optimization.load_from_fp32_weights": "checkpoints hold the fp32 master weights",
+    "zero_optimization.offload_optimizer": "nothing is offloaded",
+    "zero_optimization.offload_param": "nothing is offloaded",
+    "zero_allow_untested_optimizer": "the engine sets it",
+    "zero_force_ds_cpu_optimizer": "the engine sets it",
+    "managed_gradient_accumulation": "the pipeline executor accumulates",
+    "communication_data_type": "gradients are reduced in fp32",
+    "data_types": "gradients accumulate in fp32",
+    "prescale_gradients": "gradients are reduced in fp32",
+    "gradient_predivide_factor": "gradients are reduced in fp32",
+    "fp16": "the engine sets it",
+    "bf16": "the engine sets it",
+    "bfloat16": "the engine sets it",
+    "optimizer.params.torch_adam": "the engine chooses the fastest AdamW of the device",
+    "optimizer.params.fused": "the engine chooses the fastest AdamW of the device",
+    "activation_checkpointing": "recomputation is set by --recompute-granularity",
+    "checkpoint": "checkpoints are written by this framework",
+    "pipeline": "the pipeline executor is set by the parallelism flags",
+    "flops_profiler": "FLOP/s are in every log line; --profile records a trace",
+    "wall_clock_breakdown": "timers are set by --timing-log-level",
+    "memory_breakdown": "memory is in the log",
+    "steps_per_print": "log lines are set by --log-interval",
+    "tensorboard": "use --tensorboard-dir",
+    "wandb": "use --wandb-project",
+    "csv_monitor": "use --metrics-file",
+    "monitor_config": "use --tensorboard-dir or --metrics-file",
+}
+_HANDLED = ("gradient_accumulation_steps",)
+
+
+def read_deepspeed_json(path: str) -> dict[str, Any]:
+    """The object in the file. ConfigError when it is missing, no JSON (with line and column) or no object."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"--deepspeed_config {path}: cannot be read: {reason}") from None
+    try:
+        content = json.loads(text, object_pairs_hook=lambda pairs: _object(pairs, path))
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"--deepspeed_config {path}: is no JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        ) from None
+    except RecursionError:
+        raise ConfigError(f"--deepspeed_config {path}: is nested too deeply") from None
+    if not isinstance(content, dict):
+        kind = type(content).__name__
+        raise ConfigError(f"--deepspeed_config {path}: must hold an object {{...}}, but holds a {kind}")
+    return content
+
+
+def _object(pairs: list[tuple[str, Any]], path: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ConfigError(f"--deepspeed_config {path}: the key \"{key}\" is there twice in one object")
+        found[key] = value
+    return found
+
+
+def merge_deepspeed_json(settings: Settings) -> None:
+    """Merge the file named by `deepspeed_config`, if any; problems and notices go to `settings`."""
+    path = settings.given.get("deepspeed_config")
+    if path is None:
+        return
+    try:
+        content = read_deepspeed_json(path)
+    except ConfigError as error:
+        settings.problems.append(str(error))
+        return
+    _Merge(settings, path, content).run()
+
+
+class _Merge:
+    """One merge. Entries leave `rest` as they are dealt with; what is left at the end is unknown."""
+
+    def __init__(self, settings: Settings, path: str, content: dict[str, Any]) -> None:
+        self.settings, self.path = settings, path
+        self.rest = json.loads(json.dumps(content))  # a copy, to take entries out of
+        self.content = content
+
+    def run(self) -> None:
+        self._check_objects()
+        for key, name, convert in _TAKEN:
+            self._take(key, name, convert)
+        self._both_precisions()
+        # With fp16 off the loss-scale entries say nothing, as scripts leave them there beside "enabled": false.
+        if self.settings.given.get("fp16"):
+            for key, name, convert in _LOSS_SCALE:
+                self._take(key, name, convert)
+        self._remove_dealt_with()
+        self._accumulation()
+        for key, (harmless, instead) in _REFUSED.items():
+            value = self._find(key)
+            if value not in harmless and value != "auto":
+                self.settings.problems.append(f"{self.path}: {key} {json.dumps(value)} is not supported: {instead}")
+            self._drop(key)
+        for key, why in _OWN.items():
+            value = self._find(key, self.rest)
+            if value not in (None, "auto", {}):
+                self.settings.notices.append(f"{self.path}: {key} has no effect: {why}")
+            self._drop(key)
+        self._pass_on()
+
+    def _check_objects(self) -> None:
+        parents = {p for key, *_ in (*_TAKEN, *_LOSS_SCALE) for p in _parents(key)}
+        for parent in sorted({*parents, *(p for key in (*_REFUSED, *_OWN) for p in _parents(key))}):
+            value = self._find(parent)
+            if value is not None and not isinstance(value, dict):
+                self.settings.problems.append(f"{self.path}: {parent} must be an object, got {json.dumps(value)}")
+                self._drop(parent)
+
+    def _find(self, key: str, tree: dict[str, Any] | None = None) -> Any:
+        node: Any = self.content if tree is None else tree
+        for part in key.split("."):
+            node = node.get(part) if isinstance(node, dict) else None
+        return node
+
+    def _drop(self, key: str) -> None:
+        *parents, last = key.split(".")
+        node: Any = self.rest
+        for part in parents:
+            node = node.get(part) if isinstance(node, dict) else None
+        if isinstance(node, dict):
+            node.pop(last, None)
+
+    def _take(self, key: str, name: str, convert: _Convert) -> None:
+        value = self._find(key)
+        if value is None or value == "auto":
+            return
+        origin, option = f"{self.path}: {key}", all_options()[name]
+        try:
+            value = option.accept(convert(value))
+        except ValueError as error:
+            self.settings.mark_bad(name, f"{key} {error}", f"{self.path}")
+            return
+        if name not in self.settings.given:
+            if value != option.default or name not in ("fp16", "bf16"):
+                self.settings.give(name, value, origin)
+        elif self.settings.given[name] != value:
+            self._contradiction(name, key, value)
+
+    def _both_precisions(self) -> None:
+        given, origins = self.settings.given, self.settings.origins
+        if given.get("fp16") and given.get("bf16") and origins["fp16"] != origins["bf16"]:
+            problem = f"fp16 is on ({origins['fp16']}) and bf16 is on ({origins['bf16']}): choose one"
+            self.settings.mark_bad("bf16", problem, "argument")
+
+    def _contradiction(self, name: str, key: str, value: Any) -> None:
+        chosen, where = self.settings.given[name], self.settings.origins[name]
+        self.settings.problems.append(
+            f"{all_options()[name].flag} is {chosen} ({where}), but {key} means {value} ({self.path}): "
+            'make them equal, or write "auto" in the file'
+        )
+
+    def _remove_dealt_with(self) -> None:
+        for key, *_ in (*_TAKEN, *_LOSS_SCALE):
+            self._drop(key)
+        for key in _HANDLED:
+            self._drop(key)
+
+    def _accumulation(self) -> None:
+        """gradient_accumulation_steps x micro-batch x replicas = global batch: check it, or find the missing one."""
+        steps = self._find("gradient_accumulation_steps")
+        if steps is None or steps == "auto":
+            return
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            self.settings.problems.append(
+                f"{self.path}: gradient_accumulation_steps must be a whole number of at least 1, "
+                f"got {json.dumps(steps)}"
+            )
+            return
+        given = self.settings.given
+        replica = given.get("tensor_model_parallel_size", 1) * given.get("pipeline_model_parallel_size", 1)
+        world = given.get("world_size", replica)
+        if world % replica:
+            return  # reported by the check of the world size
+        replicas = world // replica
+        micro: int | None = given.get("micro_batch_size")
+        total: int | None = given.get("global_batch_size")
+        origin = f"{self.path}: gradient_accumulation_steps"
+        if total is None and micro is None:
+            self.settings.problems.append(
+                f"{origin} {steps} needs a micro-batch or a global batch size: give --micro-batch-size"
+            )
+        elif micro is not None and total is None:
+            self.settings.give("global_batch_size", micro * steps * replicas, origin)
+        elif total is not None and micro is None:
+            if total % (steps * replicas):
+                self.settings.problems.append(
+                    f"global batch size {total} ({self.settings.origins['global_batch_size']}) is not a multiple of "
+                    f"gradient_accumulation_steps {steps} ({self.path}) x data-parallel size {replicas}"
+                )
+            else:
+                self.settings.give("micro_batch_size", total // (steps * replicas), origin)
+        elif micro is not None and total is not None and micro * steps * replicas != total:
+            self.settings.problems.append(
+                f"gradient_accumulation_steps is {steps} ({self.path}), but global batch size {total} "
+                f"({self.settings.origins['global_batch_size']}) / micro-batch size {micro} "
+                f"({self.settings.origins['micro_batch_size']}) / data-parallel size {replicas} is "
+                f"{total / (micro * replicas):g}: make them agree, or write \"auto\" in the file"
+            )
+
+    def _pass_on(self) -> None:
+        known = {k.split(".")[0] for k in (*_REFUSED, *_OWN, *_HANDLED)} | {k.split(".")[0] for k, *_ in _TAKEN}
+        for key in [k for k, v in self.rest.items() if v in ({}, "auto") or _only_empty(v)]:
+            self.rest.pop(key)
+        if "optimizer" in self.rest:
+            unknown = self.rest.pop("optimizer")
+            self.settings.problems.append(
+                f"{self.path}: optimizer has entries that are not supported: {json.dumps(unknown)}: remove them"
+            )
+        for key in self.rest:
+            hint = "" if key in known else did_you_mean(key, known)
+            self.settings.notices.append(f"{self.path}: {key} is passed on to DeepSpeed{hint}")
+        if self.rest:
+            self.settings.give("extra", self.rest, f"{self.path}")
+
+
+def _parents(key: str) -> list[str]:
+    parts = key.split(".")[:-1]
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def _only_empty(value: Any) -> bool:
+    return isinstance(value, dict) and all(v == "auto" or _only_empty(v) for v in value.values())

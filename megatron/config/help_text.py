@@ -1,0 +1,101 @@
+"""The text of --help: settings by section, with defaults, at most 100 columns wide."""
+from __future__ import annotations
+
+import textwrap
+
+from megatron.config.legacy import ACCEPTED, NO_PIPELINE, REFUSED, TRIVIAL
+from megatron.config.option import Option, options_of
+from megatron.config.presets import PRESETS
+from megatron.config.settings import SECTIONS
+
+WIDTH = 100
+_INDENT = 44
+_METAVARS = {int: "N", float: "X", str: "TEXT"}
+
+
+def render_help() -> str:
+    """The whole help."""
+    names = ", ".join(PRESETS)
+    lines = [
+        "usage: pretrain_gpt.py [--preset NAME] [--flag VALUE ...]",
+        "",
+        *textwrap.wrap(
+            "Train a GPT. Flags have Megatron's names and are written in full; --flag VALUE and --flag=VALUE are the "
+            "same, and of a repeated flag the last one counts. Switches have a --no- form.", WIDTH,
+        ),
+        "",
+        "start:",
+        *_entry("--help, -h", "Show this text and exit."),
+        *_entry("--print-config", "Show the resolved configuration, with where each value came from, and exit."),
+        *_entry("--preset NAME", f"Start from a known model; flags beside it win. One of {names}."),
+    ]
+    for section in SECTIONS.values():
+        lines += ["", f"{section.title}:"]  # type: ignore[attr-defined]
+        for option in options_of(section):
+            if not option.internal and option.flags:
+                lines += _entry(_heading(option), _description(option))
+    for title, flags in (("accepted without effect", [*ACCEPTED, NO_PIPELINE]),
+                         ("accepted with the value that leaves the feature off", [*TRIVIAL]),
+                         ("refused, with what to use instead", [*REFUSED])):
+        text = textwrap.wrap(" ".join(flags), WIDTH - 2, break_on_hyphens=False)
+        lines += ["", f"flags of other frameworks, {title}:", *(f"  {line}" for line in text)]
+    return "\n".join(lines)
+
+
+def _entry(heading: str, description: str) -> list[str]:
+    """Heading on the left, description on the right; a long heading takes a line of its own."""
+    wrapped = textwrap.wrap(description, WIDTH - _INDENT, break_on_hyphens=False)
+    left = f"  {heading}"
+    if len(left) <= _INDENT - 2:
+        first, wrapped = left.ljust(_INDENT) + wrapped[0], wrapped[1:]
+    else:
+        first = left
+    return [first, *(" " * _INDENT + line for line in wrapped)]
+
+
+def _heading(option: Option) -> str:
+    if option.kind is bool:
+        return option.off_flags[0] if option.shown_off else option.flags[0]
+    listed = "{" + ",".join(_choices(option)) + "}"
+    value = option.metavar or (listed if _choices_fit(option) else _METAVARS[option.kind])
+    return f"{option.flags[0]} {value}"
+
+
+def _choices(option: Option) -> list[str]:
+    return [str(c) for c in option.choices or ()] + (["none"] if option.has_none else [])
+
+
+def _choices_fit(option: Option) -> bool:
+    """Whether the choices stand beside the flag; a longer list goes into the description."""
+    return 0 < len(",".join(_choices(option))) <= 70
+
+
+def _description(option: Option) -> str:
+    text = option.help
+    if option.shown_off:
+        text = f"Turn off: {text[0].lower()}{text[1:]}"
+    if option.choices is not None and not _choices_fit(option):
+        text += f" One of {', '.join(_choices(option))}."
+    also = [*option.flags[1:], *option.shortcuts, *option.weak_shortcuts]
+    if option.kind is bool:
+        shown = _heading(option)
+        own = "--no-" + option.name.replace("_", "-")
+        also = [f for f in (*option.flags, *option.off_flags) if f not in (shown, own, option.flags[0])]
+    if also:
+        meanings = {**option.shortcuts, **option.weak_shortcuts}
+        text += f" Also {', '.join(f'{f} (= {meanings[f]})' if f in meanings else f for f in also)}."
+    if option.inert:
+        text += f" No effect: {option.inert}."
+    return f"{text} {_default(option)}".rstrip()
+
+
+def _default(option: Option) -> str:
+    if option.derived:
+        return f"(default: {option.derived})"
+    if option.kind is bool or option.default is None or option.default == "":
+        return ""
+    if option.many:
+        return f"(default: {' '.join(map(str, option.default))})"
+    if isinstance(option.default, float):
+        return f"(default: {option.default:g})"
+    return f"(default: {option.default})"

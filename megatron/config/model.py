@@ -1,0 +1,110 @@
+"""Settings of the model and of its tokenizer."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.config.option import option
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and shape of the GPT."""
+
+    title: ClassVar[str] = "model"
+
+    num_layers: int = option(None, "Transformer layers.", at_least=1)
+    hidden_size: int = option(None, "Width of the residual stream.", at_least=1)
+    ffn_hidden_size: int = option(
+        None, "Width of the MLP.", at_least=1,
+        derived="4 x hidden-size; with --swiglu 8/3 x hidden-size, down to a multiple of 64"
+    )
+    num_attention_heads: int = option(None, "Attention heads.", at_least=1)
+    kv_channels: int = option(
+        None, "Width of one attention head.", at_least=1, derived="hidden-size / num-attention-heads"
+    )
+    num_key_value_heads: int = option(
+        None, "Heads of keys and values (grouped-query attention).", at_least=1,
+        flags=("--num-key-value-heads", "--num-query-groups"), derived="num-attention-heads",
+    )
+    seq_length: int = option(None, "Tokens of a sample.", at_least=1)
+    max_position_embeddings: int = option(None, "Learned positions.", at_least=1, derived="seq-length")
+    make_vocab_size_divisible_by: int = option(
+        128, "The vocabulary is padded to a multiple of this times the tensor-parallel size.", at_least=1
+    )
+    vocab_size: int | None = option(
+        None, "Vocabulary entries before padding; the tokenizer knows it, so only needed without one.", at_least=1
+    )
+    layernorm_epsilon: float = option(
+        1e-5, "Epsilon of the norms.", flags=("--layernorm-epsilon", "--norm-epsilon"), above=0
+    )
+    normalization: str = option(
+        "layernorm", "Kind of norm.", choices=("layernorm", "rmsnorm"),
+    )
+    apply_layernorm_1p: bool = option(False, "Store norm weights minus one, so that weight decay pulls them to one.")
+    swiglu: bool = option(False, "SwiGLU instead of GELU in the MLP.")
+    squared_relu: bool = option(False, "Squared ReLU instead of GELU in the MLP.")
+    openai_gelu: bool = option(False, "The tanh form of GELU, as in GPT-2.")
+    add_bias_linear: bool = option(True, "Biases of the linear layers.", flags=(), off_flags=("--disable-bias-linear",))
+    untie_embeddings_and_output_weights: bool = option(False, "An output layer with weights of its own.")
+    position_embedding_type: str = option(
+        "learned_absolute", "How positions enter.", choices=("learned_absolute", "rope", "none", "alibi"),
+        shortcuts={"--use-rotary-position-embeddings": "rope"}, weak_shortcuts={"--no-position-embedding": "none"},
+    )
+    rotary_percent: float = option(1.0, "Part of each head that RoPE turns.", above=0, at_most=1)
+    rotary_base: float = option(
+        10000.0, "Base of RoPE's frequencies.", flags=("--rotary-base", "--rotary-position-embeddings-theta"), above=1
+    )
+    apply_residual_connection_post_layernorm: bool = option(
+        False, "Take the residual after the norm instead of before."
+    )
+    apply_query_key_layer_scaling: bool = option(
+        False, "Divide scores by the layer number and multiply back in the softmax.",
+        inert="it is the same function, and attention keeps its scores in a safe range",
+        off_flags=("--no-query-key-layer-scaling",),
+    )
+    attention_softmax_in_fp32: bool = option(
+        False, "Softmax of attention in fp32.", inert="the softmax is always computed in fp32"
+    )
+    fp32_residual_connection: bool = option(False, "Keep the residual stream in fp32.")
+    attention_dropout: float = option(0.1, "Dropout probability of the attention weights.", at_least=0, below=1)
+    hidden_dropout: float = option(0.1, "Dropout probability of the residual branches.", at_least=0, below=1)
+    init_method_std: float = option(0.02, "Standard deviation of the initial weights.", above=0)
+    init_method_xavier_uniform: bool = option(False, "Xavier uniform initial weights.")
+
+    @property
+    def activation(self) -> str:
+        """'gelu', 'openai_gelu', 'swiglu' or 'squared_relu'."""
+        for name in ("swiglu", "squared_relu", "openai_gelu"):
+            if getattr(self, name):
+                return name
+        return "gelu"
+
+    def padded_vocab_size(self, tensor_parallel_size: int) -> int:
+        """Vocabulary entries with padding, a multiple of make_vocab_size_divisible_by x tensor_parallel_size."""
+        assert self.vocab_size is not None, "vocab_size is unknown until the tokenizer has been read"
+        multiple = self.make_vocab_size_divisible_by * tensor_parallel_size
+        return -(-self.vocab_size // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """Which tokenizer, and its files."""
+
+    title: ClassVar[str] = "tokenizer"
+
+    tokenizer_type: str | None = option(
+        None, "Kind of tokenizer.",
+        choices=(
+            "GPT2BPETokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "HFTokenizer", "NullTokenizer",
+            "TikTokenizer",
+        ),
+        value_names={"huggingfacetokenizer": "HFTokenizer"},
+        hint="use HFTokenizer for any Hugging Face tokenizer",
+    )
+    tokenizer_model: str | None = option(
+        None, "SentencePiece model file, or Hugging Face name or folder.", metavar="PATH"
+    )
+    vocab_file: str | None = option(None, "vocab.json of the GPT-2 tokenizer.", metavar="FILE")
+    merge_file: str | None = option(None, "merges.txt of the GPT-2 tokenizer.", metavar="FILE")
+    vocab_extra_ids: int = option(0, "Extra entries at the end of the vocabulary.", at_least=0)

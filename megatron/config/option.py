@@ -1,0 +1,174 @@
+"""What one setting is: its type, its flags, its limits and its help, kept beside the dataclass field itself.
+
+The command line, the type checks, the range checks, --help and --print-config are all made from these.
+"""
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_KEY = "option"
+_KINDS: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool, "dict": dict}
+_ARTICLE = {int: "a whole number", float: "a number", str: "text", bool: "True or False", dict: "a mapping"}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One setting. `name` and `kind` are read from the dataclass field; the rest is written there with `option(...)`.
+
+    flags: spellings that take a value (or switch a bool on). off_flags: spellings that switch a bool off.
+    shortcuts: spellings without a value that set the field to the given one. weak_shortcuts: the same, but they
+    yield to any other flag of the field. value_names: other accepted names of a choice, in lower case.
+    """
+
+    name: str = ""
+    help: str = ""
+    default: Any = None
+    kind: type = str
+    many: bool = False
+    flags: tuple[str, ...] = ()
+    off_flags: tuple[str, ...] = ()
+    shortcuts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    weak_shortcuts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    choices: tuple[Any, ...] | None = None
+    value_names: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    inert: str = ""  # why the setting has no effect, for those that existing scripts give
+    hint: str = ""  # what to do about a value that is no choice
+    metavar: str | None = None
+    shown_off: bool = False  # a bool that is on unless turned off: --help shows the flag that does
+    implied: Any = None  # the value meant by the flag without a value, for the few flags that allow it
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    derived: str = ""  # how an absent value is filled in, for --help
+    internal: bool = False  # never set from outside: always computed
+
+    @property
+    def has_none(self) -> bool:
+        """Whether the word none un-sets it on the command line."""
+        return self.default is None and self.choices is not None
+
+    @property
+    def flag(self) -> str:
+        """The spelling used in messages."""
+        return self.flags[0] if self.flags else self.name
+
+    def written(self, value: Any) -> str:
+        """The flag that gives this value."""
+        if self.kind is bool:
+            spellings = self.flags if value else self.off_flags
+            return spellings[0] if spellings else f"{self.name}={value}"
+        return f"{self.flag} {' '.join(map(str, value)) if self.many else value}"
+
+    def parse(self, texts: list[str]) -> Any:
+        """The value that these command-line words mean; ValueError says what was expected."""
+        if self.many:
+            return self.accept([self._parse_one(text) for text in texts])
+        if len(texts) != 1:
+            raise ValueError(f"takes one value, got {len(texts)}" + (f": {' '.join(texts)}" if texts else ""))
+        if self.has_none and texts[0].lower() == "none":
+            return None
+        return self.accept(self._parse_one(texts[0]))
+
+    def _parse_one(self, text: str) -> Any:
+        if self.kind is bool:
+            words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+            if text.lower() not in words:
+                raise ValueError(f"expected true or false, got '{text}'")
+            return words[text.lower()]
+        if self.kind in (int, float):
+            try:
+                return int(text) if self.kind is int else float(text)
+            except ValueError:
+                try:
+                    return float(text)  # 1e6 is a whole number too; accept() refuses 1.5
+                except ValueError:
+                    raise ValueError(f"expected {_ARTICLE[self.kind]}, got '{text}'") from None
+        return text
+
+    def accept(self, value: Any) -> Any:
+        """The value in the field's own type and spelling; ValueError for a wrong type, choice or range."""
+        if self.many:
+            if not isinstance(value, (list, tuple)):
+                raise ValueError(f"expected a list, got {value!r}")
+            return tuple(self._accept_one(item) for item in value)
+        return self._accept_one(value)
+
+    def _accept_one(self, value: Any) -> Any:
+        kind = self.kind
+        if kind in (int, float) and isinstance(value, (int, float)) and not isinstance(value, bool):
+            if not math.isfinite(value) or (kind is int and value != int(value)):
+                raise ValueError(f"expected {_ARTICLE[kind]}, got {value}")
+            value = kind(value)
+        elif not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise ValueError(f"expected {_ARTICLE[kind]}, got {value!r}")
+        if self.choices is not None:
+            value = self._choose(value)
+        self._check_range(value)
+        return value
+
+    def _choose(self, value: Any) -> Any:
+        assert self.choices is not None
+        if value in self.choices:
+            return value
+        if isinstance(value, str):
+            by_name = {str(c).lower(): c for c in self.choices} | dict(self.value_names)
+            if value.lower() in by_name:
+                return by_name[value.lower()]
+        hint = f": {self.hint}" if self.hint else ""
+        raise ValueError(f"'{value}' is not one of {', '.join(str(c) for c in self.choices)}{hint}")
+
+    def _check_range(self, value: Any) -> None:
+        if self.at_least is not None and value < self.at_least:
+            raise ValueError(f"is {value}, but must be at least {self.at_least:g}")
+        if self.above is not None and value <= self.above:
+            raise ValueError(f"is {value}, but must be greater than {self.above:g}")
+        if self.at_most is not None and value > self.at_most:
+            raise ValueError(f"is {value}, but must be at most {self.at_most:g}")
+        if self.below is not None and value >= self.below:
+            raise ValueError(f"is {value}, but must be less than {self.below:g}")
+
+
+def option(default: Any, help: str, **attributes: Any) -> Any:
+    """A dataclass field with an Option beside it. `default` None means unset (required, derived or simply off).
+
+    `flags` defaults to the field's name with dashes. Use flags=() for a field with no flag of its own.
+    """
+    attributes.setdefault("flags", None)
+    metadata = {_KEY: {"help": help, "default": default, **attributes}}
+    if default is dict:  # a mapping, empty unless given
+        metadata[_KEY]["default"] = {}
+        return dataclasses.field(default_factory=dict, metadata=metadata, hash=False)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@functools.cache
+def options_of(section: type) -> tuple[Option, ...]:
+    """The Options of a section dataclass in order of their fields."""
+    return tuple(_read(f) for f in dataclasses.fields(section) if _KEY in f.metadata)
+
+
+def _read(f: dataclasses.Field[Any]) -> Option:
+    attributes = dict(f.metadata[_KEY])
+    # Annotations are text here: "int", "float | None", "tuple[str, ...] | None", "dict[str, Any]".
+    base = str(f.type).split("|")[0].strip()
+    many = base.startswith("tuple[")
+    kind = _KINDS[base.removeprefix("tuple[").split(",")[0].split("[")[0].rstrip("]")]
+    own, off = "--" + f.name.replace("_", "-"), "--no-" + f.name.replace("_", "-")
+    flags = attributes.pop("flags")
+    if flags is None:
+        flags = () if attributes.get("internal") else (own,)
+    flags, off_flags = tuple(flags), tuple(attributes.pop("off_flags", ()))
+    shown_off = kind is bool and not flags
+    if kind is bool and not f.name.startswith("no_"):
+        # Both directions always exist, so that a flag can undo what a preset or a DeepSpeed JSON switched on.
+        flags = flags or (own,)
+        off_flags = off_flags if off in off_flags else (*off_flags, off)
+    return Option(
+        name=f.name, kind=kind, many=many, flags=flags, off_flags=off_flags, shown_off=shown_off, **attributes
+    )

@@ -1,0 +1,115 @@
+"""Settings of the processes: how the work is divided, and how they find each other."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.config.option import option
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Tensor, sequence, pipeline and data parallel sizes, and the launch."""
+
+    title: ClassVar[str] = "parallelism and launch"
+
+    tensor_model_parallel_size: int = option(1, "Processes that share each layer.", at_least=1)
+    pipeline_model_parallel_size: int = option(1, "Processes that share the layers as stages.", at_least=1)
+    num_layers_per_virtual_pipeline_stage: int | None = option(
+        None, "Interleave: each process holds several chunks of this many layers.", at_least=1
+    )
+    pipeline_layout: str | None = option(
+        None, "Layers of each stage in order of the stages, such as 3,4,4,3; twice as many numbers as processes of the "
+        "pipeline interleave two chunks each.", metavar="N,N,...",
+    )
+    virtual_pipeline_model_parallel_size: int = option(1, "Chunks (virtual stages) of each process.", internal=True)
+    sequence_parallel: bool = option(
+        False, "Divide norms, dropout and the residual stream over the tensor-parallel processes along the sequence.",
+        off_flags=("--no-sequence-parallel",),
+    )
+    enable_zbh1_pipeline: bool = option(False, "Zero-bubble (ZB-H1) pipeline schedule.")
+    async_tensor_model_parallel_allreduce: bool = option(
+        True, "Overlap the all-reduce of input gradients with the weight gradient.",
+        flags=(), off_flags=("--no-async-tensor-model-parallel-allreduce",),
+    )
+    distributed_backend: str | None = option(
+        None, "Communication library.", choices=("nccl", "gloo"), hint="use gloo on a CPU",
+        derived="nccl (RCCL on ROCm) on a GPU, gloo on a CPU",
+    )
+    distributed_timeout_minutes: float = option(
+        10.0, "A collective that takes longer ends the job.", above=0, metavar="MINUTES"
+    )
+    local_rank: int | None = option(
+        None, "Rank on the node; the launcher knows it.", flags=("--local_rank", "--local-rank"), at_least=0
+    )
+    master_addr: str | None = option(None, "Address of rank 0; the launcher knows it.", metavar="HOST")
+    master_port: int | None = option(None, "Port of rank 0; the launcher knows it.", at_least=1, at_most=65535)
+    world_size: int = option(
+        None, "Number of processes; only for --print-config, a launcher knows it.", at_least=1,
+        derived="the launcher, else one replica",
+    )
+    data_parallel_size: int = option(1, "Replicas of the model.", internal=True)
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks (virtual stages) that each process holds; 1 when not interleaved."""
+        return self.virtual_pipeline_model_parallel_size
+
+    @property
+    def num_stages(self) -> int:
+        """Stages in all: processes of the pipeline times chunks."""
+        return self.pipeline_model_parallel_size * self.num_chunks
+
+    @property
+    def schedule(self) -> str:
+        """'1f1b', 'interleaved' or 'zb-h1'."""
+        if self.enable_zbh1_pipeline:
+            return "zb-h1"
+        return "interleaved" if self.num_chunks > 1 else "1f1b"
+
+
+@dataclass(frozen=True)
+class RecomputeConfig:
+    """Which activations are computed again in the backward pass instead of being kept."""
+
+    title: ClassVar[str] = "recomputation"
+
+    recompute_granularity: str | None = option(
+        None, "Recompute whole layers, or only the attention core.", choices=("full", "selective"),
+        shortcuts={"--checkpoint-activations": "full", "--recompute-activations": "selective"},
+    )
+    recompute_method: str | None = option(
+        None, "uniform: groups of recompute-num-layers layers; block: that many first layers of each stage.",
+        choices=("uniform", "block"), derived="uniform with full recomputation",
+    )
+    recompute_num_layers: int = option(
+        1, "Layers of a group (uniform) or of a stage (block).", at_least=1,
+        flags=("--recompute-num-layers", "--checkpoint-num-layers"),
+    )
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The DeepSpeed engine."""
+
+    title: ClassVar[str] = "DeepSpeed engine"
+
+    zero_stage: int = option(
+        1, "0: every replica keeps the whole optimizer state. 1: it is divided over the replicas.",
+        choices=(0, 1), shortcuts={"--use-distributed-optimizer": 1},
+        hint="stages 2 and 3 do not go with a pipeline; use --zero-stage 1 with more tensor or pipeline parallelism",
+    )
+    zero_reduce_bucket_size: int = option(
+        50_000_000, "Elements reduced in one message; 0 means the default.", at_least=0
+    )
+    zero_allgather_bucket_size: int = option(
+        50_000_000, "Elements gathered in one message; 0 means the default.", at_least=0
+    )
+    deepspeed: bool = option(False, "Accepted for existing scripts; the engine is always DeepSpeed.")
+    deepspeed_config: str | None = option(
+        None, "DeepSpeed JSON that is merged into this configuration.",
+        flags=("--deepspeed_config", "--deepspeed-config"), metavar="FILE",
+    )
+    extra: dict[str, object] = option(  # noqa: RUF009
+        dict, "Entries of the DeepSpeed JSON that the engine gets as they are.", flags=()
+    )

@@ -1,0 +1,124 @@
+"""The flat form of a configuration while it is put together: values, where each came from, and what is wrong."""
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.config.files import CheckpointConfig, DataConfig, LoggingConfig
+from megatron.config.model import ModelConfig, TokenizerConfig
+from megatron.config.option import Option, options_of
+from megatron.config.parallel import EngineConfig, ParallelConfig, RecomputeConfig
+from megatron.config.training import (
+    BatchConfig,
+    KernelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    TrainingConfig,
+)
+from megatron.errors import ConfigError
+
+SECTIONS: Mapping[str, type] = {
+    "model": ModelConfig,
+    "tokenizer": TokenizerConfig,
+    "parallel": ParallelConfig,
+    "recompute": RecomputeConfig,
+    "batch": BatchConfig,
+    "optimizer": OptimizerConfig,
+    "precision": PrecisionConfig,
+    "engine": EngineConfig,
+    "kernels": KernelConfig,
+    "data": DataConfig,
+    "checkpoint": CheckpointConfig,
+    "training": TrainingConfig,
+    "logging": LoggingConfig,
+}
+
+
+@functools.cache
+def all_options() -> Mapping[str, Option]:
+    """Every setting by name, in order of the sections."""
+    return {o.name: o for section in SECTIONS.values() for o in options_of(section)}
+
+
+@functools.cache
+def section_of(name: str) -> str:
+    """The section that holds a setting."""
+    return next(s for s, cls in SECTIONS.items() if any(o.name == name for o in options_of(cls)))
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """', did you mean --x or --y?', or nothing. Names that begin with the word come first."""
+    names = sorted(known)
+    longer = [n for n in names if n.startswith(word)] if len(word.strip("-_")) >= 2 else []
+    near = longer if 1 <= len(longer) <= 3 else difflib.get_close_matches(word, names, n=3, cutoff=0.75)
+    return f", did you mean {' or '.join(near)}?" if near else ""
+
+
+def raise_problems(problems: list[str]) -> None:
+    """ConfigError with all problems as a numbered list; nothing when there are none."""
+    if not problems:
+        return
+    unique = list(dict.fromkeys(problems))
+    count = "1 problem" if len(unique) == 1 else f"{len(unique)} problems"
+    lines = "\n".join(f"  {i}. {text}" for i, text in enumerate(unique, 1))
+    raise ConfigError(f"the configuration has {count}:\n{lines}")
+
+
+@dataclass
+class Settings:
+    """Values by setting name. `given` holds what somebody chose; `values` adds defaults and what follows from them.
+
+    A setting in `bad` had an unusable value: its problem is on the list, and checks that need it are left out.
+    """
+
+    given: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    bad: set[str] = field(default_factory=set)
+    problems: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+
+    def give(self, name: str, value: Any, origin: str) -> None:
+        """Choose a value. None un-chooses it, so that it is derived or its default again."""
+        known = all_options()
+        if name not in known:
+            self.problems.append(f"unknown setting '{name}'{did_you_mean(name, known)}")
+            return
+        if known[name].internal:
+            self.problems.append(f"{name} is computed from other settings and cannot be set")
+            return
+        if value is None:
+            self.given.pop(name, None)
+            self.origins.pop(name, None)
+            return
+        try:
+            value = known[name].accept(value)
+        except ValueError as error:
+            self.mark_bad(name, f"{known[name].flag} {error}", origin)
+            return
+        self.given[name] = value
+        self.origins[name] = origin
+
+    def mark_bad(self, name: str, problem: str, origin: str) -> None:
+        """Record that a setting has no usable value."""
+        self.bad.add(name)
+        self.problems.append(problem if origin in ("command line", "argument") else f"{problem} ({origin})")
+
+    def fill_defaults(self) -> None:
+        """Start `values` from the defaults and what was given."""
+        for name, option in all_options().items():
+            default = dict(option.default) if isinstance(option.default, dict) else option.default
+            self.values[name] = self.given.get(name, default)
+            self.origins.setdefault(name, "default")
+
+    def derive(self, name: str, value: Any, origin: str) -> None:
+        """Fill in a value that follows from others; `origin` says how."""
+        self.values[name] = value
+        self.origins[name] = origin
+
+    def usable(self, *names: str) -> bool:
+        """Whether all of these have a value to compute with."""
+        return all(n not in self.bad and self.values.get(n) is not None for n in names)

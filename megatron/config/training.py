@@ -1,0 +1,151 @@
+"""Settings of the training run: batches, optimizer, learning rate, precision, kernels."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from megatron.config.option import option
+
+_NO_KERNEL = "there is one implementation of it, with the same result"
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """Batch sizes and length of the run."""
+
+    title: ClassVar[str] = "batch and length of the run"
+
+    micro_batch_size: int = option(None, "Samples of one forward pass on one replica.", at_least=1)
+    global_batch_size: int = option(
+        None, "Samples of one optimizer step.", at_least=1, derived="micro-batch-size x data-parallel size"
+    )
+    rampup_batch_size: tuple[int, ...] | None = option(
+        None, "Batch ramp-up: first global batch, increment, samples until the full batch.", at_least=1,
+        metavar="START INCREMENT SAMPLES",
+    )
+    train_iters: int | None = option(None, "Length of the run in iterations.", at_least=1)
+    train_samples: int | None = option(None, "Length of the run in samples.", at_least=1)
+    train_tokens: int | None = option(
+        None, "Length of the run in tokens; ends it early beside another length.", at_least=1
+    )
+    calculate_per_token_loss: bool = option(False, "Weigh micro-batches by their unmasked tokens instead of equally.")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Optimizer, learning rate and weight decay over the run."""
+
+    title: ClassVar[str] = "optimizer and learning rate"
+
+    optimizer: str = option(
+        "adam", "adam is AdamW (decoupled weight decay).", choices=("adam", "sgd"), value_names={"adamw": "adam"},
+        hint="use --optimizer adam",
+    )
+    lr: float = option(None, "Highest learning rate.", above=0)
+    min_lr: float = option(0.0, "Lowest learning rate.", at_least=0)
+    lr_decay_style: str = option(
+        "linear", "Form of the decay; WSD is warmup-stable-decay.",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+        value_names={"warmup-stable-decay": "WSD"},
+    )
+    lr_decay_iters: int | None = option(None, "Decay length in iterations.", at_least=1, derived="train-iters")
+    lr_decay_samples: int | None = option(None, "Decay length in samples.", at_least=1, derived="train-samples")
+    lr_decay_tokens: int | None = option(None, "Decay length in tokens.", at_least=1, derived="train-tokens")
+    lr_warmup_fraction: float | None = option(None, "Warm-up as a part of the decay length.", at_least=0, below=1)
+    lr_warmup_iters: int = option(0, "Warm-up in iterations.", at_least=0)
+    lr_warmup_samples: int = option(0, "Warm-up in samples.", at_least=0)
+    lr_warmup_tokens: int | None = option(None, "Warm-up in tokens.", at_least=0)
+    lr_wsd_decay_style: str = option(
+        "exponential", "Form of the final decay of WSD.", choices=("exponential", "linear", "cosine", "minus_sqrt")
+    )
+    lr_wsd_decay_iters: int | None = option(None, "Final decay of WSD in iterations.", at_least=1)
+    lr_wsd_decay_samples: int | None = option(None, "Final decay of WSD in samples.", at_least=1)
+    weight_decay: float = option(0.01, "Weight decay.", at_least=0)
+    start_weight_decay: float = option(None, "Weight decay at the start.", at_least=0, derived="weight-decay")
+    end_weight_decay: float = option(None, "Weight decay at the end.", at_least=0, derived="weight-decay")
+    weight_decay_incr_style: str = option(
+        "constant", "Form of the change of weight decay.", choices=("constant", "linear", "cosine")
+    )
+    clip_grad: float = option(1.0, "Gradients are scaled down to this global norm; 0 turns it off.", at_least=0)
+    adam_beta1: float = option(0.9, "Decay of Adam's first moment.", at_least=0, below=1)
+    adam_beta2: float = option(0.999, "Decay of Adam's second moment.", at_least=0, below=1)
+    adam_eps: float = option(1e-8, "Epsilon of Adam.", above=0)
+    sgd_momentum: float = option(0.9, "Momentum of SGD.", at_least=0, below=1)
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Number formats and loss scale."""
+
+    title: ClassVar[str] = "precision"
+
+    fp16: bool = option(False, "Compute in fp16 with fp32 master weights.")
+    bf16: bool = option(False, "Compute in bf16 with fp32 master weights.")
+    loss_scale: float | None = option(
+        None, "Fixed loss scale of fp16; unset or 0 is dynamic.", at_least=0, derived="dynamic"
+    )
+    initial_loss_scale: float = option(2.0**16, "First dynamic loss scale.", above=0)
+    min_loss_scale: float = option(1.0, "Lowest dynamic loss scale.", above=0)
+    loss_scale_window: int = option(1000, "Steps without overflow until the scale is raised.", at_least=1)
+    hysteresis: int = option(2, "Overflows until the scale is lowered.", at_least=1)
+    fp16_lm_cross_entropy: bool = option(False, "Cross entropy in fp16.", inert="it is always computed in fp32")
+    accumulate_allreduce_grads_in_fp32: bool = option(True, "Gradients accumulate and reduce in fp32: always so.")
+
+    @property
+    def dtype_name(self) -> str:
+        """Format of computation: 'float16', 'bfloat16' or 'float32'."""
+        return "float16" if self.fp16 else "bfloat16" if self.bf16 else "float32"
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """Fused kernels and attention backends; all have a plain torch path that computes the same."""
+
+    title: ClassVar[str] = "kernels"
+
+    use_flash_attn: bool = option(
+        False, "flash-attn where it is installed and the device can run it.",
+        inert="--attention-backend auto takes flash-attn wherever it can run",
+        flags=("--use-flash-attn", "--use-flash-attn-v2", "--use-flash-attn-triton", "--use-flash-attn-v1"),
+        off_flags=("--no-use-flash-attn",),
+    )
+    attention_backend: str = option(
+        "auto", "auto takes the fastest that fits.", choices=("auto", "flash", "fused", "unfused", "local")
+    )
+    masked_softmax_fusion: bool = option(
+        True, "Fused masked softmax.", inert=_NO_KERNEL, flags=(), off_flags=("--no-masked-softmax-fusion",)
+    )
+    bias_gelu_fusion: bool = option(
+        True, "Fused bias and activation.", inert=_NO_KERNEL, flags=(),
+        off_flags=("--no-bias-gelu-fusion", "--no-bias-swiglu-fusion"),
+    )
+    bias_dropout_fusion: bool = option(
+        True, "Fused bias, dropout and residual.", inert=_NO_KERNEL, flags=(), off_flags=("--no-bias-dropout-fusion",)
+    )
+    gradient_accumulation_fusion: bool = option(
+        True, "Weight gradients added into the accumulator by the matrix product.", inert=_NO_KERNEL,
+        flags=(), off_flags=("--no-gradient-accumulation-fusion",),
+    )
+    persist_layer_norm: bool = option(
+        True, "Fused norm kernel.", inert=_NO_KERNEL, flags=(), off_flags=("--no-persist-layer-norm",)
+    )
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The loop: seed, evaluation, and when it ends."""
+
+    title: ClassVar[str] = "training loop"
+
+    seed: int = option(1234, "Seed of weights, data order and dropout.", at_least=0)
+    eval_iters: int = option(100, "Iterations of one evaluation; 0 turns it off.", at_least=0)
+    eval_interval: int = option(1000, "Iterations between evaluations.", at_least=1)
+    exit_interval: int | None = option(None, "End after an iteration that is a multiple of this.", at_least=1)
+    exit_duration_in_mins: float | None = option(None, "End after this many minutes.", above=0, metavar="MINUTES")
+    exit_signal_handler: bool = option(False, "Save and end on SIGTERM.")
+    skip_train: bool = option(False, "Only evaluate.")
+    kill_switch_file: str | None = option(None, "Save and end once this file exists.", metavar="FILE")
+    manual_gc: bool = option(False, "Run Python's garbage collector at set iterations on all ranks.")
+    manual_gc_interval: int = option(
+        0, "Iterations between manual collections; 0 only at evaluation and saving.", at_least=0
+    )

@@ -1,0 +1,139 @@
+"""Importing and starting DeepSpeed without what it does not need to do.
+
+Measured with DeepSpeed 0.19.8 on a CPU: starting communication compiles a shared-memory extension nobody uses (two
+minutes the first time); initialising an engine imports torch's compiler for the Muon optimizer (2 to 4 s in every
+process). Both are avoided here, and torch.compile stays as it is for everybody else.
+"""
+from __future__ import annotations
+
+import collections
+import contextlib
+import datetime
+import importlib
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.errors import ConfigError
+from megatron.parallel.topology import Topology
+
+MINIMUM_VERSION = (0, 19, 5)
+
+
+def ensure_process_group(device: Any = "cpu") -> None:
+    """Make sure that torch.distributed runs; a process on its own gets a world of one, without any port.
+
+    A process that a launcher started as one of several must have joined the others before: raises ConfigError.
+    """
+    if dist.is_initialized():
+        return
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size > 1:
+        raise ConfigError(
+            f"WORLD_SIZE is {world_size} but torch.distributed is not initialised: connect the processes before an "
+            f"Engine is made"
+        )
+    backend = "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def import_deepspeed(device: Any = "cpu") -> Any:
+    """The deepspeed module, imported quietly and without its slow start. Raises ConfigError when absent or too old."""
+    on_cpu = torch.device(device).type == "cpu"
+    if on_cpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # The default is in the home directory, which all nodes share and where concurrent builds lock each other out.
+    private = os.path.join(tempfile.gettempdir(), f"torch_extensions_{os.getuid()}")
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", private)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    try:
+        with _quiet():
+            deepspeed = importlib.import_module("deepspeed")
+            ops: Any = importlib.import_module("deepspeed.ops")
+    except ImportError as error:
+        raise ConfigError(f"deepspeed cannot be imported ({error}): install deepspeed >= 0.19.5") from error
+    _check_version(deepspeed.__version__)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    if on_cpu:
+        # "No extension fits this machine": so none is compiled when communication starts.
+        ops.__compatible_ops__ = collections.defaultdict(bool)
+    with _plain_torch_compile():
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    return deepspeed
+
+
+def start_engine(deepspeed: Any, topology: Topology, **arguments: Any) -> Any:
+    """deepspeed.initialize(**arguments) over the running process group; returns the DeepSpeedEngine."""
+    _set_rank_variables(topology)
+    device = topology.device
+    index = device.index if device.type != "cpu" and device.index is not None else 0
+    bf16 = importlib.import_module("deepspeed.runtime.bf16_optimizer")
+    accelerator = deepspeed.accelerator.get_accelerator()
+    # DeepSpeed refuses fp16 on a processor without instructions for it; torch computes it on any, only slower.
+    fp16_supported = (lambda: True) if device.type == "cpu" else accelerator.is_fp16_supported
+    with (
+        _quiet(),
+        _replaced(bf16, "see_memory_usage", lambda *_, **__: None),
+        _replaced(accelerator, "is_fp16_supported", fp16_supported),
+    ):
+        if not deepspeed.comm.is_initialized():
+            timeout = datetime.timedelta(minutes=30)  # unused: the process group exists and keeps its own
+            deepspeed.comm.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
+        # The device is the one the topology chose: LOCAL_RANK is not its number where each task sees one device.
+        args = type("Arguments", (), {"device_rank": index})()
+        engine, *_ = deepspeed.initialize(args=args, dist_init_required=False, **arguments)
+    return engine
+
+
+def _check_version(version: str) -> None:
+    numbers = tuple(int(n) for n in version.split("+")[0].split(".")[:3] if n.isdigit())
+    if numbers < MINIMUM_VERSION:
+        raise ConfigError(
+            f"deepspeed {version} is too old: install deepspeed >= {'.'.join(map(str, MINIMUM_VERSION))}"
+        )
+
+
+def _set_rank_variables(topology: Topology) -> None:
+    """Without these DeepSpeed looks for mpi4py."""
+    for name, value in (
+        ("RANK", topology.rank), ("WORLD_SIZE", topology.world.size), ("LOCAL_RANK", topology.device.index or 0),
+        ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", 0),
+    ):  # fmt: skip
+        os.environ.setdefault(name, str(value))
+
+
+@contextlib.contextmanager
+def _plain_torch_compile() -> Iterator[None]:
+    """torch.compile as a decorator that does nothing, while functions that nobody calls are defined."""
+
+    def compile_nothing(function: Any = None, **_: Any) -> Any:
+        return function if function is not None else lambda f: f
+
+    with _replaced(torch, "compile", compile_nothing):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No records below ERROR from any logger: DeepSpeed logs dozens of lines per process while it starts."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,114 @@
+"""The torch optimizer that runs on this rank's master weights, and its parameter groups."""
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.errors import ConfigError
+from megatron.parallel.sharding import sharding_of
+from megatron.parallel.topology import Topology
+
+MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+"""Names of the optimizer's state, one tensor as large as the weights each."""
+
+
+def unique_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Trainable parameters in order; a weight that two layers share appears once."""
+    return [p for p in module.parameters() if p.requires_grad]
+
+
+def parameter_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """The parameters with weight decay, then those without; an empty group is left out.
+
+    Each group has a key `decays`, by which the Engine finds the ones whose weight decay follows the schedule.
+    """
+    decaying: list[torch.nn.Parameter] = []
+    others: list[torch.nn.Parameter] = []
+    for p in parameters:
+        (decaying if sharding_of(p).decay else others).append(p)
+    groups = [
+        {"params": decaying, "weight_decay": weight_decay, "decays": True},
+        {"params": others, "weight_decay": 0.0, "decays": False},
+    ]
+    return [g for g in groups if g["params"]]
+
+
+def check_groups(groups: list[dict[str, Any]], topology: Topology) -> None:
+    """Raise ConfigError, on every rank, unless all model-parallel ranks have the same parameter groups.
+
+    DeepSpeed makes collective calls for each group: with different numbers some ranks would wait for ever.
+    """
+    mine = tuple(bool(g["decays"]) for g in groups)
+    found: list[Any] = [mine]
+    if topology.model.size > 1:
+        found = [None] * topology.model.size
+        dist.all_gather_object(found, mine, group=topology.model.handle)
+    if len(set(found)) > 1 or not mine:
+        names = {True: "with weight decay", False: "without"}
+        listed = "; ".join(
+            f"rank {rank}: {', '.join(names[d] for d in kinds) or 'none'}"
+            for rank, kinds in zip(topology.model.ranks, found, strict=True)
+        )
+        raise ConfigError(
+            f"every pipeline stage and tensor rank needs parameters of the same kinds, but they have: {listed}. Use "
+            f"fewer pipeline stages or another --pipeline-layout, so that no stage is without layers"
+        )
+
+
+def build_optimizer(groups: list[dict[str, Any]], settings: Any, device: torch.device) -> torch.optim.Optimizer:
+    """AdamW (apex's fused one on a GPU that has it, else torch's fused one) or SGD, from `config.optimizer`."""
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.sgd_momentum)
+    betas = (settings.adam_beta1, settings.adam_beta2)
+    apex_adam = _apex_fused_adam() if device.type == "cuda" else None
+    if apex_adam is not None:
+        return apex_adam(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps, adam_w_mode=True)
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps, fused=True)
+
+
+def _apex_fused_adam() -> Any:
+    """FusedAdam of NVIDIA's or ROCm's apex; None without it. The apex of PyPI is another project."""
+    try:
+        importlib.import_module("amp_C")  # the extension that only a built apex has
+        return importlib.import_module("apex.optimizers").FusedAdam
+    except (ImportError, AttributeError):
+        return None
+
+
+def create_moments(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
+    """Make the optimizer's state now, as zeros.
+
+    torch makes it at the first step; a fresh engine must have it before to load a checkpoint, and memory that does not
+    suffice is better found out at the start.
+    """
+    adam = isinstance(optimizer, torch.optim.AdamW)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            state = optimizer.state[p]
+            for name in names:
+                if state.get(name) is None:
+                    state[name] = torch.zeros_like(p)
+            if adam and "step" not in state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+
+
+def get_step(optimizer: torch.optim.Optimizer) -> int:
+    """Steps taken, which Adam's bias correction counts; 0 for an optimizer that counts none."""
+    group = optimizer.param_groups[0]
+    step = optimizer.state[group["params"][0]].get("step", group.get("step", 0))
+    return int(step)
+
+
+def set_step(optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Continue Adam's bias correction at `step`."""
+    adam = isinstance(optimizer, torch.optim.AdamW)
+    for group in optimizer.param_groups:
+        if adam:
+            for p in group["params"]:
+                optimizer.state[p]["step"].fill_(float(step))
+        elif not isinstance(optimizer, torch.optim.SGD):
+            group["step"] = step  # apex counts per group

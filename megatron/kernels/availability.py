@@ -1,0 +1,132 @@
+"""Which optional accelerated packages this machine has and can use. Nothing is imported until somebody asks."""
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.config.training import KernelConfig
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is known of one optional package.
+
+    usable    it is installed and runs on the device and in the precision asked for
+    reason    why not; "" when usable
+    fallback  what serves instead
+    """
+
+    package: str
+    version: str | None
+    usable: bool
+    reason: str
+    fallback: str
+
+    @property
+    def line(self) -> str:
+        """One line for the log."""
+        name = f"{self.package} {self.version}" if self.version else self.package
+        return f"{name}: used" if self.usable else f"{name}: {self.reason}; in its place: {self.fallback}"
+
+
+def flash_attention(device_type: str, dtype_name: str) -> Finding:
+    """Whether flash_attn can compute attention on `device_type` ("cuda" for CUDA and ROCm, "cpu") in `dtype_name`."""
+    package, fallback = "flash-attn", "torch's scaled_dot_product_attention"
+    version = _version("flash_attn", "flash-attn")
+    reason = ""
+    if version is None:
+        reason = "not found"
+    elif device_type != "cuda":
+        reason = f"does not run on {device_type}"
+    elif dtype_name not in ("float16", "bfloat16"):
+        reason = f"does not compute in {dtype_name}"
+    else:
+        reason = _import_problem("flash_attn", "flash_attn_func") or _too_old_for_flash_attention()
+    return Finding(package, version, not reason, reason, fallback)
+
+
+def choose_flash_attention(kernels: KernelConfig, device: torch.device | None, dtype_name: str) -> bool:
+    """Whether attention goes through flash_attn: the configuration allows it and this machine can run it.
+
+    `device` None means the CPU. The backends "fused", "unfused" and "local" rule it out; a wish for it that cannot be
+    met is no error, because torch's attention computes the same; the log names what runs (see report).
+    """
+    if kernels.attention_backend not in ("auto", "flash"):
+        return False
+    return flash_attention(device.type if device is not None else "cpu", dtype_name).usable
+
+
+def fused_adam(device_type: str) -> Finding:
+    """Whether NVIDIA's apex (or AMD's port) has a FusedAdam for `device_type`.
+
+    The package called apex on PyPI is another project; it is recognised and not used.
+    """
+    package, fallback = "apex FusedAdam", "torch's fused AdamW"
+    version = _version("apex", "apex")
+    if version is None:
+        reason = "not found"
+    elif importlib.util.find_spec("amp_C") is None:
+        reason = "the installed apex is another project, or was built without its C++ extensions"
+    elif device_type != "cuda":
+        reason = f"does not run on {device_type}"
+    else:
+        reason = _import_problem("apex.optimizers", "FusedAdam")
+    return Finding(package, version, not reason, reason, fallback)
+
+
+def fused_norm(device_type: str) -> Finding:
+    """Whether apex has its fused LayerNorm and RMSNorm for `device_type`."""
+    package, fallback = "apex FusedLayerNorm", "torch's norms"
+    version = _version("apex", "apex")
+    if version is None:
+        reason = "not found"
+    elif importlib.util.find_spec("fused_layer_norm_cuda") is None:
+        reason = "the installed apex is another project, or was built without its C++ extensions"
+    elif device_type != "cuda":
+        reason = f"does not run on {device_type}"
+    else:
+        reason = _import_problem("apex.normalization", "FusedLayerNorm")
+    return Finding(package, version, not reason, reason, fallback)
+
+
+def report(device_type: str, dtype_name: str) -> list[str]:
+    """A line for each optional package, for the log."""
+    return [
+        flash_attention(device_type, dtype_name).line,
+        fused_adam(device_type).line,
+        fused_norm(device_type).line,
+    ]
+
+
+def _version(module: str, distribution: str) -> str | None:
+    """The installed version of a module; None when it cannot be found, "" when it has no metadata."""
+    if importlib.util.find_spec(module) is None:
+        return None
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _import_problem(module: str, name: str) -> str:
+    """Why `from module import name` fails; "" when it works. A wheel built for another torch fails here."""
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:  # whatever a foreign package raises at import, it cannot be used
+        return f"cannot be imported ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
+    return "" if hasattr(found, name) else f"has no {name}: another project of that name, or too old"
+
+
+def _too_old_for_flash_attention() -> str:
+    """NVIDIA devices before Ampere lack what flash-attn 2 needs; ROCm wheels carry their own check."""
+    import torch
+
+    if torch.version.hip is None and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0):
+        return f"needs compute capability 8.0, {torch.cuda.get_device_name()} has less"
+    return ""

@@ -1,0 +1,286 @@
+"""Parameters, FLOPs and message sizes of a GPT, from its configuration alone. Needs no torch.
+
+Counts of operations are those of matrix products, a multiplication and an addition for each element: 2 m n k for
+[m, k] x [k, n]. Norms, activations, softmax and dropout are left out, as in the papers whose figures are compared with.
+
+Letters: h hidden size, f MLP size, n heads, g key and value heads, d head size, s sequence length, V vocabulary,
+L layers, B global batch size.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron.config.model import ModelConfig
+
+_TERA = 1e12
+
+# Dense peak of matrix units, TFLOP/s, from the makers' data sheets: (part of the device's name, {dtype: peak}). The
+# first part that is found counts. A device here is what torch calls one: of an MI250X or MI250, one of its two dies.
+_PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
+    ("MI355X", {"float32": 157.3, "bfloat16": 2516.6, "float16": 2516.6}),
+    ("MI350X", {"float32": 144.2, "bfloat16": 2306.9, "float16": 2306.9}),
+    ("MI325X", {"float32": 163.4, "bfloat16": 1307.4, "float16": 1307.4}),
+    ("MI300X", {"float32": 163.4, "bfloat16": 1307.4, "float16": 1307.4}),
+    ("MI300A", {"float32": 122.6, "bfloat16": 980.6, "float16": 980.6}),
+    ("MI250X", {"float32": 47.9, "bfloat16": 191.5, "float16": 191.5}),
+    ("MI250", {"float32": 45.3, "bfloat16": 181.0, "float16": 181.0}),
+    ("MI210", {"float32": 45.3, "bfloat16": 181.0, "float16": 181.0}),
+    ("MI100", {"float32": 46.1, "bfloat16": 92.3, "float16": 184.6}),
+    ("H100 PCIe", {"float32": 51.2, "bfloat16": 756.0, "float16": 756.0}),
+    ("H100 NVL", {"float32": 60.0, "bfloat16": 835.0, "float16": 835.0}),
+    ("H100", {"float32": 66.9, "bfloat16": 989.4, "float16": 989.4}),
+    ("H200", {"float32": 66.9, "bfloat16": 989.4, "float16": 989.4}),
+    ("A100", {"float32": 19.5, "bfloat16": 312.0, "float16": 312.0}),
+    ("V100", {"float32": 15.7, "float16": 125.0}),
+)
+
+
+@dataclass(frozen=True)
+class LayerParameters:
+    """Parameters of one transformer layer, by piece."""
+
+    query_key_value: int
+    attention_output: int
+    mlp_input: int
+    mlp_output: int
+    column_biases: int
+    row_biases: int
+    norms: int
+
+    @property
+    def matrices(self) -> int:
+        """Entries of the weight matrices."""
+        return self.query_key_value + self.attention_output + self.mlp_input + self.mlp_output
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    def on_tensor_rank(self, tensor_size: int) -> int:
+        """What one of `tensor_size` ranks holds: matrices and column biases are divided, the rest is replicated."""
+        return (self.matrices + self.column_biases) // tensor_size + self.row_biases + self.norms
+
+
+def layer_parameters(model: ModelConfig) -> LayerParameters:
+    """Parameters of one layer: attention with g key and value heads, MLP (its input doubled by SwiGLU), two norms."""
+    h, f, d = model.hidden_size, model.ffn_hidden_size, model.kv_channels
+    qkv = (model.num_attention_heads + 2 * model.num_key_value_heads) * d
+    inner = 2 * f if model.swiglu else f
+    bias = 1 if model.add_bias_linear else 0
+    return LayerParameters(
+        query_key_value=h * qkv,
+        attention_output=model.num_attention_heads * d * h,
+        mlp_input=h * inner,
+        mlp_output=f * h,
+        column_biases=bias * (qkv + inner),
+        row_biases=bias * 2 * h,
+        norms=2 * norm_parameters(model),
+    )
+
+
+def norm_parameters(model: ModelConfig) -> int:
+    """Weight, and bias of a LayerNorm."""
+    return model.hidden_size * (2 if model.normalization == "layernorm" else 1)
+
+
+def embedding_parameters(model: ModelConfig, vocab_size: int | None = None) -> int:
+    """Word embedding. `vocab_size` None: the model's true one."""
+    return _vocab(model, vocab_size) * model.hidden_size
+
+
+def position_parameters(model: ModelConfig) -> int:
+    """Learned positions; the other kinds have none."""
+    learned = model.position_embedding_type == "learned_absolute"
+    return model.max_position_embeddings * model.hidden_size if learned else 0
+
+
+def head_parameters(model: ModelConfig, vocab_size: int | None = None) -> int:
+    """Output layer; nothing where the word embedding serves."""
+    return embedding_parameters(model, vocab_size) if model.untie_embeddings_and_output_weights else 0
+
+
+def total_parameters(model: ModelConfig, vocab_size: int | None = None) -> int:
+    """All parameters of the model, a tied embedding counted once."""
+    return (
+        embedding_parameters(model, vocab_size)
+        + position_parameters(model)
+        + model.num_layers * layer_parameters(model).total
+        + norm_parameters(model)
+        + head_parameters(model, vocab_size)
+    )
+
+
+def stage_parameters(
+    model: ModelConfig, layers: int, *, first: bool, last: bool, tensor_size: int = 1, vocab_size: int | None = None
+) -> int:
+    """Parameters that one tensor rank of a pipeline stage with `layers` layers holds.
+
+    `first` and `last` are the stages with the embedding and with the output. The last stage holds a copy of a tied
+    embedding unless it is the first too. `vocab_size` is the padded one (a multiple of tensor_size); None: the true
+    size, rounded up to such a multiple.
+    """
+    vocab = -(-_vocab(model, vocab_size) // tensor_size) * tensor_size
+    words = embedding_parameters(model, vocab) // tensor_size
+    count = layers * layer_parameters(model).on_tensor_rank(tensor_size)
+    if first:
+        count += words + position_parameters(model)
+    if last:
+        count += norm_parameters(model)
+        if model.untie_embeddings_and_output_weights or not first:
+            count += words
+    return count
+
+
+def _vocab(model: ModelConfig, vocab_size: int | None) -> int:
+    size = vocab_size if vocab_size is not None else model.vocab_size
+    assert size is not None, "the vocabulary size is not known yet: read the tokenizer first"
+    return size
+
+
+# -- operations ------------------------------------------------------------------------------------------------------
+
+
+def attention_score_flops(model: ModelConfig, *, causal: bool = False) -> float:
+    """Forward FLOPs per token and layer of scores and weighted values: 4 s n d.
+
+    `causal` counts only the pairs that a causal mask keeps, (s + 1) / 2 for each token, instead of all s.
+    """
+    pairs = (model.seq_length + 1) / 2 if causal else float(model.seq_length)
+    return 4.0 * pairs * model.num_attention_heads * model.kv_channels
+
+
+def layer_flops(model: ModelConfig, *, causal: bool = False) -> float:
+    """Forward FLOPs per token of one layer."""
+    return 2.0 * layer_parameters(model).matrices + attention_score_flops(model, causal=causal)
+
+
+def head_flops(model: ModelConfig, vocab_size: int | None = None) -> float:
+    """Forward FLOPs per token of the logits: 2 h V."""
+    return 2.0 * model.hidden_size * _vocab(model, vocab_size)
+
+
+def model_flops_per_token(model: ModelConfig, vocab_size: int | None = None, *, causal: bool = False) -> float:
+    """FLOPs of one token's forward and backward pass, which takes twice the forward's; recomputation not counted."""
+    return 3.0 * (model.num_layers * layer_flops(model, causal=causal) + head_flops(model, vocab_size))
+
+
+def recompute_flops_per_token(
+    model: ModelConfig, granularity: str | None, recomputed_layers: int | None = None, *, causal: bool = False
+) -> float:
+    """FLOPs per token that recomputation adds.
+
+    granularity        None, "full" (the whole forward of a layer) or "selective" (its attention core)
+    recomputed_layers  how many layers of the model are recomputed under "full"; None: all
+    """
+    if granularity is None:
+        return 0.0
+    if granularity == "selective":
+        return model.num_layers * attention_score_flops(model, causal=causal)
+    assert granularity == "full", f"recompute granularity {granularity!r} is neither 'full' nor 'selective'"
+    layers = model.num_layers if recomputed_layers is None else min(recomputed_layers, model.num_layers)
+    return layers * layer_flops(model, causal=causal)
+
+
+def hardware_flops_per_token(
+    model: ModelConfig,
+    granularity: str | None = None,
+    recomputed_layers: int | None = None,
+    vocab_size: int | None = None,
+    *,
+    causal: bool = False,
+) -> float:
+    """FLOPs per token that the devices are asked for: the model's and those of recomputation."""
+    extra = recompute_flops_per_token(model, granularity, recomputed_layers, causal=causal)
+    return model_flops_per_token(model, vocab_size, causal=causal) + extra
+
+
+def flops_per_iteration(flops_per_token: float, model: ModelConfig, global_batch_size: int) -> float:
+    """FLOPs of one iteration over `global_batch_size` sequences of full length."""
+    return flops_per_token * model.seq_length * global_batch_size
+
+
+def paper_flops(
+    global_batch_size: int,
+    seq_length: int,
+    num_layers: int,
+    hidden_size: int,
+    vocab_size: int,
+    *,
+    checkpointing: bool = True,
+) -> float:
+    """FLOPs of an iteration as Dash et al. (arXiv 2312.12705) count them for a GPT with f = 4h and g = n:
+
+        24 k B s L h^2 (1 + s / (6 h) + V / (16 L h)),  k = 4 with activation checkpointing and 3 without.
+
+    The vocabulary's term is that of k = 4 for logits that are not recomputed (Narayanan et al., arXiv 2104.04473,
+    section 5.1); with k = 3 it comes out a quarter too small.
+    """
+    k, h = (4 if checkpointing else 3), hidden_size
+    per_layer = 24.0 * k * global_batch_size * seq_length * num_layers * h * h
+    return per_layer * (1.0 + seq_length / (6.0 * h) + vocab_size / (16.0 * num_layers * h))
+
+
+def peak_tflops(device_name: str, dtype_name: str) -> float | None:
+    """Peak of a device's matrix units in TFLOP/s (dense, no sparsity; fp32 without TF32).
+
+    `device_name` as torch.cuda.get_device_name gives it, `dtype_name` 'float32', 'bfloat16' or 'float16'.
+    None for a CPU or a device or dtype that is not in the table.
+
+    >>> peak_tflops("AMD Instinct MI250X", "bfloat16")
+    191.5
+    """
+    name = device_name.lower()
+    return next((peaks.get(dtype_name) for part, peaks in _PEAKS if part.lower() in name), None)
+
+
+def achieved_tflops(flops: float, seconds: float, devices: int) -> float:
+    """TFLOP/s per device of `flops` that `devices` devices did in `seconds`."""
+    return flops / (seconds * devices * _TERA)
+
+
+def utilization(flops: float, seconds: float, devices: int, peak: float | None) -> float | None:
+    """Part of the peak (TFLOP/s per device) that was used: MFU for model FLOPs, HFU for hardware FLOPs.
+
+    None where the peak is not known. A value above 1 means that the FLOPs, the time or the peak is wrong.
+    """
+    return None if peak is None else achieved_tflops(flops, seconds, devices) / peak
+
+
+# -- messages --------------------------------------------------------------------------------------------------------
+
+
+def pipeline_message_bytes(
+    model: ModelConfig, micro_batch_size: int, dtype_bytes: int, sequence_parts: int = 1
+) -> int:
+    """Bytes that one rank sends to the next stage per micro-batch: [s, b, h].
+
+    `sequence_parts` is the tensor-parallel size under sequence parallel, where each rank sends [s/tp, b, h]; else 1.
+    """
+    return model.seq_length // sequence_parts * micro_batch_size * model.hidden_size * dtype_bytes
+
+
+def tensor_message_bytes(model: ModelConfig, micro_batch_size: int, dtype_bytes: int) -> int:
+    """Bytes of the tensor that a layer's tensor-parallel collectives work on: [s, b, h].
+
+    Each layer needs four all-reduces of it per micro-batch (two forward, two backward); under sequence parallel each
+    is a reduce-scatter and an all-gather of the same size (Korthikanti et al., arXiv 2205.05198, section 4.2).
+    """
+    return model.seq_length * micro_batch_size * model.hidden_size * dtype_bytes
+
+
+def ring_bytes(message_bytes: float, ranks: int, collective: str = "all_reduce") -> float:
+    """Bytes that each rank sends in a ring collective over a tensor of `message_bytes` bytes in all.
+
+    `collective` is "all_reduce" (2 (n-1)/n of the tensor), "all_gather" or "reduce_scatter" ((n-1)/n).
+    """
+    factors = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
+    assert collective in factors, f"collective {collective!r} is none of {', '.join(factors)}"
+    return factors[collective] * message_bytes * (ranks - 1) / ranks
+
+
+def gradient_message_bytes(stage_parameter_counts: Sequence[int], dtype_bytes: int = 4) -> int:
+    """Bytes of the largest gradient that data-parallel ranks reduce once per iteration: that of the fullest stage."""
+    return max(stage_parameter_counts) * dtype_bytes

@@ -1,0 +1,64 @@
+"""Which layers each pipeline stage holds. Pure arithmetic; needs no torch."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.errors import ConfigError
+
+
+def assign_layers(num_layers: int, num_stages: int, layout: str | Sequence[int] | None = None) -> tuple[range, ...]:
+    """The layers of every global stage, in model order; global stage g is on pipeline rank g % pipeline size.
+
+    Without a layout every stage gets num_layers // num_stages layers, and the k that are left over go one each to the
+    k stages before the last. So the last stage, which also computes the output projection and the loss, never gets one,
+    and the first, which also holds the embedding and the most activations under 1F1B, gets one only when all stages
+    between do.
+
+    `layout` is the number of layers of each stage, as "3,4,4,3" or a sequence of numbers.
+
+    Raises ConfigError when a stage would be empty, or when the layout does not have one positive number per stage that
+    together make num_layers.
+
+    >>> [len(layers) for layers in assign_layers(10, 4)]
+    [2, 3, 3, 2]
+    >>> assign_layers(5, 2, "3,2")
+    (range(0, 3), range(3, 5))
+    """
+    if num_stages < 1:
+        raise ConfigError(f"number of pipeline stages must be at least 1, got {num_stages}")
+    if num_layers < num_stages:
+        raise ConfigError(
+            f"{num_layers} layers cannot fill {num_stages} pipeline stages (pipeline size x chunks): "
+            f"use at most {max(num_layers, 1)} stages"
+        )
+    counts = _even(num_layers, num_stages) if layout is None else _parse(layout, num_layers, num_stages)
+    starts = [sum(counts[:stage]) for stage in range(num_stages)]
+    return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
+
+
+def _even(num_layers: int, num_stages: int) -> list[int]:
+    each, left_over = divmod(num_layers, num_stages)
+    before_last = num_stages - 1
+    return [each + (before_last - left_over <= stage < before_last) for stage in range(num_stages)]
+
+
+def _parse(layout: str | Sequence[int], num_layers: int, num_stages: int) -> list[int]:
+    where = f"pipeline layout {layout!r}"
+    if isinstance(layout, str):
+        try:
+            counts = [int(part) for part in layout.split(",")]
+        except ValueError:
+            raise ConfigError(f'{where} must be whole numbers separated by commas, such as "3,4,4,3"') from None
+    else:
+        counts = list(layout)
+    if len(counts) != num_stages:
+        raise ConfigError(
+            f"{where} names {len(counts)} stages, but there are {num_stages} (pipeline size x chunks): "
+            f"give the number of layers of each"
+        )
+    empty = [stage for stage, count in enumerate(counts) if count < 1]
+    if empty:
+        raise ConfigError(f"{where} gives {counts[empty[0]]} layers to stage {empty[0]}: each needs at least one")
+    if sum(counts) != num_layers:
+        raise ConfigError(f"{where} places {sum(counts)} layers, but the model has {num_layers}: make the sum equal")
+    return counts

@@ -1,0 +1,344 @@
+"""Which process this is: read from the variables of torchrun, srun or mpirun, or one process without any of them.
+
+No ssh, no host file, no mpi4py: each launcher already tells every process its rank, and the ranks meet at a store
+that rank 0 serves (see rendezvous.py).
+"""
+from __future__ import annotations
+
+import os
+import socket
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from megatron.errors import LaunchError
+from megatron.parallel.nodelist import expand_counts, iterate_hosts
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.parallel.rendezvous import Rendezvous
+
+# Ports below the range from which Linux takes those of outgoing connections (32768 and up).
+_FIRST_PORT, _PORTS = 20000, 12000
+# Slurm numbers its own steps (batch script, interactive shell) from here; tasks of srun are below.
+_FIRST_SPECIAL_STEP = 4294967280
+# (rank, size, local rank, local size): Open MPI, MVAPICH, MPICH's Hydra, Cray's PALS.
+_MPI_VARIABLES = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", ("MV2_COMM_WORLD_LOCAL_RANK",), ("MV2_COMM_WORLD_LOCAL_SIZE",)),
+    ("PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID"),
+     ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE")),
+)  # fmt: skip
+_JOB_VARIABLES = (
+    "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PALS_APID", "PMI_JOBID",
+    "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One process's place among all.
+
+    launcher      "none", "torchrun", "slurm" or "mpi": whose variables were read
+    master_addr   host where rank 0 serves the store; master_port its port (0: any free one, for one process)
+    node          name of this host, as the launcher calls it
+    job           what tells this run apart from others on the same host; the same on all its ranks
+    store_served  the launcher itself serves a store at master_addr:master_port (torchrun does)
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    launcher: str = "none"
+    node: str = "localhost"
+    job: str = ""
+    store_served: bool = False
+
+    def environment(self) -> dict[str, str]:
+        """The variables by which torch and DeepSpeed know ranks."""
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+        }
+
+
+def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:
+    """Read the launcher's variables from `environ` (default: this process's).
+
+    torchrun's names come first, then MPI's, then those of an srun task. A plain `python` inside a batch script or an
+    interactive allocation is one process, although Slurm's variables of the job are set.
+    Raises LaunchError for variables that are missing, no numbers, or contradict each other.
+    """
+    env = _Variables(os.environ if environ is None else environ)
+    if env.has("RANK") and env.has("WORLD_SIZE"):
+        found = _from_torchrun(env)
+    elif env.has("RANK"):
+        raise LaunchError(f"RANK={env.text('RANK')} is set but WORLD_SIZE is not: set both, or unset RANK")
+    else:
+        found = _from_mpi(env) or _from_slurm(env) or _alone(env)
+        if env.has("WORLD_SIZE") and env.number("WORLD_SIZE") != found.world_size:
+            raise LaunchError(
+                f"WORLD_SIZE={env.text('WORLD_SIZE')} is set without RANK, but {_origin(found)} gives "
+                f"{found.world_size} process(es): unset WORLD_SIZE, or set RANK and LOCAL_RANK in every process"
+            )
+    return _checked(found)
+
+
+class _Variables:
+    """An environment whose empty values count as unset."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+
+    def has(self, name: str) -> bool:
+        return bool(self._environ.get(name, "").strip())
+
+    def text(self, name: str, default: str = "") -> str:
+        return self._environ.get(name, "").strip() or default
+
+    def number(self, name: str, default: int | None = None) -> int:
+        text = self.text(name)
+        if not text and default is not None:
+            return default
+        if not text.isascii() or not text.isdigit():
+            raise LaunchError(f"{name}={text!r}: a whole number from 0 is needed")
+        return int(text)
+
+    def first(self, names: tuple[str, ...]) -> str | None:
+        return next((name for name in names if self.has(name)), None)
+
+
+def _origin(launch: Launch) -> str:
+    return "the absence of any launcher" if launch.launcher == "none" else f"the {launch.launcher} launcher"
+
+
+def _node(env: _Variables) -> str:
+    return env.text("SLURMD_NODENAME") or socket.gethostname()
+
+
+def _job(env: _Variables) -> str:
+    """The first identifier of the run that is set; every rank finds the same."""
+    name = env.first(_JOB_VARIABLES)
+    return f"{env.text(name) if name else 'job'}.{env.text('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def _slurm_job(env: _Variables) -> str:
+    """Job and step: several steps may run at once in one allocation."""
+    return f"{env.text('SLURM_JOB_ID')}.{env.text('SLURM_STEP_ID') or env.text('SLURM_STEPID')}"
+
+
+def _port(env: _Variables, job: str) -> int:
+    """MASTER_PORT, or a port that two runs on one host hardly share."""
+    return env.number("MASTER_PORT", _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS)
+
+
+def _is_srun_task(env: _Variables) -> bool:
+    """Whether srun started this process as a task.
+
+    A batch script has SLURM_PROCID and SLURM_NTASKS too, but no step; an interactive shell is a step of Slurm's own.
+    """
+    step = env.first(("SLURM_STEP_ID", "SLURM_STEPID"))
+    if not env.has("SLURM_PROCID") or (step and env.number(step) >= _FIRST_SPECIAL_STEP):
+        return False
+    return step is not None or env.first(("SLURM_STEP_NUM_TASKS", "SLURM_SRUN_COMM_HOST")) is not None
+
+
+def _slurm_size(env: _Variables) -> int:
+    name = env.first(("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"))
+    if name is None:
+        raise LaunchError(f"SLURM_PROCID={env.text('SLURM_PROCID')} is set but SLURM_NTASKS is not: give srun -n")
+    return env.number(name)
+
+
+def _slurm_hosts(env: _Variables) -> list[str]:
+    """The first two hosts of the step (two, to know whether there are more than one)."""
+    name = env.first(("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
+    hosts: list[str] = []
+    for host in iterate_hosts(env.text(name)) if name else ():
+        hosts.append(host)
+        if len(hosts) == 2:
+            break
+    return hosts
+
+
+def _master(env: _Variables, world_size: int, local_world_size: int | None) -> str:
+    """The host of rank 0; `local_world_size` None: not known."""
+    if env.has("MASTER_ADDR"):
+        return env.text("MASTER_ADDR")
+    if world_size in (1, local_world_size):
+        return "127.0.0.1"
+    hosts = _slurm_hosts(env)
+    if not hosts and env.has("PBS_NODEFILE"):
+        try:
+            with open(env.text("PBS_NODEFILE"), encoding="utf-8") as file:
+                hosts = file.read().split()[:1]
+        except OSError as error:
+            raise LaunchError(f"PBS_NODEFILE={env.text('PBS_NODEFILE')}: {error.strerror}: set MASTER_ADDR") from error
+    if not hosts:
+        raise LaunchError(f"MASTER_ADDR is not set and {world_size} processes run: set it to the host of rank 0")
+    return hosts[0]
+
+
+def _from_torchrun(env: _Variables) -> Launch:
+    rank, world = env.number("RANK"), env.number("WORLD_SIZE")
+    srun = _is_srun_task(env)
+    if srun and not env.has("TORCHELASTIC_RUN_ID") and _slurm_size(env) == world and env.number("SLURM_PROCID") != rank:
+        raise LaunchError(
+            f"RANK={rank} contradicts SLURM_PROCID={env.text('SLURM_PROCID')}: RANK was exported before srun; unset "
+            f"RANK, or set it to SLURM_PROCID inside the task"
+        )
+    if not env.has("LOCAL_RANK") and not srun and world > 1:
+        raise LaunchError(f"RANK={rank} and WORLD_SIZE={world} are set but LOCAL_RANK is not: set it in every process")
+    local = env.number("LOCAL_RANK", env.number("SLURM_LOCALID", 0) if srun else 0)
+    known = env.number("LOCAL_WORLD_SIZE") if env.has("LOCAL_WORLD_SIZE") else None
+    return Launch(
+        rank=rank,
+        local_rank=local,
+        world_size=world,
+        local_world_size=known or local + 1,
+        master_addr=_master(env, world, known),
+        master_port=_port(env, _job(env)),
+        launcher="torchrun",
+        node=_node(env),
+        job=_job(env),
+        store_served=env.text("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _from_mpi(env: _Variables) -> Launch | None:
+    for rank_name, size_name, local_names, local_size_names in _MPI_VARIABLES:
+        if not env.has(rank_name):
+            continue
+        rank, world = env.number(rank_name), env.number(size_name)
+        if _is_srun_task(env) and (rank, world) == (env.number("SLURM_PROCID"), _slurm_size(env)):
+            return None  # srun that also speaks PMI: its own variables say more
+        local_name, local_size_name = env.first(local_names), env.first(local_size_names)
+        if local_name is None and world > 1:
+            raise LaunchError(f"{rank_name}={rank} is set but no {' or '.join(local_names)}: set {local_names[0]}")
+        local = env.number(local_name) if local_name else 0
+        known = env.number(local_size_name) if local_size_name else None
+        return Launch(
+            rank=rank,
+            local_rank=local,
+            world_size=world,
+            local_world_size=known or local + 1,
+            master_addr=_master(env, world, known),
+            master_port=_port(env, _job(env)),
+            launcher="mpi",
+            node=_node(env),
+            job=_job(env),
+        )
+    if env.has("PMIX_RANK") and not _is_srun_task(env):
+        raise LaunchError(
+            f"PMIX_RANK={env.text('PMIX_RANK')} is set, but no variable tells the number of processes: use mpirun or "
+            f"srun, or set RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR in every process"
+        )
+    return None
+
+
+def _slurm_local_size(env: _Variables, world: int) -> int:
+    """Tasks of this step on this node."""
+    name = env.first(("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
+    node = env.number("SLURM_NODEID", 0)
+    if name:
+        counts = expand_counts(env.text(name))
+        if node < len(counts) and sum(counts) == world:
+            return counts[node]
+    hosts = _slurm_hosts(env)
+    one_node = env.text("SLURM_STEP_NUM_NODES") == "1" or len(hosts) == 1
+    return world if one_node else env.number("SLURM_NTASKS_PER_NODE", env.number("SLURM_LOCALID", 0) + 1)
+
+
+def _from_slurm(env: _Variables) -> Launch | None:
+    if not _is_srun_task(env):
+        return None
+    rank, world = env.number("SLURM_PROCID"), _slurm_size(env)
+    if world > 1 and not env.has("SLURM_LOCALID"):
+        raise LaunchError(f"SLURM_PROCID={rank} is set but SLURM_LOCALID is not: start the tasks with srun")
+    local_world = _slurm_local_size(env, world)
+    return Launch(
+        rank=rank,
+        local_rank=env.number("SLURM_LOCALID", 0),
+        world_size=world,
+        local_world_size=local_world,
+        master_addr=_master(env, world, local_world),
+        master_port=_port(env, _slurm_job(env)),
+        launcher="slurm",
+        node=_node(env),
+        job=_slurm_job(env),
+    )
+
+
+def _alone(env: _Variables) -> Launch:
+    """One process; a LOCAL_RANK that someone set still chooses the device."""
+    local = env.number("LOCAL_RANK", 0)
+    return Launch(local_rank=local, local_world_size=1, node=_node(env), job=f"alone.{os.getpid()}")
+
+
+def _checked(launch: Launch) -> Launch:
+    """Raise LaunchError unless the numbers fit together."""
+    source = f"({launch.launcher} variables)"
+    if launch.world_size < 1:
+        raise LaunchError(f"world size {launch.world_size} {source}: at least one process is needed")
+    if launch.rank >= launch.world_size:
+        raise LaunchError(
+            f"rank {launch.rank} of world size {launch.world_size} {source}: ranks go from 0 to {launch.world_size - 1}"
+        )
+    if launch.local_world_size > launch.world_size:
+        raise LaunchError(
+            f"{launch.local_world_size} processes on this node {source}, but world size is {launch.world_size}"
+        )
+    if launch.launcher != "none" and launch.local_rank >= launch.local_world_size:
+        raise LaunchError(
+            f"local rank {launch.local_rank} of {launch.local_world_size} processes on node {launch.node} {source}: "
+            f"local ranks go from 0 to {launch.local_world_size - 1}"
+        )
+    if launch.master_port > 65535:
+        raise LaunchError(f"MASTER_PORT={launch.master_port} is no port: take one from 1024 to 65535")
+    return launch
+
+
+def select_device(launch: Launch, backend: str | None = None) -> torch.device:
+    """The device this process computes on.
+
+    The only visible one where the launcher gives each process its own; the local rank's where all are visible; the
+    CPU where there is none or where the backend is "gloo". Raises LaunchError when this process has none.
+    """
+    import torch
+
+    if backend not in (None, "nccl", "gloo"):
+        raise LaunchError(f"backend {backend!r} is not known: use nccl (CUDA and ROCm) or gloo (CPU)")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if backend == "gloo" or (count == 0 and backend is None):
+        return torch.device("cpu")
+    if count == 0:
+        raise LaunchError(f"backend nccl on node {launch.node}: torch {torch.__version__} sees no device: use gloo")
+    if count == 1:
+        return torch.device("cuda", 0)
+    if launch.local_rank >= count:
+        raise LaunchError(
+            f"rank {launch.rank} on node {launch.node} has local rank {launch.local_rank}, but {count} devices are "
+            f"visible: start at most {count} processes on a node"
+        )
+    return torch.device("cuda", launch.local_rank)
+
+
+def connect(launch: Launch, timeout: timedelta = timedelta(minutes=10), backend: str | None = None) -> Rendezvous:
+    """Bring all processes together and initialise torch.distributed. The rendezvous is a context manager.
+
+    `backend` None takes nccl (which is RCCL on ROCm) where there is a device and gloo elsewhere; `timeout` holds for
+    the meeting and for every collective after it. Raises LaunchError that names the ranks that did not come.
+    """
+    from megatron.parallel.rendezvous import Rendezvous
+
+    return Rendezvous.join(launch, select_device(launch, backend), timeout)

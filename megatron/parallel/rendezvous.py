@@ -1,0 +1,427 @@
+"""Where the processes meet, and how they learn which of them failed.
+
+Every rank writes a hello to a store that rank 0 (or the launcher) serves; rank 0 checks them and publishes a verdict.
+Afterwards a daemon thread of each rank waits on a key of its own, at no cost, and answers when somebody calls the
+roll: a rank that does not answer is dead, and the others can name it.
+"""
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.errors import LaunchError
+from megatron.parallel.nodelist import compress_ranks
+from megatron.parallel.report import (
+    bounded,
+    device_identity,
+    device_name,
+    host_name_is_local,
+    list_places,
+    position,
+    raise_file_limit,
+    show_duration,
+)
+
+if TYPE_CHECKING:
+    from megatron.parallel.launch import Launch
+
+_FOREVER = timedelta(days=20)  # longer ones do not fit torch's 31 bits of milliseconds
+_NAMED = 64  # so many missing ranks are looked for; beyond, nobody reads on
+_LINGER_S = 5.0  # how long the rank that serves the store stays for the others at the end
+_ANSWER_S = 5.0  # how long a rank may take to answer a roll call
+
+
+class Rendezvous:
+    """This process's tie to all others, over an initialised torch.distributed. As a context manager it closes itself.
+
+    launch, device, backend   what it was made from and what torch.distributed runs on
+    places                    "node:device" of every rank, in rank order
+    """
+
+    def __init__(self, launch: Launch, device: torch.device, timeout: timedelta) -> None:
+        """Use Rendezvous.join."""
+        self.launch = launch
+        self.device = device
+        self.timeout = timeout
+        self.backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        self._store: Any = None
+        self._places: list[str] | None = None
+        self._watcher: threading.Thread | None = None
+        self._previous: dict[str, str | None] = {}
+        self._explained: LaunchError | None = None
+        self._failed = False
+        self._closed = False
+        self._absentees = 0
+        self._store_lost = False
+
+    @classmethod
+    def join(cls, launch: Launch, device: torch.device, timeout: timedelta) -> Rendezvous:
+        """Meet all other ranks and initialise torch.distributed.
+
+        Raises LaunchError within `timeout` when ranks are missing (it names them and tells where the others are) or
+        when the store cannot be reached. Exports the launcher-independent variables (RANK, ...) until close().
+        """
+        if dist.is_initialized():
+            raise LaunchError("torch.distributed is initialised already: connect once, or close the first rendezvous")
+        self = cls(launch, device, timeout)
+        deadline = time.monotonic() + timeout.total_seconds()
+        self._store = self._open_store(deadline)
+        atexit.register(self._leave)
+        try:
+            self._say_hello(deadline)
+        except LaunchError:
+            self._leave()
+            raise
+        except RuntimeError as error:
+            self._store_lost = True
+            self._leave()
+            raise LaunchError(f"{self._myself}: {self._store_gone()}") from error
+        try:
+            self._watch()
+            self._initialise()
+        except (RuntimeError, ValueError) as error:
+            explanation = self.explain(error)
+            self.close()
+            raise explanation from error
+        return self
+
+    # -- meeting ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _serves_store(self) -> bool:
+        return self.launch.rank == 0 and not self.launch.store_served
+
+    @property
+    def _myself(self) -> str:
+        return f"rank {self.launch.rank} ({self.launch.node}:{device_name(self.device)})"
+
+    @property
+    def _address(self) -> str:
+        return f"{self.launch.master_addr}:{self.launch.master_port}"
+
+    def _open_store(self, deadline: float) -> Any:
+        launch = self.launch
+        if launch.world_size == 1 and not launch.store_served:
+            return dist.HashStore()
+        if not self._serves_store:
+            self._await_server(deadline)
+        else:
+            raise_file_limit()
+        return dist.PrefixStore(f"megatron/{launch.job}/{launch.world_size}", self._client(self._serves_store))
+
+    def _client(self, serve: bool) -> Any:
+        # Rank 0 reaches its own store through the loopback device, whatever its name resolves to.
+        host = "127.0.0.1" if self._serves_store else self.launch.master_addr
+        try:
+            return dist.TCPStore(
+                host, self.launch.master_port, None, is_master=serve, timeout=self.timeout, wait_for_workers=False
+            )
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            if serve:
+                raise LaunchError(
+                    f"rank 0 on node {self.launch.node} cannot serve port {self.launch.master_port}, perhaps because "
+                    f"another run uses it: set MASTER_PORT to a free port ({reason})"
+                ) from error
+            raise self._unreachable(reason) from error
+
+    def _await_server(self, deadline: float) -> None:
+        """Wait until somebody listens at the store's address; a plain socket does it without torch's stack traces."""
+        address, reason = (self.launch.master_addr, self.launch.master_port), "no answer"
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise self._unreachable(reason)
+            try:
+                socket.create_connection(address, timeout=min(left, 10.0)).close()
+                return
+            except OSError as error:
+                reason = str(error)
+                time.sleep(min(0.1, max(left, 0.0)))
+
+    def _unreachable(self, reason: str) -> LaunchError:
+        served_by = "the launcher's store" if self.launch.store_served else "rank 0"
+        return LaunchError(
+            f"rank {self.launch.rank} on node {self.launch.node} does not reach {served_by} at {self._address} within "
+            f"{show_duration(self.timeout)}: {reason}. Either rank 0 did not start (look at its output), or it runs "
+            f"elsewhere than MASTER_ADDR and MASTER_PORT say"
+        )
+
+    def _say_hello(self, deadline: float) -> None:
+        launch, store = self.launch, self._store
+        hello = {
+            "node": launch.node,
+            "pid": os.getpid(),
+            "device": device_name(self.device),
+            "identity": device_identity(self.device),
+            "backend": self.backend,
+        }
+        if store.add(f"claim/{launch.rank}", 1) > 1:
+            raise LaunchError(
+                f"two processes say they are rank {launch.rank}; this one is {os.getpid()} on node {launch.node}: "
+                f"every process needs a rank of its own"
+            )
+        store.set(f"hello/{launch.rank}", json.dumps(hello))
+        if launch.rank == 0:
+            error = self._gather_hellos(deadline)
+            store.set("verdict", error)
+        else:
+            self._poll(["verdict"], deadline)
+            error = store.get("verdict").decode() if store.check(["verdict"]) else self._absent()
+        if error:
+            raise LaunchError(error)
+
+    def _gather_hellos(self, deadline: float) -> str:
+        """Rank 0: wait for all, publish their places; the error that all ranks report, or ""."""
+        keys = [f"hello/{rank}" for rank in range(self.launch.world_size)]
+        if not self._poll(keys, deadline):
+            return self._absent()
+        hellos = [json.loads(self._store.get(key)) for key in keys]
+        self._places = [f"{hello['node']}:{hello['device']}" for hello in hellos]
+        self._store.set("places", json.dumps(self._places))
+        users: dict[tuple[str, str], int] = {}
+        for rank, hello in enumerate(hellos):
+            if hello["backend"] != hellos[0]["backend"]:
+                return (
+                    f"rank 0 ({self._places[0]}) uses {hellos[0]['backend']} but rank {rank} ({self._places[rank]}) "
+                    f"uses {hello['backend']}: all ranks need devices of one kind, or --distributed-backend gloo"
+                )
+            other = users.setdefault((hello["node"], hello["identity"] or f"rank {rank}"), rank)
+            if other != rank:
+                return (
+                    f"ranks {other} and {rank} both have device {hello['device']} of node {hello['node']}: start as "
+                    f"many processes as there are devices"
+                )
+        return ""
+
+    def _poll(self, keys: Sequence[str], deadline: float) -> bool:
+        """Whether all keys exist before the deadline. Asks less often the more ranks ask."""
+        pause, longest = 0.005, max(0.2, self.launch.world_size / 4000)
+        while not self._store.check(list(keys)):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(pause, left))
+            pause = min(pause * 1.5, longest)
+        return True
+
+    def _absent(self) -> str:
+        missing = self._without_key("hello")
+        within = show_duration(self.timeout)
+        self._absentees = len(missing)
+        present = [rank for rank in range(self.launch.world_size) if rank not in set(missing)][:_NAMED]
+        known = [(rank, self._place(rank)) for rank in present if len(missing) < _NAMED]
+        more = " and perhaps more" if len(missing) >= _NAMED else ""
+        if not missing:
+            return f"all ranks came, but rank 0 ({self._place(0)}) gave no go-ahead within {within}"
+        who = f"rank{'s' if len(missing) > 1 else ''} {compress_ranks(missing)}{more} of {self.launch.world_size}"
+        return (
+            f"{who} did not come within {within}. Present: {list_places(known) or 'not listed'}. Look at the output of "
+            f"the missing; if they only start slowly, raise --distributed-timeout-minutes"
+        )
+
+    def _without_key(self, kind: str) -> list[int]:
+        """Ranks without a key `kind/rank`, at most _NAMED of them; halves the range, so that few misses cost little."""
+        found: list[int] = []
+        ranges = [(0, self.launch.world_size)]
+        while ranges and len(found) < _NAMED:
+            low, high = ranges.pop()
+            if self._store.check([f"{kind}/{rank}" for rank in range(low, high)]):
+                continue
+            if high - low == 1:
+                found.append(low)
+            else:
+                middle = (low + high) // 2
+                ranges += [(middle, high), (low, middle)]
+        return found
+
+    def _initialise(self) -> None:
+        launch = self.launch
+        variables = launch.environment()
+        if launch.world_size == launch.local_world_size and not host_name_is_local():
+            variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        self._previous = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        # No device_id: with it torch makes groups by splitting the whole world's communicator, in which every rank
+        # would have to take part in every group.
+        dist.init_process_group(
+            self.backend,
+            store=dist.PrefixStore("torch", self._store),
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=self.timeout,
+        )
+
+    # -- after the meeting -----------------------------------------------------------------------------------------
+
+    @property
+    def places(self) -> list[str]:
+        if self._places is None:
+            try:
+                self._places = json.loads(self._store.get("places"))
+            except RuntimeError as error:
+                self._store_lost = True
+                raise LaunchError(f"{self._myself}: {self._store_gone()}") from error
+        return self._places
+
+    def fail(self, message: str) -> None:
+        """Tell the others why this rank stops. Never raises."""
+        self._failed = True
+        self._try(lambda: self._write_failure(message), _ANSWER_S)
+
+    def _try(self, write: Callable[[], None], seconds: float) -> None:
+        """Write to the store if it is still there."""
+        if not self._store_lost:
+            try:
+                bounded(write, seconds)
+            except (RuntimeError, LaunchError):
+                self._store_lost = True
+
+    def _write_failure(self, message: str) -> None:
+        number = self._store.add("failures", 1)
+        self._store.set(f"failure/{number}", json.dumps([self.launch.rank, message]))
+
+    def failures(self) -> dict[int, str]:
+        """The messages of all ranks that called fail()."""
+        keys = [f"failure/{n + 1}" for n in range(self._store.add("failures", 0))]
+        found: dict[int, str] = {}
+        for key in keys:
+            if self._store.check([key]):
+                rank, message = json.loads(self._store.get(key))
+                found.setdefault(rank, message)
+        return found
+
+    def explain(self, error: BaseException) -> LaunchError:
+        """What a failed or timed-out collective means: the ranks that failed or died, as far as it can be known.
+
+        Takes some seconds. `raise rendezvous.explain(error) from error`.
+        """
+        if self._explained is None:
+            self._failed = True
+            symptom = (str(error).splitlines() or [""])[0].split(". ")[0]
+            try:
+                text = self._store_gone() if self._store_lost else bounded(self._diagnose, 4 * _ANSWER_S)
+            except (RuntimeError, LaunchError):
+                self._store_lost = True
+                text = self._store_gone()
+            kind = type(error).__name__
+            self._explained = LaunchError(f"{self._myself}: {text}. Seen here as {kind}: {symptom}")
+        return self._explained
+
+    def _store_gone(self) -> str:
+        if self.launch.store_served:
+            return f"the launcher's store at {self._address} is gone: the launcher ended; look at its output"
+        return f"rank 0, which serves the store at {self._address}, is gone: it died or was stopped; look at its output"
+
+    def _diagnose(self) -> str:
+        if self.launch.world_size == 1:
+            return "no other rank takes part"
+        if self._store.add("explainers", 1) == 1:
+            self._store.set("findings", self._call_roll())
+        elif not self._poll(["findings"], time.monotonic() + 2 * _ANSWER_S):
+            return "no rank has found out why"
+        failed = {rank: text for rank, text in self.failures().items() if rank != self.launch.rank}
+        if failed:
+            return "; ".join(f"rank {rank} ({self._place(rank)}) failed: {text}" for rank, text in failed.items())
+        return self._store.get("findings").decode()
+
+    def _call_roll(self) -> str:
+        """Ask every rank for a sign of life, and where it is in the code."""
+        ranks = range(self.launch.world_size)
+        self._store.multi_set([f"call/{rank}" for rank in ranks], ["roll"] * len(ranks))
+        self._poll([f"answer/{rank}" for rank in ranks], time.monotonic() + _ANSWER_S)
+        silent = self._without_key("answer")
+        dead = [rank for rank in silent if not self._store.check([f"left/{rank}"])]
+        self._absentees = len(dead)
+        if dead:
+            places = list_places([(rank, self._place(rank)) for rank in dead])
+            return f"no sign of life from rank {compress_ranks(dead)}: died or was killed ({places})"
+        gone = [rank for rank in silent if rank not in dead]
+        where: dict[str, list[int]] = {}
+        for rank in ranks:
+            if rank not in set(gone):
+                where.setdefault(self._store.get(f"answer/{rank}").decode(), []).append(rank)
+        found = [f"rank {compress_ranks(at)} in {place}" for place, at in where.items()]
+        found += [f"rank {compress_ranks(gone)} ended"] if gone else []
+        return "no rank died; " + ", ".join(found[:_NAMED])
+
+    def _place(self, rank: int) -> str:
+        hello = json.loads(self._store.get(f"hello/{rank}"))
+        return f"{hello['node']}:{hello['device']}, process {hello['pid']}"
+
+    def _watch(self) -> None:
+        """Start the thread that answers roll calls. It has a connection of its own: a waiting client is blocked."""
+        if self.launch.world_size == 1:
+            return
+        prefix = f"megatron/{self.launch.job}/{self.launch.world_size}"
+        store = dist.PrefixStore(prefix, self._client(serve=False))
+        rank, main = self.launch.rank, threading.main_thread().ident
+
+        def answer() -> None:
+            try:
+                store.wait([f"call/{rank}"], _FOREVER)
+                if store.get(f"call/{rank}") == b"roll":
+                    store.set(f"answer/{rank}", position(main))
+            except RuntimeError:
+                self._store_lost = True
+
+        self._watcher = threading.Thread(target=answer, name="rendezvous", daemon=True)
+        self._watcher.start()
+
+    def __enter__(self) -> Rendezvous:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.fail(f"{type(error).__name__}: {error}")
+        self.close()
+
+    def close(self) -> None:
+        """End torch.distributed and leave; all ranks call it. Harmless when called twice."""
+        if self._closed:
+            return
+        if dist.is_initialized() and not (self._failed and self.device.type == "cuda"):
+            # After a failure NCCL would wait for the dead; the end of the process frees its communicators.
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
+        self._leave()
+        for name, value in self._previous.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    def _leave(self) -> None:
+        """Write that this rank is gone; the rank that serves the store stays a little for those that still ask."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._leave)
+        self._try(self._write_left, 2 * _LINGER_S)
+        if self._watcher is not None:
+            self._watcher.join(timeout=_ANSWER_S)
+
+    def _write_left(self) -> None:
+        launch = self.launch
+        if launch.world_size == 1:
+            return
+        self._store.set(f"left/{launch.rank}", "")
+        self._store.set(f"call/{launch.rank}", "stop")
+        gone = self._store.add("left", 1)
+        deadline = time.monotonic() + _LINGER_S
+        while self._serves_store and gone < launch.world_size - self._absentees and time.monotonic() < deadline:
+            time.sleep(0.02)
+            gone = self._store.add("left", 0)

@@ -1,0 +1,97 @@
+"""What a process tells about itself and its host when ranks meet or part."""
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from megatron.errors import LaunchError
+
+# Frames of waiting itself, which say nothing about where a rank is.
+_NOT_SHOWN = (
+    os.path.dirname(torch.__file__) + os.sep,
+    str(threading.__file__),
+    __file__,
+    os.path.join(os.path.dirname(__file__), "rendezvous.py"),
+)
+
+
+def bounded(function: Callable[[], Any], seconds: float) -> Any:
+    """The function's result; LaunchError when it takes longer: a store whose host lost power never answers."""
+    outcome: list[Any] = []
+
+    def body() -> None:
+        try:
+            outcome.append((True, function()))
+        except Exception as error:
+            outcome.append((False, error))
+
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not outcome:
+        raise LaunchError(f"the store gave no answer within {seconds:g} s")
+    succeeded, value = outcome[0]
+    if not succeeded:
+        raise value
+    return value
+
+
+def position(thread: int | None) -> str:
+    """Function, file and line of our own or the user's code in which a thread is."""
+    frame = sys._current_frames().get(thread) if thread is not None else None
+    while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_SHOWN):
+        frame = frame.f_back
+    if frame is None:
+        return "an unknown place"
+    return f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
+
+
+def list_places(places: Sequence[tuple[int, str]]) -> str:
+    """Ranks and their places, the first sixteen."""
+    shown = "; ".join(f"rank {rank} on {place}" for rank, place in places[:16])
+    return shown + (f"; {len(places) - 16} more" if len(places) > 16 else "")
+
+
+def show_duration(duration: timedelta) -> str:
+    seconds = duration.total_seconds()
+    return f"{seconds / 60:g} minutes" if seconds >= 120 else f"{seconds:g} s"
+
+
+def device_name(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else f"{device.type}:{device.index}"
+
+
+def device_identity(device: torch.device) -> str:
+    """What tells this device from the others of its node; "" for the CPU or where torch does not know."""
+    if device.type == "cpu":
+        return ""
+    properties = torch.cuda.get_device_properties(device)
+    # Parts of one NVIDIA card share its bus address but not the uuid; the dies of an MI250X have one address each.
+    return str(getattr(properties, "pci_bus_id" if torch.version.hip else "uuid", ""))
+
+
+def host_name_is_local() -> bool:
+    """Whether this host's own name resolves to an address that it can bind; gloo needs that without an interface."""
+    try:
+        with socket.socket() as probe:
+            probe.bind((socket.gethostbyname(socket.gethostname()), 0))
+    except OSError:
+        return False
+    return True
+
+
+def raise_file_limit() -> None:
+    """Allow as many open connections as this user may have: the store keeps two per rank."""
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,37 @@
+"""The loss on data that is not trained on."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megatron.data.batch import MicroBatch
+from megatron.parallel import collectives
+from megatron.parallel.topology import Topology
+from megatron.training.streams import Stream
+
+Forward = Callable[[Sequence[MicroBatch]], list[torch.Tensor]]
+
+
+def mean_loss(
+    forward: Forward, stream: Stream, topology: Topology, iterations: int, micro_batches: int, *, per_token: bool = False
+) -> float:
+    """The mean loss over `iterations` x `micro_batches` micro-batches of every data-parallel rank.
+
+    `forward` maps micro-batches to their losses on the last pipeline stage and to an empty list elsewhere. Micro-batches
+    count alike; with `per_token` each counts by its unmasked tokens, so that the result is the loss of a token.
+    A collective call of the world; every rank gets the result.
+    """
+    total = torch.zeros(2, dtype=torch.float64, device=topology.device)
+    for _ in range(iterations):
+        batches = stream.take(micro_batches)
+        losses = forward(batches)
+        if not losses or topology.tensor.rank != 0:
+            continue  # every tensor rank has the same losses: the first one counts
+        values = torch.stack(losses).double()
+        weights = torch.ones_like(values)
+        if per_token:
+            weights = torch.stack([batch.loss_mask.sum() for batch in batches]).to(values)
+        total += torch.stack([(values * weights).sum(), weights.sum()])
+    sum_, count = collectives.all_reduce(total, topology.world).tolist()
+    return sum_ / max(count, 1.0)

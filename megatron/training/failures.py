@@ -1,0 +1,55 @@
+"""How a process ends when something goes wrong: one clear message, the right exit code, no hanging.
+
+Imports no torch, so that a mistake on the command line is reported at once.
+"""
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+from megatron.errors import MegatronError
+
+EXIT_ERROR = 1  # an error of the program, or a peer's
+EXIT_USER_ERROR = 2  # something the user can mend
+EXIT_INTERRUPTED = 130
+
+
+def run_guarded(body: Callable[[], object], rank: int) -> int:
+    """Call `body` and return the exit code; messages of errors go to standard error.
+
+    A MegatronError is shown without traceback, in full by rank 0 and in one line by the others. Any other exception
+    is shown with its traceback and the rank.
+    """
+    try:
+        body()
+    except MegatronError as error:
+        text = f"{type(error).__name__}: {error}"
+        _print_error(text if rank == 0 else f"rank {rank}: {text.splitlines()[0]}")
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        _print_error(f"rank {rank}: interrupted")
+        return EXIT_INTERRUPTED
+    except SystemExit as exit_:
+        return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+    except BaseException:
+        # One write, so that the tracebacks of several ranks do not interleave.
+        _print_error(f"rank {rank} failed:\n{traceback.format_exc()}".rstrip())
+        return EXIT_ERROR
+    return 0
+
+
+def leave(code: int) -> None:
+    """End the process. After a failure no destructor runs: they would wait for peers that are gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:
+        os._exit(code)
+    sys.exit(0)
+
+
+def _print_error(text: str) -> None:
+    sys.stdout.flush()
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()

@@ -1,0 +1,230 @@
+"""What a run measures between two log lines, and the JSON-lines file that every tool reads."""
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from megatron.errors import ConfigError
+from megatron.parallel import collectives
+from megatron.parallel.topology import Topology
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One training step, as every rank knows it without asking the others.
+
+    `loss` is this rank's part of the mean loss of the global batch, a scalar still on the device; None on ranks that
+    have no part (see local_loss). Counts include this step.
+    """
+
+    iteration: int
+    consumed_samples: int
+    consumed_tokens: int
+    global_batch_size: int
+    learning_rate: float
+    loss: torch.Tensor | None
+    skipped: bool
+    loss_scale: float | None = None
+    grad_norm: float | None = None
+    num_zeros: float | None = None
+    params_norm: float | None = None
+
+
+@dataclass(frozen=True)
+class IterationReport:
+    """The figures of one log line. Times and rates are means over the interval; losses leave out skipped steps.
+
+    lm_loss is None when every step of the interval was skipped. mfu and hfu are fractions of the device's peak, None
+    where that is not known. `steps` are the steps of the interval with `step_losses`, their losses over all ranks.
+    """
+
+    iteration: int
+    total_iterations: int
+    consumed_samples: int
+    consumed_tokens: int
+    global_batch_size: int
+    seq_length: int
+    learning_rate: float
+    lm_loss: float | None
+    loss_scale: float | None
+    grad_norm: float | None
+    num_zeros: float | None
+    params_norm: float | None
+    skipped: int
+    nan: int
+    step_time_s: float
+    samples_per_s: float
+    tokens_per_s: float
+    tokens_per_s_per_device: float
+    model_tflops: float
+    hardware_tflops: float
+    mfu: float | None
+    hfu: float | None
+    memory_bytes: int | None
+    steps: tuple[StepRecord, ...] = ()
+    step_losses: tuple[float, ...] = ()
+
+    def as_record(self) -> dict[str, Any]:
+        """The fields for the metrics file, unrounded."""
+        left_out = ("steps", "step_losses")
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in left_out}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What turns samples per second into FLOP/s: per sample over the whole model, and the peak of one device."""
+
+    world_size: int
+    seq_length: int
+    model_flops_per_sample: float
+    hardware_flops_per_sample: float
+    peak_flops_per_s: float | None = None
+
+
+class Interval:
+    """Collects steps until the next log line. No rank communicates or waits for its device before `report`."""
+
+    def __init__(self, topology: Topology, rates: Rates) -> None:
+        self._topology, self._rates = topology, rates
+        self._steps: list[StepRecord] = []
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def add(self, step: StepRecord) -> None:
+        self._steps.append(step)
+
+    def reduce_losses(self) -> list[float]:
+        """The loss of each step of the interval over all ranks. A collective call of the world."""
+        total = torch.zeros(len(self._steps), dtype=torch.float64, device=self._topology.device)
+        if self._steps and self._steps[0].loss is not None:
+            total += torch.stack([s.loss for s in self._steps if s.loss is not None]).to(torch.float64)
+        return collectives.all_reduce(total, self._topology.world).tolist()
+
+    def report(self, losses: list[float], total_iterations: int, elapsed_s: float, memory: int | None) -> IterationReport:
+        """The figures of the interval, which took `elapsed_s` seconds; a new interval begins."""
+        steps, self._steps = tuple(self._steps), []
+        assert steps, "a log line needs at least one step"
+        last, rates = steps[-1], self._rates
+        advanced = [loss for step, loss in zip(steps, losses, strict=True) if not step.skipped]
+        samples_per_s = sum(s.global_batch_size for s in steps) / elapsed_s
+        tokens_per_s = samples_per_s * rates.seq_length
+        model = samples_per_s * rates.model_flops_per_sample / rates.world_size
+        hardware = samples_per_s * rates.hardware_flops_per_sample / rates.world_size
+        peak = rates.peak_flops_per_s
+        return IterationReport(
+            iteration=last.iteration,
+            total_iterations=total_iterations,
+            consumed_samples=last.consumed_samples,
+            consumed_tokens=last.consumed_tokens,
+            global_batch_size=last.global_batch_size,
+            seq_length=rates.seq_length,
+            learning_rate=last.learning_rate,
+            lm_loss=sum(advanced) / len(advanced) if advanced else None,
+            loss_scale=last.loss_scale,
+            grad_norm=last.grad_norm,
+            num_zeros=last.num_zeros,
+            params_norm=last.params_norm,
+            skipped=sum(s.skipped for s in steps),
+            nan=sum(not math.isfinite(loss) for loss in losses),
+            step_time_s=elapsed_s / len(steps),
+            samples_per_s=samples_per_s,
+            tokens_per_s=tokens_per_s,
+            tokens_per_s_per_device=tokens_per_s / rates.world_size,
+            model_tflops=model / 1e12,
+            hardware_tflops=hardware / 1e12,
+            mfu=model / peak if peak else None,
+            hfu=hardware / peak if peak else None,
+            memory_bytes=memory,
+            steps=steps,
+            step_losses=tuple(losses),
+        )
+
+
+def local_loss(losses: list[torch.Tensor], weights: list[float] | None, topology: Topology) -> torch.Tensor | None:
+    """This rank's term of the global batch's mean loss, for a sum over the world.
+
+    `losses` are the micro-batch losses of the last pipeline stage, empty elsewhere; `weights` their weights, equal when
+    None. Every tensor rank of a stage has the same losses: the first one counts.
+    """
+    if not topology.pipeline.is_last or topology.tensor.rank != 0:
+        return None
+    together = torch.stack([loss.detach().float() for loss in losses])
+    if weights is None:
+        return together.mean() / topology.data.size
+    return (together * together.new_tensor(weights)).sum() / topology.data.size
+
+
+class MetricsFile:
+    """Appends one JSON object a line: {"event": ..., "time": seconds since 1970, ...}, numbers unrounded.
+
+    Events: start, iteration, validation, checkpoint, generate, end. A resumed run appends to the same file. Every
+    record is flushed, so that a run that is killed leaves all that it reported. NaN and infinity are written as null,
+    which JSON has; the count of nan iterations tells of them. Raises ConfigError when the file cannot be written.
+    """
+
+    def __init__(self, path: str | Path | None, clock: Callable[[], float] = time.time) -> None:
+        self.path = Path(path) if path is not None else None
+        self._clock, self._file = clock, None if self.path is None else _open_for_append(self.path)
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Append one record; nothing without a path."""
+        if self._file is None:
+            return
+        record = {"event": event, "time": self._clock(), **fields}
+        self._file.write(json.dumps(_finite(record), default=str) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _open_for_append(path: Path) -> IO[str]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "a", encoding="utf-8")
+        if file.tell() and not _ends_with_newline(path):
+            file.write("\n")  # a run that was killed while it wrote
+        return file
+    except OSError as error:
+        raise ConfigError(f"--metrics-file {path}: {error.strerror}: choose a place that can be written") from error
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return value
+
+
+def read_metrics(path: str | Path, event: str | None = None) -> list[dict[str, Any]]:
+    """The records of a metrics file, in order; of one event if given. A last line cut short is left out."""
+    records = []
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if event is None or record.get("event") == event:
+            records.append(record)
+    return records

@@ -1,0 +1,46 @@
+"""torch's profiler over some iterations (--profile)."""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.config import Config
+
+
+class Profiler:
+    """Records iterations --profile-step-start up to --profile-step-end on --profile-ranks; off without --profile.
+
+    Writes one Chrome trace per rank into --trace-dir, or beside TensorBoard's files, or into the current folder.
+    """
+
+    def __init__(self, config: Config, rank: int) -> None:
+        logging = config.logging
+        self._on = bool(logging.profile) and rank in logging.profile_ranks
+        self._start, self._end = logging.profile_step_start, logging.profile_step_end
+        self._details = logging.profile == "pt-full"
+        folder = Path(logging.trace_dir or logging.tensorboard_dir or ".")
+        self._path = folder / f"trace_rank{rank}.json"
+        self._profile: Any = None
+
+    def step(self, iteration: int) -> str | None:
+        """Call before each step with its number; a line to print when a trace was written."""
+        if self._on and self._profile is None and self._start <= iteration < self._end:
+            self._profile = torch.profiler.profile(
+                record_shapes=self._details, with_stack=self._details, profile_memory=self._details
+            )
+            self._profile.start()
+        elif self._profile is not None and iteration >= self._end:
+            return self.finish()
+        return None
+
+    def finish(self) -> str | None:
+        """Write what was recorded, if anything."""
+        if self._profile is None:
+            return None
+        self._profile.stop()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._profile.export_chrome_trace(str(self._path))
+        self._profile, self._on = None, False
+        return f" profile of iterations {self._start} to {self._end} written to {self._path}"

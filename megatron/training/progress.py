@@ -1,0 +1,29 @@
+"""How far a run has come."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Progress:
+    """Counts since the first step of the run, over all its resumptions.
+
+    iteration                 steps taken, skipped ones included
+    consumed_samples          training samples taken by all ranks together
+    consumed_tokens           the same in tokens
+    consumed_valid_samples    validation samples taken by the evaluations inside the loop
+    skipped_iterations        steps whose gradients were not finite, so that no weight moved
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    consumed_valid_samples: int = 0
+    skipped_iterations: int = 0
+
+    def advance(self, samples: int, seq_length: int, *, skipped: bool) -> None:
+        """Count one step over `samples` sequences."""
+        self.iteration += 1
+        self.consumed_samples += samples
+        self.consumed_tokens += samples * seq_length
+        self.skipped_iterations += int(skipped)

@@ -1,0 +1,66 @@
+"""Where the figures of a run go: log lines, metrics file and TensorBoard. Only rank 0 writes."""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron.config import Config
+from megatron.training.console import Console
+from megatron.training.devices import PLAUSIBLE_UTILISATION
+from megatron.training.log_line import format_iteration, format_timers, format_validation, perplexity
+from megatron.training.metrics import IterationReport, MetricsFile
+from megatron.training.progress import Progress
+from megatron.training.tensorboard import TensorBoard
+
+
+def metrics_path(config: Config) -> Path | None:
+    """--metrics-file, or metrics.jsonl in the --save folder; None without either."""
+    if config.logging.metrics_file:
+        return Path(config.logging.metrics_file)
+    return Path(config.checkpoint.save) / "metrics.jsonl" if config.checkpoint.save else None
+
+
+class Reporter:
+    """Tells people and tools how the run goes. Every rank may call it; rank 0 speaks."""
+
+    def __init__(self, config: Config, rank: int) -> None:
+        self._timing_option = config.logging.timing_log_option
+        self.console = Console(enabled=rank == 0)
+        self.metrics = MetricsFile(metrics_path(config) if rank == 0 else None)
+        self._tensorboard = TensorBoard(config, enabled=rank == 0)
+
+    def say(self, text: str) -> None:
+        """Print one or more lines."""
+        self.console.say(text)
+
+    def iteration(self, report: IterationReport, times_ms: dict[str, list[float]]) -> None:
+        """The log line of an interval, its timers if any, its record, and its steps for TensorBoard."""
+        self.say(format_iteration(report))
+        if report.hfu is not None and report.hfu > PLAUSIBLE_UTILISATION:
+            self.say(
+                f" warning: HFU {report.hfu:.3f} is more than a device can do: the time or the peak is wrong, do not use it"
+            )
+        timers: dict[str, Any] = {}
+        if times_ms:
+            self.say(format_timers(times_ms, self._timing_option))
+            timers["times_ms"] = {name: {"min": min(t), "max": max(t)} for name, t in times_ms.items()}
+        self.metrics.write("iteration", **report.as_record(), **timers)
+        self._tensorboard.iteration(report)
+        loss = "" if report.lm_loss is None else f"loss {report.lm_loss:.3f}  "
+        self.console.update(report.iteration, f"{loss}{report.tokens_per_s:,.0f} tokens/s")
+
+    def validation(self, prefix: str, progress: Progress, dataset: str, loss: float, samples: int, seconds: float) -> None:
+        """One evaluation on `samples` samples of the 'valid' or 'test' data set."""
+        self.say(format_validation(prefix, loss))
+        self.metrics.write(
+            "validation", iteration=progress.iteration, consumed_samples=progress.consumed_samples,
+            consumed_tokens=progress.consumed_tokens, dataset=dataset, lm_loss=loss, perplexity=perplexity(loss),
+            samples=samples, elapsed_s=seconds,
+        )  # fmt: skip
+        if dataset == "valid":
+            self._tensorboard.validation(progress.iteration, progress.consumed_samples, loss)
+
+    def close(self) -> None:
+        self.console.end()
+        self.metrics.close()
+        self._tensorboard.close()

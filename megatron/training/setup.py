@@ -1,0 +1,213 @@
+"""Puts a run together, in the order in which a run reads: processes, layout, tokenizer, data, model, engine, checkpoint."""
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from megatron.config import Config, render_config
+from megatron.data.datasets import Datasets, build_datasets
+from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.engine.assemble import build_executor
+from megatron.engine.engine import Engine
+from megatron.engine.lr import LearningRateSchedule, WeightDecaySchedule
+from megatron.errors import ConfigError, LaunchError, MegatronError
+from megatron.kernels.availability import report as kernels_report
+from megatron.model import formulas
+from megatron.model.gpt import build_chunks
+from megatron.parallel.launch import Launch, connect, detect_launch
+from megatron.parallel.topology import Topology
+from megatron.training import devices
+from megatron.training.loop import train
+from megatron.training.metrics import Interval, Rates
+from megatron.training.micro_batches import BatchSchedule, total_iterations
+from megatron.training.profiling import Profiler
+from megatron.training.progress import Progress
+from megatron.training.reporter import Reporter
+from megatron.training.resume import checkpoint_to_load, load_checkpoint, save_checkpoint, with_checkpoint_settings
+from megatron.training.run import Run
+from megatron.training.stopping import StopRules
+from megatron.training.streams import PlaceholderStream, Stream, open_stream
+from megatron.training.timers import Timers
+
+
+def run_training(config: Config, launch: Launch | None = None) -> None:
+    """Connect, assemble, train, disconnect. See megatron.training.pretrain."""
+    launch = launch or detect_launch()
+    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    rendezvous = connect(launch, timeout, config.parallel.distributed_backend)
+    try:
+        devices.share_cores(rendezvous.device, launch.local_world_size)
+        run = assemble(config, rendezvous.device, rendezvous.places, timeout)
+        try:
+            train(run)
+        finally:
+            run.close()
+    except BaseException as error:
+        if is_lost_peer(error):
+            raise rendezvous.explain(error) from error
+        rendezvous.fail(f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        rendezvous.close()
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether this is what a rank sees of another one's failure: a broken connection or a collective that timed out."""
+    if isinstance(error, LaunchError | dist.DistError):
+        return True
+    text = str(error)
+    signs = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
+    return isinstance(error, RuntimeError) and not isinstance(error, MegatronError) and any(s in text for s in signs)
+
+
+def assemble(config: Config, device: torch.device, places: Sequence[str], timeout: timedelta | None = None) -> Run:
+    """This rank's parts of the run that `config` describes, over the initialised process group.
+
+    Rank 0 prints what the run is: layout, arguments, kernels, sizes. Raises MegatronError.
+    """
+    parallel = config.parallel
+    topology = Topology.create(
+        parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, device=device, timeout=timeout
+    )
+    torch.manual_seed(config.training.seed)
+    reporter = Reporter(config, topology.rank)
+    checkpoint = checkpoint_to_load(config, topology)
+    config = with_checkpoint_settings(config, checkpoint, reporter)
+    tokenizer = load_tokenizer(config)
+    if tokenizer is not None:
+        config = config.replace(vocab_size=tokenizer.vocab_size)
+    describe_setup(config, topology, places, reporter)
+
+    batches = BatchSchedule.from_config(config)
+    samples = planned_samples(config, batches)
+    datasets = build_datasets(config, *samples)
+    chunks = build_chunks(config, topology)
+    describe_model(config, chunks, reporter)
+    engine = Engine(config, topology, chunks)
+    chunks.train()
+    progress = load_checkpoint(config, topology, engine, checkpoint, reporter)
+    end = total_iterations(config, batches, progress.iteration, progress.consumed_samples)
+    datasets = extended(config, batches, datasets, samples, progress, end)
+    write_start(config, topology, places, reporter, progress)
+    return Run(
+        config=config,
+        topology=topology,
+        tokenizer=tokenizer,
+        chunks=chunks,
+        engine=engine,
+        executor=build_executor(config, topology, chunks, engine),
+        learning_rate=LearningRateSchedule(config),
+        weight_decay=WeightDecaySchedule(config),
+        batches=batches,
+        progress=progress,
+        total_iterations=end,
+        datasets=datasets,
+        train_stream=training_stream(config, topology, datasets, progress, tokenizer),
+        interval=Interval(topology, rates(config, topology)),
+        reporter=reporter,
+        stop=StopRules(config, topology),
+        timers=Timers(topology, config.logging.timing_log_level),
+        profiler=Profiler(config, topology.rank),
+        write_checkpoint=partial(save_checkpoint, config, topology, engine, reporter),
+        saved_iteration=progress.iteration if checkpoint and config.checkpoint.load == config.checkpoint.save else None,
+    )
+
+
+def load_tokenizer(config: Config) -> Tokenizer | None:
+    """The tokenizer that the flags name; None when only a vocabulary size is given."""
+    t = config.tokenizer
+    if t.tokenizer_type is None:
+        if config.model.vocab_size is None:
+            raise ConfigError("the vocabulary size is not known: give --tokenizer-type and its files, or --vocab-size")
+        return None
+    return build_tokenizer(
+        t.tokenizer_type, vocab_file=t.vocab_file, merge_file=t.merge_file, tokenizer_model=t.tokenizer_model,
+        vocab_size=config.model.vocab_size, vocab_extra_ids=t.vocab_extra_ids,
+    )  # fmt: skip
+
+
+def planned_samples(config: Config, batches: BatchSchedule) -> tuple[int, int, int]:
+    """Training, validation and test samples of the whole run from its beginning, counted as Megatron counts them, so
+    that index files on disk serve both. The evaluation before the first step needs none of its own."""
+    training, end = config.training, total_iterations(config, batches)
+    train = config.batch.train_samples or batches.samples_after(end)
+    evaluation = training.eval_iters * batches.global_batch_size_at_end
+    return train, (end // training.eval_interval + 1) * evaluation, evaluation
+
+
+def extended(
+    config: Config, batches: BatchSchedule, datasets: Datasets, planned: tuple[int, int, int], progress: Progress, end: int
+) -> Datasets:
+    """`datasets`, or longer ones where a run resumed with another batch size takes more samples than planned."""
+    needed = batches.samples_after(end - progress.iteration, progress.consumed_samples)
+    if config.training.skip_train or needed <= planned[0]:
+        return datasets
+    return build_datasets(config, needed, *planned[1:])
+
+
+def training_stream(
+    config: Config, topology: Topology, datasets: Datasets, progress: Progress, tokenizer: Tokenizer | None
+) -> Stream:
+    """The training data after what the run has consumed."""
+    if datasets.train is None:
+        return PlaceholderStream(config.batch.micro_batch_size, topology.data.rank, topology.data.size)
+    eod = tokenizer.eod if tokenizer is not None else None
+    return open_stream(config, topology, datasets.train, progress.consumed_samples, eod)
+
+
+def rates(config: Config, topology: Topology) -> Rates:
+    """FLOPs of one sample from the formulas, and the peak of this rank's device."""
+    model, recompute, parallel = config.model, config.recompute, config.parallel
+    layers = recompute.recompute_num_layers * parallel.num_stages if recompute.recompute_method == "block" else None
+    hardware = formulas.hardware_flops_per_token(model, recompute.recompute_granularity, layers)
+    return Rates(
+        world_size=topology.world.size,
+        seq_length=model.seq_length,
+        model_flops_per_sample=formulas.model_flops_per_token(model) * model.seq_length,
+        hardware_flops_per_sample=hardware * model.seq_length,
+        peak_flops_per_s=devices.peak_flops_per_s(topology.device, config.precision.dtype_name),
+    )
+
+
+def describe_setup(config: Config, topology: Topology, places: Sequence[str], reporter: Reporter) -> None:
+    """Print where the run runs and with what settings."""
+    reporter.say(topology.describe(places))
+    reporter.say(f" device: {devices.describe(topology.device)}, {config.precision.dtype_name}")
+    reporter.say(render_config(config))
+    for notice in config.notices:
+        reporter.say(f" note: {notice}")
+    for line in kernels_report(topology.device.type, config.precision.dtype_name):
+        reporter.say(f" {line}")
+    assert config.model.vocab_size is not None, "the tokenizer was read"
+    padded = config.model.padded_vocab_size(topology.tensor.size)
+    dummies = padded - config.model.vocab_size
+    reporter.say(f" > padded vocab (size: {config.model.vocab_size}) with {dummies} dummy tokens (new size: {padded})")
+
+
+def describe_model(config: Config, chunks: torch.nn.ModuleDict, reporter: Reporter) -> None:
+    """Print how many parameters there are in all and on this rank."""
+    here = sum(p.numel() for p in chunks.parameters())
+    total = formulas.total_parameters(config.model)
+    reporter.say(f" > number of parameters: {total}, of which (with vocabulary padding) on rank 0: {here}")
+
+
+def write_start(config: Config, topology: Topology, places: Sequence[str], reporter: Reporter, progress: Progress) -> None:
+    """The record with which a run, or its resumption, begins in the metrics file."""
+    import deepspeed
+
+    layout = topology.layout
+    reporter.metrics.write(
+        "start",
+        iteration=progress.iteration,
+        config=config.to_dict(),
+        layout={"world": layout.world_size, "tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data},
+        places=list(places),
+        device=devices.describe(topology.device),
+        parameters=formulas.total_parameters(config.model),
+        versions={"python": platform.python_version(), "torch": torch.__version__, "deepspeed": deepspeed.__version__},
+    )  # fmt: skip

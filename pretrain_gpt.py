@@ -1,0 +1,35 @@
+#!/usr/bin/env python
+"""Train a GPT. `python pretrain_gpt.py --help` lists the settings; docs/architecture.md shows the path of a run."""
+import sys
+
+from megatron.config import parse_args
+from megatron.errors import MegatronError
+from megatron.parallel.launch import Launch, detect_launch
+from megatron.training.failures import leave, run_guarded
+
+
+def launched() -> tuple[Launch, MegatronError | None]:
+    """Which process this is; contradictory launcher variables are reported where other errors are."""
+    try:
+        return detect_launch(), None
+    except MegatronError as error:
+        return Launch(), error
+
+
+def main(arguments: list[str]) -> int:
+    launch, problem = launched()
+
+    def body() -> None:
+        if problem is not None:
+            raise problem
+        alone = launch.launcher == "none" and "--print-config" in arguments  # which may look at any world size
+        config = parse_args(arguments, None if alone else launch.world_size)
+        from megatron.training import pretrain  # after the arguments are known to be right: this imports torch
+
+        pretrain(config, launch)
+
+    return run_guarded(body, launch.rank)
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))
