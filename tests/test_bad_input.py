@@ -6,8 +6,12 @@ import pytest
 from tests.helpers.launching import TINY, launch
 
 CASES = {
-    "heads not divisible by TP": (2, ["--tensor-model-parallel-size", "2", "--num-attention-heads", "1"], ["num-attention-heads", "1", "2"]),
-    "fewer layers than stages": (2, ["--pipeline-model-parallel-size", "2", "--num-layers", "1"], ["num-layers", "1", "2"]),
+    "heads not divisible by TP": (
+        2, ["--tensor-model-parallel-size", "2", "--num-attention-heads", "1"], ["num-attention-heads", "1", "2"],
+    ),
+    "fewer layers than stages": (
+        2, ["--pipeline-model-parallel-size", "2", "--num-layers", "1"], ["num-layers", "1", "2"],
+    ),
     "layers against chunks": (
         2, ["--pipeline-model-parallel-size", "2", "--num-layers", "3", "--num-layers-per-virtual-pipeline-stage", "2"],
         ["num-layers-per-virtual-pipeline-stage"],
@@ -73,8 +77,7 @@ def test_a_rank_that_never_starts_is_named():
     for rank in (0, 2):
         assert outcomes[rank].code != 0
         assert outcomes[rank].seconds < 60
-    assert "1" in outcomes[0].output.split("rank")[-1] or "rank 1" in outcomes[0].output
-    assert "rank 1" in outcomes[0].output.lower() or "ranks that are missing: 1" in outcomes[0].output.lower(), outcomes[0].output
+    assert "rank 1" in outcomes[0].output
 
 
 def test_a_rank_that_fails_alone_is_named_by_the_others(tmp_path):

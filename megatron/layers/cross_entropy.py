@@ -1,4 +1,4 @@
-"""Cross entropy over a vocabulary that is cut over the tensor-parallel group (Shoeybi et al., arXiv 1909.08053, section 3)."""
+"""Cross entropy over a vocabulary cut over the tensor-parallel group (Shoeybi et al., arXiv 1909.08053, section 3)."""
 from __future__ import annotations
 
 from typing import Any

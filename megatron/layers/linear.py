@@ -1,6 +1,6 @@
 """Linear layers whose weight is cut over the tensor-parallel group.
 
-Column parallel: the weight [out, in] is cut along `out`; every rank sees the whole input and makes its part of the output.
+Column parallel: the weight [out, in] is cut along `out`; every rank sees the whole input, makes its part of the output.
 Row parallel: the weight is cut along `in`; every rank sees its part of the input and makes a term of the output's sum.
 """
 from __future__ import annotations
@@ -113,20 +113,20 @@ class ColumnParallelLinear(torch.nn.Module):
 class RowParallelLinear(torch.nn.Module):
     """y = x W^T with W [out, in] cut along its input: [s, b, in/tp] -> [s(/tp), b, out].
 
-    The bias, which every rank holds, is returned beside the product so that the caller adds it together with dropout and
-    the residual.
+    The bias, which every rank holds, is returned beside the product so that the caller adds it together with dropout
+    and the residual.
     """
 
     def __init__(self, context: LayerContext, name: str, shape: tuple[int, int], fill: Fill, bias: bool) -> None:
         super().__init__()
         self.context = context
-        make = context.parameters.create
+        make, partial_gradient = context.parameters.create, context.sequence_parallel
         self.weight = make(f"{name}.weight", shape, 1, fill)
-        self.bias = (
-            make(f"{name}.bias", shape[:1], None, constant(0.0), decay=False, partial_gradient=context.sequence_parallel)
-            if bias
-            else None
-        )
+        self.bias = None
+        if bias:
+            self.bias = make(
+                f"{name}.bias", shape[:1], None, constant(0.0), decay=False, partial_gradient=partial_gradient
+            )
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         c = self.context

@@ -9,8 +9,8 @@ import torch
 def alibi_slopes(heads: int) -> torch.Tensor:
     """The slope of each head, fp32 [heads] (Press et al., arXiv 2108.12409, section 3).
 
-    A power of two gives 2^(-8/heads), 2^(-16/heads), ...; another count takes those of the power below and fills up with
-    every second one of the power above, as the authors' code does.
+    A power of two gives 2^(-8/heads), 2^(-16/heads), ...; another count takes those of the power below and fills up
+    with every second one of the power above, as the authors' code does.
     """
 
     def geometric(n: int) -> list[float]:

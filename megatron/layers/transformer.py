@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def weight_fills(config: ModelConfig) -> tuple[Fill, Fill]:
     """How weights start, and how those do that write into the residual stream.
 
-    N(0, std^2), and N(0, std^2 / 2L) for the second kind (Radford et al., GPT-2, section 2.3), or Xavier's rule for all.
+    N(0, std^2), and N(0, std^2 / 2L) for the second kind (Radford et al., GPT-2, section 2.3), or Xavier's for all.
     """
     if config.init_method_xavier_uniform:
         return xavier_uniform(), xavier_uniform()

@@ -11,7 +11,12 @@ from megatron.kernels.availability import choose_flash_attention
 from megatron.layers.context import CallContext, LayerContext
 from megatron.layers.cross_entropy import vocab_parallel_cross_entropy
 from megatron.layers.dropout import keyed_dropout
-from megatron.layers.embedding import PositionEmbedding, VocabParallelEmbedding, word_embedding_weight
+from megatron.layers.embedding import (
+    WORD_EMBEDDINGS,
+    PositionEmbedding,
+    VocabParallelEmbedding,
+    word_embedding_weight,
+)
 from megatron.layers.linear import column_parallel_matmul
 from megatron.layers.norm import Norm
 from megatron.layers.parameters import ParameterFactory
@@ -19,6 +24,7 @@ from megatron.layers.rotary import RotaryEmbedding
 from megatron.layers.transformer import TransformerLayer, weight_fills
 from megatron.model.stages import assign_layers
 from megatron.parallel.random import DropoutKey, Site
+from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
 
 if TYPE_CHECKING:
@@ -49,10 +55,12 @@ class GPTChunk(torch.nn.Module):
         if model.position_embedding_type == "rope":
             rotary = RotaryEmbedding(2 * int(model.kv_channels * model.rotary_percent / 2), model.rotary_base)
 
-        def vocabulary(**properties: object) -> torch.nn.Parameter:
-            assert model.vocab_size is not None, "the vocabulary size comes from the tokenizer before the model is built"
+        def vocabulary(name: str = WORD_EMBEDDINGS, tied: bool = False) -> torch.nn.Parameter:
+            assert model.vocab_size is not None, "the tokenizer gives the vocabulary size before the model is built"
             padded = model.padded_vocab_size(context.tensor.size)
-            return word_embedding_weight(context, model.vocab_size, padded, model.hidden_size, fill, **properties)
+            return word_embedding_weight(
+                context, model.vocab_size, padded, model.hidden_size, fill, name=name, tied=tied
+            )
 
         tied = not model.untie_embeddings_and_output_weights
         if self.is_first:
@@ -79,7 +87,7 @@ class GPTChunk(torch.nn.Module):
             else:
                 self.output_weight = vocabulary(tied=True)
                 # The first stage counts this weight in norms and writes it to checkpoints.
-                self.output_weight.ds_pipe_replicated = True
+                self.output_weight.ds_pipe_replicated = True  # type: ignore[attr-defined]
 
     def forward(self, batch: MicroBatch, hidden: torch.Tensor | None) -> torch.Tensor:
         hidden = self._hidden(batch, hidden)
@@ -94,7 +102,7 @@ class GPTChunk(torch.nn.Module):
         """Last stage only: this rank's fp32 scores [s, b, vocab/tp], padding entries included (-infinity)."""
         assert self.is_last, "logits exist on the last stage"
         scores = self._head(self._hidden(batch, hidden)).float()
-        real = self.output_weight.sharding.extent[0]
+        real = sharding_of(self.output_weight).extent[0]
         scores[..., real:] = float("-inf")
         return scores
 
@@ -161,7 +169,7 @@ class GPTChunk(torch.nn.Module):
 
     def _token_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """[s, b, vocab/tp], [b, s] -> fp32 [s, b]."""
-        own = self.output_weight.sharding
+        own = sharding_of(self.output_weight)
         return vocab_parallel_cross_entropy(
             logits, labels.t(), self.context.tensor, first=own.offset[0], real=own.extent[0]
         )

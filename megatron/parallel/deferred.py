@@ -1,4 +1,4 @@
-"""Weight gradients that wait: the split backward pass of zero-bubble schedules (Qi et al., arXiv 2401.10241, section 2).
+"""Weight gradients that wait: the split backward pass of zero-bubble schedules (Qi et al., arXiv 2401.10241, sec. 2).
 
 During a BACKWARD_INPUT instruction the linear layers compute only the gradient of their input and leave the weight's
 part here as a callable; the BACKWARD_WEIGHT instruction of the same micro-batch runs it later.

@@ -176,9 +176,10 @@ class Topology:
             return ", ".join(named) + (f", ... {len(ranks) - 16} more" if len(ranks) > 16 else "")
 
         layout = self.layout
+        sizes = f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}"
         return "\n".join(
             [
-                f" layout: {layout.world_size} ranks = tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}",
+                f" layout: {layout.world_size} ranks = {sizes}",
                 f"   first tensor-parallel group:   {show(layout.tensor_ranks(data=0, pipeline=0))}",
                 f"   first pipeline-parallel group: {show(layout.pipeline_ranks(tensor=0, data=0))}",
                 f"   first data-parallel group:     {show(layout.data_ranks(tensor=0, pipeline=0))}",

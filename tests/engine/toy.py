@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,17 +169,29 @@ def build(topology: Topology) -> torch.nn.ModuleDict:
     return torch.nn.ModuleDict({str(topology.pipeline.rank): chunk})
 
 
+def micro_gradient(name: str, step: int, data_rank: int, micro_batch: int) -> torch.Tensor:
+    """The whole gradient of one micro-batch, already divided by their number. Some elements are always zero."""
+    zero = full(name, "zeros") < -0.5
+    return full(name, "gradient", step, data_rank, micro_batch).masked_fill(zero, 0.0) / MICRO_BATCHES
+
+
+def terms(spec: Spec, whole: torch.Tensor, tensor_size: int, pipeline_size: int) -> list[torch.Tensor]:
+    """The gradients of the tensor ranks, or of the first and last stage, whose sum is the whole gradient."""
+    count = tensor_size if spec.partial_gradient else min(pipeline_size, 2) if spec.tied else 1
+    if count == 1:
+        return [whole]
+    first = 0.25 * whole
+    return [first, *[(whole - first) / (count - 1)] * (count - 1)]
+
+
 def gradient(p: torch.nn.Parameter, topology: Topology, step: int, micro_batch: int) -> torch.Tensor:
     """What a backward pass would leave on this rank: its term where several ranks hold terms of a sum."""
-    s = sharding_of(p)
-    whole = full(s.name, "gradient", step, topology.data.rank, micro_batch) / MICRO_BATCHES
-    if s.partial_gradient:
-        part = 0.25 * whole
-        whole = part if topology.tensor.is_first else (whole - part) / (topology.tensor.size - 1)
-    if s.tied and topology.embedding is not None:
-        part = 0.25 * whole
-        whole = part if topology.pipeline.is_first else whole - part
-    return local(whole, p)
+    spec = next(s for s in SPECS if s.name == sharding_of(p).name)
+    whole = micro_gradient(spec.name, step, topology.data.rank, micro_batch)
+    parts = terms(spec, whole, topology.tensor.size, topology.pipeline.size)
+    if len(parts) == 1:
+        return local(whole, p)
+    return local(parts[topology.tensor.rank if spec.partial_gradient else -int(topology.pipeline.is_last)], p)
 
 
 def backward(engine: Engine, topology: Topology, step: int) -> None:
@@ -190,17 +203,30 @@ def backward(engine: Engine, topology: Topology, step: int) -> None:
         engine.after_backward()
 
 
-def mean_gradients(data_size: int, step: int, rounded: Any = lambda g: g) -> dict[str, torch.Tensor]:
-    """The whole gradients that all ranks together hold, float64; `rounded` is what the working precision does to one."""
-    out = {}
-    for name in SHAPES:
-        terms = [
-            rounded(full(name, "gradient", step, d, m) / MICRO_BATCHES).double()
-            for d in range(data_size)
-            for m in range(MICRO_BATCHES)
-        ]
-        out[name] = torch.stack(terms).sum(0) / data_size
-    return out
+def same(g: torch.Tensor) -> torch.Tensor:
+    return g
+
+
+def mean_gradients(
+    layout: tuple[int, int, int], step: int, rounded: Callable[[torch.Tensor], torch.Tensor] = same
+) -> dict[str, torch.Tensor]:
+    """The whole gradient that the ranks of (tensor, pipeline, data) together hold, float64.
+
+    `rounded` is what the working precision does to the gradient of one micro-batch on one rank.
+    """
+    tensor, pipeline, data = layout
+    return {
+        spec.name: torch.stack(
+            [
+                rounded(term).double()
+                for d in range(data)
+                for m in range(MICRO_BATCHES)
+                for term in terms(spec, micro_gradient(spec.name, step, d, m), tensor, pipeline)
+            ]
+        ).sum(0)
+        / data
+        for spec in SPECS
+    }
 
 
 class Reference:
@@ -216,8 +242,9 @@ class Reference:
             lr=LR, betas=(0.9, 0.95), eps=EPS, foreach=False, fused=False,
         )  # fmt: skip
 
-    def step(self, gradients: dict[str, torch.Tensor], lr: float) -> float:
+    def step(self, gradients: dict[str, torch.Tensor], lr: float, weight_decay: float = DECAY) -> float:
         """Clip, update; the norm before clipping."""
+        self.optimizer.param_groups[0]["weight_decay"] = weight_decay
         for name, w in self.weights.items():
             w.grad = gradients[name].clone()
         norm = torch.nn.utils.clip_grad_norm_(self.weights.values(), CLIP).item()

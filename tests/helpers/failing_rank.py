@@ -4,7 +4,7 @@ import sys
 
 sys.path.insert(0, os.getcwd())
 
-import pretrain_gpt  # noqa: E402
+import pretrain_gpt
 
 if __name__ == "__main__":
     if os.environ["RANK"] == "1":

@@ -4,8 +4,8 @@ import os
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import torch  # noqa: E402
-import torch.distributed  # noqa: E402
+import torch
+import torch.distributed
 
 torch.set_num_threads(1)
 

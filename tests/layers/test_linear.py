@@ -14,7 +14,7 @@ S, B, H, F = 8, 2, 12, 16
 
 def inputs():
     g = torch.Generator().manual_seed(5)
-    return torch.randn(S, B, H, generator=g, dtype=torch.float64), torch.randn(S, B, H, generator=g, dtype=torch.float64)
+    return tuple(torch.randn(S, B, H, generator=g, dtype=torch.float64) for _ in range(2))
 
 
 def block(context):

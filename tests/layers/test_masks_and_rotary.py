@@ -15,7 +15,8 @@ def test_slopes_of_a_power_of_two():
 
 def test_slopes_of_other_counts():
     # 12 heads: the 8 of the power below, then every second of the 16 of the power above.
-    assert alibi_slopes(12).tolist() == pytest.approx([2.0**-i for i in range(1, 9)] + [2.0 ** -(i / 2) for i in (1, 3, 5, 7)])
+    expected = [2.0**-i for i in range(1, 9)] + [2.0 ** -(i / 2) for i in (1, 3, 5, 7)]
+    assert alibi_slopes(12).tolist() == pytest.approx(expected)
 
 
 def test_document_mask():
@@ -57,6 +58,5 @@ def test_plain_positions_equal_given_ones():
     x = torch.randn(5, 1, 2, 4)
     embedding = RotaryEmbedding(4, 500.0)
     ids = torch.arange(5).unsqueeze(0)
-    assert torch.equal(
-        embedding.rotate(x, embedding.angles(5, None, x.device)), embedding.rotate(x, embedding.angles(5, ids, x.device))
-    )
+    plain = embedding.rotate(x, embedding.angles(5, None, x.device))
+    assert torch.equal(plain, embedding.rotate(x, embedding.angles(5, ids, x.device)))

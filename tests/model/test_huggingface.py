@@ -52,10 +52,12 @@ def from_gpt2(p):
             for kind in ("weight", "bias"):
                 out[f"{o}{ours}.{kind}"] = p[f"{t}{theirs}.{kind}"]
         for kind in ("weight", "bias"):
-            q, k, v = p[f"{t}attn.c_attn.{kind}"].t().chunk(3) if kind == "weight" else p[f"{t}attn.c_attn.bias"].chunk(3)
+            fused = p[f"{t}attn.c_attn.{kind}"]
+            q, k, v = (fused.t() if kind == "weight" else fused).chunk(3)
             out[f"{o}self_attention.query_key_value.{kind}"] = fuse(q, k, v, 4, 4)
             for ours, theirs in (
-                ("self_attention.dense", "attn.c_proj"), ("mlp.dense_h_to_4h", "mlp.c_fc"), ("mlp.dense_4h_to_h", "mlp.c_proj"),
+                ("self_attention.dense", "attn.c_proj"), ("mlp.dense_h_to_4h", "mlp.c_fc"),
+                ("mlp.dense_4h_to_h", "mlp.c_proj"),
             ):
                 x = p[f"{t}{theirs}.{kind}"]
                 out[f"{o}{ours}.{kind}"] = x.t() if kind == "weight" else x
@@ -102,8 +104,8 @@ def hugging_face(style):
     torch.manual_seed(1)
     if style == "gpt2":
         config = transformers.GPT2Config(
-            vocab_size=V, n_positions=S, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-            initializer_range=0.2,
+            vocab_size=V, n_positions=S, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0,
+            attn_pdrop=0.0, initializer_range=0.2,
         )
         model, convert = transformers.GPT2LMHeadModel(config), from_gpt2
     elif style == "llama":

@@ -219,7 +219,7 @@ def test_compressed_ranks_say_the_same(ranks: set[int]) -> None:
     [
         (0, 3, None, "cpu"), (1, 3, None, "cuda:0"), (8, 3, None, "cuda:3"), (8, 3, "nccl", "cuda:3"),
         (8, 3, "gloo", "cpu"),
-    ],  # fmt: skip
+    ],
 )
 def test_devices(
     monkeypatch: pytest.MonkeyPatch, visible: int, local_rank: int, backend: str | None, expected: str

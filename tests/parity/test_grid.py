@@ -1,11 +1,11 @@
 """Any layout gives the training run of one process.
 
-The reference trains the same model by plain torch in this process: no DeepSpeed, no executor, no process group. Clipping
-is active in every step, the embedding is tied, the vocabulary is padded on some layouts and not on others.
+The reference trains the same model by plain torch in this process: no DeepSpeed, no executor, no process group.
+Clipping is active in every step, the embedding is tied, the vocabulary is padded on some layouts and not on others.
 
 Tolerances. Losses and norms differ by the order of fp32 sums: a few units in the last place of numbers near 4, and a
-relative 1e-5 of the norm. Parameters: Adam turns a gradient's relative rounding error into an absolute one of the size of
-the learning rate (1e-2) times that error; five steps at relative errors near 1e-4 in the smallest gradients give 1e-5.
+relative 1e-5 of the norm. Parameters: Adam turns a gradient's relative rounding error into an absolute one of the size
+of the learning rate (1e-2) times that error; five steps at relative errors near 1e-4 in the smallest gradients give 1e-5.
 A wrong reduction or scale moves parameters by the order of the learning rate itself, a thousand times more.
 """
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 
 from tests.helpers.processes import run_processes
 from tests.helpers.training import assemble, train_in_process, train_plainly
-from tests.parity.cases import GRID, MIXTURES, layout
+from tests.parity.cases import FULL, GRID, MIXTURES, SELECTIVE, layout
 
 LOSS_TOLERANCE = 5e-6
 NORM_TOLERANCE = 2e-5
@@ -88,8 +88,8 @@ def test_uneven_layouts(world_size, fields):
     [
         c[1:]
         for c in (
-            layout(recompute={"recompute_granularity": "selective"}),
-            layout(pp=2, schedule="interleaved", recompute={"recompute_granularity": "full", "recompute_method": "uniform"}),
+            layout(recompute=SELECTIVE),
+            layout(pp=2, schedule="interleaved", recompute=FULL),
             layout(pp=4, dp=2, schedule="zb-h1"),
         )
     ],

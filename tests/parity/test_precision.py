@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.processes import run_processes
 from tests.helpers.training import train_in_process, train_plainly
-from tests.parity.cases import layout
+from tests.parity.cases import FULL, layout
 
 FP16 = dict(fp16=True, initial_loss_scale=2.0**14, loss_scale_window=1000, hysteresis=1)
 BF16 = dict(bf16=True)
@@ -22,7 +22,7 @@ NORM = {"bf16": 4e-2, "fp16": 1e-2}
 LAYOUTS = [
     layout(),
     layout(tp=2, pp=2, sp=True),
-    layout(tp=2, pp=2, schedule="zb-h1", recompute={"recompute_granularity": "full", "recompute_method": "uniform"}),
+    layout(tp=2, pp=2, schedule="zb-h1", recompute=FULL),
     layout(pp=2, dp=2, schedule="interleaved"),
     layout(dp=2, zero=0),
 ]

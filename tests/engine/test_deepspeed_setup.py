@@ -1,0 +1,91 @@
+"""Start-up: nothing compiled, nothing printed, nothing changed for others; and what is handed to DeepSpeed."""
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.engine.deepspeed_json import deepspeed_json
+from megatron.engine.deepspeed_setup import _check_version
+from megatron.engine.mpu import ModelParallelUnit
+from megatron.errors import ConfigError
+from megatron.parallel.topology import Layout, Topology
+from tests.engine import toy
+
+PROGRAM = """
+import json, logging, os, sys
+import torch
+compile_before = torch.compile
+from megatron.engine.engine import Engine
+from megatron.parallel.topology import Topology
+from tests.engine import toy
+topology = Topology.create()
+engine = Engine(toy.config("bf16"), topology, toy.build(topology))
+toy.backward(engine, topology, 0)
+engine.step(0.1)
+code = [m for m in sys.modules if m.startswith("torch._inductor.codegen")]
+function = torch.compile(lambda x: x + 1, backend="eager")
+print(json.dumps({
+    "compile": torch.compile is compile_before and type(function).__name__,
+    "compiled": int(function(torch.ones(()))),
+    "disabled": os.environ.get("TORCH_COMPILE_DISABLE"),
+    "dynamo disabled": torch._dynamo.config.disable,
+    "mpi4py": "mpi4py" in sys.modules,
+    "logging": logging.root.manager.disable,
+    "extensions": os.environ["TORCH_EXTENSIONS_DIR"],
+    "inductor code": code,
+}))
+"""
+
+
+def test_one_process_without_launcher(tmp_path: Path) -> None:
+    launch = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR", "TORCH_EXTENSIONS_DIR")
+    env = {k: v for k, v in os.environ.items() if k not in launch} | {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=env, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 1, "DeepSpeed's own messages are kept away"
+    assert "deepspeed" not in done.stderr.lower()
+    found = json.loads(lines[0])
+    assert found["extensions"] == str(tmp_path / f"torch_extensions_{os.getuid()}")
+    assert not Path(found["extensions"]).exists(), "nothing was compiled"
+    assert found["compile"] == "function" and found["compiled"] == 2
+    assert found["disabled"] is None and found["dynamo disabled"] is False
+    assert (found["mpi4py"], found["logging"], found["inductor code"]) == (False, 0, [])
+
+
+def test_settings_win_over_what_is_passed_through() -> None:
+    extra = {"zero_optimization": {"stage": 3, "overlap_comm": True, "sub_group_size": 5}, "tensorboard": {"enabled": False}}
+    config = toy.config("bf16", extra=extra, zero_reduce_bucket_size=10**9)
+    found = deepspeed_json(config, 2, 101)
+    assert found["tensorboard"] == {"enabled": False}
+    zero = found["zero_optimization"]
+    assert (zero["stage"], zero["overlap_comm"], zero["sub_group_size"]) == (1, False, 5)
+    assert zero["reduce_bucket_size"] == 102  # no larger than the parameters need, and even
+    assert found["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert found["train_batch_size"] == found["train_micro_batch_size_per_gpu"] * found["gradient_accumulation_steps"] * 2
+    assert extra["zero_optimization"]["stage"] == 3, "the user's settings are not changed"
+
+
+def test_old_deepspeed_is_refused() -> None:
+    _check_version("0.19.5")
+    _check_version("0.20.0+rocm")
+    with pytest.raises(ConfigError, match=r"0\.18\.9.*0\.19\.5"):
+        _check_version("0.18.9")
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_model_parallel_unit(stage: int) -> None:
+    """Ranks of (tensor 2, pipeline 2, data 2): rank 5 is tensor 1, data 0, pipeline 1."""
+    mpu = ModelParallelUnit(Topology.from_layout(Layout(2, 2, 2), 5), stage)
+    assert (mpu.get_model_parallel_world_size(), mpu.get_model_parallel_rank()) == (4, 3)
+    assert (mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()) == (2, 1)
+    assert (mpu.get_pipeline_model_parallel_world_size(), mpu.get_pipeline_model_parallel_rank()) == (2, 1)
+    assert (mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()) == ((2, 0) if stage else (1, 0))
+    assert not [name for name in dir(mpu) if "sequence" in name], "those names mean another technique to DeepSpeed"
