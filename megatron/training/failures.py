@@ -26,7 +26,7 @@ def run_guarded(body: Callable[[], object], rank: int) -> int:
         body()
     except MegatronError as error:
         text = f"{type(error).__name__}: {error}"
-        _print_error(text if rank == 0 else f"rank {rank}: {text.splitlines()[0]}")
+        _print_error(text if rank == 0 else f"rank {rank}: {' '.join(text.split())}")
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         _print_error(f"rank {rank}: interrupted")
@@ -41,12 +41,11 @@ def run_guarded(body: Callable[[], object], rank: int) -> int:
 
 
 def leave(code: int) -> None:
-    """End the process. After a failure no destructor runs: they would wait for peers that are gone."""
+    """End the process at once. No destructor runs: after a failure they would wait for peers that are gone, and
+    threads inside of communication libraries do not survive the end of the interpreter."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if code:
-        os._exit(code)
-    sys.exit(0)
+    os._exit(code)
 
 
 def _print_error(text: str) -> None:

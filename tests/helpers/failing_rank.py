@@ -15,4 +15,4 @@ if __name__ == "__main__":
 
         gpt.build_chunks = broken
         gpt.GPTChunk.__init__ = broken
-    sys.exit(pretrain_gpt.main())
+    pretrain_gpt.leave(pretrain_gpt.main(sys.argv[1:]))
