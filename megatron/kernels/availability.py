@@ -80,28 +80,9 @@ def fused_adam(device_type: str) -> Finding:
     return Finding(package, version, not reason, reason, fallback)
 
 
-def fused_norm(device_type: str) -> Finding:
-    """Whether apex has its fused LayerNorm and RMSNorm for `device_type`."""
-    package, fallback = "apex FusedLayerNorm", "torch's norms"
-    version = _version("apex", "apex")
-    if version is None:
-        reason = "not found"
-    elif importlib.util.find_spec("fused_layer_norm_cuda") is None:
-        reason = "the installed apex is another project, or was built without its C++ extensions"
-    elif device_type != "cuda":
-        reason = f"does not run on {device_type}"
-    else:
-        reason = _import_problem("apex.normalization", "FusedLayerNorm")
-    return Finding(package, version, not reason, reason, fallback)
-
-
 def report(device_type: str, dtype_name: str) -> list[str]:
     """A line for each optional package, for the log."""
-    return [
-        flash_attention(device_type, dtype_name).line,
-        fused_adam(device_type).line,
-        fused_norm(device_type).line,
-    ]
+    return [flash_attention(device_type, dtype_name).line, fused_adam(device_type).line]
 
 
 def _version(module: str, distribution: str) -> str | None:

@@ -47,7 +47,6 @@ def test_nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines == [
         "flash-attn: not found; in its place: torch's scaled_dot_product_attention",
         "apex FusedAdam: not found; in its place: torch's fused AdamW",
-        "apex FusedLayerNorm: not found; in its place: torch's norms",
     ]
     assert not availability.choose_flash_attention(KernelConfig(), torch.device("cuda"), "bfloat16")
 
@@ -96,16 +95,20 @@ def test_flash_attention_that_is_broken(packages: Path, source: str, reason: str
 
 def test_the_other_project_called_apex_is_not_used(packages: Path) -> None:
     make(packages, "apex", "", version="0.9.10")
-    for found in (availability.fused_adam("cuda"), availability.fused_norm("cuda")):
-        assert not found.usable and "another project" in found.reason
+    found = availability.fused_adam("cuda")
+    assert not found.usable and "another project" in found.reason
 
 
 def test_the_real_apex(packages: Path) -> None:
     make(packages, "apex")
     make(packages, "apex.optimizers", "class FusedAdam: ...")
-    make(packages, "apex.normalization", "")
     make(packages, "amp_C")
-    make(packages, "fused_layer_norm_cuda")
     assert availability.fused_adam("cuda").usable
     assert availability.fused_adam("cpu").reason == "does not run on cpu"
-    assert "has no FusedLayerNorm" in availability.fused_norm("cuda").reason
+
+
+def test_an_apex_without_the_optimizer(packages: Path) -> None:
+    make(packages, "apex")
+    make(packages, "apex.optimizers", "")
+    make(packages, "amp_C")
+    assert "has no FusedAdam" in availability.fused_adam("cuda").reason
