@@ -58,13 +58,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def raise_problems(problems: list[str]) -> None:
-    """ConfigError with all problems as a numbered list; nothing when there are none."""
-    if not problems:
-        return
+    """ConfigError with all problems as a numbered list, or one alone on one line; nothing when there are none."""
     unique = list(dict.fromkeys(problems))
-    count = "1 problem" if len(unique) == 1 else f"{len(unique)} problems"
-    lines = "\n".join(f"  {i}. {text}" for i, text in enumerate(unique, 1))
-    raise ConfigError(f"the configuration has {count}:\n{lines}")
+    if len(unique) == 1:
+        raise ConfigError(f"the configuration has 1 problem: {unique[0]}")
+    if unique:
+        lines = "\n".join(f"  {i}. {text}" for i, text in enumerate(unique, 1))
+        raise ConfigError(f"the configuration has {len(unique)} problems:\n{lines}")
 
 
 @dataclass

@@ -84,7 +84,7 @@ class PrecisionConfig:
     loss_scale: float | None = option(
         None, "Fixed loss scale of fp16; unset or 0 is dynamic.", at_least=0, derived="dynamic"
     )
-    initial_loss_scale: float = option(2.0**16, "First dynamic loss scale.", above=0)
+    initial_loss_scale: float = option(2.0**32, "First dynamic loss scale.", above=0)
     min_loss_scale: float = option(1.0, "Lowest dynamic loss scale.", above=0)
     loss_scale_window: int = option(1000, "Steps without overflow until the scale is raised.", at_least=1)
     hysteresis: int = option(2, "Overflows until the scale is lowered.", at_least=1)

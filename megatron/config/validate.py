@@ -94,7 +94,7 @@ def _rotary_width(v: dict[str, Any]) -> Iterator[str]:
             )
 
 
-@check("swiglu")
+@check()
 def _activations(v: dict[str, Any]) -> Iterator[str]:
     chosen = [n for n in ("swiglu", "squared_relu", "openai_gelu") if v[n]]
     if len(chosen) > 1:
@@ -227,7 +227,7 @@ def _rampup(v: dict[str, Any]) -> Iterator[str]:
             )
 
 
-@check("seed")
+@check()
 def _lengths(v: dict[str, Any]) -> Iterator[str]:
     if v["train_iters"] is not None and v["train_samples"] is not None:
         yield (
@@ -243,7 +243,7 @@ def _units(v: dict[str, Any], prefix: str) -> list[str]:
     return [unit for unit in ("iters", "samples", "tokens") if v[f"{prefix}_{unit}"]]
 
 
-@check("lr_decay_style")
+@check()
 def _rate_units(v: dict[str, Any]) -> Iterator[str]:
     decay, warmup = _units(v, "lr_decay"), _units(v, "lr_warmup")
     for what, units in (("lr-decay", decay), ("lr-warmup", warmup)):
@@ -351,7 +351,7 @@ def _split(v: dict[str, Any]) -> Iterator[str]:
         yield f"--split '{text}' is not one to three parts of at least 0 and not all 0, such as 969,30,1"
 
 
-@check("mock_data")
+@check()
 def _data(v: dict[str, Any]) -> Iterator[str]:
     separate = [n for n in ("train_data_path", "valid_data_path", "test_data_path") if v[n]]
     whole = [n for n in ("data_path", "data_file_list") if v[n]]
@@ -382,7 +382,7 @@ def _blend(flag: str, words: tuple[str, ...]) -> Iterator[str]:
         yield f"{flag} {' '.join(words)}: weights must be at least 0 and not all 0"
 
 
-@check("no_save_optim")
+@check()
 def _checkpoints(v: dict[str, Any]) -> Iterator[str]:
     if v["save_interval"] is not None and v["save"] is None:
         yield f"--save-interval {v['save_interval']} has nowhere to save to: give --save FOLDER"

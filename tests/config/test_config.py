@@ -1,0 +1,179 @@
+"""Config as an object: derived values, origins, copies, dictionaries, presets."""
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+
+import pytest
+
+from megatron.config import PRESETS, Config, parse_args, render_config
+from megatron.config.option import options_of
+from megatron.config.settings import SECTIONS, all_options
+from megatron.errors import ConfigError
+
+SIZES = dict(num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=32)
+
+
+def test_sizes_are_enough():
+    config = Config.create(**SIZES)
+    assert config.batch.micro_batch_size == config.batch.global_batch_size == config.parallel.world_size == 1
+    assert config.batch.train_iters == 1
+    assert config.optimizer.lr == 1e-4
+    assert config.model.vocab_size is None
+    assert config.precision.dtype_name == "float32"
+
+
+def test_derived_values():
+    m = Config.create(**SIZES).model
+    assert (m.ffn_hidden_size, m.kv_channels, m.num_key_value_heads, m.max_position_embeddings) == (256, 16, 4, 32)
+    # int(4h*2/3/64)*64, as Megatron-DeepSpeed computes it: 4096 -> 10922 -> 10880
+    assert Config.create(**{**SIZES, "hidden_size": 4096}, swiglu=True).model.ffn_hidden_size == 10880
+    assert Config.create(**SIZES, swiglu=True).model.activation == "swiglu"
+    assert Config.create(**SIZES, train_samples=100).optimizer.lr_decay_samples == 100
+    assert Config.create(**SIZES, weight_decay=0.3).optimizer.end_weight_decay == 0.3
+    assert Config.create(**SIZES, loss_scale=0).precision.loss_scale is None
+    stable = Config.create(**SIZES, lr_decay_style="warmup-stable-decay", lr_wsd_decay_iters=3)
+    assert stable.optimizer.lr_decay_style == "WSD"
+
+
+@pytest.mark.parametrize(("true_size", "multiple", "tp", "padded"), [
+    (50257, 128, 1, 50304), (50257, 128, 8, 51200), (51200, 128, 8, 51200), (1, 4, 2, 8),
+])
+def test_padded_vocabulary(true_size, multiple, tp, padded):
+    config = Config.create(**SIZES, vocab_size=true_size, make_vocab_size_divisible_by=multiple)
+    assert config.model.padded_vocab_size(tp) == padded
+
+
+def test_replace_derives_anew():
+    config = Config.create(**SIZES, world_size=4)
+    wider = config.replace(hidden_size=128, tensor_model_parallel_size=2, vocab_size=10)
+    assert (wider.model.ffn_hidden_size, wider.model.kv_channels) == (512, 32)
+    assert wider.parallel.data_parallel_size == 2 and wider.batch.global_batch_size == 2
+    assert config.model.vocab_size is None, "the old one stays"
+    assert config.replace(ffn_hidden_size=100).replace(ffn_hidden_size=None) == config
+    with pytest.raises(ConfigError, match="num-attention-heads 4"):
+        config.replace(tensor_model_parallel_size=3, ffn_hidden_size=99, world_size=3)
+
+
+def test_origins():
+    config = Config.create(preset="gpt-22b", lr=1e-4)
+    assert config.origin("num_layers") == "preset gpt-22b"
+    assert config.origin("lr") == "argument"
+    assert config.origin("seed") == "default"
+    assert config.origin("ffn_hidden_size") == "derived from hidden-size"
+    assert config.replace(seed=5).origin("num_layers") == "preset gpt-22b"
+    with pytest.raises(ConfigError, match="did you mean num_layers"):
+        config.origin("num_layer")
+    with pytest.raises(ConfigError, match="unknown setting"):
+        config.get("nothing")
+
+
+def test_frozen_and_picklable():
+    config = Config.create(**SIZES)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.model.num_layers = 3  # type: ignore[misc]
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert hash(config) == hash(Config.create(**SIZES))
+
+
+@pytest.mark.parametrize("values", [
+    SIZES,
+    dict(**SIZES, ffn_hidden_size=256),
+    dict(**{**SIZES, "hidden_size": 66}, kv_channels=20, ffn_hidden_size=77, train_samples=50, lr_decay_samples=40),
+    dict(**SIZES, world_size=4, global_batch_size=8, rampup_batch_size=(4, 4, 10), data_path=["1", "a"]),
+    dict(**SIZES, tensor_model_parallel_size=2, sequence_parallel=True, profile_ranks=(1, 2), extra={"a": {"b": 1}}),
+    *({"preset": name} for name in PRESETS),
+])
+def test_dictionary_and_back(values):
+    config = Config.create(**values)
+    stored = json.loads(json.dumps(config.to_dict()))
+    assert set(stored) == set(all_options())
+    again = Config.from_dict(stored)
+    assert again == config
+    assert again.replace(hidden_size=128 * 96, num_attention_heads=96) == config.replace(
+        hidden_size=128 * 96, num_attention_heads=96
+    ) or "ffn_hidden_size" in values
+
+
+def test_a_dictionary_with_an_unknown_name():
+    with pytest.raises(ConfigError, match="unknown setting 'seed_value'"):
+        Config.from_dict({**Config.create(**SIZES).to_dict(), "seed_value": 3})
+
+
+def test_micro_batches():
+    sizes = dict(**SIZES, world_size=4, tensor_model_parallel_size=2)
+    config = Config.create(**sizes, micro_batch_size=2, global_batch_size=24)
+    assert config.num_micro_batches() == 6
+    assert config.num_micro_batches(8) == 2
+    with pytest.raises(ConfigError, match="global batch size 6"):
+        config.num_micro_batches(6)
+
+
+def test_every_setting_is_in_one_section_and_has_help():
+    names = [o.name for section in SECTIONS.values() for o in options_of(section)]
+    assert len(names) == len(set(names))
+    for section in SECTIONS.values():
+        assert {f.name for f in dataclasses.fields(section)} == {o.name for o in options_of(section)}
+    for option in all_options().values():
+        assert option.help[-1] == "." or option.derived
+        assert option.flags or option.internal or option.kind is dict
+
+
+def test_rendered_configuration_has_every_setting_once():
+    config = Config.create(**SIZES, profile_ranks=(0, 3))
+    text = render_config(config)
+    for name in all_options():
+        assert text.count(f"\n  {name} .") == 1
+    assert "  profile_ranks ................................... 0 3 " in text
+
+
+# Published parameter counts, which the sizes must give: 12*L*h^2 for the layers of a GPT, and the embeddings.
+@pytest.mark.parametrize(("name", "billions", "tolerance"), [
+    ("gpt-1.4b", 1.4, 0.1), ("gpt-22b", 22, 0.03), ("gpt-175b", 175, 0.01), ("gpt-1t", 1008, 0.005),
+    ("gpt2-124m", 0.124, 0.01),
+])
+def test_gpt_presets_have_their_size(name, billions, tolerance):
+    m = Config.create(preset=name).model
+    parameters = 12 * m.num_layers * m.hidden_size**2 + (50257 + m.seq_length) * m.hidden_size
+    assert parameters / 1e9 == pytest.approx(billions, rel=tolerance)
+
+
+def test_llama_preset_has_its_size():
+    m = Config.create(preset="llama-8b").model
+    head = m.hidden_size // m.num_attention_heads
+    attention = m.hidden_size * head * (2 * m.num_attention_heads + 2 * m.num_key_value_heads)
+    layers = m.num_layers * (attention + 3 * m.hidden_size * m.ffn_hidden_size + 2 * m.hidden_size)
+    # 8,030,261,248 parameters, as the published weights have
+    assert layers + 2 * m.vocab_size * m.hidden_size + m.hidden_size == 8_030_261_248
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_flags_win_over_a_preset_on_either_side(name):
+    change = ["--num-layers", "16", "--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    run = ["--mock-data", "--train-iters", "3"]
+    before = parse_args([*change, "--preset", name, *run])
+    after = parse_args(["--preset", name, *change, *run])
+    assert before == after
+    assert before.parallel.world_size == 4 and before.model.num_layers == 16
+
+
+def test_choices_that_undo_settings_of_a_preset():
+    assert Config.create(preset="gpt-22b", fp16=True).precision.dtype_name == "float16"
+    assert Config.create(preset="gpt-22b", fp16=False).precision.dtype_name == "bfloat16"
+    assert Config.create(preset="llama-8b", squared_relu=True).model.activation == "squared_relu"
+    assert Config.create(preset="gpt-22b", recompute_granularity="selective").recompute.recompute_method is None
+    assert Config.create(preset="gpt2-124m", swiglu=True).model.activation == "swiglu"
+
+
+def test_a_preset_leaves_the_vocabulary_to_a_tokenizer():
+    run = ["--preset", "gpt-22b", "--mock-data", "--train-iters", "3"]
+    assert parse_args(run).model.vocab_size == 50257
+    other = parse_args([*run, "--tokenizer-type", "HFTokenizer", "--tokenizer-model", "m"])
+    assert other.model.vocab_size is None
+    assert other.replace(vocab_size=32000).model.vocab_size == 32000
+
+
+def test_unknown_preset():
+    with pytest.raises(ConfigError, match="--preset 'gpt-23b' is unknown, did you mean gpt-22b"):
+        Config.create(preset="gpt-23b")

@@ -1,0 +1,217 @@
+"""The DeepSpeed JSON: taken over, "auto", contradictions, unknown entries, broken files."""
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron.config import parse_command_line
+from megatron.errors import ConfigError
+
+BASE = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --train-iters 9 --vocab-size 9 --mock-data"
+).split()
+RUN = [*BASE, "--lr", "0.001", "--micro-batch-size", "2"]
+
+
+@pytest.fixture
+def merge(tmp_path):
+    def run(content, *arguments, base=RUN, world_size=2):
+        file = tmp_path / "ds.json"
+        file.write_text(content if isinstance(content, str) else json.dumps(content))
+        argv = [*base, *arguments, "--deepspeed", "--deepspeed_config", str(file)]
+        config, notices = parse_command_line(argv, world_size)
+        return config, [n for n in notices if "ds.json" in n]
+
+    return run
+
+
+def refused(merge, content, *arguments, **more) -> str:
+    with pytest.raises(ConfigError) as raised:
+        merge(content, *arguments, **more)
+    text = str(raised.value)
+    assert "ds.json" in text
+    return text
+
+
+FULL = {
+    "train_batch_size": 24, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.2}},
+    "zero_optimization": {"stage": 0, "reduce_bucket_size": 5e8, "allgather_bucket_size": 1000},
+    "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 12, "loss_scale_window": 500, "hysteresis": 3,
+             "min_loss_scale": 2},
+    "gradient_clipping": 0.5,
+}  # fmt: skip
+
+
+def test_what_only_the_file_has_is_taken_over(merge):
+    config, notices = merge(FULL, base=BASE)
+    expected = dict(
+        micro_batch_size=3, global_batch_size=24, lr=3e-4, adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-6,
+        weight_decay=0.2, zero_stage=0, zero_reduce_bucket_size=500_000_000, zero_allgather_bucket_size=1000, fp16=True,
+        loss_scale=None, initial_loss_scale=4096.0, loss_scale_window=500, hysteresis=3, min_loss_scale=2.0,
+        clip_grad=0.5,
+    )
+    assert {name: config.get(name) for name in expected} == expected
+    assert notices == []
+    assert config.num_micro_batches() == 4
+    assert config.origin("clip_grad").endswith("ds.json: gradient_clipping")
+    assert config.origin("adam_beta2").endswith("ds.json: optimizer.params.betas")
+
+
+def test_auto_leaves_it_to_the_command_line(merge):
+    auto = {
+        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+        "optimizer": {"type": "Adam", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"}},
+        "zero_optimization": {"stage": "auto"}, "bf16": {"enabled": "auto"}, "gradient_clipping": "auto",
+    }
+    config, notices = merge(auto, "--bf16", "--clip-grad", "0.3")
+    assert config.precision.bf16 and config.optimizer.clip_grad == 0.3 and config.batch.micro_batch_size == 2
+    assert notices == []
+
+
+@pytest.mark.parametrize(
+    ("content", "arguments", "words"),
+    [
+        ({"train_micro_batch_size_per_gpu": 4}, "", ["--micro-batch-size is 2 (command line)", "means 4"]),
+        ({"train_batch_size": 16}, "--global-batch-size 8", ["--global-batch-size is 8", "means 16"]),
+        ({"zero_optimization": {"stage": 1}}, "--zero-stage 0", ["--zero-stage is 0", "stage means 1"]),
+        ({"zero_optimization": {"stage": 0}}, "--use-distributed-optimizer", ["--zero-stage is 1", "stage means 0"]),
+        ({"fp16": {"enabled": False}}, "--fp16", ["--fp16 is True", "fp16.enabled means False"]),
+        ({"bf16": {"enabled": False}}, "--bf16", ["--bf16 is True", "bf16.enabled means False"]),
+        ({"fp16": {"enabled": True}}, "--bf16", ["bf16 is on (command line)", "fp16.enabled"]),
+        ({"gradient_clipping": 0.5}, "--clip-grad 1.0", ["--clip-grad is 1.0", "gradient_clipping means 0.5"]),
+        ({"optimizer": {"params": {"lr": 0.002}}}, "", ["--lr is 0.001", "optimizer.params.lr means 0.002"]),
+        ({"optimizer": {"params": {"betas": [0.9, 0.95]}}}, "--adam-beta2 0.99", ["--adam-beta2 is 0.99", "0.95"]),
+        ({"optimizer": {"params": {"weight_decay": 0.1}}}, "--weight-decay 0.2", ["--weight-decay is 0.2", "0.1"]),
+        ({"optimizer": {"params": {"eps": 1e-7}}}, "--adam-eps 1e-8", ["--adam-eps", "1e-07"]),
+        ({"optimizer": {"type": "SGD"}}, "--optimizer adam", ["--optimizer is adam", "means sgd"]),
+        ({"fp16": {"loss_scale": 128}}, "--fp16 --loss-scale 64", ["--loss-scale is 64.0", "means 128.0"]),
+        ({"fp16": {"initial_scale_power": 10}}, "--fp16 --initial-loss-scale 2048", ["2048.0", "means 1024.0"]),
+        ({"fp16": {"hysteresis": 1}}, "--fp16 --hysteresis 2", ["--hysteresis is 2", "means 1"]),
+        ({"gradient_accumulation_steps": 3}, "--global-batch-size 8", ["gradient_accumulation_steps is 3", "is 2"]),
+    ],
+)
+def test_contradictions_name_both_values_and_places(merge, content, arguments, words):
+    text = refused(merge, content, *arguments.split())
+    assert "1 problem:" in text, text
+    for word in words:
+        assert word in text, text
+
+
+def test_contradictions_with_a_preset(merge):
+    run = "--preset gpt-22b --mock-data --train-iters 3".split()
+    text = refused(merge, {"train_batch_size": 8}, base=run, world_size=8)
+    assert "--global-batch-size is 640 (preset gpt-22b)" in text and "means 8" in text
+
+
+def test_all_contradictions_together(merge):
+    text = refused(merge, FULL, "--clip-grad", "1", "--bf16")
+    assert "5 problems:" in text  # micro-batch, lr, clipping, precision, and accumulation, which follows
+
+
+def test_values_that_agree_are_no_contradiction(merge):
+    config, _ = merge(
+        FULL, *"--lr 3e-4 --micro-batch-size 3 --clip-grad 0.5 --fp16 --zero-stage 0 --loss-scale 0".split(), base=BASE
+    )
+    assert config.origin("clip_grad") == "command line"
+
+
+def test_loss_scale_entries_of_a_switched_off_fp16_say_nothing(merge):
+    content = {"fp16": {"enabled": False, "loss_scale": 99, "initial_scale_power": 3}, "bf16": {"enabled": True}}
+    config, _ = merge(content, "--initial-loss-scale", "64")
+    assert config.precision.dtype_name == "bfloat16" and config.precision.initial_loss_scale == 64
+
+
+@pytest.mark.parametrize(("content", "base", "micro", "total"), [
+    ({"gradient_accumulation_steps": 4}, RUN, 2, 16),
+    ({"gradient_accumulation_steps": 4, "train_batch_size": 24}, [*BASE, "--lr", "1"], 3, 24),
+    ({"train_batch_size": 24}, RUN, 2, 24),
+])
+def test_batch_sizes_follow_from_each_other(merge, content, base, micro, total):
+    """total = micro-batch x steps x 2 replicas."""
+    config, _ = merge(content, base=base)
+    assert (config.batch.micro_batch_size, config.batch.global_batch_size) == (micro, total)
+
+
+def test_entries_of_the_engine_are_reported(merge):
+    content = {
+        "steps_per_print": 10, "wall_clock_breakdown": True, "prescale_gradients": False,
+        "flops_profiler": {"enabled": True},
+        "zero_optimization": {"stage": 1, "overlap_comm": True, "contiguous_gradients": True},
+        "activation_checkpointing": {"partition_activations": True}, "data_types": {"grad_accum_dtype": "fp32"},
+    }
+    config, notices = merge(content)
+    assert {n.split(": ")[1].split()[0] for n in notices} == {
+        "steps_per_print", "wall_clock_breakdown", "prescale_gradients", "flops_profiler",
+        "zero_optimization.overlap_comm",
+        "zero_optimization.contiguous_gradients", "activation_checkpointing",
+    }
+    assert config.engine.extra == {}
+
+
+def test_unknown_entries_are_passed_on_with_a_notice(merge):
+    content = {"comms_logger": {"enabled": True}, "gradient_cliping": 1.0, "zero_optimization": {"new_knob": 3}}
+    config, notices = merge(content)
+    assert config.engine.extra == content
+    assert any("gradient_cliping is passed on to DeepSpeed, did you mean gradient_clipping" in n for n in notices)
+    assert len(notices) == 3
+    assert config.replace(seed=3).engine.extra == content
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"zero_optimization": {"stage": 3}}, ["zero_optimization.stage", "3", "--zero-stage 1"]),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, ["offload_optimizer.device", "remove"]),
+        ({"optimizer": {"type": "Lamb"}}, ["optimizer.type", "'Lamb'"]),
+        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, ["adam_w_mode", "true"]),
+        ({"optimizer": {"params": {"max_coeff": 3}}}, ["optimizer", "max_coeff"]),
+        ({"optimizer": {"params": {"betas": 0.9}}}, ["optimizer.params.betas", "list of two"]),
+        ({"scheduler": {"type": "WarmupLR"}}, ["scheduler", "--lr-decay-style"]),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, ["grad_accum_dtype", "fp32"]),
+        ({"curriculum_learning": {"enabled": True}}, ["curriculum_learning", "false"]),
+        ({"amp": {"enabled": True}}, ["amp", "--bf16"]),
+        ({"train_batch_size": "many"}, ["train_batch_size", "'many'"]),
+        ({"train_batch_size": 0}, ["train_batch_size", "at least 1"]),
+        ({"gradient_accumulation_steps": 1.5}, ["gradient_accumulation_steps", "1.5"]),
+        ({"fp16": True}, ["fp16 must be an object", "true"]),
+        ({"fp16": {"enabled": "yes"}}, ["fp16.enabled", "'yes'"]),
+        ({"fp16": {"enabled": True, "initial_scale_power": "x"}}, ["initial_scale_power", "'x'"]),
+    ],
+)
+def test_entries_that_cannot_be_had(merge, content, words):
+    text = refused(merge, content)
+    for word in words:
+        assert word in text, text
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"a": 1,\n  oops}', ["no JSON", "line 2, column 3"]),
+        ("", ["no JSON", "line 1, column 1"]),
+        ("[1]", ["object", "list"]),
+        ('{"fp16": {}, "fp16": {}}', ['"fp16"', "twice"]),
+        ("\udcff".encode("utf-8", "surrogateescape").decode("latin-1"), ["no JSON"]),
+    ],
+)
+def test_broken_files(merge, text, words):
+    message = refused(merge, text, "--num-attention-heads", "5")
+    assert "2 problems:" in message, "the other problems are found too"
+    for word in words:
+        assert word in message, message
+
+
+def test_missing_file(tmp_path):
+    for path, word in ((tmp_path / "none.json", "No such file"), (tmp_path, "directory")):
+        with pytest.raises(ConfigError, match=word) as raised:
+            parse_command_line([*RUN, "--deepspeed_config", str(path)], 1)
+        assert str(path) in str(raised.value)
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_bytes(b"\xff\xfe\x00{")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        parse_command_line([*RUN, "--deepspeed_config", str(file)], 1)
