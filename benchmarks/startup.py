@@ -19,13 +19,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 "
-    "--global-batch-size 4 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 512 --train-iters 1 --log-interval 1 "
-    "--eval-iters 0 --num-workers 0 --pipeline-model-parallel-size 2"
+    "--global-batch-size 4 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 512 --train-iters 1 "
+    "--log-interval 1 --eval-iters 0 --num-workers 0 --pipeline-model-parallel-size 2"
 ).split()
 
 
 def pair(command: list[str], until: str | None = None) -> float:
-    """Seconds until both processes ended, or until the first one prints a line with `until`."""
+    """Seconds until both processes ended, or until the first one prints a line that starts with `until`."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
@@ -43,7 +43,7 @@ def pair(command: list[str], until: str | None = None) -> float:
         lines = []
         for line in processes[0].stdout or ():
             lines.append(line)
-            if until in line and seen is None:
+            if line.startswith(until) and seen is None:
                 seen = time.perf_counter() - started
         if seen is None:
             raise SystemExit("the run printed no iteration line:\n" + "".join(lines[-20:]))

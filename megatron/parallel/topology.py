@@ -100,7 +100,7 @@ GroupFactory = Callable[[Sequence[int]], Any]
 class Topology:
     """This process's place, its groups and its device. Passed to whatever communicates; never a global.
 
-    `embedding` joins the first and last pipeline stages, which both hold a tied embedding; None elsewhere.
+    `embedding` joins the first and last pipeline stages where both hold a tied embedding; None elsewhere.
     """
 
     layout: Layout
@@ -121,8 +121,11 @@ class Topology:
         *,
         device: Any = None,
         timeout: datetime.timedelta | None = None,
+        tied_embeddings: bool = True,
     ) -> Topology:
         """Build the groups of this process over the initialised default process group (or over none: one process).
+
+        `tied_embeddings` False saves the group that only a tied embedding needs.
 
         Raises ConfigError when the world does not divide.
         """
@@ -140,11 +143,13 @@ class Topology:
             return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
 
         device = torch.device("cpu") if device is None else torch.device(device)
-        return cls.from_layout(layout, rank, device=device, new_group=new_group if running else None)
+        factory = new_group if running else None
+        return cls.from_layout(layout, rank, device=device, new_group=factory, tied_embeddings=tied_embeddings)
 
     @classmethod
     def from_layout(
-        cls, layout: Layout, rank: int, *, device: Any = None, new_group: GroupFactory | None = None
+        cls, layout: Layout, rank: int, *, device: Any = None, new_group: GroupFactory | None = None,
+        tied_embeddings: bool = True,
     ) -> Topology:
         """The view of `rank` on `layout`. Without `new_group` nothing communicates: for planning and tests."""
         t, d, p = layout.coordinates(rank)
@@ -163,7 +168,7 @@ class Topology:
         known = {g.ranks: g for g in (tensor, pipeline)}
         model = known.get(model_ranks) or group(model_ranks)
         embedding = None
-        if layout.pipeline > 1 and p in (0, layout.pipeline - 1):
+        if tied_embeddings and layout.pipeline > 1 and p in (0, layout.pipeline - 1):
             ends = (pipeline_ranks[0], pipeline_ranks[-1])
             embedding = pipeline if ends == pipeline_ranks else group(ends)
         return cls(layout, rank, world, tensor, data, pipeline, model, embedding, device)

@@ -5,7 +5,8 @@ Clipping is active in every step, the embedding is tied, the vocabulary is padde
 
 Tolerances. Losses and norms differ by the order of fp32 sums: a few units in the last place of numbers near 4, and a
 relative 1e-5 of the norm. Parameters: Adam turns a gradient's relative rounding error into an absolute one of the size
-of the learning rate (1e-2) times that error; five steps at relative errors near 1e-4 in the smallest gradients give 1e-5.
+of the learning rate (1e-2) times that error; five steps at relative errors near 1e-4 in the
+smallest gradients give 1e-5.
 A wrong reduction or scale moves parameters by the order of the learning rate itself, a thousand times more.
 """
 from __future__ import annotations
