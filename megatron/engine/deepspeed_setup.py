@@ -13,6 +13,7 @@ import importlib
 import logging
 import os
 import tempfile
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,6 +63,8 @@ def import_deepspeed(device: Any = "cpu") -> Any:
     if on_cpu:
         # "No extension fits this machine": so none is compiled when communication starts.
         ops.__compatible_ops__ = collections.defaultdict(bool)
+    # DeepSpeed calls collectives by names that newer versions of torch print a warning about, once in every process.
+    warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+` is deprecated", FutureWarning)
     with _plain_torch_compile():
         importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
     return deepspeed
@@ -69,15 +72,17 @@ def import_deepspeed(device: Any = "cpu") -> Any:
 
 def start_engine(deepspeed: Any, topology: Topology, **arguments: Any) -> Any:
     """deepspeed.initialize(**arguments) over the running process group; returns the DeepSpeedEngine."""
-    _set_rank_variables(topology)
     device = topology.device
-    index = device.index if device.type != "cpu" and device.index is not None else 0
+    index = device.index
+    if index is None:
+        index = torch.cuda.current_device() if device.type == "cuda" else 0
     bf16 = importlib.import_module("deepspeed.runtime.bf16_optimizer")
     accelerator = deepspeed.accelerator.get_accelerator()
     # DeepSpeed refuses fp16 on a processor without instructions for it; torch computes it on any, only slower.
     fp16_supported = (lambda: True) if device.type == "cpu" else accelerator.is_fp16_supported
     with (
         _quiet(),
+        _rank_variables(topology),
         _replaced(bf16, "see_memory_usage", lambda *_, **__: None),
         _replaced(accelerator, "is_fp16_supported", fp16_supported),
     ):
@@ -98,13 +103,20 @@ def _check_version(version: str) -> None:
         )
 
 
-def _set_rank_variables(topology: Topology) -> None:
-    """Without these DeepSpeed looks for mpi4py."""
-    for name, value in (
-        ("RANK", topology.rank), ("WORLD_SIZE", topology.world.size), ("LOCAL_RANK", topology.device.index or 0),
-        ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", 0),
-    ):  # fmt: skip
-        os.environ.setdefault(name, str(value))
+@contextlib.contextmanager
+def _rank_variables(topology: Topology) -> Iterator[None]:
+    """The variables without which DeepSpeed looks for mpi4py; those that nobody had set are taken away again."""
+    values = {
+        "RANK": topology.rank, "WORLD_SIZE": topology.world.size, "LOCAL_RANK": topology.device.index or 0,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0,
+    }  # fmt: skip
+    missing = {name: str(value) for name, value in values.items() if name not in os.environ}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:
+            os.environ.pop(name, None)
 
 
 @contextlib.contextmanager

@@ -173,7 +173,8 @@ def errors(directory: str, topology: Topology) -> dict[str, Any]:
     no_optim = dataclasses.replace(config, checkpoint=toy.ToyCheckpoint(no_load_optim=True))
     out["no-load-optim"] = load(root / "bare", engine, topology, no_optim).iteration
 
-    out["architecture"] = attempt(root / "a", dataclasses.replace(config, model=toy.ToyModel(num_layers=3, vocab_size=9)))
+    other_model = dataclasses.replace(config, model=toy.ToyModel(num_layers=3, vocab_size=9))
+    out["architecture"] = attempt(root / "a", other_model)
     tagged = dataclasses.replace(config, checkpoint=toy.ToyCheckpoint(load_tag="17"))
     out["tag"] = attempt(root / "a", tagged)
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,15 +39,18 @@ print(json.dumps({
     "logging": logging.root.manager.disable,
     "extensions": os.environ["TORCH_EXTENSIONS_DIR"],
     "inductor code": code,
+    "variables": [v for v in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if v in os.environ],
 }))
 """
 
 
 def test_one_process_without_launcher(tmp_path: Path) -> None:
-    launch = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR", "TORCH_EXTENSIONS_DIR")
-    env = {k: v for k, v in os.environ.items() if k not in launch} | {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    set_by_others = "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT DS_ACCELERATOR TORCH_EXTENSIONS_DIR".split()
+    env = {k: v for k, v in os.environ.items() if k not in set_by_others}
+    env |= {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=env, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", PROGRAM], env=env, cwd=root, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -57,11 +61,15 @@ def test_one_process_without_launcher(tmp_path: Path) -> None:
     assert not Path(found["extensions"]).exists(), "nothing was compiled"
     assert found["compile"] == "function" and found["compiled"] == 2
     assert found["disabled"] is None and found["dynamo disabled"] is False
+    assert found["variables"] == [], "a later launch in this process must not read them"
     assert (found["mpi4py"], found["logging"], found["inductor code"]) == (False, 0, [])
 
 
 def test_settings_win_over_what_is_passed_through() -> None:
-    extra = {"zero_optimization": {"stage": 3, "overlap_comm": True, "sub_group_size": 5}, "tensorboard": {"enabled": False}}
+    extra: dict[str, Any] = {
+        "zero_optimization": {"stage": 3, "overlap_comm": True, "sub_group_size": 5},
+        "tensorboard": {"enabled": False},
+    }
     config = toy.config("bf16", extra=extra, zero_reduce_bucket_size=10**9)
     found = deepspeed_json(config, 2, 101)
     assert found["tensorboard"] == {"enabled": False}
@@ -69,7 +77,9 @@ def test_settings_win_over_what_is_passed_through() -> None:
     assert (zero["stage"], zero["overlap_comm"], zero["sub_group_size"]) == (1, False, 5)
     assert zero["reduce_bucket_size"] == 102  # no larger than the parameters need, and even
     assert found["data_types"] == {"grad_accum_dtype": "fp32"}
-    assert found["train_batch_size"] == found["train_micro_batch_size_per_gpu"] * found["gradient_accumulation_steps"] * 2
+    # Global batch 6 of micro-batches of 1 on 2 ranks.
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    assert [found[key] for key in keys] == [6, 1, 3]
     assert extra["zero_optimization"]["stage"] == 3, "the user's settings are not changed"
 
 

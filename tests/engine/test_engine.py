@@ -141,5 +141,6 @@ def test_static_loss_scale_stays(runs: Any) -> None:
 
 def test_unequal_parameter_groups_are_refused_on_all_ranks(runs: Any) -> None:
     messages = runs["unequal groups"]
-    assert "rank 0: with weight decay, without; rank 1: with weight decay, without; rank 2: with weight decay" in messages[0]
+    expected = ["with weight decay, without"] * 2 + ["with weight decay"] * 2
+    assert "; ".join(f"rank {rank}: {kinds}" for rank, kinds in enumerate(expected)) + "." in messages[0]
     assert len(set(messages)) == 1

@@ -53,12 +53,18 @@ def test_closed_forms(style: str, at: int, expected: float) -> None:
 
 @pytest.mark.parametrize(
     ("style", "part"),
-    [("linear", 0.75), ("cosine", (1 + math.cos(math.pi / 4)) / 2), ("exponential", 2 * 0.5**0.25 - 1), ("minus_sqrt", 0.5)],
-)
+    [
+        ("linear", 0.75), ("cosine", (1 + math.cos(math.pi / 4)) / 2), ("exponential", 2 * 0.5**0.25 - 1),
+        ("minus_sqrt", 0.5),
+    ],
+)  # fmt: skip
 def test_warmup_stable_decay(style: str, part: float) -> None:
     schedule = LearningRateSchedule(
-        config(lr_decay_style="WSD", lr_wsd_decay_style=style, lr_decay_iters=100, lr_warmup_iters=10, lr_wsd_decay_iters=20)
-    )
+        config(
+            lr_decay_style="WSD", lr_wsd_decay_style=style, lr_decay_iters=100, lr_warmup_iters=10,
+            lr_wsd_decay_iters=20,
+        )
+    )  # fmt: skip
     assert [lr(schedule, i) for i in (5, 10, 11, 80)] == [0.5, 1.0, 1.0, 1.0]
     assert lr(schedule, 85) == pytest.approx(0.1 + 0.9 * part)
     assert lr(schedule, 100) == pytest.approx(0.1)
@@ -118,8 +124,10 @@ def test_ramp_up_with_samples_and_tokens_is_no_contradiction() -> None:
 
 @pytest.mark.parametrize(
     ("style", "at", "expected"),
-    [("constant", 50, 0.2), ("linear", 25, 0.15), ("cosine", 25, 0.1 + 0.2 * (1 - math.sqrt(0.5)) / 2), ("cosine", 50, 0.2),
-     ("linear", 100, 0.3), ("linear", 200, 0.3)],
+    [
+        ("constant", 50, 0.2), ("linear", 25, 0.15), ("cosine", 25, 0.1 + 0.2 * (1 - math.sqrt(0.5)) / 2),
+        ("cosine", 50, 0.2), ("linear", 100, 0.3), ("linear", 200, 0.3),
+    ],
 )  # fmt: skip
 def test_weight_decay(style: str, at: int, expected: float) -> None:
     ends = dict(start_weight_decay=0.2, end_weight_decay=0.2) if style == "constant" else dict(
