@@ -72,7 +72,7 @@ check_compiler() {
     fi
 }
 
-pip() { "$VENV/bin/python" -m pip "$@" --quiet; }
+pip() { "$VENV/bin/python" -m pip "$@" -qq; }  # errors only
 
 [[ -x $VENV/bin/python ]] || make_venv
 check_python "$VENV/bin/python"

@@ -20,10 +20,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config import Config  # noqa: E402
-from megatron.errors import ConfigError, MegatronError  # noqa: E402
-from megatron.parallel.launch import Launch, detect_launch  # noqa: E402
-from megatron.training.failures import leave, run_guarded  # noqa: E402
+from megatron.config import Config
+from megatron.errors import ConfigError, MegatronError
+from megatron.parallel.launch import Launch, detect_launch
+from megatron.training.failures import leave, run_guarded
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -90,8 +90,8 @@ def print_samples(args: argparse.Namespace, launch: Launch, device: Any) -> None
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     topology = Topology.create(tensor, pipeline, device=device, timeout=timeout)
-    files = {name: getattr(args, name) for name in ("tokenizer_model", "vocab_file", "merge_file") if getattr(args, name)}
-    config = model_config(args, launch.world_size).replace(**files)
+    files = {name: getattr(args, name) for name in ("tokenizer_model", "vocab_file", "merge_file")}
+    config = model_config(args, launch.world_size).replace(**{name: path for name, path in files.items() if path})
     if config.tokenizer.tokenizer_type is None:
         raise ConfigError(f"{args.load} was trained without a tokenizer: there is nothing to read a prompt with")
     tokenizer = load_tokenizer(config)

@@ -14,8 +14,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.errors import ConfigError, DataError, MegatronError  # noqa: E402
-from megatron.training.metrics import read_metrics  # noqa: E402
+from megatron.errors import ConfigError, DataError, MegatronError
+from megatron.training.metrics import read_metrics
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -24,7 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("metrics", nargs="+", metavar="FILE", help="metrics.jsonl of one run, or of several to compare")
-    parser.add_argument("--output", required=True, metavar="FILE", help="the picture; its ending says the format (.png, .svg)")
+    parser.add_argument("--output", required=True, metavar="FILE", help="the picture; .png, .svg or .pdf")
     parser.add_argument("--title", default="", help="a line over the picture")
     return parser
 

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.errors import LaunchError, MegatronError  # noqa: E402
-from megatron.training.metrics import read_metrics  # noqa: E402
+from megatron.errors import LaunchError, MegatronError
+from megatron.training.metrics import read_metrics
 
 T = TypeVar("T")
+ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = ("def main(", "import ", '"""Return the')
 # Memory that is kept is several times faster than pages that are new for every tensor; glibc reads this at start.
 ALLOCATOR = (
@@ -75,7 +75,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--folder", default="runs/example", metavar="FOLDER", help="for all that is written; FOLDER/run is emptied")
+    parser.add_argument(
+        "--folder", default="runs/example", metavar="FOLDER", help="for all that is written; FOLDER/run is emptied"
+    )
     parser.add_argument("--iterations", type=int, metavar="N", help="training iterations instead of the example's own")
     parser.add_argument("--quick", action="store_true", help="a tiny model and 20 iterations, to see that it works")
     return parser
@@ -109,8 +111,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                   lambda: train(arguments, machine))
         steps.run("text from the trained model", lambda: execute(
             tool("generate_text.py", "--load", run, "--tokens", size.sample_tokens, "--temperature", 0.7, "--top-k", 40,
-                 *[word for prompt in PROMPTS for word in ("--prompt", prompt)], "--metrics-file", run / "metrics.jsonl"),
-            environment(machine, machine.processes)))
+                 "--metrics-file", run / "metrics.jsonl", *[w for prompt in PROMPTS for w in ("--prompt", prompt)]),
+            environment(machine)))
         steps.run("loss curve", lambda: execute(
             tool("plot_metrics.py", run / "metrics.jsonl", "--output", picture, "--title", "make train")))
     except MegatronError as error:
@@ -173,8 +175,8 @@ def choose_machine() -> Machine:
     rates = {dtype: matmul_gflops(dtype) for dtype in (torch.float32, torch.bfloat16)}
     bf16 = rates[torch.bfloat16] > rates[torch.float32]
     reason = (
-        f"2 processes of {threads} thread(s) on the CPU; a matrix product runs at {rates[torch.float32]:.0f} GFLOP/s in "
-        f"fp32 and at {rates[torch.bfloat16]:.0f} in bf16: {'bf16' if bf16 else 'fp32'} it is"
+        f"2 processes of {threads} thread(s) on the CPU; a matrix product runs at {rates[torch.float32]:.0f} GFLOP/s "
+        f"in fp32 and at {rates[torch.bfloat16]:.0f} in bf16: {'bf16' if bf16 else 'fp32'} it is"
     )
     return Machine("cpu", 2, threads, bf16, reason)
 
@@ -203,7 +205,8 @@ def training_arguments(
         "micro-batch-size": size.micro_batch, "global-batch-size": size.global_batch, "train-iters": iterations,
         "lr": size.lr, "min-lr": size.lr / 10, "lr-decay-style": "cosine", "lr-warmup-iters": max(1, iterations // 20),
         "weight-decay": 0.1, "adam-beta2": 0.95, "clip-grad": 1.0, "seed": 1234, "zero-stage": 1,
-        "tokenizer-type": "GPTSentencePieceTokenizer", "tokenizer-model": vocabulary, "data-path": data, "split": "95,5,0",
+        "tokenizer-type": "GPTSentencePieceTokenizer", "tokenizer-model": vocabulary, "data-path": data,
+        "split": "95,5,0",
         "eval-interval": size.eval_interval, "eval-iters": size.eval_iters, "log-interval": 10, "save": run,
         "num-workers": 1,
     }  # fmt: skip
@@ -214,17 +217,17 @@ def training_arguments(
     return [*words, *(["--bf16"] if machine.bf16 else [])]
 
 
-def environment(machine: Machine, threads_times: int = 1) -> dict[str, str]:
-    """The environment of a process; `threads_times` multiplies the threads for one that runs alone."""
+def environment(machine: Machine) -> dict[str, str]:
+    """The environment of a process."""
     env = dict(os.environ)
     if machine.device == "cpu":
-        env.setdefault("OMP_NUM_THREADS", str(machine.threads * threads_times))
+        env.setdefault("OMP_NUM_THREADS", str(machine.threads))
         env.setdefault("GLIBC_TUNABLES", ALLOCATOR)
     return env
 
 
 def train(arguments: Sequence[str], machine: Machine) -> None:
-    """Start the processes with the variables that a launcher would set, and wait for all. LaunchError when one fails."""
+    """Start the processes as a launcher would, and wait for all. LaunchError when one fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -232,8 +235,8 @@ def train(arguments: Sequence[str], machine: Machine) -> None:
     try:
         for rank in range(machine.processes):
             ranks = {
-                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": machine.processes, "LOCAL_WORLD_SIZE": machine.processes,
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": machine.processes,
+                "LOCAL_WORLD_SIZE": machine.processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
             }  # fmt: skip
             env = environment(machine) | {name: str(value) for name, value in ranks.items()}
             processes.append(subprocess.Popen([sys.executable, str(ROOT / "pretrain_gpt.py"), *arguments], env=env))
@@ -271,8 +274,8 @@ def summary(size: Size, run: Path, picture: Path, steps: Steps) -> int:
     for title, seconds in steps.seconds.items():
         print(f" {seconds:7.1f} s  {title}")
     print(f" {time.monotonic() - steps.start:7.1f} s  in all")
-    print(f" validation loss: {first['lm_loss']:.3f} at iteration {first['iteration']}, {last['lm_loss']:.3f} at iteration "
-          f"{last['iteration']}: down by {drop:.3f} nats")  # fmt: skip
+    print(f" validation loss: {first['lm_loss']:.3f} at iteration {first['iteration']}, {last['lm_loss']:.3f} at "
+          f"iteration {last['iteration']}: down by {drop:.3f} nats")  # fmt: skip
     print(f" speed: {tokens_per_s:,.0f} tokens per second")
     print(f" checkpoint and metrics: {run}\n loss curve: {picture}")
     if drop >= size.least_drop_nats:

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., arXiv 2104.09864), halves turned against each other as in GPT-NeoX and Llama."""
+"""Rotary position embedding (Su et al., arXiv 2104.09864), in halves as GPT-NeoX and Llama do."""
 from __future__ import annotations
 
 import torch

@@ -37,8 +37,9 @@ class Console:
         except ImportError:
             return
         self._live = Progress(
-            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
-            console=RichConsole(file=self._stream), transient=True, refresh_per_second=4,
+            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"), console=RichConsole(file=self._stream), transient=True,
+            refresh_per_second=4,
         )  # fmt: skip
         self._task = self._live.add_task("training", total=total, completed=done, note="")
         self._live.start()

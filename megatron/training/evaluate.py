@@ -14,12 +14,19 @@ Forward = Callable[[Sequence[MicroBatch]], list[torch.Tensor]]
 
 
 def mean_loss(
-    forward: Forward, stream: Stream, topology: Topology, iterations: int, micro_batches: int, *, per_token: bool = False
+    forward: Forward,
+    stream: Stream,
+    topology: Topology,
+    iterations: int,
+    micro_batches: int,
+    *,
+    per_token: bool = False,
 ) -> float:
     """The mean loss over `iterations` x `micro_batches` micro-batches of every data-parallel rank.
 
-    `forward` maps micro-batches to their losses on the last pipeline stage and to an empty list elsewhere. Micro-batches
-    count alike; with `per_token` each counts by its unmasked tokens, so that the result is the loss of a token.
+    `forward` maps micro-batches to their losses on the last pipeline stage and to an empty list elsewhere.
+    Micro-batches count alike; with `per_token` each counts by its unmasked tokens, so that the result is the loss of a
+    token.
     A collective call of the world; every rank gets the result.
     """
     total = torch.zeros(2, dtype=torch.float64, device=topology.device)

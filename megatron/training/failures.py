@@ -33,6 +33,9 @@ def run_guarded(body: Callable[[], object], rank: int) -> int:
         return EXIT_INTERRUPTED
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+    except BrokenPipeError:  # the reader of our output left, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_ERROR
     except BaseException:
         # One write, so that the tracebacks of several ranks do not interleave.
         _print_error(f"rank {rank} failed:\n{traceback.format_exc()}".rstrip())

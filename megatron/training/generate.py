@@ -34,8 +34,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise ConfigError(
-                f"sampling with temperature {self.temperature}, top-k {self.top_k}, top-p {self.top_p}: temperature and "
-                f"top-k must be at least 0, top-p above 0 and at most 1"
+                f"sampling with temperature {self.temperature}, top-k {self.top_k}, top-p {self.top_p}: temperature "
+                f"and top-k must be at least 0, top-p above 0 and at most 1"
             )
 
 
@@ -47,7 +47,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    sampling: Sampling = Sampling(),  # noqa: B008 - frozen
+    sampling: Sampling = Sampling(),
     end_token: int | None = None,
 ) -> list[list[int]]:
     """Continue each prompt by up to `max_new_tokens` ids; a text ends after `end_token`. Returns only the new ids.
@@ -74,7 +74,9 @@ def generate(
         if not running:
             break
         scores = model.next_token_scores(texts)
-        chosen = choose(scores, sampling, generator) if scores is not None else torch.zeros(len(texts), dtype=torch.long)
+        chosen = torch.zeros(len(texts), dtype=torch.long)
+        if scores is not None:
+            chosen = choose(scores, sampling, generator)
         for i, token in enumerate(model.tell_all(chosen).tolist()):
             if i in running:
                 texts[i].append(token)

@@ -58,8 +58,8 @@ def format_timers(times_ms: dict[str, list[float]], option: str = "minmax") -> s
 
     `option` as in --timing-log-option: minmax, max, or all for one value per rank.
     """
-    titles = {"minmax": "(min, max) time across ranks (ms):", "max": "max time across ranks (ms):", "all": "times across ranks (ms):"}
-    rows = [titles[option]]
+    what = {"minmax": "(min, max) time", "max": "max time", "all": "times"}
+    rows = [f"{what[option]} across ranks (ms):"]
     for name, times in times_ms.items():
         label = "    " + (name + " ").ljust(48, ".") + ":"
         if option == "all":

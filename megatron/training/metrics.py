@@ -110,7 +110,9 @@ class Interval:
             total += torch.stack([s.loss for s in self._steps if s.loss is not None]).to(torch.float64)
         return collectives.all_reduce(total, self._topology.world).tolist()
 
-    def report(self, losses: list[float], total_iterations: int, elapsed_s: float, memory: int | None) -> IterationReport:
+    def report(
+        self, losses: list[float], total_iterations: int, elapsed_s: float, memory: int | None
+    ) -> IterationReport:
         """The figures of the interval, which took `elapsed_s` seconds; a new interval begins."""
         steps, self._steps = tuple(self._steps), []
         assert steps, "a log line needs at least one step"
@@ -193,7 +195,7 @@ class MetricsFile:
 def _open_for_append(path: Path) -> IO[str]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a", encoding="utf-8")
+        file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - stays open for the whole run
         if file.tell() and not _ends_with_newline(path):
             file.write("\n")  # a run that was killed while it wrote
         return file

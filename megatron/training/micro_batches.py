@@ -15,8 +15,8 @@ class BatchSchedule:
     """Global batch size as a function of the samples consumed.
 
     `rampup` is (start, increment, samples): from `start` the batch grows by `increment` each time an equal share of
-    `samples` has been consumed, and is `global_batch_size` from then on. `replica_batch_size` is what one micro-batch on
-    every data-parallel rank takes: micro-batch size x data-parallel size.
+    `samples` has been consumed, and is `global_batch_size_at_end` from then on. `replica_batch_size` is what one
+    micro-batch on every data-parallel rank takes: micro-batch size x data-parallel size.
     Raises ConfigError when a size on the way does not divide into micro-batches.
 
     >>> [BatchSchedule(32, 4, (8, 8, 300)).global_batch_size(n) for n in (0, 99, 100, 200, 300)]

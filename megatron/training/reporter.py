@@ -38,7 +38,7 @@ class Reporter:
         self.say(format_iteration(report))
         if report.hfu is not None and report.hfu > PLAUSIBLE_UTILISATION:
             self.say(
-                f" warning: HFU {report.hfu:.3f} is more than a device can do: the time or the peak is wrong, do not use it"
+                f" warning: HFU {report.hfu:.3f} is more than a device can do: the time or the peak is wrong"
             )
         timers: dict[str, Any] = {}
         if times_ms:
@@ -49,7 +49,9 @@ class Reporter:
         loss = "" if report.lm_loss is None else f"loss {report.lm_loss:.3f}  "
         self.console.update(report.iteration, f"{loss}{report.tokens_per_s:,.0f} tokens/s")
 
-    def validation(self, prefix: str, progress: Progress, dataset: str, loss: float, samples: int, seconds: float) -> None:
+    def validation(
+        self, prefix: str, progress: Progress, dataset: str, loss: float, samples: int, seconds: float
+    ) -> None:
         """One evaluation on `samples` samples of the 'valid' or 'test' data set."""
         self.say(format_validation(prefix, loss))
         self.metrics.write(

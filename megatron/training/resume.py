@@ -53,7 +53,7 @@ def with_checkpoint_settings(config: Config, folder: Path | None, reporter: Repo
     """
     if folder is None:
         return config
-    stored, taken = read_json(folder / CONFIG), {}
+    stored, taken = read_json(folder / CONFIG), dict[str, Any]()
     if config.checkpoint.use_checkpoint_args:
         names = set(ARCHITECTURE) | {"max_position_embeddings"}
         taken |= {name: value for name, value in stored["model"].items() if name in names}
@@ -96,8 +96,8 @@ def progress_from(state: dict[str, Any], folder: Path) -> Progress:
     names = {field.name for field in dataclasses.fields(Progress)}
     if not names <= state.keys():
         raise CheckpointError(
-            f"{folder} does not say how far its run came ({', '.join(sorted(names - state.keys()))} missing): load it with "
-            f"--finetune"
+            f"{folder} does not say how far its run came ({', '.join(sorted(names - state.keys()))} missing): load it "
+            f"with --finetune"
         )
     return Progress(**{name: int(state[name]) for name in names})
 

@@ -1,4 +1,4 @@
-"""Puts a run together, in the order in which a run reads: processes, layout, tokenizer, data, model, engine, checkpoint."""
+"""Puts a run together in the order in which it reads: processes, layout, tokenizer, data, model, engine, checkpoint."""
 from __future__ import annotations
 
 import platform
@@ -61,7 +61,7 @@ def is_lost_peer(error: BaseException) -> bool:
     if isinstance(error, LaunchError | dist.DistError):
         return True
     text = str(error)
-    signs = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
+    signs = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out")
     return isinstance(error, RuntimeError) and not isinstance(error, MegatronError) and any(s in text for s in signs)
 
 
@@ -141,7 +141,12 @@ def planned_samples(config: Config, batches: BatchSchedule) -> tuple[int, int, i
 
 
 def extended(
-    config: Config, batches: BatchSchedule, datasets: Datasets, planned: tuple[int, int, int], progress: Progress, end: int
+    config: Config,
+    batches: BatchSchedule,
+    datasets: Datasets,
+    planned: tuple[int, int, int],
+    progress: Progress,
+    end: int,
 ) -> Datasets:
     """`datasets`, or longer ones where a run resumed with another batch size takes more samples than planned."""
     needed = batches.samples_after(end - progress.iteration, progress.consumed_samples)
@@ -196,7 +201,9 @@ def describe_model(config: Config, chunks: torch.nn.ModuleDict, reporter: Report
     reporter.say(f" > number of parameters: {total}, of which (with vocabulary padding) on rank 0: {here}")
 
 
-def write_start(config: Config, topology: Topology, places: Sequence[str], reporter: Reporter, progress: Progress) -> None:
+def write_start(
+    config: Config, topology: Topology, places: Sequence[str], reporter: Reporter, progress: Progress
+) -> None:
     """The record with which a run, or its resumption, begins in the metrics file."""
     import deepspeed
 

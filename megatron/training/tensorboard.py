@@ -1,4 +1,4 @@
-"""TensorBoard, under the tag names of Megatron-LM and, for losses, of Megatron-DeepSpeed too. A writer that is off accepts every call and does nothing."""
+"""TensorBoard, under the tag names of Megatron-LM and, for losses, of Megatron-DeepSpeed too."""
 from __future__ import annotations
 
 import math
@@ -11,7 +11,10 @@ from megatron.training.metrics import IterationReport, StepRecord
 
 
 class TensorBoard:
-    """Writes each --tensorboard-log-interval'th step at the log line that follows it, when its loss is known."""
+    """Writes each --tensorboard-log-interval'th step at the log line that follows it, when its loss is known.
+
+    A writer that is off accepts every call and does nothing.
+    """
 
     def __init__(self, config: Config, enabled: bool) -> None:
         self._flags: Any = config.logging
@@ -80,10 +83,10 @@ def _open_writer(flags: Any) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ConfigError(
-            f"--tensorboard-dir {flags.tensorboard_dir} needs the package tensorboard ({error}): install it, or leave the "
-            f"flag out"
+            f"--tensorboard-dir {flags.tensorboard_dir} needs the package tensorboard ({error}): install it, or leave "
+            f"the flag out"
         ) from error
     try:
         return SummaryWriter(log_dir=flags.tensorboard_dir, max_queue=flags.tensorboard_queue_size)
     except OSError as error:
-        raise ConfigError(f"--tensorboard-dir {flags.tensorboard_dir}: {error.strerror}: choose another place") from error
+        raise ConfigError(f"--tensorboard-dir {flags.tensorboard_dir}: {error.strerror}: choose another") from error

@@ -10,10 +10,10 @@ from megatron.training.log_line import format_iteration, format_timers, format_v
 from megatron.training.metrics import IterationReport
 
 REAL_LINE = (
-    " iteration        2/       5 | consumed samples:         2560 | consumed tokens:      5242880 | elapsed time per "
-    "iteration (ms): 196496.4 | learning rate: 6.000E-05 | global batch size:  1280 | lm loss: 1.109811E+01 | loss scale: "
-    "1073741824.0 | grad norm: 0.000 | num zeros: 0.0 | actual seqlen:  2048 | number of skipped iterations:   0 | number "
-    "of nan iterations:   0 | samples per second: 6.514 | TFLOPs: 149.46 |"
+    " iteration        2/       5 | consumed samples:         2560 | consumed tokens:      5242880 | "
+    "elapsed time per iteration (ms): 196496.4 | learning rate: 6.000E-05 | global batch size:  1280 | "
+    "lm loss: 1.109811E+01 | loss scale: 1073741824.0 | grad norm: 0.000 | num zeros: 0.0 | actual seqlen:  2048 | "
+    "number of skipped iterations:   0 | number of nan iterations:   0 | samples per second: 6.514 | TFLOPs: 149.46 |"
 )
 
 # Fields in their order, each with the exact form of its value; those in parentheses with ? may be absent.
@@ -22,8 +22,10 @@ LINE = re.compile(
     r"^ iteration (?P<iteration>[ \d]{8})/(?P<total>[ \d]{8}) \| consumed samples: (?P<samples>[ \d]{12}) \| "
     r"consumed tokens: (?P<tokens>[ \d]{12}) \| elapsed time per iteration \(ms\): (?P<ms>\d+\.\d) \| "
     rf"learning rate: (?P<lr>{SCIENTIFIC3}) \| global batch size: (?P<batch>[ \d]{{5}}) \| "
-    rf"(lm loss: (?P<loss>{SCIENTIFIC6}) \| )?(loss scale: (?P<scale>\d+\.\d) \| )?(grad norm: (?P<norm>\d+\.\d{{3}}) \| )?"
-    r"(num zeros: (?P<zeros>\d+\.\d) \| )?(params norm: (?P<params>\d+\.\d{3}) \| )?actual seqlen: (?P<seq>[ \d]{5}) \| "
+    rf"(lm loss: (?P<loss>{SCIENTIFIC6}) \| )?(loss scale: (?P<scale>\d+\.\d) \| )?"
+    r"(grad norm: (?P<norm>\d+\.\d{3}) \| )?"
+    r"(num zeros: (?P<zeros>\d+\.\d) \| )?(params norm: (?P<params>\d+\.\d{3}) \| )?"
+    r"actual seqlen: (?P<seq>[ \d]{5}) \| "
     r"number of skipped iterations: (?P<skipped>[ \d]{3}) \| number of nan iterations: (?P<nan>[ \d]{3}) \| "
     r"samples per second: (?P<rate>\d+\.\d{3}) \| (tokens per gpu per second \(tgs\): (?P<tgs>\d+\.\d{3}) \| )?"
     r"TFLOPs: (?P<tflops>\d+\.\d\d) \|( MFU: (?P<mfu>\d\.\d{3}) \| HFU: (?P<hfu>\d\.\d{3}) \|)?$"
@@ -35,7 +37,8 @@ def report(**changes: object) -> IterationReport:
         iteration=2, total_iterations=5, consumed_samples=2560, consumed_tokens=5242880, global_batch_size=1280,
         seq_length=2048, learning_rate=6e-5, lm_loss=11.09811, loss_scale=1073741824.0, grad_norm=0.0, num_zeros=0.0,
         params_norm=None, skipped=0, nan=0, step_time_s=196.4964, samples_per_s=6.514, tokens_per_s=13340.7,
-        tokens_per_s_per_device=2.223, model_tflops=112.1, hardware_tflops=149.46, mfu=None, hfu=None, memory_bytes=None,
+        tokens_per_s_per_device=2.223, model_tflops=112.1, hardware_tflops=149.46, mfu=None, hfu=None,
+        memory_bytes=None,
     )
     return IterationReport(**{**values, **changes})  # type: ignore[arg-type]
 

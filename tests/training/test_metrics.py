@@ -25,7 +25,8 @@ def step(iteration: int, loss: float | None, *, skipped: bool = False, batch: in
 
 def test_interval_leaves_skipped_steps_out_and_counts_them() -> None:
     interval = Interval(SINGLE, Rates(1, 8, 100.0, 150.0, peak_flops_per_s=1000.0))
-    for record in (step(1, 3.0), step(2, math.inf, skipped=True), step(3, 2.0, batch=8), step(4, math.nan, skipped=True)):
+    skipped = step(2, math.inf, skipped=True), step(4, math.nan, skipped=True)
+    for record in (step(1, 3.0), skipped[0], step(3, 2.0, batch=8), skipped[1]):
         interval.add(record)
     report = interval.report(interval.reduce_losses(), 10, elapsed_s=2.0, memory=77)
     assert report.lm_loss == (3.0 + 2.0) / 2
@@ -77,7 +78,8 @@ def test_metrics_file_appends_and_survives_a_cut_line(tmp_path: Path) -> None:
     # Flushed: readable while the run goes on.
     (record,) = read_metrics(path)
     assert record == {
-        "event": "iteration", "time": 12.5, "iteration": 1, "lm_loss": 1 / 3, "grad_norm": None, "nested": {"a": [None, 1.0]},
+        "event": "iteration", "time": 12.5, "iteration": 1, "lm_loss": 1 / 3, "grad_norm": None,
+        "nested": {"a": [None, 1.0]},
     }  # fmt: skip
     first.close()
     with open(path, "a") as file:

@@ -104,9 +104,9 @@ def test_tensorboard_tags_and_steps(tmp_path: Path) -> None:
 
 def test_tensorboard_flags_switch_tags(tmp_path: Path) -> None:
     events = write_events(
-        tmp_path, log_batch_size_to_tensorboard=True, log_world_size_to_tensorboard=True, log_memory_to_tensorboard=True,
-        log_timers_to_tensorboard=True, log_validation_ppl_to_tensorboard=True, log_learning_rate_to_tensorboard=False,
-        log_loss_scale_to_tensorboard=False, tensorboard_log_interval=4,
+        tmp_path, log_batch_size_to_tensorboard=True, log_world_size_to_tensorboard=True,
+        log_memory_to_tensorboard=True, log_timers_to_tensorboard=True, log_validation_ppl_to_tensorboard=True,
+        log_learning_rate_to_tensorboard=False, log_loss_scale_to_tensorboard=False, tensorboard_log_interval=4,
     )  # fmt: skip
     assert points(events, "batch-size") == [(4, 16.0)] and points(events, "world-size") == [(4, 3.0)]
     assert points(events, "mem-allocated-bytes") == [(4, 99.0)] and points(events, "iteration-time") == [(4, 0.25)]
@@ -162,7 +162,7 @@ def test_user_errors_have_one_message_and_no_traceback(capsys: pytest.CaptureFix
     assert run_guarded(lambda: raise_(error), rank=0) == 2
     assert capsys.readouterr().err == "ConfigError: two problems:\n  1. this\n  2. that\n"
     assert run_guarded(lambda: raise_(error), rank=3) == 2
-    assert capsys.readouterr().err == "rank 3: ConfigError: two problems:\n"
+    assert capsys.readouterr().err == "rank 3: ConfigError: two problems: 1. this 2. that\n"
 
 
 def test_other_errors_have_a_traceback_that_names_the_rank(capsys: pytest.CaptureFixture[str]) -> None:

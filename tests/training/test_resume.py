@@ -1,0 +1,89 @@
+"""Which checkpoint a run loads, and which settings it takes from it."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpoint.settings import plain
+from megatron.config import Config
+from megatron.errors import CheckpointError
+from megatron.parallel.topology import Layout, Topology
+from megatron.training.progress import Progress
+from megatron.training.resume import checkpoint_to_load, progress_from, with_checkpoint_settings
+
+SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
+
+
+class Listener:
+    """Stands in for the reporter; remembers what was said."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+def config(**changes: Any) -> Config:
+    fields: dict[str, Any] = dict(
+        num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=8, vocab_size=24, train_iters=10, lr=1e-3
+    )
+    return Config.create(**{**fields, **changes})
+
+
+def store(folder: Path, stored: Config) -> Path:
+    """A checkpoint's folder as far as settings go."""
+    checkpoint = folder / "iter_0000005"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.json").write_text(json.dumps(plain(stored)))
+    for name in (".metadata", "state.json"):
+        (checkpoint / name).write_text("{}")
+    (folder / "latest_checkpointed_iteration.txt").write_text("5\n")
+    return checkpoint
+
+
+def test_a_first_start_finds_nothing_and_goes_on(tmp_path: Path) -> None:
+    assert checkpoint_to_load(config(), SINGLE) is None
+    assert checkpoint_to_load(config(load=str(tmp_path)), SINGLE) is None
+
+
+@pytest.mark.parametrize("flag", [dict(exit_on_missing_checkpoint=True), dict(load_tag="iter_0000007")])
+def test_a_checkpoint_that_must_be_there_is_missed(tmp_path: Path, flag: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        checkpoint_to_load(config(load=str(tmp_path), **flag), SINGLE)
+
+
+def test_the_tracker_names_the_checkpoint(tmp_path: Path) -> None:
+    checkpoint = store(tmp_path, config())
+    assert checkpoint_to_load(config(load=str(tmp_path)), SINGLE) == checkpoint
+
+
+def test_a_schedule_that_differs_is_ours_and_said(tmp_path: Path) -> None:
+    checkpoint, listener = store(tmp_path, config(lr=5e-4, train_iters=8)), Listener()
+    ours = config(load=str(tmp_path))
+    assert with_checkpoint_settings(ours, checkpoint, listener) == ours  # type: ignore[arg-type]
+    (said,) = listener.said
+    assert "lr 0.001 (was 0.0005)" in said and "lr_decay_iters 10 (was 8)" in said
+    silent = Listener()
+    with_checkpoint_settings(config(load=str(tmp_path), override_opt_param_scheduler=True), checkpoint, silent)  # type: ignore[arg-type]
+    assert silent.said == []
+
+
+def test_settings_are_taken_where_flags_ask_for_them(tmp_path: Path) -> None:
+    stored = config(hidden_size=32, num_layers=3, swiglu=True, lr=5e-4)
+    checkpoint = store(tmp_path, stored)
+    asked = config(load=str(tmp_path), use_checkpoint_args=True, use_checkpoint_opt_param_scheduler=True)
+    taken = with_checkpoint_settings(asked, checkpoint, Listener())  # type: ignore[arg-type]
+    assert taken.model == stored.model and taken.optimizer.lr == 5e-4
+    assert taken.batch == asked.batch
+
+
+def test_counters_come_back_or_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    state = dict(iteration=5, consumed_samples=40, consumed_tokens=320, consumed_valid_samples=8, skipped_iterations=1)
+    assert progress_from(state, tmp_path) == Progress(5, 40, 320, 8, 1)
+    with pytest.raises(CheckpointError, match=r"consumed_tokens.*--finetune"):
+        progress_from({k: v for k, v in state.items() if k != "consumed_tokens"}, tmp_path)
