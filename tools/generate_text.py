@@ -94,7 +94,10 @@ def print_samples(args: argparse.Namespace, launch: Launch, device: Any) -> None
     config = model_config(args, launch.world_size).replace(**{name: path for name, path in files.items() if path})
     if config.tokenizer.tokenizer_type is None:
         raise ConfigError(f"{args.load} was trained without a tokenizer: there is nothing to read a prompt with")
-    tokenizer = load_tokenizer(config)
+    vocab_size = config.model.vocab_size
+    if config.tokenizer.tokenizer_type == "NullTokenizer" and vocab_size is not None:
+        vocab_size -= 1  # the model's vocabulary counts the end token that this tokenizer adds to the given size
+    tokenizer = load_tokenizer(config.replace(vocab_size=vocab_size))
     assert tokenizer is not None, "its type is known"
     chunks = build_chunks(config, topology)
     load_weights(args.load, chunks, topology, args.load_tag)

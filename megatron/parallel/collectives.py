@@ -8,6 +8,10 @@ import torch.distributed as dist
 
 from megatron.parallel.topology import Group
 
+# torch 2.13 gave these two calls new names and warns about the old ones.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class _Done:
     """The work handle of a collective that had nothing to do."""
@@ -35,7 +39,7 @@ def gather_first_async(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, Any
     if group.size == 1:
         return x, _Done()
     whole = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
-    return whole, dist.all_gather_into_tensor(whole, x.contiguous(), group=group.handle, async_op=True)
+    return whole, _all_gather(whole, x.contiguous(), group=group.handle, async_op=True)
 
 
 def gather_first(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -50,7 +54,7 @@ def reduce_scatter_first_async(x: torch.Tensor, group: Group) -> tuple[torch.Ten
     if group.size == 1:
         return x, _Done()
     part = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
-    return part, dist.reduce_scatter_tensor(part, x.contiguous(), group=group.handle, async_op=True)
+    return part, _reduce_scatter(part, x.contiguous(), group=group.handle, async_op=True)
 
 
 def reduce_scatter_first(x: torch.Tensor, group: Group) -> torch.Tensor:

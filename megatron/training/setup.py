@@ -71,9 +71,11 @@ def assemble(config: Config, device: torch.device, places: Sequence[str], timeou
     Rank 0 prints what the run is: layout, arguments, kernels, sizes. Raises MegatronError.
     """
     parallel = config.parallel
+    untied = config.model.untie_embeddings_and_output_weights and not config.checkpoint.use_checkpoint_args
     topology = Topology.create(
-        parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, device=device, timeout=timeout
-    )
+        parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, device=device, timeout=timeout,
+        tied_embeddings=not untied,
+    )  # fmt: skip
     torch.manual_seed(config.training.seed)
     reporter = Reporter(config, topology.rank)
     checkpoint = checkpoint_to_load(config, topology)
