@@ -1,0 +1,44 @@
+"""What README says can be run, runs."""
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from megatron.config import PRESETS, parse_args
+from tests.helpers.launching import ROOT
+
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_library_example(tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    script = tmp_path / "example.py"
+    script.write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+    result = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+                            capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    lines = [line for line in result.stdout.splitlines() if re.match(r"[01] [0-9.]+ \[", line)]
+    assert len(lines) == 4  # two steps on two ranks
+    assert sum(line.count(",") == 3 for line in lines) == 2  # four losses on the last stage
+
+
+def test_command_lines_parse():
+    text = README.replace("\\\n", " ")
+    commands = re.findall(r"(?:pretrain_gpt\.py|train\.sbatch) (--preset[^\n]*)", text)
+    assert len(commands) == 3
+    for command in commands:
+        arguments = [word for word in shlex.split(command) if word != "--print-config"]
+        world_size = 32 if "gpt-22b" in command else 4 if "--tensor" in command else 1
+        assert parse_args(arguments, world_size).batch.train_iters == 1000
+
+
+def test_presets_are_listed():
+    for preset in PRESETS:
+        assert f"`{preset}`" in README
