@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def build_executor(config: Config, topology: Topology, chunks: torch.nn.ModuleDict, engine: Engine) -> Executor:
-    """Runs the schedule of `config` on `chunks` (from build_chunks) and accumulates gradients where `engine` wants them."""
+    """Runs the schedule of `config` on `chunks` (from build_chunks); gradients add up where `engine` wants them."""
     stages = {int(stage): chunk for stage, chunk in chunks.items()}
     some = next(iter(stages.values()))
     assert isinstance(some, GPTChunk), "chunks come from megatron.build_chunks"
     return Executor(
-        topology, stages, config.parallel.schedule, config.parallel.num_chunks, hidden_shape(config), hidden_dtype(config),
-        some.context.weight_gradients, engine.after_backward,
-    )
+        topology, stages, config.parallel.schedule, config.parallel.num_chunks, hidden_shape(config),
+        hidden_dtype(config), some.context.weight_gradients, engine.after_backward,
+    )  # fmt: skip
