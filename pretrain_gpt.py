@@ -1,5 +1,6 @@
 #!/usr/bin/env python
 """Train a GPT. `python pretrain_gpt.py --help` lists the settings; docs/architecture.md shows the path of a run."""
+import os
 import sys
 
 from megatron.config import parse_args
@@ -32,4 +33,6 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    # When a rank dies, torch would print a page of C++ frames before our line that names the rank.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     leave(main(sys.argv[1:]))

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from megatron.checkpoint.folder import (
     to_json,
     write_text,
 )
-from megatron.checkpoint.planner import ShardsSavePlanner
+from megatron.checkpoint.planner import Shards, ShardsSavePlanner
 from megatron.checkpoint.settings import plain
 from megatron.checkpoint.tensors import tensors_to_save
 from megatron.checkpoint.together import together
@@ -61,12 +62,7 @@ def save(
             if topology.world.is_first:
                 start_folder(folder)
         with together(topology, what):
-            dcp.save(
-                tensors,
-                storage_writer=dcp.FileSystemWriter(temporary),
-                planner=ShardsSavePlanner(),
-                no_dist=not dist.is_initialized() or topology.world.size == 1,
-            )
+            _write(tensors, temporary, no_dist=not dist.is_initialized() or topology.world.size == 1)
         with together(topology, what):
             if topology.world.is_first:
                 for name, text in texts.items():
@@ -78,3 +74,9 @@ def save(
             shutil.rmtree(temporary, ignore_errors=True)
         raise
     return folder
+
+
+def _write(tensors: dict[str, Shards], folder: Path, *, no_dist: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process: it is meant
+        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), planner=ShardsSavePlanner(), no_dist=no_dist)

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -36,6 +37,7 @@ from megatron.parallel.report import (
 if TYPE_CHECKING:
     from megatron.parallel.launch import Launch
 
+_SOURCE_LINE = re.compile(r"\[\S+\.(cc|cpp):\d+\] ?")  # where gloo was compiled, which tells nobody anything
 _FOREVER = timedelta(days=20)  # longer ones do not fit torch's 31 bits of milliseconds
 _NAMED = 64  # so many missing ranks are looked for; beyond, nobody reads on
 _LINGER_S = 5.0  # how long the rank that serves the store stays for the others at the end
@@ -311,7 +313,7 @@ class Rendezvous:
         """
         if self._explained is None:
             self._failed = True
-            symptom = (str(error).splitlines() or [""])[0].split(". ")[0]
+            symptom = (_SOURCE_LINE.sub("", str(error)).splitlines() or [""])[0].split(". ")[0]
             try:
                 text = self._store_gone() if self._store_lost else bounded(self._diagnose, 4 * _ANSWER_S)
             except (RuntimeError, LaunchError):

@@ -21,13 +21,13 @@ def train(run: Run) -> None:
     """Train to the last iteration or to a reason to stop; measure, report and save on the way."""
     progress, reason = run.progress, None
     if not run.config.training.skip_train:
-        if progress.iteration == 0:
-            validate(run)  # the loss that training starts from
-        with run.stop:
+        with run.stop:  # a signal neither ends the evaluation before the first step nor the save after the last
+            if progress.iteration == 0:
+                validate(run)  # the loss that training starts from
             reason = train_steps(run)
-        if len(run.interval):
-            report(run)
-        save(run)
+            if len(run.interval):
+                report(run)
+            save(run)
     if reason is None:
         final_evaluations(run)
     else:

@@ -1,7 +1,10 @@
 """The layouts of the parity grid: name -> configuration fields. The world size follows from the fields."""
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+import pytest
 
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 FULL2 = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)
@@ -28,6 +31,14 @@ def layout(
     extra = "".join(f"-{k}={v}" for k, v in more.items())
     name = f"tp{tp}{'sp' if sp else ''}-pp{pp}-dp{dp}-{schedule}-zero{zero}-recompute_{kind}{extra}"
     return name, tp * pp * dp, fields
+
+
+def params(cases: Iterable[tuple[str, int, dict[str, Any]]], quick: Iterable[int] = ()) -> list[Any]:
+    """The cases for pytest.mark.parametrize; those at the indices `quick` are part of the quick tests."""
+    return [
+        pytest.param(world_size, fields, id=name, marks=() if i in quick else pytest.mark.slow)
+        for i, (name, world_size, fields) in enumerate(cases)
+    ]
 
 
 GRID = [

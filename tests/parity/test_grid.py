@@ -19,7 +19,7 @@ import pytest
 
 from tests.helpers.processes import run_processes
 from tests.helpers.training import assemble, train_in_process, train_plainly
-from tests.parity.cases import FULL, GRID, MIXTURES, SELECTIVE, layout
+from tests.parity.cases import FULL, GRID, MIXTURES, SELECTIVE, layout, params
 
 LOSS_TOLERANCE = 5e-6
 NORM_TOLERANCE = 2e-5
@@ -55,11 +55,13 @@ def check(world_size, fields):
         np.testing.assert_allclose(whole[name], values, rtol=0, atol=PARAMETER_TOLERANCE, err_msg=name)
 
 
-@pytest.mark.parametrize(("world_size", "fields"), [c[1:] for c in GRID], ids=[c[0] for c in GRID])
+# Quick: one process, TP with SP and recomputation, ZeRO-1 on two ranks, TP x SP x PP interleaved and zero-bubble.
+@pytest.mark.parametrize(("world_size", "fields"), params(GRID, quick=(1, 8, 16, 23, 24)))
 def test_layout_equals_one_process(world_size, fields):
     check(world_size, fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MIXTURES)
 def test_every_mixture_on_all_parallelisms(name):
     _, world_size, fields = layout(tp=2, pp=2, sp=True, schedule="interleaved", **MIXTURES[name])
@@ -68,17 +70,16 @@ def test_every_mixture_on_all_parallelisms(name):
 
 @pytest.mark.parametrize(
     ("world_size", "fields"),
-    [
-        c[1:]
-        for c in (
+    params(
+        [
             layout(pp=2, num_layers=7),  # the stated rule distributes 7 layers over 2 stages
             layout(pp=4, num_layers=6, pipeline_layout="2,1,2,1"),
             layout(pp=2, schedule="interleaved", global_batch_size=5),  # micro-batches no multiple of the stages
             layout(pp=4, schedule="interleaved", global_batch_size=3),  # fewer micro-batches than stages
             layout(pp=4, schedule="zb-h1", global_batch_size=3),
             layout(tp=2, pp=2, dp=2, sp=True, micro_batch_size=2),
-        )
-    ],
+        ]
+    ),
 )
 def test_uneven_layouts(world_size, fields):
     check(world_size, fields)
@@ -86,19 +87,20 @@ def test_uneven_layouts(world_size, fields):
 
 @pytest.mark.parametrize(
     ("world_size", "fields"),
-    [
-        c[1:]
-        for c in (
+    params(
+        [
             layout(recompute=SELECTIVE),
             layout(pp=2, schedule="interleaved", recompute=FULL),
             layout(pp=4, dp=2, schedule="zb-h1"),
-        )
-    ],
+        ],
+        quick=(1,),
+    ),
 )
 def test_dropout_is_the_same_on_any_pipeline_data_and_recompute_setting(world_size, fields):
     check(world_size, {**fields, "hidden_dropout": 0.2, "attention_dropout": 0.1})
 
 
+@pytest.mark.slow
 def test_dropout_of_replicated_tensors_is_the_same_under_tensor_parallelism():
     _, world_size, fields = layout(tp=2, pp=2, hidden_dropout=0.2)
     check(world_size, fields)

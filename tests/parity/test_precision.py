@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.processes import run_processes
 from tests.helpers.training import train_in_process, train_plainly
-from tests.parity.cases import FULL, layout
+from tests.parity.cases import FULL, layout, params
 
 FP16 = dict(fp16=True, initial_loss_scale=2.0**14, loss_scale_window=1000, hysteresis=1)
 BF16 = dict(bf16=True)
@@ -34,7 +34,7 @@ def fp32():
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize(("world_size", "fields"), [c[1:] for c in LAYOUTS], ids=[c[0] for c in LAYOUTS])
+@pytest.mark.parametrize(("world_size", "fields"), params(LAYOUTS, quick=(1,)))
 def test_sixteen_bits_follow_fp32(precision, world_size, fields):
     settings = BF16 if precision == "bf16" else FP16
     ranks = run_processes(world_size, train_in_process, {**fields, **settings})
@@ -47,7 +47,7 @@ def test_sixteen_bits_follow_fp32(precision, world_size, fields):
 
 @pytest.mark.parametrize("poisoned", [0, 3])
 @pytest.mark.parametrize(
-    ("world_size", "fields"), [c[1:] for c in (layout(tp=2, pp=2), layout(pp=2, dp=2, schedule="zb-h1"))]
+    ("world_size", "fields"), params([layout(tp=2, pp=2), layout(pp=2, dp=2, schedule="zb-h1")], quick=(0,))
 )
 def test_overflow_on_one_rank_skips_the_step_on_all(world_size, fields, poisoned):
     ranks = run_processes(world_size, train_in_process, {**fields, **FP16}, 3, (1, poisoned))
@@ -58,6 +58,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all(world_size, fields, poisoned
         assert [scale for *_, scale in rank["history"]] == [2.0**14, 2.0**14, 2.0**13]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, BF16], ids=["fp32", "bf16"])
 def test_a_gradient_that_is_not_finite_skips_the_step_on_all(settings):
     _, world_size, fields = layout(pp=2, dp=2)
