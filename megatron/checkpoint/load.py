@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.checkpoint.folder import CONFIG, FORMAT, STATE, find_folder, folder_name, latest_iteration, read_json
 from megatron.checkpoint.planner import Shards, ShardsLoadPlanner, check_tensors
@@ -22,6 +24,8 @@ from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
 
 __all__ = ["LoadedState", "find_folder", "folder_name", "latest_iteration", "load", "load_weights", "read_config"]
+
+_NAMED = 3  # so many damaged files are listed
 
 
 @dataclass(frozen=True)
@@ -125,8 +129,31 @@ def _check(tensors: Mapping[str, Shards], folder: Path) -> None:
 
 def _read(tensors: Mapping[str, Shards], folder: Path) -> None:
     """Every rank reads for itself what it needs; nothing is communicated, so that an error of one is its own."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch warns that ranks do not confer, which is what is meant
-        dcp.load(
-            dict(tensors), storage_reader=dcp.FileSystemReader(folder), planner=ShardsLoadPlanner(), no_dist=True
-        )
+    reader = dcp.FileSystemReader(folder)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch warns that ranks do not confer, which is what is meant
+            dcp.load(dict(tensors), storage_reader=reader, planner=ShardsLoadPlanner(), no_dist=True)
+    except CheckpointException as error:
+        damage = _damaged_files(folder, reader.read_metadata())
+        # Without conferring, torch calls every rank 0.
+        reasons = damage or [f"{type(e[0]).__name__}: {e[0]}" for e in error.failures.values()]
+        raise CheckpointError(f"{'; '.join(reasons)}. Load another checkpoint with --load-tag") from error
+
+
+def _damaged_files(folder: Path, metadata: Metadata) -> list[str]:
+    """The files of a checkpoint that are missing or shorter than what is said to be in them; the first few."""
+    ends: dict[str, int] = {}
+    for info in (metadata.storage_data or {}).values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    found = []
+    for name, end in sorted(ends.items()):
+        path = folder / name
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            found.append(f"{path} cannot be read ({error.strerror})")
+            continue
+        if size < end:
+            found.append(f"{path} has {size} bytes where {end} were written")
+    return found[:_NAMED]

@@ -24,6 +24,8 @@ def train(run: Run) -> None:
         with run.stop:  # a signal neither ends the evaluation before the first step nor the save after the last
             if progress.iteration == 0:
                 validate(run)  # the loss that training starts from
+            if progress.iteration >= run.total_iterations:
+                run.reporter.say(f" nothing left to train: iteration {progress.iteration} of {run.total_iterations}")
             reason = train_steps(run)
             if len(run.interval):
                 report(run)

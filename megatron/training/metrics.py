@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import math
 import os
@@ -9,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -170,21 +171,40 @@ class MetricsFile:
     """Appends one JSON object a line: {"event": ..., "time": seconds since 1970, ...}, numbers unrounded.
 
     Events: start, iteration, validation, checkpoint, generate, end. A resumed run appends to the same file. Every
-    record is flushed, so that a run that is killed leaves all that it reported. NaN and infinity are written as null,
-    which JSON has; the count of nan iterations tells of them. Raises ConfigError when the file cannot be written.
+    record is written at once, so that a run that is killed leaves all that it reported. NaN and infinity are written
+    as null, which JSON has; the count of nan iterations tells of them. Raises ConfigError when the file cannot be
+    opened; the message names `flag`, which chose the place. A disk that fills up later loses records, not the run:
+    `warn` is told once.
     """
 
-    def __init__(self, path: str | Path | None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        path: str | Path | None,
+        clock: Callable[[], float] = time.time,
+        *,
+        flag: str = "--metrics-file",
+        warn: Callable[[str], object] = print,
+    ) -> None:
         self.path = Path(path) if path is not None else None
-        self._clock, self._file = clock, None if self.path is None else _open_for_append(self.path)
+        self._clock, self._torn = clock, False
+        self._warn: Callable[[str], object] | None = warn
+        self._file = None if self.path is None else _open_for_append(self.path, flag)
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one record; nothing without a path."""
         if self._file is None:
             return
         record = {"event": event, "time": self._clock(), **fields}
-        self._file.write(json.dumps(_finite(record), default=str) + "\n")
-        self._file.flush()
+        line = (json.dumps(_finite(record), default=str) + "\n").encode()
+        try:
+            # A record that was cut short gets an end first.
+            self._torn = self._file.write(b"\n" + line if self._torn else line) < len(line)
+            reason = "No space left on device" if self._torn else None
+        except OSError as error:
+            self._torn, reason = True, error.strerror or str(error)
+        if reason and self._warn is not None:
+            self._warn(f" warning: records are lost, {self.path} cannot be written: {reason}")
+            self._warn = None
 
     def close(self) -> None:
         if self._file is not None:
@@ -192,15 +212,15 @@ class MetricsFile:
             self._file = None
 
 
-def _open_for_append(path: Path) -> IO[str]:
+def _open_for_append(path: Path, flag: str) -> io.RawIOBase:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - stays open for the whole run
+        file = open(path, "ab", buffering=0)  # noqa: SIM115 - stays open for the whole run
         if file.tell() and not _ends_with_newline(path):
-            file.write("\n")  # a run that was killed while it wrote
+            file.write(b"\n")  # a run that was killed while it wrote
         return file
     except OSError as error:
-        raise ConfigError(f"--metrics-file {path}: {error.strerror}: choose a place that can be written") from error
+        raise ConfigError(f"{flag}: {path}: {error.strerror}: choose a place that can be written") from error
 
 
 def _ends_with_newline(path: Path) -> bool:

@@ -7,12 +7,14 @@ from typing import Any
 import torch
 
 from megatron.config import Config
+from megatron.errors import ConfigError
 
 
 class Profiler:
     """Records iterations --profile-step-start up to --profile-step-end on --profile-ranks; off without --profile.
 
     Writes one Chrome trace per rank into --trace-dir, or beside TensorBoard's files, or into the current folder.
+    Raises ConfigError when that folder cannot be made.
     """
 
     def __init__(self, config: Config, rank: int) -> None:
@@ -23,6 +25,11 @@ class Profiler:
         folder = Path(logging.trace_dir or logging.tensorboard_dir or ".")
         self._path = folder / f"trace_rank{rank}.json"
         self._profile: Any = None
+        if self._on:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"--trace-dir {folder}: {error.strerror}: choose another") from error
 
     def step(self, iteration: int) -> str | None:
         """Call before each step with its number; a line to print when a trace was written."""
@@ -39,8 +46,10 @@ class Profiler:
         """Write what was recorded, if anything."""
         if self._profile is None:
             return None
-        self._profile.stop()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._profile.export_chrome_trace(str(self._path))
-        self._profile, self._on = None, False
+        profile, self._profile, self._on = self._profile, None, False
+        profile.stop()
+        try:
+            profile.export_chrome_trace(str(self._path))
+        except (OSError, RuntimeError) as error:  # a full disk must not end the run
+            return f" warning: the profile cannot be written to {self._path}: {error}"
         return f" profile of iterations {self._start} to {self._end} written to {self._path}"

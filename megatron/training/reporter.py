@@ -26,7 +26,8 @@ class Reporter:
     def __init__(self, config: Config, rank: int) -> None:
         self._timing_option = config.logging.timing_log_option
         self.console = Console(enabled=rank == 0)
-        self.metrics = MetricsFile(metrics_path(config) if rank == 0 else None)
+        flag = "--metrics-file" if config.logging.metrics_file else f"--save {config.checkpoint.save}"
+        self.metrics = MetricsFile(metrics_path(config) if rank == 0 else None, flag=flag, warn=self.say)
         self._tensorboard = TensorBoard(config, enabled=rank == 0)
 
     def say(self, text: str) -> None:

@@ -54,8 +54,12 @@ def with_checkpoint_settings(config: Config, folder: Path | None, reporter: Repo
     if folder is None:
         return config
     stored, taken = read_json(folder / CONFIG), dict[str, Any]()
+    if not all(isinstance(stored.get(section), dict) for section in ("model", "optimizer")):
+        raise CheckpointError(f"{folder / CONFIG} does not hold the settings of a run: load another checkpoint")
     if config.checkpoint.use_checkpoint_args:
         names = set(ARCHITECTURE) | {"max_position_embeddings"}
+        if config.tokenizer.tokenizer_type is not None:
+            names.remove("vocab_size")  # the tokenizer says it, and may add to what --vocab-size gives
         taken |= {name: value for name, value in stored["model"].items() if name in names}
     theirs, ours = stored["optimizer"], plain(config.optimizer)
     different = {name: theirs[name] for name in SCHEDULE if name in theirs and theirs[name] != ours[name]}
@@ -83,7 +87,7 @@ def load_checkpoint(
     start = time.perf_counter()
     loaded = load(settings.load, engine, topology, config)
     reporter.say(
-        f" loaded checkpoint {folder} of iteration {loaded.iteration} in {time.perf_counter() - start:.2f} s"
+        f" loaded checkpoint {folder} in {time.perf_counter() - start:.2f} s"
         + ("" if loaded.optimizer else ", without optimizer state")
     )
     if settings.finetune or settings.reset_iteration:
