@@ -374,10 +374,10 @@ def _blend(flag: str, words: tuple[str, ...]) -> Iterator[str]:
             return None
 
     weights = [number(w) for w in words[::2]]
-    if all(number(w) is None for w in words):
-        return  # prefixes without weights
+    if len(words) == 1:
+        return  # one prefix
     if len(words) % 2 or any(w is None for w in weights):
-        yield f"{flag} {' '.join(words)}: give one PREFIX, prefixes alone, or WEIGHT PREFIX pairs"
+        yield f"{flag} {' '.join(words)}: give one PREFIX, or pairs WEIGHT PREFIX WEIGHT PREFIX ..."
     elif any(w is not None and not 0 <= w < float("inf") for w in weights) or not any(weights):
         yield f"{flag} {' '.join(words)}: weights must be at least 0 and not all 0"
 

@@ -32,8 +32,13 @@ def torch_attention(
     if slopes is not None:
         mask = alibi_bias(slopes, q.shape[0], mask, q.dtype)
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, heads, s, d]
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and mask is not None:
+        # On a GPU no kernel takes both a mask and groups: without this the scores [b, heads, s, s] would be stored.
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        grouped = False
     out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=grouped
     )
     return out.permute(2, 0, 1, 3)
 

@@ -253,9 +253,9 @@ class Rendezvous:
         variables = launch.environment()
         if launch.world_size == launch.local_world_size and not host_name_is_local():
             variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-        if launch.world_size > 1:
-            # Else gloo connects every rank with every other in each group, before anybody asked for it. torch before
-            # 2.8 does not know the variable and needs the open files below.
+        if self.device.type == "cuda":
+            # Beside NCCL, gloo only carries Python objects, to and from rank 0: it need not connect all ranks with all
+            # others at the start. torch before 2.8 does not know the variable and needs the open files instead.
             variables["TORCH_GLOO_LAZY_INIT"] = os.environ.get("TORCH_GLOO_LAZY_INIT", "1")
             raise_file_limit()
         self._previous = {name: os.environ.get(name) for name in variables}

@@ -74,8 +74,12 @@ def device_identity(device: torch.device) -> str:
     if device.type == "cpu":
         return ""
     properties = torch.cuda.get_device_properties(device)
-    # Parts of one NVIDIA card share its bus address but not the uuid; the dies of an MI250X have one address each.
-    return str(getattr(properties, "pci_bus_id" if torch.version.hip else "uuid", ""))
+    if not torch.version.hip:
+        return str(getattr(properties, "uuid", ""))  # parts of one card share its bus address but not the uuid
+    # The dies of an MI250X have one bus address each. The parts of a divided MI300 share theirs; where a process sees
+    # several of them, the number tells them apart.
+    address = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    return "" if address[1] is None else ":".join(str(part) for part in (*address, device.index))
 
 
 def host_name_is_local() -> bool:

@@ -28,7 +28,7 @@ __all__ = [
 SCHEDULES = ("1f1b", "interleaved", "zb-h1")
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=2)  # a large pipeline's lists for all ranks take hundreds of megabytes
 def build_schedule(
     name: str, pipeline_size: int, chunks: int, micro_batches: int, forward_only: bool = False
 ) -> Schedule:

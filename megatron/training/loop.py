@@ -26,7 +26,9 @@ def train(run: Run) -> None:
                 validate(run)  # the loss that training starts from
             if progress.iteration >= run.total_iterations:
                 run.reporter.say(f" nothing left to train: iteration {progress.iteration} of {run.total_iterations}")
+            run.reporter.console.begin(progress.iteration, run.total_iterations)
             reason = train_steps(run)
+            run.reporter.console.end()
             if len(run.interval):
                 report(run)
             save(run)

@@ -196,9 +196,9 @@ class MetricsFile:
             return
         record = {"event": event, "time": self._clock(), **fields}
         line = (json.dumps(_finite(record), default=str) + "\n").encode()
+        line = b"\n" + line if self._torn else line  # a record that was cut short gets an end first
         try:
-            # A record that was cut short gets an end first.
-            self._torn = self._file.write(b"\n" + line if self._torn else line) < len(line)
+            self._torn = (self._file.write(line) or 0) < len(line)
             reason = "No space left on device" if self._torn else None
         except OSError as error:
             self._torn, reason = True, error.strerror or str(error)

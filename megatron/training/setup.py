@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron.config import Config, render_config
 from megatron.data.datasets import Datasets, build_datasets
+from megatron.data.splits import SPLIT_NAMES
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.engine.assemble import build_executor
 from megatron.engine.engine import Engine
@@ -88,6 +89,7 @@ def assemble(config: Config, device: torch.device, places: Sequence[str], timeou
     batches = BatchSchedule.from_config(config)
     samples = planned_samples(config, batches)
     datasets = build_datasets(config, *samples)
+    describe_data(config, datasets, reporter)
     chunks = build_chunks(config, topology)
     describe_model(config, chunks, reporter)
     engine = Engine(config, topology, chunks)
@@ -194,6 +196,15 @@ def describe_setup(config: Config, topology: Topology, places: Sequence[str], re
     padded = config.model.padded_vocab_size(topology.tensor.size)
     dummies = padded - config.model.vocab_size
     reporter.say(f" > padded vocab (size: {config.model.vocab_size}) with {dummies} dummy tokens (new size: {padded})")
+
+
+def describe_data(config: Config, datasets: Datasets, reporter: Reporter) -> None:
+    """Print how many samples each data set has, and what follows from a missing one."""
+    found = ((name, getattr(datasets, name)) for name in SPLIT_NAMES)
+    listed = ", ".join(f"{name} {len(dataset) if dataset is not None else 'none'}" for name, dataset in found)
+    reporter.say(f" > samples of {config.model.seq_length} tokens: {listed}")
+    if datasets.valid is None and config.training.eval_iters:
+        reporter.say(" note: no validation data, so no validation loss: see --split and --valid-data-path")
 
 
 def describe_model(config: Config, chunks: torch.nn.ModuleDict, reporter: Reporter) -> None:

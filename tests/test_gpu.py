@@ -1,0 +1,206 @@
+"""What only a CUDA or ROCm device can show: its kernels, its communication library, its memory. Skipped without one.
+
+The reference is the CPU in fp32 (or float64), which the other tests hold against closed forms and other libraries. The
+tolerances of 16-bit training are those of tests/parity/test_precision.py, for the same reasons.
+"""
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.config import Config
+from megatron.data.batch import make_micro_batch
+from megatron.layers.attention import flash_attention, torch_attention
+from megatron.layers.masks import alibi_slopes
+from megatron.model.gpt import build_chunks
+from megatron.parallel.random import dropout_mask, seeded
+from megatron.parallel.topology import Layout, Topology
+from megatron.training.metrics import read_metrics
+from tests.helpers.launching import TINY, launch
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda", 0)
+ON_CPU = (["--distributed-backend", "gloo"], {"DS_ACCELERATOR": "cpu"})
+NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
+PRECISION = {
+    "fp32": [],
+    "bf16": ["--bf16"],
+    "fp16": ["--fp16", "--initial-loss-scale", "16384", "--hysteresis", "1"],
+}
+LOSS = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 2e-3}
+NORM = {"fp32": 1e-3, "bf16": 4e-2, "fp16": 1e-2}
+START_S = 400  # the first import of torch on a cold file system takes minutes
+
+
+def train(folder: Path, arguments: list[str], ranks: int = 1, env: dict[str, str] | None = None) -> dict[int, dict]:
+    """Run pretrain_gpt.py; its iteration records by number."""
+    metrics = folder / f"metrics{len(list(folder.iterdir()))}.jsonl"
+    outcomes = launch(ranks, [*TINY, *arguments, "--metrics-file", str(metrics)], timeout_s=START_S, env=env)
+    for outcome in outcomes:
+        assert outcome is not None and outcome.code == 0, outcome and outcome.output[-3000:]
+    return {record["iteration"]: record for record in read_metrics(metrics, "iteration")}
+
+
+def compare(found: dict[int, dict], expected: dict[int, dict], loss: float, norm: float) -> None:
+    assert found.keys() == expected.keys()
+    for iteration, record in found.items():
+        assert record["skipped"] == 0
+        assert record["lm_loss"] == pytest.approx(expected[iteration]["lm_loss"], rel=loss)
+        assert record["grad_norm"] == pytest.approx(expected[iteration]["grad_norm"], rel=norm)
+
+
+@pytest.fixture(scope="module")
+def cpu_run(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict]:
+    arguments, env = ON_CPU
+    return train(tmp_path_factory.mktemp("cpu"), [*NO_DROPOUT, *arguments], env=env)
+
+
+@pytest.mark.parametrize("precision", PRECISION)
+def test_training_follows_the_cpu(tmp_path: Path, cpu_run: dict[int, dict], precision: str) -> None:
+    """With threads that read ahead, pin memory and copy."""
+    found = train(tmp_path, [*NO_DROPOUT, *PRECISION[precision], "--num-workers", "2"])
+    compare(found, cpu_run, LOSS[precision], NORM[precision])
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["--tensor-model-parallel-size", "2"],
+        ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--recompute-granularity", "full"],
+        ["--pipeline-model-parallel-size", "2"],
+        ["--pipeline-model-parallel-size", "2", "--enable-zbh1-pipeline"],
+        ["--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"],
+        ["--zero-stage", "1"],
+        ["--zero-stage", "0"],
+    ],
+    ids=["tensor", "sequence", "1f1b", "zero-bubble", "interleaved", "zero-1", "zero-0"],
+)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_two_devices_follow_the_cpu(
+    tmp_path: Path, cpu_run: dict[int, dict], layout: list[str], precision: str
+) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs two devices; this machine shows {torch.cuda.device_count()}")
+    found = train(tmp_path, [*NO_DROPOUT, *PRECISION[precision], *layout], ranks=2)
+    compare(found, cpu_run, LOSS[precision], NORM[precision])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_resumed_run_continues_with_the_same_masks(tmp_path: Path, precision: str) -> None:
+    """Dropout on: the masks after the resume are those of the run that was not interrupted."""
+    arguments = [*PRECISION[precision], "--hidden-dropout", "0.2", "--attention-dropout", "0.2"]
+    whole = train(tmp_path, [*arguments, "--save", str(tmp_path / "saved"), "--save-interval", "2"])
+    rest = train(tmp_path, [*arguments, "--load", str(tmp_path / "saved"), "--load-tag", "2"])
+    assert sorted(rest) == [3, 4]
+    # Some kernels add in no fixed order; a mask of another key would change the loss by per cents.
+    compare(rest, {i: whole[i] for i in rest}, 1e-3, 1e-2)
+
+
+def test_a_checkpoint_of_a_device_loads_on_the_cpu(tmp_path: Path, cpu_run: dict[int, dict]) -> None:
+    """Also from bf16: a checkpoint has the fp32 weights."""
+    train(tmp_path, [*NO_DROPOUT, "--bf16", "--save", str(tmp_path / "saved"), "--save-interval", "2"])
+    arguments, env = ON_CPU
+    rest = train(tmp_path, [*NO_DROPOUT, *arguments, "--load", str(tmp_path / "saved"), "--load-tag", "2"], env=env)
+    assert sorted(rest) == [3, 4]
+    compare(rest, {i: cpu_run[i] for i in rest}, LOSS["bf16"], NORM["bf16"])
+
+
+@pytest.mark.parametrize("recompute", [None, "selective", "full"])
+@pytest.mark.parametrize("positions", ["learned_absolute", "rope", "alibi"])
+def test_loss_and_gradients_of_a_model(positions: str, recompute: str | None) -> None:
+    """The same weights are drawn on any device; fp32 there and here."""
+    config = Config.create(
+        num_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, seq_length=32, vocab_size=60,
+        make_vocab_size_divisible_by=8, init_method_std=0.1, hidden_dropout=0.0, attention_dropout=0.0, swiglu=True,
+        position_embedding_type=positions, reset_attention_mask=True, recompute_granularity=recompute,
+    )
+    tokens = torch.randint(0, 60, (2, 33), generator=torch.Generator().manual_seed(1)).numpy()
+    results = []
+    for device in ("cpu", DEVICE):
+        topology = Topology.from_layout(Layout(), 0, device=torch.device(device))
+        model = build_chunks(config, topology)["0"]
+        batch = make_micro_batch(tokens, eod=0, reset_attention_mask=True, device=device)
+        loss = model(batch, None)
+        loss.backward()
+        results.append((loss.item(), {n: p.grad.cpu() for n, p in model.named_parameters()}))
+    (loss, gradients), (loss_there, gradients_there) = results
+    assert loss_there == pytest.approx(loss, rel=1e-5)
+    for name, gradient in gradients.items():
+        assert (gradients_there[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-7, name
+
+
+CASES = pytest.mark.parametrize(
+    ("heads", "groups", "alibi", "documents"),
+    [(8, 8, False, False), (8, 2, False, False), (8, 8, True, False), (8, 2, False, True), (8, 2, True, True)],
+    ids=["plain", "grouped", "alibi", "grouped-documents", "grouped-alibi-documents"],
+)
+
+
+def attention_case(heads: int, groups: int, alibi: bool, documents: bool) -> tuple:
+    """q, k, v in float64 on the CPU, their slopes and documents; a size that no kernel divides evenly."""
+    s, b, d = 200, 2, 64
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(s, b, n, d, generator=generator, dtype=torch.float64) for n in (heads, groups, groups))
+    ids = (torch.arange(s) >= torch.tensor([[70], [131]])).long() if documents else None
+    return q, k, v, alibi_slopes(heads) if alibi else None, ids
+
+
+def run_attention(core, case: tuple, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """Output and gradients of q, k and v, in float64 on the CPU."""
+    q, k, v = (x.detach().to(device, dtype, copy=True).requires_grad_() for x in case[:3])
+    slopes, ids = (None if x is None else x.to(device) for x in case[3:])
+    out = core(q, k, v, slopes, ids, 0.0)
+    weights = torch.arange(out.numel(), dtype=torch.float64).cos().view(out.shape)
+    out.backward(weights.to(device, dtype))
+    return [x.detach().cpu().double() for x in (out, q.grad, k.grad, v.grad)]
+
+
+def close(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float) -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).norm() / b.norm() < tolerance
+
+
+# Relative to the norm of the whole: a few roundings of the format. ALiBi's bias is rounded to the format too.
+@CASES
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+def test_torch_attention(heads, groups, alibi, documents, dtype, tolerance) -> None:
+    case = attention_case(heads, groups, alibi, documents)
+    expected = run_attention(torch_attention, case, torch.float64, torch.device("cpu"))
+    close(run_attention(torch_attention, case, dtype, DEVICE), expected, tolerance)
+
+
+@CASES
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is None, reason="flash_attn is not installed")
+def test_flash_attention(heads, groups, alibi, documents) -> None:
+    case = attention_case(heads, groups, alibi, documents)
+    expected = run_attention(torch_attention, case, torch.float64, torch.device("cpu"))
+    close(run_attention(flash_attention, case, torch.bfloat16, DEVICE), expected, 2e-2)
+
+
+def test_a_mask_is_a_function_of_its_key() -> None:
+    like = torch.empty(1000, 1000, device=DEVICE, dtype=torch.bfloat16)
+    before = torch.cuda.get_rng_state(DEVICE)
+    first, again, other = (dropout_mask(like, 0.25, seed) for seed in (5, 5, 6))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    # Standard deviation of the share: sqrt(0.25 * 0.75 / 1e6) = 4.3e-4.
+    assert first.float().mean().item() == pytest.approx(0.75, abs=5 * 4.4e-4)
+    assert torch.equal(torch.cuda.get_rng_state(DEVICE), before), "the default generator must not move"
+
+
+@pytest.mark.parametrize("core", ["torch", "flash"])
+def test_attention_dropout_is_a_function_of_its_key(core: str) -> None:
+    if core == "flash" and importlib.util.find_spec("flash_attn") is None:
+        pytest.skip("flash_attn is not installed")
+    attend = flash_attention if core == "flash" else torch_attention
+    q, k, v = (torch.randn(64, 2, 4, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    before = torch.cuda.get_rng_state(DEVICE)
+    outputs = []
+    for seed in (5, 5, 6):
+        with seeded(DEVICE, seed):
+            outputs.append(attend(q, k, v, None, None, 0.3))
+    assert torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[0], outputs[2])
+    assert torch.equal(torch.cuda.get_rng_state(DEVICE), before)
