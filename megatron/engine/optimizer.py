@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.errors import ConfigError
+from megatron.kernels.availability import fused_adam
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
 
@@ -64,19 +65,10 @@ def build_optimizer(groups: list[dict[str, Any]], settings: Any, device: torch.d
     if settings.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.sgd_momentum)
     betas = (settings.adam_beta1, settings.adam_beta2)
-    apex_adam = _apex_fused_adam() if device.type == "cuda" else None
-    if apex_adam is not None:
+    if fused_adam(device.type).usable:
+        apex_adam: Any = importlib.import_module("apex.optimizers").FusedAdam
         return apex_adam(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps, adam_w_mode=True)
     return torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps, fused=True)
-
-
-def _apex_fused_adam() -> Any:
-    """FusedAdam of NVIDIA's or ROCm's apex; None without it. The apex of PyPI is another project."""
-    try:
-        importlib.import_module("amp_C")  # the extension that only a built apex has
-        return importlib.import_module("apex.optimizers").FusedAdam
-    except (ImportError, AttributeError):
-        return None
 
 
 def create_moments(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
