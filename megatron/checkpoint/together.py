@@ -19,8 +19,9 @@ _SHOWN = 4
 def describe(error: BaseException) -> str:
     """An error in a line; those of torch's checkpoint code are reduced to their causes."""
     if isinstance(error, CheckpointException):
-        causes = {f"rank {rank}: {type(e[0]).__name__}: {e[0]}" for rank, e in error.failures.items()}
-        return "; ".join(sorted(causes))
+        return "; ".join(sorted(f"rank {rank}: {describe(e[0])}" for rank, e in error.failures.items()))
+    if "inline_container" in str(error):  # torch's writer of zip files, which does not say what the system told it
+        return "a file could not be written to its end: the disk or quota may be full"
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 

@@ -106,8 +106,10 @@ def _check_version(version: str) -> None:
 @contextlib.contextmanager
 def _rank_variables(topology: Topology) -> Iterator[None]:
     """The variables without which DeepSpeed looks for mpi4py; those that nobody had set are taken away again."""
+    # Not the device's number (start_engine gives that): DeepSpeed compares it with what mpirun says.
+    local_rank = os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", topology.device.index or 0)
     values = {
-        "RANK": topology.rank, "WORLD_SIZE": topology.world.size, "LOCAL_RANK": topology.device.index or 0,
+        "RANK": topology.rank, "WORLD_SIZE": topology.world.size, "LOCAL_RANK": local_rank,
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0,
     }  # fmt: skip
     missing = {name: str(value) for name, value in values.items() if name not in os.environ}

@@ -41,6 +41,9 @@ _SOURCE_LINE = re.compile(r"\[\S+\.(cc|cpp):\d+\] ?")  # where gloo was compiled
 _FOREVER = timedelta(days=20)  # longer ones do not fit torch's 31 bits of milliseconds
 _NAMED = 64  # so many missing ranks are looked for; beyond, nobody reads on
 _LINGER_S = 5.0  # how long the rank that serves the store stays for the others at the end
+# Up to so many ranks gloo connects at the start; more would take minutes. When it connects on demand, it waits without
+# end for a rank that died before the first message: there the launcher has to end the job (srun --kill-on-bad-exit).
+_FULL_MESH = 1024
 _ANSWER_S = 5.0  # how long a rank may take to answer a roll call
 
 
@@ -253,11 +256,10 @@ class Rendezvous:
         variables = launch.environment()
         if launch.world_size == launch.local_world_size and not host_name_is_local():
             variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-        if self.device.type == "cuda":
-            # Beside NCCL, gloo only carries Python objects, to and from rank 0: it need not connect all ranks with all
-            # others at the start. torch before 2.8 does not know the variable and needs the open files instead.
+        raise_file_limit()  # gloo connects every rank with every other of a group
+        if self.device.type == "cuda" and launch.world_size > _FULL_MESH:
+            # Beside NCCL, gloo only carries Python objects, to and from rank 0. (torch >= 2.8 knows the variable.)
             variables["TORCH_GLOO_LAZY_INIT"] = os.environ.get("TORCH_GLOO_LAZY_INIT", "1")
-            raise_file_limit()
         self._previous = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
         if self.device.type == "cuda":

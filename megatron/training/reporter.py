@@ -28,7 +28,7 @@ class Reporter:
         self.console = Console(enabled=rank == 0)
         flag = "--metrics-file" if config.logging.metrics_file else f"--save {config.checkpoint.save}"
         self.metrics = MetricsFile(metrics_path(config) if rank == 0 else None, flag=flag, warn=self.say)
-        self._tensorboard = TensorBoard(config, enabled=rank == 0)
+        self._tensorboard = TensorBoard(config, enabled=rank == 0, warn=self.say)
 
     def say(self, text: str) -> None:
         """Print one or more lines."""

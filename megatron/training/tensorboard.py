@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from megatron.config import Config
@@ -13,11 +15,13 @@ from megatron.training.metrics import IterationReport, StepRecord
 class TensorBoard:
     """Writes each --tensorboard-log-interval'th step at the log line that follows it, when its loss is known.
 
-    A writer that is off accepts every call and does nothing.
+    A writer that is off accepts every call and does nothing. A disk that fills up during the run turns it off; `warn`
+    is told.
     """
 
-    def __init__(self, config: Config, enabled: bool) -> None:
+    def __init__(self, config: Config, enabled: bool, warn: Callable[[str], object] = print) -> None:
         self._flags: Any = config.logging
+        self._warn = warn
         self._world_size = config.parallel.world_size
         self._writer = _open_writer(config.logging) if enabled and config.logging.tensorboard_dir else None
 
@@ -25,29 +29,42 @@ class TensorBoard:
         """Write the steps of one interval."""
         if self._writer is None:
             return
-        for step, loss in zip(report.steps, report.step_losses, strict=True):
-            if step.iteration % self._flags.tensorboard_log_interval == 0:
-                self._step(step, loss)
-        if self._flags.log_memory_to_tensorboard and report.memory_bytes is not None:
-            self._add("mem-allocated-bytes", report.memory_bytes, report.iteration)
-        if self._flags.log_timers_to_tensorboard:
-            self._add("iteration-time", report.step_time_s, report.iteration)
-            self._add("iteration-time/samples-per-second", report.samples_per_s, report.iteration)
-        self._writer.flush()
+        with self._off_when_unwritable():
+            for step, loss in zip(report.steps, report.step_losses, strict=True):
+                if step.iteration % self._flags.tensorboard_log_interval == 0:
+                    self._step(step, loss)
+            if self._flags.log_memory_to_tensorboard and report.memory_bytes is not None:
+                self._add("mem-allocated-bytes", report.memory_bytes, report.iteration)
+            if self._flags.log_timers_to_tensorboard:
+                self._add("iteration-time", report.step_time_s, report.iteration)
+                self._add("iteration-time/samples-per-second", report.samples_per_s, report.iteration)
+            self._writer.flush()
 
     def validation(self, iteration: int, consumed_samples: int, loss: float) -> None:
         """Write one evaluation of the validation set."""
         if self._writer is None:
             return
-        for tag in ("lm loss validation", "lm-loss-validation/lm loss validation"):
-            self._both(tag, loss, iteration, consumed_samples)
-            if self._flags.log_validation_ppl_to_tensorboard:
-                self._both(f"{tag} ppl", perplexity(loss), iteration, consumed_samples)
-        self._writer.flush()
+        with self._off_when_unwritable():
+            for tag in ("lm loss validation", "lm-loss-validation/lm loss validation"):
+                self._both(tag, loss, iteration, consumed_samples)
+                if self._flags.log_validation_ppl_to_tensorboard:
+                    self._both(f"{tag} ppl", perplexity(loss), iteration, consumed_samples)
+            self._writer.flush()
 
     def close(self) -> None:
         if self._writer is not None:
-            self._writer.close()
+            with self._off_when_unwritable():
+                self._writer.close()
+
+    @contextmanager
+    def _off_when_unwritable(self) -> Iterator[None]:
+        """Figures are worth less than the run: an OSError inside the block ends TensorBoard, not training."""
+        try:
+            yield
+        except OSError as error:
+            self._writer = None
+            folder = self._flags.tensorboard_dir
+            self._warn(f" warning: --tensorboard-dir {folder}: {error.strerror}: nothing more is written there")
 
     def _step(self, step: StepRecord, loss: float) -> None:
         flags, at = self._flags, (step.iteration, step.consumed_samples)

@@ -262,7 +262,9 @@ CHOSEN = st.fixed_dictionaries(
         "seed": st.integers(0, 2**31),
         "recompute_granularity": st.sampled_from(["full", "selective"]),
         "zero_stage": st.sampled_from([0, 1]),
-        "data_path": st.lists(names.map(lambda s: f"p/{s}"), min_size=1, max_size=4).map(tuple),
+        "data_path": st.lists(names.map(lambda s: f"p/{s}"), min_size=1, max_size=4).map(
+            lambda prefixes: (prefixes[0],) if len(prefixes) == 1 else tuple(w for p in prefixes for w in ("0.5", p))
+        ),
         "save": names,
         "no_save_optim": st.booleans(),
         "log_learning_rate_to_tensorboard": st.booleans(),

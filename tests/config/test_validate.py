@@ -106,6 +106,7 @@ CASES = [
     (dict(data_path=("a",), train_data_path=("b",)), ["--data-path", "--train-data-path"], dict(data_path=None)),
     (dict(data_path=("a",), mock_data=True), ["--mock-data"], dict(mock_data=False)),
     (dict(data_path=("0.5", "a", "b")), ["WEIGHT PREFIX"], dict(data_path=("0.5", "a", "0.5", "b"))),
+    (dict(data_path=("a", "b")), ["WEIGHT PREFIX"], dict(data_path=("1", "a", "1", "b"))),
     (dict(data_path=("-1", "a", "1", "b")), ["weights"], dict(data_path=("0", "a", "1", "b"))),
     (dict(save_interval=5), ["--save FOLDER"], dict(save="out")),
     (dict(finetune=True), ["--load FOLDER"], dict(load="in")),

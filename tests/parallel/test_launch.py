@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -473,3 +474,45 @@ def test_two_ranks_on_one_device_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert "ranks 1 and 2 both have device cuda:0 of node n2" in error
     meeting._store.set("hello/2", json.dumps({**hello, "identity": "B", "backend": "gloo"}))
     assert "rank 2 (n2:cuda:0) uses gloo" in meeting._gather_hellos(time.monotonic() + 1)
+
+
+@pytest.mark.parametrize(("world_size", "lazy"), [(1024, None), (2048, "1")])
+def test_gloo_beside_nccl_in_a_large_world(monkeypatch: pytest.MonkeyPatch, world_size: int, lazy: str | None) -> None:
+    """The steps before torch.distributed starts on a device: the device is current; gloo connects on demand."""
+    from megatron.parallel.rendezvous import Rendezvous
+
+    done: list[Any] = []
+
+    def start(backend: str, **_: Any) -> None:
+        done.append((backend, os.environ.get("TORCH_GLOO_LAZY_INIT")))
+
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", done.append)
+    monkeypatch.setattr(dist, "init_process_group", start)
+    meeting = Rendezvous(Launch(rank=1, world_size=world_size), torch.device("cuda", 3), SHORT)
+    meeting._store = dist.HashStore()
+    meeting._initialise()
+    assert done == [torch.device("cuda", 3), ("cpu:gloo,cuda:nccl", lazy)]
+    meeting.close()
+    assert "TORCH_GLOO_LAZY_INIT" not in os.environ
+
+
+def test_what_tells_devices_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two dies of one card (bus address), two parts of one die (number), on ROCm and on CUDA (uuid)."""
+    from types import SimpleNamespace
+
+    from megatron.parallel.report import device_identity
+
+    def identity(index: int, **properties: Any) -> str:
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(**properties))
+        return device_identity(torch.device("cuda", index))
+
+    monkeypatch.setattr(torch.version, "hip", "6.3")
+    die = {"pci_domain_id": 0, "pci_bus_id": 193, "pci_device_id": 0}
+    assert identity(0, **die) == identity(0, **die)
+    assert identity(0, **die) != identity(0, **{**die, "pci_bus_id": 198})
+    assert identity(0, **die) != identity(0, **{**die, "pci_domain_id": 1})
+    assert identity(0, **die) != identity(1, **die)
+    assert identity(0) == "", "a torch that does not tell"
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert identity(0, uuid="a") != identity(0, uuid="b")

@@ -1,9 +1,12 @@
 """The figures of an interval, and the metrics file."""
 from __future__ import annotations
 
+import errno
+import io
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,3 +104,30 @@ def test_metrics_file_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> 
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="metrics-file.*file/metrics.jsonl"):
         MetricsFile(tmp_path / "file" / "metrics.jsonl")
+    with pytest.raises(ConfigError, match="^--save "):
+        MetricsFile(tmp_path / "file" / "metrics.jsonl", flag="--save file")
+
+
+def test_a_disk_that_is_full_for_a_while_loses_records_and_not_the_run(tmp_path: Path) -> None:
+    class Disk(io.RawIOBase):
+        """Takes 40 bytes of the second record and nothing of the third."""
+
+        def __init__(self) -> None:
+            self.held, self.calls = b"", 0
+
+        def write(self, data: Any) -> int:
+            self.calls += 1
+            if self.calls == 3:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            taken = bytes(data)[: 40 if self.calls == 2 else None]
+            self.held += taken
+            return len(taken)
+
+    said: list[str] = []
+    metrics, disk = MetricsFile(tmp_path / "m.jsonl", warn=said.append), Disk()
+    metrics._file = disk  # type: ignore[assignment]
+    for iteration in range(1, 6):
+        metrics.write("iteration", iteration=iteration, padding="x" * 40)
+    (tmp_path / "m.jsonl").write_bytes(disk.held)
+    assert [r["iteration"] for r in read_metrics(tmp_path / "m.jsonl")] == [1, 4, 5]
+    assert len(said) == 1 and "No space left" in said[0] and "m.jsonl" in said[0]

@@ -1,6 +1,7 @@
 """Console, TensorBoard, timers and the ends of processes."""
 from __future__ import annotations
 
+import errno
 import io
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from megatron.parallel.topology import Layout, Topology
 from megatron.training.console import Console
 from megatron.training.failures import run_guarded
 from megatron.training.metrics import Interval, Rates, StepRecord
+from megatron.training.profiling import Profiler
 from megatron.training.tensorboard import TensorBoard
 from megatron.training.timers import PARTS, Stopwatch, Timers
 from tests.helpers.groups import join
@@ -118,6 +120,31 @@ def test_tensorboard_that_is_off_takes_every_call() -> None:
     board = TensorBoard(logging_flags(None), enabled=True)
     board.validation(1, 1, 1.0)
     board.close()
+
+
+def test_tensorboard_on_a_full_disk_turns_itself_off(tmp_path: Path) -> None:
+    said: list[str] = []
+    board = TensorBoard(logging_flags(tmp_path), enabled=True, warn=said.append)
+    real = board._writer
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    board._writer = SimpleNamespace(add_scalar=full, flush=full, close=full)
+    for _ in range(2):
+        board.validation(1, 1, 1.0)
+    board.close()
+    real.close()
+    assert len(said) == 1 and str(tmp_path) in said[0] and "No space left" in said[0]
+
+
+@pytest.mark.parametrize("flag", ["trace_dir", "tensorboard_dir"])
+def test_a_profile_needs_a_folder_before_the_run_not_after(tmp_path: Path, flag: str) -> None:
+    (tmp_path / "file").write_text("")
+    logging = dict(profile="pt", profile_ranks=(0,), profile_step_start=1, profile_step_end=2, trace_dir=None)
+    logging |= dict(tensorboard_dir=None) | {flag: str(tmp_path / "file" / "x")}
+    with pytest.raises(ConfigError, match=f"{tmp_path}/file/x"):
+        Profiler(SimpleNamespace(logging=SimpleNamespace(**logging)), 0)  # type: ignore[arg-type]
 
 
 def test_stopwatch_leaves_pauses_out() -> None:

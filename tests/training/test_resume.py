@@ -82,6 +82,21 @@ def test_settings_are_taken_where_flags_ask_for_them(tmp_path: Path) -> None:
     assert taken.batch == asked.batch
 
 
+def test_a_tokenizer_says_the_vocabulary_itself(tmp_path: Path) -> None:
+    """NullTokenizer adds an end token to --vocab-size: the checkpoint's 25 given to it again would become 26."""
+    checkpoint = store(tmp_path, config(hidden_size=32, vocab_size=25))
+    asked = config(load=str(tmp_path), use_checkpoint_args=True, tokenizer_type="NullTokenizer")
+    taken = with_checkpoint_settings(asked, checkpoint, Listener())  # type: ignore[arg-type]
+    assert (taken.model.hidden_size, taken.model.vocab_size) == (32, 24)
+
+
+def test_a_checkpoint_without_settings_is_refused(tmp_path: Path) -> None:
+    checkpoint = store(tmp_path, config())
+    (checkpoint / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="config.json"):
+        with_checkpoint_settings(config(load=str(tmp_path)), checkpoint, Listener())  # type: ignore[arg-type]
+
+
 def test_counters_come_back_or_the_checkpoint_is_refused(tmp_path: Path) -> None:
     state = dict(iteration=5, consumed_samples=40, consumed_tokens=320, consumed_valid_samples=8, skipped_iterations=1)
     assert progress_from(state, tmp_path) == Progress(5, 40, 320, 8, 1)

@@ -118,6 +118,27 @@ def test_a_signal_on_one_rank_saves_and_ends_all(tmp_path: Path) -> None:
     assert values(found["checkpoint"], "iteration") == [(2,)]
 
 
+def run_and_signal_before_the_first_step(rank: int, fields: dict[str, Any]) -> None:
+    """The signal comes during the evaluation before the first step: of 28, 24 and 8 samples, 24 are for validation."""
+    plain = MockDataset.__getitem__
+
+    def get(self: MockDataset, index: int) -> Any:
+        if self.num_samples == 24 and index == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(self, index)
+
+    MockDataset.__getitem__ = get  # type: ignore[method-assign]
+    run(rank, fields)
+
+
+def test_a_signal_during_the_first_evaluation_is_not_lost(tmp_path: Path) -> None:
+    fields = dict(save=str(tmp_path), exit_signal_handler=True, train_iters=7)
+    run_processes(1, run_and_signal_before_the_first_step, fields)
+    found = records(tmp_path)
+    assert values(found["end"], "iteration", "reason") == [(1, "exiting program after receiving SIGTERM")]
+    assert values(found["checkpoint"], "iteration") == [(1,)]
+
+
 def run_and_fail(rank: int, fields: dict[str, Any]) -> None:
     """Rank 1 has a defect at its sixth sample."""
     plain = MockDataset.__getitem__
