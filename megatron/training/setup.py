@@ -43,7 +43,9 @@ def run_training(config: Config, launch: Launch | None = None) -> None:
     rendezvous = connect(launch, timeout, config.parallel.distributed_backend)
     try:
         devices.share_cores(rendezvous.device, launch.local_world_size)
-        run = assemble(config, rendezvous.device, rendezvous.places, timeout)
+        # Only rank 0 prints them; thousands of ranks asking for the list would cost the store much.
+        places = rendezvous.places if launch.rank == 0 else ()
+        run = assemble(config, rendezvous.device, places, timeout)
         try:
             train(run)
         finally:
