@@ -1,0 +1,80 @@
+"""Layouts that nobody chose: drawn models on drawn layouts, against one process.
+
+A large Adam epsilon makes the update nearly linear in the gradient, so rounding is not magnified and the tolerance can
+be a few units in the last place, while a wrong scale, a missing term or a wrong mask still shows.
+MEGATRON_TEST_LAYOUTS=N draws N cases instead of 8.
+"""
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers.processes import run_processes
+from tests.helpers.training import assemble, train_in_process, train_plainly
+from tests.parity.cases import BLOCK, FULL, FULL2, NONE, SELECTIVE
+from tests.parity.test_grid import model_fields
+
+CASES = int(os.environ.get("MEGATRON_TEST_LAYOUTS", "8"))
+
+
+def draw_layout(draw: random.Random) -> tuple[int, dict[str, Any]]:
+    """(world size, fields of layout, schedule and recomputation)."""
+    tp = draw.choice([1, 2, 4, 8])
+    pp = draw.choice([p for p in (1, 2, 3, 4, 8) if tp * p <= 8])
+    dp = draw.choice([d for d in (1, 2, 3, 4) if tp * pp * d <= 8])
+    micro_batch = draw.choice([1, 2])
+    fields: dict[str, Any] = dict(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
+        sequence_parallel=tp > 1 and draw.random() < 0.6, zero_stage=draw.choice([0, 1]),
+        micro_batch_size=micro_batch, global_batch_size=micro_batch * dp * draw.choice([1, 2, 3, 5]),
+        num_layers=draw.choice([8, 9, 12]), **draw.choice([NONE, FULL, FULL2, BLOCK, SELECTIVE]),
+    )  # fmt: skip
+    schedule = draw.choice(["1f1b", "interleaved", "zb-h1", "uneven"]) if pp > 1 else "1f1b"
+    if schedule == "interleaved":
+        each = draw.choice([1, 2])
+        fields.update(num_layers=pp * draw.choice([2, 3]) * each, num_layers_per_virtual_pipeline_stage=each)
+    elif schedule == "zb-h1":
+        fields["enable_zbh1_pipeline"] = True
+    elif schedule == "uneven":
+        counts = [draw.choice([1, 2]) for _ in range(pp * draw.choice([1, 2]))]
+        fields.update(num_layers=sum(counts), pipeline_layout=",".join(map(str, counts)))
+    return tp * pp * dp, fields
+
+
+def draw_model(draw: random.Random, tp: int, sequence_parallel: bool) -> dict[str, Any]:
+    """Fields of the model; dropout only where masks do not depend on the layout."""
+    return dict(
+        hidden_size=64, num_attention_heads=8, max_position_embeddings=draw.choice([16, 32]), adam_eps=1e-2,
+        vocab_size=draw.choice([37, 50, 64, 101]), make_vocab_size_divisible_by=draw.choice([1, 8, 32]),
+        position_embedding_type=draw.choice(["learned_absolute", "rope", "alibi", "none"]),
+        normalization=draw.choice(["layernorm", "rmsnorm"]), swiglu=draw.random() < 0.5,
+        ffn_hidden_size=draw.choice([128, 160]), num_key_value_heads=draw.choice([g for g in (2, 4, 8) if g % tp == 0]),
+        add_bias_linear=draw.random() < 0.5, untie_embeddings_and_output_weights=draw.random() < 0.5,
+        fp32_residual_connection=draw.random() < 0.2, apply_layernorm_1p=draw.random() < 0.2,
+        init_method_xavier_uniform=draw.random() < 0.2, reset_attention_mask=draw.random() < 0.3,
+        reset_position_ids=draw.random() < 0.3,
+        hidden_dropout=draw.choice([0.0, 0.1]) if not sequence_parallel else 0.0,
+        attention_dropout=draw.choice([0.0, 0.1]) if tp == 1 else 0.0,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(CASES))
+def test_drawn_layout_equals_one_process(seed):
+    draw = random.Random(seed)
+    world_size, fields = draw_layout(draw)
+    fields |= draw_model(draw, fields["tensor_model_parallel_size"], fields["sequence_parallel"])
+    expected = train_plainly(model_fields(fields), 3)
+    ranks = run_processes(world_size, train_in_process, fields, 3)
+    for rank in ranks:
+        for (loss, norm, *_), (loss_1, norm_1) in zip(rank["history"], expected["history"], strict=True):
+            assert loss == pytest.approx(loss_1, rel=2e-6), fields
+            assert norm == pytest.approx(norm_1, rel=1e-5), fields
+    whole = assemble([r["parameters"] for r in ranks])
+    assert whole.keys() == expected["parameters"].keys()
+    for name, values in expected["parameters"].items():
+        np.testing.assert_allclose(whole[name], values, rtol=0, atol=2e-6, err_msg=f"{name} of {fields}")
