@@ -5,20 +5,20 @@ import sys
 
 from megatron.config import parse_args
 from megatron.errors import MegatronError
-from megatron.parallel.launch import Launch, detect_launch
+from megatron.parallel.launch import Launch, detect_launch, variables_with_flags
 from megatron.training.failures import leave, run_guarded
 
 
-def launched() -> tuple[Launch, MegatronError | None]:
+def launched(arguments: list[str]) -> tuple[Launch, MegatronError | None]:
     """Which process this is; contradictory launcher variables are reported where other errors are."""
     try:
-        return detect_launch(), None
+        return detect_launch(variables_with_flags(arguments)), None
     except MegatronError as error:
         return Launch(), error
 
 
 def main(arguments: list[str]) -> int:
-    launch, problem = launched()
+    launch, problem = launched(arguments)
 
     def body() -> None:
         if problem is not None:

@@ -20,13 +20,18 @@ def test_library_example(tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     script = tmp_path / "example.py"
     script.write_text(code)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+    logs = ["--log-dir", str(tmp_path / "logs"), "--redirects", "3"]  # a file per rank: their lines would mix
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *logs, str(script)]
     result = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
                             capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
-    lines = [line for line in result.stdout.splitlines() if re.match(r"[01] [0-9.]+ \[", line)]
-    assert len(lines) == 4  # two steps on two ranks
-    assert sum(line.count(",") == 3 for line in lines) == 2  # four losses on the last stage
+    first, last = (
+        [line for line in file.read_text().splitlines() if re.match(r"[01] [0-9.]+ \[", line)]
+        for file in sorted((tmp_path / "logs").rglob("stdout.log"))
+    )
+    assert len(first) == len(last) == 2  # two steps
+    assert [line.count(",") for line in first] == [0, 0]
+    assert [line.count(",") for line in last] == [3, 3]  # four losses on the last stage
 
 
 def test_command_lines_parse():

@@ -39,6 +39,8 @@ class Config:
     given: Mapping[str, Any] = dataclasses.field(compare=False, repr=False)
     origins: Mapping[str, str] = dataclasses.field(compare=False, repr=False)
     notices: tuple[str, ...] = dataclasses.field(compare=False, repr=False, default=())
+    # The notices that do not follow from the settings: of flags that are no settings, and of the DeepSpeed JSON.
+    standing_notices: tuple[str, ...] = dataclasses.field(compare=False, repr=False, default=())
 
     @classmethod
     def create(cls, preset: str | None = None, **values: Any) -> Config:
@@ -57,7 +59,10 @@ class Config:
 
     def replace(self, **values: Any) -> Config:
         """A copy with some settings changed; what follows from them is computed anew. None un-sets a setting."""
-        settings = Settings(given=dict(self.given), origins={n: self.origins[n] for n in self.given})
+        settings = Settings(
+            given=dict(self.given), origins={n: self.origins[n] for n in self.given},
+            notices=list(self.standing_notices),
+        )  # fmt: skip
         for name, value in values.items():
             settings.give(name, value, "argument")
         merge = values.get("deepspeed_config") is not None
@@ -134,6 +139,7 @@ def finish(settings: Settings, *, merge_json: bool = True, library: bool = True,
         merge_deepspeed_json(settings)
     if run:
         run_requirements(settings)
+    standing = tuple(dict.fromkeys(settings.notices))
     resolve(settings)
     _note_inert(settings)
     validate(settings)
@@ -143,5 +149,6 @@ def finish(settings: Settings, *, merge_json: bool = True, library: bool = True,
         for attribute, section in SECTIONS.items()
     }
     return Config(
-        **sections, given=settings.given, origins=settings.origins, notices=tuple(dict.fromkeys(settings.notices))
+        **sections, given=settings.given, origins=settings.origins, notices=tuple(dict.fromkeys(settings.notices)),
+        standing_notices=standing,
     )

@@ -126,10 +126,10 @@ _OWN: Mapping[str, str] = {
     "pipeline": "the pipeline executor is set by the parallelism flags",
     "flops_profiler": "FLOP/s are in every log line; --profile records a trace",
     "wall_clock_breakdown": "timers are set by --timing-log-level",
-    "memory_breakdown": "memory is in the log",
+    "memory_breakdown": "the peak of memory is in --metrics-file",
     "steps_per_print": "log lines are set by --log-interval",
     "tensorboard": "use --tensorboard-dir",
-    "wandb": "use --wandb-project",
+    "wandb": "use --tensorboard-dir or --metrics-file",
     "csv_monitor": "use --metrics-file",
     "monitor_config": "use --tensorboard-dir or --metrics-file",
 }

@@ -7,6 +7,7 @@ from typing import ClassVar
 from megatron.config.option import option
 
 _NO_WANDB = "Weights & Biases is not used: figures go to --metrics-file and --tensorboard-dir"
+_NO_RANDOM_STATES = "checkpoints hold no random states: data order and masks follow from --seed and the counters"
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,10 @@ class DataConfig:
         None, "single goes through the samples once, cyclic again and again.", choices=("single", "cyclic"),
         derived="single",
     )
+    data_sharding: bool = option(
+        True, "With --dataloader-type cyclic, draw from the whole data set on every rank instead of from a part each.",
+        flags=(), off_flags=("--no-data-sharding",),
+    )
     reset_position_ids: bool = option(False, "Positions start at 0 after each end of document.")
     reset_attention_mask: bool = option(False, "Attention stays within a document.")
     eod_mask_loss: bool = option(False, "No loss on end-of-document tokens.")
@@ -51,11 +56,11 @@ class CheckpointConfig:
     save: str | None = option(None, "Folder that checkpoints go to.", metavar="FOLDER")
     save_interval: int | None = option(None, "Iterations between checkpoints.", at_least=1)
     no_save_optim: bool = option(False, "Leave the optimizer state out.")
-    no_save_rng: bool = option(False, "Leave the random states out.")
+    no_save_rng: bool = option(False, "Leave the random states out.", inert=_NO_RANDOM_STATES)
     load: str | None = option(None, "Folder to load the last checkpoint from.", metavar="FOLDER")
     load_tag: str | None = option(None, "Name of the checkpoint to load instead of the last.")
     no_load_optim: bool = option(False, "Do not load the optimizer state.")
-    no_load_rng: bool = option(False, "Do not load the random states.")
+    no_load_rng: bool = option(False, "Do not load the random states.", inert=_NO_RANDOM_STATES)
     finetune: bool = option(False, "Load weights only and start at iteration 0.")
     reset_iteration: bool = option(False, "Load everything, but start at iteration 0.")
     use_checkpoint_args: bool = option(False, "Take the model's sizes from the checkpoint.")
@@ -91,7 +96,8 @@ class LoggingConfig:
     log_batch_size_to_tensorboard: bool = option(False, "Batch size to TensorBoard.")
     log_validation_ppl_to_tensorboard: bool = option(False, "Validation perplexity to TensorBoard.")
     log_optimizer_states_to_tensorboard: bool = option(
-        False, "Norms of the optimizer state to TensorBoard.", inert="they are not written"
+        False, "Norms of the optimizer state to TensorBoard.",
+        inert="they are not computed: grad-norm is always written, params-norm with --log-params-norm",
     )
     log_learning_rate_to_tensorboard: bool = option(
         True, "Learning rate to TensorBoard.", flags=(),
@@ -104,7 +110,9 @@ class LoggingConfig:
     log_world_size_to_tensorboard: bool = option(False, "Number of processes to TensorBoard.")
     log_params_norm: bool = option(False, "Norm of the parameters in the log line.")
     log_num_zeros_in_grad: bool = option(False, "Zeros in the gradient in the log line.")
-    timing_log_level: int = option(0, "Detail of the timers.", choices=(0, 1, 2))
+    timing_log_level: int = option(
+        0, "Detail of the timers: 0 none, 1 the parts of a step (2 gives the same).", choices=(0, 1, 2)
+    )
     timing_log_option: str = option("minmax", "Timers over ranks.", choices=("max", "minmax", "all"))
     wandb_project: str = option("", "Weights & Biases project.", inert=_NO_WANDB)
     wandb_exp_name: str = option("", "Weights & Biases run.", inert=_NO_WANDB)

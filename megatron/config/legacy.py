@@ -57,7 +57,7 @@ ACCEPTED: Mapping[str, Legacy] = {
     "--use-cpu-initialization": Legacy("initial weights do not depend on the device or the layout"),
     "--empty-unused-memory-level": Legacy("the allocator keeps its cache", "1"),
     "--overlap-grad-reduce": Legacy(_REDUCTION),
-    "--overlap-param-gather": Legacy(_REDUCTION),
+    "--overlap-param-gather": Legacy("the engine gathers parameters once, in the optimizer step"),
     "--delay-grad-reduce": Legacy(_REDUCTION),
     # experts: without experts these say nothing
     "--expert-interval": Legacy(_NO_EXPERTS, "1"),
@@ -83,7 +83,6 @@ ACCEPTED: Mapping[str, Legacy] = {
     "--group-query-attention": Legacy("--num-query-groups alone decides"),
     # data
     "--mmap-warmup": Legacy("files are mapped and read on demand"),
-    "--no-data-sharding": Legacy("--dataloader-type single goes through the samples in order"),
     "--return-data-index": Legacy("samples carry their number anyway"),
     "--repeated-dataloader": Legacy("the loader never runs out of samples before the run ends"),
     "--no-create-attention-mask-in-dataloader": Legacy("masks are made where attention uses them"),

@@ -44,7 +44,9 @@ class ModelConfig:
     apply_layernorm_1p: bool = option(False, "Store norm weights minus one, so that weight decay pulls them to one.")
     swiglu: bool = option(False, "SwiGLU instead of GELU in the MLP.")
     squared_relu: bool = option(False, "Squared ReLU instead of GELU in the MLP.")
-    openai_gelu: bool = option(False, "The tanh form of GELU, as in GPT-2.")
+    openai_gelu: bool = option(
+        False, "The tanh form of GELU, as in GPT-2.", inert="GELU is always computed in its tanh form"
+    )
     add_bias_linear: bool = option(True, "Biases of the linear layers.", flags=(), off_flags=("--disable-bias-linear",))
     untie_embeddings_and_output_weights: bool = option(False, "An output layer with weights of its own.")
     position_embedding_type: str = option(
@@ -103,8 +105,8 @@ class TokenizerConfig:
         hint="use HFTokenizer for any Hugging Face tokenizer",
     )
     tokenizer_model: str | None = option(
-        None, "SentencePiece model file, or Hugging Face name or folder.", metavar="PATH"
+        None, "SentencePiece model file, or Hugging Face tokenizer.json or its folder.", metavar="PATH"
     )
     vocab_file: str | None = option(None, "vocab.json of the GPT-2 tokenizer.", metavar="FILE")
     merge_file: str | None = option(None, "merges.txt of the GPT-2 tokenizer.", metavar="FILE")
-    vocab_extra_ids: int = option(0, "Extra entries at the end of the vocabulary.", at_least=0)
+    vocab_extra_ids: int = option(0, "Extra entries at the end of a SentencePieceTokenizer's vocabulary.", at_least=0)

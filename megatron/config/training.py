@@ -116,7 +116,9 @@ class KernelConfig:
         True, "Fused masked softmax.", inert=_NO_KERNEL, flags=(), off_flags=("--no-masked-softmax-fusion",)
     )
     bias_gelu_fusion: bool = option(
-        True, "Fused bias and activation.", inert=_NO_KERNEL, flags=(),
+        True, "Fused bias and activation.", flags=(), inert=(
+            "there is no such kernel yet; GELU always has the tanh form, which Megatron uses with this fusion"
+        ),
         off_flags=("--no-bias-gelu-fusion", "--no-bias-swiglu-fusion"),
     )
     bias_dropout_fusion: bool = option(

@@ -1,6 +1,7 @@
 """Which optional accelerated packages this machine has and can use. Nothing is imported until somebody asks."""
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
@@ -11,6 +12,10 @@ if TYPE_CHECKING:
     import torch
 
     from megatron.config.training import KernelConfig
+
+
+FLASH_BACKENDS = ("auto", "flash")
+"""Values of --attention-backend that let flash-attn compute attention."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ def choose_flash_attention(kernels: KernelConfig, device: torch.device | None, d
     `device` None means the CPU. The backends "fused", "unfused" and "local" rule it out; a wish for it that cannot be
     met is no error, because torch's attention computes the same; the log names what runs (see report).
     """
-    if kernels.attention_backend not in ("auto", "flash"):
+    if kernels.attention_backend not in FLASH_BACKENDS:
         return False
     return flash_attention(device.type if device is not None else "cpu", dtype_name).usable
 
@@ -80,9 +85,12 @@ def fused_adam(device_type: str) -> Finding:
     return Finding(package, version, not reason, reason, fallback)
 
 
-def report(device_type: str, dtype_name: str) -> list[str]:
+def report(device_type: str, dtype_name: str, attention_backend: str = "auto") -> list[str]:
     """A line for each optional package, for the log."""
-    return [flash_attention(device_type, dtype_name).line, fused_adam(device_type).line]
+    flash = flash_attention(device_type, dtype_name)
+    if attention_backend not in FLASH_BACKENDS:
+        flash = dataclasses.replace(flash, usable=False, reason=f"ruled out by --attention-backend {attention_backend}")
+    return [flash.line, fused_adam(device_type).line]
 
 
 def _version(module: str, distribution: str) -> str | None:

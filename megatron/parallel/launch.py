@@ -5,10 +5,11 @@ that rank 0 serves (see rendezvous.py).
 """
 from __future__ import annotations
 
+import argparse
 import os
 import socket
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -70,6 +71,35 @@ class Launch:
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": str(self.master_port),
         }
+
+
+_FLAGS = {  # of pretrain_gpt.py, beside the launcher's variable that says the same
+    "MASTER_ADDR": ("--master-addr",),
+    "MASTER_PORT": ("--master-port",),
+    "LOCAL_RANK": ("--local_rank", "--local-rank"),
+}
+
+
+def variables_with_flags(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment, with what --master-addr, --master-port and --local_rank say where it says nothing.
+
+    Raises LaunchError where a flag contradicts its variable.
+    """
+    variables = dict(os.environ if environ is None else environ)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name, spellings in _FLAGS.items():
+        parser.add_argument(*spellings, dest=name, nargs="?")  # a missing value is reported with the other flags
+    for name, value in vars(parser.parse_known_args(list(arguments))[0]).items():
+        if value is None:
+            continue
+        known = variables.get(name, "").strip()
+        if known and known != value:
+            raise LaunchError(
+                f"{_FLAGS[name][0]} {value} on the command line contradicts {name}={known} in the environment: give "
+                f"one of them, or the same value"
+            )
+        variables[name] = value
+    return variables
 
 
 def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:

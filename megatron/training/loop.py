@@ -74,7 +74,7 @@ def train_step(run: Run) -> None:
     weights = token_weights(run, micro_batches)
     with run.timers("forward-backward"):
         losses = run.executor.train(micro_batches, loss_scale=run.engine.loss_scale, loss_weights=weights)
-    at = (progress.iteration, progress.consumed_samples, progress.consumed_tokens)
+    at = progress.schedule_position
     lr, weight_decay = run.learning_rate.lr(*at), run.weight_decay.weight_decay(*at)
     with run.timers("optimizer"):
         result = run.engine.step(lr, weight_decay)

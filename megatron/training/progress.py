@@ -13,6 +13,8 @@ class Progress:
     consumed_tokens           the same in tokens
     consumed_valid_samples    validation samples taken by the evaluations inside the loop
     skipped_iterations        steps whose gradients were not finite, so that no weight moved
+    scheduled_...             the first three without skipped steps: by these the learning rate and the weight decay
+                              advance, as in Megatron
     """
 
     iteration: int = 0
@@ -20,6 +22,14 @@ class Progress:
     consumed_tokens: int = 0
     consumed_valid_samples: int = 0
     skipped_iterations: int = 0
+    scheduled_iterations: int = 0
+    scheduled_samples: int = 0
+    scheduled_tokens: int = 0
+
+    @property
+    def schedule_position(self) -> tuple[int, int, int]:
+        """(iterations, samples, tokens) of the steps that moved the weights."""
+        return self.scheduled_iterations, self.scheduled_samples, self.scheduled_tokens
 
     def advance(self, samples: int, seq_length: int, *, skipped: bool) -> None:
         """Count one step over `samples` sequences."""
@@ -27,3 +37,7 @@ class Progress:
         self.consumed_samples += samples
         self.consumed_tokens += samples * seq_length
         self.skipped_iterations += int(skipped)
+        if not skipped:
+            self.scheduled_iterations += 1
+            self.scheduled_samples += samples
+            self.scheduled_tokens += samples * seq_length

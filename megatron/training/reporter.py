@@ -46,7 +46,7 @@ class Reporter:
             self.say(format_timers(times_ms, self._timing_option))
             timers["times_ms"] = {name: {"min": min(t), "max": max(t)} for name, t in times_ms.items()}
         self.metrics.write("iteration", **report.as_record(), **timers)
-        self._tensorboard.iteration(report)
+        self._tensorboard.iteration(report, times_ms)
         loss = "" if report.lm_loss is None else f"loss {report.lm_loss:.3f}  "
         self.console.update(report.iteration, f"{loss}{report.tokens_per_s:,.0f} tokens/s")
 

@@ -192,7 +192,8 @@ def describe_setup(config: Config, topology: Topology, places: Sequence[str], re
     reporter.say(render_config(config))
     for notice in config.notices:
         reporter.say(f" note: {notice}")
-    for line in kernels_report(topology.device.type, config.precision.dtype_name):
+    backend = config.kernels.attention_backend
+    for line in kernels_report(topology.device.type, config.precision.dtype_name, backend):
         reporter.say(f" {line}")
     assert config.model.vocab_size is not None, "the tokenizer was read"
     padded = config.model.padded_vocab_size(topology.tensor.size)

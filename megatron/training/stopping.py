@@ -59,7 +59,7 @@ class StopRules:
         if killed:
             return f"exiting program at iteration {iteration}: kill switch {self._kill_switch} exists"
         if late:
-            return f"exiting program after {(self._clock() - self._start) / 60.0} minutes"
+            return f"exiting program after {(self._clock() - self._start) / 60.0:.2f} minutes"
         if self._interval and iteration % self._interval == 0:
             return f"exiting program at iteration {iteration}"
         return None

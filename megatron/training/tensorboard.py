@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,8 +25,8 @@ class TensorBoard:
         self._world_size = config.parallel.world_size
         self._writer = _open_writer(config.logging) if enabled and config.logging.tensorboard_dir else None
 
-    def iteration(self, report: IterationReport) -> None:
-        """Write the steps of one interval."""
+    def iteration(self, report: IterationReport, times_ms: Mapping[str, Sequence[float]] | None = None) -> None:
+        """Write the steps of one interval; `times_ms` are the timers of its parts, one number for each rank."""
         if self._writer is None:
             return
         with self._off_when_unwritable():
@@ -38,6 +38,8 @@ class TensorBoard:
             if self._flags.log_timers_to_tensorboard:
                 self._add("iteration-time", report.step_time_s, report.iteration)
                 self._add("iteration-time/samples-per-second", report.samples_per_s, report.iteration)
+                for part, times in (times_ms or {}).items():
+                    self._add(f"{part}-time", max(times) / 1e3, report.iteration)
             self._writer.flush()
 
     def validation(self, iteration: int, consumed_samples: int, loss: float) -> None:

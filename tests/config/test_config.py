@@ -45,6 +45,14 @@ def test_padded_vocabulary(true_size, multiple, tp, padded):
     assert config.model.padded_vocab_size(tp) == padded
 
 
+def test_replace_keeps_the_notices_of_flags_that_are_no_settings():
+    line = ["--preset", "tiny", "--mock-data", "--train-iters", "1", "--mmap-warmup", "--deepspeed"]
+    config = parse_args(line, 1)
+    assert any("--mmap-warmup" in notice for notice in config.notices)
+    assert any("--deepspeed" in notice for notice in config.notices)
+    assert set(config.replace(vocab_size=77).notices) == set(config.notices)
+
+
 def test_replace_derives_anew():
     config = Config.create(**SIZES, world_size=4)
     wider = config.replace(hidden_size=128, tensor_model_parallel_size=2, vocab_size=10)

@@ -148,6 +148,7 @@ SETTINGS = """
 --data-file-list files.txt
 --num-workers 0
 --dataloader-type cyclic
+--no-data-sharding => data_sharding False
 --reset-position-ids
 --reset-attention-mask
 --eod-mask-loss
@@ -243,7 +244,6 @@ ACCEPTED = """
 --data-impl mmap
 --data-impl infer
 --mmap-warmup
---no-data-sharding
 --return-data-index
 --repeated-dataloader
 --use-dataset-only False

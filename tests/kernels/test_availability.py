@@ -51,6 +51,14 @@ def test_nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not availability.choose_flash_attention(KernelConfig(), torch.device("cuda"), "bfloat16")
 
 
+def test_a_backend_that_rules_out_flash_attention_is_named(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    make(packages, "flash_attn", "def flash_attn_func(): ...", version="2.8.3")
+    assert availability.report("cuda", "bfloat16", "flash")[0] == "flash-attn 2.8.3: used"
+    assert "ruled out by --attention-backend unfused" in availability.report("cuda", "bfloat16", "unfused")[0]
+
+
 @pytest.mark.parametrize(
     ("device", "dtype", "reason"),
     [("cpu", "bfloat16", "does not run on cpu"), ("cuda", "float32", "does not compute in float32")],

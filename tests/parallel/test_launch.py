@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.errors import LaunchError
-from megatron.parallel.launch import Launch, connect, detect_launch, select_device
+from megatron.parallel.launch import Launch, connect, detect_launch, select_device, variables_with_flags
 from megatron.parallel.nodelist import compress_ranks, expand_counts, expand_hosts
 from tests.helpers.processes import free_port, run_processes, run_processes_raw
 
@@ -516,3 +516,26 @@ def test_what_tells_devices_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert identity(0) == "", "a torch that does not tell"
     monkeypatch.setattr(torch.version, "hip", None)
     assert identity(0, uuid="a") != identity(0, uuid="b")
+
+
+def test_flags_fill_in_what_the_environment_lacks() -> None:
+    bare = {name: value for name, value in TORCHRUN.items() if not name.startswith(("MASTER_", "LOCAL_RANK"))}
+    line = ["--lr", "1", "--master-addr=10.0.0.1", "--master-port", "4000", "--local_rank", "1", "--fp16"]
+    launch = detect_launch(variables_with_flags(line, bare))
+    assert (launch.master_addr, launch.master_port, launch.local_rank) == ("10.0.0.1", 4000, 1)
+    assert variables_with_flags(["--lr", "1"], TORCHRUN) == TORCHRUN
+    assert variables_with_flags(["--master-addr", "node01"], TORCHRUN) == TORCHRUN
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (["--master-addr", "node02"], ("node02", "MASTER_ADDR=node01")),
+        (["--master-port=1"], ("--master-port 1", "MASTER_PORT=29500")),
+        (["--local-rank", "3"], ("--local_rank 3", "LOCAL_RANK=1")),
+    ],
+)
+def test_flags_that_contradict_the_environment(line: list[str], words: tuple[str, ...]) -> None:
+    with pytest.raises(LaunchError) as error:
+        variables_with_flags(line, TORCHRUN)
+    assert all(word in str(error.value) for word in words)

@@ -79,7 +79,8 @@ def write_events(folder: Path, **changes: Any) -> Any:
     interval = Interval(SINGLE, Rates(1, 8, 1.0, 1.0))
     for i in range(1, 5):
         interval.add(StepRecord(i, 16 * i, 128 * i, 16, i / 8, torch.tensor(4.0 / i), i == 4, 2.0**i, 0.25 * i))
-    board.iteration(interval.report(interval.reduce_losses(), 4, 1.0, 99))
+    times_ms = {"data-wait": [1.0, 3.0], "optimizer": [20.0, 10.0]}
+    board.iteration(interval.report(interval.reduce_losses(), 4, 1.0, 99), times_ms)
     board.validation(4, 64, 1.5)
     board.close()
     events = EventAccumulator(str(folder))
@@ -114,6 +115,12 @@ def test_tensorboard_flags_switch_tags(tmp_path: Path) -> None:
     assert points(events, "mem-allocated-bytes") == [(4, 99.0)] and points(events, "iteration-time") == [(4, 0.25)]
     assert points(events, "lm loss validation ppl")[0][1] == pytest.approx(4.4816890703)  # e ** 1.5
     assert not {"learning-rate", "loss-scale"} & set(events.Tags()["scalars"])
+
+
+def test_tensorboard_has_the_slowest_rank_of_each_timer(tmp_path: Path) -> None:
+    events = write_events(tmp_path, log_timers_to_tensorboard=True)
+    assert points(events, "data-wait-time") == [(4, pytest.approx(0.003))]
+    assert points(events, "optimizer-time") == [(4, pytest.approx(0.02))]
 
 
 def test_tensorboard_that_is_off_takes_every_call() -> None:
