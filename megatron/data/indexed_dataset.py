@@ -46,8 +46,6 @@ DTYPE_CODES: dict[int, np.dtype[Any]] = {
 _CODES = {dtype: code for code, dtype in DTYPE_CODES.items()}
 MAX_SEQUENCE_TOKENS = 2**31 - 1
 
-IntArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
-
 
 def bin_path(prefix: str | os.PathLike[str]) -> Path:
     return Path(f"{os.fspath(prefix)}.bin")

@@ -86,8 +86,6 @@ class GPTChunk(torch.nn.Module):
                 self.output_weight = tied_weight
             else:
                 self.output_weight = vocabulary(tied=True)
-                # The first stage counts this weight in norms and writes it to checkpoints.
-                self.output_weight.ds_pipe_replicated = True  # type: ignore[attr-defined]
 
     def forward(self, batch: MicroBatch, hidden: torch.Tensor | None) -> torch.Tensor:
         hidden = self._hidden(batch, hidden)

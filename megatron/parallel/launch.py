@@ -219,6 +219,26 @@ def _master(env: _Variables, world_size: int, local_world_size: int | None) -> s
     return hosts[0]
 
 
+def _launch(
+    env: _Variables, launcher: str, world: tuple[int, int], local: tuple[int, int | None], job: str,
+    *, store_served: bool = False,
+) -> Launch:
+    """The Launch of one of several processes; `world` and `local` are (rank, size), on all nodes and on this one."""
+    (rank, world_size), (local_rank, local_size) = world, local
+    return Launch(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=local_size or local_rank + 1,
+        master_addr=_master(env, world_size, local_size),
+        master_port=_port(env, job),
+        launcher=launcher,
+        node=_node(env),
+        job=job,
+        store_served=store_served,
+    )
+
+
 def _from_torchrun(env: _Variables) -> Launch:
     rank, world = env.number("RANK"), env.number("WORLD_SIZE")
     srun = _is_srun_task(env)
@@ -231,18 +251,8 @@ def _from_torchrun(env: _Variables) -> Launch:
         raise LaunchError(f"RANK={rank} and WORLD_SIZE={world} are set but LOCAL_RANK is not: set it in every process")
     local = env.number("LOCAL_RANK", env.number("SLURM_LOCALID", 0) if srun else 0)
     known = env.number("LOCAL_WORLD_SIZE") if env.has("LOCAL_WORLD_SIZE") else None
-    return Launch(
-        rank=rank,
-        local_rank=local,
-        world_size=world,
-        local_world_size=known or local + 1,
-        master_addr=_master(env, world, known),
-        master_port=_port(env, _job(env)),
-        launcher="torchrun",
-        node=_node(env),
-        job=_job(env),
-        store_served=env.text("TORCHELASTIC_USE_AGENT_STORE") == "True",
-    )
+    served = env.text("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return _launch(env, "torchrun", (rank, world), (local, known), _job(env), store_served=served)
 
 
 def _from_mpi(env: _Variables) -> Launch | None:
@@ -257,17 +267,7 @@ def _from_mpi(env: _Variables) -> Launch | None:
             raise LaunchError(f"{rank_name}={rank} is set but no {' or '.join(local_names)}: set {local_names[0]}")
         local = env.number(local_name) if local_name else 0
         known = env.number(local_size_name) if local_size_name else None
-        return Launch(
-            rank=rank,
-            local_rank=local,
-            world_size=world,
-            local_world_size=known or local + 1,
-            master_addr=_master(env, world, known),
-            master_port=_port(env, _job(env)),
-            launcher="mpi",
-            node=_node(env),
-            job=_job(env),
-        )
+        return _launch(env, "mpi", (rank, world), (local, known), _job(env))
     if env.has("PMIX_RANK") and not _is_srun_task(env):
         raise LaunchError(
             f"PMIX_RANK={env.text('PMIX_RANK')} is set, but no variable tells the number of processes: use mpirun or "
@@ -295,18 +295,8 @@ def _from_slurm(env: _Variables) -> Launch | None:
     rank, world = env.number("SLURM_PROCID"), _slurm_size(env)
     if world > 1 and not env.has("SLURM_LOCALID"):
         raise LaunchError(f"SLURM_PROCID={rank} is set but SLURM_LOCALID is not: start the tasks with srun")
-    local_world = _slurm_local_size(env, world)
-    return Launch(
-        rank=rank,
-        local_rank=env.number("SLURM_LOCALID", 0),
-        world_size=world,
-        local_world_size=local_world,
-        master_addr=_master(env, world, local_world),
-        master_port=_port(env, _slurm_job(env)),
-        launcher="slurm",
-        node=_node(env),
-        job=_slurm_job(env),
-    )
+    local = (env.number("SLURM_LOCALID", 0), _slurm_local_size(env, world))
+    return _launch(env, "slurm", (rank, world), local, _slurm_job(env))
 
 
 def _alone(env: _Variables) -> Launch:

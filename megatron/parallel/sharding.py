@@ -37,10 +37,6 @@ class Sharding:
     tied: bool = False
     decay: bool = True
 
-    @property
-    def has_padding(self) -> bool:
-        return self.dim is not None and self.offset[self.dim] + self.extent[self.dim] == self.global_shape[self.dim]
-
 
 def shard(
     name: str,
