@@ -160,6 +160,7 @@ def errors(directory: str, topology: Topology) -> dict[str, Any]:
     out["disk full"] = _message(lambda: save(root / "a", 1, engine, topology, config, {}))
     torch.distributed.barrier()
     out["half a checkpoint"] = sorted(os.listdir(root / "a"))
+    torch.distributed.barrier()  # the next save makes that folder anew: not before every rank has looked
     dcp.FileSystemWriter.write_data = whole  # type: ignore[method-assign]
 
     save(root / "a", 1, engine, topology, config, {})
