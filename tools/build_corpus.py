@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.data.corpus import build_corpus
+from megatron.data.prepare.corpus import build_corpus
 from megatron.errors import MegatronError
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.data.preprocess import PreprocessOptions, Totals, preprocess
+from megatron.data.prepare.preprocess import PreprocessOptions, Totals, preprocess
 from megatron.data.tokenizer import TOKENIZER_TYPES
 from megatron.errors import MegatronError
 

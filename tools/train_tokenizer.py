@@ -16,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.data.vocabulary import train_vocabulary
+from megatron.data.prepare.vocabulary import train_vocabulary
 from megatron.errors import MegatronError
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.data.datasets import Datasets, build_datasets
 from megatron.data.gpt_dataset import TokenDataset
-from megatron.data.indexed_dataset import IndexedDatasetWriter
+from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import ConfigError, DataError
 from tests.helpers.processes import run_processes
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, MockDataset
 from megatron.data.gpt_index import IndexRequest
 from megatron.data.index_cache import CacheEntry
-from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import DataError
 
 

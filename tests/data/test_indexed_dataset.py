@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, token_dtype
+from megatron.data.indexed_dataset import IndexedDataset, token_dtype
+from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import DataError
 
 DOCUMENTS = [[[5, 6, 7], [8]], [[65535]], [[], [1, 2]]]  # documents of sequences of tokens

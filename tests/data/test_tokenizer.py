@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.data.prepare.vocabulary import train_vocabulary
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
-from megatron.data.vocabulary import train_vocabulary
 from megatron.errors import ConfigError, DataError
 
 TEXT = "def f(x):\n\tif x:\r\n        return  '\u00e9\u4e2d'  # <s> </s>\n\n\n"

@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.indexed_dataset import IndexedDatasetWriter, token_dtype
+from megatron.data.indexed_dataset import token_dtype
+from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.errors import ConfigError, DataError
 

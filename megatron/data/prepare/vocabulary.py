@@ -77,7 +77,7 @@ def train_vocabulary(
 
 
 def _texts(inputs: Sequence[str | os.PathLike[str]], json_key: str) -> Iterator[str]:
-    from megatron.data.preprocess import PreprocessOptions, read_blocks, texts_of_block
+    from megatron.data.prepare.preprocess import PreprocessOptions, read_blocks, texts_of_block
 
     options = PreprocessOptions(tokenizer={}, json_keys=(json_key,))
     for block in read_blocks(inputs):

@@ -13,15 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data import corpus
-from megatron.data import preprocess as library
-from megatron.data.corpus import build_corpus
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.prepare import corpus
+from megatron.data.prepare import preprocess as library
+from megatron.data.prepare.corpus import build_corpus
 from tools import build_corpus as corpus_tool
 from tools import preprocess_data, train_tokenizer
 
 NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def write_lines(path: Path, texts: list[str]) -> Path:
