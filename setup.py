@@ -1,4 +1,4 @@
-"""Builds csrc/index_helpers.cpp; everything else is in pyproject.toml."""
+"""Builds csrc/*.cpp; everything else is in pyproject.toml."""
 from __future__ import annotations
 
 import sys
@@ -17,12 +17,18 @@ class OptionalBuild(build_ext):
         except Exception as error:  # every way in which a compiler can fail
             print(
                 f"warning: {ext.name} was not built ({type(error).__name__}: {error}); index building uses numpy, "
-                f"about ten times slower. Install a C++ compiler and run this again.",
+                f"several times slower. Install a C++ compiler and run this again.",
                 file=sys.stderr,
             )
 
 
-helpers = Pybind11Extension("megatron.data._index_helpers", ["csrc/index_helpers.cpp"], cxx_std=17)
+helpers = Pybind11Extension(
+    "megatron.data._index_helpers",
+    [f"csrc/{name}.cpp" for name in ("index_helpers", "blend", "gather", "packing", "sample_index", "shuffle")],
+    depends=["csrc/index_helpers.hpp"],
+    cxx_std=17,
+    extra_compile_args=["-O3"],
+)
 # Lets setuptools copy the others when this one is missing.
 helpers.optional = True
 

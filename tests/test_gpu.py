@@ -8,12 +8,14 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from megatron.config import Config
 from megatron.data.batch import make_micro_batch
 from megatron.layers.attention import flash_attention, torch_attention
+from megatron.layers.documents import Documents
 from megatron.layers.masks import alibi_slopes
 from megatron.model.gpt import build_chunks
 from megatron.parallel.random import dropout_mask, seeded
@@ -109,9 +111,10 @@ def test_a_checkpoint_of_a_device_loads_on_the_cpu(tmp_path: Path, cpu_run: dict
     compare(rest, {i: cpu_run[i] for i in rest}, LOSS["bf16"], NORM["bf16"])
 
 
+@pytest.mark.parametrize("segments", [None, [np.array([10, 1, 3, 19]), np.array([5, 16])]], ids=["eod", "packed"])
 @pytest.mark.parametrize("recompute", [None, "selective", "full"])
 @pytest.mark.parametrize("positions", ["learned_absolute", "rope", "alibi"])
-def test_loss_and_gradients_of_a_model(positions: str, recompute: str | None) -> None:
+def test_loss_and_gradients_of_a_model(positions: str, recompute: str | None, segments: list | None) -> None:
     """The same weights are drawn on any device; fp32 there and here."""
     config = Config.create(
         num_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, seq_length=32, vocab_size=60,
@@ -123,7 +126,7 @@ def test_loss_and_gradients_of_a_model(positions: str, recompute: str | None) ->
     for device in ("cpu", DEVICE):
         topology = Topology.from_layout(Layout(), 0, device=torch.device(device))
         model = build_chunks(config, topology)["0"]
-        batch = make_micro_batch(tokens, eod=0, reset_attention_mask=True, device=device)
+        batch = make_micro_batch(tokens, eod=0, reset_attention_mask=True, segments=segments, device=device)
         loss = model(batch, None)
         loss.backward()
         results.append((loss.item(), {n: p.grad.cpu() for n, p in model.named_parameters()}))
@@ -135,25 +138,36 @@ def test_loss_and_gradients_of_a_model(positions: str, recompute: str | None) ->
 
 CASES = pytest.mark.parametrize(
     ("heads", "groups", "alibi", "documents"),
-    [(8, 8, False, False), (8, 2, False, False), (8, 8, True, False), (8, 2, False, True), (8, 2, True, True)],
-    ids=["plain", "grouped", "alibi", "grouped-documents", "grouped-alibi-documents"],
+    [
+        (8, 8, False, False), (8, 2, False, False), (8, 8, True, False), (8, 8, False, True), (8, 2, False, True),
+        (8, 8, True, True), (8, 2, True, True),
+    ],
+    ids=[
+        "plain", "grouped", "alibi", "documents", "grouped-documents", "alibi-documents", "grouped-alibi-documents",
+    ],
 )
 
 
 def attention_case(heads: int, groups: int, alibi: bool, documents: bool) -> tuple:
-    """q, k, v in float64 on the CPU, their slopes and documents; a size that no kernel divides evenly."""
+    """q, k, v in float64 on the CPU, their slopes and lengths of documents; a size that no kernel divides evenly."""
     s, b, d = 200, 2, 64
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(s, b, n, d, generator=generator, dtype=torch.float64) for n in (heads, groups, groups))
-    ids = (torch.arange(s) >= torch.tensor([[70], [131]])).long() if documents else None
-    return q, k, v, alibi_slopes(heads) if alibi else None, ids
+    lengths = np.array([70, 130, 16, 1, 2, 48, 64, 69]) if documents else None
+    return q, k, v, alibi_slopes(heads) if alibi else None, lengths
+
+
+def documents_on(device: torch.device, lengths: np.ndarray) -> Documents:
+    """Documents of two samples."""
+    return Documents(torch.tensor([0, *lengths.cumsum()], dtype=torch.int32, device=device), lengths, 2)
 
 
 def run_attention(core, case: tuple, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
     """Output and gradients of q, k and v, in float64 on the CPU."""
     q, k, v = (x.detach().to(device, dtype, copy=True).requires_grad_() for x in case[:3])
-    slopes, ids = (None if x is None else x.to(device) for x in case[3:])
-    out = core(q, k, v, slopes, ids, 0.0)
+    slopes, lengths = case[3], case[4]
+    documents = None if lengths is None else documents_on(device, lengths)
+    out = core(q, k, v, None if slopes is None else slopes.to(device), documents, 0.0)
     weights = torch.arange(out.numel(), dtype=torch.float64).cos().view(out.shape)
     out.backward(weights.to(device, dtype))
     return [x.detach().cpu().double() for x in (out, q.grad, k.grad, v.grad)]
@@ -192,15 +206,38 @@ def test_a_mask_is_a_function_of_its_key() -> None:
 
 
 @pytest.mark.parametrize("core", ["torch", "flash"])
-def test_attention_dropout_is_a_function_of_its_key(core: str) -> None:
+def test_documents_are_attended_to_without_waiting_for_the_device(core: str) -> None:
+    """With dropout, forward and backward; any question to the device raises while the test runs."""
+    if core == "flash" and importlib.util.find_spec("flash_attn") is None:
+        pytest.skip("flash_attn is not installed")
+    attend = flash_attention if core == "flash" else torch_attention
+    batch = make_micro_batch(
+        np.zeros((2, 201), np.int64), segments=[np.array([70, 131]), np.array([16, 1, 2, 48, 64, 69])]
+    ).pin_memory()
+    q, k, v = (torch.randn(200, 2, n, 64, device=DEVICE, dtype=torch.bfloat16) for n in (8, 2, 2))
+    q.requires_grad_()
+    for strict in (False, True):  # the first pass may set up the kernels
+        torch.cuda.set_sync_debug_mode("error" if strict else "default")
+        try:
+            moved = batch.to(DEVICE)
+            assert moved.cu_seqlens is not None and moved.document_lengths is not None
+            attend(q, k, v, None, Documents(moved.cu_seqlens, moved.document_lengths, 2), 0.1).sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("core", ["torch", "flash"])
+def test_attention_dropout_is_a_function_of_its_key(core: str, documents: bool) -> None:
     if core == "flash" and importlib.util.find_spec("flash_attn") is None:
         pytest.skip("flash_attn is not installed")
     attend = flash_attention if core == "flash" else torch_attention
     q, k, v = (torch.randn(64, 2, 4, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    cut = documents_on(DEVICE, np.array([20, 44, 1, 2, 60, 1])) if documents else None
     before = torch.cuda.get_rng_state(DEVICE)
     outputs = []
     for seed in (5, 5, 6):
         with seeded(DEVICE, seed):
-            outputs.append(attend(q, k, v, None, None, 0.3))
+            outputs.append(attend(q, k, v, None, cut, 0.3))
     assert torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[0], outputs[2])
     assert torch.equal(torch.cuda.get_rng_state(DEVICE), before)

@@ -1,27 +1,45 @@
-"""Tokenize JSON lines or plain text into the .bin/.idx files that training reads.
+"""Tokenize JSON lines, parquet or plain text into the .bin/.idx files that training reads.
 
 Example:
 
-    python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus \\
-        --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model spm.model --append-eod --workers 8
+    python tools/preprocess_data.py --input 'shards/*.jsonl.zst' --output-prefix data/corpus --append-eod \\
+        --tokenizer-type GPT2BPETokenizer --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt
 
 writes data/corpus_text_document.bin and .idx; give training --data-path data/corpus_text_document.
+
+A run that was stopped or killed goes on when the same command is given again; until it ends, what is done lies in
+data/corpus_partial, and files of an earlier run stay as they are.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.data.prepare.preprocess import PreprocessOptions, Totals, preprocess
+from megatron.data.prepare.encode import PreprocessOptions
+from megatron.data.prepare.preprocess import ON_BAD_INPUT, Listeners, PreprocessStopped, preprocess
+from megatron.data.prepare.progress import Progress
+from megatron.data.prepare.sources import FORMATS
 from megatron.data.tokenizer import TOKENIZER_TYPES
 from megatron.errors import MegatronError
+
+WITHOUT_EFFECT = {
+    "lang": "the rule for sentences knows no languages",
+    "partitions": "--workers uses all cores for one output",
+    "seq_length": "documents are written whole",
+    "trust_remote_code": "no code comes with a tokenizer",
+    "find_optimal_num_workers": "each worker is one core: the default is all of them",
+    "workers_to_check": "each worker is one core: the default is all of them",
+    "max_documents": "it belongs to --find-optimal-num-workers",
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -35,37 +53,47 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="JSON lines, or plain text with one document per file (.txt); .gz is unpacked",
+        help="JSON lines; .parquet; or plain text, one document per file (.txt); also packed as .gz or .zst. A quoted "
+        "pattern such as 'shards/*.jsonl' stands for its files in the order of their names",
     )
-    group.add_argument(
-        "--input-format", choices=("auto", "jsonl", "text"), default="auto", help="auto: by the file name (default)"
-    )
+    group.add_argument("--input-format", choices=FORMATS, default="auto", help="auto: by the file name (default)")
     group.add_argument(
         "--json-keys",
         nargs="+",
         default=["text"],
         metavar="KEY",
-        help="keys of a line to tokenize, each into its own files (default: text)",
+        help="keys of a line, or parquet columns, to tokenize, each into its own files (default: text)",
+    )
+    group.add_argument(
+        "--on-bad-input",
+        choices=ON_BAD_INPUT,
+        default="fail",
+        help="a line that is no JSON or not UTF-8, that lacks a key or has something else than text there: stop at the "
+        "first (default), or leave them out, count them and name them in PREFIX_bad_input.txt",
     )
     group.add_argument(
         "--split-sentences", action="store_true", help="one sequence per sentence, cut after . ! ? and at line ends"
     )
     group.add_argument("--keep-newlines", action="store_true", help="keep white space between sentences")
-    group.add_argument("--lang", default="english", help="no effect: the rule for sentences knows no languages")
     group = parser.add_argument_group("tokenizer")
     group.add_argument("--tokenizer-type", required=True, metavar="TYPE", help=f"one of {', '.join(TOKENIZER_TYPES)}")
     group.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
     group.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
     group.add_argument(
-        "--tokenizer-model", metavar="FILE", help="SentencePiece model; tokenizer.json or its folder for HFTokenizer"
+        "--tokenizer-model",
+        metavar="FILE",
+        help="SentencePiece model; tokenizer.json or its folder for HFTokenizer; .tiktoken file for TikTokenizer",
     )
     group.add_argument("--vocab-size", type=int, metavar="N", help="vocabulary of NullTokenizer")
     group.add_argument(
         "--vocab-extra-ids", type=int, default=0, metavar="N", help="extra ids of SentencePieceTokenizer"
     )
+    group.add_argument("--tiktoken-pattern", metavar="NAME", help="how TikTokenizer cuts text before merging")
+    group.add_argument(
+        "--tiktoken-num-special-tokens", type=int, metavar="N", help="ids that TikTokenizer keeps for special tokens"
+    )
+    group.add_argument("--tiktoken-special-tokens", nargs="+", metavar="NAME", help="special tokens of TikTokenizer")
     group.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
-    group.add_argument("--seq-length", type=int, metavar="N", help="no effect: documents are written whole")
-    group.add_argument("--trust-remote-code", action="store_true", help="no effect: no code comes with a tokenizer")
     group = parser.add_argument_group("output")
     group.add_argument(
         "--output-prefix",
@@ -76,9 +104,19 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--dataset-impl", choices=("mmap",), default="mmap", help="the format written; mmap is the only one"
     )
+    group.add_argument(
+        "--restart", action="store_true", help="throw away what an unfinished run has left in PREFIX_partial"
+    )
     group = parser.add_argument_group("work")
-    group.add_argument("--workers", type=int, default=1, metavar="N", help="processes that tokenize (default: 1)")
-    group.add_argument("--partitions", type=int, default=1, metavar="N", help="no effect: --workers is enough")
+    cores = len(os.sched_getaffinity(0))
+    group.add_argument(
+        "--workers",
+        type=int,
+        default=cores,
+        metavar="N",
+        help=f"processes that tokenize, one core each (default: the cores this process may use, here {cores}); with 1 "
+        f"it is this process. The files are the same for any number",
+    )
     group.add_argument(
         "--log-interval",
         type=int,
@@ -86,73 +124,101 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="documents between two progress lines in a log file (default: 1000)",
     )
+    group = parser.add_argument_group("accepted for scripts that use them, without effect")
+    group.add_argument("--lang", metavar="LANGUAGE", help=WITHOUT_EFFECT["lang"])
+    group.add_argument("--partitions", type=int, metavar="N", help=WITHOUT_EFFECT["partitions"])
+    group.add_argument("--seq-length", type=int, metavar="N", help=WITHOUT_EFFECT["seq_length"])
+    group.add_argument("--trust-remote-code", action="store_true", help=WITHOUT_EFFECT["trust_remote_code"])
+    group.add_argument("--find-optimal-num-workers", action="store_true", help=argparse.SUPPRESS)
+    group.add_argument("--workers-to-check", nargs="+", type=int, help=argparse.SUPPRESS)
+    group.add_argument("--max-documents", type=int, help=argparse.SUPPRESS)
     return parser
 
 
-class Progress:
-    """A bar on a terminal, lines elsewhere: MB/s of text, documents, tokens."""
-
-    def __init__(self, total_bytes: int, log_interval: int) -> None:
-        self._started = time.monotonic()
-        self._log_interval, self._next_line = max(log_interval, 1), max(log_interval, 1)
-        self._bar: Any = None
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-            columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task("", total=total_bytes)
-            self._bar.start()
-
-    def describe(self, totals: Totals) -> str:
-        rate = totals.input_bytes / 1e6 / max(time.monotonic() - self._started, 1e-9)
-        return (
-            f"{totals.documents} documents, {totals.tokens} tokens, {totals.input_bytes / 1e6:.1f} MB, {rate:.2f} MB/s"
+def options_of(args: argparse.Namespace) -> PreprocessOptions:
+    """What the command line asks for."""
+    tokenizer = {
+        name: getattr(args, name)
+        for name in (
+            "tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "vocab_size", "vocab_extra_ids",
+            "tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens",
         )
-
-    def update(self, totals: Totals) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, completed=totals.file_bytes, description=self.describe(totals))
-        elif totals.documents >= self._next_line:
-            print(f" preprocessed {self.describe(totals)}", file=sys.stderr, flush=True)
-            self._next_line = (totals.documents // self._log_interval + 1) * self._log_interval
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run; returns the exit code: 0, or 2 after an error in the input."""
-    args = build_parser().parse_args(argv)
-    options = PreprocessOptions(
-        tokenizer={
-            "tokenizer_type": args.tokenizer_type,
-            "vocab_file": args.vocab_file,
-            "merge_file": args.merge_file,
-            "tokenizer_model": args.tokenizer_model,
-            "vocab_size": args.vocab_size,
-            "vocab_extra_ids": args.vocab_extra_ids,
-        },
+    }  # fmt: skip
+    return PreprocessOptions(
+        tokenizer=tokenizer,
         json_keys=tuple(args.json_keys),
         append_eod=args.append_eod,
         split_sentences=args.split_sentences,
         keep_newlines=args.keep_newlines,
         input_format=args.input_format,
     )
-    progress = Progress(sum(p.stat().st_size for p in map(Path, args.input) if p.is_file()), args.log_interval)
+
+
+class StopSignal:
+    """Remembers the first signal that asks for an end; the second ends the process at once."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self.received = 0
+
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        # What was ignored from the start stays so, as under nohup.
+        before = {number: signal.getsignal(number) for number in self.SIGNALS}
+        handled = [number for number in self.SIGNALS if before[number] is not signal.SIG_IGN]
+        try:
+            for number in handled:
+                signal.signal(number, self._receive)
+            yield
+        finally:
+            for number in handled:
+                signal.signal(number, before[number])
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.received:
+            raise KeyboardInterrupt
+        self.received = number
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run; returns the exit code: 0, 2 after an error in the input, 128 + its number after a signal."""
+    args = build_parser().parse_args(argv)
+    for name, why in WITHOUT_EFFECT.items():
+        if getattr(args, name):
+            print(f"note: --{name.replace('_', '-')} has no effect: {why}", file=sys.stderr)
+    progress, stop = Progress(args.log_interval), StopSignal()
+    listeners = Listeners(
+        on_progress=progress.update,
+        on_note=progress.say,
+        on_bad=progress.bad,
+        should_stop=lambda: stop.received != 0,
+    )
     try:
-        totals = preprocess(args.input, args.output_prefix, options, workers=args.workers, on_progress=progress.update)
+        with stop.handled():
+            totals = preprocess(
+                args.input,
+                args.output_prefix,
+                options_of(args),
+                workers=args.workers,
+                on_bad_input=args.on_bad_input,
+                restart=args.restart,
+                listeners=listeners,
+            )
+    except PreprocessStopped as error:
+        progress.close()
+        print(f"{signal.Signals(stop.received).name}: {error}", file=sys.stderr)
+        return 128 + stop.received
+    except KeyboardInterrupt:
+        progress.close()
+        print("stopped at once; the same command goes on after what was saved last", file=sys.stderr)
+        return 128 + signal.SIGINT
     except MegatronError as error:
         progress.close()
         print(f"error: {error}", file=sys.stderr)
         return 2
     progress.close()
-    skipped = f" ({totals.empty_documents} empty ones left out)" if totals.empty_documents else ""
-    print(f"wrote {progress.describe(totals)}{skipped}")
-    for output in totals.outputs:
-        print(f"  {output}.bin, {output}.idx")
+    print("\n".join(progress.summary(totals)))
     return 0
 
 

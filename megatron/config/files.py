@@ -30,21 +30,36 @@ class DataConfig:
         None, "Prefixes for validation alone.", metavar="[WEIGHT] PREFIX ..."
     )
     test_data_path: tuple[str, ...] | None = option(None, "Prefixes for test alone.", metavar="[WEIGHT] PREFIX ...")
+    train_data_exact_num_epochs: int | None = option(
+        None, "Repeat the training data so often, shuffled together, whatever the length of the run.", at_least=1
+    )
     mock_data: bool = option(False, "Made-up tokens instead of files.")
     data_cache_path: str | None = option(None, "Folder of the index files.", metavar="FOLDER")
-    num_workers: int = option(2, "Processes that load data.", at_least=0)
+    stage_data_to: str | None = option(
+        None, "Folder on a disk of each node that the data are copied to before training, as far as they fit; $NAME "
+        "stands for an environment variable.", metavar="FOLDER",
+    )
+    data_packing: str = option(
+        "concat", "How documents fill samples: concat joins and cuts them; best-fit keeps them whole and apart, as "
+        "--reset-position-ids and --reset-attention-mask do, and pads.", choices=("concat", "best-fit"),
+    )
+    num_workers: int = option(2, "Threads that read data ahead; 0 reads when a step begins.", at_least=0)
     dataloader_type: str = option(
-        None, "single goes through the samples once, cyclic again and again.", choices=("single", "cyclic"),
-        derived="single",
+        None, "single goes through the samples once, cyclic again and again, in another order each time.",
+        choices=("single", "cyclic"), derived="single",
     )
     data_sharding: bool = option(
         True, "With --dataloader-type cyclic, draw from the whole data set on every rank instead of from a part each.",
         flags=(), off_flags=("--no-data-sharding",),
+        inert="every rank always draws from the whole data set, so that the order does not depend on their number",
     )
     reset_position_ids: bool = option(False, "Positions start at 0 after each end of document.")
     reset_attention_mask: bool = option(False, "Attention stays within a document.")
     eod_mask_loss: bool = option(False, "No loss on end-of-document tokens.")
-    mmap_bin_files: bool = option(True, "Map .bin files into memory.", flags=(), off_flags=("--no-mmap-bin-files",))
+    mmap_bin_files: bool = option(
+        True, "Map .bin files into memory instead of reading them by position.", flags=(),
+        off_flags=("--no-mmap-bin-files",),
+    )
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,6 @@ REFUSED: Mapping[str, Legacy] = {
     "--blend-sample-in-corpus": Legacy("list the files as --data-path WEIGHT PREFIX pairs; they are blended"),
     "--train-range-to-skip": Legacy("remove the bad samples from the data instead", "*"),
     "--train-iters-to-skip": Legacy("remove the bad samples from the data instead", "*"),
-    "--train-data-exact-num-epochs": Legacy("give the length of the run with --train-samples", "1"),
     "--train-doc-idx-path": Legacy("index files are found in --data-cache-path", "1"),
     "--train-sample-idx-path": Legacy("index files are found in --data-cache-path", "1"),
     "--train-shuffle-idx-path": Legacy("index files are found in --data-cache-path", "1"),

@@ -98,15 +98,29 @@ class TokenizerConfig:
     tokenizer_type: str | None = option(
         None, "Kind of tokenizer.",
         choices=(
-            "GPT2BPETokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "HFTokenizer", "NullTokenizer",
-            "TikTokenizer",
+            "GPT2BPETokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "HFTokenizer",
+            "TikTokenizer", "NullTokenizer",
         ),
         value_names={"huggingfacetokenizer": "HFTokenizer"},
-        hint="use HFTokenizer for any Hugging Face tokenizer",
+        hint="use HFTokenizer for any Hugging Face tokenizer, TikTokenizer for the tokenizer.model of Llama 3",
     )
     tokenizer_model: str | None = option(
-        None, "SentencePiece model file, or Hugging Face tokenizer.json or its folder.", metavar="PATH"
+        None, "SentencePiece model, tokenizer.json of Hugging Face or its folder, or rank file of tiktoken.",
+        metavar="PATH",
     )
     vocab_file: str | None = option(None, "vocab.json of the GPT-2 tokenizer.", metavar="FILE")
     merge_file: str | None = option(None, "merges.txt of the GPT-2 tokenizer.", metavar="FILE")
     vocab_extra_ids: int = option(0, "Extra entries at the end of a SentencePieceTokenizer's vocabulary.", at_least=0)
+    tiktoken_pattern: str | None = option(
+        None, "How a TikTokenizer cuts text into pieces before it merges bytes.",
+        choices=("v1", "v2", "gpt2", "cl100k", "llama3", "o200k"),
+        derived="known for published rank files, v2 for a JSON vocabulary",
+    )
+    tiktoken_num_special_tokens: int | None = option(
+        None, "Ids that a TikTokenizer keeps for special tokens.", at_least=1,
+        derived="1000 for a JSON vocabulary, the tokens named or published for a rank file",
+    )
+    tiktoken_special_tokens: tuple[str, ...] | None = option(
+        None, "Names of a TikTokenizer's special tokens, in the order of their ids.", metavar="NAME",
+        derived="<unk> <s> </s> <mask> <pad> <cls> <sep> for a JSON vocabulary, <|endoftext|> for a rank file",
+    )

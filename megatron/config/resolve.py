@@ -130,3 +130,9 @@ def _rest(s: Settings) -> None:
             s.derive(name, 50_000_000, "derived: 0 means the default")
     if v["dataloader_type"] is None and "dataloader_type" not in s.bad:
         s.derive("dataloader_type", "single", "default")
+    if v["data_packing"] == "best-fit" and v["mock_data"]:
+        s.notices.append("--data-packing best-fit has no effect: --mock-data has no documents to pack")
+    elif v["data_packing"] == "best-fit":
+        for name in ("reset_position_ids", "reset_attention_mask"):
+            if name not in s.given:
+                s.derive(name, True, "derived from data-packing best-fit")

@@ -366,6 +366,21 @@ def _data(v: dict[str, Any]) -> Iterator[str]:
             yield from _blend(all_options()[name].flag, paths)
 
 
+@check("data_packing")
+def _packing(v: dict[str, Any]) -> Iterator[str]:
+    if v["data_packing"] != "best-fit" or v["mock_data"]:
+        return
+    for name in ("reset_position_ids", "reset_attention_mask"):
+        if not v[name]:
+            off = all_options()[name].written(False)
+            yield f"{off} and --data-packing best-fit contradict each other: packed documents are kept apart"
+    if v["train_data_exact_num_epochs"] is not None:
+        yield (
+            "--train-data-exact-num-epochs repeats samples of --data-packing concat: leave one of them out, best-fit "
+            "takes as many epochs as the run needs"
+        )
+
+
 def _blend(flag: str, words: tuple[str, ...]) -> Iterator[str]:
     def number(word: str) -> float | None:
         try:
@@ -405,7 +420,9 @@ _TOKENIZER_NEEDS = {
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),
     "SentencePieceTokenizer": ("tokenizer_model",),
     "GPTSentencePieceTokenizer": ("tokenizer_model",),
+    "Llama2Tokenizer": ("tokenizer_model",),
     "HFTokenizer": ("tokenizer_model",),
+    "TikTokenizer": ("tokenizer_model",),
     "NullTokenizer": ("vocab_size",),
 }
 
@@ -413,8 +430,6 @@ _TOKENIZER_NEEDS = {
 @check("tokenizer_type")
 def _tokenizer(v: dict[str, Any]) -> Iterator[str]:
     kind = v["tokenizer_type"]
-    if kind == "TikTokenizer":
-        yield "--tokenizer-type TikTokenizer is reserved: use HFTokenizer with a converted tokenizer"
     for name in _TOKENIZER_NEEDS.get(kind, ()):
         if v[name] is None:
             yield f"--tokenizer-type {kind} needs {all_options()[name].flag}"

@@ -1,7 +1,8 @@
-"""One micro-batch: input tokens, labels, loss mask, positions and document numbers."""
+"""One micro-batch: input tokens, labels, loss mask, positions and the bounds of its documents."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,21 +15,35 @@ from megatron.errors import DataError
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Tensors of `b` samples of `s` tokens, on one device.
+    """`b` samples of `s` tokens. Tensors are on one device; `document_lengths` stays in host memory.
 
     tokens, labels: int64 [b, s]; label j is the token after token j.
     loss_mask: float32 [b, s]; 0 where a position takes no part in the loss.
     position_ids: int64 [b, s].
-    document_ids: int64 [b, s], or None. Positions with different numbers do not attend to each other.
+    cu_seqlens: int32 [documents + 1], or None. The b * s positions laid end to end, sample after sample, are cut into
+        documents at these places; the first is 0, the last b * s, and every sample starts a document. Positions of
+        different documents do not attend to each other. None: a sample is one document.
     first_sample: number, in the order of consumption by the whole job, of the first sample; keys dropout.
+    document_lengths: int64 [documents], the differences of cu_seqlens; None together with it. Attention needs them as
+        numbers, and to ask a device for them would mean to wait for it.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor
     position_ids: torch.Tensor
-    document_ids: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None
     first_sample: int
+    document_lengths: npt.NDArray[np.int64] | None = None
+
+    def __post_init__(self) -> None:
+        both = (self.cu_seqlens is None) == (self.document_lengths is None)
+        assert both, "cu_seqlens and document_lengths are given together"
+
+    @property
+    def max_seqlen(self) -> int:
+        """Positions of the longest document; without documents, those of a sample."""
+        return self.tokens.shape[-1] if self.document_lengths is None else int(self.document_lengths.max())
 
     def to(self, device: Any) -> MicroBatch:
         """The same on `device`; from pinned memory the copy does not wait."""
@@ -48,14 +63,16 @@ class MicroBatch:
             function(self.labels),
             function(self.loss_mask),
             function(self.position_ids),
-            None if self.document_ids is None else function(self.document_ids),
+            None if self.cu_seqlens is None else function(self.cu_seqlens),
             self.first_sample,
+            self.document_lengths,
         )
 
 
 def make_micro_batch(
     tokens: npt.NDArray[np.int64],
     *,
+    segments: Sequence[npt.NDArray[np.int64]] | None = None,
     eod: int | None = None,
     reset_position_ids: bool = False,
     reset_attention_mask: bool = False,
@@ -67,11 +84,17 @@ def make_micro_batch(
     """A micro-batch from samples of s + 1 tokens: int64 [b, s + 1].
 
     A document ends with `eod`. Where eod is the input, `eod_mask_loss` takes the loss out (its label opens another
-    document); after it, `reset_position_ids` starts positions at 0 again and `reset_attention_mask` gives the next
-    document number. Raises DataError for ids outside of the vocabulary, when its size is given, and when one of the
-    three options is on and eod is not known.
+    document); after it, `reset_position_ids` starts positions at 0 again and `reset_attention_mask` starts another
+    document for attention.
+
+    segments: for packed samples, the lengths of each sample's pieces, from its first token on; what they leave is
+    padding. Then the pieces are the documents: positions start at 0 in each, attention stays inside, and a position
+    whose label is in another piece or in the padding takes no part in the loss. The two resets have no effect.
+
+    Raises DataError for ids outside of the vocabulary, when its size is given, for pieces that do not fit their
+    sample, and when one of the three options has an effect and eod is not known.
     """
-    if eod is None and (reset_position_ids or reset_attention_mask or eod_mask_loss):
+    if eod is None and (eod_mask_loss or (segments is None and (reset_position_ids or reset_attention_mask))):
         raise DataError(
             "--reset-position-ids, --reset-attention-mask and --eod-mask-loss need the end-of-document id: give a "
             "tokenizer with --tokenizer-type"
@@ -83,18 +106,46 @@ def make_micro_batch(
         )
     inputs, labels = tokens[:, :-1].copy(), tokens[:, 1:].copy()  # [b, s]
     ends = inputs == eod if eod is not None else np.zeros(inputs.shape, bool)
-    opens = np.zeros(inputs.shape, bool)  # the first token of a document, apart from the sample's first
-    opens[:, 1:] = ends[:, :-1]
-    positions = np.broadcast_to(np.arange(inputs.shape[1], dtype=np.int64), inputs.shape)
-    if reset_position_ids:
-        positions = positions - np.maximum.accumulate(np.where(opens, positions, 0), axis=1)
-    loss_mask = np.where(ends, np.float32(0), np.float32(1)) if eod_mask_loss else np.ones(inputs.shape, np.float32)
-    documents = torch.from_numpy(np.cumsum(opens, axis=1, dtype=np.int64)) if reset_attention_mask else None
+    in_loss = ~ends if eod_mask_loss else np.ones(inputs.shape, bool)
+    opens = np.ones(tokens.shape, bool)  # the first token of each document, labels included
+    if segments is None:
+        opens[:, 1:] = ends
+    else:
+        opens[:, 1:], real = _pieces(segments, tokens.shape, first_sample)
+        in_loss &= ~opens[:, 1:] & real
+    starts = np.flatnonzero(opens[:, :-1])
+    lengths = np.diff(starts, append=inputs.size)
+    if reset_position_ids or segments is not None:
+        positions = (np.arange(inputs.size) - np.repeat(starts, lengths)).reshape(inputs.shape)
+    else:
+        positions = np.tile(np.arange(inputs.shape[1]), (len(inputs), 1))
+    apart = reset_attention_mask or segments is not None
     return MicroBatch(
         tokens=torch.from_numpy(inputs),
         labels=torch.from_numpy(labels),
-        loss_mask=torch.from_numpy(loss_mask),
-        position_ids=torch.from_numpy(np.array(positions, order="C")),
-        document_ids=documents,
+        loss_mask=torch.from_numpy(in_loss.astype(np.float32)),
+        position_ids=torch.from_numpy(positions),
+        cu_seqlens=torch.from_numpy(np.append(starts, inputs.size).astype(np.int32)) if apart else None,
         first_sample=first_sample,
+        document_lengths=lengths if apart else None,
     ).to(device)
+
+
+def _pieces(
+    segments: Sequence[npt.NDArray[np.int64]], shape: tuple[int, ...], first_sample: int
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Of samples [b, s + 1], for tokens 1 ... s of each: which start a piece or the padding, which are no padding."""
+    samples, size = shape
+    assert len(segments) == samples, f"{len(segments)} lists of pieces for {samples} samples"
+    opens = np.zeros((samples, size + 1), bool)  # one place more: a full sample ends there
+    filled = np.zeros((samples, 1), np.int64)
+    for row, lengths in enumerate(segments):
+        ends = np.cumsum(lengths, dtype=np.int64)
+        if len(ends) and (np.min(lengths) < 1 or ends[-1] > size):
+            raise DataError(
+                f"sample {first_sample + row}: its pieces of {np.asarray(lengths).tolist()[:8]} tokens do not fit a "
+                f"packed sample of {size}: the index of the packing is damaged, remove its files to have it built again"
+            )
+        opens[row, ends] = True
+        filled[row] = ends[-1] if len(ends) else 0
+    return opens[:, 1:-1], np.arange(1, size) < filled

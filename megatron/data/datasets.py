@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, MockDataset, TokenDataset
+from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, MockDataset, Source
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.packing import PackedDataset
 from megatron.data.splits import (
     SPLIT_NAMES,
     BlendPart,
@@ -20,40 +21,36 @@ from megatron.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from megatron.config import Config
+    from megatron.config.files import DataConfig
 
 # In place of --split in the description of an index over a whole data set (--train-data-path and its siblings), whose
 # documents are others than those of the split that the run may also name.
 WHOLE = "whole"
+TRAIN = SPLIT_NAMES.index("train")
 
 
 @dataclass(frozen=True)
 class Datasets:
     """The three data sets; None for one that has no data or that no sample is wanted of."""
 
-    train: TokenDataset | None = None
-    valid: TokenDataset | None = None
-    test: TokenDataset | None = None
+    train: Source | BlendedDataset | None = None
+    valid: Source | BlendedDataset | None = None
+    test: Source | BlendedDataset | None = None
 
 
-def build_datasets(config: Config, train_samples: int, valid_samples: int, test_samples: int) -> Datasets:
-    """The data sets of a run, with at least as many samples as asked for; 0 asks for none.
+@dataclass(frozen=True)
+class SplitPlan:
+    """The data sets of one split and the part of each that it takes: a --split text, or WHOLE."""
 
-    Every rank calls this; one builds each index and the others wait for its files. Raises DataError for files that are
-    missing or damaged, and for training without data; ConfigError for contradictory data flags.
+    blend: tuple[BlendPart, ...]
+    split: str
+
+
+def plan_splits(data: DataConfig) -> tuple[SplitPlan | None, SplitPlan | None, SplitPlan | None]:
+    """What the data flags name for training, validation and test; None where they name nothing.
+
+    Raises ConfigError for contradictory flags and none at all, DataError for a --data-file-list that cannot be read.
     """
-    data, seq_length, seed = config.data, config.model.seq_length, config.training.seed
-    counts = (train_samples, valid_samples, test_samples)
-    if data.mock_data:
-        if config.model.vocab_size is None:
-            raise ConfigError("--mock-data needs to know the vocabulary: give --vocab-size or a tokenizer")
-        vocab_size = config.model.vocab_size
-        return Datasets(
-            *(
-                MockDataset(name, count, seq_length, vocab_size, seed) if count else None
-                for name, count in zip(SPLIT_NAMES, counts, strict=True)
-            )
-        )
-    builder = DatasetBuilder(seq_length, seed, data.data_cache_path, mmap=data.mmap_bin_files)
     per_split = (data.train_data_path, data.valid_data_path, data.test_data_path)
     shared = bool(data.data_path) + bool(data.data_file_list)
     if shared + any(per_split) > 1:
@@ -61,69 +58,136 @@ def build_datasets(config: Config, train_samples: int, valid_samples: int, test_
             "--data-path, --data-file-list and --train-data-path/--valid-data-path/--test-data-path exclude each "
             "other: give one of the three"
         )
-    if any(per_split):
-        blends = [
-            parse_data_path(paths, f"--{name}-data-path") if paths else None
-            for name, paths in zip(SPLIT_NAMES, per_split, strict=True)
-        ]
-        datasets = Datasets(*(builder.build(i, blend, WHOLE, counts[i]) for i, blend in enumerate(blends)))
-    elif shared:
+    if shared:
         blend = parse_data_path(data.data_path) if data.data_path else read_data_file_list(str(data.data_file_list))
-        datasets = Datasets(*(builder.build(i, blend, data.split, counts[i]) for i in range(3)))
-    else:
+        plan = SplitPlan(blend, data.split)
+        return plan, plan, plan
+    if not any(per_split):
         raise ConfigError(
             "no data: give --data-path (or --train-data-path, --data-file-list), or --mock-data to try without"
         )
+    train, valid, test = (
+        SplitPlan(parse_data_path(paths, f"--{name}-data-path"), WHOLE) if paths else None
+        for name, paths in zip(SPLIT_NAMES, per_split, strict=True)
+    )
+    return train, valid, test
+
+
+def data_prefixes(config: Config) -> list[str]:
+    """The prefixes of all files that the run reads, training data first, each once. Raises as plan_splits does."""
+    if config.data.mock_data:
+        return []
+    return list(dict.fromkeys(part.prefix for plan in plan_splits(config.data) if plan for part in plan.blend))
+
+
+def build_datasets(
+    config: Config,
+    train_samples: int,
+    valid_samples: int,
+    test_samples: int,
+    *,
+    locations: Mapping[str, str] | None = None,
+    pad_id: int = 0,
+) -> Datasets:
+    """The data sets of a run, with at least as many samples as asked for; 0 asks for none.
+
+    `locations` says where a copy of a prefix is to be read from (megatron.data.staging), `pad_id` fills packed samples.
+    Every rank calls this; one builds each index and the others wait for its files. Raises DataError for files that are
+    missing or damaged, and for training without data; ConfigError for contradictory data flags.
+    """
+    counts = (train_samples, valid_samples, test_samples)
+    if config.data.mock_data:
+        return Datasets(*(_mock(config, name, count) for name, count in zip(SPLIT_NAMES, counts, strict=True)))
+    builder = DatasetBuilder(config, locations or {}, pad_id)
+    plans = plan_splits(config.data)
+    datasets = Datasets(*(builder.build(i, plans[i], counts[i]) for i in range(len(SPLIT_NAMES))))
     if train_samples and datasets.train is None:
-        raise DataError(
-            "there is no training data: "
-            + ("give --train-data-path" if any(per_split) else f"--split is {data.split!r}")
-        )
+        flag = f"--split is {config.data.split!r}" if plans[TRAIN] is not None else "give --train-data-path"
+        raise DataError(f"there is no training data: {flag}")
     return datasets
 
 
-class DatasetBuilder:
-    """Builds blends for one sequence length and seed; a pair of files that several splits read is opened once."""
+def _mock(config: Config, name: str, count: int) -> MockDataset | None:
+    vocab_size = config.model.vocab_size
+    if vocab_size is None:
+        raise ConfigError("--mock-data needs to know the vocabulary: give --vocab-size or a tokenizer")
+    return MockDataset(name, count, config.model.seq_length, vocab_size, config.training.seed) if count else None
 
-    def __init__(self, seq_length: int, seed: int, data_cache_path: str | None = None, *, mmap: bool = True) -> None:
-        self._seq_length, self._seed, self._cache, self._mmap = seq_length, seed, data_cache_path, mmap
+
+class DatasetBuilder:
+    """Builds the splits of one run; a pair of files that several splits read is opened once."""
+
+    def __init__(self, config: Config, locations: Mapping[str, str], pad_id: int) -> None:
+        self._data, self._locations, self._pad_id = config.data, locations, pad_id
+        self._seq_length, self._seed = config.model.seq_length, config.training.seed
         self._opened: dict[str, IndexedDataset] = {}
 
-    def build(self, index: int, blend: Sequence[BlendPart] | None, split: str, num_samples: int) -> TokenDataset | None:
-        """Split number `index` (train, valid, test) of a blend; None without data or samples.
+    def build(self, index: int, plan: SplitPlan | None, num_samples: int) -> Source | BlendedDataset | None:
+        """Split number `index` (train, valid, test); None without data or samples.
 
-        `split` is a --split text, or WHOLE for all sequences. A data set too small to have a part in this split is left
-        out and the others' weights grow in proportion.
+        A data set too small to have a part in this split is left out and the others' weights grow in proportion.
         """
-        if blend is None or num_samples == 0:
+        if plan is None or num_samples == 0:
             return None
         parts = []
-        for part in blend:
+        for part in plan.blend:
             indexed = self._open(part.prefix)
-            bounds = (0, len(indexed)) if split == WHOLE else split_bounds(split, len(indexed))[index]
+            whole = plan.split == WHOLE
+            bounds = (0, len(indexed)) if whole else split_bounds(plan.split, len(indexed))[index]
             if indexed.tokens_between(*bounds):
                 parts.append((part.weight, indexed, bounds))
         if not parts:
             return None
+        if index == TRAIN and self._data.train_data_exact_num_epochs is not None:
+            return self._exact_epochs([indexed for _, indexed, _ in parts], parts[0][2], plan.split, num_samples)
         total = sum(weight for weight, _, _ in parts)
+        alone = len(plan.blend) == 1
         datasets = [
-            GPTDataset(
-                indexed,
-                name=SPLIT_NAMES[index],
-                split=split,
-                bounds=bounds,
-                num_samples=num_samples if len(blend) == 1 else samples_of_part(num_samples, weight / total),
-                seq_length=self._seq_length,
-                seed=self._seed,
-                data_cache_path=self._cache,
+            self._source(
+                indexed, index, plan.split, bounds,
+                num_samples if alone else samples_of_part(num_samples, weight / total),
             )
             for weight, indexed, bounds in parts
-        ]
+        ]  # fmt: skip
         if len(datasets) == 1:
             return datasets[0]
-        return BlendedDataset(datasets, [weight for weight, _, _ in parts], num_samples, data_cache_path=self._cache)
+        weights = [weight for weight, _, _ in parts]
+        return BlendedDataset(datasets, weights, num_samples, data_cache_path=self._data.data_cache_path)
+
+    def _source(
+        self, indexed: IndexedDataset, index: int, split: str, bounds: tuple[int, int], num_samples: int
+    ) -> Source:
+        options: dict[str, Any] = dict(
+            name=SPLIT_NAMES[index], split=split, bounds=bounds, num_samples=num_samples, seq_length=self._seq_length,
+            seed=self._seed, data_cache_path=self._data.data_cache_path,
+        )  # fmt: skip
+        if self._data.data_packing == "best-fit":
+            return PackedDataset(indexed, **options, pad_id=self._pad_id)
+        return GPTDataset(indexed, **options)
+
+    def _exact_epochs(
+        self, parts: Sequence[IndexedDataset], bounds: tuple[int, int], split: str, num_samples: int
+    ) -> Source:
+        """The training split repeated --train-data-exact-num-epochs times and shuffled together, whatever the length
+        of the run."""
+        epochs = self._data.train_data_exact_num_epochs
+        assert epochs is not None, "the flag was given"
+        if len(parts) > 1:
+            raise ConfigError(
+                f"--train-data-exact-num-epochs {epochs} is for one data set, {len(parts)} are given: in a blend the "
+                f"weights and the length of the run decide how often each is repeated"
+            )
+        tokens = parts[0].tokens_between(*bounds)
+        available = (epochs * tokens - 1) // self._seq_length
+        if available < num_samples and self._data.dataloader_type != "cyclic":
+            raise ConfigError(
+                f"--train-data-exact-num-epochs {epochs} gives {available} samples of {self._seq_length} tokens, and "
+                f"the run takes {num_samples}: use --train-samples {available} or less, or --dataloader-type cyclic"
+            )
+        return self._source(parts[0], TRAIN, split, bounds, available)
 
     def _open(self, prefix: str) -> IndexedDataset:
         if prefix not in self._opened:
-            self._opened[prefix] = IndexedDataset(prefix, mmap=self._mmap)
+            location = self._locations.get(prefix)
+            self._opened[prefix] = IndexedDataset(prefix, mmap=self._data.mmap_bin_files, location=location)
         return self._opened[prefix]

@@ -5,6 +5,7 @@ All have a length and give int64 arrays, so a training loop can take any of them
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Sequence
@@ -15,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.gpt_index import IndexRequest, load_index
-from megatron.data.index_cache import DEFAULT_WAIT_S, load_or_build
+from megatron.data.index_cache import DEFAULT_WAIT_S, Arrays, load_or_build
 from megatron.data.index_helpers import build_blend_index
-from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.indexed_dataset import IndexedDataset, bin_path
 from megatron.errors import DataError
 
 Tokens = npt.NDArray[np.int64]
@@ -32,6 +33,35 @@ class TokenDataset(Protocol):
 
     def __getitem__(self, index: int, /) -> Tokens:
         """Sample `index`: int64 [seq_length + 1]."""
+        ...
+
+    def segments(self, index: int, /) -> npt.NDArray[np.int64] | None:
+        """Tokens of each of the pieces that stand in sample `index`, from its first token; what is beyond their sum is
+        padding. None where the pieces are not kept apart: there the id that ends a document tells them."""
+        ...
+
+    def where(self, index: int, token: int = 0, /) -> str:
+        """File, document and byte of a token of sample `index`, for messages."""
+        ...
+
+    def prefetch(self, index: int, /) -> None:
+        """Have the file system fetch sample `index`, which will be read soon. Never fails."""
+        ...
+
+
+class Source(TokenDataset, Protocol):
+    """A data set whose samples all come from one pair of files. A blend is made of them, and their use is counted.
+
+    `name` is the prefix of the files, `description` names the index in the cache, `tokens_per_epoch` counts all tokens
+    of the split.
+    """
+
+    name: str
+    description: str
+    tokens_per_epoch: int
+
+    def tokens_in(self, indices: npt.NDArray[np.int64], /) -> int:
+        """Tokens that are trained on in these samples, without padding."""
         ...
 
 
@@ -64,6 +94,7 @@ class GPTDataset:
         request = IndexRequest(indexed.prefix, name, split, *bounds, tokens, max(num_samples, 1), seq_length, seed)
         arrays = load_index(indexed, request, data_cache_path=data_cache_path, wait_s=wait_s)
         self.description = request.description
+        self.name, self.tokens_per_epoch = indexed.prefix, tokens
         self.seq_length = seq_length
         self._indexed = indexed
         self._documents = arrays["doc_idx"]
@@ -74,17 +105,55 @@ class GPTDataset:
         return len(self._shuffle)
 
     def __getitem__(self, index: int, /) -> Tokens:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {self._indexed.prefix}, which has {len(self)}")
-        (first, offset), (last, last_offset) = self._rows[(row := int(self._shuffle[index])) : row + 2].tolist()
-        parts: list[npt.NDArray[Any]] = []
-        for position in range(first, last + 1):
-            start = offset if position == first else 0
-            length = last_offset + 1 - start if position == last else None
-            parts.append(self._indexed.read(int(self._documents[position]), start, length))
-        tokens = np.concatenate(parts).astype(np.int64)
-        assert len(tokens) == self.seq_length + 1, f"sample {index} of {self._indexed.prefix} has {len(tokens)} tokens"
+        tokens = np.empty(self.seq_length + 1, np.int64)
+        self._indexed.gather(*self._pieces(index), tokens)
         return tokens
+
+    def segments(self, index: int, /) -> npt.NDArray[np.int64] | None:
+        """None: as in Megatron, a sample is one text in which documents end where their last id says so."""
+        return None
+
+    def where(self, index: int, token: int = 0, /) -> str:
+        sequences, offsets, lengths = self._pieces(index)
+        ends = np.cumsum(lengths)
+        piece = int(np.searchsorted(ends, token, side="right"))
+        sequence, indexed = int(sequences[piece]), self._indexed
+        offset = int(offsets[piece] + token - (ends[piece] - lengths[piece]))
+        document = int(np.searchsorted(indexed.document_indices, sequence, side="right")) - 1
+        byte = int(indexed.pointers[sequence]) + offset * indexed.dtype.itemsize
+        return f"{bin_path(indexed.location)}, document {document}, byte {byte}"
+
+    def prefetch(self, index: int, /) -> None:
+        with contextlib.suppress(DataError):
+            self._indexed.prefetch(*self._pieces(index))
+
+    def tokens_in(self, indices: npt.NDArray[np.int64], /) -> int:
+        return len(indices) * self.seq_length
+
+    def _pieces(self, index: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """(sequence, first token, number of tokens) of what is joined to sample `index`."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {self.name}, which has {len(self)}")
+        (first, offset), (last, last_offset) = self._rows[(row := int(self._shuffle[index])) : row + 2].tolist()
+        sequences = self._documents[first : last + 1]
+        try:
+            lengths = self._indexed.sizes[sequences].astype(np.int64)
+            offsets = np.zeros(len(lengths), np.int64)
+            offsets[0] = offset
+            lengths[-1] = last_offset + 1
+        except IndexError:
+            lengths = offsets = np.empty(0, np.int64)
+        lengths -= offsets
+        if lengths.sum() != self.seq_length + 1 or lengths.min() < 0:
+            for sequence in sequences.tolist():
+                if 0 <= sequence < len(self._indexed):
+                    self._indexed.read(sequence)  # where it is the data that is damaged, this says so
+            raise DataError(
+                f"{self.name}: entry {index} of the cached index does not lead to a sample of {self.seq_length + 1} "
+                f"tokens: the index is damaged or was made from other data: delete its folder, index-cache beside the "
+                f"data or --data-cache-path, to have it built anew"
+            )
+        return sequences, offsets, lengths
 
 
 class BlendedDataset:
@@ -96,7 +165,7 @@ class BlendedDataset:
 
     def __init__(
         self,
-        datasets: Sequence[GPTDataset],
+        datasets: Sequence[Source],
         weights: Sequence[float],
         size: int,
         *,
@@ -105,7 +174,7 @@ class BlendedDataset:
     ) -> None:
         assert len(datasets) == len(weights) > 0, "one weight for each data set"
         shares = np.asarray(weights, np.float64) / sum(weights)
-        self._datasets = tuple(datasets)
+        self.datasets = tuple(datasets)
         self.description = "".join(
             ["GPT blend\n\n"]
             + [
@@ -127,7 +196,7 @@ class BlendedDataset:
                 ("index", "sample_index"),
                 [Path(data_cache_path)],
                 build,
-                fits=lambda found: all(len(part) == size for part in found.values()),
+                fits=lambda found: _blend_fits(found, size),
                 wait_s=wait_s,
             )
         self._which, self._sample = arrays["index"], arrays["sample_index"]
@@ -136,9 +205,39 @@ class BlendedDataset:
         return len(self._which)
 
     def __getitem__(self, index: int, /) -> Tokens:
+        dataset, sample = self._find(index)
+        return dataset[sample]
+
+    def segments(self, index: int, /) -> npt.NDArray[np.int64] | None:
+        dataset, sample = self._find(index)
+        return dataset.segments(sample)
+
+    def where(self, index: int, token: int = 0, /) -> str:
+        dataset, sample = self._find(index)
+        return dataset.where(sample, token)
+
+    def prefetch(self, index: int, /) -> None:
+        dataset, sample = self._find(index)
+        dataset.prefetch(sample)
+
+    def locate(self, indices: npt.NDArray[np.int64]) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+        """Which of `datasets` each of these samples comes from, and which of its samples each is."""
+        return self._which[indices], self._sample[indices]
+
+    def _find(self, index: int) -> tuple[Source, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of a blend of {len(self)}")
-        return self._datasets[int(self._which[index])][int(self._sample[index])]
+        return self.datasets[int(self._which[index])], int(self._sample[index])
+
+
+def _blend_fits(arrays: Arrays, size: int) -> bool:
+    """Whether cached arrays are whole: as long as the blend, and no sample twice at the end, where a crash of the
+    machine that wrote them leaves zeros."""
+    which, sample = arrays["index"], arrays["sample_index"]
+    if len(which) != size or len(sample) != size:
+        return False
+    tail = set(zip(which[-4096:].tolist(), sample[-4096:].tolist(), strict=True))
+    return len(tail) == min(size, 4096)
 
 
 class MockDataset:
@@ -151,6 +250,8 @@ class MockDataset:
         if vocab_size < 2:
             raise DataError(f"--mock-data needs a vocabulary of 2 or more, --vocab-size is {vocab_size}")
         self.num_samples, self.seq_length, self.vocab_size = num_samples, seq_length, vocab_size
+        self.name = self.description = "mock data"
+        self.tokens_per_epoch = num_samples * seq_length
         self._key = int.from_bytes(hashlib.sha256(f"{name} {seed}".encode()).digest()[:8], "little")
 
     def __len__(self) -> int:
@@ -171,3 +272,15 @@ class MockDataset:
             tokens[filled : filled + len(part)] = part
             filled += len(part)
         return tokens
+
+    def segments(self, index: int, /) -> npt.NDArray[np.int64] | None:
+        return None
+
+    def where(self, index: int, token: int = 0, /) -> str:
+        return f"{self.name}, token {token} of sample {index}"
+
+    def prefetch(self, index: int, /) -> None:
+        return None
+
+    def tokens_in(self, indices: npt.NDArray[np.int64], /) -> int:
+        return len(indices) * self.seq_length

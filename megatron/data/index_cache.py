@@ -1,30 +1,37 @@
 """Arrays that are built once and read by every process: one builds while the others wait, by the file system alone.
 
-An entry is `{md5}.dsc`, the text that was hashed, and one `{md5}_{part}.npy` for each array. Files appear by a rename,
-so a reader sees a whole file or none. The lock `{md5}.lock` only saves work: if two processes did build the same entry,
-both would rename the same bytes into place. So a lock may be broken without danger.
+An entry is `{md5}.dsc`, the text that was hashed, and one `{md5}_{part}.npy` for each array: the names that
+Megatron-DeepSpeed uses, so that its caches are found. Files appear by a rename after their content is on the disk, so a
+reader sees a whole file or none. The lock `{md5}.lock` (see file_lock.py) only saves work: if two processes did build
+the same entry, both would rename the same bytes into place. A build that fails leaves its reason in `{md5}.lock.note`
+for those who waited for it.
+
+What was found, built or waited for is logged at level INFO, with the entry in the record (`entry`, `seconds`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
+import logging
 import os
-import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.errors import DataError
+from megatron.data.file_lock import STALE_S, FileLock, flush_directory, flush_to_disk, remove_remains, temporary_name
+from megatron.errors import DataError, MegatronError
 
 Arrays = dict[str, npt.NDArray[Any]]
 DEFAULT_WAIT_S = 1800.0
+log = logging.getLogger(__name__)
+
+# A reader of a network file system can see the lock go before it sees the files that were renamed earlier.
+_SETTLING_PAUSES_S = (0.0, 0.1, 0.4, 1.0)
 
 
 @dataclass(frozen=True)
@@ -53,17 +60,43 @@ class CacheEntry:
     def load(self) -> Arrays | None:
         """The arrays, mapped; None when one is missing or damaged."""
         try:
-            return {part: np.load(self.part_path(part), mmap_mode="r", allow_pickle=False) for part in self.parts}
-        except (OSError, ValueError, EOFError):
+            return {part: np.lib.format.open_memmap(self.part_path(part), mode="r") for part in self.parts}
+        except Exception:  # a damaged header can raise anything, down to errors of Python's parser
             return None
 
-    def store(self, arrays: Arrays) -> None:
-        """Write the arrays, then the description. Raises OSError."""
-        for part in self.parts:
-            with _renamed_into(self.part_path(part)) as file:
-                np.save(file, arrays[part], allow_pickle=False)
-        with _renamed_into(self.description_path) as file:
-            file.write(self.description.encode())
+    def store(self, arrays: Arrays, still_ours: Callable[[], bool] = lambda: True) -> bool:
+        """Write the arrays, then the description. Raises OSError.
+
+        `still_ours` is asked when all is written, before the files get their names; after a no they do not get them.
+        """
+        contents: dict[Path, npt.NDArray[Any] | None] = {self.part_path(part): arrays[part] for part in self.parts}
+        contents[self.description_path] = None
+        temporaries = {path: temporary_name(path) for path in contents}
+        try:
+            for path, array in contents.items():
+                with open(temporaries[path], "wb") as file:
+                    if array is None:
+                        file.write(self.description.encode())
+                    else:
+                        _save(file, array)
+                    flush_to_disk(file)
+            if not still_ours():
+                return False
+            for path in contents:  # parts of two builds, from other data, must never be seen together
+                path.unlink(missing_ok=True)
+            for path, temporary in temporaries.items():
+                os.replace(temporary, path)
+        finally:
+            for temporary in temporaries.values():
+                temporary.unlink(missing_ok=True)
+        flush_directory(self.directory)
+        return True
+
+
+def _save(file: BinaryIO, array: npt.NDArray[Any]) -> None:
+    """numpy.save's bytes; a full disk is the system's error, where numpy's own would be one of no kind."""
+    np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
+    file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def load_or_build(
@@ -74,128 +107,122 @@ def load_or_build(
     *,
     fits: Callable[[Arrays], bool] = lambda _: True,
     wait_s: float = DEFAULT_WAIT_S,
+    stale_s: float = STALE_S,
 ) -> Arrays:
     """The arrays of an entry: from the first directory that has it, otherwise built and written to the last one.
 
     `fits` refuses arrays that were built from other data under the same description; they are built anew. Waits up to
-    `wait_s` seconds for another process that is building. Raises DataError when the directory cannot be written, or
-    when the wait is over; the message names the lock and its owner.
+    `wait_s` seconds for another process that is building, and takes over from one that is gone or has given no sign of
+    life for `stale_s`. Raises DataError when the directory cannot be written, when the build that was waited for
+    failed, or when the wait is over; the message names the lock and its owner.
     """
     entries = [CacheEntry(Path(directory), description, tuple(parts)) for directory in directories]
-    target = entries[-1]
+    target, deadline = entries[-1], time.monotonic() + wait_s
 
     def find() -> Arrays | None:
         for entry in entries:
             arrays = entry.load()
             if arrays is not None and fits(arrays):
+                log.info("found %s", entry.description_path, extra={"entry": entry})
                 return arrays
         return None
 
-    deadline, pause_s = time.monotonic() + wait_s, 0.02
-    while True:
+    arrays = find()
+    if arrays is not None:
+        return arrays
+    try:
+        target.directory.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(target.lock_path, stale_s)
+        while arrays is None:
+            if lock.acquire():
+                arrays = _find_or_build(lock, target, find, build, fits)
+                continue
+            if log.isEnabledFor(logging.INFO):  # who it is must be read from the file
+                log.info("waiting for %s: %s", target.description_path, lock.describe(), extra={"entry": target})
+            if lock.wait(deadline - time.monotonic()):
+                arrays = _after_waiting(lock, target, find)
+            else:
+                raise DataError(
+                    f"{lock.path}: waited {wait_s:g} s for {lock.describe()} to build this index: if that process is "
+                    f"gone, delete the lock and start again"
+                )
+    except OSError as error:
+        raise _unwritable(target, error) from error
+    return arrays
+
+
+def _find_or_build(
+    lock: FileLock,
+    entry: CacheEntry,
+    find: Callable[[], Arrays | None],
+    build: Callable[[], Arrays],
+    fits: Callable[[Arrays], bool],
+) -> Arrays | None:
+    """Under the lock: what another process finished just before, or else a new build. Releases the lock, with the
+    reason for those who wait when the build failed.
+
+    None when the lock was taken over meanwhile, as this process had been suspended: then the entry is another's work.
+    """
+    try:
+        return find() or _build(lock, entry, build, fits)
+    except OSError as error:
+        if not lock.is_ours():
+            return None  # our temporary files were removed with the lock
+        failure = _unwritable(entry, error)
+        lock.release(note=str(failure))
+        raise failure from error
+    except Exception as error:
+        lock.release(note=str(error) if isinstance(error, MegatronError) else f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        lock.release()
+
+
+def _build(
+    lock: FileLock, entry: CacheEntry, build: Callable[[], Arrays], fits: Callable[[Arrays], bool]
+) -> Arrays | None:
+    start = time.perf_counter()
+    remove_remains(lock, entry.key)
+    try:
+        arrays = build()
+    except OSError as error:
+        raise DataError(f"{entry.description_path}: this index cannot be built: {error}") from error
+    if not lock.is_ours() or not entry.store(arrays, lock.is_ours):
+        return None
+    del arrays  # the files take their place in memory
+    lock.note_path.unlink(missing_ok=True)  # of an earlier failure
+    stored = entry.load()
+    if stored is None or not fits(stored):
+        if not lock.is_ours():
+            return None
+        raise DataError(
+            f"{entry.part_path(entry.parts[0])}: just written and not readable as it was written: check the file "
+            f"system, or give another directory with --data-cache-path"
+        )
+    seconds = time.perf_counter() - start
+    log.info("built %s in %.1f s", entry.description_path, seconds, extra={"entry": entry, "seconds": seconds})
+    return stored
+
+
+def _after_waiting(lock: FileLock, entry: CacheEntry, find: Callable[[], Arrays | None]) -> Arrays | None:
+    """What the lock's owner built; None when it is our turn to try. Raises DataError when the owner failed."""
+    for pause_s in _SETTLING_PAUSES_S:
+        time.sleep(pause_s)
+        os.close(os.open(entry.directory, os.O_RDONLY))  # makes an NFS client forget which files were not there
         arrays = find()
         if arrays is not None:
             return arrays
-        try:
-            target.directory.mkdir(parents=True, exist_ok=True)
-            lock = _Lock.acquire(target.lock_path)
-            if lock is not None:
-                try:
-                    if find() is None:  # another process may have finished between our look and our lock
-                        target.store(build())
-                finally:
-                    lock.release()
-                arrays = target.load()
-                return arrays if arrays is not None and fits(arrays) else _unreadable(target)
-        except OSError as error:
-            raise DataError(
-                f"{target.directory}: the index cache cannot be written: {error.strerror or error}: give a directory "
-                f"that can with --data-cache-path"
-            ) from error
-        if _Lock.break_dead(target.lock_path):
-            continue
-        if time.monotonic() > deadline:
-            raise DataError(
-                f"{target.lock_path}: waited {wait_s:g} s for {_Lock.describe(target.lock_path)} to build this index: "
-                f"if that process is gone, delete the lock and start again"
-            )
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 2.0)
+        note = lock.note()
+        if note is not None:
+            reason = note.text or "it left no reason, as if the disk were full: see its own message"
+            raise DataError(f"{entry.description_path}: {note.owner}, which was to build this index, failed: {reason}")
+        if lock.path.exists():
+            return None  # its owner is gone, or somebody else is at it
+    return None
 
 
-def _unreadable(entry: CacheEntry) -> Arrays:
-    raise DataError(
-        f"{entry.part_path(entry.parts[0])}: just written and not readable as it was written: check the file system, "
-        f"or give another directory with --data-cache-path"
+def _unwritable(entry: CacheEntry, error: OSError) -> DataError:
+    return DataError(
+        f"{entry.directory}: the index cache cannot be written: {error.strerror or error}: give a directory that can "
+        f"with --data-cache-path"
     )
-
-
-@dataclass(frozen=True)
-class _Lock:
-    """A file whose existence is the lock; it says who made it."""
-
-    path: Path
-    content: str
-
-    @classmethod
-    def acquire(cls, path: Path) -> _Lock | None:
-        """The lock, or None when somebody has it."""
-        content = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()})
-        try:
-            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-        except FileExistsError:
-            return None
-        with os.fdopen(descriptor, "w") as file:
-            file.write(content)
-        return cls(path, content)
-
-    def release(self) -> None:
-        """Remove the lock if it is still ours."""
-        with contextlib.suppress(OSError):
-            if self.path.read_text() == self.content:
-                self.path.unlink()
-
-    @staticmethod
-    def owner(path: Path) -> dict[str, Any] | None:
-        try:
-            owner = json.loads(path.read_text())
-        except (OSError, ValueError):
-            return None
-        return owner if isinstance(owner, dict) and {"host", "pid", "time"} <= owner.keys() else None
-
-    @classmethod
-    def break_dead(cls, path: Path) -> bool:
-        """Remove the lock of a process of this host that no longer exists. True when it was removed."""
-        owner = cls.owner(path)
-        if owner is None or owner["host"] != socket.gethostname():
-            return False
-        try:
-            os.kill(int(owner["pid"]), 0)
-        except ProcessLookupError:
-            with contextlib.suppress(OSError):
-                path.unlink()
-            return True
-        except (OSError, ValueError, OverflowError):
-            return False
-        return False
-
-    @classmethod
-    def describe(cls, path: Path) -> str:
-        owner = cls.owner(path)
-        if owner is None:
-            return "an unknown process"
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(owner["time"])))
-        return f"process {owner['pid']} on {owner['host']} (since {since})"
-
-
-@contextlib.contextmanager
-def _renamed_into(path: Path) -> Iterator[Any]:
-    """A binary file under a temporary name that takes `path`'s name at the end, and is removed after an error."""
-    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            yield file
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -11,19 +11,28 @@ The .bin file is the token ids of all sequences, one after the other. The .idx f
     8 N bytes    int64 byte offset of each sequence in .bin
     8 D bytes    int64 sequence at which each document starts; the first is 0, the last is N
     N bytes      int8 mode of each sequence (only multimodal data has it)
+
+gpt-neox has the type codes 6 and 7 the other way round: float64 and float32 are told apart wrongly in its files. Token
+ids are whole numbers, so no data for training is concerned.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
+import time
 import weakref
+from collections.abc import Sequence
+from mmap import ACCESS_READ, MADV_DONTNEED, MADV_WILLNEED, PAGESIZE
+from mmap import mmap as Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron.data.index_helpers import gather_tokens
 from megatron.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -40,8 +49,13 @@ DTYPE_CODES: dict[int, np.dtype[Any]] = {
     7: np.dtype("<f4"),
     8: np.dtype("<u2"),
 }
-_CODES = {dtype: code for code, dtype in DTYPE_CODES.items()}
-MAX_SEQUENCE_TOKENS = 2**31 - 1
+TYPE_CODES = {dtype: code for code, dtype in DTYPE_CODES.items()}
+# Reading so many bytes too many costs less than another request to a parallel file system.
+_GAP_BYTES = 1 << 16
+_CHECK_INTERVAL_S = 1.0
+_FEW_PIECES = 16
+
+Integers = Sequence[int] | npt.NDArray[Any]
 
 
 def bin_path(prefix: str | os.PathLike[str]) -> Path:
@@ -61,8 +75,10 @@ class IndexedDataset:
     """Reads token sequences; threads may share one.
 
     `mmap=False` reads .bin by position instead of mapping it, for file systems where mapped reads are slow; .idx is
-    always mapped. Raises DataError, naming the file, when a file is missing, truncated, of another format, or when the
-    two do not belong together.
+    always mapped. `location` is the prefix to read from where that is a copy: `prefix` stays the name of the data.
+    Opening takes the same time for any size. Raises DataError, naming the file, when a file is missing, truncated, of
+    another format, or when the two do not belong together; what only a full scan finds is reported, with file and byte
+    offset, when it is read.
 
     sizes: int32 [N], tokens of each sequence.
     pointers: int64 [N], byte offset of each sequence.
@@ -70,33 +86,54 @@ class IndexedDataset:
     modes: int8 [N], or None.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str], *, mmap: bool = True) -> None:
+    def __init__(
+        self, prefix: str | os.PathLike[str], *, mmap: bool = True, location: str | os.PathLike[str] | None = None
+    ) -> None:
         self.prefix = os.fspath(prefix)
-        for path in (idx_path(prefix), bin_path(prefix)):
+        self.location = self.prefix if location is None else os.fspath(location)
+        self._idx_path, self._bin_path = idx_path(self.location), bin_path(self.location)
+        for path in (self._idx_path, self._bin_path):
             if not path.is_file():
                 raise DataError(
                     f"{path}: no such file: a data path is the common part of a .bin and an .idx file, as "
                     f"tools/preprocess_data.py writes them, without the suffix"
                 )
-        self.dtype, self.sizes, self.pointers, self.document_indices, self.modes = _read_index(idx_path(prefix))
-        self._check_bin()
-        self._map: npt.NDArray[Any] | None = None
-        self._descriptor: int | None = None
+        try:
+            index = map_index(self._idx_path)
+            descriptor = os.open(self._bin_path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                self._bin_bytes = os.fstat(descriptor).st_size
+                self._mapping = (
+                    Mapping(descriptor, self._bin_bytes, access=ACCESS_READ) if mmap and self._bin_bytes else None
+                )
+            finally:
+                if mmap:  # the map has one of its own
+                    os.close(descriptor)
+        except OSError as error:
+            raise DataError(f"{error.filename or self._idx_path}: cannot be read: {error.strerror}") from error
+        self.dtype, self.sizes, self.pointers, self.document_indices, self.modes, _ = index
         if not mmap:
-            self._descriptor = os.open(bin_path(prefix), os.O_RDONLY)
-            weakref.finalize(self, os.close, self._descriptor)
-        elif self.num_tokens:
-            self._map = np.memmap(bin_path(prefix), dtype=self.dtype, mode="r")
+            self._descriptor = descriptor
+            weakref.finalize(self, os.close, descriptor)
+        self._map = None if self._mapping is None else np.frombuffer(self._mapping, np.uint8)
+        self._checked = time.monotonic()
+        self._check_ends()
 
-    def _check_bin(self) -> None:
-        path, itemsize = bin_path(self.prefix), self.dtype.itemsize
+    def _check_ends(self) -> None:
+        first, last = int(self.document_indices[0]), int(self.document_indices[-1])
+        if (first, last) != (0, len(self)):
+            raise DataError(
+                f"{self._idx_path}: the document boundaries run from {first} to {last}, not from 0 to {len(self)}: the "
+                f"file is damaged"
+            )
+        itemsize = self.dtype.itemsize
         expected = int(self.pointers[-1]) + int(self.sizes[-1]) * itemsize if len(self) else 0
-        actual = path.stat().st_size
+        actual = self._bin_bytes
         if actual != expected:
             what = "is truncated or still being written" if actual < expected else "belongs to another .idx"
             raise DataError(
-                f"{path}: {actual} bytes, but {idx_path(self.prefix)} describes {expected}: the file {what}; copy or "
-                f"preprocess both again"
+                f"{self._bin_path}: {actual} bytes, but {self._idx_path} describes {expected}: the file {what}; copy "
+                f"or preprocess both again"
             )
 
     def __len__(self) -> int:
@@ -115,54 +152,225 @@ class IndexedDataset:
         """Tokens of the sequences start..stop-1, without reading all sizes: sequences lie one after the other."""
         if start >= stop:
             return 0
-        end_bytes = int(self.pointers[stop - 1]) + int(self.sizes[stop - 1]) * self.dtype.itemsize
-        return (end_bytes - int(self.pointers[start])) // self.dtype.itemsize
+        first, _ = self._bounds(start)
+        _, end = self._bounds(stop - 1)
+        if first > end:
+            raise self._damaged(start)
+        return (end - first) // self.dtype.itemsize
 
     def read(self, sequence: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
         """Tokens offset..offset+length-1 of a sequence (to its end when `length` is None), in the file's type.
 
-        Raises IndexError outside of the data set and DataError when .bin ends early.
+        Raises IndexError outside of the data set and DataError, with file and byte offset, where it is damaged.
         """
-        if not 0 <= sequence < len(self):
-            raise IndexError(f"sequence {sequence} of {self.prefix}, which has {len(self)}")
-        size = int(self.sizes[sequence])
-        length = size - offset if length is None else length
-        if offset < 0 or length < 0 or offset + length > size:
-            raise IndexError(
-                f"tokens {offset}..{offset + length} of sequence {sequence} of {self.prefix}: it has {size}"
-            )
+        if length is None:
+            length = (int(self.sizes[sequence]) if 0 <= sequence < len(self) else 0) - offset
+        first = self._byte_start(sequence, offset, length)
         if length == 0:
             return np.empty(0, self.dtype)
-        first_byte = int(self.pointers[sequence]) + offset * self.dtype.itemsize
+        stop = first + length * self.dtype.itemsize
         if self._map is not None:
-            first = first_byte // self.dtype.itemsize
-            return self._map[first : first + length]
-        return np.frombuffer(self._read_bytes(first_byte, length * self.dtype.itemsize), self.dtype)
-
-    def _read_bytes(self, position: int, count: int) -> bytes:
-        assert self._descriptor is not None, "neither mapped nor open"
-        parts = []
-        while count:
-            part = os.pread(self._descriptor, count, position)  # one read returns 2 GiB at most
-            if not part:
-                raise DataError(
-                    f"{bin_path(self.prefix)}: ends at byte {position}: it was truncated after it was opened"
-                )
-            parts.append(part)
-            position, count = position + len(part), count - len(part)
-        return b"".join(parts)
+            self._check_still_whole()
+            return self._map[first:stop].view(self.dtype)
+        buffer = np.empty(stop - first, np.uint8)
+        self._read_into(buffer, first)
+        return buffer.view(self.dtype)
 
     def __getitem__(self, sequence: int) -> npt.NDArray[Any]:
         return self.read(sequence)
 
+    def gather(self, sequences: Integers, offsets: Integers, lengths: Integers, out: npt.NDArray[np.int64]) -> None:
+        """Read many pieces, joined in this order, into `out`, which is as long as they are together.
 
-def _read_index(
-    path: Path,
-) -> tuple[
-    np.dtype[Any], npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int8] | None
-]:
+        Piece i is the tokens offsets[i]..offsets[i]+lengths[i]-1 of sequence sequences[i]. Without a map, pieces that
+        lie close to each other are read in one call. Raises as `read` does, and DataError for tokens that are not
+        whole numbers.
+        """
+        if self.dtype.kind not in "iu":
+            raise DataError(f"{self._idx_path}: tokens of type {self.dtype}, and a model reads whole numbers")
+        starts, counts = self._byte_starts(sequences, offsets, lengths)
+        assert len(out) == int(counts.sum()), f"{int(counts.sum())} tokens for {len(out)} places"
+        if self._map is not None:
+            self._check_still_whole()
+            gather_tokens(self._map, TYPE_CODES[self.dtype], starts, counts, out)
+            return
+        reads = _coalesced(starts, counts * self.dtype.itemsize)
+        buffer = np.empty(int((reads.stops - reads.starts).sum()), np.uint8)
+        places = np.cumsum(reads.stops - reads.starts) - (reads.stops - reads.starts)
+        for start, stop, place in zip(reads.starts.tolist(), reads.stops.tolist(), places.tolist(), strict=True):
+            self._read_into(buffer[place : place + stop - start], start)
+        places_of_pieces = starts + (places - reads.starts)[reads.of_piece]
+        gather_tokens(buffer, TYPE_CODES[self.dtype], places_of_pieces, counts, out)
+
+    def prefetch(self, sequences: Integers, offsets: Integers, lengths: Integers) -> None:
+        """Ask the kernel to read these pieces ahead. Returns at once and never fails: `gather` reports errors."""
+        with contextlib.suppress(OSError, DataError, IndexError):
+            starts, counts = self._byte_starts(sequences, offsets, lengths)
+            reads = _coalesced(starts, counts * self.dtype.itemsize)
+            for start, stop in zip(reads.starts.tolist(), reads.stops.tolist(), strict=True):
+                if start == stop:  # which the calls take for the rest of the file
+                    continue
+                if self._mapping is None:
+                    os.posix_fadvise(self._descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
+                else:
+                    page = start - start % PAGESIZE
+                    self._mapping.madvise(MADV_WILLNEED, page, stop - page)
+
+    def _bounds(self, sequence: int) -> tuple[int, int]:
+        """Where a sequence starts and ends in .bin. Sequences lie one after the other, so its size, its pointer and
+        the next one have to agree: most damage is found where it is read."""
+        first, size = int(self.pointers[sequence]), int(self.sizes[sequence])
+        end = int(self.pointers[sequence + 1]) if sequence + 1 < len(self) else self._bin_bytes
+        itemsize = self.dtype.itemsize
+        if first < 0 or first % itemsize or size < 0 or first + size * itemsize != end or end > self._bin_bytes:
+            raise self._damaged(sequence)
+        return first, end
+
+    def _byte_start(self, sequence: int, offset: int, length: int) -> int:
+        """Where a piece starts in .bin; all of it lies inside of its sequence."""
+        if not 0 <= sequence < len(self):
+            raise IndexError(f"sequence {sequence} of {self.prefix}, which has {len(self)}")
+        first, end = self._bounds(sequence)
+        start = first + offset * self.dtype.itemsize
+        if offset < 0 or length < 0 or start + length * self.dtype.itemsize > end:
+            raise IndexError(
+                f"tokens {offset}..{offset + length} of sequence {sequence} of {self.prefix}: it has "
+                f"{self.sizes[sequence]}"
+            )
+        return start
+
+    def _byte_starts(
+        self, sequences: Integers, offsets: Integers, lengths: Integers
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """`_byte_start` of many pieces, and their lengths."""
+        wanted = np.asarray(sequences, np.int64)
+        first, count = np.asarray(offsets, np.int64), np.asarray(lengths, np.int64)
+        if len(wanted) <= _FEW_PIECES:  # below it the set-up of numpy's loops costs more than the loops
+            pieces = zip(wanted.tolist(), first.tolist(), count.tolist(), strict=True)
+            starts = [self._byte_start(*piece) for piece in pieces]
+            return np.array(starts, np.int64), count
+        if not 0 <= wanted.min() <= wanted.max() < len(self):
+            raise IndexError(f"sequences {wanted.min()}..{wanted.max()} of {self.prefix}, which has {len(self)}")
+        itemsize = self.dtype.itemsize
+        sizes, pointers = self.sizes[wanted].astype(np.int64), self.pointers[wanted]
+        ends = self.pointers[np.minimum(wanted + 1, len(self) - 1)]
+        ends[wanted == len(self) - 1] = self._bin_bytes
+        # The subtraction cannot overflow where both are in the file.
+        damaged = (pointers < 0) | (sizes < 0) | (ends > self._bin_bytes) | (ends < 0)
+        damaged |= (ends - pointers != sizes * itemsize) | (pointers % itemsize != 0)
+        if damaged.any():
+            raise self._damaged(int(wanted[np.argmax(damaged)]))
+        outside = (first < 0) | (count < 0) | (first > sizes - count)
+        if outside.any():
+            at = int(np.argmax(outside))
+            raise IndexError(
+                f"tokens {first[at]}..{first[at] + count[at]} of sequence {wanted[at]} of {self.prefix}: it has "
+                f"{sizes[at]}"
+            )
+        return pointers + first * itemsize, count
+
+    def _damaged(self, sequence: int) -> DataError:
+        """The error for a size or pointer that cannot be right."""
+        size, pointer = int(self.sizes[sequence]), int(self.pointers[sequence])
+        last = sequence + 1 == len(self)
+        follows = "is the last" if last else f"the next one starts at {self.pointers[sequence + 1]}"
+        return DataError(
+            f"{self._idx_path}: byte {HEADER.size + 4 * sequence}: sequence {sequence} has {size} tokens of "
+            f"{self.dtype.itemsize} bytes, and byte {HEADER.size + 4 * len(self) + 8 * sequence}: it starts at "
+            f"{pointer} in a .bin of {self._bin_bytes} bytes, and {follows}: the index is damaged; copy it again, or "
+            f"see with tools/inspect_dataset.py --validate what else is"
+        )
+
+    def _check_still_whole(self) -> None:
+        """A map of a file that was cut short since kills the process when it is read, so look now and then."""
+        now = time.monotonic()
+        if self._mapping is None or now - self._checked < _CHECK_INTERVAL_S:
+            return
+        self._checked = now
+        actual = self._mapping.size()  # of the file, not of the map
+        if actual < self._bin_bytes:
+            raise self._cut_short(actual)
+
+    def _cut_short(self, position: int) -> DataError:
+        return DataError(
+            f"{self._bin_path}: ends at byte {position}, it had {self._bin_bytes}: it was truncated after it was opened"
+        )
+
+    def _read_into(self, buffer: npt.NDArray[np.uint8], position: int) -> None:
+        view = buffer.data
+        while view:
+            try:
+                count = os.preadv(self._descriptor, [view], position)  # one call reads 2 GiB at most
+            except OSError as error:
+                raise DataError(f"{self._bin_path}: byte {position}: cannot be read: {error.strerror}") from error
+            if not count:
+                raise self._cut_short(position)
+            view, position = view[count:], position + count
+
+
+class _Reads(NamedTuple):
+    """Byte ranges to read, in ascending order, and for each piece the range that it is in."""
+
+    starts: npt.NDArray[np.int64]
+    stops: npt.NDArray[np.int64]
+    of_piece: npt.NDArray[np.intp]
+
+
+def _coalesced(starts: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64]) -> _Reads:
+    """The ranges that hold all pieces; pieces with a small gap between them share one."""
+    if not len(starts):
+        return _Reads(starts, starts, np.zeros(0, np.intp))
+    order = np.argsort(starts, kind="stable")
+    first, last = starts[order], np.maximum.accumulate((starts + num_bytes)[order])
+    opens = np.concatenate(([True], first[1:] > last[:-1] + _GAP_BYTES))
+    of_piece = np.empty(len(starts), np.intp)
+    of_piece[order] = np.cumsum(opens) - 1
+    return _Reads(first[opens], last[np.concatenate((opens[1:], [True]))], of_piece)
+
+
+class Index(NamedTuple):
+    """What an .idx file holds, mapped; the fields are described in IndexedDataset."""
+
+    dtype: np.dtype[Any]
+    sizes: npt.NDArray[np.int32]
+    pointers: npt.NDArray[np.int64]
+    document_indices: npt.NDArray[np.int64]
+    modes: npt.NDArray[np.int8] | None
+    mapping: Mapping
+
+    def release(self) -> None:
+        """Give back the memory of what was read so far: a scan of a large index does not hold all of it."""
+        self.mapping.madvise(MADV_DONTNEED)
+
+
+def map_index(path: Path) -> Index:
+    """The parts of an .idx file, of which only the header is checked. Raises DataError when that cannot be right."""
     with open(path, "rb") as file:
         header = file.read(HEADER.size)
+        actual = os.fstat(file.fileno()).st_size
+        num_sequences, num_boundaries, dtype = _parse_header(path, header)
+        without_modes = HEADER.size + 12 * num_sequences + 8 * num_boundaries
+        if actual not in (without_modes, without_modes + num_sequences):
+            raise DataError(
+                f"{path}: {actual} bytes, but its header of {num_sequences} sequences and {num_boundaries} document "
+                f"boundaries needs {without_modes}: the file is truncated or damaged"
+            )
+        mapping = Mapping(file.fileno(), 0, access=ACCESS_READ)
+    raw = np.frombuffer(mapping, np.uint8)
+    at_pointers = HEADER.size + 4 * num_sequences
+    at_documents = at_pointers + 8 * num_sequences
+    return Index(
+        dtype,
+        raw[HEADER.size : at_pointers].view("<i4"),
+        raw[at_pointers:at_documents].view("<i8"),
+        raw[at_documents:without_modes].view("<i8"),
+        raw[without_modes:].view(np.int8) if num_sequences and actual > without_modes else None,
+        mapping,
+    )
+
+
+def _parse_header(path: Path, header: bytes) -> tuple[int, int, np.dtype[Any]]:
+    """Number of sequences, number of document boundaries, type of a token."""
     if header.startswith(OLD_MAGIC):
         raise DataError(
             f"{path}: the old cached/lazy format: preprocess the text again, the mmap format is the one read"
@@ -176,20 +384,6 @@ def _read_index(
         raise DataError(f"{path}: format version {version}: only version {VERSION} is known")
     if code not in DTYPE_CODES:
         raise DataError(f"{path}: token type code {code}: known codes are {sorted(DTYPE_CODES)}")
-    without_modes = HEADER.size + 12 * num_sequences + 8 * num_boundaries
-    actual = path.stat().st_size
-    if actual not in (without_modes, without_modes + num_sequences):
-        raise DataError(
-            f"{path}: {actual} bytes, but its header of {num_sequences} sequences and {num_boundaries} document "
-            f"boundaries needs {without_modes}: the file is truncated or damaged"
-        )
-    raw = np.memmap(path, dtype=np.uint8, mode="r")
-    at_pointers = HEADER.size + 4 * num_sequences
-    at_documents = at_pointers + 8 * num_sequences
-    sizes = raw[HEADER.size : at_pointers].view("<i4")
-    pointers = raw[at_pointers:at_documents].view("<i8")
-    documents = raw[at_documents:without_modes].view("<i8")
-    modes = raw[without_modes:].view(np.int8) if num_sequences and actual > without_modes else None
-    if num_boundaries < 1 or documents[0] != 0 or documents[-1] != num_sequences:
-        raise DataError(f"{path}: the document boundaries do not run from 0 to {num_sequences}: the file is damaged")
-    return DTYPE_CODES[code], sizes, pointers, documents, modes
+    if num_boundaries < 1:
+        raise DataError(f"{path}: no document boundaries, and even no document has one: the file is damaged")
+    return num_sequences, num_boundaries, DTYPE_CODES[code]

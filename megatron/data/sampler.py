@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,106 +19,85 @@ import torch
 
 from megatron.data.batch import MicroBatch, make_micro_batch
 from megatron.data.gpt_dataset import TokenDataset
+from megatron.data.permutation import permute
 from megatron.errors import ConfigError, DataError
 
 DATALOADER_TYPES = ("single", "cyclic")
+_CLOSE_WAIT_S = 10.0
+Indices = npt.NDArray[np.int64]
 
 
-class Sampler(Protocol):
-    """Chooses samples; pure arithmetic on the count of samples that the job has consumed."""
+class SampleOrder(Protocol):
+    """The order in which a job consumes a data set: a function of how many samples it has consumed, and of nothing
+    else, so that every layout, micro-batch size and number of workers goes through the same samples."""
 
-    def indices(self, consumed: int) -> npt.NDArray[np.int64]:
-        """This rank's samples of the chunk of micro_batch_size * data_size that starts at `consumed`."""
+    def check(self, stop: int) -> None:
+        """Raise DataError when the order ends before position `stop`."""
+        ...
+
+    def indices(self, positions: Indices) -> Indices:
+        """The samples at these positions of the order; position n is consumed after n others."""
         ...
 
 
 @dataclass(frozen=True)
-class SequentialSampler:
-    """'single': the data set in its own order, once. Rank r takes items r*mbs .. (r+1)*mbs of each chunk of mbs*dp."""
+class SequentialOrder:
+    """'single': the data set in its own order, once."""
 
     total: int
-    micro_batch_size: int
-    data_rank: int
-    data_size: int
 
-    def indices(self, consumed: int) -> npt.NDArray[np.int64]:
-        """See Sampler. Raises DataError past the end of the data set."""
-        end = consumed + self.micro_batch_size * self.data_size
-        if end > self.total:
+    def check(self, stop: int) -> None:
+        if stop > self.total:
             raise DataError(
-                f"the data set has {self.total} samples and sample {end - 1} was asked for: train for fewer samples, "
+                f"the data set has {self.total} samples and sample {stop - 1} was asked for: train for fewer samples, "
                 f"or start anew with the number that is wanted"
             )
-        return np.arange(self.micro_batch_size, dtype=np.int64) + (consumed + self.data_rank * self.micro_batch_size)
+
+    def indices(self, positions: Indices) -> Indices:
+        return positions
 
 
 @dataclass(frozen=True)
-class CyclicSampler:
-    """'cyclic': the data set over and over, drawn anew in each epoch by torch.randperm with the epoch as its seed.
-
-    With `sharding` each rank draws from its own contiguous part of the data set; without, the ranks take turns in one
-    permutation of all of it. An epoch leaves out the samples that do not fill a chunk.
-    """
+class CyclicOrder:
+    """'cyclic': the data set over and over. Each epoch has every sample once, drawn anew with the epoch as its key."""
 
     total: int
-    micro_batch_size: int
-    data_rank: int
-    data_size: int
-    sharding: bool = True
 
-    def __post_init__(self) -> None:
-        chunk = self.micro_batch_size * self.data_size
-        if self.total < chunk:
-            raise DataError(
-                f"the data set has {self.total} samples, less than one micro-batch of {self.micro_batch_size} on each "
-                f"of {self.data_size} data-parallel ranks: use a smaller micro-batch or more data"
-            )
+    def check(self, stop: int) -> None:
+        if not self.total:
+            raise DataError("the data set has no samples: give more data, or a shorter --seq-length")
 
-    def indices(self, consumed: int) -> npt.NDArray[np.int64]:
-        """See Sampler."""
-        chunk = self.micro_batch_size * self.data_size
-        per_epoch = self.total // chunk * chunk
-        epoch, within = divmod(consumed, per_epoch)
-        if self.sharding:
-            part = self.total // chunk * self.micro_batch_size
-            start = within // self.data_size
-            drawn = _permutation(epoch, part)[start : start + self.micro_batch_size]
-            return drawn + self.data_rank * part
-        whole = self.total // self.micro_batch_size * self.micro_batch_size
-        return _permutation(epoch, whole)[within : within + chunk][self.data_rank :: self.data_size]
+    def indices(self, positions: Indices) -> Indices:
+        found = np.empty_like(positions)
+        epochs = positions // self.total
+        for epoch in np.unique(epochs).tolist():
+            inside = epochs == epoch
+            found[inside] = permute(positions[inside] - epoch * self.total, self.total, epoch)
+        return found
 
 
-@lru_cache(maxsize=4)  # training and evaluation, and threads that are on both sides of an epoch's end
-def _permutation(epoch: int, size: int) -> npt.NDArray[np.int64]:
-    order: npt.NDArray[np.int64] = torch.randperm(size, generator=torch.Generator().manual_seed(epoch)).numpy()
-    return order
-
-
-def build_sampler(
-    dataloader_type: str | None,
-    total: int,
-    micro_batch_size: int,
-    data_rank: int,
-    data_size: int,
-    sharding: bool = True,
-) -> Sampler:
-    """The sampler of --dataloader-type; None means 'single'. Raises ConfigError for an unknown one."""
+def sample_order(dataloader_type: str | None, total: int) -> SampleOrder:
+    """The order of --dataloader-type, None meaning single, for `total` samples. Raises ConfigError for another type."""
     if dataloader_type in (None, "single"):
-        return SequentialSampler(total, micro_batch_size, data_rank, data_size)
+        return SequentialOrder(total)
     if dataloader_type == "cyclic":
-        return CyclicSampler(total, micro_batch_size, data_rank, data_size, sharding)
+        return CyclicOrder(total)
     raise ConfigError(f"--dataloader-type {dataloader_type!r}: choose one of {', '.join(DATALOADER_TYPES)}")
 
 
 class MicroBatchStream:
     """This rank's micro-batches, from `consumed_samples` on, without end or until the data set's.
 
+    Each chunk of micro_batch_size * data_size positions of the order is one micro-batch for every rank: rank r takes
+    positions r*mbs .. (r+1)*mbs of it.
+
     Reading ahead happens in threads: forked processes hang once an OFI network is open. `num_workers=0` reads when
-    asked. With workers, as many micro-batches are read ahead as the last `take` gave, at least two per worker. The
-    order and content are the same in any case. `take` is for one thread.
+    asked. With workers, as many micro-batches are read ahead as the last `take` gave, at least two per worker. With
+    `prefetch` the file system is told of the samples beyond those. The order and content are the same in any case.
+    `take` is for one thread.
 
     consumed_samples counts the samples that all ranks together have taken. The options of make_micro_batch pass
-    through.
+    through; those about documents hold where the data set does not keep pieces apart itself.
     """
 
     def __init__(
@@ -127,8 +110,8 @@ class MicroBatchStream:
         device: Any = "cpu",
         *,
         dataloader_type: str | None = "single",
-        data_sharding: bool = True,
         num_workers: int = 0,
+        prefetch: bool = False,
         eod: int | None = None,
         reset_position_ids: bool = False,
         reset_attention_mask: bool = False,
@@ -137,22 +120,20 @@ class MicroBatchStream:
     ) -> None:
         self.consumed_samples = consumed_samples
         self._dataset = dataset
+        self._order = sample_order(dataloader_type, len(dataset))
         self._device = torch.device(device)
         self._chunk = micro_batch_size * data_size
-        self._rank_offset = micro_batch_size * data_rank
-        self._sampler = build_sampler(
-            dataloader_type, len(dataset), micro_batch_size, data_rank, data_size, data_sharding
-        )
+        self._own = np.arange(micro_batch_size, dtype=np.int64) + micro_batch_size * data_rank
+        self._vocab_size = vocab_size
         self._make: Callable[..., MicroBatch] = partial(
             make_micro_batch,
             eod=eod,
             reset_position_ids=reset_position_ids,
             reset_attention_mask=reset_attention_mask,
             eod_mask_loss=eod_mask_loss,
-            vocab_size=vocab_size,
         )
-        self._num_workers = num_workers
-        self._threads = ThreadPoolExecutor(num_workers, "megatron-data") if num_workers > 0 else None
+        self._num_workers, self._prefetch = num_workers, prefetch
+        self._threads = _Threads(num_workers) if num_workers > 0 else None
         self._ahead: deque[Future[MicroBatch]] = deque()
         self._next_read = consumed_samples  # where the next micro-batch to be read ahead starts
 
@@ -172,17 +153,95 @@ class MicroBatchStream:
 
     def close(self) -> None:
         """Stop reading ahead. A stream that is closed gives no more micro-batches."""
-        if self._threads is not None:
-            self._threads.shutdown(wait=True, cancel_futures=True)
+        for future in self._ahead:
+            future.cancel()
         self._ahead.clear()
+        if self._threads is not None:
+            self._threads.stop(_CLOSE_WAIT_S)
 
     def _read_ahead(self, until: int) -> None:
         while self._threads is not None and len(self._ahead) < until:
-            self._ahead.append(self._threads.submit(self._read, self._next_read))
+            self._ahead.append(self._threads.submit(partial(self._read, self._next_read)))
             self._next_read += self._chunk
 
     def _read(self, start: int) -> MicroBatch:
         """The micro-batch of the chunk at `start`, in host memory; pinned when it goes to an accelerator."""
-        tokens = np.stack([self._dataset[int(i)] for i in self._sampler.indices(start)])
-        batch = self._make(tokens, first_sample=start + self._rank_offset)
+        self._order.check(start + self._chunk)
+        positions = self._own + start
+        if self._prefetch:
+            self._announce(start + max(2 * self._num_workers, 1) * self._chunk)
+        samples = [self._sample(*pair) for pair in zip(positions.tolist(), self._indices(positions), strict=True)]
+        segments = [pieces for _, pieces in samples if pieces is not None]
+        assert len(segments) in (0, len(samples)), "a data set keeps the pieces of all samples apart, or of none"
+        batch = self._make(
+            np.stack([tokens for tokens, _ in samples]), segments=segments or None, first_sample=int(positions[0])
+        )
         return batch if self._device.type == "cpu" else batch.pin_memory()
+
+    def _sample(self, position: int, index: int) -> tuple[Indices, Indices | None]:
+        """Tokens and pieces of a sample. Raises DataError that names the sample, what is wrong with it, and where."""
+        try:
+            tokens, segments = self._dataset[index], self._dataset.segments(index)
+        except (DataError, IndexError, OSError) as error:
+            raise DataError(f"sample {position}{self._place(index)}: {error}") from error
+        limit = self._vocab_size
+        if limit is not None and (tokens.min() < 0 or tokens.max() >= limit):
+            bad = int(np.argmax((tokens < 0) | (tokens >= limit)))
+            raise DataError(
+                f"sample {position}: token id {tokens[bad]}, but the vocabulary has {limit}: the data was written with "
+                f"another tokenizer ({self._dataset.where(index, bad)})"
+            )
+        return tokens, segments
+
+    def _place(self, index: int) -> str:
+        try:
+            return f", which starts at {self._dataset.where(index)}"
+        except (DataError, IndexError):  # what is wrong with the sample is wrong with its place, too
+            return ""
+
+    def _announce(self, start: int) -> None:
+        """Tell the file system of a micro-batch after those that are being read ahead."""
+        with suppress(DataError):  # whoever reads it will say what is wrong with it
+            self._order.check(start + self._chunk)
+            for index in self._indices(self._own + start):
+                self._dataset.prefetch(index)
+
+    def _indices(self, positions: Indices) -> list[int]:
+        found: list[int] = self._order.indices(positions).tolist()
+        return found
+
+
+class _Threads:
+    """Threads that run what is submitted, in order.
+
+    They end with the process even in the middle of a read that a dead file system never answers; those of
+    concurrent.futures would keep the process from ending.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._threads = [Thread(target=self._run, name=f"megatron-data-{i}", daemon=True) for i in range(number)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, function: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._work.put((future, function))
+        return future
+
+    def stop(self, wait_s: float) -> None:
+        """End the threads after what was submitted; one that is still busy after `wait_s` seconds is left behind."""
+        for _ in self._threads:
+            self._work.put(None)
+        deadline = time.monotonic() + wait_s
+        for thread in self._threads:
+            thread.join(timeout=max(0.0, deadline - time.monotonic()))
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            future, function = item
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except BaseException as error:
+                    future.set_exception(error)

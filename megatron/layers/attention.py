@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from megatron.layers.context import CallContext, LayerContext
+from megatron.layers.documents import Documents, Groups
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megatron.layers.masks import alibi_bias, alibi_slopes, document_mask
+from megatron.layers.masks import alibi_bias, alibi_slopes
 from megatron.layers.parameters import Fill
 from megatron.layers.rotary import RotaryEmbedding
 from megatron.parallel.random import Site, seeded
@@ -20,49 +21,69 @@ if TYPE_CHECKING:
     from megatron.config import ModelConfig
 
 
+def _causal(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, dropout: float
+) -> torch.Tensor:
+    """q [n, l, heads, d], k and v [n, l, kv heads, d], bias [1, heads, l, l] or None -> [n, l, heads, d]."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [n, heads, l, d]
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and bias is not None:
+        # On a GPU no kernel takes both a mask and groups: without this the scores [n, heads, l, l] would be stored.
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        grouped = False
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=bias, dropout_p=dropout, is_causal=bias is None, enable_gqa=grouped
+    )
+    return out.transpose(1, 2)
+
+
+def _batches(x: torch.Tensor, groups: Groups) -> list[torch.Tensor]:
+    """[s, b, heads, d] -> [documents, length, heads, d] for each batch of like length."""
+    rows = x.flatten(0, 1).index_select(0, groups.gather)
+    # The gradient of split is one concatenation; that of a slice would be as large as the whole, for each batch.
+    parts = rows.split([documents * length for documents, length in groups.shapes])
+    return [part.unflatten(0, shape) for part, shape in zip(parts, groups.shapes, strict=True)]
+
+
 def torch_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None,
-    document_ids: torch.Tensor | None, dropout: float,
+    documents: Documents | None, dropout: float,
 ) -> torch.Tensor:
     """softmax(q k^T / sqrt(d)) v through torch's scaled_dot_product_attention.
 
     q [s, b, heads, d], k and v [s, b, kv heads, d] -> [s, b, heads, d].
+
+    Documents of like length are one batch, filled up at their ends: there a causal query does not look, so no mask
+    tells documents apart. ALiBi's bias is as long as the longest document and serves all.
     """
-    mask = document_mask(document_ids) if document_ids is not None else None
-    if slopes is not None:
-        mask = alibi_bias(slopes, q.shape[0], mask, q.dtype)
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # [b, heads, s, d]
-    grouped = q.shape[1] != k.shape[1]
-    if grouped and mask is not None:
-        # On a GPU no kernel takes both a mask and groups: without this the scores [b, heads, s, s] would be stored.
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        grouped = False
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=grouped
-    )
-    return out.permute(2, 0, 1, 3)
+    if documents is None:
+        bias = None if slopes is None else alibi_bias(slopes, q.shape[0], q.dtype)
+        return _causal(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), bias, dropout).transpose(0, 1)
+    # Rows of a length that a kernel can load at once, also where a shorter document takes a corner.
+    bias = None if slopes is None else alibi_bias(slopes, -(-documents.longest // 16) * 16, q.dtype)
+    groups, outs = documents.groups, []
+    for q_n, k_n, v_n in zip(_batches(q, groups), _batches(k, groups), _batches(v, groups), strict=True):
+        length = q_n.shape[1]
+        corner = None if bias is None else bias[:, :, :length, :length]
+        outs.append(_causal(q_n, k_n, v_n, corner, dropout).flatten(0, 1))
+    return torch.cat(outs).index_select(0, groups.scatter).view(q.shape)
 
 
 def flash_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None,
-    document_ids: torch.Tensor | None, dropout: float,
+    documents: Documents | None, dropout: float,
 ) -> torch.Tensor:
-    """The same through the flash-attn package; documents become sequences of their own, so no mask is stored."""
+    """The same through the flash-attn package, which takes the cumulative lengths of documents as they are."""
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [b, s, heads, d]
-    if document_ids is None:
+    if documents is None:
         out = flash_attn_func(q, k, v, dropout_p=dropout, causal=True, alibi_slopes=slopes)
     else:
-        b, s = document_ids.shape
-        starts = torch.ones_like(document_ids, dtype=torch.bool)
-        starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-        first = starts.flatten().nonzero().flatten().to(torch.int32)
-        bounds = F.pad(first, (0, 1), value=b * s)
-        flat = [x.reshape(b * s, *x.shape[2:]) for x in (q, k, v)]
+        flat, bounds, longest = [x.flatten(0, 1) for x in (q, k, v)], documents.cu_seqlens, documents.longest
         out = flash_attn_varlen_func(
-            *flat, bounds, bounds, s, s, dropout_p=dropout, causal=True, alibi_slopes=slopes
-        ).view(b, s, *q.shape[2:])
+            *flat, bounds, bounds, longest, longest, dropout_p=dropout, causal=True, alibi_slopes=slopes
+        ).view(q.shape)
     return out.transpose(0, 1)
 
 
@@ -94,12 +115,12 @@ class SelfAttention(torch.nn.Module):
             self.slopes = alibi_slopes(heads).chunk(tp)[context.tensor.rank].to(context.parameters.device)
 
     def _core(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, document_ids: torch.Tensor | None, seed: int | None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents | None, seed: int | None
     ) -> torch.Tensor:
         if seed is None or self.dropout == 0.0:
-            return self.core(q, k, v, self.slopes, document_ids, 0.0)
+            return self.core(q, k, v, self.slopes, documents, 0.0)
         with seeded(q.device, seed):
-            return self.core(q, k, v, self.slopes, document_ids, self.dropout)
+            return self.core(q, k, v, self.slopes, documents, self.dropout)
 
     def forward(self, x: torch.Tensor, call: CallContext) -> tuple[torch.Tensor, torch.Tensor | None]:
         mixed = self.query_key_value(x)  # [s, b, groups/tp * (queries + 2) * d]
@@ -112,9 +133,7 @@ class SelfAttention(torch.nn.Module):
             q, k = self.rotary.rotate(q, angles), self.rotary.rotate(k, angles)
         seed = call.dropout.at(self.layer, Site.ATTENTION, self.sharded) if call.dropout else None
         if self.recompute and torch.is_grad_enabled():
-            out = checkpoint(
-                self._core, q, k, v, call.document_ids, seed, use_reentrant=False, preserve_rng_state=False
-            )
+            out = checkpoint(self._core, q, k, v, call.documents, seed, use_reentrant=False, preserve_rng_state=False)
         else:
-            out = self._core(q, k, v, call.document_ids, seed)
+            out = self._core(q, k, v, call.documents, seed)
         return self.dense(out.reshape(s, b, -1))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megatron.layers.documents import Documents
 from megatron.layers.parameters import ParameterFactory
 from megatron.parallel.deferred import WeightGradients
 from megatron.parallel.random import DropoutKey
@@ -39,10 +40,10 @@ class CallContext:
     """What one forward pass over a micro-batch depends on beside its input.
 
     position_ids   [b, s] when positions restart inside a sequence, else None (0 ... s-1)
-    document_ids   [b, s] when attention must not cross documents, else None
+    documents      when attention must not cross documents, else None
     dropout        the key of this micro-batch's masks; None switches dropout off
     """
 
     position_ids: torch.Tensor | None = None
-    document_ids: torch.Tensor | None = None
+    documents: Documents | None = None
     dropout: DropoutKey | None = None

@@ -1,4 +1,4 @@
-"""What a query may attend to beyond plain causality: documents and ALiBi distances."""
+"""ALiBi: scores that fall with the distance between query and key."""
 from __future__ import annotations
 
 import math
@@ -20,18 +20,12 @@ def alibi_slopes(heads: int) -> torch.Tensor:
     return torch.tensor(geometric(power) + geometric(2 * power)[0::2][: heads - power])
 
 
-def document_mask(document_ids: torch.Tensor) -> torch.Tensor:
-    """Boolean [b, 1, s, s], True where query i may see key j: j <= i in the same document. document_ids [b, s]."""
-    same = document_ids.unsqueeze(2) == document_ids.unsqueeze(1)
-    length = document_ids.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=document_ids.device).tril()
-    return (same & causal).unsqueeze(1)
+def alibi_bias(slopes: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
+    """Additive scores [1, heads, length, length]: -slope * (i - j) for keys j <= i, -infinity for the others.
 
-
-def alibi_bias(slopes: torch.Tensor, length: int, documents: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Additive scores [1 or b, heads, s, s]: -slope * (i - j) for visible keys, -infinity for the others."""
+    They depend on the distance alone, so the top left corner serves a shorter sequence.
+    """
     index = torch.arange(length, device=slopes.device)
     distance = (index.unsqueeze(1) - index.unsqueeze(0)).float()
     bias = -slopes.view(1, -1, 1, 1) * distance
-    visible = documents if documents is not None else (distance >= 0).view(1, 1, length, length)
-    return bias.masked_fill(~visible, float("-inf")).to(dtype)
+    return bias.masked_fill(distance < 0, float("-inf")).to(dtype)

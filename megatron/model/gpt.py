@@ -10,6 +10,7 @@ from megatron.data.batch import MicroBatch
 from megatron.kernels.availability import choose_flash_attention
 from megatron.layers.context import CallContext, LayerContext
 from megatron.layers.cross_entropy import vocab_parallel_cross_entropy
+from megatron.layers.documents import Documents
 from megatron.layers.dropout import keyed_dropout
 from megatron.layers.embedding import (
     WORD_EMBEDDINGS,
@@ -112,15 +113,15 @@ class GPTChunk(torch.nn.Module):
         return self._run_layers(hidden, call)
 
     def _call_context(self, batch: MicroBatch) -> CallContext:
-        data = self.config.data
-        dropout = None
+        dropout, documents = None, None
         if self.training:
             dropout = DropoutKey(self.config.training.seed, batch.first_sample, self.context.tensor.rank)
-        return CallContext(
-            position_ids=batch.position_ids if data.reset_position_ids else None,
-            document_ids=batch.document_ids if data.reset_attention_mask else None,
-            dropout=dropout,
-        )
+        bounds, lengths = batch.cu_seqlens, batch.document_lengths
+        if bounds is not None and lengths is not None and len(lengths) > len(batch.tokens):
+            documents = Documents(bounds, lengths, len(batch.tokens))  # otherwise each sample is one document
+        # Positions that cannot restart are those that the layers count themselves.
+        restart = documents is not None or self.config.data.reset_position_ids
+        return CallContext(batch.position_ids if restart else None, documents, dropout)
 
     def _embed(self, batch: MicroBatch, call: CallContext) -> torch.Tensor:
         assert batch.tokens is not None

@@ -44,6 +44,7 @@ _LINGER_S = 5.0  # how long the rank that serves the store stays for the others 
 # Up to so many ranks gloo connects at the start; more would take minutes. When it connects on demand, it waits without
 # end for a rank that died before the first message: there the launcher has to end the job (srun --kill-on-bad-exit).
 _FULL_MESH = 1024
+_LEFT = "left"  # the answer to a roll call of a rank that ended by itself
 _ANSWER_S = 5.0  # how long a rank may take to answer a roll call
 
 
@@ -69,6 +70,7 @@ class Rendezvous:
         self._closed = False
         self._absentees = 0
         self._store_lost = False
+        self._alarm = threading.Event()  # another rank failed, or the store is gone
 
     @classmethod
     def join(cls, launch: Launch, device: torch.device, timeout: timedelta) -> Rendezvous:
@@ -81,10 +83,10 @@ class Rendezvous:
             raise LaunchError("torch.distributed is initialised already: connect once, or close the first rendezvous")
         self = cls(launch, device, timeout)
         deadline = time.monotonic() + timeout.total_seconds()
-        self._store = self._open_store(deadline)
+        self._store = self._within(deadline, lambda: self._open_store(deadline))
         atexit.register(self._leave)
         try:
-            self._say_hello(deadline)
+            self._within(deadline, lambda: self._say_hello(deadline))
         except LaunchError:
             self._leave()
             raise
@@ -93,9 +95,9 @@ class Rendezvous:
             self._leave()
             raise LaunchError(f"{self._myself}: {self._store_gone()}") from error
         try:
-            self._watch()
+            self._within(time.monotonic() + timeout.total_seconds(), self._watch)
             self._initialise()
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, LaunchError) as error:
             explanation = self.explain(error)
             self.close()
             raise explanation from error
@@ -114,6 +116,16 @@ class Rendezvous:
     @property
     def _address(self) -> str:
         return f"{self.launch.master_addr}:{self.launch.master_port}"
+
+    @property
+    def _store_name(self) -> str:
+        served_by = "the launcher's store" if self.launch.store_served else "rank 0"
+        return f"{served_by} at {self._address}"
+
+    def _within(self, deadline: float, step: Callable[[], Any]) -> Any:
+        """The result of a step, which heeds the deadline itself unless the store's host hangs or lost power."""
+        failure = f"{self._myself}: {self._store_name} gave no answer"
+        return bounded(step, max(deadline - time.monotonic(), 0.0) + _ANSWER_S, failure)
 
     def _open_store(self, deadline: float) -> Any:
         launch = self.launch
@@ -156,9 +168,8 @@ class Rendezvous:
                 time.sleep(min(0.1, max(left, 0.0)))
 
     def _unreachable(self, reason: str) -> LaunchError:
-        served_by = "the launcher's store" if self.launch.store_served else "rank 0"
         return LaunchError(
-            f"rank {self.launch.rank} on node {self.launch.node} does not reach {served_by} at {self._address} within "
+            f"rank {self.launch.rank} on node {self.launch.node} does not reach {self._store_name} within "
             f"{show_duration(self.timeout)}: {reason}. Either rank 0 did not start (look at its output), or it runs "
             f"elsewhere than MASTER_ADDR and MASTER_PORT say"
         )
@@ -264,13 +275,20 @@ class Rendezvous:
         os.environ.update(variables)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        # While gloo connects it waits five times the time limit for a rank that died, and cannot be interrupted.
+        seconds = self.timeout.total_seconds() + _ANSWER_S
+        bounded(self._start_torch, seconds, "torch.distributed did not start", self._alarm)
+
+    def _start_torch(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # each thread has a current device of its own
         # No device_id: with it torch makes groups by splitting the whole world's communicator, in which every rank
         # would have to take part in every group.
         dist.init_process_group(
             self.backend,
             store=dist.PrefixStore("torch", self._store),
-            rank=launch.rank,
-            world_size=launch.world_size,
+            rank=self.launch.rank,
+            world_size=self.launch.world_size,
             timeout=self.timeout,
         )
 
@@ -321,13 +339,13 @@ class Rendezvous:
         if self._explained is None:
             self._failed = True
             symptom = (_SOURCE_LINE.sub("", str(error)).splitlines() or [""])[0].split(". ")[0]
+            seen = f"{type(error).__name__}: {symptom}"
             try:
-                text = self._store_gone() if self._store_lost else bounded(self._diagnose, 4 * _ANSWER_S)
+                text = self._store_gone() if self._store_lost else bounded(lambda: self._diagnose(seen), 4 * _ANSWER_S)
             except (RuntimeError, LaunchError):
                 self._store_lost = True
                 text = self._store_gone()
-            kind = type(error).__name__
-            self._explained = LaunchError(f"{self._myself}: {text}. Seen here as {kind}: {symptom}")
+            self._explained = LaunchError(f"{self._myself}: {text}. Seen here as {seen}")
         return self._explained
 
     def _store_gone(self) -> str:
@@ -335,11 +353,11 @@ class Rendezvous:
             return f"the launcher's store at {self._address} is gone: the launcher ended; look at its output"
         return f"rank 0, which serves the store at {self._address}, is gone: it died or was stopped; look at its output"
 
-    def _diagnose(self) -> str:
+    def _diagnose(self, seen: str) -> str:
         if self.launch.world_size == 1:
             return "no other rank takes part"
         if self._store.add("explainers", 1) == 1:
-            self._store.set("findings", self._call_roll())
+            self._store.set("findings", self._call_roll(seen))
         elif not self._poll(["findings"], time.monotonic() + 2 * _ANSWER_S):
             return "no rank has found out why"
         failed = {rank: text for rank, text in self.failures().items() if rank != self.launch.rank}
@@ -347,25 +365,24 @@ class Rendezvous:
             return "; ".join(f"rank {rank} ({self._place(rank)}) failed: {text}" for rank, text in failed.items())
         return self._store.get("findings").decode()
 
-    def _call_roll(self) -> str:
+    def _call_roll(self, seen: str) -> str:
         """Ask every rank for a sign of life, and where it is in the code."""
         ranks = range(self.launch.world_size)
         self._store.multi_set([f"call/{rank}" for rank in ranks], ["roll"] * len(ranks))
         self._poll([f"answer/{rank}" for rank in ranks], time.monotonic() + _ANSWER_S)
-        silent = self._without_key("answer")
-        dead = [rank for rank in silent if not self._store.check([f"left/{rank}"])]
+        dead = self._without_key("answer")
         self._absentees = len(dead)
         if dead:
             places = list_places([(rank, self._place(rank)) for rank in dead])
             return f"no sign of life from rank {compress_ranks(dead)}: died or was killed ({places})"
-        gone = [rank for rank in silent if rank not in dead]
         where: dict[str, list[int]] = {}
         for rank in ranks:
-            if rank not in set(gone):
-                where.setdefault(self._store.get(f"answer/{rank}").decode(), []).append(rank)
+            where.setdefault(self._store.get(f"answer/{rank}").decode(), []).append(rank)
+        gone = where.pop(_LEFT, [])
         found = [f"rank {compress_ranks(at)} in {place}" for place, at in where.items()]
         found += [f"rank {compress_ranks(gone)} ended"] if gone else []
-        return "no rank died; " + ", ".join(found[:_NAMED])
+        # The others may only have stopped because this rank called.
+        return f"no rank died; {', '.join(found[:_NAMED])}; rank {self.launch.rank} was the first to see {seen}"
 
     def _place(self, rank: int) -> str:
         hello = json.loads(self._store.get(f"hello/{rank}"))
@@ -384,8 +401,10 @@ class Rendezvous:
                 store.wait([f"call/{rank}"], _FOREVER)
                 if store.get(f"call/{rank}") == b"roll":
                     store.set(f"answer/{rank}", position(main))
+                    self._alarm.set()
             except RuntimeError:
                 self._store_lost = True
+                self._alarm.set()
 
         self._watcher = threading.Thread(target=answer, name="rendezvous", daemon=True)
         self._watcher.start()
@@ -404,8 +423,11 @@ class Rendezvous:
             return
         if dist.is_initialized() and not (self._failed and self.device.type == "cuda"):
             # After a failure NCCL would wait for the dead; the end of the process frees its communicators.
-            with contextlib.suppress(RuntimeError):
-                dist.destroy_process_group()
+            with contextlib.suppress(RuntimeError, LaunchError):
+                if self._failed:  # gloo waits for what is still under way
+                    bounded(dist.destroy_process_group, _ANSWER_S, "torch.distributed did not end")
+                else:
+                    dist.destroy_process_group()
         self._leave()
         for name, value in self._previous.items():
             if value is None:
@@ -420,14 +442,15 @@ class Rendezvous:
         self._closed = True
         atexit.unregister(self._leave)
         self._try(self._write_left, 2 * _LINGER_S)
-        if self._watcher is not None:
+        if self._watcher is not None and not self._store_lost:
             self._watcher.join(timeout=_ANSWER_S)
 
     def _write_left(self) -> None:
         launch = self.launch
         if launch.world_size == 1:
             return
-        self._store.set(f"left/{launch.rank}", "")
+        # First the answer: a roll call must not wait for this rank longer than this rank stays to serve the store.
+        self._store.set(f"answer/{launch.rank}", _LEFT)
         self._store.set(f"call/{launch.rank}", "stop")
         gone = self._store.add("left", 1)
         deadline = time.monotonic() + _LINGER_S

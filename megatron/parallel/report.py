@@ -23,21 +23,31 @@ _NOT_SHOWN = (
 )
 
 
-def bounded(function: Callable[[], Any], seconds: float) -> Any:
-    """The function's result; LaunchError when it takes longer: a store whose host lost power never answers."""
+def bounded(
+    function: Callable[[], Any],
+    seconds: float,
+    failure: str = "the store gave no answer",
+    wake: threading.Event | None = None,
+) -> Any:
+    """The function's result; LaunchError when it takes longer, or when somebody sets `wake` before it ends.
+
+    For what torch cannot be interrupted in: a store whose host lost power never answers, and gloo waits five times its
+    time limit for a peer that died before it connected. The function then stays behind in a thread of its own.
+    """
     outcome: list[Any] = []
+    wake = wake or threading.Event()
 
     def body() -> None:
         try:
             outcome.append((True, function()))
         except Exception as error:
             outcome.append((False, error))
+        wake.set()
 
-    thread = threading.Thread(target=body, daemon=True)
-    thread.start()
-    thread.join(seconds)
+    threading.Thread(target=body, daemon=True).start()
+    woken = wake.wait(seconds)
     if not outcome:
-        raise LaunchError(f"the store gave no answer within {seconds:g} s")
+        raise LaunchError(f"{failure}: another rank failed" if woken else f"{failure} within {seconds:g} s")
     succeeded, value = outcome[0]
     if not succeeded:
         raise value

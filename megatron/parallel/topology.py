@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.errors import ConfigError
+from megatron.parallel.nodelist import compress_ranks
+
+_LATE_S = 5.0  # torch's own message, which says more, may come that late
 
 
 @dataclass(frozen=True)
@@ -132,17 +135,28 @@ class Topology:
         import torch
         import torch.distributed as dist
 
+        from megatron.parallel.report import bounded
+
         running = dist.is_available() and dist.is_initialized()
         world_size, rank = (dist.get_world_size(), dist.get_rank()) if running else (1, 0)
         layout = Layout.for_world(world_size, tensor_model_parallel_size, pipeline_model_parallel_size)
 
+        device = torch.device("cpu") if device is None else torch.device(device)
+        # While gloo connects it waits five times `timeout` for a member that died, and cannot be interrupted.
+        seconds = (timeout or dist.default_pg_timeout).total_seconds() + _LATE_S
+
         def new_group(ranks: Sequence[int]) -> Any:
             if len(ranks) == world_size:
                 return dist.group.WORLD
-            # Only the members meet: at thousands of ranks a call of the whole world per group takes minutes.
-            return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
 
-        device = torch.device("cpu") if device is None else torch.device(device)
+            def meet() -> Any:
+                if device.type == "cuda" and device.index is not None:
+                    torch.cuda.set_device(device)  # each thread has a current device of its own
+                # Only the members meet: at thousands of ranks a call of the whole world per group takes minutes.
+                return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+
+            return bounded(meet, seconds, f"ranks {compress_ranks(ranks)} did not form a group")
+
         factory = new_group if running else None
         return cls.from_layout(layout, rank, device=device, new_group=factory, tied_embeddings=tied_embeddings)
 

@@ -170,5 +170,4 @@ class _Stages:
         rows = [list(text) + [0] * (length - len(text)) for text in texts]
         tokens = torch.tensor(rows, dtype=torch.long, device=self._topology.device)
         positions = torch.arange(length, device=tokens.device).expand_as(tokens)
-        documents = torch.zeros_like(tokens) if self._config.data.reset_attention_mask else None
-        return MicroBatch(tokens, tokens, torch.ones_like(tokens, dtype=torch.float32), positions, documents, 0)
+        return MicroBatch(tokens, tokens, torch.ones_like(tokens, dtype=torch.float32), positions, None, 0)

@@ -32,6 +32,7 @@ def train(run: Run) -> None:
             if len(run.interval):
                 report(run)
             save(run)
+            run.account_data()
     if reason is None:
         final_evaluations(run)
     else:
@@ -80,6 +81,7 @@ def train_step(run: Run) -> None:
         result = run.engine.step(lr, weight_decay)
     samples = batches.global_batch_size(progress.consumed_samples)
     progress.advance(samples, run.config.model.seq_length, skipped=result.skipped)
+    run.count_data()
     run.interval.add(
         StepRecord(
             progress.iteration, progress.consumed_samples, progress.consumed_tokens, samples, lr,
@@ -110,7 +112,8 @@ def report(run: Run) -> None:
     elapsed_s = run.watch.lap()
     times_ms = run.timers.collect(len(run.interval))
     memory = peak_memory_bytes(run.topology.device)
-    run.reporter.iteration(run.interval.report(losses, run.total_iterations, elapsed_s, memory), times_ms)
+    epochs = None if run.ledger is None else run.ledger.epochs()
+    run.reporter.iteration(run.interval.report(losses, run.total_iterations, elapsed_s, memory), times_ms, epochs)
 
 
 def validate(run: Run) -> None:
@@ -120,6 +123,7 @@ def validate(run: Run) -> None:
         return
     prefix = f"iteration {run.progress.iteration}"
     evaluate(run, "valid", run.datasets.valid, prefix, advance=run.progress.iteration > 0)
+    run.account_data()
 
 
 def final_evaluations(run: Run) -> None:
@@ -162,4 +166,5 @@ def evaluate(run: Run, name: str, dataset: TokenDataset, prefix: str, *, advance
 def save(run: Run) -> None:
     """Write a checkpoint, unless there is no --save folder or this iteration is saved already."""
     with run.watch.paused():
-        run.save_checkpoint()
+        if run.save_checkpoint():
+            run.account_data()

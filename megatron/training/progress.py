@@ -1,7 +1,8 @@
 """How far a run has come."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -15,6 +16,8 @@ class Progress:
     skipped_iterations        steps whose gradients were not finite, so that no weight moved
     scheduled_...             the first three without skipped steps: by these the learning rate and the weight decay
                               advance, as in Megatron
+    sources                   what was taken of each source of training data, see megatron.data.ledger; as of the
+                              checkpoint that was loaded or is written
     """
 
     iteration: int = 0
@@ -25,6 +28,7 @@ class Progress:
     scheduled_iterations: int = 0
     scheduled_samples: int = 0
     scheduled_tokens: int = 0
+    sources: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def schedule_position(self) -> tuple[int, int, int]:

@@ -1,10 +1,12 @@
 """Where the figures of a run go: log lines, metrics file and TensorBoard. Only rank 0 writes."""
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron.config import Config
+from megatron.data.ledger import Ledger
 from megatron.training.console import Console
 from megatron.training.devices import PLAUSIBLE_UTILISATION
 from megatron.training.log_line import format_iteration, format_timers, format_validation, perplexity
@@ -34,8 +36,11 @@ class Reporter:
         """Print one or more lines."""
         self.console.say(text)
 
-    def iteration(self, report: IterationReport, times_ms: dict[str, list[float]]) -> None:
-        """The log line of an interval, its timers if any, its record, and its steps for TensorBoard."""
+    def iteration(
+        self, report: IterationReport, times_ms: dict[str, list[float]], epochs: Mapping[str, float] | None = None
+    ) -> None:
+        """The log line of an interval, its timers if any, its record, and its steps for TensorBoard, with the `epochs`
+        that were taken of each source of data."""
         self.say(format_iteration(report))
         if report.hfu is not None and report.hfu > PLAUSIBLE_UTILISATION:
             self.say(
@@ -46,7 +51,7 @@ class Reporter:
             self.say(format_timers(times_ms, self._timing_option))
             timers["times_ms"] = {name: {"min": min(t), "max": max(t)} for name, t in times_ms.items()}
         self.metrics.write("iteration", **report.as_record(), **timers)
-        self._tensorboard.iteration(report, times_ms)
+        self._tensorboard.iteration(report, times_ms, epochs)
         loss = "" if report.lm_loss is None else f"loss {report.lm_loss:.3f}  "
         self.console.update(report.iteration, f"{loss}{report.tokens_per_s:,.0f} tokens/s")
 
@@ -62,6 +67,13 @@ class Reporter:
         )  # fmt: skip
         if dataset == "valid":
             self._tensorboard.validation(progress.iteration, progress.consumed_samples, loss)
+
+    def sources(self, progress: Progress, ledger: Ledger) -> None:
+        """What the run has taken of each source of training data."""
+        self.say(ledger.line())
+        self.metrics.write(
+            "data", iteration=progress.iteration, consumed_samples=progress.consumed_samples, sources=ledger.record()
+        )
 
     def close(self) -> None:
         self.console.end()

@@ -12,6 +12,7 @@ from megatron.checkpoint.save import save
 from megatron.checkpoint.settings import ARCHITECTURE, plain
 from megatron.checkpoint.together import decided_by_first
 from megatron.config import Config
+from megatron.data.ledger import is_consumed
 from megatron.engine.engine import Engine
 from megatron.errors import CheckpointError
 from megatron.parallel.topology import Topology
@@ -97,13 +98,16 @@ def load_checkpoint(
 
 def progress_from(state: dict[str, Any], folder: Path) -> Progress:
     """The counters that `save_checkpoint` wrote. Raises CheckpointError when they are not there."""
-    names = {field.name for field in dataclasses.fields(Progress)}
+    names = {field.name for field in dataclasses.fields(Progress)} - {"sources"}
     if not names <= state.keys():
         raise CheckpointError(
             f"{folder} does not say how far its run came ({', '.join(sorted(names - state.keys()))} missing): load it "
             f"with --finetune"
         )
-    return Progress(**{name: int(state[name]) for name in names})
+    sources = state.get("sources", {})  # older checkpoints have none
+    if not isinstance(sources, dict) or not all(is_consumed(record) for record in sources.values()):
+        raise CheckpointError(f"{folder} holds a damaged list of data sources: load another checkpoint with --load-tag")
+    return Progress(**{name: int(state[name]) for name in names}, sources=sources)
 
 
 def save_checkpoint(

@@ -8,6 +8,7 @@ import torch
 
 from megatron.config import Config
 from megatron.data.datasets import Datasets
+from megatron.data.ledger import Ledger
 from megatron.data.tokenizer import Tokenizer
 from megatron.engine.engine import Engine
 from megatron.engine.lr import LearningRateSchedule, WeightDecaySchedule
@@ -40,6 +41,7 @@ class Run:
     total_iterations: int
     datasets: Datasets
     train_stream: Stream
+    ledger: Ledger | None
     interval: Interval
     reporter: Reporter
     stop: StopRules
@@ -48,6 +50,7 @@ class Run:
     write_checkpoint: Callable[[Progress], None]
     watch: Stopwatch = field(default_factory=Stopwatch)
     saved_iteration: int | None = None
+    accounted_iteration: int | None = None
 
     @property
     def eod(self) -> int | None:
@@ -59,11 +62,28 @@ class Run:
         """Samples of one evaluation."""
         return self.config.training.eval_iters * self.batches.global_batch_size_at_end
 
-    def save_checkpoint(self) -> None:
-        """Write a checkpoint of this iteration if --save is given and there is none yet. All ranks call it."""
-        if self.config.checkpoint.save and self.saved_iteration != self.progress.iteration:
-            self.write_checkpoint(self.progress)
-            self.saved_iteration = self.progress.iteration
+    def save_checkpoint(self) -> bool:
+        """Write a checkpoint of this iteration if --save is given and there is none yet; whether it was written. All
+        ranks call it."""
+        if not self.config.checkpoint.save or self.saved_iteration == self.progress.iteration:
+            return False
+        if self.ledger is not None:
+            self.progress.sources = self.ledger.record()
+        self.write_checkpoint(self.progress)
+        self.saved_iteration = self.progress.iteration
+        return True
+
+    def count_data(self) -> None:
+        """Enter the samples of the last step into the ledger, and say which sources are begun anew."""
+        if self.ledger is not None:
+            for source, epoch in self.ledger.advance(self.progress.consumed_samples):
+                self.reporter.say(f" data: {source} begins epoch {epoch} at iteration {self.progress.iteration}")
+
+    def account_data(self) -> None:
+        """Report what was taken of each source, unless nothing has been since the last time."""
+        if self.ledger is not None and self.accounted_iteration != self.progress.iteration:
+            self.reporter.sources(self.progress, self.ledger)
+            self.accounted_iteration = self.progress.iteration
 
     def profile_step(self) -> None:
         """Start or end the profiler where the flags say so."""

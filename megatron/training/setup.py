@@ -1,8 +1,9 @@
 """Puts a run together in the order in which it reads: processes, layout, tokenizer, data, model, engine, checkpoint."""
 from __future__ import annotations
 
+import dataclasses
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -11,6 +12,9 @@ import torch.distributed as dist
 
 from megatron.config import Config, render_config
 from megatron.data.datasets import Datasets, build_datasets
+from megatron.data.ledger import Ledger, sources
+from megatron.data.packing import PackedDataset
+from megatron.data.sampler import sample_order
 from megatron.data.splits import SPLIT_NAMES
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.engine.assemble import build_executor
@@ -31,6 +35,7 @@ from megatron.training.progress import Progress
 from megatron.training.reporter import Reporter
 from megatron.training.resume import checkpoint_to_load, load_checkpoint, save_checkpoint, with_checkpoint_settings
 from megatron.training.run import Run
+from megatron.training.stage_data import staged_locations
 from megatron.training.stopping import StopRules
 from megatron.training.streams import PlaceholderStream, Stream, open_stream
 from megatron.training.timers import Timers
@@ -90,7 +95,9 @@ def assemble(config: Config, device: torch.device, places: Sequence[str], timeou
 
     batches = BatchSchedule.from_config(config)
     samples = planned_samples(config, batches)
-    datasets = build_datasets(config, *samples)
+    pad_id = tokenizer.eod if tokenizer is not None else 0
+    build = partial(build_datasets, config, locations=staged_locations(config, topology, reporter.say), pad_id=pad_id)
+    datasets = build(*samples)
     describe_data(config, datasets, reporter)
     chunks = build_chunks(config, topology)
     describe_model(config, chunks, reporter)
@@ -98,7 +105,7 @@ def assemble(config: Config, device: torch.device, places: Sequence[str], timeou
     chunks.train()
     progress = load_checkpoint(config, topology, engine, checkpoint, reporter)
     end = total_iterations(config, batches, progress.iteration, progress.consumed_samples)
-    datasets = extended(config, batches, datasets, samples, progress, end)
+    datasets = extended(config, batches, datasets, build, samples, progress, end)
     write_start(config, topology, places, reporter, progress)
     return Run(
         config=config,
@@ -114,6 +121,7 @@ def assemble(config: Config, device: torch.device, places: Sequence[str], timeou
         total_iterations=end,
         datasets=datasets,
         train_stream=training_stream(config, topology, datasets, progress, tokenizer),
+        ledger=training_ledger(config, datasets, progress),
         interval=Interval(topology, rates(config, topology)),
         reporter=reporter,
         stop=StopRules(config, topology),
@@ -121,6 +129,7 @@ def assemble(config: Config, device: torch.device, places: Sequence[str], timeou
         profiler=Profiler(config, topology.rank),
         write_checkpoint=partial(save_checkpoint, config, topology, engine, reporter),
         saved_iteration=progress.iteration if checkpoint and config.checkpoint.load == config.checkpoint.save else None,
+        accounted_iteration=progress.iteration,
     )
 
 
@@ -131,10 +140,7 @@ def load_tokenizer(config: Config) -> Tokenizer | None:
         if config.model.vocab_size is None:
             raise ConfigError("the vocabulary size is not known: give --tokenizer-type and its files, or --vocab-size")
         return None
-    return build_tokenizer(
-        t.tokenizer_type, vocab_file=t.vocab_file, merge_file=t.merge_file, tokenizer_model=t.tokenizer_model,
-        vocab_size=config.model.vocab_size, vocab_extra_ids=t.vocab_extra_ids,
-    )  # fmt: skip
+    return build_tokenizer(**dataclasses.asdict(t), vocab_size=config.model.vocab_size)
 
 
 def planned_samples(config: Config, batches: BatchSchedule) -> tuple[int, int, int]:
@@ -150,6 +156,7 @@ def extended(
     config: Config,
     batches: BatchSchedule,
     datasets: Datasets,
+    build: Callable[[int, int, int], Datasets],
     planned: tuple[int, int, int],
     progress: Progress,
     end: int,
@@ -158,7 +165,7 @@ def extended(
     needed = batches.samples_after(end - progress.iteration, progress.consumed_samples)
     if config.training.skip_train or needed <= planned[0]:
         return datasets
-    return build_datasets(config, needed, *planned[1:])
+    return build(needed, planned[1], planned[2])
 
 
 def training_stream(
@@ -169,6 +176,14 @@ def training_stream(
         return PlaceholderStream(config.batch.micro_batch_size, topology.data.rank, topology.data.size)
     eod = tokenizer.eod if tokenizer is not None else None
     return open_stream(config, topology, datasets.train, progress.consumed_samples, eod)
+
+
+def training_ledger(config: Config, datasets: Datasets, progress: Progress) -> Ledger | None:
+    """The count of what the run takes of each source of training data, continued; None where nothing is trained."""
+    if datasets.train is None or config.training.skip_train:
+        return None
+    order = sample_order(config.data.dataloader_type, len(datasets.train))
+    return Ledger(datasets.train, order, progress.consumed_samples, progress.sources)
 
 
 def rates(config: Config, topology: Topology) -> Rates:
@@ -206,6 +221,11 @@ def describe_data(config: Config, datasets: Datasets, reporter: Reporter) -> Non
     found = ((name, getattr(datasets, name)) for name in SPLIT_NAMES)
     listed = ", ".join(f"{name} {len(dataset) if dataset is not None else 'none'}" for name, dataset in found)
     reporter.say(f" > samples of {config.model.seq_length} tokens: {listed}")
+    if datasets.train is not None and config.data.data_packing == "best-fit":
+        padding = {s.name: 100 * s.waste for s in sources(datasets.train) if isinstance(s, PackedDataset)}
+        if padding:
+            most = max(padding, key=lambda name: padding[name])
+            reporter.say(f" > packed by best fit: {padding[most]:.3f} % of the tokens of {most} are padding, the most")
     if datasets.valid is None and config.training.eval_iters:
         reporter.say(" note: no validation data, so no validation loss: see --split and --valid-data-path")
 

@@ -25,8 +25,14 @@ class TensorBoard:
         self._world_size = config.parallel.world_size
         self._writer = _open_writer(config.logging) if enabled and config.logging.tensorboard_dir else None
 
-    def iteration(self, report: IterationReport, times_ms: Mapping[str, Sequence[float]] | None = None) -> None:
-        """Write the steps of one interval; `times_ms` are the timers of its parts, one number for each rank."""
+    def iteration(
+        self,
+        report: IterationReport,
+        times_ms: Mapping[str, Sequence[float]] | None = None,
+        epochs: Mapping[str, float] | None = None,
+    ) -> None:
+        """Write the steps of one interval; `times_ms` are the timers of its parts, one number for each rank; `epochs`
+        is how often each source of data has been gone through."""
         if self._writer is None:
             return
         with self._off_when_unwritable():
@@ -40,6 +46,8 @@ class TensorBoard:
                 self._add("iteration-time/samples-per-second", report.samples_per_s, report.iteration)
                 for part, times in (times_ms or {}).items():
                     self._add(f"{part}-time", max(times) / 1e3, report.iteration)
+            for source, number in (epochs or {}).items():
+                self._add(f"data-epochs/{source}", number, report.iteration)
             self._writer.flush()
 
     def validation(self, iteration: int, consumed_samples: int, loss: float) -> None:

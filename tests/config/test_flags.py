@@ -153,12 +153,18 @@ SETTINGS = """
 --reset-attention-mask
 --eod-mask-loss
 --no-mmap-bin-files => mmap_bin_files False
+--train-data-exact-num-epochs 2 => train_data_exact_num_epochs 2
+--stage-data-to /mnt/bb/$USER
+--data-packing best-fit
 --mock-data
 --vocab-size 50257
 --vocab-file vocab.json
 --merge-file merges.txt
 --tokenizer-type NullTokenizer
 --tokenizer-model t.model
+--tiktoken-pattern v2
+--tiktoken-num-special-tokens 1000
+--tiktoken-special-tokens <unk> <s> </s> => tiktoken_special_tokens (<unk>,<s>,</s>)
 --vocab-extra-ids 10
 --save somewhere
 --save-interval 10
@@ -291,7 +297,7 @@ REFUSED = """
 --data-impl lazy => mmap
 --tokenizer-type BertWordPieceLowerCase => HFTokenizer
 --tokenizer-type BertWordPieceCase => HFTokenizer
---train-data-exact-num-epochs 2 => --train-samples
+--tokenizer-type Llama3Tokenizer => TikTokenizer
 --train-doc-idx-path p => --data-cache-path
 --train-sample-idx-path p => --data-cache-path
 --train-shuffle-idx-path p => --data-cache-path
@@ -385,7 +391,7 @@ decoupled-lr decoupled-min-lr lr-wsd-decay-style lr-wsd-decay-iters lr-wsd-decay
 profile-step-end master-addr data-file-list shuffle-sample-in-corpus blend-sample-in-corpus
 adjust-word-embedding-init word-embedding-init-std train-range-to-skip train-iters-to-skip lr_constant_plus_cooldown
 lr_constant_plus_cooldown_frac profile-ranks trace-dir use-mics activations-checkpoint-method warmup
-model-parallel-size
+model-parallel-size tiktoken-pattern tiktoken-num-special-tokens tiktoken-special-tokens
 """
 
 # What a flag needs beside it to make sense; a flag that maps to None is taken out of the base.

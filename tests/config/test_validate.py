@@ -108,6 +108,13 @@ CASES = [
     (dict(data_path=("0.5", "a", "b")), ["WEIGHT PREFIX"], dict(data_path=("0.5", "a", "0.5", "b"))),
     (dict(data_path=("a", "b")), ["WEIGHT PREFIX"], dict(data_path=("1", "a", "1", "b"))),
     (dict(data_path=("-1", "a", "1", "b")), ["weights"], dict(data_path=("0", "a", "1", "b"))),
+    (dict(data_packing="best-fit", reset_attention_mask=False), ["--no-reset-attention-mask", "best-fit contradict"],
+     dict(reset_attention_mask=True)),
+    (dict(data_packing="best-fit", train_data_exact_num_epochs=2), ["--train-data-exact-num-epochs", "best-fit"],
+     dict(data_packing="concat")),
+    (dict(train_data_exact_num_epochs=0), ["--train-data-exact-num-epochs", "at least 1"],
+     dict(train_data_exact_num_epochs=1)),
+    (dict(data_packing="first-fit"), ["--data-packing", "concat, best-fit"], dict(data_packing="best-fit")),
     (dict(save_interval=5), ["--save FOLDER"], dict(save="out")),
     (dict(finetune=True), ["--load FOLDER"], dict(load="in")),
     (dict(override_opt_param_scheduler=True, use_checkpoint_opt_param_scheduler=True), ["contradict"],
@@ -118,7 +125,9 @@ CASES = [
     (dict(tokenizer_type="GPTSentencePieceTokenizer"), ["--tokenizer-model"], dict(tokenizer_model="m")),
     (dict(tokenizer_type="GPT2BPETokenizer", vocab_file="v"), ["--merge-file"], dict(merge_file="m")),
     (dict(tokenizer_type="NullTokenizer"), ["--vocab-size"], dict(vocab_size=10)),
-    (dict(tokenizer_type="TikTokenizer"), ["HFTokenizer"], dict(tokenizer_type=None)),
+    (dict(tokenizer_type="Llama2Tokenizer"), ["--tokenizer-model"], dict(tokenizer_model="m")),
+    (dict(tokenizer_type="TikTokenizer"), ["--tokenizer-model"], dict(tokenizer_model="m")),
+    (dict(tiktoken_pattern="p50k"), ["v1, v2, gpt2, cl100k, llama3, o200k"], dict(tiktoken_pattern="gpt2")),
     (dict(zero_stage=3), ["'3' is not one of 0, 1", "--zero-stage 1"], dict(zero_stage=1)),
     (dict(num_layers="8"), ["--num-layers expected a whole number, got '8'"], dict(num_layers=8)),
     (dict(num_layers=8.5), ["8.5"], dict(num_layers=8.0)),
@@ -147,6 +156,14 @@ def test_many_problems_at_once_and_none_that_only_follows_from_another():
     assert [re.sub(r"^\s+\d+\. ", "", line).split()[0] for line in lines] == [
         "--hidden-size", "--world-size", "--num-layers", "--fp16"
     ]
+
+
+def test_packed_documents_are_kept_apart():
+    packed = Config.create(**SIZES, data_path=("a",), data_packing="best-fit").data
+    assert packed.reset_position_ids and packed.reset_attention_mask
+    mock = Config.create(**SIZES, mock_data=True, data_packing="best-fit")
+    assert not mock.data.reset_position_ids and "--mock-data has no documents to pack" in mock.notices[0]
+    assert Config.from_dict(mock.to_dict()).data == mock.data
 
 
 def test_settings_that_have_no_effect_are_turned_off_with_a_notice():

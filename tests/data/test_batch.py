@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -9,10 +11,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from megatron.data.batch import make_micro_batch
+from megatron.data.batch import MicroBatch, make_micro_batch
 from megatron.errors import DataError
 
 EOD = 3
+
+
+def check_documents(batch: MicroBatch, bounds: list[int] | None) -> None:
+    """cu_seqlens are these, and what is known on the host follows from them."""
+    if bounds is None:
+        assert batch.cu_seqlens is None and batch.document_lengths is None
+        assert batch.max_seqlen == batch.tokens.shape[1]
+        return
+    assert batch.cu_seqlens is not None and batch.document_lengths is not None
+    assert batch.cu_seqlens.dtype == torch.int32 and batch.cu_seqlens.tolist() == bounds
+    lengths = [end - start for start, end in pairwise(bounds)]
+    assert batch.document_lengths.dtype == np.int64 and batch.document_lengths.tolist() == lengths
+    assert type(batch.max_seqlen) is int and batch.max_seqlen == max(lengths)
 
 
 @given(
@@ -34,24 +49,74 @@ def test_against_loop(
         vocab_size=4,
     )
     samples, length = tokens.shape[0], tokens.shape[1] - 1
+    bounds: list[int] = []
     for b in range(samples):
-        position = document = 0
+        position, starts = 0, [0]
         for j in range(length):
             token = int(tokens[b, j])
             assert batch.tokens[b, j] == token
             assert batch.labels[b, j] == tokens[b, j + 1]
             assert batch.loss_mask[b, j] == (0.0 if eod_mask_loss and token == EOD else 1.0)
             assert batch.position_ids[b, j] == (position if reset_position_ids else j)
-            if reset_attention_mask:
-                assert batch.document_ids is not None and batch.document_ids[b, j] == document
             position += 1
             if token == EOD:
-                position, document = 0, document + 1
-    assert (batch.document_ids is None) == (not reset_attention_mask)
+                position = 0
+                starts.append(j + 1)
+        bounds += [b * length + start for start in starts if start < length]
+    check_documents(batch, [*bounds, samples * length] if reset_attention_mask else None)
     assert batch.first_sample == 17
     for tensor in (batch.tokens, batch.labels, batch.position_ids):
         assert tensor.dtype == torch.int64 and tensor.is_contiguous() and tensor.shape == (samples, length)
     assert batch.loss_mask.dtype == torch.float32
+
+
+@st.composite
+def packed(draw: st.DrawFn) -> tuple[int, list[list[int]]]:
+    """s and, for each sample, the lengths of pieces that fill at most s + 1 tokens."""
+    length = draw(st.integers(1, 12))
+    samples = []
+    for _ in range(draw(st.integers(1, 3))):
+        filled = draw(st.integers(0, length + 1))
+        inner = draw(st.sets(st.integers(1, filled - 1))) if filled > 1 else set()
+        samples.append([end - start for start, end in pairwise(sorted(inner | {0, filled}))])
+    return length, samples
+
+
+@given(case=packed(), eod_mask_loss=st.booleans(), seed=st.integers(0, 9))
+def test_pieces_against_loop(case: tuple[int, list[list[int]]], eod_mask_loss: bool, seed: int) -> None:
+    length, samples = case
+    tokens = np.random.RandomState(seed).randint(0, 5, (len(samples), length + 1))
+    segments = [np.array(lengths, np.int64) for lengths in samples]
+    batch = make_micro_batch(tokens, segments=segments, eod=EOD, eod_mask_loss=eod_mask_loss)
+    bounds = []
+    for b, lengths in enumerate(samples):
+        # Which piece each of the s + 1 tokens is in and its place there; padding is in none and counts from its start.
+        owner = [(piece, k) for piece, n in enumerate(lengths) for k in range(n)]
+        owner += [(-1, k) for k in range(length + 1 - len(owner))]
+        for j in range(length):
+            piece, place = owner[j]
+            assert batch.tokens[b, j] == tokens[b, j] and batch.labels[b, j] == tokens[b, j + 1]
+            assert batch.position_ids[b, j] == place
+            counts = piece == owner[j + 1][0] != -1 and not (eod_mask_loss and tokens[b, j] == EOD)
+            assert batch.loss_mask[b, j] == float(counts)
+            if place == 0:
+                bounds.append(b * length + j)
+    check_documents(batch, [*bounds, len(samples) * length])
+
+
+def test_pieces_by_hand() -> None:
+    tokens = np.arange(12, dtype=np.int64).reshape(2, 6)
+    batch = make_micro_batch(tokens, segments=[np.array([2, 4]), np.array([3])])
+    assert batch.position_ids.tolist() == [[0, 1, 0, 1, 2], [0, 1, 2, 0, 1]]
+    assert batch.loss_mask.tolist() == [[1, 0, 1, 1, 1], [1, 1, 0, 0, 0]]
+    assert batch.cu_seqlens is not None and batch.cu_seqlens.tolist() == [0, 2, 5, 8, 10]
+
+
+def test_to_keeps_the_lengths() -> None:
+    batch = make_micro_batch(np.zeros((2, 6), np.int64), segments=[np.array([2, 4]), np.array([3])])
+    moved = batch.to("meta")
+    assert moved.cu_seqlens is not None and moved.cu_seqlens.device.type == "meta"
+    assert moved.max_seqlen == 3 and moved.document_lengths is batch.document_lengths
 
 
 @pytest.mark.parametrize("samples", [1, 2])
@@ -70,3 +135,8 @@ def test_refuses() -> None:
         make_micro_batch(tokens, vocab_size=9, first_sample=5)
     with pytest.raises(DataError, match="end-of-document"):
         make_micro_batch(tokens, eod_mask_loss=True)
+    with pytest.raises(DataError, match="end-of-document"):
+        make_micro_batch(tokens, eod_mask_loss=True, segments=[np.array([3])])
+    for pieces in ([2, 2], [3, 0], [4, -1]):
+        with pytest.raises(DataError, match=r"sample 5: its pieces of \[\d, -?\d\] tokens do not fit .* of 3"):
+            make_micro_batch(tokens, segments=[np.array(pieces)], first_sample=5)

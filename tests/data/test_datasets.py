@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.data.datasets import Datasets, build_datasets
-from megatron.data.gpt_dataset import TokenDataset
+from megatron.config.files import DataConfig
+from megatron.data.datasets import Datasets, build_datasets, data_prefixes
+from megatron.data.gpt_dataset import BlendedDataset, TokenDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import ConfigError, DataError
 from tests.helpers.processes import run_processes
@@ -20,19 +21,8 @@ SEQ_LENGTH = 8
 
 def config(**data: Any) -> Any:
     """The settings that build_datasets reads."""
-    defaults = {
-        "data_path": None,
-        "data_file_list": None,
-        "split": "8,1,1",
-        "mock_data": False,
-        "data_cache_path": None,
-        "train_data_path": None,
-        "valid_data_path": None,
-        "test_data_path": None,
-        "mmap_bin_files": True,
-    }
     return SimpleNamespace(
-        data=SimpleNamespace(**{**defaults, **data}),
+        data=DataConfig(**{"split": "8,1,1", **data}),
         model=SimpleNamespace(seq_length=SEQ_LENGTH, vocab_size=50),
         training=SimpleNamespace(seed=1234),
     )
@@ -120,6 +110,67 @@ def test_refuses(tmp_path: Path) -> None:
     without_vocabulary.model.vocab_size = None
     with pytest.raises(ConfigError, match="--vocab-size"):
         build_datasets(without_vocabulary, 1, 1, 1)
+
+
+def test_prefixes_in_the_order_of_use(tmp_path: Path) -> None:
+    assert data_prefixes(config(mock_data=True)) == []
+    assert data_prefixes(config(data_path=("1", "b", "2", "a"))) == ["b", "a"]
+    per_split = config(train_data_path=("t",), valid_data_path=("1", "v", "1", "t"), test_data_path=("x",))
+    assert data_prefixes(per_split) == ["t", "v", "x"]
+
+
+def test_a_copy_is_read_in_place_of_the_data(tmp_path: Path) -> None:
+    """The copy differs, so that it shows which was read; the index is that of the data's own name and place."""
+    (tmp_path / "node").mkdir()
+    prefix, copy = write(tmp_path, "a", 10), write(tmp_path / "node", "a", 10, first_token=100)
+    built = build_datasets(config(data_path=(prefix,)), 40, 7, 0, locations={prefix: copy})
+    assert tokens_in(built.train) == set(range(100, 108)) and tokens_in(built.valid) == {108}
+    assert (tmp_path / "index-cache").is_dir() and not (tmp_path / "node" / "index-cache").exists()
+
+
+def test_exact_epochs(tmp_path: Path) -> None:
+    """80 tokens a training epoch: three make 239 // 8 = 29 samples, whatever the run takes of them."""
+    prefix = write(tmp_path, "a", 10)
+
+    def build(samples: int, epochs: int | None, **data: Any) -> Datasets:
+        one = ("1", prefix, "1", prefix) if data.pop("blend", False) else (prefix,)
+        split = data.pop("split", "4,6,0")
+        return build_datasets(
+            config(data_path=one, split=split, train_data_exact_num_epochs=epochs, **data), samples, 5, 0
+        )
+
+    short, full = build(1, 3).train, build(29, 3).train
+    assert short is not None and full is not None and len(short) == len(full) == 29
+    assert [short[i].tolist() for i in range(29)] == [full[i].tolist() for i in range(29)]
+    taken = np.concatenate([full[i][:-1] for i in range(29)])
+    assert len(taken) == 232 and (np.bincount(taken, minlength=4) >= 52).all()  # 8 tokens fewer than 60 of each
+    # The same order as that of a run which needs just these samples: its cache is used.
+    plain = build(29, None).train
+    assert plain is not None and plain.description == full.description
+    assert len(build(30, 3, dataloader_type="cyclic").train or ()) == 29
+    with pytest.raises(ConfigError, match=r"gives 29 samples of 8 tokens, and the run takes 30: .*--train-samples 29"):
+        build(30, 3)
+    with pytest.raises(ConfigError, match="is for one data set, 2 are given"):
+        build(5, 3, blend=True)
+
+
+def test_packing(tmp_path: Path) -> None:
+    """Documents of 20 equal tokens in samples of 9: pieces of 9, 9 and 4 (they share a token), never two ids mixed up.
+    The two pieces of 4 that go into a bin leave one token of padding."""
+    prefix = write(tmp_path, "a", 10, first_token=1)
+    built = build_datasets(config(data_path=(prefix,), data_packing="best-fit", split="1"), 40, 0, 0, pad_id=49)
+    assert built.train is not None and len(built.train) >= 40
+    lengths = []
+    for i in range(len(built.train)):
+        sample, pieces = built.train[i], built.train.segments(i)
+        assert pieces is not None and (sample[pieces.sum() :] == 49).all()
+        parts = np.split(sample, np.cumsum(pieces))[:-1]
+        assert all(len(set(part.tolist())) == 1 and 1 <= part[0] <= 10 for part in parts)
+        lengths.append(tuple(pieces.tolist()))
+    assert set(lengths) == {(9,), (4, 4)}
+    other = write(tmp_path, "b", 10, 20)
+    both = build_datasets(config(data_path=("1", prefix, "1", other), data_packing="best-fit"), 9, 3, 1)
+    assert isinstance(both.train, BlendedDataset) and both.train.segments(0) is not None
 
 
 def read_on_a_rank(rank: int, prefix: str) -> list[list[int]]:

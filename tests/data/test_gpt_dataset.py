@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 
 import numpy as np
@@ -125,6 +126,49 @@ def test_cache_names(tmp_path: Path) -> None:
     assert {part: np.load(cache / f"{key}_{part}.npy").dtype for part in parts} == parts
 
 
+@pytest.mark.parametrize("mmap", [True, False])
+def test_where_a_token_stands(tmp_path: Path, mmap: bool) -> None:
+    """Documents of several sequences; the byte that `where` names holds the token, and the document holds the byte."""
+    with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
+        for first in range(0, 90, 10):
+            for sequence in (range(first, first + 3), range(0), range(first + 3, first + 10)):
+                writer.add_sequence(list(sequence))
+            writer.end_document()
+    built = dataset(tmp_path / "x", 20, 8, mmap=mmap)
+    raw = np.fromfile(tmp_path / "x.bin", np.uint16)
+    for index in range(len(built)):
+        for position, token in enumerate(built[index].tolist()):
+            where = re.fullmatch(r"(\S+)\.bin, document (\d+), byte (\d+)", built.where(index, position))
+            assert where is not None and where[1] == str(tmp_path / "x")
+            assert int(where[2]) == token // 10 and raw[int(where[3]) // 2] == token and int(where[3]) % 2 == 0
+    assert built.segments(0) is None
+
+
+def test_a_damaged_index_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "x", [30, 30])
+    built = dataset(tmp_path / "x", 5, 10)
+    sample = int(built._shuffle[2])  # type: ignore[call-overload]
+    for row in ([1, 25], [0, 0], [7, 3], [-3, 0]):
+        rows = np.array(built._rows)
+        rows[sample] = row
+        damaged = dataset(tmp_path / "x", 5, 10)
+        damaged._rows = rows
+        with pytest.raises(DataError, match="x: entry 2 of the cached index .* index-cache beside the data"):
+            damaged[2]
+        damaged.prefetch(2)  # tells nobody
+    built._documents = np.array([0, 99], np.int32)
+    with pytest.raises(DataError, match="cached index"):
+        [built[i] for i in range(5)]
+
+
+def test_damaged_data_are_not_taken_for_a_damaged_index(tmp_path: Path) -> None:
+    write(tmp_path / "x", [30, 30])
+    built = dataset(tmp_path / "x", 5, 10)
+    built._indexed.sizes = np.array([-30, -30], np.int32)
+    with pytest.raises(DataError, match=r"x\.idx: byte \d+: sequence"):
+        built[0]
+
+
 def test_part_of_the_sequences(tmp_path: Path) -> None:
     documents = write(tmp_path / "x", [10, 20, 30, 40])
     built = dataset(tmp_path / "x", 4, 8, bounds=(1, 3), name="valid")
@@ -158,6 +202,10 @@ def test_blend(tmp_path: Path) -> None:
         # errors of (2/3, 1/3): k=0 a; k=1: -1/3, 1/3 b; k=2: 1/3, -1/3 a; then the pattern a, b, a again
         assert [blend[i].tolist() for i in range(12)] == [next(b if i % 3 == 1 else a) for i in range(12)]
     assert len(list(cache.glob("*_index.npy"))) == 2 and len(blend) == 12  # _index and _sample_index
+    assert blend.where(1, 3) == parts[1].where(0, 3) != blend.where(0, 3) == parts[0].where(0, 3)
+    which, sample = blend.locate(np.array([4, 0, 5]))
+    assert which.tolist() == [1, 0, 0] and sample.tolist() == [1, 0, 3]
+    assert blend.segments(3) is None
     with pytest.raises(IndexError):
         blend[12]
 

@@ -1,28 +1,116 @@
-"""The index loops: C++, numpy and a walk over single tokens must agree."""
+"""The index loops: C++, numpy and a literal reading of each definition must agree."""
 
 from __future__ import annotations
 
+import math
+import tracemalloc
+from fractions import Fraction
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron.data import index_helpers
+from megatron.data.index_helpers import OutOfBounds
 from megatron.data.splits import samples_of_part
 
+NEEDS_COMPILED = pytest.mark.skipif(
+    index_helpers.compiled is None, reason="the C++ extension is not built: pip install -e ."
+)
 IMPLEMENTATIONS = [
     pytest.param(None, id="numpy"),
-    pytest.param(
-        index_helpers.compiled,
-        id="compiled",
-        marks=pytest.mark.skipif(
-            index_helpers.compiled is None, reason="the C++ extension is not built: pip install -e ."
-        ),
-    ),
+    pytest.param(index_helpers.compiled, id="compiled", marks=NEEDS_COMPILED),
 ]
+
+
+def call(module: ModuleType | None, function: str, *arguments: Any, **options: Any) -> Any:
+    """A function of index_helpers with one of the two implementations."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index_helpers, "compiled", module)
+        return getattr(index_helpers, function)(*arguments, **options)
+
+
+# shuffle
+
+
+def warmed_up(seed: int, draws: int) -> np.random.RandomState:
+    """A generator in the middle of its words, with half of a pair of normal numbers kept for the next call."""
+    random = np.random.RandomState(seed)
+    random.randint(2**32, size=draws, dtype=np.uint32)
+    random.normal()
+    return random
+
+
+def same_state(one: np.random.RandomState, other: np.random.RandomState) -> bool:
+    first: Any = one.get_state()
+    second: Any = other.get_state()
+    return first[0] == second[0] and (first[1] == second[1]).all() and first[2:] == second[2:]
+
+
+@pytest.mark.parametrize("module", IMPLEMENTATIONS)
+@given(
+    count=st.integers(0, 12).flatmap(lambda k: st.integers(max(0, 2**k - 2), 2**k + 2)) | st.integers(0, 9000),
+    dtype=st.sampled_from([np.int32, np.uint32, np.int64, np.uint64, np.int16, np.float32]),
+    seed=st.integers(0, 2**32 - 1),
+    draws=st.integers(0, 700),
+)
+@example(count=2**16, dtype=np.int32, seed=1, draws=0)
+@example(count=2**17 + 1, dtype=np.int64, seed=1, draws=623)
+def test_shuffle(module: ModuleType | None, count: int, dtype: type, seed: int, draws: int) -> None:
+    expected, found = np.arange(count).astype(dtype), np.arange(count).astype(dtype)
+    ours, theirs = warmed_up(seed, draws), warmed_up(seed, draws)
+    theirs.shuffle(expected)
+    call(module, "shuffle", found, ours)
+    assert found.tobytes() == expected.tobytes() and same_state(ours, theirs)
+
+
+@NEEDS_COMPILED
+@given(count=st.integers(0, 1400), seed=st.integers(0, 2**32 - 1), draws=st.integers(0, 700))
+def test_compiled_shuffle_of_few(count: int, seed: int, draws: int) -> None:
+    """Below the length from which `shuffle` uses it."""
+    assert index_helpers.compiled is not None
+    expected, found = np.arange(count, dtype=np.uint32), np.arange(count, dtype=np.uint32)
+    random = warmed_up(seed, draws)
+    before: Any = random.get_state()
+    random.shuffle(expected)
+    state, position = index_helpers.compiled.shuffle(found, before[1], before[2])
+    after: Any = random.get_state()
+    assert found.tobytes() == expected.tobytes() and (state == after[1]).all() and position == after[2]
+
+
+@NEEDS_COMPILED
+@pytest.mark.parametrize("last", [2**33 - 1, 2**33, 2**32 + 150, 2**32, 2**32 - 1, 2**31 + 3, 2**40 + 77])
+def test_shuffle_draws_for_huge_arrays(last: int) -> None:
+    """From element 2^32 on a draw takes two words. randint of one number draws like shuffle for that place."""
+    assert index_helpers.compiled is not None
+    random = np.random.RandomState(5)
+    before: Any = random.get_state()
+    expected = [random.randint(0, place + 1, dtype=np.int64) for place in range(last, last - 300, -1)]
+    partners, (state, position) = index_helpers.compiled.shuffle_partners(last, 300, before[1], before[2])
+    after: Any = random.get_state()
+    assert partners.tolist() == expected and (state == after[1]).all() and position == after[2]
+
+
+@pytest.mark.parametrize("module", IMPLEMENTATIONS)
+def test_shuffle_of_other_arrays(module: ModuleType | None) -> None:
+    unaligned = np.zeros(4 * 5000 + 2, np.uint8)[2:].view(np.int32)
+    unaligned[:] = np.arange(5000)
+    for array in (np.arange(10000)[::2], unaligned, np.arange(12000).reshape(6000, 2)):
+        expected = array.copy()
+        np.random.RandomState(3).shuffle(expected)
+        call(module, "shuffle", array, np.random.RandomState(3))
+        assert array.tolist() == expected.tolist()
+    frozen = np.arange(5000)
+    frozen.flags.writeable = False
+    with pytest.raises(ValueError, match="writeable|read-only"):
+        call(module, "shuffle", frozen, np.random.RandomState(3))
+
+
+# sample index
 
 
 def walk(sizes: list[int], document_index: list[int], seq_length: int, num_samples: int) -> list[tuple[int, int]]:
@@ -31,64 +119,78 @@ def walk(sizes: list[int], document_index: list[int], seq_length: int, num_sampl
     return [(0, 0)] + [places[i * seq_length] for i in range(1, num_samples + 1)]
 
 
+def build_samples(
+    module: ModuleType | None, sizes: list[int], documents: list[int], seq_length: int, num_samples: int, **options: int
+) -> npt.NDArray[Any]:
+    arrays = np.array(sizes, np.int32), np.array(documents, np.int32)
+    result: npt.NDArray[Any] = call(module, "build_sample_index", *arrays, seq_length, num_samples, **options)
+    return result
+
+
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)
-@given(data=st.data())
-def test_sample_index(module: ModuleType | None, data: st.DataObject) -> None:
+@given(data=st.data(), block=st.integers(1, 5))
+def test_sample_index(module: ModuleType | None, data: st.DataObject, block: int) -> None:
     sizes = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=8))
-    documents = data.draw(st.lists(st.integers(0, len(sizes) - 1), min_size=1, max_size=12))
+    documents = data.draw(st.lists(st.integers(0, len(sizes) - 1), min_size=1, max_size=200))
     seq_length = data.draw(st.integers(1, 7))
     tokens = sum(sizes[d] for d in documents)
     num_samples = data.draw(st.integers(0, max(0, (tokens - 1) // seq_length)))
-    rows = build_samples(module, sizes, documents, seq_length, num_samples)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index_helpers, "_BLOCK", block)  # of the numpy loop, which would otherwise take all at once
+        rows = build_samples(module, sizes, documents, seq_length, num_samples)
     assert rows.dtype == np.int32 and rows.shape == (num_samples + 1, 2)
     assert [tuple(row) for row in rows.tolist()] == walk(sizes, documents, seq_length, num_samples)
 
 
-def build_samples(
-    module: ModuleType | None, sizes: list[int], documents: list[int], seq_length: int, num_samples: int
-) -> npt.NDArray[np.int32]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index_helpers, "compiled", module)
-        return index_helpers.build_sample_index(
-            np.array(sizes, np.int32), np.array(documents, np.int32), seq_length, num_samples
-        )
+@pytest.mark.parametrize("module", IMPLEMENTATIONS)
+def test_sample_index_of_more_documents_than_int32(module: ModuleType | None) -> None:
+    sizes, documents = [3, 0, 4], [2, 1, 0, 2]
+    narrow = build_samples(module, sizes, documents, 2, 5, int32_limit=4)
+    wide = build_samples(module, sizes, documents, 2, 5, int32_limit=3)
+    assert narrow.dtype == np.int32 and wide.dtype == np.int64 and narrow.tolist() == wide.tolist()
+    assert [tuple(row) for row in wide.tolist()] == walk(sizes, documents, 2, 5)
 
 
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)
 def test_sample_index_refuses_too_few_tokens(module: ModuleType | None) -> None:
     assert build_samples(module, [5], [0], 4, 1).tolist() == [[0, 0], [0, 4]]
-    with pytest.raises(ValueError, match="too few tokens"):
-        build_samples(module, [5], [0], 5, 1)
+    for documents, seq_length in (([0], 5), ([], 1)):
+        with pytest.raises(ValueError, match="too few tokens"):
+            build_samples(module, [5], documents, seq_length, 1)
 
 
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)
-def test_sample_index_of_unaligned_sizes(module: ModuleType | None) -> None:
-    raw = np.zeros(2 + 8, np.uint8)
-    sizes = raw[2:].view(np.int32)
-    sizes[:] = [3, 4]
-    rows = build_samples(module, sizes, [1, 0], 2, 3)  # type: ignore[arg-type]
-    assert rows.tolist() == [[0, 0], [0, 2], [1, 0], [1, 2]]
+def test_sample_index_copies_no_sizes(module: ModuleType | None) -> None:
+    """Those of an .idx file are unaligned; 4 MB of them, of which nothing is to be copied."""
+    count = 1_000_000
+    sizes = np.zeros(2 + 4 * count, np.uint8)[2:].view(np.int32)
+    sizes[:] = 7
+    documents = np.array([5, count - 1, 3], np.int32)
+    tracemalloc.start()
+    rows = call(module, "build_sample_index", sizes, documents, 5, 4)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert rows.tolist() == [[0, 0], [0, 5], [1, 3], [2, 1], [2, 6]]
+    assert peak < 100_000
 
 
-@pytest.mark.skipif(index_helpers.compiled is None, reason="the C++ extension is not built: pip install -e .")
-def test_compiled_int64_and_bad_documents() -> None:
-    compiled = index_helpers.compiled
-    assert compiled is not None
-    sizes, documents = np.array([3, 4], np.int32), np.array([1, 0], np.int32)
-    rows = compiled.build_sample_index_int64(sizes, documents, 2, 3)
-    assert rows.dtype == np.int64 and rows.tolist() == [[0, 0], [0, 2], [1, 0], [1, 2]]
-    with pytest.raises(ValueError, match="sizes does not have"):
-        compiled.build_sample_index_int64(sizes, np.array([2], np.int32), 2, 3)
+@NEEDS_COMPILED
+def test_compiled_refuses_unknown_documents() -> None:
+    for document in (2, -1):
+        with pytest.raises(ValueError, match="sizes does not have"):
+            build_samples(index_helpers.compiled, [3, 4], [0, document], 2, 3)
+
+
+# blend
 
 
 def build_blend(module: ModuleType | None, weights: list[float], size: int) -> tuple[npt.NDArray, npt.NDArray]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index_helpers, "compiled", module)
-        return index_helpers.build_blend_index(np.array(weights) / np.sum(weights), size)
+    which, sample = call(module, "build_blend_index", np.array(weights) / np.sum(weights), size)
+    return which, sample
 
 
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)
-@given(weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=8), size=st.integers(0, 300))
+@given(weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=40), size=st.integers(0, 300))
 def test_blend_index(module: ModuleType | None, weights: list[float], size: int) -> None:
     which, sample = build_blend(module, weights, size)
     assert which.dtype == np.uint8 and sample.dtype == np.int64
@@ -103,6 +205,39 @@ def test_blend_index(module: ModuleType | None, weights: list[float], size: int)
         assert count <= samples_of_part(size, share)
 
 
+@NEEDS_COMPILED
+@given(
+    weights=st.lists(st.sampled_from([0.5, 1.0, 1.0, 2.0, 3.7]) | st.floats(1e-4, 10), min_size=2, max_size=300),
+    size=st.integers(0, 3000),
+)
+def test_every_prefix_of_a_blend_keeps_the_proportions(weights: list[float], size: int) -> None:
+    """The bounds that the docstring derives, with exact fractions, for every prefix."""
+    which, sample = build_blend(index_helpers.compiled, weights, size)
+    shares = np.array(weights) / np.sum(weights)
+    taken = np.zeros((size + 1, len(shares)), np.int64)
+    for i in range(len(shares)):
+        np.cumsum(which == i, out=taken[1:, i])
+        assert (sample[which == i] == np.arange(taken[-1, i])).all()
+    ahead = taken - shares * np.arange(size + 1)[:, None]
+    rounding = 1e-9
+    assert (ahead <= 1 - shares + rounding).all()
+    assert ahead.min() >= -float(sum(Fraction(1, i) for i in range(1, len(shares)))) - rounding
+    for share, count in zip(shares.tolist(), taken[-1].tolist(), strict=True):
+        assert count <= math.ceil(size * share + rounding) and count <= samples_of_part(size, share)
+
+
+@NEEDS_COMPILED
+@pytest.mark.parametrize("count", [1, 7, 8, 15, 16, 17, 24, 25, 31, 255, 256, 400])
+def test_blend_of_many(count: int) -> None:
+    """Equal weights and random ones: all the ways in which the compiled loop is cut into vectors."""
+    for weights in ([1.0] * count, np.random.RandomState(count).gamma(0.5, size=count).clip(1e-3).tolist()):
+        which, sample = build_blend(index_helpers.compiled, weights, 3 * count)
+        expected_which, expected_sample = build_blend(None, weights, 3 * count)
+        assert which.dtype == expected_which.dtype == (np.uint8 if count <= 255 else np.int32)
+        assert which.tobytes() == expected_which.tobytes() and sample.tobytes() == expected_sample.tobytes()
+    assert sorted(build_blend(index_helpers.compiled, [1.0] * count, count)[0].tolist()) == list(range(count))
+
+
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)
 def test_blend_index_by_hand(module: ModuleType | None) -> None:
     # weights 1/2 1/4 1/4; errors for k=0: .5 .25 .25 -> 0; 1: -.5 .25 .25 -> 1; 2: 0 -.5 .5 -> 2; 3: .5 -.25 -.25 -> 0
@@ -110,7 +245,130 @@ def test_blend_index_by_hand(module: ModuleType | None) -> None:
     assert which.tolist() == [0, 1, 2, 0] and sample.tolist() == [0, 0, 0, 1]
 
 
+# gather
+
+
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)
-def test_blend_of_many(module: ModuleType | None) -> None:
-    which, sample = build_blend(module, [1.0] * 300, 300)
-    assert which.dtype == np.int32 and sorted(which.tolist()) == list(range(300)) and not sample.any()
+@pytest.mark.parametrize("code", sorted(index_helpers.TOKEN_TYPES))
+@given(runs=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 12)), max_size=9), seed=st.integers(0, 99))
+def test_gather(module: ModuleType | None, code: int, runs: list[tuple[int, int]], seed: int) -> None:
+    kind = {1: "B", 2: "b", 3: "<h", 4: "<i", 5: "<q", 8: "<H"}[code]  # the letters of Python's struct
+    data = np.frombuffer(np.random.RandomState(seed).bytes(90 + 12 * 8), np.uint8)
+    expected: list[int] = []
+    for start, length in runs:
+        size = np.dtype(kind).itemsize
+        parts = [data[start + size * i : start + size * (i + 1)].tobytes() for i in range(length)]
+        expected += [int.from_bytes(part, "little", signed=kind[-1].islower()) for part in parts]
+    starts, lengths = (np.array([run[i] for run in runs], np.int64) for i in (0, 1))
+    out = np.zeros(len(expected), np.int64)
+    assert call(module, "gather_tokens", data, code, starts, lengths, out) is None
+    assert out.tolist() == expected
+
+
+@pytest.mark.parametrize("module", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("run", "fits"),
+    [
+        ((16, 1), True), ((17, 1), False), ((20, 0), True), ((21, 0), False), ((-1, 0), False), ((0, 6), False),
+        ((0, 5), True), ((0, -1), False), ((2**62, 2**62), False), ((4, 2**62), False), ((-(2**63), 1), False),
+    ],
+)  # fmt: skip
+def test_gather_stays_within_the_bytes(module: ModuleType | None, run: tuple[int, int], fits: bool) -> None:
+    data, out = np.arange(20, dtype=np.uint8), np.full(2 + max(0, min(run[1], 5)), -7, np.int64)
+    arguments = data, 4, np.array([0, run[0]]), np.array([2, run[1]]), out
+    if fits:
+        call(module, "gather_tokens", *arguments)
+        assert -7 not in out
+        return
+    with pytest.raises(OutOfBounds, match=rf"{run[1]} tokens from byte {run[0]} \(run 1\) are not within the 20") as e:
+        call(module, "gather_tokens", *arguments)
+    assert (e.value.run, e.value.byte) == (1, run[0]) and (out == -7).all()
+
+
+@pytest.mark.parametrize("module", IMPLEMENTATIONS)
+def test_gather_refuses(module: ModuleType | None) -> None:
+    data, one, out = np.zeros(8, np.uint8), np.array([1]), np.full(2, -7, np.int64)
+    for starts, lengths, code, message in (
+        (one, np.array([3]), 1, "another size"),
+        (one, np.array([1, 1]), 1, "one length for each"),
+        (one, np.array([2]), 6, "integer type"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(module, "gather_tokens", data, code, starts, lengths, out)
+    assert (out == -7).all()
+
+
+# packing
+
+
+def pack_by_the_rule(lengths: list[int], capacity: int) -> list[int]:
+    """Best fit, decreasing, as it is said: look at every bin for every piece."""
+    room: list[int] = []
+    since: list[int] = []  # when the bin came to have the room it has
+    bins = [0] * len(lengths)
+    for time, piece in enumerate(sorted(range(len(lengths)), key=lambda p: (-lengths[p], p))):
+        fitting = [b for b in range(len(room)) if room[b] >= lengths[piece]]
+        if fitting:
+            chosen = min(fitting, key=lambda b: (room[b], -since[b]))
+        else:
+            chosen = len(room)
+            room.append(capacity)
+            since.append(time)
+        room[chosen] -= lengths[piece]
+        since[chosen] = time
+        bins[piece] = chosen
+    return bins
+
+
+@pytest.mark.parametrize("module", IMPLEMENTATIONS)
+@given(data=st.data(), capacity=st.sampled_from([1, 2, 3, 10, 63, 64, 65, 300, 5000]), wide=st.booleans())
+def test_best_fit(module: ModuleType | None, data: st.DataObject, capacity: int, wide: bool) -> None:
+    length = st.integers(1, capacity) | st.integers(1, max(1, capacity // 4))
+    lengths = data.draw(st.lists(length, max_size=120))
+    array = np.array(lengths, data.draw(st.sampled_from([np.int32, np.int64])))
+    limit = max(0, len(lengths) - 1) if wide and lengths else len(lengths)
+    bins, num_bins = call(module, "best_fit_pack", array, capacity, int32_limit=limit)
+    assert bins.dtype == (np.int64 if limit < len(lengths) else np.int32)
+    assert bins.tolist() == pack_by_the_rule(lengths, capacity)
+    filled = np.bincount(bins, weights=lengths, minlength=num_bins)
+    assert len(filled) == num_bins and (filled <= capacity).all() and (filled > 0).all()
+    starts, order = call(module, "group_by_bin", bins, num_bins)
+    assert starts.dtype == np.int64 and order.dtype == bins.dtype and starts[-1] == len(lengths)
+    for b in range(num_bins):
+        assert order[starts[b] : starts[b + 1]].tolist() == [p for p in range(len(lengths)) if bins[p] == b]
+
+
+@NEEDS_COMPILED
+@pytest.mark.parametrize("capacity", [100, 200, 1000, 5000, 300_000])
+def test_best_fit_of_many(capacity: int) -> None:
+    """Rooms over many words of the bitmap, which come and go, against the numpy path."""
+    random = np.random.RandomState(capacity)
+    for lengths in (
+        random.randint(1, capacity + 1, 3000),
+        np.minimum(capacity, random.geometric(5 / capacity, 3000)),
+        random.choice([1, capacity // 7, capacity // 3, capacity // 2 + 1, capacity - 1], 3000),
+    ):
+        bins, num_bins = call(index_helpers.compiled, "best_fit_pack", lengths, capacity)
+        expected, expected_bins = call(None, "best_fit_pack", lengths, capacity)
+        assert bins.tobytes() == expected.tobytes() and num_bins == expected_bins
+
+
+@NEEDS_COMPILED
+def test_best_fit_of_a_level_of_bitmaps() -> None:
+    """Rooms that are far apart, so that they are found through the upper levels: 5,000 words of 64 bits."""
+    capacity = 64 * 5000
+    lengths = [capacity - 1, 2 * capacity // 3, capacity // 2, capacity // 3, 5, 1, 1]
+    bins, _ = call(index_helpers.compiled, "best_fit_pack", np.array(lengths), capacity)
+    assert bins.tolist() == pack_by_the_rule(lengths, capacity) == [0, 1, 2, 1, 2, 1, 0]
+
+
+@pytest.mark.parametrize("module", IMPLEMENTATIONS)
+def test_packing_refuses(module: ModuleType | None) -> None:
+    for lengths, message in (([3, 0], "piece 1 has 0 tokens"), ([6], "piece 0 has 6 tokens, which is not within 1..5")):
+        with pytest.raises(ValueError, match=message):
+            call(module, "best_fit_pack", np.array(lengths), 5)
+    with pytest.raises(ValueError, match="bins of 0 tokens"):
+        call(module, "best_fit_pack", np.array([1]), 0)
+    for bins in ([0, 2], [-1, 0]):
+        with pytest.raises(ValueError, match="not below num_bins"):
+            call(module, "group_by_bin", np.array(bins, np.int32), 2)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -10,30 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.data import indexed_dataset
 from megatron.data.indexed_dataset import IndexedDataset, token_dtype
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import DataError
+from tests.data.struct_format import packed
 
 DOCUMENTS = [[[5, 6, 7], [8]], [[65535]], [[], [1, 2]]]  # documents of sequences of tokens
-FORMATS = {"<u2": (8, "H", 2), "<i4": (4, "i", 4), "<i8": (5, "q", 8), "u1": (1, "B", 1)}
-
-
-def packed(documents: list[list[list[int]]], dtype: str) -> tuple[bytes, bytes]:
-    """(.bin, .idx) from the layout in the format's description, without numpy."""
-    code, letter, itemsize = FORMATS[dtype]
-    sequences = [sequence for document in documents for sequence in document]
-    data = b"".join(struct.pack("<" + letter, token) for sequence in sequences for token in sequence)
-    index = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + struct.pack("<B", code)
-    starts = [0]
-    for document in documents:
-        starts.append(starts[-1] + len(document))
-    index += struct.pack("<Q", len(sequences)) + struct.pack("<Q", len(starts))
-    index += b"".join(struct.pack("<i", len(sequence)) for sequence in sequences)
-    offset = 0
-    for sequence in sequences:
-        index += struct.pack("<q", offset)
-        offset += len(sequence) * itemsize
-    return data, index + b"".join(struct.pack("<q", start) for start in starts)
 
 
 def write(prefix: Path, documents: list[list[list[int]]], dtype: str) -> None:
@@ -107,7 +93,8 @@ def test_dtype_follows_vocabulary() -> None:
         (lambda d, i: (d, i[:9] + struct.pack("<Q", 2) + i[17:]), "format version 2"),
         (lambda d, i: (d, i[:17] + b"\x09" + i[18:]), "type code 9"),
         (lambda d, i: (d, i[:-8]), r"a\.idx: 126 bytes.*needs 134"),
-        (lambda d, i: (d, i[:-8] + struct.pack("<q", 4)), "do not run from 0 to 5"),
+        (lambda d, i: (d, i[:26] + struct.pack("<Q", 0) + i[34:-40]), "no document boundaries"),
+        (lambda d, i: (d, i[:-8] + struct.pack("<q", 4)), "run from 0 to 4, not from 0 to 5"),
         (lambda d, i: (d[:-2], i), r"a\.bin: 12 bytes, but .*a\.idx describes 14: the file is truncated"),
         (lambda d, i: (d + b"\0\0", i), r"a\.bin: 16 bytes, but .*a\.idx describes 14: the file belongs to another"),
     ],
@@ -122,32 +109,277 @@ def test_damaged_files(tmp_path: Path, damage, message: str) -> None:
         IndexedDataset(tmp_path / "a")
 
 
-def test_bin_truncated_while_open(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mmap", [True, False])
+def test_bin_truncated_while_open(tmp_path: Path, mmap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(indexed_dataset, "_CHECK_INTERVAL_S", 0.0)
     write(tmp_path / "a", [[[1, 2, 3, 4]]], "<u2")
-    indexed = IndexedDataset(tmp_path / "a", mmap=False)
+    indexed = IndexedDataset(tmp_path / "a", mmap=mmap)
+    out = np.zeros(4, np.int64)
+    indexed.gather([0], [0], [4], out)
+    assert out.tolist() == [1, 2, 3, 4]
     with open(tmp_path / "a.bin", "r+b") as file:
         file.truncate(4)
-    assert indexed.read(0, 0, 2).tolist() == [1, 2]
-    with pytest.raises(DataError, match="ends at byte 4"):
+    message = r"a\.bin: ends at byte 4, it had 8: it was truncated after it was opened"
+    with pytest.raises(DataError, match=message):
         indexed.read(0)
+    with pytest.raises(DataError, match=message):
+        indexed.gather([0], [0], [4], out)
+    indexed.prefetch([0], [0], [4])
+    if not mmap:  # a map is not looked at at all after that
+        assert indexed.read(0, 0, 2).tolist() == [1, 2]
 
 
-def write_too_large(prefix: Path) -> None:
-    with IndexedDatasetWriter(prefix, "<u2") as writer:
-        writer.add_document([2])
-        writer.add_document([65536])
+def test_location(tmp_path: Path) -> None:
+    """A staged copy is read, and errors name it, but the data keeps its name."""
+    (tmp_path / "staged").mkdir()
+    write(tmp_path / "staged" / "copy", [[[1, 2]]], "<u2")
+    indexed = IndexedDataset("data/corpus", location=tmp_path / "staged" / "copy")
+    assert indexed.prefix == "data/corpus" and indexed.location == str(tmp_path / "staged" / "copy")
+    assert indexed[0].tolist() == [1, 2]
+    (tmp_path / "staged" / "copy.bin").write_bytes(b"123")
+    with pytest.raises(DataError, match=r"staged/copy\.bin: 3 bytes, but .*copy\.idx describes 4"):
+        IndexedDataset("data/corpus", location=tmp_path / "staged" / "copy")
 
 
-def test_failed_write_leaves_old_files(tmp_path: Path) -> None:
+@st.composite
+def pieces(draw: st.DrawFn) -> tuple[list[list[int]], list[tuple[int, int, int]]]:
+    """Sequences, and pieces of them as (sequence, offset, length)."""
+    sequences = draw(st.lists(st.lists(st.integers(0, 255), max_size=9), min_size=1, max_size=8))
+    chosen = []
+    for sequence in draw(st.lists(st.integers(0, len(sequences) - 1), max_size=12)):
+        offset = draw(st.integers(0, len(sequences[sequence])))
+        chosen.append((sequence, offset, draw(st.integers(0, len(sequences[sequence]) - offset))))
+    return sequences, chosen
+
+
+@given(
+    case=pieces(),
+    dtype=st.sampled_from(["u1", "<i2", "<i4", "<i8", "<u2"]),
+    mmap=st.booleans(),
+    gap=st.sampled_from([0, 3, 1 << 16]),
+    few=st.sampled_from([0, 100]),
+)
+def test_gather(tmp_path_factory: pytest.TempPathFactory, case, dtype: str, mmap: bool, gap: int, few: int) -> None:
+    """Against slices of lists, for any order of pieces, overlapping ones included."""
+    sequences, chosen = case
+    prefix = tmp_path_factory.mktemp("gather") / "x"
+    write(prefix, [sequences], dtype)
+    indexed = IndexedDataset(prefix, mmap=mmap)
+    expected = [token for s, offset, length in chosen for token in sequences[s][offset : offset + length]]
+    out = np.full(len(expected), -1, np.int64)
+    columns = np.array(chosen, np.int64).reshape(-1, 3).T
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(indexed_dataset, "_GAP_BYTES", gap)
+        patch.setattr(indexed_dataset, "_FEW_PIECES", few)
+        indexed.gather(columns[0].astype(np.int32), columns[1], columns[2], out)
+        indexed.prefetch(*columns)
+    assert out.tolist() == expected
+
+
+def test_gather_reads_neighbours_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "a", [[list(range(i * 100, i * 100 + 100)) for i in range(20)]], "<i4")
+    indexed = IndexedDataset(tmp_path / "a", mmap=False)
+    reads: list[tuple[int, int]] = []
+    preadv = os.preadv
+
+    def counted(descriptor: int, buffers: list[memoryview], position: int) -> int:
+        reads.append((position, sum(map(len, buffers))))
+        return preadv(descriptor, [buffers[0][:1000]], position)  # short reads go on
+
+    monkeypatch.setattr(os, "preadv", counted)
+    monkeypatch.setattr(indexed_dataset, "_GAP_BYTES", 760)
+    out = np.empty(30, np.int64)
+    # 3 follows 2, a gap of 190 tokens before 5 is read over, 15 is too far; the order is the caller's.
+    indexed.gather([5, 15, 3, 2], [0, 50, 0, 95], [10, 5, 10, 5], out)
+    expected = [*range(500, 510), *range(1550, 1555), *range(300, 310), *range(295, 300)]
+    assert out.tolist() == expected
+    starts = [position for position, _ in reads if position in (295 * 4, 1550 * 4)]
+    assert starts == [295 * 4, 1550 * 4]
+    assert reads[0] == (295 * 4, (510 - 295) * 4) and reads[-1] == (1550 * 4, 20)
+
+
+@pytest.mark.parametrize("few", [0, 100])
+@pytest.mark.parametrize("mmap", [True, False])
+@pytest.mark.parametrize(
+    ("sequence", "offset", "length"), [(4, 0, 0), (-1, 0, 1), (0, 2, 2), (0, -1, 1), (0, 0, -1), (0, 1, 2**62)]
+)
+def test_gather_outside(
+    tmp_path: Path, mmap: bool, sequence: int, offset: int, length: int, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexed_dataset, "_FEW_PIECES", few)
+    write(tmp_path / "a", [[[1, 2, 3]], [[4]], [[5]], [[6]]], "<i4")
+    indexed = IndexedDataset(tmp_path / "a", mmap=mmap)
+    with pytest.raises(IndexError, match=f"{sequence}"):
+        indexed.gather([1, sequence], [0, offset], [1, length], np.empty(max(1 + length, 0) % 8, np.int64))
+    indexed.prefetch([1, sequence], [0, offset], [1, length])
+
+
+def test_gather_refuses_floats(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "a", "<f4") as writer:
+        writer.add_document(np.array([0.5], np.float32))
+    assert IndexedDataset(tmp_path / "a")[0].tolist() == [0.5]
+    with pytest.raises(DataError, match=r"a\.idx: tokens of type float32, and a model reads whole numbers"):
+        IndexedDataset(tmp_path / "a").gather([0], [0], [1], np.empty(1, np.int64))
+
+
+SIZES_AT, POINTERS_AT = 34, 34 + 4 * 4
+
+
+@pytest.mark.parametrize("few", [0, 100])
+@pytest.mark.parametrize("mmap", [True, False])
+@pytest.mark.parametrize(
+    ("at", "value", "damaged"),
+    [
+        (SIZES_AT + 4, struct.pack("<i", -2), {1}),
+        (SIZES_AT + 4, struct.pack("<i", 3), {1}),
+        (SIZES_AT + 4, struct.pack("<i", 2**31 - 1), {1}),
+        (POINTERS_AT + 8, struct.pack("<q", -2), {0, 1}),
+        (POINTERS_AT + 8, struct.pack("<q", 7), {0, 1}),
+        (POINTERS_AT + 8, struct.pack("<q", 2**62), {0, 1}),
+        (POINTERS_AT + 16, struct.pack("<q", -(2**63)), {1, 2}),
+        (POINTERS_AT + 16, struct.pack("<q", 2**63 - 1), {1, 2}),
+    ],
+)
+def test_damaged_entries(
+    tmp_path: Path, at: int, value: bytes, damaged: set[int], mmap: bool, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What opening cannot see is found where it is read, and names file and byte; what is not damaged is read."""
+    monkeypatch.setattr(indexed_dataset, "_FEW_PIECES", few)
+    sequences = [[1, 2, 3], [4, 5], [6], [7]]
+    data, index = packed([sequences], "<u2")
+    (tmp_path / "a.bin").write_bytes(data)
+    (tmp_path / "a.idx").write_bytes(index[:at] + value + index[at + len(value) :])
+    indexed = IndexedDataset(tmp_path / "a", mmap=mmap)
+    for sequence, tokens in enumerate(sequences):
+        out = np.zeros(len(tokens), np.int64)
+        if sequence in damaged:
+            message = (
+                rf"a\.idx: byte {SIZES_AT + 4 * sequence}: sequence {sequence} .*byte {POINTERS_AT + 8 * sequence}:"
+            )
+            with pytest.raises(DataError, match=message):
+                indexed.read(sequence)
+            with pytest.raises(DataError, match=message):
+                indexed.gather([sequence], [0], [len(tokens)], out)
+        else:
+            assert indexed[sequence].tolist() == tokens
+            indexed.gather([sequence], [0], [len(tokens)], out)
+            assert out.tolist() == tokens
+
+
+@given(
+    documents=st.lists(st.lists(st.lists(st.integers(0, 65535), max_size=5), max_size=3), min_size=1, max_size=5),
+    place=st.floats(0, 1, exclude_max=True),
+    new=st.integers(0, 255),
+    cut=st.booleans(),
+    mmap=st.booleans(),
+    few=st.sampled_from([0, 100]),
+)
+def test_damage_is_seen_or_harmless(
+    tmp_path_factory: pytest.TempPathFactory, documents, place: float, new: int, cut: bool, mmap: bool, few: int
+) -> None:
+    """Any byte of the index changed or everything after it cut off: DataError, or the tokens as they were. The type has
+    no second record in the files, and neither has where documents start; the type is left alone here."""
+    data, index = packed(documents, "<u2")
+    at = int(place * len(index))
+    if at == 17 and not cut:
+        at = 18
+    damaged = index[:at] if cut else index[:at] + bytes([new]) + index[at + 1 :]
+    folder = tmp_path_factory.mktemp("damage")
+    (folder / "a.bin").write_bytes(data)
+    (folder / "a.idx").write_bytes(damaged)
+    sequences = [sequence for document in documents for sequence in document]
+    try:
+        indexed = IndexedDataset(folder / "a", mmap=mmap)
+        assert len(indexed) == len(sequences)
+        assert [indexed[i].tolist() for i in range(len(indexed))] == sequences
+        lengths = [len(sequence) for sequence in sequences]
+        out = np.empty(sum(lengths), np.int64)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(indexed_dataset, "_FEW_PIECES", few)
+            indexed.gather(range(len(lengths)), [0] * len(lengths), lengths, out)
+        assert out.tolist() == [token for sequence in sequences for token in sequence]
+        assert indexed.num_tokens == len(out)
+    except DataError as error:
+        assert "a.idx" in str(error) or "a.bin" in str(error)
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_pointers_beyond_32_bits(tmp_path: Path, mmap: bool) -> None:
+    """A .bin of 6 GB that is a hole but for a few tokens, with pointers above 2^31 and 2^32."""
+    sizes = [2**30 + 5, 2**29, 3, 2**31 - 2**29 - 100, 2]
+    starts = np.concatenate([[0], np.cumsum(np.array(sizes, np.int64) * 2)]).tolist()
+    assert starts[1] > 2**31 and starts[4] > 2**32
+    with open(tmp_path / "a.bin", "wb") as file:
+        for start, tokens in ((0, [1]), (starts[1] - 4, [2, 3]), (starts[2], [4, 5, 6]), (starts[4], [7, 8])):
+            file.seek(start)
+            file.write(struct.pack(f"<{len(tokens)}H", *tokens))
+    (tmp_path / "a.idx").write_bytes(
+        struct.pack("<9sQBQQ5i5q2q", b"MMIDIDX\x00\x00", 1, 8, 5, 2, *sizes, *starts[:-1], 0, 5)
+    )
+    indexed = IndexedDataset(tmp_path / "a", mmap=mmap)
+    assert indexed.num_tokens == sum(sizes)
+    assert indexed[2].tolist() == [4, 5, 6] and indexed[4].tolist() == [7, 8]
+    assert indexed.read(0, sizes[0] - 2).tolist() == [2, 3]
+    out = np.empty(7, np.int64)
+    indexed.gather([4, 0, 2, 0], [0, sizes[0] - 2, 1, 0], [2, 2, 2, 1], out)
+    assert out.tolist() == [7, 8, 2, 3, 5, 6, 1]
+    indexed.prefetch([4, 0], [0, sizes[0] - 2], [2, 2])
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_opening_reads_no_more_of_a_large_index(tmp_path: Path, mmap: bool) -> None:
+    """100 million empty documents, a hole of 2 GB with its ends written: few of its pages are touched."""
+    count = 100_000_000
+    with open(tmp_path / "a.idx", "wb") as file:
+        file.write(struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, count, count + 1))
+        file.seek(34 + 12 * count + 8 * count)
+        file.write(struct.pack("<q", count))
+    (tmp_path / "a.bin").touch()
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    indexed = IndexedDataset(tmp_path / "a", mmap=mmap)
+    assert (len(indexed), indexed.num_documents, indexed.num_tokens) == (count, count, 0)
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    assert after.ru_minflt + after.ru_majflt - before.ru_minflt - before.ru_majflt < 2000
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_threads_share_a_reader(tmp_path: Path, mmap: bool) -> None:
+    documents = [[[d] * (d % 7)] for d in range(500)]
+    write(tmp_path / "a", documents, "<u2")
+    indexed = IndexedDataset(tmp_path / "a", mmap=mmap)
+
+    def read(seed: int) -> bool:
+        chosen = np.random.RandomState(seed).randint(500, size=200)
+        lengths = chosen % 7
+        out = np.empty(int(lengths.sum()), np.int64)
+        indexed.gather(chosen, np.zeros(200, np.int64), lengths, out)
+        return np.array_equal(out, np.repeat(chosen, lengths))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(read, range(64)))
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_nothing_in_it(tmp_path: Path, mmap: bool) -> None:
+    for name, documents in (("none", []), ("empty_documents", [[], []]), ("empty_sequences", [[[]], [[], []]])):
+        write(tmp_path / name, documents, "<i4")
+        indexed = IndexedDataset(tmp_path / name, mmap=mmap)
+        assert indexed.num_tokens == 0 and indexed.num_documents == len(documents)
+        assert len(indexed) == sum(map(len, documents))
+        indexed.gather([], [], [], np.empty(0, np.int64))
+        indexed.prefetch([], [], [])
+
+
+def test_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "a", [[[1]]], "<u2")
-    with pytest.raises(DataError, match=r"ids 65536\.\.65536 do not fit into uint16"):
-        write_too_large(tmp_path / "a")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.bin", "a.idx"]
-    assert IndexedDataset(tmp_path / "a")[0].tolist() == [1]
 
+    def refused(*arguments: object) -> int:
+        raise OSError(5, "Input/output error", str(tmp_path / "a.bin"))
 
-def test_writer_refuses() -> None:
-    with pytest.raises(DataError, match="cannot be written"):
-        IndexedDatasetWriter("/dev/null/x", "<u2")
-    with pytest.raises(DataError, match="tokens of type uint64"):
-        IndexedDatasetWriter("x", "<u8")
+    indexed = IndexedDataset(tmp_path / "a", mmap=False)
+    monkeypatch.setattr(os, "preadv", refused)
+    with pytest.raises(DataError, match=r"a\.bin: byte 0: cannot be read: Input/output error"):
+        indexed.read(0)
+    monkeypatch.setattr(os, "open", refused)
+    with pytest.raises(DataError, match=r"a\.bin: cannot be read: Input/output error"):
+        IndexedDataset(tmp_path / "a")

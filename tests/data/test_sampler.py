@@ -1,49 +1,128 @@
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Future
+
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.data import sampler
 from megatron.data.batch import MicroBatch
 from megatron.data.gpt_dataset import MockDataset
-from megatron.data.sampler import CyclicSampler, MicroBatchStream, SequentialSampler, build_sampler
+from megatron.data.permutation import permute
+from megatron.data.sampler import CyclicOrder, MicroBatchStream, SampleOrder, SequentialOrder, sample_order
 from megatron.errors import ConfigError, DataError
+from megatron.training.micro_batches import BatchSchedule
 
 
 class Counting:
-    """Sample i is [i, i + 1, i + 2]."""
+    """Sample i is [i, i + 1, i + 2]; remembers what was prefetched."""
 
     def __init__(self, length: int) -> None:
         self.length = length
+        self.prefetched: list[int] = []
 
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, index: int, /) -> np.ndarray:
+    def __getitem__(self, index: int, /) -> npt.NDArray[np.int64]:
         if not 0 <= index < self.length:
             raise IndexError(index)
         return np.arange(index, index + 3, dtype=np.int64)
+
+    def segments(self, index: int, /) -> npt.NDArray[np.int64] | None:
+        return None
+
+    def where(self, index: int, token: int = 0, /) -> str:
+        return f"numbers.bin, document {index}, byte {8 * token}"
+
+    def prefetch(self, index: int, /) -> None:
+        self.prefetched.append(index)
+
+
+class Packed(Counting):
+    """Sample i has two pieces, of 1 and 2 tokens."""
+
+    def segments(self, index: int, /) -> npt.NDArray[np.int64] | None:
+        return np.array([1, 2], np.int64)
 
 
 def samples(batches: list[MicroBatch]) -> list[int]:
     return [int(token) for batch in batches for token in batch.tokens[:, 0]]
 
 
-def test_single_by_hand() -> None:
-    assert SequentialSampler(100, 2, 1, 3).indices(12).tolist() == [14, 15]
+def in_order(taken: list[list[MicroBatch]]) -> list[int]:
+    """The samples that all ranks took, in the order of consumption."""
+    batches = sorted((batch for rank in taken for batch in rank), key=lambda batch: batch.first_sample)
+    return samples(batches)
+
+
+def expected_order(kind: str, total: int, number: int) -> list[int]:
+    """The first samples of the global order, epoch by epoch."""
+    if kind == "single":
+        return list(range(number))
+    epochs = -(-number // total)
+    order = [permute(np.arange(total), total, epoch).tolist() for epoch in range(epochs)]
+    return [sample for epoch in order for sample in epoch][:number]
 
 
 @given(mbs=st.integers(1, 4), dp=st.integers(1, 4), steps=st.integers(1, 5), start=st.integers(0, 20))
 def test_ranks_share_every_chunk(mbs: int, dp: int, steps: int, start: int) -> None:
     streams = [MicroBatchStream(Counting(1000), mbs, rank, dp, start) for rank in range(dp)]
     taken = [stream.take(steps) for stream in streams]
-    in_order = [s for k in range(steps) for rank in range(dp) for s in samples(taken[rank][k : k + 1])]
-    assert in_order == list(range(start, start + steps * mbs * dp))
+    ranks = [s for k in range(steps) for rank in range(dp) for s in samples(taken[rank][k : k + 1])]
+    assert ranks == list(range(start, start + steps * mbs * dp))
     assert {stream.consumed_samples for stream in streams} == {start + steps * mbs * dp}
     for batches in taken:
         assert [batch.first_sample for batch in batches] == samples(batches)[::mbs]
+
+
+@settings(max_examples=60)
+@given(
+    kind=st.sampled_from(["single", "cyclic"]),
+    total=st.integers(1, 80),
+    phases=st.lists(
+        st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(0, 2), st.integers(0, 4)), min_size=1, max_size=5
+    ),
+)
+def test_resizes_drop_and_repeat_nothing(kind: str, total: int, phases: list[tuple[int, int, int, int]]) -> None:
+    """A job that changes data-parallel size, micro-batch size and workers, after any number of steps."""
+    consumed, read = 0, []
+    for dp, mbs, workers, steps in phases:
+        if kind == "single":
+            steps = min(steps, (total - consumed) // (dp * mbs))
+        options = {"dataloader_type": kind, "num_workers": workers}
+        streams = [MicroBatchStream(Counting(total), mbs, rank, dp, consumed, **options) for rank in range(dp)]
+        read += in_order([stream.take(steps) for stream in streams])
+        for stream in streams:
+            stream.close()
+        consumed += steps * dp * mbs
+    assert read == expected_order(kind, total, consumed)
+
+
+@pytest.mark.parametrize("kind", ["single", "cyclic"])
+def test_an_epoch_over_three_resizes_while_the_batch_grows(kind: str) -> None:
+    """96 samples in an epoch; the batch grows from 8 to 24 by 8; each part of the job has another number of replicas
+    and another micro-batch, and ends in the middle of the ramp or of the epoch."""
+    total, consumed, read = 96, 0, []
+    for dp, mbs, workers, until in ((2, 2, 2, 24), (4, 1, 0, 56), (1, 8, 1, 80), (8, 1, 2, 176)):
+        schedule = BatchSchedule(24, dp * mbs, (8, 8, 64))
+        options = {"dataloader_type": kind, "num_workers": workers}
+        size = total if kind == "cyclic" else 2 * total
+        streams = [MicroBatchStream(Counting(size), mbs, rank, dp, consumed, **options) for rank in range(dp)]
+        while consumed < until:
+            number = schedule.num_micro_batches(consumed)
+            read += in_order([stream.take(number) for stream in streams])
+            consumed += schedule.global_batch_size(consumed)
+        for stream in streams:
+            stream.close()
+    assert len(read) == consumed > total
+    assert sorted(read[:total]) == list(range(total))  # every sample of the epoch exactly once
+    assert read == expected_order(kind, total, consumed)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
@@ -52,59 +131,131 @@ def test_workers_and_resuming_change_nothing(num_workers: int, kind: str) -> Non
     data = MockDataset("train", 30, 16, 40, seed=5)
     options = {"eod": 39, "reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
     plain = MicroBatchStream(data, 2, 1, 2, dataloader_type=kind, **options).take(7)
-    stream = MicroBatchStream(data, 2, 1, 2, dataloader_type=kind, num_workers=num_workers, **options)
+    stream = MicroBatchStream(data, 2, 1, 2, dataloader_type=kind, num_workers=num_workers, prefetch=True, **options)
     taken = stream.take(1) + stream.take(4) + stream.take(0) + stream.take(2)  # as the batch ramps up
     resumed = MicroBatchStream(data, 2, 1, 2, 4 * 4, dataloader_type=kind, num_workers=num_workers, **options).take(3)
     for expected, got in zip(plain + plain[4:], taken + resumed, strict=True):
         assert expected.first_sample == got.first_sample
-        for name in ("tokens", "labels", "loss_mask", "position_ids", "document_ids"):
+        for name in ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens"):
             assert torch.equal(getattr(expected, name), getattr(got, name)), name
     stream.close()
 
 
+def test_pieces_of_packed_samples_are_kept_apart() -> None:
+    (batch,) = MicroBatchStream(Packed(10), 2).take(1)
+    # s = 2 positions of 3 tokens: the first piece is the first position, whose label belongs to the second piece
+    assert batch.position_ids.tolist() == [[0, 0], [0, 0]] and batch.loss_mask.tolist() == [[0, 1], [0, 1]]
+    assert batch.cu_seqlens is not None and batch.cu_seqlens.tolist() == [0, 1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_end_of_data(num_workers: int) -> None:
-    stream = MicroBatchStream(Counting(10), 2, 0, 2, num_workers=num_workers)
+    stream = MicroBatchStream(Counting(10), 2, 0, 2, num_workers=num_workers, prefetch=True)
     assert samples(stream.take(2)) == [0, 1, 4, 5]  # reading ahead past the end is no error
     with pytest.raises(DataError, match="has 10 samples and sample 11 was asked for"):
         stream.take(1)
     assert stream.consumed_samples == 8
+    stream.close()
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_bad_data_is_reported_when_it_is_taken(num_workers: int) -> None:
     stream = MicroBatchStream(Counting(10), 1, num_workers=num_workers, vocab_size=5)
     assert samples(stream.take(3)) == [0, 1, 2]
-    with pytest.raises(DataError, match=r"sample 3 .*vocabulary has 5"):
+    with pytest.raises(DataError, match=r"sample 3: token id 5, but the vocabulary has 5: .*document 3, byte 16\)"):
         stream.take(1)
+    stream.close()
 
 
-@given(total=st.integers(12, 60), mbs=st.integers(1, 3), dp=st.integers(1, 4), sharding=st.booleans())
-def test_cyclic_epochs(total: int, mbs: int, dp: int, sharding: bool) -> None:
-    chunk = mbs * dp
-    per_epoch = total // chunk * chunk
-    samplers = [CyclicSampler(total, mbs, rank, dp, sharding) for rank in range(dp)]
-    epochs = []
-    for epoch in range(2):
-        drawn = [s.indices(epoch * per_epoch + k).tolist() for k in range(0, per_epoch, chunk) for s in samplers]
-        flat = [i for part in drawn for i in part]
-        assert len(set(flat)) == len(flat) == per_epoch and 0 <= min(flat) <= max(flat) < total
-        epochs.append(flat)
-    if per_epoch > 20:  # 20! orders: the same one twice means that the epoch is not in the seed
-        assert epochs[0] != epochs[1]
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    "error", [DataError("a.bin: byte 7: cannot be read"), OSError(5, "Input/output error", "a.bin")]
+)
+def test_a_read_that_fails_names_its_sample(num_workers: int, error: Exception) -> None:
+    class Failing(Counting):
+        def __getitem__(self, index: int, /) -> npt.NDArray[np.int64]:
+            if index == 6:
+                raise error
+            return super().__getitem__(index)
+
+    stream = MicroBatchStream(Failing(20), 2, 1, 2, num_workers=num_workers)  # reads 2 3, 6 7, ...
+    assert samples(stream.take(1)) == [2, 3]
+    with pytest.raises(DataError, match=r"sample 6, which starts at numbers.bin, document 6, byte 0: .*a\.bin"):
+        stream.take(1)
+    stream.close()
 
 
-def test_cyclic_draws_of_torch() -> None:
-    order = torch.randperm(8, generator=torch.Generator().manual_seed(1)).tolist()
-    # 17 samples, chunks of 4: 16 in an epoch, 8 in each rank's part; second micro-batch of epoch 1
-    assert CyclicSampler(17, 2, 1, 2).indices(16 + 4).tolist() == [8 + i for i in order[2:4]]
-    order = torch.randperm(16, generator=torch.Generator().manual_seed(1)).tolist()
-    assert CyclicSampler(17, 2, 1, 2, sharding=False).indices(16 + 4).tolist() == [order[5], order[7]]
+def test_a_sample_without_a_place_is_reported_too() -> None:
+    class Lost(Counting):
+        def __getitem__(self, index: int, /) -> npt.NDArray[np.int64]:
+            raise DataError("a.idx: byte 40: damaged")
+
+        def where(self, index: int, token: int = 0, /) -> str:
+            raise DataError("a.idx: byte 40: damaged")
+
+    with pytest.raises(DataError, match=r"^sample 0: a\.idx: byte 40: damaged$"):
+        MicroBatchStream(Lost(20), 2).take(1)
 
 
-def test_refuses() -> None:
+def test_the_file_system_is_told_of_what_comes_after() -> None:
+    data = Counting(13)
+    stream = MicroBatchStream(data, 2, 1, 2, prefetch=True)
+    stream.take(2)
+    assert data.prefetched == [6, 7, 10, 11]  # one chunk ahead of 2, 3 and of 6, 7
+    stream.take(1)
+    assert data.prefetched == [6, 7, 10, 11]  # the next chunk is not there
+
+
+def test_closing_does_not_wait_for_a_read_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "_CLOSE_WAIT_S", 0.01)
+    entered, release, busy = threading.Event(), threading.Event(), []
+
+    class Stuck(Counting):
+        def __getitem__(self, index: int, /) -> npt.NDArray[np.int64]:
+            if index > 0:
+                busy.append(threading.current_thread())
+                entered.set()
+                release.wait()
+            return super().__getitem__(index)
+
+    stream = MicroBatchStream(Stuck(100), 1, num_workers=2)
+    assert samples(stream.take(1)) == [0]
+    assert entered.wait(60)
+    stream.close()
+    assert all(thread.is_alive() and thread.daemon for thread in busy)  # left behind; the process can end without them
+    release.set()
+    for thread in busy:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert len(busy) <= 2  # what was not begun yet was never read
+
+
+def test_threads_run_in_order_and_keep_errors() -> None:
+    threads = sampler._Threads(1)
+    seen: list[int] = []
+    futures: list[Future[None]] = [threads.submit(lambda i=i: seen.append(i)) for i in range(5)]
+    failing = threads.submit(lambda: 1 // 0)
+    after = threads.submit(lambda: "still running")
+    assert after.result(60) == "still running" and seen == list(range(5)) and all(f.done() for f in futures)
+    assert isinstance(failing.exception(), ZeroDivisionError)
+    threads.stop(60)
+
+
+@given(total=st.integers(1, 60), start=st.integers(0, 200), number=st.integers(0, 100))
+def test_cyclic_epochs(total: int, start: int, number: int) -> None:
+    order = CyclicOrder(total)
+    found = order.indices(np.arange(start, start + number)).tolist()
+    assert found == expected_order("cyclic", total, start + number)[start:]
+    if total > 20:  # 20! orders: the same one twice means that the epoch is not in the key
+        epochs = order.indices(np.arange(2 * total)).reshape(2, total)
+        assert (epochs[0] != epochs[1]).any()
+
+
+def test_orders() -> None:
+    orders: list[SampleOrder] = [sample_order(None, 3), sample_order("single", 3), sample_order("cyclic", 3)]
+    assert orders == [SequentialOrder(3), SequentialOrder(3), CyclicOrder(3)]
+    assert samples(MicroBatchStream(Counting(1), 2, 1, 2, dataloader_type="cyclic").take(1)) == [0, 0]
     with pytest.raises(ConfigError, match=r"'external': choose one of single, cyclic"):
-        build_sampler("external", 10, 1, 0, 1)
-    with pytest.raises(DataError, match="3 samples, less than one micro-batch of 2 on each of 2"):
-        build_sampler("cyclic", 3, 2, 0, 2)
-    assert isinstance(build_sampler(None, 3, 2, 0, 2), SequentialSampler)
+        sample_order("external", 10)
+    with pytest.raises(DataError, match="no samples"):
+        MicroBatchStream(Counting(0), 1, dataloader_type="cyclic").take(1)

@@ -1,154 +1,135 @@
 from __future__ import annotations
 
-import io
+import base64
 import json
 import os
+import subprocess
+import sys
+from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from megatron.data.prepare.vocabulary import train_vocabulary
-from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.config import Config
+from megatron.config.settings import all_options
+from megatron.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from megatron.data.tokenizers.fast import byte_letters
+from megatron.data.tokenizers.ranks import PATTERNS
 from megatron.errors import ConfigError, DataError
-
-TEXT = "def f(x):\n\tif x:\r\n        return  '\u00e9\u4e2d'  # <s> </s>\n\n\n"
-
-
-def data_folder() -> Path:
-    return Path(os.environ.get("MEGATRON_TEST_DATA") or Path(__file__).resolve().parents[3] / "shared" / "data")
-
-
-GPT2_FILES = (data_folder() / "gpt2-vocab.json", data_folder() / "gpt2-merges.txt")
-needs_gpt2 = pytest.mark.skipif(
-    not all(path.is_file() for path in GPT2_FILES),
-    reason="no gpt2-vocab.json and gpt2-merges.txt in $MEGATRON_TEST_DATA",
-)
-
-
-@pytest.fixture(scope="module")
-def gpt2() -> Tokenizer:
-    return build_tokenizer("GPT2BPETokenizer", vocab_file=str(GPT2_FILES[0]), merge_file=str(GPT2_FILES[1]))
-
-
-@pytest.fixture(scope="module")
-def reference():
-    from transformers import GPT2TokenizerFast
-
-    return GPT2TokenizerFast(vocab=str(GPT2_FILES[0]), merges=str(GPT2_FILES[1]))
-
-
-@needs_gpt2
-@given(text=st.text(max_size=60))
-def test_gpt2_against_transformers(gpt2: Tokenizer, reference, text: str) -> None:
-    assert gpt2.encode(text) == reference.encode(text)
-    assert gpt2.decode(gpt2.encode(text)) == text
-    assert gpt2.encode_batch([text, ""]) == [gpt2.encode(text), []]
-
-
-@needs_gpt2
-def test_gpt2_facts(gpt2: Tokenizer) -> None:
-    assert (gpt2.vocab_size, gpt2.eod) == (50257, 50256)  # as published with GPT-2
-    assert gpt2.encode("Hello world") == [15496, 995] and gpt2.decode([50256]) == "<|endoftext|>"
-    assert 50256 not in gpt2.encode("a<|endoftext|>b")  # a text cannot end its document
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("spm")
-    corpus = folder / "corpus.jsonl"
-    corpus.write_text("".join(json.dumps({"text": Path(p).read_text()}) + "\n" for p in (io.__file__, json.__file__)))
-    train_vocabulary([corpus], folder / "spm.model", vocab_size=600)
-    return folder / "spm.model"
-
-
-def test_sentencepiece_types(model: Path) -> None:
-    gpt = build_tokenizer("GPTSentencePieceTokenizer", tokenizer_model=str(model))
-    assert (gpt.vocab_size, gpt.eod) == (600, 2)
-    assert gpt.decode(gpt.encode(TEXT)) == TEXT and gpt.eod not in gpt.encode(TEXT)
-    assert gpt.encode_batch([TEXT, "", "a b"]) == [gpt.encode(TEXT), [], gpt.encode("a b")]
-    plain = build_tokenizer("SentencePieceTokenizer", tokenizer_model=str(model), vocab_extra_ids=2)
-    # appended: <CLS> 600, <SEP> 601, <EOD> 602, <MASK> 603, <PAD> 604 (the model has none), two extra ids
-    assert (plain.vocab_size, plain.eod) == (607, 602)
-    ids = plain.encode(TEXT)
-    assert ids == gpt.encode(TEXT) and plain.decode([*ids, 602, *ids, 606]) == f"{TEXT}<EOD>{TEXT}<extra_id_1>"
-
-
-def test_trained_vocabulary_is_deterministic(model: Path) -> None:
-    again = model.with_name("again.model")
-    train_vocabulary([model.with_name("corpus.jsonl")], again, vocab_size=600)
-    assert again.read_bytes() == model.read_bytes()
-
-
-@given(text=st.text().filter(lambda text: "\u2581" not in text))
-def test_trained_vocabulary_loses_nothing(model: Path, text: str) -> None:
-    tokenizer = build_tokenizer("GPTSentencePieceTokenizer", tokenizer_model=str(model))
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-@pytest.mark.parametrize("module", [json.decoder, os, pytest])
-def test_source_code_comes_back(model: Path, module) -> None:
-    source = Path(module.__file__).read_text()
-    tokenizer = build_tokenizer("GPTSentencePieceTokenizer", tokenizer_model=str(model))
-    ids = tokenizer.encode(source)
-    assert tokenizer.decode(ids) == source and len(ids) < 0.7 * len(source)  # pieces, not bytes
-    assert tokenizer.decode(tokenizer.encode(source.replace("    ", "\t"))) == source.replace("    ", "\t")
-
-
-def test_vocabulary_refuses(tmp_path: Path) -> None:
-    corpus = tmp_path / "c.jsonl"
-    corpus.write_text('{"text": "few words"}\n')
-    with pytest.raises(ConfigError, match="--vocab-size 100: the bytes alone need"):
-        train_vocabulary([corpus], tmp_path / "m", vocab_size=100)
-    with pytest.raises(ConfigError, match="--vocab-size 4096 cannot be trained on 9 characters"):
-        train_vocabulary([corpus], tmp_path / "m", vocab_size=4096)
-    corpus.write_text('{"text": " "}\n')
-    with pytest.raises(DataError, match="no text to train on"):
-        train_vocabulary([corpus], tmp_path / "m")
-    assert not (tmp_path / "m").exists()
-
-
-def word_level(folder: Path) -> Path:
-    from tokenizers import AddedToken, processors
-    from tokenizers import Tokenizer as Fast
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-
-    fast = Fast(WordLevel({"a": 0, "b": 1, "<s>": 2, "[UNK]": 3}, unk_token="[UNK]"))
-    fast.pre_tokenizer = Whitespace()
-    fast.add_special_tokens([AddedToken("<end>", special=True)])
-    fast.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
-    fast.save(str(folder / "tokenizer.json"))
-    return folder / "tokenizer.json"
-
-
-def test_hugging_face(tmp_path: Path) -> None:
-    file = word_level(tmp_path)
-    with pytest.raises(DataError, match=r"no token ends a document: tried .*name it as eos_token"):
-        build_tokenizer("HFTokenizer", tokenizer_model=str(file))
-    for eos in ("<end>", {"content": "<end>"}):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
-        for path in (file, tmp_path):
-            tokenizer = build_tokenizer("HFTokenizer", tokenizer_model=str(path))
-            assert (tokenizer.vocab_size, tokenizer.eod) == (5, 4)
-            assert tokenizer.encode("b a") == [2, 1, 0] and tokenizer.encode_batch(["a", "b"]) == [[2, 0], [2, 1]]
-            assert tokenizer.decode([1, 0, 4]) == "b a <end>"
+from tests.data.tokenizers.conftest import train_model
 
 
 def test_null() -> None:
     tokenizer = build_tokenizer("NullTokenizer", vocab_size=10)
     assert (tokenizer.vocab_size, tokenizer.eod) == (11, 10)
     assert tokenizer.encode("3 1  4\n") == [3, 1, 4] and tokenizer.decode([3, 1, 4]) == "3 1 4"
+    tokens, sizes = tokenizer.encode_batch_arrays(["3 1", "", "4"], np.uint16)
+    assert (tokens.dtype, tokens.tolist(), sizes.tolist()) == (np.uint16, [3, 1, 4], [2, 0, 1])
     for text in ("3 x", "11", "-1"):
         with pytest.raises(DataError, match="NullTokenizer"):
             tokenizer.encode(text)
 
 
+def write_bytes_as_ranks(path: Path) -> Path:
+    path.write_text("".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(256)))
+    return path
+
+
+def write_hugging_face(path: Path) -> Path:
+    from tokenizers import Tokenizer as Fast
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    fast = Fast(WordLevel({"a": 0, "b": 1, "</s>": 2, "[UNK]": 3}, unk_token="[UNK]"))
+    fast.pre_tokenizer = Whitespace()
+    fast.save(str(path))
+    return path
+
+
+def write_byte_level(folder: Path) -> dict[str, str]:
+    names = [*byte_letters(), "ab", "<|endoftext|>"]
+    (folder / "vocab.json").write_text(json.dumps({name: i for i, name in enumerate(names)}))
+    (folder / "merges.txt").write_text("a b\n")
+    return {"vocab_file": str(folder / "vocab.json"), "merge_file": str(folder / "merges.txt")}
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    """The arguments of build_tokenizer for one tokenizer of each library."""
+    folder = tmp_path_factory.mktemp("families")
+    train_model(folder / "spm.model", iter(Path(__file__).read_text().splitlines()), vocab_size=400, byte_fallback=True)
+    ranks, fast = write_bytes_as_ranks(folder / "ranks"), write_hugging_face(folder / "tokenizer.json")
+    return {
+        "GPT2BPETokenizer": write_byte_level(folder),
+        "GPTSentencePieceTokenizer": {"tokenizer_model": str(folder / "spm.model")},
+        "HFTokenizer": {"tokenizer_model": str(fast)},
+        "TikTokenizer": {"tokenizer_model": str(ranks), "tiktoken_pattern": "gpt2"},
+    }
+
+
+KINDS = ("GPT2BPETokenizer", "GPTSentencePieceTokenizer", "HFTokenizer", "TikTokenizer")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_number_of_threads_gives_the_same_ids(
+    families: dict[str, dict], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS"):
+        monkeypatch.setenv(name, "2")  # what a test sets is put back after it
+    texts = [f"a b {'ab' * i} a" for i in range(50)]
+    one = build_tokenizer(kind, **families[kind], num_threads=1)
+    expected = [one.encode(text) for text in texts]
+    for threads in (1, 2, 3, None):
+        tokenizer = build_tokenizer(kind, **families[kind], num_threads=threads)
+        for some in (texts, texts[:1], []):
+            assert tokenizer.encode_batch(some) == expected[: len(some)]
+            tokens, sizes = tokenizer.encode_batch_arrays(some, np.uint16)
+            assert tokens.dtype == np.uint16 and tokens.tolist() == list(chain.from_iterable(expected[: len(some)]))
+            assert sizes.dtype == np.int32 and sizes.tolist() == [len(ids) for ids in expected[: len(some)]]
+
+
+def test_threads_of_hugging_faces_library(families: dict[str, dict], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "yes")
+    monkeypatch.setenv("RAYON_NUM_THREADS", "7")
+
+    def environment(**threads: int) -> tuple[str, str]:
+        build_tokenizer("HFTokenizer", **families["HFTokenizer"], **threads)
+        return os.environ["TOKENIZERS_PARALLELISM"], os.environ["RAYON_NUM_THREADS"]
+
+    assert environment() == ("yes", "7"), "left as it is"
+    assert environment(num_threads=1) == ("false", "1")
+    assert environment(num_threads=3) == ("true", "3")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_a_surrogate_pair(families: dict[str, dict], kind: str) -> None:
+    tokenizer: Tokenizer = build_tokenizer(kind, **families[kind])
+    for encode in (tokenizer.encode_batch, lambda texts: tokenizer.encode_batch_arrays(texts, np.uint16)):
+        with pytest.raises(DataError, match="half of a surrogate pair, '.ud83d' at character 2, .* is no character"):
+            encode(["fine", "a \ud83d"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_vocabulary_size(families: dict[str, dict], kind: str) -> None:
+    size = build_tokenizer(kind, **families[kind]).vocab_size
+    assert build_tokenizer(kind, **families[kind], vocab_size=size).vocab_size == size
+    with pytest.raises(ConfigError, match=f"--vocab-size {size + 1}, but .* makes a vocabulary of {size} for {kind}"):
+        build_tokenizer(kind, **families[kind], vocab_size=size + 1)
+
+
+def test_ids_never_wrap_around_in_silence(families: dict[str, dict]) -> None:
+    for kind in ("GPT2BPETokenizer", "GPTSentencePieceTokenizer", "TikTokenizer"):
+        with pytest.raises(AssertionError, match="do not fit into"):
+            build_tokenizer(kind, **families[kind]).encode_batch_arrays(["a"], np.int8)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"tokenizer_type": "BertWordPieceCase"}, ConfigError, "choose one of GPT2BPETokenizer, SentencePiece"),
+        ({"tokenizer_type": "Nope"}, ConfigError, "choose one of GPT2BPETokenizer, SentencePiece"),
+        ({"tokenizer_type": "BertWordPieceCase"}, ConfigError, "use HFTokenizer .* types are GPT2BPETokenizer"),
+        ({"tokenizer_type": "Llama3Tokenizer"}, ConfigError, "use TikTokenizer with its tokenizer.model, or HFTok"),
         ({"tokenizer_type": "NullTokenizer"}, ConfigError, "needs --vocab-size"),
         ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": __file__}, ConfigError, "needs --merge-file"),
         (
@@ -168,6 +149,9 @@ def test_null() -> None:
             DataError,
             "not a SentencePiece model",
         ),
+        ({"tokenizer_type": "TikTokenizer"}, ConfigError, "needs --tokenizer-model"),
+        ({"tokenizer_type": "TikTokenizer", "tokenizer_model": "/"}, DataError, "is not a file"),
+        ({"tokenizer_type": "TikTokenizer", "tokenizer_model": __file__}, DataError, r"test_tokenizer.py:1: expected"),
         (
             {"tokenizer_type": "HFTokenizer", "tokenizer_model": "org/name"},
             DataError,
@@ -180,3 +164,26 @@ def test_null() -> None:
 def test_refuses(arguments: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         build_tokenizer(**arguments)
+
+
+def test_types_are_those_of_the_command_line() -> None:
+    choices = all_options()["tokenizer_type"].choices
+    assert choices is not None and sorted(choices) == sorted(TOKENIZER_TYPES)
+    patterns = all_options()["tiktoken_pattern"].choices
+    assert patterns is not None and sorted(patterns) == sorted(PATTERNS)
+    small = dict(num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=8)
+    config = Config.create(**small, tokenizer_type="huggingfacetokenizer", tokenizer_model="m")
+    assert config.tokenizer.tokenizer_type == "HFTokenizer"
+
+
+def test_libraries_are_imported_only_by_their_own_tokenizer(families: dict[str, dict]) -> None:
+    code = (
+        "import sys, megatron, megatron.data.tokenizer as t\n"
+        "libraries = {'tokenizers', 'tiktoken', 'sentencepiece', 'torch', 'transformers'}\n"
+        "found = lambda: print(sorted(libraries & set(sys.modules)))\n"
+        f"found(); t.build_tokenizer('TikTokenizer', **{families['TikTokenizer']!r}).encode('a'); found()\n"
+        f"t.build_tokenizer('HFTokenizer', **{families['HFTokenizer']!r}).encode('a'); found()\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
+    assert done.stdout.split("\n")[:3] == ["[]", "['tiktoken']", "['tiktoken', 'tokenizers']"]

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import Config
-from megatron.data.batch import MicroBatch
+from megatron.data.batch import MicroBatch, make_micro_batch
 from megatron.parallel.sharding import sharding_of
 from tests.helpers.groups import join
 
@@ -21,8 +21,12 @@ BASE: dict[str, Any] = dict(
 STEPS = 5
 
 
-def batches(config: Config, step: int, data_rank: int = 0) -> list[MicroBatch]:
-    """The micro-batches of one data-parallel rank: items [r*mbs, (r+1)*mbs) of each chunk of mbs*dp."""
+def batches(config: Config, step: int, data_rank: int = 0, packed: bool = False) -> list[MicroBatch]:
+    """The micro-batches of one data-parallel rank: items [r*mbs, (r+1)*mbs) of each chunk of mbs*dp.
+
+    With `packed` the documents are pieces of packed samples: full ones, ones that end in a token of padding, and ones
+    whose last document is padding.
+    """
     model, batch, dp = config.model, config.batch, config.parallel.data_parallel_size
     b, s = batch.global_batch_size, model.seq_length
     generator = torch.Generator().manual_seed(100 + step)
@@ -33,14 +37,20 @@ def batches(config: Config, step: int, data_rank: int = 0) -> list[MicroBatch]:
     for i in range(1, s):
         starts[:, i] = torch.where(documents[:, i] != documents[:, i - 1], i, starts[:, i - 1])
     positions = torch.arange(s) - starts if config.data.reset_position_ids else torch.arange(s).expand(b, s)
+    lengths = [np.bincount(row)[row[0] :] for row in documents.numpy()]
+    segments = [(n + (np.arange(len(n)) == len(n) - 1), n, n[:-1])[i % 3] for i, n in enumerate(lengths)]
     out = []
     for first in range(data_rank * batch.micro_batch_size, b, batch.micro_batch_size * dp):
-        rows = slice(first, first + batch.micro_batch_size)
+        rows, number = slice(first, first + batch.micro_batch_size), step * b + first
+        if packed:
+            out.append(make_micro_batch(tokens[rows].numpy(), segments=segments[rows], first_sample=number))
+            continue
+        joined = np.concatenate(lengths[rows]) if config.data.reset_attention_mask else None
         out.append(
             MicroBatch(
                 tokens=tokens[rows, :-1], labels=tokens[rows, 1:], loss_mask=mask[rows], position_ids=positions[rows],
-                document_ids=documents[rows] if config.data.reset_attention_mask else None,
-                first_sample=step * b + first,
+                cu_seqlens=None if joined is None else torch.from_numpy(np.append(0, joined.cumsum()).astype(np.int32)),
+                first_sample=number, document_lengths=joined,
             )
         )
     return out
@@ -74,7 +84,7 @@ def assemble(ranks: list[dict[str, tuple[tuple[int, ...], np.ndarray]]]) -> dict
 
 
 def train_in_process(
-    rank: int, fields: dict[str, Any], steps: int = STEPS, poison: tuple[int, int] | None = None
+    rank: int, fields: dict[str, Any], steps: int = STEPS, poison: tuple[int, int] | None = None, packed: bool = False
 ) -> dict[str, Any]:
     """One rank of a run over the whole stack; call through run_processes with config's world size.
 
@@ -98,7 +108,7 @@ def train_in_process(
     )
     history = []
     for step in range(steps):
-        losses = executor.train(batches(config, step, topology.data.rank), loss_scale=engine.loss_scale)
+        losses = executor.train(batches(config, step, topology.data.rank, packed), loss_scale=engine.loss_scale)
         total = torch.zeros(1, dtype=torch.float64)
         if losses:
             total += torch.stack(losses).double().mean() / parallel.data_parallel_size
@@ -121,7 +131,7 @@ def dist_world_size() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
-def train_plainly(fields: dict[str, Any], steps: int = STEPS) -> dict[str, Any]:
+def train_plainly(fields: dict[str, Any], steps: int = STEPS, packed: bool = False) -> dict[str, Any]:
     """The same training in this process by torch alone: no engine, no executor, no process group."""
     from megatron.model.gpt import build_chunks
     from megatron.parallel.topology import Layout, Topology
@@ -145,7 +155,7 @@ def train_plainly(fields: dict[str, Any], steps: int = STEPS) -> dict[str, Any]:
     )
     history = []
     for step in range(steps):
-        micro_batches = batches(config, step)
+        micro_batches = batches(config, step, packed=packed)
         total = 0.0
         for batch in micro_batches:
             loss = model(batch, None) / len(micro_batches)

@@ -1,12 +1,11 @@
-"""ALiBi slopes and rotations against the papers' formulas, masks against loops."""
+"""ALiBi slopes and rotations against the papers' formulas, the bias against loops."""
 import cmath
 
 import numpy as np
 import pytest
 import torch
 
-from megatron.layers.attention import torch_attention
-from megatron.layers.masks import alibi_bias, alibi_slopes, document_mask
+from megatron.layers.masks import alibi_bias, alibi_slopes
 from megatron.layers.rotary import RotaryEmbedding
 
 
@@ -20,17 +19,8 @@ def test_slopes_of_other_counts():
     assert alibi_slopes(12).tolist() == pytest.approx(expected)
 
 
-def test_document_mask():
-    ids = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 2, 2, 3]])
-    mask = document_mask(ids)
-    for b in range(2):
-        for i in range(5):
-            for j in range(5):
-                assert mask[b, 0, i, j] == (j <= i and ids[b, i] == ids[b, j])
-
-
 def test_alibi_bias():
-    bias = alibi_bias(torch.tensor([0.5, 0.25]), 4, None, torch.float32)
+    bias = alibi_bias(torch.tensor([0.5, 0.25]), 4, torch.float32)
     for h, slope in enumerate((0.5, 0.25)):
         for i in range(4):
             for j in range(4):
@@ -61,20 +51,3 @@ def test_plain_positions_equal_given_ones():
     ids = torch.arange(5).unsqueeze(0)
     plain = embedding.rotate(x, embedding.angles(5, None, x.device))
     assert torch.equal(plain, embedding.rotate(x, embedding.angles(5, ids, x.device)))
-
-
-def test_grouped_queries_under_a_mask():
-    """Head h reads key-value group h // (heads / groups); the softmax is written out in float64."""
-    s, b, heads, groups, d = 7, 2, 6, 2, 4
-    generator = torch.Generator().manual_seed(5)
-    q, k, v = (torch.randn(s, b, n, d, generator=generator, dtype=torch.float64) for n in (heads, groups, groups))
-    ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 1, 2, 2]])
-    expected = torch.empty_like(q)
-    for row in range(b):
-        for head in range(heads):
-            group = head // (heads // groups)
-            for i in range(s):
-                seen = [j for j in range(i + 1) if ids[row, j] == ids[row, i]]
-                scores = k[seen, row, group] @ q[i, row, head] / d**0.5
-                expected[i, row, head] = scores.softmax(0) @ v[seen, row, group]
-    torch.testing.assert_close(torch_attention(q, k, v, None, ids, 0.0), expected, rtol=1e-12, atol=1e-12)

@@ -1,15 +1,15 @@
-"""One stage in one process: documents, ALiBi, masks, padding, recomputation, residual precision, dropout sites."""
+"""One stage in one process: documents, masks, padding, recomputation, residual precision, dropout sites."""
 from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from megatron.config import Config
-from megatron.data.batch import MicroBatch
-from megatron.layers.attention import torch_attention
-from megatron.layers.masks import alibi_slopes
+from megatron.data.batch import MicroBatch, make_micro_batch
 from megatron.model.gpt import build_chunks, hidden_dtype, hidden_shape
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Layout, Topology
@@ -26,12 +26,11 @@ def build(**fields):
     return build_chunks(Config.create(**{**FIELDS, **fields}), topology)["0"]
 
 
-def micro_batch(tokens, mask=None, positions=None, documents=None, first_sample=0):
+def micro_batch(tokens, mask=None, first_sample=0):
     b, s = tokens.shape[0], tokens.shape[1] - 1
     return MicroBatch(
         tokens=tokens[:, :-1], labels=tokens[:, 1:], loss_mask=torch.ones(b, s) if mask is None else mask,
-        position_ids=torch.arange(s).expand(b, s) if positions is None else positions, document_ids=documents,
-        first_sample=first_sample,
+        position_ids=torch.arange(s).expand(b, s), cu_seqlens=None, first_sample=first_sample,
     )
 
 
@@ -41,38 +40,54 @@ def tokens(seed=0, s=S, b=B):
 
 @pytest.mark.parametrize("positions", ["learned_absolute", "rope", "alibi"])
 def test_packed_documents_equal_documents_alone(positions):
-    resets = dict(reset_attention_mask=True, reset_position_ids=True)
-    model = build(position_embedding_type=positions, **resets)
+    """Pieces of packed samples against each of them as a batch of its own; what is left of a sample is padding."""
+    fields = dict(position_embedding_type=positions, num_key_value_heads=2)
+    model, t = build(**fields), tokens()
+    pieces = [[6, 1, 4, 6], [9, 5]]  # 17 and 14 of 17 tokens
+    batch = make_micro_batch(t.numpy(), segments=[np.array(n) for n in pieces])
+    with torch.no_grad():
+        packed, loss = model.logits(batch, None), model(batch, None)
+        losses = []
+        for row, lengths in enumerate(pieces):
+            for start, n in zip(np.cumsum([0, *lengths]), lengths, strict=False):
+                alone = t[row : row + 1, start : start + n]
+                scores = model.logits(micro_batch(torch.cat((alone, alone[:, :1]), 1)), None)[:, 0]
+                inside = min(start + n, S) - start  # the last token of a full sample is a label only
+                torch.testing.assert_close(packed[start : start + inside, row], scores[:inside], rtol=1e-5, atol=1e-5)
+                losses.append(cross_entropy(scores[: n - 1, :V], alone[0, 1:], reduction="none"))
+        torch.testing.assert_close(loss, torch.cat(losses).mean(), rtol=1e-5, atol=0)
+        joined = model.logits(micro_batch(t), None)
+    assert batch.loss_mask.sum() == len(torch.cat(losses)) == 17 - 4 + 14 - 2
+    assert (joined - packed)[6:, :, :V].abs().max() > 0.01, "the documents must matter"
+
+
+def test_documents_by_their_end_equal_the_pieces():
+    """The same documents, found by eod and given as pieces: the same scores; only the loss masks differ."""
     t = tokens()
-    cut = 6
-    ids = (torch.arange(S) >= cut).long().expand(B, S)
-    restarted = torch.cat((torch.arange(cut), torch.arange(S - cut))).expand(B, S)
+    t[t == 0] = 1
+    t[0, 5] = t[0, 8] = t[1, 11] = 0
+    model = build(reset_attention_mask=True, reset_position_ids=True)
+    by_end = make_micro_batch(t.numpy(), eod=0, reset_position_ids=True, reset_attention_mask=True)
+    pieces = make_micro_batch(t.numpy(), segments=[np.array([6, 3, 8]), np.array([12, 5])])
     with torch.no_grad():
-        packed = model.logits(micro_batch(t, positions=restarted, documents=ids), None)
-        alone = []
-        for piece in (t[:, : cut + 1], t[:, cut:]):
-            n = piece.shape[1] - 1
-            alone.append(model.logits(micro_batch(piece, documents=torch.zeros(B, n, dtype=torch.long)), None))
-    torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-5, atol=1e-5)
-    with torch.no_grad():
-        joined = build(position_embedding_type=positions).logits(micro_batch(t), None)
-    assert (joined - packed)[cut:, :, :V].abs().max() > 0.01, "the documents must matter"
+        assert torch.equal(model.logits(by_end, None), model.logits(pieces, None))
+    assert by_end.loss_mask.sum() == 2 * S and pieces.loss_mask.sum() == 2 * S - 3
 
 
-def test_alibi_attention_against_the_formula_in_float64():
-    g = torch.Generator().manual_seed(4)
-    s, b, heads, d = 9, 2, 4, 8
-    q, k, v = (torch.randn(s, b, heads, d, generator=g) for _ in range(3))
-    out = torch_attention(q, k, v, alibi_slopes(heads), None, 0.0)
-    for bi in range(b):
-        for h in range(heads):
-            slope = 2.0 ** (-8 * (h + 1) / heads)
-            for i in range(s):
-                scores = torch.stack(
-                    [q[i, bi, h].double() @ k[j, bi, h].double() / math.sqrt(d) - slope * (i - j) for j in range(i + 1)]
-                )
-                expected = torch.softmax(scores, 0) @ v[: i + 1, bi, h].double()
-                torch.testing.assert_close(out[i, bi, h].double(), expected, rtol=1e-5, atol=1e-6)
+def test_documents_as_long_as_samples_are_no_documents():
+    batch = make_micro_batch(tokens().numpy(), segments=[np.array([S + 1])] * B)
+    model = build()
+    assert model._call_context(batch).documents is None
+    assert torch.equal(model(batch, None), model(micro_batch(tokens()), None))
+
+
+@pytest.mark.parametrize("positions", ["learned_absolute", "alibi"])
+def test_padding_alone_gives_zero_loss_and_gradients(positions):
+    batch = make_micro_batch(tokens().numpy(), segments=[np.array([], np.int64), np.array([1])])
+    assert not batch.loss_mask.any()
+    loss, grads = gradients(build(position_embedding_type=positions), batch)
+    assert loss.item() == 0.0
+    assert all(torch.equal(g, torch.zeros_like(g)) for g in grads.values())
 
 
 def test_loss_is_the_mean_over_unmasked_tokens():
@@ -81,7 +96,7 @@ def test_loss_is_the_mean_over_unmasked_tokens():
     with torch.no_grad():
         loss = model(micro_batch(t, mask), None)
         logits = model.logits(micro_batch(t), None)[..., :V]
-    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1).double(), t[:, 1:].t().flatten(), reduction="none")
+    losses = cross_entropy(logits.flatten(0, 1).double(), t[:, 1:].t().flatten(), reduction="none")
     expected = (losses.view(S, B) * mask.t()).sum() / mask.sum()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     with torch.no_grad():
@@ -116,9 +131,12 @@ def test_padding_changes_no_number():
         dict(recompute_granularity="selective"),
     ],
 )
-def test_recomputation_repeats_every_bit_with_dropout_on(recompute):
+@pytest.mark.parametrize("documents", [False, True])
+def test_recomputation_repeats_every_bit_with_dropout_on(recompute, documents):
     fields = dict(hidden_dropout=0.3, attention_dropout=0.2)
     batch = micro_batch(tokens())
+    if documents:
+        batch = make_micro_batch(tokens().numpy(), segments=[np.array([6, 1, 4, 6]), np.array([9, 5])])
     loss, grads = gradients(build(**fields), batch)
     again, grads_again = gradients(build(**fields, **recompute), batch)
     assert torch.equal(loss, again)

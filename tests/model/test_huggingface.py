@@ -137,7 +137,7 @@ def micro_batch():
     t = tokens()
     return MicroBatch(
         tokens=t[:, :-1], labels=t[:, 1:], loss_mask=torch.ones(B, S), position_ids=torch.arange(S).expand(B, S),
-        document_ids=None, first_sample=0,
+        cu_seqlens=None, first_sample=0,
     )
 
 

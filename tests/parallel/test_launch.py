@@ -492,7 +492,8 @@ def test_gloo_beside_nccl_in_a_large_world(monkeypatch: pytest.MonkeyPatch, worl
     meeting = Rendezvous(Launch(rank=1, world_size=world_size), torch.device("cuda", 3), SHORT)
     meeting._store = dist.HashStore()
     meeting._initialise()
-    assert done == [torch.device("cuda", 3), ("cpu:gloo,cuda:nccl", lazy)]
+    # Once for the thread that starts torch.distributed: each has a current device of its own.
+    assert done == [torch.device("cuda", 3), torch.device("cuda", 3), ("cpu:gloo,cuda:nccl", lazy)]
     meeting.close()
     assert "TORCH_GLOO_LAZY_INIT" not in os.environ
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.processes import run_processes
-from tests.helpers.training import assemble, train_in_process, train_plainly
+from tests.helpers.training import STEPS, assemble, train_in_process, train_plainly
 from tests.parity.cases import FULL, GRID, MIXTURES, SELECTIVE, layout, params
 
 LOSS_TOLERANCE = 5e-6
@@ -27,8 +27,8 @@ PARAMETER_TOLERANCE = 2e-5
 
 
 @functools.cache
-def reference(key: str):
-    return train_plainly(json.loads(key))
+def reference(key: str, packed: bool):
+    return train_plainly(json.loads(key), packed=packed)
 
 
 def model_fields(fields):
@@ -40,9 +40,9 @@ def model_fields(fields):
     return {k: v for k, v in fields.items() if k not in layout_only and not k.startswith("recompute")}
 
 
-def check(world_size, fields):
-    expected = reference(json.dumps(model_fields(fields), sort_keys=True))
-    ranks = run_processes(world_size, train_in_process, fields)
+def check(world_size, fields, packed=False):
+    expected = reference(json.dumps(model_fields(fields), sort_keys=True), packed)
+    ranks = run_processes(world_size, train_in_process, fields, STEPS, None, packed)
     assert min(norm for _, norm in expected["history"]) > 0.5, "clipping must be active in every step"
     for rank in ranks:
         for (loss, norm, skipped, _), (loss_1, norm_1) in zip(rank["history"], expected["history"], strict=True):
@@ -66,6 +66,14 @@ def test_layout_equals_one_process(world_size, fields):
 def test_every_mixture_on_all_parallelisms(name):
     _, world_size, fields = layout(tp=2, pp=2, sp=True, schedule="interleaved", **MIXTURES[name])
     check(world_size, fields)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["documents", "documents-rope", "documents-alibi"])
+def test_packed_samples_on_all_parallelisms(name):
+    more = {**MIXTURES[name], "reset_position_ids": True}
+    _, world_size, fields = layout(tp=2, pp=2, sp=True, schedule="interleaved", recompute=SELECTIVE, **more)
+    check(world_size, fields, packed=True)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +100,7 @@ def test_uneven_layouts(world_size, fields):
             layout(recompute=SELECTIVE),
             layout(pp=2, schedule="interleaved", recompute=FULL),
             layout(pp=4, dp=2, schedule="zb-h1"),
+            layout(pp=2, schedule="zb-h1", recompute=FULL, micro_batch_size=2, reset_attention_mask=True),
         ],
         quick=(1,),
     ),

@@ -80,7 +80,8 @@ def write_events(folder: Path, **changes: Any) -> Any:
     for i in range(1, 5):
         interval.add(StepRecord(i, 16 * i, 128 * i, 16, i / 8, torch.tensor(4.0 / i), i == 4, 2.0**i, 0.25 * i))
     times_ms = {"data-wait": [1.0, 3.0], "optimizer": [20.0, 10.0]}
-    board.iteration(interval.report(interval.reduce_losses(), 4, 1.0, 99), times_ms)
+    report = interval.report(interval.reduce_losses(), 4, 1.0, 99)
+    board.iteration(report, times_ms, {"web": 0.5, "books": 1.25})
     board.validation(4, 64, 1.5)
     board.close()
     events = EventAccumulator(str(folder))
@@ -102,6 +103,7 @@ def test_tensorboard_tags_and_steps(tmp_path: Path) -> None:
     assert points(events, "loss-scale") == [(2, 4.0), (4, 16.0)]
     assert points(events, "grad-norm vs samples") == [(32, 0.5), (64, 1.0)]
     assert points(events, "lm loss validation") == [(4, 1.5)]
+    assert points(events, "data-epochs/web") == [(4, 0.5)] and points(events, "data-epochs/books") == [(4, 1.25)]
     assert not {"batch-size", "world-size", "mem-allocated-bytes", "iteration-time"} & set(events.Tags()["scalars"])
 
 

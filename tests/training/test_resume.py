@@ -101,5 +101,9 @@ def test_counters_come_back_or_the_checkpoint_is_refused(tmp_path: Path) -> None
     state = dict(iteration=5, consumed_samples=40, consumed_tokens=320, consumed_valid_samples=8, skipped_iterations=1)
     state |= dict(scheduled_iterations=4, scheduled_samples=32, scheduled_tokens=256)
     assert progress_from(state, tmp_path) == Progress(5, 40, 320, 8, 1, 4, 32, 256)
+    sources = {"web": {"samples": 40, "tokens": 320, "epochs": 0.5}}
+    assert progress_from({**state, "sources": sources}, tmp_path) == Progress(5, 40, 320, 8, 1, 4, 32, 256, sources)
+    with pytest.raises(CheckpointError, match="damaged list of data sources"):
+        progress_from({**state, "sources": {"web": 40}}, tmp_path)
     with pytest.raises(CheckpointError, match=r"consumed_tokens.*--finetune"):
         progress_from({k: v for k, v in state.items() if k != "consumed_tokens"}, tmp_path)

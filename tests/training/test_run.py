@@ -11,7 +11,10 @@ import pytest
 
 from megatron.config import Config
 from megatron.data.gpt_dataset import MockDataset
+from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.sampler import MicroBatchStream
 from megatron.training import pretrain
+from megatron.training.console import Console
 from megatron.training.metrics import read_metrics
 from tests.helpers.processes import run_processes, run_processes_raw
 
@@ -73,6 +76,100 @@ def test_a_resumed_run_on_another_layout_is_the_same_run(tmp_path: Path) -> None
     for event in ("iteration", "validation"):
         losses = [[r["lm_loss"] for r in side[event]] for side in (one, two)]
         np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
+def write_numbers(prefix: Path, tokens: int) -> str:
+    """One document of tokens that count up, so that the first token of a sample says which one it is."""
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        writer.add_document(range(tokens))
+    return str(prefix)
+
+
+def run_and_note(rank: int, fields: dict[str, Any]) -> list[tuple[int, list[int]]]:
+    """The run's training samples on this rank: (number of the first of a micro-batch, first token of each)."""
+    noted: list[tuple[int, list[int]]] = []
+    plain = MicroBatchStream.take
+
+    def take(self: MicroBatchStream, n: int) -> Any:
+        batches = plain(self, n)
+        noted.extend((batch.first_sample, batch.tokens[:, 0].tolist()) for batch in batches)
+        return batches
+
+    MicroBatchStream.take = take  # type: ignore[method-assign]
+    run(rank, fields)
+    return noted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["single", "cyclic"])
+def test_resizes_in_mid_run_drop_and_repeat_no_sample(tmp_path: Path, kind: str) -> None:
+    """Data-parallel size 2, 4, 1 and 2, with checkpoints between, while the batch grows and micro-batches change."""
+    prefix, save = write_numbers(tmp_path / "x", 8 * 96 + 1), str(tmp_path / "run")
+    fields = dict(
+        mock_data=False, data_path=(prefix,), split="1", train_data_exact_num_epochs=1, dataloader_type=kind, save=save,
+        vocab_size=800, num_layers=2, train_iters=None, train_samples=96, eval_iters=0, global_batch_size=16,
+        rampup_batch_size=(8, 8, 64), load=save, hidden_dropout=0.0,
+    )  # fmt: skip
+    noted = []
+    for processes, mbs, workers, end in ((2, 2, 2, 2), (4, 2, 0, 4), (1, 8, 1, 6), (2, 4, 1, None)):
+        part = dict(micro_batch_size=mbs, num_workers=workers, exit_interval=end)
+        noted += [note for rank in run_processes(processes, run_and_note, {**fields, **part}) for note in rank]
+    taken = [token // 8 for _, tokens in sorted(noted) for token in tokens]
+    assert sorted(taken) == list(range(96))  # all samples of the epoch, each once
+    order = run_processes(1, run_and_note, {**fields, "save": None, "load": None, "micro_batch_size": 2})[0]
+    assert taken == [token // 8 for _, tokens in order for token in tokens]
+    found = records(tmp_path / "run")
+    assert found["end"][-1]["consumed_samples"] == 96
+    assert [r["sources"][prefix]["samples"] for r in found["data"]] == [16, 32, 48, 96]
+    assert found["data"][-1]["sources"] == {prefix: {"samples": 96, "tokens": 768, "epochs": pytest.approx(768 / 769)}}
+
+
+def run_and_listen(rank: int, fields: dict[str, Any]) -> list[str]:
+    """The lines about data that the run prints."""
+    said: list[str] = []
+    Console.say = lambda self, text: said.append(text)  # type: ignore[method-assign]
+    run(rank, fields)
+    return [text for text in said if text.startswith(" data: ")]
+
+
+def test_the_ledger_outlives_a_change_of_the_blend(tmp_path: Path) -> None:
+    a, b, c = (write_numbers(tmp_path / name, 80) for name in "abc")
+    fields = dict(mock_data=False, split="1", num_layers=2, vocab_size=80, save=str(tmp_path / "run"), eval_iters=0)
+    (said,) = run_processes(1, run_and_listen, dict(fields, data_path=("1", a, "1", b), exit_interval=4))
+    assert said == [" data: 128 tokens, epochs of each source: a 0.800, b 0.800"]
+    resumed = dict(fields, data_path=("3", a, "1", c), load=str(tmp_path / "run"))
+    said, others = run_processes(2, run_and_listen, resumed)
+    assert said == others == [
+        " data: a begins epoch 2 at iteration 5",
+        " data: 192 tokens, epochs of each source: a 1.400, b 0.800, c 0.200",
+    ]
+    first, last = records(tmp_path / "run")["data"]
+    assert {name: count["samples"] for name, count in first["sources"].items()} == {a: 8, b: 8}
+    # 8 of 24 samples are left; 3 : 1 of the blend as a whole, of which the first 16 samples were not read from it
+    assert {name: count["samples"] for name, count in last["sources"].items()} == {a: 8 + 6, b: 8, c: 2}
+    assert last["sources"][a] == {"samples": 14, "tokens": 112, "epochs": pytest.approx(1.4)}
+
+
+def test_a_run_on_packed_documents(tmp_path: Path) -> None:
+    """Three stages, of which the middle one needs the bounds of the documents too, and no end-of-document id."""
+    sizes = np.random.RandomState(1).randint(1, 30, 60)
+    with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
+        for size in sizes.tolist():
+            writer.add_document([size] * size)
+    fields = dict(
+        mock_data=False, data_path=(str(tmp_path / "x"),), split="1", num_layers=3, vocab_size=30, eval_iters=0,
+        data_packing="best-fit",
+    )  # fmt: skip
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    said = run_processes(1, run_and_listen, dict(fields, save=str(whole)))[0]
+    run_processes(3, run, dict(fields, save=str(parts), pipeline_model_parallel_size=3))
+    one, two = records(whole), records(parts)
+    # Under 8 of 8 predictions in each of 24 samples: what is across documents or padding is not trained on.
+    tokens = one["data"][-1]["sources"][str(tmp_path / "x")]["tokens"]
+    assert 24 * 4 < tokens < 24 * 8 and f" data: {tokens} tokens" in said[-1]
+    assert two["data"][-1]["sources"] == one["data"][-1]["sources"]
+    losses = [[record["lm_loss"] for record in side["iteration"]] for side in (one, two)]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
 def run_with_bad_micro_batch(rank: int, fields: dict[str, Any]) -> None:

@@ -1,96 +1,73 @@
-"""Texts to token files: JSON lines or plain text, in one process or several, with the same result.
+"""Texts to token files: JSON lines, parquet or plain text, in one process or several, with the same result.
 
-The input is cut into blocks of lines. Workers turn blocks into arrays of tokens; this process writes them in the order
-of the input.
+The input is cut into blocks (sources.py); workers turn blocks into arrays of tokens (encode.py, pool.py); this process
+writes them in the order of the input and keeps a journal (journal.py). A run that was stopped or killed at any moment
+goes on from its journal when the same is asked again, and the files come out as if nothing had happened.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
-import multiprocessing
 import os
-import re
-import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
-import numpy as np
-import numpy.typing as npt
-
+from megatron.data.file_lock import FileLock, flush_directory, flush_to_disk
 from megatron.data.indexed_dataset import token_dtype
 from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.prepare.encode import BadInput, EncodedBlock, PreprocessOptions
+from megatron.data.prepare.journal import Journal, PartialFolder, describe_job, locked
+from megatron.data.prepare.pool import encode_blocks
+from megatron.data.prepare.sources import FORMATS, Block, Place, Source, find_sources, read_sources
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
-from megatron.errors import ConfigError, DataError
+from megatron.errors import ConfigError, DataError, MegatronError
 
-BLOCK_BYTES = 1 << 20
-BLOCK_DOCUMENTS = 1000
-TEXT_SUFFIXES = (".txt", ".text")
-_SURROGATE = re.compile("[\ud800-\udfff]")
-_SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
+JOURNAL_INTERVAL_S = 15.0
+ON_BAD_INPUT = ("fail", "skip")
+COUNTS = ("documents", "tokens", "empty_documents", "bad_documents", "input_bytes", "file_bytes")
 
 
-@dataclass(frozen=True)
-class PreprocessOptions:
-    """What to make of the input.
-
-    tokenizer: the arguments of build_tokenizer.
-    json_keys: keys of a JSON line to tokenize, each into files of its own. Plain text counts as the key "text".
-    append_eod: end every document with the tokenizer's eod.
-    split_sentences: one sequence per sentence, cut after . ! ? and at line ends; with `keep_newlines` the white space
-        between sentences stays, at the end of the earlier one.
-    input_format: 'jsonl', 'text' (one document per file), or 'auto', by the suffix; .gz is unpacked in any case.
-    """
-
-    tokenizer: dict[str, Any]
-    json_keys: tuple[str, ...] = ("text",)
-    append_eod: bool = False
-    split_sentences: bool = False
-    keep_newlines: bool = False
-    input_format: str = "auto"
-
-    @property
-    def level(self) -> str:
-        return "sentence" if self.split_sentences else "document"
+class PreprocessStopped(MegatronError):
+    """The run was asked to stop, and says how to go on."""
 
 
 @dataclass
 class Totals:
-    """Counts so far, over all keys. `input_bytes` is text after unpacking, `file_bytes` what was read from disk."""
+    """Counts so far, those of an interrupted run before included.
+
+    documents, tokens, empty_documents: over all keys; empty ones have no tokens and are left out.
+    bad_documents: lines or rows that were skipped.
+    input_bytes: text after unpacking. file_bytes: what was read from disk, of `total_file_bytes`.
+    earlier_documents, earlier_bytes, earlier_file_bytes: what of these was done before this run.
+    outputs: prefixes of the data sets. bad_input: the file that names the bad documents, if there are any.
+    """
 
     documents: int = 0
     tokens: int = 0
     empty_documents: int = 0
+    bad_documents: int = 0
     input_bytes: int = 0
     file_bytes: int = 0
+    total_file_bytes: int = 0
+    earlier_documents: int = 0
+    earlier_bytes: int = 0
+    earlier_file_bytes: int = 0
     outputs: list[str] = field(default_factory=list)
+    bad_input: str = ""
 
 
 @dataclass(frozen=True)
-class Block:
-    """Some consecutive documents of one file; `first_line` is the number of the first."""
+class Listeners:
+    """Functions that are told what happens. `on_progress`: after each block. `on_note`: a sentence for the user.
+    `on_bad`: a document that is skipped. `should_stop`: asked several times a second; True ends the run."""
 
-    path: str
-    first_line: int
-    is_json: bool
-    lines: tuple[bytes, ...]
-    file_bytes: int
-
-
-@dataclass(frozen=True)
-class EncodedKey:
-    """The documents of one block for one key: all tokens, tokens of each sequence, sequences of each document."""
-
-    tokens: npt.NDArray[Any]
-    sequence_sizes: tuple[int, ...]
-    document_sequences: tuple[int, ...]
-    empty_documents: int
+    on_progress: Callable[[Totals], None] = lambda _: None
+    on_note: Callable[[str], None] = lambda _: None
+    on_bad: Callable[[BadInput], None] = lambda _: None
+    should_stop: Callable[[], bool] = lambda: False
 
 
 def preprocess(
@@ -99,206 +76,252 @@ def preprocess(
     options: PreprocessOptions,
     *,
     workers: int = 1,
-    on_progress: Callable[[Totals], None] = lambda _: None,
+    on_bad_input: str = "fail",
+    restart: bool = False,
+    journal_interval_s: float = JOURNAL_INTERVAL_S,
+    listeners: Listeners = Listeners(),
 ) -> Totals:
     """Write `{output_prefix}_{key}_{level}.bin/.idx` for each key; returns the totals with the prefixes written.
 
-    The files are the same for any number of workers, and appear only when all input was read. `on_progress` is called
-    after each block. Raises DataError with file and line for input that cannot be used, and for output that cannot be
-    written; ConfigError for options that make no sense.
+    The files are the same for any number of workers, and appear only when all input was read; until then, files of
+    these names stay as they are. An unfinished run of the same inputs and options is continued, `restart` begins anew.
+    With `on_bad_input` 'skip', documents that cannot be used are left out and named in `{output_prefix}_bad_input.txt`.
+
+    Raises DataError with file and line for input that cannot be used, for output that cannot be written, and when
+    another run has left or is writing these files; ConfigError for options that make no sense; PreprocessStopped.
     """
+    _check(options, workers, on_bad_input)
+    sources = find_sources(inputs, options.input_format)
+    tokenizer = build_tokenizer(**options.tokenizer, num_threads=1)  # errors of the tokenizer come before any work
+    prefix = os.fspath(output_prefix)
+    try:
+        Path(f"{prefix}_").parent.mkdir(parents=True, exist_ok=True)
+        with locked(prefix, listeners.on_note, _stop_when_asked(listeners)) as lock:
+            run = _Run(prefix, options, sources, lock, listeners)
+            return run.run(tokenizer, workers, on_bad_input, restart, journal_interval_s)
+    except OSError as error:
+        raise DataError(f"{error.filename or prefix}: cannot be written: {error.strerror}") from error
+
+
+def _check(options: PreprocessOptions, workers: int, on_bad_input: str) -> None:
+    keys = options.json_keys
     if workers < 1:
         raise ConfigError(f"--workers {workers}: expected 1 or more")
-    if not options.json_keys or len(set(options.json_keys)) != len(options.json_keys):
-        raise ConfigError(f"--json-keys {list(options.json_keys)}: expected one or more different keys")
-    tokenizer = build_tokenizer(**options.tokenizer)  # also when workers build their own: errors come before any work
-    dtype = token_dtype(tokenizer.vocab_size)
-    totals = Totals(outputs=[f"{os.fspath(output_prefix)}_{key}_{options.level}" for key in options.json_keys])
-    blocks = read_blocks(inputs, options.input_format)
-    with ExitStack() as stack:
-        writers = [stack.enter_context(IndexedDatasetWriter(output, dtype)) for output in totals.outputs]
-        for block, encoded in _encode_all(blocks, tokenizer, options, workers):
-            for writer, key in zip(writers, encoded, strict=True):
-                _write(writer, key)
-                totals.empty_documents += key.empty_documents
-            totals.documents = sum(writer.num_documents for writer in writers)
-            totals.tokens = sum(writer.num_tokens for writer in writers)
-            totals.input_bytes += sum(map(len, block.lines))
-            totals.file_bytes += block.file_bytes
-            on_progress(totals)
-        if not totals.documents:
-            raise DataError(f"{', '.join(map(str, inputs))}: no document with text in it")
-    return totals
+    if not keys or len(set(keys)) != len(keys):
+        raise ConfigError(f"--json-keys {list(keys)}: expected one or more different keys")
+    if any(not key or "/" in key or "\0" in key for key in keys):
+        raise ConfigError(f"--json-keys {list(keys)}: a key becomes part of a file name, so it cannot be '' or hold /")
+    if options.input_format not in FORMATS:
+        raise ConfigError(f"--input-format {options.input_format}: choose one of {', '.join(FORMATS)}")
+    if on_bad_input not in ON_BAD_INPUT:
+        raise ConfigError(f"--on-bad-input {on_bad_input}: choose one of {', '.join(ON_BAD_INPUT)}")
 
 
-def _write(writer: IndexedDatasetWriter, encoded: EncodedKey) -> None:
-    token = sequence = 0
-    for sequences in encoded.document_sequences:
-        for size in encoded.sequence_sizes[sequence : sequence + sequences]:
-            writer.add_sequence(encoded.tokens[token : token + size])
-            token += size
-        sequence += sequences
-        writer.end_document()
+def _stop_when_asked(listeners: Listeners) -> Callable[[], None]:
+    def poll() -> None:
+        if listeners.should_stop():
+            raise PreprocessStopped("stopped")
+
+    return poll
 
 
-def read_blocks(inputs: Sequence[str | os.PathLike[str]], input_format: str = "auto") -> Iterator[Block]:
-    """The documents of the files, in order. Raises DataError for files that are missing or damaged."""
-    for path in map(Path, inputs):
-        if not path.is_file():
-            raise DataError(f"{path}: no such input file")
-    for path in map(Path, inputs):
-        packed = path.suffix == ".gz"
-        is_text = input_format == "text" or (
-            input_format == "auto" and Path(path.stem if packed else path.name).suffix in TEXT_SUFFIXES
+class _WriteError(DataError):
+    """What is on disk may not be what was counted: only the journal on disk is to be trusted."""
+
+
+class _Run:
+    """One call of `preprocess`, under the lock."""
+
+    def __init__(
+        self, prefix: str, options: PreprocessOptions, sources: Sequence[Source], lock: FileLock, listeners: Listeners
+    ) -> None:
+        self.prefix, self.options, self.sources, self.lock = prefix, options, sources, lock
+        self.listeners, self.poll = listeners, _stop_when_asked(listeners)
+        self.folder = PartialFolder(prefix)
+        self.totals = Totals(
+            outputs=[f"{prefix}_{key}_{options.level}" for key in options.json_keys],
+            total_file_bytes=sum(source.size for source in sources),
         )
+        self.journal: Journal | None = None  # as it is on disk
+        self.place = Place()
+        self.writers: list[IndexedDatasetWriter] = []
+        self.bad_file: BinaryIO
+
+    def run(self, tokenizer: Tokenizer, workers: int, on_bad_input: str, restart: bool, interval_s: float) -> Totals:
+        self._begin(restart)
         try:
-            with path.open("rb") as raw:
-                # A type that has both: gzip for .gz, and otherwise the file itself.
-                file: Iterable[bytes] = gzip.GzipFile(fileobj=raw) if packed else raw
-                documents = (b"".join(file),) if is_text else file
-                yield from _blocks_of(str(path), documents, not is_text, raw.tell)
-        except (OSError, EOFError, zlib.error) as error:
-            raise DataError(f"{path}: cannot be read: {error}") from error
-
-
-def _blocks_of(path: str, documents: Iterable[bytes], is_json: bool, position: Callable[[], int]) -> Iterator[Block]:
-    lines: list[bytes] = []
-    size, first, before = 0, 1, 0
-    for number, line in enumerate(documents, 1):
-        lines.append(line)
-        size += len(line)
-        if size >= BLOCK_BYTES or len(lines) >= BLOCK_DOCUMENTS:
-            now = position()
-            yield Block(path, first, is_json, tuple(lines), now - before)
-            lines, size, first, before = [], 0, number + 1, now
-    if lines:
-        yield Block(path, first, is_json, tuple(lines), position() - before)
-
-
-def _encode_all(
-    blocks: Iterator[Block], tokenizer: Tokenizer, options: PreprocessOptions, workers: int
-) -> Iterator[tuple[Block, list[EncodedKey]]]:
-    """Blocks with their tokens, in order. A few blocks per worker are in flight, so memory does not grow."""
-    if workers == 1:
-        for block in blocks:
-            yield block, encode_block(block, tokenizer, options)
-        return
-    pending: deque[tuple[Block, Future[list[EncodedKey]]]] = deque()
-    # Not forked: the tokenizer libraries have threads of their own.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, context, _start_worker, (options,)) as pool:
-        try:
-            for block in blocks:
-                pending.append((block, pool.submit(_encode_in_worker, block)))
-                if len(pending) >= 3 * workers:
-                    done, future = pending.popleft()
-                    yield done, future.result()
-            while pending:
-                done, future = pending.popleft()
-                yield done, future.result()
-        except BrokenProcessPool as error:
-            raise DataError("a worker process died, perhaps for lack of memory: try fewer --workers") from error
+            if self.journal is None or not self.journal.sealed:
+                with ExitStack() as stack:
+                    self._open_parts(stack, tokenizer)
+                    self._encode_all(tokenizer, workers, on_bad_input, interval_s)
+                    self._seal()
+            self._publish()
+        except (MegatronError, OSError) as error:
+            raise self._explained(error) from error
         finally:
-            for _, future in pending:
-                future.cancel()
+            with suppress(OSError):
+                if self.lock.is_ours() and not self.folder.has_journal():  # nothing that could be continued
+                    self.folder.remove()
+        return self.totals
+
+    def _begin(self, restart: bool) -> None:
+        job = describe_job(self.sources, self.options)
+        self.journal = None if restart else self.folder.read()
+        if self.journal is None:
+            self.folder.begin(job)
+            return
+        counts = self.journal.counts
+        self.folder.check_job(job, counts["documents"])
+        self.place = self.journal.place
+        totals = self.totals
+        for name in COUNTS:
+            setattr(totals, name, counts[name])
+        totals.earlier_documents, totals.earlier_bytes = totals.documents, totals.input_bytes
+        totals.earlier_file_bytes = totals.file_bytes
+        self.listeners.on_note(self._where_it_resumes(self.journal))
+
+    def _where_it_resumes(self, journal: Journal) -> str:
+        if journal.sealed:
+            return "an earlier run has written all documents: giving the files their names"
+        where = f"resuming after {self.totals.documents} documents"
+        source = self.sources[self.place.source]
+        unit = "row" if source.kind == "parquet" else "line"
+        where += f", in {source.path} after {unit} {self.place.documents}"
+        if source.packing and self.place.offset:
+            where += f" ({self.place.offset / 1e6:.0f} MB before it are unpacked again)"
+        return where
+
+    def _open_parts(self, stack: ExitStack, tokenizer: Tokenizer) -> None:
+        dtype = token_dtype(tokenizer.vocab_size)
+        try:
+            for i, output in enumerate(self.totals.outputs):
+                position = self.journal.positions[i] if self.journal else None
+                writer = IndexedDatasetWriter(output, dtype, directory=self.folder.path, resume=position)
+                stack.callback(writer.leave)
+                self.writers.append(writer)
+            self.bad_file = _open_at(self.folder.bad_input, self.journal.bad_bytes if self.journal else 0)
+            stack.callback(_close, self.bad_file)
+        except (DataError, OSError) as error:
+            if self.journal is None:
+                raise
+            raise DataError(f"{error}; if this cannot be mended, --restart begins anew") from error
+
+    def _encode_all(self, tokenizer: Tokenizer, workers: int, on_bad_input: str, interval_s: float) -> None:
+        blocks = read_sources(self.sources, self.options.json_keys, self.place, on_skip=self.poll)
+        due = time.monotonic() + interval_s
+        try:
+            with closing(encode_blocks(blocks, tokenizer, self.options, workers, self.poll)) as encoded_blocks:
+                for block, encoded in encoded_blocks:
+                    if encoded.bad:
+                        self._report_bad(encoded.bad, on_bad_input)
+                    self._write(block, encoded)
+                    if time.monotonic() >= due:
+                        self._write_journal()
+                        due = time.monotonic() + interval_s
+                    self.listeners.on_progress(self.totals)
+        except _WriteError:
+            raise
+        except MegatronError:
+            if self.totals.documents:
+                self._write_journal()
+            raise
+        if not self.totals.documents:
+            raise DataError(f"{', '.join(source.path for source in self.sources)}: no document with text in it")
+
+    def _report_bad(self, bad: Sequence[BadInput], on_bad_input: str) -> None:
+        if on_bad_input == "fail":
+            raise DataError(f"{bad[0]}; --on-bad-input skip leaves such documents out")
+        for document in bad:
+            self.listeners.on_bad(document)
+            try:
+                self.bad_file.write(f"{document}\n".encode(errors="backslashreplace"))
+            except OSError as error:
+                raise _cannot_write(error, self.folder.bad_input) from error
+
+    def _write(self, block: Block, encoded: EncodedBlock) -> None:
+        totals = self.totals
+        try:
+            for writer, key in zip(self.writers, encoded.keys, strict=True):
+                writer.add_batch(key.tokens, key.sequence_sizes, key.document_sequences)
+                totals.empty_documents += key.empty_documents
+        except DataError as error:
+            raise _WriteError(str(error)) from error
+        totals.documents = sum(writer.num_documents for writer in self.writers)
+        totals.tokens = sum(writer.num_tokens for writer in self.writers)
+        totals.bad_documents += len(encoded.bad)
+        totals.input_bytes += block.text_bytes
+        totals.file_bytes = block.file_bytes
+        self.place = block.after
+
+    def _write_journal(self) -> None:
+        """Bring everything to disk, then the journal that counts it."""
+        try:
+            if not self.lock.is_ours():
+                raise _WriteError(f"{self.lock.path}: {self.lock.describe()} has taken over: it found us stopped")
+            positions = tuple(writer.position() for writer in self.writers)
+            flush_to_disk(self.bad_file)
+            counts = {name: getattr(self.totals, name) for name in COUNTS}
+            journal = Journal(False, self.place, positions, self.bad_file.tell(), counts)
+            self.folder.write(journal)
+        except OSError as error:
+            raise _cannot_write(error, self.folder.path) from error
+        except DataError as error:
+            raise _WriteError(str(error)) from error
+        self.journal = journal
+
+    def _seal(self) -> None:
+        self._write_journal()
+        for writer in self.writers:
+            writer.seal()
+        assert self.journal is not None
+        self.folder.write(replace(self.journal, sealed=True))
+
+    def _publish(self) -> None:
+        """Give the files their names. Each step may be done again after a run that was killed in it."""
+        for output in self.totals.outputs:
+            IndexedDatasetWriter.publish(output, self.folder.path)
+        named = Path(f"{self.prefix}_bad_input.txt")
+        if self.totals.bad_documents:
+            self.totals.bad_input = str(named)
+            if self.folder.bad_input.exists():
+                os.replace(self.folder.bad_input, named)
+        else:
+            named.unlink(missing_ok=True)  # of the files that were here before
+        flush_directory(named.parent)
+        self.folder.remove()
+
+    def _explained(self, error: MegatronError | OSError) -> MegatronError:
+        """The error with what to do about the part that is done."""
+        if isinstance(error, OSError):
+            error = _cannot_write(error, self.folder.path)
+        kept = ""
+        if self.journal is not None:
+            kept = (
+                f"; {self.journal.counts['documents']} documents are done and kept in {self.folder.path}, the same "
+                f"command goes on after them"
+            )
+        elif isinstance(error, PreprocessStopped):
+            kept = "; nothing was done yet"
+        kind = DataError if isinstance(error, _WriteError) else type(error)
+        return kind(f"{error}{kept}")
 
 
-_worker_state: list[tuple[Tokenizer, PreprocessOptions]] = []
+def _cannot_write(error: OSError, path: Path) -> _WriteError:
+    return _WriteError(f"{error.filename or path}: cannot be written: {error.strerror}")
 
 
-def _start_worker(options: PreprocessOptions) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one worker, one core
-    _worker_state[:] = [(build_tokenizer(**options.tokenizer), options)]
+def _open_at(path: Path, length: int) -> BinaryIO:
+    """A file that is written to from `length` on; what came after it is gone."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    actual = os.fstat(descriptor).st_size
+    if actual < length:
+        os.close(descriptor)
+        raise DataError(f"{path}: {actual} bytes, but {length} were written: cannot continue")
+    os.ftruncate(descriptor, length)
+    os.lseek(descriptor, length, os.SEEK_SET)
+    return os.fdopen(descriptor, "wb")
 
 
-def _encode_in_worker(block: Block) -> list[EncodedKey]:
-    return encode_block(block, *_worker_state[0])
-
-
-def encode_block(block: Block, tokenizer: Tokenizer, options: PreprocessOptions) -> list[EncodedKey]:
-    """The tokens of a block, one EncodedKey for each of the json_keys. Raises DataError with file and line."""
-    return [_encode_texts(texts, block, tokenizer, options) for texts in texts_of_block(block, options)]
-
-
-def texts_of_block(block: Block, options: PreprocessOptions) -> list[list[str]]:
-    """The documents of a block, one list for each of the json_keys. Raises DataError with file and line."""
-    texts: list[list[str]] = [[] for _ in options.json_keys]
-    for number, line in enumerate(block.lines, block.first_line):
-        where = f"{block.path}:{number}" if block.is_json else block.path
-        document = _parse(line, where, block.is_json)
-        if document is None:
-            continue
-        for key, found in zip(options.json_keys, texts, strict=True):
-            found.append(_text_of(document, key, where))
-    return texts
-
-
-def _parse(line: bytes, where: str, is_json: bool) -> dict[str, Any] | None:
-    """The document of a line; None for an empty line."""
-    try:
-        text = line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where}: not UTF-8: {error.reason} at byte {error.start}") from None
-    if not is_json:
-        return {"text": text}
-    if not text.strip():
-        return None
-    try:
-        document = json.loads(text)
-    except ValueError as error:
-        raise DataError(f"{where}: not a JSON line: {error}") from None
-    if not isinstance(document, dict):
-        raise DataError(f'{where}: expected an object such as {{"text": ...}}, got {type(document).__name__}')
-    return document
-
-
-def _text_of(document: dict[str, Any], key: str, where: str) -> str:
-    if key not in document:
-        raise DataError(f"{where}: no key {key!r}: there are {sorted(document)}; choose with --json-keys")
-    text = document[key]
-    if not isinstance(text, str):
-        raise DataError(f"{where}: {key!r} holds {type(text).__name__}, expected a string")
-    if _SURROGATE.search(text):
-        raise DataError(f"{where}: {key!r} holds half of a surrogate pair, which is no character")
-    return text
-
-
-def _encode_texts(texts: Sequence[str], block: Block, tokenizer: Tokenizer, options: PreprocessOptions) -> EncodedKey:
-    pieces = [split_sentences(text, options.keep_newlines) if options.split_sentences else [text] for text in texts]
-    try:
-        ids = iter(tokenizer.encode_batch([piece for document in pieces for piece in document]))
-    except DataError as error:
-        raise DataError(f"{block.path}: from line {block.first_line}: {error}") from error
-    sequence_sizes: list[int] = []
-    document_sequences: list[int] = []
-    tokens: list[npt.NDArray[Any]] = []
-    empty = 0
-    dtype = token_dtype(tokenizer.vocab_size)
-    for document in pieces:
-        sequences = [sequence for _ in document if (sequence := next(ids))]
-        if not sequences:
-            empty += 1
-            continue
-        if options.append_eod:
-            sequences[-1] = [*sequences[-1], tokenizer.eod]
-        document_sequences.append(len(sequences))
-        for sequence in sequences:
-            sequence_sizes.append(len(sequence))
-            tokens.append(np.array(sequence, dtype))
-    joined = np.concatenate(tokens) if tokens else np.empty(0, dtype)
-    return EncodedKey(joined, tuple(sequence_sizes), tuple(document_sequences), empty)
-
-
-def split_sentences(text: str, keep_newlines: bool = False) -> list[str]:
-    """Sentences by a plain rule: white space after . ! ? and line ends separate them.
-
-    >>> split_sentences("One. Two!\\nThree")
-    ['One.', 'Two!', 'Three']
-    >>> split_sentences("One. Two!\\nThree", keep_newlines=True)
-    ['One. ', 'Two!\\n', 'Three']
-    """
-    sentences, start = [], 0
-    for end in _SENTENCE_END.finditer(text):
-        sentences.append(text[start : end.end() if keep_newlines else end.start()])
-        start = end.end()
-    return [sentence for sentence in [*sentences, text[start:]] if sentence]
+def _close(file: BinaryIO) -> None:
+    with suppress(OSError):  # a full disk refuses what is still buffered; it was reported before
+        file.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import re
 import subprocess
@@ -14,9 +15,10 @@ import numpy as np
 import pytest
 
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.prepare import corpus
+from megatron.data.prepare import corpus, progress, sources
 from megatron.data.prepare import preprocess as library
 from megatron.data.prepare.corpus import build_corpus
+from megatron.data.prepare.preprocess import Totals
 from tools import build_corpus as corpus_tool
 from tools import preprocess_data, train_tokenizer
 
@@ -51,7 +53,8 @@ def test_documents(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
     assert documents(tmp_path / "o_text_document") == [[1, 2, 3, 100], [4, 100]]  # the eod of NullTokenizer is its size
     assert IndexedDataset(tmp_path / "o_text_document").dtype == np.uint16
     out = capsys.readouterr().out
-    assert "2 documents, 6 tokens" in out and "(1 empty ones left out)" in out and "o_text_document.bin" in out
+    assert "wrote 2 documents, 6 tokens" in out and "3.0 tokens per document" in out
+    assert "1 empty documents left out" in out and "o_text_document.bin" in out
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([name, "o_text_document.bin", "o_text_document.idx"])
 
 
@@ -115,7 +118,7 @@ def test_corpus_vocabulary_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     texts_file = tmp_path / "corpus.jsonl"
     assert corpus_tool.main(["--output", str(texts_file), "--max-megabytes", "0.3", "--seed", "3"]) == 0
     model = trained_model(tmp_path)
-    monkeypatch.setattr(library, "BLOCK_DOCUMENTS", 3)  # several blocks for each worker
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 30_000)  # several blocks for each worker
     for workers in ("1", "2"):
         prefix = str(tmp_path / f"o{workers}")
         assert (
@@ -138,7 +141,9 @@ BAD_LINES = {
     b'{"text": 5}': "c.jsonl:3: 'text' holds int, expected a string",
     b'{"text": "\xff"}': "c.jsonl:3: not UTF-8",
     b'{"text": "\\ud800"}': "c.jsonl:3: .*surrogate",
-    b'{"text": "x"}': "c.jsonl: from line 1: NullTokenizer",
+    b'{"text": "x"}': "c.jsonl:3: NullTokenizer",
+    b'{"text": "101"}': "c.jsonl:3: NullTokenizer: ids 101..101",
+    b"[" * 100_000: "c.jsonl:3: not a JSON line that can be read: nested too deeply",
 }
 WORKERS = [(line, "1") for line in BAD_LINES] + [(b"{no", "2")]
 
@@ -151,7 +156,70 @@ def test_bad_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str], line: byt
     assert preprocess_data.main(arguments) == 2
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith("error: ") and re.search(BAD_LINES[line], error)
+    assert error.endswith("; --on-bad-input skip leaves such documents out")
     assert [p.name for p in tmp_path.iterdir()] == ["c.jsonl"]
+
+
+def bad_and_good(path: Path) -> list[str]:
+    """Good lines between bad ones of every kind; the numbers of the good ones, and where the bad ones are."""
+    lines = [part for i, line in enumerate(BAD_LINES, 1) for part in (b'{"text": "%d"}' % i, line)]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    return [f"{path}:{2 * i}" for i in range(1, 1 + len(BAD_LINES))]
+
+
+@pytest.mark.parametrize(("workers", "block_bytes"), [("1", 20), ("2", 20), ("1", 1 << 19)])
+def test_bad_lines_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, workers: str, block_bytes: int
+) -> None:
+    monkeypatch.setattr(sources, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(progress, "SHOWN_BAD", 2)
+    places = bad_and_good(tmp_path / "c.jsonl")
+    arguments = ["--input", str(tmp_path / "c.jsonl"), "--output-prefix", str(tmp_path / "o"), *NULL]
+    arguments += ["--workers", workers, "--on-bad-input", "skip", "--log-interval", "1"]
+    assert preprocess_data.main(arguments) == 0
+    assert documents(tmp_path / "o_text_document") == [[i] for i in range(1, 1 + len(places))]
+    out, err = capsys.readouterr()
+    assert f"{len(places)} bad documents left out: {tmp_path / 'o_bad_input.txt'}" in out
+    named = (tmp_path / "o_bad_input.txt").read_text().splitlines()
+    assert [line.split(": ")[0] for line in named] == places
+    for expected, line in zip(BAD_LINES.values(), named, strict=True):
+        assert re.search(expected.replace(":3:", r":\d+:"), line)
+    shown = [line for line in err.splitlines() if line.startswith("skipped: ")]
+    assert shown == [f"skipped: {line}" for line in named[:2]] + [shown[-1]] and "named in a file" in shown[-1]
+    assert f", {len(places)} bad, " in out.splitlines()[0] and re.search(r" preprocessed .*, \d+ bad, ", err)
+    # Good input under the same name takes the file away: it would speak of data that is gone.
+    write_lines(tmp_path / "c.jsonl", ["1"])
+    assert preprocess_data.main(arguments) == 0
+    assert not (tmp_path / "o_bad_input.txt").exists()
+
+
+def test_a_failed_run_goes_on_with_skip(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 20)
+    (tmp_path / "c.jsonl").write_bytes(b'{"text": "1"}\n' * 5 + b"bad\n" + b'{"text": "2"}\n' * 3)
+    arguments = ["--input", str(tmp_path / "c.jsonl"), "--output-prefix", str(tmp_path / "o"), *NULL, "--workers", "1"]
+    assert preprocess_data.main(arguments) == 2
+    assert "c.jsonl:6: not a JSON line" in (said := capsys.readouterr().err) and "documents are done and kept" in said
+    assert preprocess_data.main([*arguments, "--on-bad-input", "skip"]) == 0
+    assert "resuming after" in capsys.readouterr().err
+    assert documents(tmp_path / "o_text_document") == [[1]] * 5 + [[2]] * 3
+
+
+def test_a_bad_document_is_left_out_of_all_keys(tmp_path: Path) -> None:
+    """Or document i of one key would not belong to document i of the other."""
+    (tmp_path / "c.jsonl").write_text('{"a": "1", "b": "2"}\n{"a": "3", "b": "x"}\n{"a": "4"}\n{"a": "5", "b": "6"}\n')
+    arguments = ["--input", str(tmp_path / "c.jsonl"), "--output-prefix", str(tmp_path / "o"), *NULL, "--workers", "1"]
+    assert preprocess_data.main([*arguments, "--json-keys", "a", "b", "--on-bad-input", "skip"]) == 0
+    assert documents(tmp_path / "o_a_document") == [[1], [5]] and documents(tmp_path / "o_b_document") == [[2], [6]]
+
+
+def test_flags_without_effect_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_lines(tmp_path / "c.jsonl", ["1"])
+    arguments = ["--input", str(path), "--output-prefix", str(tmp_path / "o"), *NULL, "--workers", "1"]
+    assert preprocess_data.main([*arguments, "--partitions", "4", "--lang", "german"]) == 0
+    notes = capsys.readouterr().err.splitlines()
+    assert len(notes) == 2 and all(note.startswith("note: --") and " has no effect: " in note for note in notes)
 
 
 def test_other_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,16 +246,60 @@ def test_other_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_progress_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "BLOCK_DOCUMENTS", 2)
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 64)  # two lines
     source = write_lines(tmp_path / "c.jsonl", ["1 2"] * 10)
     arguments = ["--input", str(source), "--output-prefix", str(tmp_path / "o"), *NULL, "--log-interval", "4"]
+    arguments += ["--workers", "1"]
     assert preprocess_data.main(arguments) == 0
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(" MB")[0].rsplit(",", 1)[0] for line in lines] == [
         " preprocessed 4 documents, 8 tokens",
         " preprocessed 8 documents, 16 tokens",
     ]
-    assert all(line.endswith("MB/s") for line in lines)
+    assert all(re.search(r" MB/s, [48]0.0% of the input, .* left$", line) for line in lines)
+
+
+def test_rates_and_time_left_are_of_this_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """10 s for 20 MB of text, which are 30 of the 60 MB on disk that were left; half of it is to come."""
+    now = [100.0]
+    shown = progress.Progress(1000, clock=lambda: now[0])
+    totals = Totals(
+        documents=5500, tokens=11_000, input_bytes=120_000_000, file_bytes=70_000_000, total_file_bytes=100_000_000,
+        earlier_documents=5000, earlier_bytes=100_000_000, earlier_file_bytes=40_000_000, bad_documents=3,
+        empty_documents=7, outputs=["p"], bad_input="p_bad_input.txt",
+    )  # fmt: skip
+    now[0] = 110.0
+    shown.update(totals)
+    assert capsys.readouterr().err == ""
+    totals.documents = 6001
+    shown.update(totals)
+    assert capsys.readouterr().err == (
+        " preprocessed 6001 documents, 11000 tokens, 120.0 MB, 3 bad, 2.00 MB/s, 70.0% of the input, 10.0 s left\n"
+    )
+    assert shown.summary(totals) == [
+        "wrote 6001 documents, 11000 tokens, 120.0 MB, 3 bad, 2.00 MB/s",
+        "  1.8 tokens per document, 10.0 s after 5000 documents of an earlier run",
+        "  7 empty documents left out",
+        "  3 bad documents left out: p_bad_input.txt",
+        "  p.bin, p.idx",
+    ]
+
+
+def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TERM", "xterm")
+    shown = progress.Progress(1000)
+    shown.update(Totals(documents=7, tokens=9, file_bytes=50, total_file_bytes=100, earlier_file_bytes=20))
+    shown.say("[bold]a note with c.jsonl:3")
+    shown.close()
+    assert "50%" in terminal.getvalue() and "7 documents, 9 tokens" in terminal.getvalue()
+    assert "[bold]a note with c.jsonl:3" in terminal.getvalue()
 
 
 def test_corpus(tmp_path: Path) -> None:

@@ -1,0 +1,101 @@
+// Which document and offset each sample starts at.
+
+#include "index_helpers.hpp"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+
+namespace index_helpers {
+namespace {
+
+// Sizes of documents in shuffled order are cache misses; so many documents ahead they are requested.
+constexpr int64_t kAhead = 64;
+
+// The sizes as they lie in an .idx file, at an address that no int32 may have.
+class Sizes {
+ public:
+  Sizes(const uint8_t* bytes, int64_t count) : bytes_(bytes), count_(count) {}
+
+  bool has(int32_t sequence) const { return sequence >= 0 && sequence < count_; }
+
+  int32_t operator[](int32_t sequence) const {
+    int32_t size;
+    std::memcpy(&size, bytes_ + int64_t{4} * sequence, sizeof size);
+    return size;
+  }
+
+  void request(int32_t sequence) const {
+    if (has(sequence)) __builtin_prefetch(bytes_ + int64_t{4} * sequence);
+  }
+
+ private:
+  const uint8_t* bytes_;
+  int64_t count_;
+};
+
+enum class Outcome { complete, too_few_tokens, unknown_sequence };
+
+template <typename Index>
+Outcome fill_rows(const Sizes& sizes, const int32_t* documents, int64_t num_documents, int64_t seq_length,
+                  int64_t num_samples, Index* rows) {
+  rows[0] = 0;
+  rows[1] = 0;
+  if (num_samples == 0) return Outcome::complete;
+  for (int64_t i = 0; i < std::min(kAhead, num_documents); ++i) sizes.request(documents[i]);
+  int64_t sample = 1;
+  int64_t offset = seq_length;  // of the sample's first token in the document; may lie beyond the document's end
+  for (int64_t position = 0; position < num_documents; ++position) {
+    if (position + kAhead < num_documents) sizes.request(documents[position + kAhead]);
+    if (!sizes.has(documents[position])) return Outcome::unknown_sequence;
+    const int64_t size = sizes[documents[position]];
+    for (; offset < size; offset += seq_length) {
+      rows[2 * sample] = static_cast<Index>(position);
+      rows[2 * sample + 1] = static_cast<Index>(offset);
+      if (++sample > num_samples) return Outcome::complete;
+    }
+    offset -= size;
+  }
+  return Outcome::too_few_tokens;
+}
+
+// Row i holds the position in document_index and the token offset at which sample i starts: token i * seq_length of
+// the documents joined in the order of document_index. Row num_samples is where the last sample ends. `sizes` are the
+// bytes of int32 numbers.
+template <typename Index>
+Array<Index> build_sample_index(const Array<uint8_t>& sizes, const Array<int32_t>& document_index, int64_t seq_length,
+                                int64_t num_samples) {
+  if (sizes.ndim() != 1 || document_index.ndim() != 1) throw std::invalid_argument("expected one-dimensional arrays");
+  if (seq_length < 1 || num_samples < 0) throw std::invalid_argument("expected seq_length >= 1 and num_samples >= 0");
+  const int64_t num_documents = document_index.shape(0);
+  if (num_documents > std::numeric_limits<Index>::max()) throw std::invalid_argument("too many documents for int32");
+  const int32_t* documents = document_index.data();
+  const Sizes lengths(sizes.data(), sizes.shape(0) / 4);
+  Array<Index> result({num_samples + 1, int64_t{2}});
+  Index* rows = result.mutable_data();
+  Outcome outcome;
+  {
+    py::gil_scoped_release release;
+    outcome = fill_rows(lengths, documents, num_documents, seq_length, num_samples, rows);
+  }
+  if (outcome == Outcome::unknown_sequence) {
+    throw std::invalid_argument("document_index names a sequence that sizes does not have");
+  }
+  if (outcome == Outcome::too_few_tokens) {
+    throw std::invalid_argument("the documents hold too few tokens for num_samples");
+  }
+  return result;
+}
+
+}  // namespace
+
+void bind_sample_index(py::module_& module) {
+  module.def("build_sample_index_int32", &build_sample_index<int32_t>, py::arg("sizes").noconvert(),
+             py::arg("document_index").noconvert(), py::arg("seq_length"), py::arg("num_samples"));
+  module.def("build_sample_index_int64", &build_sample_index<int64_t>, py::arg("sizes").noconvert(),
+             py::arg("document_index").noconvert(), py::arg("seq_length"), py::arg("num_samples"));
+}
+
+}  // namespace index_helpers

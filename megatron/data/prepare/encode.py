@@ -1,0 +1,253 @@
+"""Blocks of documents to tokens. A document that cannot be used is left out and named, so that the caller decides."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.data.indexed_dataset import token_dtype
+from megatron.data.prepare.sources import Block
+from megatron.data.tokenizer import Tokenizer
+from megatron.errors import DataError
+
+_SHOWN_KEYS = 20
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
+
+
+@dataclass(frozen=True)
+class PreprocessOptions:
+    """What to make of the input.
+
+    tokenizer: the arguments of build_tokenizer.
+    json_keys: keys of a JSON line, or columns of a parquet file, to tokenize, each into files of its own. Plain text
+        counts as each of the keys.
+    append_eod: end every document with the tokenizer's eod.
+    split_sentences: one sequence per sentence, cut after . ! ? and at line ends; with `keep_newlines` the white space
+        between sentences stays, at the end of the earlier one.
+    input_format: 'jsonl', 'text' (one document per file), 'parquet', or 'auto', by the suffix; .gz and .zst are
+        unpacked in any case.
+    """
+
+    tokenizer: dict[str, Any]
+    json_keys: tuple[str, ...] = ("text",)
+    append_eod: bool = False
+    split_sentences: bool = False
+    keep_newlines: bool = False
+    input_format: str = "auto"
+
+    @property
+    def level(self) -> str:
+        return "sentence" if self.split_sentences else "document"
+
+
+@dataclass(frozen=True)
+class BadInput:
+    """A document that cannot be used: file and line, and why."""
+
+    where: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.why}"
+
+
+@dataclass
+class Documents:
+    """The documents of a block that can be read: their numbers, and their texts for each of the json_keys."""
+
+    numbers: list[int]
+    texts: list[list[str]]
+    bad: list[tuple[int, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class EncodedKey:
+    """The documents of one block for one key: all tokens, tokens of each sequence, sequences of each document."""
+
+    tokens: npt.NDArray[Any]
+    sequence_sizes: npt.NDArray[np.int32]
+    document_sequences: npt.NDArray[np.int64]
+    empty_documents: int
+
+
+@dataclass(frozen=True)
+class EncodedBlock:
+    """One EncodedKey for each of the json_keys, and what was left out of all of them, in order."""
+
+    keys: tuple[EncodedKey, ...]
+    bad: tuple[BadInput, ...]
+
+
+def encode_block(block: Block, tokenizer: Tokenizer, options: PreprocessOptions) -> EncodedBlock:
+    """The tokens of a block."""
+    documents = parse_block(block, options.json_keys)
+    try:
+        keys = [_encode_texts(texts, tokenizer, options) for texts in documents.texts]
+    except BaseException as error:
+        if not _blames_a_text(error):
+            raise
+        _drop_unencodable(documents, tokenizer, options)
+        keys = [_encode_texts(texts, tokenizer, options) for texts in documents.texts]
+    bad = tuple(BadInput(block.where(number), why) for number, why in sorted(documents.bad))
+    return EncodedBlock(tuple(keys), bad)
+
+
+def texts_of_block(block: Block, options: PreprocessOptions) -> list[list[str]]:
+    """The documents of a block, one list for each of the json_keys. Raises DataError with file and line."""
+    documents = parse_block(block, options.json_keys)
+    if documents.bad:
+        number, why = documents.bad[0]
+        raise DataError(f"{block.where(number)}: {why}")
+    return documents.texts
+
+
+def parse_block(block: Block, json_keys: Sequence[str]) -> Documents:
+    """The texts of a block, and what is bad in it."""
+    documents = Documents([], [[] for _ in json_keys])
+    if block.problem:
+        documents.bad.append((block.first, block.problem))
+        return documents
+    for number, content in _contents(block):
+        try:
+            texts = _texts(content, block.kind, json_keys)
+        except (ValueError, DataError) as error:
+            documents.bad.append((number, str(error)))
+            continue
+        if texts is None:
+            continue
+        documents.numbers.append(number)
+        for text, found in zip(texts, documents.texts, strict=True):
+            found.append(text)
+    return documents
+
+
+def _contents(block: Block) -> Iterator[tuple[int, Any]]:
+    """Number and content of each document: for parquet the bytes of each column, else str, or bytes if not UTF-8."""
+    if block.kind == "parquet":
+        columns = [_strings(column.data, column.ends) for column in block.columns]
+        yield from enumerate(zip(*columns, strict=True), block.first)
+        return
+    try:
+        text = block.data.decode()  # all lines at once: the quick way for what is right
+    except UnicodeDecodeError:
+        if block.kind == "text":
+            yield block.first, block.data
+        else:
+            yield from enumerate(block.data.split(b"\n"), block.first)
+        return
+    if block.kind == "text":
+        yield block.first, text
+    else:
+        yield from enumerate(text.split("\n"), block.first)
+
+
+def _strings(data: bytes, ends: npt.NDArray[np.int64]) -> Iterator[bytes]:
+    return (data[start:end] for start, end in pairwise([0, *ends.tolist()]))
+
+
+def _texts(content: Any, kind: str, keys: Sequence[str]) -> list[str] | None:
+    """The texts of one document; None for an empty line. Raises ValueError or DataError for one that is bad."""
+    if kind == "parquet":
+        return [_decode(column) for column in content]
+    text = content if isinstance(content, str) else _decode(content)
+    if kind == "text":
+        return [text] * len(keys)
+    text = text.removeprefix("\ufeff")  # the mark some editors put at the start of a file
+    if not text or text.isspace():
+        return None
+    try:
+        document = json.loads(text)
+    except RecursionError:
+        raise DataError("not a JSON line that can be read: nested too deeply") from None
+    except ValueError as error:
+        raise DataError(f"not a JSON line: {error}") from None
+    if not isinstance(document, dict):
+        raise DataError(f'expected an object such as {{"text": ...}}, got {type(document).__name__}')
+    return [_text_of(document, key) for key in keys]
+
+
+def _decode(content: bytes) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        place = f"byte {error.start}" + (f", line {line}" if line > 1 else "")
+        raise DataError(f"not UTF-8: {error.reason} at {place}") from None
+
+
+def _text_of(document: dict[str, Any], key: str) -> str:
+    if key not in document:
+        shown = sorted(document)[:_SHOWN_KEYS] + ["..."] * (len(document) > _SHOWN_KEYS)
+        raise DataError(f"no key {key!r}: there are {shown}; choose with --json-keys")
+    text = document[key]
+    if not isinstance(text, str):
+        raise DataError(f"{key!r} holds {type(text).__name__}, expected a string")
+    try:
+        text.isascii() or text.encode()  # UTF-8 has no surrogates, but JSON can spell them
+    except UnicodeEncodeError:
+        raise DataError(f"{key!r} holds half of a surrogate pair, which is no character") from None
+    return text
+
+
+def _encode_texts(texts: Sequence[str], tokenizer: Tokenizer, options: PreprocessOptions) -> EncodedKey:
+    sequences = np.ones(len(texts), np.int64)
+    if options.split_sentences:
+        pieces = [split_sentences(text, options.keep_newlines) for text in texts]
+        sequences = np.fromiter(map(len, pieces), np.int64, len(pieces))
+        texts = [piece for document in pieces for piece in document]
+    dtype = token_dtype(tokenizer.vocab_size)
+    tokens, sizes = tokenizer.encode_batch_arrays(texts, dtype)
+    owner = np.repeat(np.arange(len(sequences)), sequences)[sizes > 0]
+    sizes, counts = sizes[sizes > 0], np.bincount(owner, minlength=len(sequences))
+    document_sequences = counts[counts > 0]
+    if options.append_eod and len(sizes):
+        last = np.cumsum(document_sequences) - 1
+        tokens = np.insert(tokens, np.cumsum(sizes, dtype=np.int64)[last], tokenizer.eod)
+        sizes[last] += 1
+    return EncodedKey(tokens, sizes, document_sequences, len(counts) - len(document_sequences))
+
+
+def _blames_a_text(error: BaseException) -> bool:
+    """Whether another text might not have failed. Panics of Rust libraries are no Exception."""
+    return not isinstance(error, MemoryError | KeyboardInterrupt | SystemExit | GeneratorExit | AssertionError)
+
+
+def _drop_unencodable(documents: Documents, tokenizer: Tokenizer, options: PreprocessOptions) -> None:
+    """Move the documents that the tokenizer refuses to the bad ones: a batch fails as a whole."""
+    kept = []
+    for i, number in enumerate(documents.numbers):
+        try:
+            for texts in documents.texts:
+                _encode_texts(texts[i : i + 1], tokenizer, options)
+        except BaseException as error:
+            if not _blames_a_text(error):
+                raise
+            known = isinstance(error, DataError)
+            why = str(error) if known else f"the tokenizer fails: {type(error).__name__}: {error}"
+            documents.bad.append((number, why))
+        else:
+            kept.append(i)
+    documents.numbers = [documents.numbers[i] for i in kept]
+    documents.texts = [[texts[i] for i in kept] for texts in documents.texts]
+
+
+def split_sentences(text: str, keep_newlines: bool = False) -> list[str]:
+    """Sentences by a plain rule: white space after . ! ? and line ends separate them.
+
+    >>> split_sentences("One. Two!\\nThree")
+    ['One.', 'Two!', 'Three']
+    >>> split_sentences("One. Two!\\nThree", keep_newlines=True)
+    ['One. ', 'Two!\\n', 'Three']
+    """
+    sentences, start = [], 0
+    for end in _SENTENCE_END.finditer(text):
+        sentences.append(text[start : end.end() if keep_newlines else end.start()])
+        start = end.end()
+    return [sentence for sentence in [*sentences, text[start:]] if sentence]

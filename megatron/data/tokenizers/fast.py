@@ -1,0 +1,222 @@
+"""Tokenizers of Hugging Face's `tokenizers` library, and the byte-pair vocabulary of GPT-2."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.data.tokenizers.base import Tokenizer, check_ids, encode_with, join_arrays, join_lists, read_with
+from megatron.data.tokenizers.ranks import PATTERNS, RankEncoder, require_all_bytes
+from megatron.errors import DataError
+
+# Names under which models end a text, for a tokenizer.json that comes without the files that say it.
+USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
+HOW_TO_CONVERT = (
+    "with transformers, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes a tokenizer.json"
+)
+
+
+class FastTokenizer:
+    """A `tokenizers.Tokenizer` with the id that ends a document.
+
+    The library takes its threads from the environment of the process: with `num_threads` its variables are set, which
+    holds for every tokenizer of the process; without, they are left as they are.
+    """
+
+    def __init__(self, tokenizer: Any, eod: int, num_threads: int | None = None) -> None:
+        if num_threads is not None:
+            os.environ["TOKENIZERS_PARALLELISM"] = "true" if num_threads > 1 else "false"
+            os.environ["RAYON_NUM_THREADS"] = str(num_threads)
+        self._tokenizer = tokenizer
+        self._num_threads = num_threads
+        self.eod = eod
+        self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        texts = list(texts)
+        # The fast form leaves out the places of tokens in the text.
+        return [encoding.ids for encoding in encode_with(lambda: self._tokenizer.encode_batch_fast(texts), texts)]
+
+    def encode_batch_arrays(
+        self, texts: Sequence[str], dtype: npt.DTypeLike
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
+        return join_lists(self.encode_batch(texts), dtype, self.vocab_size)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(check_ids(ids, self.vocab_size), skip_special_tokens=False)
+        return text
+
+
+class GPT2Tokenizer(FastTokenizer):
+    """Byte-level byte-pair encoding from vocab.json and merges.txt.
+
+    It runs in tiktoken, which is three to four times as fast, where the ids are proven to be the same. tiktoken merges
+    by the ids of the results; the files say which pairs merge, and when. Both come to the same ids if (1) later merges
+    have higher ids, and (2) each result, as a text of its own, is encoded to itself. Suppose they part for the first
+    time, tiktoken merging x and y to t, by a pair that is not in the files. Nothing has merged across the ends of t
+    until then, so with the files alone the text t becomes x, y as well, and stays so: against (2). Both are looked at
+    before the first text; where one fails, `tokenizers` encodes.
+    """
+
+    def __init__(self, tokenizer: Any, eod: int, merges: Sequence[str], num_threads: int | None = None) -> None:
+        super().__init__(tokenizer, eod, num_threads)
+        self._merges = merges
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        if self._ranks is None:
+            return super().encode_batch(texts)
+        return [ids.tolist() for ids in self._ranks.encode_batch(texts)]
+
+    def encode_batch_arrays(
+        self, texts: Sequence[str], dtype: npt.DTypeLike
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
+        if self._ranks is None:
+            return super().encode_batch_arrays(texts, dtype)
+        return join_arrays(self._ranks.encode_batch(texts), dtype, self.vocab_size)
+
+    @cached_property
+    def _ranks(self) -> RankEncoder | None:
+        from tokenizers import Tokenizer as Fast
+
+        vocabulary = self._tokenizer.get_vocab()
+        results = ["".join(merge.split(" ")) for merge in self._merges]
+        ids = [vocabulary[result] for result in results]
+        if any(later <= earlier for earlier, later in pairwise(ids)):
+            return None
+        whole = Fast(self._tokenizer.model)  # without the pattern that cuts texts into pieces
+        if any(encoding.ids != [i] for encoding, i in zip(whole.encode_batch_fast(results), ids, strict=True)):
+            return None
+        letters = byte_letters()
+        tokens = {bytes([byte]): vocabulary[letter] for letter, byte in letters.items()}
+        tokens |= {bytes(letters[letter] for letter in result): i for result, i in zip(results, ids, strict=True)}
+        return RankEncoder(tokens, PATTERNS["gpt2"], self._num_threads or 1)
+
+
+def byte_letters() -> dict[str, int]:
+    """The byte that each letter of a byte-level vocabulary stands for, as published with GPT-2.
+
+    Printable bytes of Latin-1 are their own letters; the others have those from U+0100 on, in order.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+def gpt2(vocab_file: Path, merge_file: Path, num_threads: int | None = None) -> Tokenizer:
+    """GPT2BPETokenizer. Raises DataError for files that do not go together."""
+    tokenizer, merges = _byte_level(vocab_file, merge_file)
+    eod = tokenizer.token_to_id("<|endoftext|>")
+    if eod is None:
+        raise DataError(f"{vocab_file}: has no <|endoftext|>, which ends a document for GPT2BPETokenizer")
+    return GPT2Tokenizer(tokenizer, eod, merges, num_threads)
+
+
+def _byte_level(vocab_file: Path, merge_file: Path) -> tuple[Any, list[str]]:
+    """A `tokenizers.Tokenizer` as GPT-2's, and its merges in order: two parts with a space between."""
+
+    def read() -> tuple[Any, list[str]]:
+        from tokenizers import Tokenizer as Fast
+        from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+        from tokenizers.models import BPE
+        from tokenizers.pre_tokenizers import ByteLevel
+
+        tokenizer = Fast(BPE.from_file(str(vocab_file), str(merge_file)))
+        tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = ByteLevelDecoder()
+        lines = merge_file.read_text(encoding="utf-8").split("\n")
+        return tokenizer, [line.rstrip("\r") for line in lines if line.strip() and not line.startswith("#version")]
+
+    tokenizer, merges = read_with(vocab_file, f"a byte-level BPE vocabulary that goes with {merge_file}", read)
+    letters, vocabulary = byte_letters(), tokenizer.get_vocab()
+    require_all_bytes(vocab_file, (bytes([byte]) for letter, byte in letters.items() if letter in vocabulary))
+    return tokenizer, merges
+
+
+def hugging_face(path: Path, num_threads: int | None = None) -> Tokenizer:
+    """HFTokenizer: a tokenizer.json or a folder with one, or with a vocab.json and merges.txt of GPT-2's kind.
+
+    eod is the eos_token of tokenizer_config.json or special_tokens_map.json beside it, or one of USUAL_ENDS.
+    Raises DataError for anything else.
+    """
+    file = path / "tokenizer.json" if path.is_dir() else path
+    settings, said_by = _settings_beside(file)
+    if file.is_file():
+        tokenizer = read_with(file, "a tokenizer.json", lambda: _read_tokenizer_json(file))
+    elif path.is_dir():
+        tokenizer = _from_older_files(path, settings)
+    else:
+        raise DataError(f"{file}: not a file: --tokenizer-model of HFTokenizer is a tokenizer.json or its folder")
+    named = settings.get("eos_token")
+    candidates = [named] if named else USUAL_ENDS
+    for piece in candidates:
+        eod = tokenizer.token_to_id(piece)
+        if eod is not None:
+            return FastTokenizer(tokenizer, eod, num_threads)
+    raise DataError(
+        f"{file}: no token ends a document: tried {', '.join(candidates)}{f' of {said_by}' if named else ''}; name it "
+        f"as eos_token in tokenizer_config.json"
+    )
+
+
+def _read_tokenizer_json(file: Path) -> Any:
+    from tokenizers import Tokenizer as Fast
+
+    tokenizer = Fast.from_file(str(file))
+    # Files are saved with the limits of their last use; here a text is never cut or filled up.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _settings_beside(file: Path) -> tuple[dict[str, Any], str]:
+    """What the JSON files beside a tokenizer.json say, with eos_token as text, and the file that names it."""
+    found: dict[str, Any] = {}
+    said_by = ""
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):  # the later one has the last word
+        beside = file.with_name(name)
+        if not beside.is_file():
+            continue
+        settings = _read_json_object(beside)
+        eos = settings.pop("eos_token", None)
+        found |= settings
+        if eos:
+            found["eos_token"] = eos["content"] if isinstance(eos, dict) else eos
+            said_by = name
+    return found, said_by
+
+
+def _read_json_object(path: Path) -> dict[str, Any]:
+    return read_with(path, "a JSON object", lambda: dict(json.loads(path.read_text(encoding="utf-8"))))
+
+
+def _from_older_files(folder: Path, settings: dict[str, Any]) -> Any:
+    """The tokenizer of a folder without tokenizer.json."""
+    nothing = f"{folder / 'tokenizer.json'}: no such file"
+    vocab, merges = folder / "vocab.json", folder / "merges.txt"
+    if not (vocab.is_file() and merges.is_file()):
+        models = sorted(folder.glob("*.model"))
+        instead = f"give {models[0]} to GPTSentencePieceTokenizer or TikTokenizer, or " if models else ""
+        raise DataError(f"{nothing}, which HFTokenizer reads; {instead}convert what is there: {HOW_TO_CONVERT}")
+    kind = str(settings.get("tokenizer_class", "GPT2Tokenizer")).removesuffix("Fast")
+    added = (folder / "added_tokens.json").exists() or len(settings.get("added_tokens_decoder", {})) > 1
+    if kind != "GPT2Tokenizer" or added or settings.get("add_prefix_space") or settings.get("add_bos_token"):
+        raise DataError(
+            f"{folder}: vocab.json and merges.txt of a {kind} do not say all about it, only GPT-2's do: convert it: "
+            f"{HOW_TO_CONVERT}"
+        )
+    tokenizer, _ = _byte_level(vocab, merges)
+    special = settings.get("eos_token", "<|endoftext|>")
+    if tokenizer.token_to_id(special) is not None:
+        tokenizer.add_special_tokens([special])
+    return tokenizer

@@ -1,0 +1,212 @@
+"""TikTokenizer: OpenAI's .tiktoken rank files and Megatron-LM's JSON vocabularies of the same kind.
+
+A JSON vocabulary is numbered as Megatron-LM numbers it: ids 0 to N - 1 are special tokens (<unk>, <s>, </s>, <mask>,
+<pad>, <cls>, <sep> and <SPECIAL_7>, ...; N is 1000 unless given), rank r has id N + r, and </s> ends a document. The
+vocabulary is cut at --vocab-size, or at 131072.
+
+In a rank file ids are ranks and special tokens lie behind them. Published files are known by their number of ranks:
+
+| ranks | file | pattern | ends a document | vocab_size |
+|---|---|---|---|---|
+| 50256 | r50k_base, GPT-2's | gpt2 | <|endoftext|> 50256 | 50257 |
+| 50280 | p50k_base | gpt2 | <|endoftext|> 50256, which has no rank | 50281 |
+| 100256 | cl100k_base | cl100k | <|endoftext|> 100257 | 100277 |
+| 128000 | Llama 3's tokenizer.model | llama3 | <|end_of_text|> 128001 | 128256 |
+| 199998 | o200k_base | o200k | <|endoftext|> 199999 | 200019 |
+
+Of another file the pattern must be given, and <|endoftext|> follows the last rank. Special tokens that are named by
+--tiktoken-special-tokens follow it instead, in any file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.data.tokenizers.base import check_ids, join_arrays, read_with
+from megatron.data.tokenizers.ranks import PATTERNS, RankEncoder, read_json_ranks, read_ranks, require_all_bytes
+from megatron.errors import ConfigError, DataError
+
+MEGATRON_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
+MEGATRON_NUM_SPECIAL_TOKENS = 1000
+MEGATRON_VOCAB_SIZE = 2**17
+# Of the special tokens that are named, the first of these ends a document.
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")
+WHAT_ELSE = (
+    "--tokenizer-model of TikTokenizer is a .tiktoken rank file or Megatron-LM's JSON list of tokens; a vocab.json is "
+    "for GPT2BPETokenizer, a tokenizer.json for HFTokenizer, a SentencePiece model for GPTSentencePieceTokenizer"
+)
+
+
+@dataclass(frozen=True)
+class TikTokenSettings:
+    """The --tiktoken-... flags; None where a flag is absent."""
+
+    pattern: str | None = None
+    num_special_tokens: int | None = None
+    special_tokens: Sequence[str] | None = None
+
+
+@dataclass(frozen=True)
+class Published:
+    """What the publisher of a rank file says about it."""
+
+    pattern: str
+    eod: str
+    special: Mapping[str, int] = field(default_factory=dict)
+
+
+_END = "<|endoftext|>"
+_FILL_IN = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
+PUBLISHED: Mapping[int, Published] = {
+    50256: Published("gpt2", _END, {_END: 50256}),
+    50280: Published("gpt2", _END, {_END: 50256}),
+    100256: Published(
+        "cl100k", _END,
+        {_END: 100257, **{name: 100258 + i for i, name in enumerate(_FILL_IN)}, "<|endofprompt|>": 100276},
+    ),
+    128000: Published(
+        "llama3", "<|end_of_text|>",
+        # The names of the other 254 changed between versions of Llama 3; none of them is ever written.
+        {"<|begin_of_text|>": 128000, "<|end_of_text|>": 128001, "<|reserved_special_token_250|>": 128255},
+    ),
+    199998: Published("o200k", _END, {_END: 199999, "<|endofprompt|>": 200018}),
+}  # fmt: skip
+
+
+class TikTokenTokenizer:
+    """Ranks with ids, and special tokens beside them that no text can spell."""
+
+    def __init__(
+        self, ids: Mapping[bytes, int], special: Mapping[str, int], eod: int, pattern: str, num_threads: int = 1
+    ) -> None:
+        self._encoder = RankEncoder(ids, pattern, num_threads)
+        self._ordinary = frozenset(ids.values())
+        self._special = {i: name for name, i in special.items()}
+        self.eod = eod
+        self.vocab_size = 1 + max(*self._special, max(self._ordinary))
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return [ids.tolist() for ids in self._encoder.encode_batch(texts)]
+
+    def encode_batch_arrays(
+        self, texts: Sequence[str], dtype: npt.DTypeLike
+    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
+        return join_arrays(self._encoder.encode_batch(texts), dtype, self.vocab_size)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        parts, run = [], []
+        for i in check_ids(ids, self.vocab_size):
+            if i in self._ordinary:
+                run.append(i)
+                continue
+            parts += [self._encoder.decode(run), self._special.get(i, "")]
+            run = []
+        return "".join([*parts, self._encoder.decode(run)])
+
+
+def tik_token(path: Path, settings: TikTokenSettings, *, vocab_size: int | None, num_threads: int) -> TikTokenTokenizer:
+    """The tokenizer of a file. ConfigError for settings that do not fit it, DataError for a file that is neither."""
+    if settings.pattern is not None and settings.pattern not in PATTERNS:
+        raise ConfigError(f"--tiktoken-pattern {settings.pattern!r} is not known: choose one of {', '.join(PATTERNS)}")
+    _check_names(settings)
+    with path.open("rb") as file:
+        is_json = file.read(100).lstrip()[:1] in (b"[", b"{")  # characters that base64 does not use
+    if is_json:
+        return _from_json(path, settings, vocab_size, num_threads)
+    return _from_ranks(path, settings, num_threads)
+
+
+def _check_names(settings: TikTokenSettings) -> None:
+    names, count = settings.special_tokens, settings.num_special_tokens
+    if names is None:
+        return
+    if len(set(names)) != len(names) or not all(names):
+        raise ConfigError(f"--tiktoken-special-tokens {' '.join(names)}: each name must be there once")
+    if not any(name in names for name in ENDS):
+        raise ConfigError(
+            f"--tiktoken-special-tokens {' '.join(names)}: one must end documents: name one of {', '.join(ENDS)}"
+        )
+    if count is not None and count < len(names):
+        raise ConfigError(f"--tiktoken-num-special-tokens {count} is fewer than the {len(names)} special tokens named")
+
+
+def _filled(names: Sequence[str], count: int) -> list[str]:
+    """`count` names: those given, then Megatron-LM's for ids that have none."""
+    filled = [*names, *(f"<SPECIAL_{i}>" for i in range(len(names), count))]
+    if len(set(filled)) != len(filled):
+        raise ConfigError(f"--tiktoken-special-tokens {' '.join(names)}: <SPECIAL_...> names the rest, choose others")
+    return filled
+
+
+def _end(names: Sequence[str]) -> int:
+    return next(names.index(name) for name in ENDS if name in names)
+
+
+def _from_json(path: Path, settings: TikTokenSettings, vocab_size: int | None, num_threads: int) -> TikTokenTokenizer:
+    count = settings.num_special_tokens
+    count = MEGATRON_NUM_SPECIAL_TOKENS if count is None else count
+    names = MEGATRON_SPECIAL_TOKENS if settings.special_tokens is None else settings.special_tokens
+    if count < len(names):
+        raise ConfigError(f"--tiktoken-num-special-tokens {count}: {len(names)} are needed: {' '.join(names)}")
+    ranks = read_json_ranks(path, WHAT_ELSE)
+    room = (MEGATRON_VOCAB_SIZE if vocab_size is None else vocab_size) - count
+    if room < 256:
+        raise ConfigError(
+            f"--vocab-size {vocab_size} leaves {max(room, 0)} ids beside {count} special tokens "
+            f"(--tiktoken-num-special-tokens), but the single bytes alone need 256"
+        )
+    if vocab_size is not None and room > len(ranks):
+        raise ConfigError(
+            f"--vocab-size {vocab_size}: {path} has {len(ranks)} tokens, with {count} special tokens the vocabulary is "
+            f"{len(ranks) + count} at most"
+        )
+    ids = {token: rank + count for token, rank in ranks.items() if rank < room}
+    require_all_bytes(path, ids)
+    special = {name: i for i, name in enumerate(_filled(names, count))}
+    return _build(path, ids, special, _end(names), settings.pattern or "v2", num_threads)
+
+
+def _from_ranks(path: Path, settings: TikTokenSettings, num_threads: int) -> TikTokenTokenizer:
+    ranks = read_ranks(path, WHAT_ELSE)
+    require_all_bytes(path, ranks)
+    following, taken = 1 + max(ranks.values()), set(ranks.values())
+    published = PUBLISHED.get(len(ranks))
+    if published is not None and not taken.isdisjoint(published.special.values()):
+        published = None  # another file of the same length
+    pattern = settings.pattern or (published.pattern if published else None)
+    if pattern is None:
+        raise ConfigError(
+            f"{path}: a rank file does not say how text is cut into pieces: give --tiktoken-pattern, one of "
+            f"{', '.join(PATTERNS)}, the one that the vocabulary was made with"
+        )
+    if settings.special_tokens is None and settings.num_special_tokens is None and published is not None:
+        special, eod = dict(published.special), published.special[published.eod]
+    else:
+        names = settings.special_tokens or (_END,)
+        count = settings.num_special_tokens
+        special = {name: following + i for i, name in enumerate(_filled(names, len(names) if count is None else count))}
+        eod = following + _end(names)
+    holes = set(range(following)) - taken - set(published.special.values() if published else ())
+    if holes:
+        raise DataError(
+            f"{path}: rank {min(holes)} is missing, and {len(holes) - 1} more below the highest, {following - 1}: the "
+            f"file is damaged; get it again"
+        )
+    return _build(path, ranks, special, eod, pattern, num_threads)
+
+
+def _build(
+    path: Path, ids: Mapping[bytes, int], special: Mapping[str, int], eod: int, pattern: str, num_threads: int
+) -> TikTokenTokenizer:
+    return read_with(
+        path, "a vocabulary for tiktoken", lambda: TikTokenTokenizer(ids, special, eod, PATTERNS[pattern], num_threads)
+    )

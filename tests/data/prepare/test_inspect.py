@@ -1,0 +1,355 @@
+"""Inspection of data sets: statistics against numpy on plain lists, and damage that is put there on purpose."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import sys
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.data.indexed_dataset import map_index
+from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.prepare import check as checking
+from megatron.data.prepare import inspect as library
+from megatron.data.prepare.check import check
+from megatron.data.prepare.inspect import LengthCounts, count_lengths, decode_leniently, inspect
+from megatron.data.tokenizer import build_tokenizer
+from megatron.errors import DataError
+from tests.data.struct_format import Documents, packed
+from tools import inspect_dataset
+
+Damage = Callable[[bytes, bytes], tuple[bytes | None, bytes | None]]
+NULL = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "50"]
+
+
+def write(prefix: Path, documents: Documents, dtype: str = "<u2") -> str:
+    data, index = packed(documents, dtype)
+    Path(f"{prefix}.bin").write_bytes(data)
+    Path(f"{prefix}.idx").write_bytes(index)
+    return str(prefix)
+
+
+def texts(prefix: str, **options) -> list[str]:
+    return [str(problem) for problem in check(prefix, **options).problems]
+
+
+@given(
+    documents=st.lists(st.lists(st.lists(st.just(1), max_size=40), max_size=3), min_size=1, max_size=20),
+    block=st.sampled_from([1, 2, 1 << 20]),
+)
+def test_lengths(tmp_path_factory: pytest.TempPathFactory, documents: Documents, block: int) -> None:
+    prefix = write(tmp_path_factory.mktemp("lengths") / "a", documents)
+    expected = np.array([sum(map(len, document)) for document in documents])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "_BLOCK_ENTRIES", block)
+        lengths = count_lengths(map_index(Path(f"{prefix}.idx")))
+    assert (lengths.documents, lengths.tokens) == (len(documents), expected.sum())
+    assert lengths.empty == (expected == 0).sum() and lengths.mean == pytest.approx(expected.mean())
+    for fraction in (0.0, 0.01, 0.25, 0.5, 0.99, 1.0):
+        assert lengths.quantile(fraction) == np.quantile(expected, fraction, method="inverted_cdf")
+    edges, number, tokens = lengths.histogram()
+    full = expected[expected > 0]
+    assert number.tolist() == np.histogram(full, edges)[0].tolist() and number.sum() == len(full)
+    assert tokens.tolist() == np.histogram(full, edges, weights=full)[0].astype(int).tolist()
+    assert (np.diff(edges) >= 1).all()
+    if len(full):
+        assert number[0] > 0 and number[-1] > 0
+
+
+@given(st.lists(st.integers(1, 2**31 - 1), min_size=1, max_size=30))
+def test_bins_are_of_equal_width_in_the_logarithm(sizes: list[int]) -> None:
+    values, counts = np.unique(np.array(sizes, np.int64), return_counts=True)
+    edges, number, _ = LengthCounts(values, counts).histogram()
+    assert number.sum() == len(sizes) and edges[0] < values[0] and values[-1] < edges[-1]
+    wide = edges[edges > 100]
+    assert np.allclose(np.diff(np.log10(wide)), 1 / library.BINS_PER_DECADE, atol=0.01)
+
+
+def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = write(tmp_path / "a", [[[5, 6, 7], [50]], [], [[8] * 300]])
+    plot = tmp_path / "plots" / "a.png"
+    arguments = [prefix, "--validate", "--samples", "3", "--sample-tokens", "4", "--plot", str(plot), *NULL]
+    assert inspect_dataset.main(arguments) == 0
+    out = capsys.readouterr().out
+    for line in (
+        "token type           uint16",
+        "documents            3",
+        "sequences            3",
+        "tokens               304",
+        "min 0, median 4, mean 101.3, 99 % 300, max 300",
+        "empty documents      1",
+        "checked              the index, all tokens",
+        "document 0, 4 tokens:\n    | 5 6 7 50\n",
+        "document 2, 300 tokens, the first 4:\n    | 8 8 8 8\n",
+        "no problem found",
+    ):
+        assert line in out
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_table_on_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = write(tmp_path / "[a]", [[[5, 6, 7]]])
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert inspect_dataset.main([prefix]) == 0
+    out = capsys.readouterr().out
+    assert prefix in out and "│ tokens per document │ min 3, median 3, mean 3.0, 99 % 3, max 3" in out
+
+
+def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good, bad = write(tmp_path / "good", [[[1, 2]], [[3]]]), write(tmp_path / "bad", [[[1]], [[60]]])
+    assert inspect_dataset.main([good, bad, "--json", "--documents", "1", *NULL]) == 2
+    first, second = json.loads(capsys.readouterr().out)
+    assert first["sound"] and first["problems"] == [] and first["tokens"] == 3
+    assert first["tokens_per_document"] == {"min": 1, "median": 1, "mean": 1.5, "p99": 2, "max": 2, "empty": 0}
+    assert first["samples"] == [{"document": 1, "tokens": 1, "ids": [3], "text": "3"}]
+    assert not second["sound"] and second["problem_counts"] == {"vocabulary": 1}
+    assert second["problems"][1]["byte"] == 2 and "id 60 (sequence 1, token 0)" in second["problems"][1]["text"]
+    assert second["samples"][0]["text"] == "<id 60>"
+
+
+def test_decodes_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Through a byte-level vocabulary: what was written comes out, and ids that it lacks are shown as such."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    pieces = [*sorted(ByteLevel.alphabet()), "<|endoftext|>"]
+    (tmp_path / "vocab.json").write_text(json.dumps({piece: i for i, piece in enumerate(pieces)}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    files = {"vocab_file": str(tmp_path / "vocab.json"), "merge_file": str(tmp_path / "merges.txt")}
+    tokenizer = build_tokenizer("GPT2BPETokenizer", **files)
+    ids = tokenizer.encode("Straße\nnumber two")
+    prefix = write(tmp_path / "a", [[[*ids, tokenizer.eod]]])
+    flags = ["--vocab-file", files["vocab_file"], "--merge-file", files["merge_file"]]
+    assert inspect_dataset.main([prefix, "--samples", "1", "--tokenizer-type", "GPT2BPETokenizer", *flags]) == 0
+    assert "    | Straße\n    | number two<|endoftext|>\n" in capsys.readouterr().out
+    assert decode_leniently(tokenizer, [300, *ids[:3], -1, *ids[3:4]]) == "<id 300>Str<id -1>a"
+    assert decode_leniently(tokenizer, []) == ""
+
+
+DATA, INDEX = packed([[[1, 2, 3], [4]], [[5, 6]]], "<u2")
+SIZES, POINTERS, BOUNDARIES = 34, 46, 70
+
+
+def patched(index: bytes, at: int, value: bytes) -> bytes:
+    return index[:at] + value + index[at + len(value) :]
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda d, i: (None, i), [r"a.bin: no such file"]),
+        (lambda d, i: (d, None), [r"a.idx: no such file"]),
+        (lambda d, i: (d, b""), ["a.idx: starts with b''"]),
+        (
+            lambda d, i: (d, i[:60]),
+            ["a.idx: 60 bytes, but its header of 3 sequences and 3 document boundaries needs 94"],
+        ),
+        (lambda d, i: (d[:-3], i), ["a.bin: byte 9: truncated: 9 of 12 bytes; sequences from 2 on are cut off"]),
+        (lambda d, i: (b"", i), ["a.bin: byte 0: truncated: 0 of 12 bytes; sequences from 0 on are cut off"]),
+        (lambda d, i: (d + b"1234567", i), ["a.bin: byte 12: 7 bytes follow the last sequence"]),
+        (
+            lambda d, i: (d, patched(i, SIZES + 4, struct.pack("<i", -5))),
+            [
+                "a.idx: byte 38: sequence 1 has -5 tokens",
+                "a.idx: byte 62: sequence 2 starts at byte 8 of .bin, and the one before it ends at -4",
+            ],
+        ),
+        (
+            lambda d, i: (d, patched(i, POINTERS + 8, struct.pack("<q", 5))),
+            [
+                "a.idx: byte 54: sequence 1 starts at byte 5 of .bin, and the one before it ends at 6",
+                "a.idx: byte 62: sequence 2 starts at byte 8 of .bin, and the one before it ends at 7",
+            ],
+        ),
+        (
+            lambda d, i: (d, patched(i, POINTERS, struct.pack("<q", 2))),
+            [
+                "a.idx: byte 46: sequence 0 starts at byte 2 of .bin, and it is the first",
+                "a.idx: byte 54: sequence 1 starts at byte 6 of .bin, and the one before it ends at 8",
+            ],
+        ),
+        (
+            lambda d, i: (d, patched(i, BOUNDARIES + 8, struct.pack("<q", 5))),
+            ["a.idx: byte 86: document boundary 2 is 3, less than 5, the one before it"],
+        ),
+        (
+            lambda d, i: (d, patched(i, BOUNDARIES + 8, struct.pack("<q", -1))),
+            ["a.idx: byte 78: document boundary 1 is -1, less than 0, the one before it"],
+        ),
+        (
+            lambda d, i: (d, patched(i, BOUNDARIES, struct.pack("<q", 1))),
+            ["a.idx: byte 70: the first document boundary is 1, not 0"],
+        ),
+        (
+            lambda d, i: (d, patched(i, BOUNDARIES + 16, struct.pack("<q", 2))),
+            ["a.idx: byte 86: the last document boundary is 2, not 3"],
+        ),
+        (
+            lambda d, i: (d, patched(i, 17, b"\x04")),
+            [
+                "a.idx: byte 17: the type is int32, but the pointers count 2 bytes per token",
+                "a.bin: 12 bytes are 6 tokens of type int16 or uint16, but .idx says int32",
+            ],
+        ),
+    ],
+)
+@pytest.mark.parametrize("full", [True, False])
+def test_damage(tmp_path: Path, damage: Damage, expected: list[str], full: bool) -> None:
+    """Each kind of damage is found, named with its byte, and nothing else is reported."""
+    for suffix, content in zip((".bin", ".idx"), damage(DATA, INDEX), strict=True):
+        if content is not None:
+            (tmp_path / f"a{suffix}").write_bytes(content)
+    found = texts(str(tmp_path / "a"), full=full)
+    assert len(found) == len(expected), found
+    for text, problem in zip(expected, found, strict=True):
+        assert f"/{text}" in problem
+    assert inspect_dataset.main([str(tmp_path / "a"), "--samples", "2", "--json"]) == 2
+
+
+@given(
+    documents=st.lists(st.lists(st.lists(st.integers(0, 99), max_size=5), max_size=3), min_size=1, max_size=5),
+    place=st.floats(0, 1, exclude_max=True),
+    new=st.integers(0, 255),
+    cut=st.booleans(),
+    in_bin=st.booleans(),
+    block=st.sampled_from([1, 2, 1 << 20]),
+)
+def test_any_inconsistency_is_found(
+    tmp_path_factory: pytest.TempPathFactory, documents, place: float, new: int, cut: bool, in_bin: bool, block: int
+) -> None:
+    """One byte of either file changed or the rest cut off: found, unless the result is a data set in its own right:
+    another order of ids within the vocabulary, a document that starts elsewhere."""
+    data, index = packed(documents, "<u2")
+    content = data if in_bin else index
+    at = int(place * len(content))
+    damaged = content[:at] if cut else content[:at] + bytes([new]) + content[at + 1 :]
+    folder = tmp_path_factory.mktemp("any")
+    prefix = str(folder / "a")
+    (folder / "a.bin").write_bytes(damaged if in_bin else data)
+    (folder / "a.idx").write_bytes(index if in_bin else damaged)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checking, "_BLOCK_ENTRIES", block)
+        patch.setattr(checking, "_BLOCK_BYTES", 2 * block)
+        found = check(prefix, vocab_size=100, full=True).problems
+    inspect(prefix, vocab_size=100, num_samples=3)
+    if damaged == content:
+        assert not found
+        return
+    count = sum(map(len, documents))
+    if not in_bin and not cut and at >= 34 + 12 * count:
+        starts = struct.unpack(f"<{len(documents) + 1}q", damaged[34 + 12 * count :])
+        consistent = starts[0] == 0 and starts[-1] == count and sorted(starts) == list(starts)
+    elif in_bin and len(damaged) == len(data):
+        consistent = max(struct.unpack(f"<{len(data) // 2}H", damaged)) < 100
+    elif not in_bin and not cut and at == 17:
+        # Other types of 2 bytes hold these ids too, and without tokens any type will do.
+        consistent = new == 3 or (not data and 1 <= new <= 8)
+    else:
+        consistent = False
+    assert bool(found) != consistent, found
+
+
+def test_ids_out_of_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking, "_BLOCK_BYTES", 64)
+    ids = np.arange(1000) % 90
+    ids[[333, 700, 701]] = [100, 99, 65535]
+    prefix = write(tmp_path / "a", [[ids[:300].tolist(), []], [ids[300:].tolist()]])
+    found = texts(prefix, vocab_size=99, full=True)
+    assert [problem.removeprefix(f"{prefix}.bin: ") for problem in found] == [
+        "3 of all 1000 tokens looked at are outside of 0..98",
+        "byte 666: id 100 (sequence 2, token 33) is not in the vocabulary of 99",
+        "byte 1400: id 99 (sequence 2, token 400) is not in the vocabulary of 99",
+        "byte 1402: id 65535 (sequence 2, token 401) is not in the vocabulary of 99",
+    ]
+    assert not texts(prefix, full=True) and not texts(prefix, vocab_size=65536, full=True)
+    many = check(write(tmp_path / "b", [[[7] * 5000]]), vocab_size=5, full=True)
+    assert many.counts["vocabulary"] == many.out_of_range == 5000
+    assert len(many.problems) == checking.PROBLEMS_PER_KIND + 1
+
+
+def test_a_quick_look_reads_three_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking, "_SAMPLE_BYTES", 20)
+    for place, seen in ((0, True), (50, True), (99, True), (25, False), (75, False)):
+        ids = [1] * 100
+        ids[place] = 500
+        prefix = write(tmp_path / f"a{place}", [[ids]])
+        findings = check(prefix, vocab_size=100)
+        assert findings.tokens_scanned == 30 and not findings.scanned_all
+        assert bool(findings.problems) is seen
+        assert texts(prefix, vocab_size=100, full=True)
+
+
+@pytest.mark.parametrize(
+    ("written", "read", "expected"),
+    [
+        ("<u2", "<i4", "as uint16 they are in range"),
+        ("<u2", "<i2", "as uint16 they are in range"),
+        ("<i4", "<i8", "as int32 they are in range"),
+        ("<i4", "<u2", "looks like ids of 4 bytes, and .idx says uint16"),
+        ("<i8", "<u2", "looks like ids of 8 bytes, and .idx says uint16"),
+        ("<i8", "<i4", "looks like ids of 8 bytes, and .idx says int32"),
+    ],
+)
+def test_wrong_type(tmp_path: Path, written: str, read: str, expected: str) -> None:
+    """An index that is sound in itself, over tokens of another type; the type that fits is named."""
+    ids = np.random.RandomState(0).randint(1, 50000, 4000).astype(written)
+    as_read = np.frombuffer(ids.tobytes(), read)
+    with IndexedDatasetWriter(tmp_path / "a", read) as writer:
+        writer.add_document(as_read)
+    assert any(expected in text for text in texts(str(tmp_path / "a"), vocab_size=50257))
+    with IndexedDatasetWriter(tmp_path / "b", written) as writer:
+        writer.add_document(ids)
+    assert not texts(str(tmp_path / "b"), vocab_size=50257, full=True)
+
+
+def test_one_bad_id_suggests_no_type(tmp_path: Path) -> None:
+    for dtype in ("<u2", "<i4", "<i8"):
+        ids = np.random.RandomState(0).randint(1, 30000, 4000).astype(dtype)
+        ids[100] = 60000
+        with IndexedDatasetWriter(tmp_path / "a", dtype) as writer:
+            writer.add_document(ids)
+        assert texts(str(tmp_path / "a"), vocab_size=30000)[0].endswith("tokens looked at are outside of 0..29999")
+
+
+def test_user_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = write(tmp_path / "a", [[[1]]])
+    empty = write(tmp_path / "empty", [[[]]])
+    for arguments, message in (
+        ([str(tmp_path / "none")], "none.bin: no such files"),
+        ([prefix, "--documents", "1"], "--documents 1: .*a has 1 documents"),
+        ([prefix, "--samples", "-1"], "--samples -1: expected 0 or more"),
+        ([prefix, "--vocab-size", "0"], "--vocab-size 0: expected 1 or more"),
+        ([prefix, "--merge-file", "x"], "--merge-file needs --tokenizer-type"),
+        ([prefix, "--tokenizer-type", "Nothing"], "'Nothing' is not known"),
+        ([prefix, "--plot", str(tmp_path / "a.pdfx")], "--plot .*a.pdfx: "),
+        ([empty, "--plot", str(tmp_path / "a.png")], "no data set has a document with tokens"),
+    ):
+        assert inspect_dataset.main(arguments) == 2
+        assert re.search(f"error: .*{message}", capsys.readouterr().err)
+    with pytest.raises(DataError, match="no such files"):
+        inspect(tmp_path / "none")
+
+
+def test_memory_is_flat(tmp_path: Path) -> None:
+    """A full check of two million documents, 40 MB of index, and 64 MB of tokens."""
+    with IndexedDatasetWriter(tmp_path / "a", "<i4") as writer:
+        for _ in range(100):
+            writer.add_batch(np.zeros(160_000, np.int32), np.full(20_000, 8), np.ones(20_000, np.int64))
+    tracemalloc.start()
+    try:
+        result = inspect(tmp_path / "a", vocab_size=10, validate=True)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert result.sound and result.lengths is not None and result.lengths.documents == 2_000_000
+    assert peak < 30 << 20, peak

@@ -1,0 +1,281 @@
+"""The same documents give the same bytes, from any format, in blocks of any size, by any number of workers."""
+
+from __future__ import annotations
+
+import gzip
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pyarrow
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from megatron.data.prepare import sources
+from megatron.data.prepare.encode import BadInput, PreprocessOptions, encode_block
+from megatron.data.prepare.preprocess import preprocess
+from megatron.data.prepare.sources import Block, Place, find_sources, read_blocks, read_sources
+from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.errors import DataError
+from tests.helpers.preprocessing import (
+    EOD,
+    byte_tokenizer,
+    documents,
+    json_lines,
+    null_options,
+    pack,
+    pair_bytes,
+    write_input,
+)
+
+NAMES = ["c.jsonl", "c.json.gz", "c.jsonl.zst", "c.parquet"]
+BLOCKS = st.integers(1, 64)
+LINES = [b'{"text": "ab"}', b"", b"  ", b"{x", b'{"text": "\xff"}', b'{"no": 1}']
+TEXTS = st.lists(st.text(max_size=12), min_size=1, max_size=12)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_arguments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_arguments: dict[str, Any]) -> Tokenizer:
+    return build_tokenizer(**tokenizer_arguments, num_threads=1)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+def encode(blocks: list[Block], tokenizer: Tokenizer, append_eod: bool) -> tuple[list[list[int]], list[BadInput]]:
+    """Tokens of each document of the blocks, which are written out by hand: no writer, no workers."""
+    options = PreprocessOptions(tokenizer={}, append_eod=append_eod)
+    found: list[list[int]] = []
+    bad: list[BadInput] = []
+    for block in blocks:
+        encoded = encode_block(block, tokenizer, options)
+        (key,) = encoded.keys
+        assert key.document_sequences.tolist() == [1] * len(key.sequence_sizes)
+        ends = np.cumsum(key.sequence_sizes)
+        found += [part.tolist() for part in np.split(key.tokens, ends[:-1])] if len(ends) else []
+        bad += encoded.bad
+    return found, bad
+
+
+@settings(max_examples=30)
+@given(
+    texts=TEXTS, block_bytes=BLOCKS, append_eod=st.booleans(), members=st.integers(1, 3), name=st.sampled_from(NAMES)
+)
+def test_every_block_boundary_is_a_place_to_go_on(
+    tokenizer: Tokenizer, texts: list[str], block_bytes: int, append_eod: bool, members: int, name: str
+) -> None:
+    """The bytes of each text are its tokens, and reading that starts after any block gives what is left."""
+    expected = [[*text.encode(), *[EOD] * append_eod] for text in texts if text]
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(sources, "BLOCK_BYTES", block_bytes):
+        path = write_input(Path(folder, name), texts, members=members)
+        blocks = list(read_blocks([path]))
+        assert encode(blocks, tokenizer, append_eod) == (expected, [])
+        assert blocks[-1].file_bytes == path.stat().st_size
+        for block in blocks[:: max(1, len(blocks) // 3)]:
+            rest = list(read_sources(find_sources([path]), ("text",), block.after))
+            after, before = encode(rest, tokenizer, append_eod)[0], blocks[: blocks.index(block) + 1]
+            assert encode(before, tokenizer, append_eod)[0] + after == expected
+            assert not rest or rest[0].first == block.after.documents + 1
+
+
+@settings(max_examples=30)
+@given(
+    lines=st.lists(
+        st.sampled_from([b'{"text": "ab"}', b"", b"  ", b"{x", b'{"text": "\xff"}', b'{"no": 1}']), max_size=12
+    ),
+    block_bytes=BLOCKS,
+    newline=st.sampled_from([b"\n", b"\r\n"]),
+    at_end=st.booleans(),
+)
+def test_bad_lines_are_numbered_as_editors_do(
+    tokenizer: Tokenizer, lines: list[bytes], block_bytes: int, newline: bytes, at_end: bool
+) -> None:
+    expected = [i for i, line in enumerate(lines, 1) if line.strip() and line != b'{"text": "ab"}']
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(sources, "BLOCK_BYTES", block_bytes):
+        path = Path(folder, "c.jsonl")
+        path.write_bytes(newline.join(lines) + newline * at_end)
+        good, bad = encode(list(read_blocks([path])), tokenizer, False)
+    assert [document.where for document in bad] == [f"{path}:{i}" for i in expected]
+    assert good == [[*b"ab"]] * lines.count(b'{"text": "ab"}')
+
+
+def test_formats_workers_and_escapes_give_the_same_files(
+    tmp_path: Path, tokenizer_arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [f"{i} \u00e4\u4e2d\U0001f600\u2028 " * (i % 7) for i in range(60)]
+    inputs = [write_input(tmp_path / name, texts, members=3) for name in NAMES]
+    (tmp_path / "escaped.jsonl").write_bytes(json_lines(texts, ensure_ascii=True))
+    options = PreprocessOptions(tokenizer=tokenizer_arguments, json_keys=("text", "title"), append_eod=True)
+    written = set()
+    for number, (path, workers, size) in enumerate(
+        [(path, 1, 100 + 17 * i) for i, path in enumerate(inputs)]
+        + [(tmp_path / "escaped.jsonl", 1, 1 << 19), (inputs[0], 2, 150), (inputs[3], 3, 90)]
+    ):
+        monkeypatch.setattr(sources, "BLOCK_BYTES", size)
+        totals = preprocess([path], tmp_path / f"o{number}", options, workers=workers)
+        written.add(tuple(pair_bytes(output) for output in totals.outputs))
+        assert (totals.documents, totals.empty_documents) == (60 + 51, 9)
+        assert totals.file_bytes == totals.total_file_bytes == path.stat().st_size
+    assert len(written) == 1
+    assert documents(tmp_path / "o0_text_document") == [[*text.encode(), EOD] for text in texts if text]
+
+
+def test_patterns(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    for name in ("b.jsonl", "a.jsonl", "deep/c.jsonl", "[x].jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    found = [Path(s.path).name for s in find_sources([tmp_path / "b.jsonl", tmp_path / "[ab].jsonl"])]
+    assert found == ["b.jsonl", "a.jsonl", "b.jsonl"]
+    assert len(find_sources([tmp_path / "**/*.jsonl"])) == 4
+    assert Path(find_sources([tmp_path / "[x].jsonl"])[0].path).name == "[x].jsonl"  # a file of this name comes first
+    for wrong, message in (
+        ("*.txt", "no file matches this pattern"),
+        ("deep", "is a folder: name its files"),
+        ("none", "no such input file"),
+    ):
+        with pytest.raises(DataError, match=message):
+            find_sources([tmp_path / wrong])
+
+
+def test_files_that_are_not_read(tmp_path: Path) -> None:
+    for name, message in (("a.jsonl.bz2", "unpack it"), ("a.parquet.gz", "parquet packs its pages itself")):
+        (tmp_path / name).write_bytes(b"")
+        with pytest.raises(DataError, match=message):
+            find_sources([tmp_path / name])
+
+
+@pytest.mark.parametrize("name", ["c.jsonl.gz", "c.jsonl.zst", "c.parquet"])
+@pytest.mark.parametrize("damage", ["cut", "trash"])
+def test_damaged_files_are_named_with_the_place(
+    tmp_path: Path, tokenizer: Tokenizer, name: str, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 64)
+    path = write_input(tmp_path / name, [str(i) * 50 for i in range(300)], members=2)
+    content = path.read_bytes()
+    path.write_bytes(content[:-30] if damage == "cut" else content[: len(content) // 2] + b"#" * (len(content) // 2))
+    with pytest.raises(DataError, match=rf"{name}: cannot be read after (line|row) \d+: "):
+        encode(list(read_blocks([path])), tokenizer, False)
+
+
+def test_zeros_after_a_gzip_file_are_no_damage(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n') + bytes(512))
+    assert encode(list(read_blocks([tmp_path / "c.jsonl.gz"])), tokenizer, False)[0] == [[97]]
+
+
+def parquet_file(path: Path, column: pyarrow.Array, name: str = "text", **settings: Any) -> Path:
+    parquet.write_table(pyarrow.table({name: column}), path, **settings)
+    return path
+
+
+@pytest.mark.parametrize(
+    "kind", [pyarrow.string(), pyarrow.large_string(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())], ids=str
+)
+@pytest.mark.parametrize("block_bytes", [3, 1 << 19])
+def test_parquet_strings(
+    tmp_path: Path, tokenizer: Tokenizer, kind: Any, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nulls are empty documents; row groups and batches leave no seam."""
+    monkeypatch.setattr(sources, "BLOCK_BYTES", block_bytes)
+    values = ["ab", None, "", "\u00e9", "ab"] * 5
+    path = parquet_file(tmp_path / "c.parquet", pyarrow.array(values).cast(kind), row_group_size=7)
+    blocks = list(read_blocks([path]))
+    assert encode(blocks, tokenizer, False)[0] == [[*value.encode()] for value in values if value]
+    assert blocks[-1].after == Place(0, 0, 25)
+
+
+def test_parquet_without_rows_and_of_nulls(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    for column in (pyarrow.array([], pyarrow.string()), pyarrow.array([None, None])):
+        path = parquet_file(tmp_path / "c.parquet", column)
+        assert encode(list(read_blocks([path])), tokenizer, False)[0] == []
+
+
+def test_parquet_that_is_not_utf8(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Arrow's strings are not checked when they are read."""
+    offsets, data = np.array([0, 1, 3, 4], np.int32), b"a\xffbc"
+    column = pyarrow.StringArray.from_buffers(3, pyarrow.py_buffer(offsets), pyarrow.py_buffer(data))
+    path = parquet_file(tmp_path / "c.parquet", column)
+    good, (bad,) = encode(list(read_blocks([path])), tokenizer, False)
+    assert good == [[97], [99]]
+    assert str(bad) == f"{path}: row 2: not UTF-8: invalid start byte at byte 0"
+
+
+def test_parquet_columns_that_are_no_text(tmp_path: Path) -> None:
+    nested = parquet_file(tmp_path / "n.parquet", pyarrow.array([{"text": "a"}]), "meta")
+    with pytest.raises(DataError, match=r"no column 'text': there are \['meta'\]; choose with --json-keys"):
+        list(read_blocks([nested]))
+    with pytest.raises(DataError, match=r"column 'meta' holds struct<text: string>, expected strings"):
+        list(read_blocks([nested], json_keys=("meta",)))
+    (tmp_path / "x.parquet").write_bytes(b"no parquet")
+    with pytest.raises(DataError, match="x.parquet: cannot be read after row 0"):
+        list(read_blocks([tmp_path / "x.parquet"]))
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_text_files(tmp_path: Path, tokenizer: Tokenizer, suffix: str) -> None:
+    path = tmp_path / f"c.txt{suffix}"
+    path.write_bytes(pack(b"one\n\ntwo\n", suffix, 2))
+    (block,) = read_blocks([path])
+    assert encode([block], tokenizer, False) == ([[*b"one\n\ntwo\n"]], [])
+    assert list(read_sources(find_sources([path]), ("text",), block.after)) == []
+    path.write_bytes(pack(b"one\nt\xff\n", suffix))
+    _, (bad,) = encode(list(read_blocks([path])), tokenizer, False)
+    assert str(bad) == f"{path}: not UTF-8: invalid start byte at byte 5, line 2"
+
+
+@pytest.mark.parametrize("name", ["c.jsonl", "c.jsonl.gz", "c.txt", "c.parquet"])
+@pytest.mark.parametrize("block_bytes", [4, 16, 64])
+def test_documents_that_are_too_long_are_bad_input(
+    tmp_path: Path, tokenizer: Tokenizer, name: str, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are not kept while they are read, wherever blocks begin; what comes after them keeps its number."""
+    monkeypatch.setattr(sources, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(sources, "MAX_DOCUMENT_BYTES", 64)
+    path, texts = tmp_path / name, ["a", "b" * 200, "c", "d" * 130, "d" * 200, "e" * 38]
+    if name == "c.txt":
+        path.write_text("x" * 65)
+        expected, numbers = [], [str(path)]
+    else:
+        write_input(path, texts, titles=[""] * 6)
+        assert name == "c.parquet" or len(json_lines(texts[-1:], [""])) == 64  # as long as a line may be
+        expected = [[*b"a"], [*b"c"], [*b"e" * 38]]
+        numbers = [f"{path}: row {i}" if name == "c.parquet" else f"{path}:{i}" for i in (2, 4, 5)]
+    good, bad = encode(list(read_blocks([path])), tokenizer, False)
+    assert good == expected and [document.where for document in bad] == numbers
+    assert all("64" in document.why for document in bad)
+
+
+def test_a_line_of_one_byte_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 16)
+    monkeypatch.setattr(sources, "MAX_DOCUMENT_BYTES", 64)
+    for length in (64, 65):
+        (tmp_path / "c.jsonl").write_bytes(b"x" * (length - 1) + b"\n")
+        (block,) = read_blocks([tmp_path / "c.jsonl"])
+        assert bool(block.problem) == (length == 65) and block.text_bytes == length
+
+
+def test_memory_of_a_block_does_not_grow_with_short_documents(tmp_path: Path) -> None:
+    """A block is bounded by its bytes: twice BLOCK_BYTES for lines, that and one row for parquet."""
+    texts = ["x" * 1000] * 3000
+    for name in ("c.jsonl", "c.jsonl.gz", "c.parquet"):
+        blocks = list(read_blocks([write_input(tmp_path / name, texts)]))
+        assert len(blocks) > 3 and max(block.text_bytes for block in blocks) <= 2 * sources.BLOCK_BYTES
+
+
+def test_keys_become_file_names(tmp_path: Path) -> None:
+    path = write_input(tmp_path / "c.jsonl", ["1"])
+    for keys in (("a/b",), ("",)):
+        with pytest.raises(Exception, match="part of a file name"):
+            preprocess([path], tmp_path / "o", null_options(*keys))

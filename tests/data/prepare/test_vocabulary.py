@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.data.prepare.vocabulary import train_vocabulary
+from megatron.data.tokenizer import build_tokenizer
+from megatron.errors import ConfigError, DataError
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("spm")
+    corpus = folder / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"text": Path(p).read_text()}) + "\n" for p in (io.__file__, json.__file__)))
+    train_vocabulary([corpus], folder / "spm.model", vocab_size=600)
+    return folder / "spm.model"
+
+
+def test_trained_vocabulary_is_deterministic(model: Path) -> None:
+    again = model.with_name("again.model")
+    train_vocabulary([model.with_name("corpus.jsonl")], again, vocab_size=600)
+    assert again.read_bytes() == model.read_bytes()
+
+
+@given(text=st.text().filter(lambda text: "\u2581" not in text))
+def test_trained_vocabulary_loses_nothing(model: Path, text: str) -> None:
+    tokenizer = build_tokenizer("GPTSentencePieceTokenizer", tokenizer_model=str(model))
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("module", [json.decoder, os, pytest])
+def test_source_code_comes_back(model: Path, module) -> None:
+    source = Path(module.__file__).read_text()
+    tokenizer = build_tokenizer("GPTSentencePieceTokenizer", tokenizer_model=str(model))
+    ids = tokenizer.encode(source)
+    assert tokenizer.decode(ids) == source and len(ids) < 0.7 * len(source)  # pieces, not bytes
+    assert tokenizer.decode(tokenizer.encode(source.replace("    ", "\t"))) == source.replace("    ", "\t")
+
+
+def test_vocabulary_refuses(tmp_path: Path) -> None:
+    corpus = tmp_path / "c.jsonl"
+    corpus.write_text('{"text": "few words"}\n')
+    with pytest.raises(ConfigError, match="--vocab-size 100: the bytes alone need"):
+        train_vocabulary([corpus], tmp_path / "m", vocab_size=100)
+    with pytest.raises(ConfigError, match="--vocab-size 4096 cannot be trained on 9 characters"):
+        train_vocabulary([corpus], tmp_path / "m", vocab_size=4096)
+    corpus.write_text('{"text": " "}\n')
+    with pytest.raises(DataError, match="no text to train on"):
+        train_vocabulary([corpus], tmp_path / "m")
+    assert not (tmp_path / "m").exists()

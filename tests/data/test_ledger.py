@@ -1,0 +1,164 @@
+"""The ledger against counting by hand which source every sample came from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.data import ledger
+from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, MockDataset
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.ledger import Consumed, Ledger, is_consumed, short_names
+from megatron.data.packing import PackedDataset
+from megatron.data.sampler import CyclicOrder, SampleOrder, SequentialOrder, sample_order
+
+SEQ_LENGTH = 8
+
+
+def source(folder: Path, name: str, tokens: int, token: int, num_samples: int) -> GPTDataset:
+    """Documents of 10 tokens, all with the same id."""
+    prefix = folder / name
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for _ in range(tokens // 10):
+            writer.add_document([token] * 10)
+    return GPTDataset(
+        IndexedDataset(prefix), name="train", split="1", bounds=(0, tokens // 10), num_samples=num_samples,
+        seq_length=SEQ_LENGTH, seed=1,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def blend(tmp_path_factory: pytest.TempPathFactory) -> BlendedDataset:
+    """60 samples: a third of 'a' with 100 tokens, two thirds of 'b' with 300."""
+    folder = tmp_path_factory.mktemp("ledger")
+    return BlendedDataset([source(folder, "a", 100, 1, 21), source(folder, "b", 300, 2, 41)], [1, 2], 60)
+
+
+def by_hand(blend: BlendedDataset, order: SampleOrder, consumed: int) -> dict[int, int]:
+    return Counter(int(blend[i][0]) for i in order.indices(np.arange(consumed)).tolist())
+
+
+@given(kind=st.sampled_from(["single", "cyclic"]), steps=st.lists(st.integers(0, 15), max_size=8))
+def test_counts(blend: BlendedDataset, kind: str, steps: list[int]) -> None:
+    order, consumed = sample_order(kind, len(blend)), 0
+    counted = Ledger(blend, order)
+    for step in steps:
+        consumed = min(consumed + step, len(blend) if kind == "single" else 10**9)
+        counted.advance(consumed)
+    taken = by_hand(blend, order, consumed)
+    for part, token, size in ((blend.datasets[0], 1, 100), (blend.datasets[1], 2, 300)):
+        tokens = taken[token] * SEQ_LENGTH
+        assert counted.counts[part.name] == Consumed(taken[token], tokens, pytest.approx(tokens / size))
+
+
+def test_an_epoch_is_announced_with_the_sample_that_opens_it(blend: BlendedDataset) -> None:
+    counted, begun = Ledger(blend, CyclicOrder(60)), {}
+    for consumed in range(1, 121):
+        for name, epoch in counted.advance(consumed):
+            begun[name, epoch] = consumed
+    expected: dict[tuple[str, int], int] = {}
+    tokens = {1: 0, 2: 0}
+    for consumed, index in enumerate(CyclicOrder(60).indices(np.arange(120)).tolist(), 1):
+        token = int(blend[index][0])
+        before, tokens[token] = tokens[token], tokens[token] + SEQ_LENGTH
+        size = {1: 100, 2: 300}[token]
+        # Token number n, from 0, is in epoch n // size + 1: that of the last token before, and of the last one now.
+        epoch_before, epoch = (before - 1) // size + 1, (tokens[token] - 1) // size + 1
+        if epoch > max(epoch_before, 1):
+            expected["ab"[token - 1], epoch] = consumed
+    assert begun == expected and len(begun) == 3 + 2  # 40 samples of a: 3.2 epochs; 80 of b: 2.13
+
+
+def test_blocks_and_catching_up(blend: BlendedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Ledger(blend, CyclicOrder(60), 100)
+    monkeypatch.setattr(ledger, "_BLOCK", 7)
+    assert Ledger(blend, CyclicOrder(60), 100).record() == whole.record()
+    assert whole.record() != Ledger(blend, CyclicOrder(60), 93).record()
+    # A checkpoint without a record, of a run that had more data than this one: what is there is counted.
+    assert sum(count.samples for count in Ledger(blend, SequentialOrder(60), 100).counts.values()) == 60
+
+
+def test_a_resumed_run_carries_on(blend: BlendedDataset) -> None:
+    order = SequentialOrder(60)
+    first = Ledger(blend, order, 25)
+    second = Ledger(blend, order, 25, first.record())
+    second.advance(60)
+    whole = Ledger(blend, order, 60)
+    for name, count in whole.counts.items():
+        got = second.counts[name]
+        assert (got.samples, got.tokens, got.epochs) == (count.samples, count.tokens, pytest.approx(count.epochs))
+
+
+def test_the_blend_changes_in_between(blend: BlendedDataset, tmp_path: Path) -> None:
+    """'a' stays, 'b' goes, 'c' comes with more tokens to an epoch: nothing is lost or counted twice."""
+    before = Ledger(blend, SequentialOrder(60), 30).record()
+    a, b = (part.name for part in blend.datasets)
+    new = BlendedDataset([blend.datasets[0], source(tmp_path, "c", 500, 3, 31)], [1, 1], 60)
+    after = Ledger(new, SequentialOrder(60), 30, before)
+    assert after.record()[b] == before[b] and after.counts[str(tmp_path / "c")] == Consumed()
+    after.advance(50)
+    assert after.record()[b] == before[b]
+    assert after.counts[a].samples == before[a]["samples"] + 10
+    assert after.counts[str(tmp_path / "c")] == Consumed(10, 80, pytest.approx(80 / 500))
+    assert after.counts[a].epochs == pytest.approx(before[a]["epochs"] + 80 / 100)
+
+
+def test_one_source_and_made_up_data(tmp_path: Path) -> None:
+    alone = source(tmp_path, "x", 100, 1, 12)
+    assert Ledger(alone, SequentialOrder(len(alone)), 5).record() == {
+        alone.name: {"samples": 5, "tokens": 40, "epochs": 0.4}
+    }
+    mock = MockDataset("train", 20, SEQ_LENGTH, 50, seed=1)
+    assert Ledger(mock, SequentialOrder(20), 5).record() == {"mock data": {"samples": 5, "tokens": 40, "epochs": 0.25}}
+
+
+def test_a_source_that_is_listed_twice_is_one(tmp_path: Path) -> None:
+    part = source(tmp_path, "x", 100, 1, 12)
+    twice = BlendedDataset([part, part], [1, 3], 10)
+    assert Ledger(twice, SequentialOrder(10), 10).counts == {part.name: Consumed(10, 80, pytest.approx(0.8))}
+
+
+def test_packed_samples_count_what_is_predicted(tmp_path: Path) -> None:
+    """Each token but the first of a piece is predicted once; padding never. An epoch is every sample once."""
+    random = np.random.RandomState(5)
+    with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
+        for size in random.randint(1, 30, 40).tolist():
+            writer.add_document([7] * size)
+    packed = PackedDataset(
+        IndexedDataset(tmp_path / "x"), name="train", split="1", bounds=(0, 40), num_samples=100,
+        seq_length=SEQ_LENGTH, seed=1, pad_id=0,
+    )  # fmt: skip
+    counted, by_hand, epochs = Ledger(packed, SequentialOrder(len(packed))), 0, []
+    for i in range(len(packed)):
+        epochs += [(i, epoch) for _, epoch in counted.advance(i + 1)]
+        by_hand += int((packed[i] == 7).sum()) - len(packed.segments(i))
+        assert counted.counts[packed.name].tokens == by_hand
+    assert epochs == [(packed.num_bins * k, k + 1) for k in range(1, len(packed) // packed.num_bins)]
+    assert counted.counts[packed.name].epochs == pytest.approx(len(packed) / packed.num_bins)
+
+
+def test_lines(blend: BlendedDataset, tmp_path: Path) -> None:
+    assert Ledger(blend, SequentialOrder(60), 30).line() == (
+        " data: 240 tokens, epochs of each source: a 0.800, b 0.533"
+    )
+    carried = {f"d/{i}": {"samples": i, "tokens": 8 * i, "epochs": i / 10} for i in range(10)}
+    many = Ledger(blend, SequentialOrder(60), 0, carried).line()
+    assert many == (
+        " data: 360 tokens, epochs of each source: 9 0.900, 8 0.800, 7 0.700, 6 0.600, 5 0.500, 4 0.400, "
+        "6 more 0.000 to 0.300"
+    )
+    assert short_names(["x/a", "y/b"]) == {"x/a": "a", "y/b": "b"}
+    assert short_names(["x/a", "y/a", "y/b"]) == {name: name for name in ("x/a", "y/a", "y/b")}
+
+
+def test_what_a_record_is() -> None:
+    good = {"samples": 1, "tokens": 2, "epochs": 0.5}
+    assert is_consumed(good)
+    for bad in (None, 3, {}, {**good, "more": 1}, {**good, "samples": "1"}, {"samples": 1, "tokens": 2}):
+        assert not is_consumed(bad)

@@ -1,0 +1,307 @@
+"""Packed samples: nothing lost, nothing twice, little padding."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron.data import packing
+from megatron.data.gpt_dataset import BlendedDataset, GPTDataset
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.packing import PackedDataset, PackedRequest, build_order, build_packing, waste_of
+from megatron.errors import DataError
+
+PAD = 10**6
+
+
+def write(prefix: Path, sizes: list[int]) -> None:
+    """Documents whose tokens count up, so that a token says where it stood."""
+    token = 0
+    with IndexedDatasetWriter(prefix, np.int32) as writer:
+        for size in sizes:
+            writer.add_document(list(range(token, token + size)))
+            token += size
+
+
+def dataset(prefix: Path, num_samples: int, seq_length: int, **options) -> PackedDataset:
+    indexed = IndexedDataset(prefix, mmap=options.pop("mmap", True))
+    settings = {"name": "train", "split": "1", "bounds": (0, len(indexed)), "seed": 7, "pad_id": PAD, **options}
+    return PackedDataset(indexed, num_samples=num_samples, seq_length=seq_length, **settings)
+
+
+def predictions_of(data: PackedDataset, sample: int) -> list[tuple[int, int]]:
+    """(token before, token predicted) of sample `sample` that count: inside of a piece."""
+    tokens, found, at = data[sample].tolist(), [], 0
+    for length in data.segments(sample).tolist():
+        found += list(zip(tokens[at : at + length - 1], tokens[at + 1 : at + length], strict=True))
+        at += length
+    assert set(tokens[at:]) <= {PAD} and len(tokens) == data.seq_length + 1
+    return found
+
+
+SIZES = st.lists(st.sampled_from([0, 1, 2]) | st.integers(0, 40), min_size=1, max_size=25).filter(
+    lambda sizes: max(sizes) > 1
+)
+
+
+@settings(max_examples=200)
+@given(sizes=SIZES, seq_length=st.integers(1, 30))
+def test_bins_hold_every_prediction_once(sizes: list[int], seq_length: int) -> None:
+    """The arrays alone: pieces in bins, and the predictions that they are of."""
+    arrays, _ = pack(np.array(sizes, np.int32), seq_length)
+    found = []
+    for first, stop in pairwise(arrays["bin_starts"].tolist()):
+        filled = 0
+        for sequence, offset in arrays["pieces"][first:stop].tolist():
+            length = min(sizes[sequence] - offset, seq_length + 1)
+            found += [(sequence, token) for token in range(offset + 1, offset + length)]
+            filled += length
+        assert 2 <= filled <= seq_length + 1
+    assert sorted(found) == [(sequence, token) for sequence, size in enumerate(sizes) for token in range(1, size)]
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=SIZES,
+    seq_length=st.integers(1, 30),
+    epochs=st.integers(1, 3),
+    seed=st.integers(0, 2**32 - 1),
+    mmap=st.booleans(),
+)
+def test_every_prediction_once_per_epoch(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], seq_length: int, epochs: int, seed: int, mmap: bool
+) -> None:
+    prefix = tmp_path_factory.mktemp("packed") / "x"
+    write(prefix, sizes)
+    once = dataset(prefix, 1, seq_length, seed=seed, mmap=mmap)
+    data = dataset(prefix, len(once) * (epochs - 1) + 1, seq_length, seed=seed, mmap=mmap)
+    assert len(data) == epochs * len(once) and data.num_bins == len(once)
+    starts = np.concatenate(([0], np.cumsum(sizes)))
+    expected = [(t, t + 1) for a, b in pairwise(starts) for t in range(a, b - 1)]
+    for epoch in range(epochs):
+        samples = range(epoch * len(once), (epoch + 1) * len(once))
+        assert sorted(p for sample in samples for p in predictions_of(data, sample)) == expected
+        assert data.tokens_in(np.array(samples)) == data.tokens_per_epoch == len(expected)
+    # Each token is in one piece, the first of a later piece of its document also at the end of the one before.
+    counts = Counter(t for sample in range(len(once)) for t in data[sample].tolist() if t != PAD)
+    for start, size in zip(starts.tolist(), sizes, strict=False):
+        for offset in range(size):
+            shared = offset % seq_length == 0 and 0 < offset < size - 1
+            assert counts[start + offset] == (0 if size == 1 else 2 if shared else 1)
+    padding = sum(data[sample].tolist().count(PAD) for sample in range(len(once)))
+    assert data.waste == pytest.approx(padding / (len(once) * (seq_length + 1)))
+
+
+def test_by_hand(tmp_path: Path) -> None:
+    # Bins of 5. Document 0 (tokens 0..8) is cut into 0..4 and 4..8; 9..11 and 12..13 share a bin; 14 is dropped.
+    write(tmp_path / "x", [9, 3, 2, 1])
+    data = dataset(tmp_path / "x", 1, 4)
+    samples = sorted((data[i].tolist(), data.segments(i).tolist()) for i in range(len(data)))
+    assert samples == [([0, 1, 2, 3, 4], [5]), ([4, 5, 6, 7, 8], [5]), ([9, 10, 11, 12, 13], [3, 2])]
+    assert data.waste == 0 and data.tokens_per_epoch == 8 + 2 + 1 and data[0].dtype == np.int64
+    # 3 and 3 do not fit together: one token of padding in each of two bins of 4.
+    write(tmp_path / "y", [3, 3])
+    other = dataset(tmp_path / "y", 1, 3)
+    assert sorted(other[i].tolist() for i in range(2)) == [[0, 1, 2, PAD], [3, 4, 5, PAD]] and other.waste == 0.25
+    with pytest.raises(IndexError):
+        data[3]
+
+
+def test_order(tmp_path: Path) -> None:
+    """Each epoch is a permutation by numpy's shuffle with one generator, so more epochs only add to the end."""
+    random = np.random.RandomState(11)
+    expected = np.concatenate([random.permutation(50) for _ in range(4)])
+    assert build_order(50, 4, 11).tolist() == expected.tolist()
+    write(tmp_path / "x", [5] * 20)
+    short, long = dataset(tmp_path / "x", 20, 4), dataset(tmp_path / "x", 75, 4)
+    assert (len(short), len(long)) == (20, 80)
+    assert all((short[i] == long[i]).all() for i in range(20))
+    assert any((long[i] != long[20 + i]).any() for i in range(20))
+    other = dataset(tmp_path / "x", 20, 4, seed=8)
+    assert any((short[i] != other[i]).any() for i in range(20))
+    assert sorted(short[i].tolist() for i in range(20)) == sorted(other[i].tolist() for i in range(20))
+
+
+def sizes_of(kind: str, count: int) -> npt.NDArray[np.int32]:
+    random = np.random.RandomState(0)
+    sizes = {
+        "log-normal, mean 300": lambda: random.lognormal(np.log(300) - 0.5, 1.0, count),
+        "web-like, mean 700, some of 100,000": lambda: np.where(
+            random.rand(count) < 0.02, 2000 * (1 + random.pareto(1.3, count)), random.lognormal(5.8, 1.0, count)
+        ),
+        "uniform up to half a sample": lambda: random.randint(2, 1024, count),
+        "short messages, mean 40": lambda: random.gamma(2, 20, count),
+        "long articles with short remainders": lambda: random.lognormal(8.5, 0.7, count),
+    }[kind]()
+    return np.clip(sizes, 1, 2_000_000).astype(np.int32)
+
+
+def pack(sizes: npt.NDArray[np.int32], seq_length: int) -> tuple[dict[str, npt.NDArray], float]:
+    tokens = int(sizes.sum(dtype=np.int64))
+    arrays = build_packing(PackedRequest("p", 0, len(sizes), tokens, 1, seq_length, 1), sizes)
+    predictions = int(arrays["counts"][1])
+    assert predictions == tokens - np.count_nonzero(sizes)
+    return arrays, waste_of(len(arrays["bin_starts"]) - 1, len(arrays["pieces"]), predictions, seq_length + 1)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "log-normal, mean 300",
+        "web-like, mean 700, some of 100,000",
+        "uniform up to half a sample",
+        "short messages, mean 40",
+        "long articles with short remainders",
+    ],
+)
+def test_padding_is_under_one_percent(kind: str) -> None:
+    arrays, waste = pack(sizes_of(kind, 40_000), 2048)
+    assert 0 <= waste < 0.01
+    # The bins themselves, counted again: no bin is too full, and the padding is what they leave.
+    sizes = sizes_of(kind, 40_000).astype(np.int64)
+    lengths = np.minimum(sizes[arrays["pieces"][:, 0]] - arrays["pieces"][:, 1], 2049)
+    filled = np.add.reduceat(lengths, arrays["bin_starts"][:-1])
+    assert filled.max() <= 2049 and 1 - filled.mean() / 2049 == pytest.approx(waste, abs=1e-12)
+
+
+@pytest.mark.parametrize(("length", "waste"), [(1100, 1 - 1100 / 2049), (900, 1 - 1800 / 2049), (683, 0.0)])
+def test_lengths_that_cannot_be_packed_well(length: int, waste: float) -> None:
+    """What the module says about where 1% is out of reach."""
+    assert pack(np.full(600, length, np.int32), 2048)[1] == pytest.approx(waste, abs=1e-12)
+
+
+def test_memory() -> None:
+    """The docstring's 20 bytes per piece and 8 per bin, and what a block takes."""
+    sizes = np.random.RandomState(0).randint(2, 500, 400_000).astype(np.int32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "_BLOCK", 4096)
+        tracemalloc.start()  # counts numpy's arrays
+        arrays, _ = pack(sizes, 2048)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak < 20 * len(arrays["pieces"]) + 8 * len(arrays["bin_starts"]) + 1_000_000
+
+
+def test_blocks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = np.array([0, 1, 30, 2, 7, 0, 100, 3, 3, 1, 55], np.int32)
+    whole, _ = pack_any(sizes)
+    for block in (1, 2, 3, 5):
+        monkeypatch.setattr(packing, "_BLOCK", block)
+        cut, _ = pack_any(sizes)
+        assert all(cut[part].tobytes() == whole[part].tobytes() for part in packing.PARTS)
+
+
+def pack_any(sizes: npt.NDArray[np.int32]) -> tuple[dict[str, npt.NDArray], PackedRequest]:
+    request = PackedRequest("p", 1, len(sizes), int(sizes[1:].sum()), 1, 8, 1)
+    return build_packing(request, sizes), request
+
+
+def test_part_of_the_sequences_and_giants(tmp_path: Path) -> None:
+    write(tmp_path / "x", [10, 19_990, 0, 3])
+    data = dataset(tmp_path / "x", 1, 16, bounds=(1, 4))
+    tokens = sorted(p for i in range(len(data)) for p in predictions_of(data, i))
+    assert tokens == [(t, t + 1) for t in range(10, 19_999)] + [(20_000, 20_001), (20_001, 20_002)]
+    # 1,249 whole pieces; the rest of 6 tokens and the 3 share a bin of 17.
+    assert len(data) == 1250 and data.waste == pytest.approx(8 / (1250 * 17))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [([1, 0, 1], r"x: none of the sequences 0\.\.3 has two tokens"), ([0, 0], r"train split '1' .* has no tokens")],
+)
+def test_nothing_to_pack(tmp_path: Path, sizes: list[int], message: str) -> None:
+    write(tmp_path / "x", sizes)
+    with pytest.raises(DataError, match=message):
+        dataset(tmp_path / "x", 1, 4)
+
+
+def test_where(tmp_path: Path) -> None:
+    write(tmp_path / "x", [9, 3, 1, 3])
+    data = dataset(tmp_path / "x", 1, 6)  # bins of 7: 0..6 and, in some order, [6..8 9..11], [13..15]
+    for i in range(len(data)):
+        for at, token in enumerate(data[i].tolist()):
+            file, *rest = data.where(i, at).split(", ")
+            assert file == f"{tmp_path}/x.bin"
+            if token == PAD:
+                assert rest == [f"padding of sample {i}"]
+            else:
+                assert rest == [f"document {0 if token < 9 else 1 if token < 12 else 3}", f"byte {4 * token}"]
+    assert data.where(0) == data.where(0, 0)
+
+
+def test_cache(tmp_path: Path) -> None:
+    write(tmp_path / "x", [10, 50, 40, 7])
+    first = dataset(tmp_path / "x", 9, 10)
+    cache = tmp_path / "index-cache"
+    files = {path: path.stat().st_mtime_ns for path in cache.glob("*.npy")}
+    assert len(files) == 4 and len(list(cache.glob("*.dsc"))) == 2
+    dataset(tmp_path / "x", 9, 10)
+    dataset(tmp_path / "x", 9, 10, seed=99)  # another order of the same bins
+    assert files.items() <= {path: path.stat().st_mtime_ns for path in cache.glob("*.npy")}.items()
+    assert len(list(cache.glob("*.npy"))) == 5
+    elsewhere = dataset(tmp_path / "x", 9, 12, data_cache_path=tmp_path / "cache")
+    assert len(list((tmp_path / "cache").glob("*.npy"))) == 4 and elsewhere.description != first.description
+
+
+@pytest.mark.parametrize("sizes", [[50, 10, 40, 7], [10, 51, 39, 7], [107], [50, 50, 20, 7]])
+def test_data_that_changed_under_its_cache(tmp_path: Path, sizes: list[int]) -> None:
+    write(tmp_path / "x", [10, 50, 40, 7])
+    dataset(tmp_path / "x", 9, 10)
+    write(tmp_path / "x", sizes)
+    after = dataset(tmp_path / "x", 1, 10)
+    assert len({p for i in range(len(after)) for p in predictions_of(after, i)}) == sum(sizes) - len(sizes)
+
+
+def test_small_change_under_its_cache(tmp_path: Path) -> None:
+    """Two of 200 documents, in bins that no spot check looks at: the checksum of the sizes sees them."""
+    write(tmp_path / "x", [9] * 200)
+    dataset(tmp_path / "x", 1, 8)
+    sizes = [9] * 102 + [8, 10] + [9] * 96
+    write(tmp_path / "x", sizes)
+    after = dataset(tmp_path / "x", 1, 8)
+    assert len({p for i in range(len(after)) for p in predictions_of(after, i)}) == sum(sizes) - len(sizes)
+
+
+def test_damaged_cache(tmp_path: Path) -> None:
+    """Shapes are right and the spot checks fell elsewhere: what is read wrong is said, not given."""
+    write(tmp_path / "x", [9] * 200)
+    dataset(tmp_path / "x", 1, 8)
+    (pieces,) = (tmp_path / "index-cache").glob("*_pieces.npy")
+    (order,) = (tmp_path / "index-cache").glob("*_order.npy")
+    changed = np.load(pieces)
+    changed[7:10] = [[10**6, 0], [8, -3], [9, 9]]
+    np.save(pieces, changed)
+    drawn = np.load(order)
+    drawn[drawn == 12] = 2**31
+    np.save(order, drawn)
+    data = dataset(tmp_path / "x", 1, 8)
+    broken = []
+    for i in range(len(data)):
+        try:
+            data[i]
+        except DataError as error:
+            assert f"entry {i} of the cached packing" in str(error)
+            broken.append(i)
+            data.prefetch(i)
+    assert len(broken) == 4
+
+
+def test_in_a_blend(tmp_path: Path) -> None:
+    write(tmp_path / "x", [9, 9, 5])
+    write(tmp_path / "y", [30])
+    packed = [dataset(tmp_path / "x", 3, 8), dataset(tmp_path / "y", 3, 8)]
+    blend = BlendedDataset(packed, [1, 1], 4)
+    assert blend.segments(0).tolist() == packed[0].segments(0).tolist()
+    assert sum(int(len(blend.segments(i)) > 0) for i in range(4)) == 4
+    indexed = IndexedDataset(tmp_path / "x")
+    options = dict(name="train", split="1", bounds=(0, 3), num_samples=2, seq_length=8, seed=1)
+    assert GPTDataset(indexed, **options).segments(0) is None  # type: ignore[arg-type]

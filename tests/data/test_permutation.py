@@ -1,0 +1,64 @@
+"""permute against what a permutation is, and against chance."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.data.permutation import permute
+
+
+@given(size=st.integers(1, 3000), key=st.integers(0, 2**40))
+def test_every_number_once(size: int, key: int) -> None:
+    assert sorted(permute(np.arange(size), size, key).tolist()) == list(range(size))
+
+
+@given(size=st.integers(1, 10**15), key=st.integers(0, 2**40), data=st.data())
+def test_a_place_has_the_same_number_however_it_is_asked_for(size: int, key: int, data: st.DataObject) -> None:
+    places = data.draw(st.lists(st.integers(0, size - 1), max_size=20, unique=True))
+    found = permute(np.array(places, np.int64), size, key).tolist()
+    assert len(set(found)) == len(places) and all(0 <= number < size for number in found)
+    assert [int(permute(np.array([place]), size, key)[0]) for place in places] == found
+
+
+def test_squares_and_their_neighbours() -> None:
+    """Table sizes where rounding of the square root matters."""
+    for root in (2, 3, 255, 256, 257, 1024):
+        for size in (root * root - 1, root * root, root * root + 1):
+            assert np.array_equal(np.sort(permute(np.arange(size), size, 9)), np.arange(size))
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_all_orders_of_a_few_are_alike(size: int) -> None:
+    """Chi-square over the size! orders of 200 keys for each: beyond mean + 5 standard deviations is no chance."""
+    orders = list(itertools.permutations(range(size)))
+    seen = Counter(tuple(permute(np.arange(size), size, key).tolist()) for key in range(200 * len(orders)))
+    chi_square = sum((seen[order] - 200) ** 2 / 200 for order in orders)
+    freedom = math.factorial(size) - 1
+    assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
+
+
+def test_places_and_numbers_are_independent() -> None:
+    size, keys = 61, 3000
+    table = np.zeros((size, size))
+    for key in range(keys):
+        table[np.arange(size), permute(np.arange(size), size, key)] += 1
+    chi_square, freedom = ((table - keys / size) ** 2 / (keys / size)).sum(), (size - 1) ** 2
+    assert abs(chi_square - freedom) < 5 * math.sqrt(2 * freedom)
+
+
+def test_neighbours_are_strangers() -> None:
+    """The steps between neighbours of a large order are spread evenly, and two keys know nothing of each other."""
+    size = 10**6
+    one, two = permute(np.arange(size), size, 1), permute(np.arange(size), size, 2)
+    steps = np.histogram(np.diff(one) % size, 100)[0]
+    assert ((steps - steps.mean()) ** 2 / steps.mean()).sum() < 99 + 5 * math.sqrt(2 * 99)
+    # Correlations of independent orders have a standard deviation of 1 / sqrt(size).
+    for other in (two, np.arange(size)):
+        assert abs(np.corrcoef(one, other)[0, 1]) < 5e-3

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.data.tokenizer import Tokenizer, build_tokenizer
+
+
+@pytest.fixture(scope="session")
+def gpt2_files() -> dict[str, str]:
+    """The arguments of build_tokenizer for GPT-2's vocabulary."""
+    shared = Path(__file__).resolve().parents[4] / "shared" / "data"
+    folder = Path(os.environ.get("MEGATRON_TEST_DATA") or shared)
+    files = {"vocab_file": folder / "gpt2-vocab.json", "merge_file": folder / "gpt2-merges.txt"}
+    if not all(path.is_file() for path in files.values()):
+        pytest.skip("no gpt2-vocab.json and gpt2-merges.txt in $MEGATRON_TEST_DATA")
+    return {name: str(path) for name, path in files.items()}
+
+
+@pytest.fixture(scope="session")
+def gpt2(gpt2_files: dict[str, str]) -> Tokenizer:
+    return build_tokenizer("GPT2BPETokenizer", **gpt2_files)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A SentencePiece model of 600 pieces that loses nothing, with <s> 1 and </s> 2, without padding."""
+    path = tmp_path_factory.mktemp("spm") / "spm.model"
+    train_model(path, iter(Path(io.__file__).read_text().splitlines()), vocab_size=600, byte_fallback=True,
+                normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False,
+                user_defined_symbols=["\n", "\t"])  # fmt: skip
+    return path
+
+
+def train_model(path: Path, lines: Iterator[str], **settings: Any) -> None:
+    """Train a byte-pair model with these settings; else SentencePiece's: <unk> 0, <s> 1, </s> 2, no padding."""
+    import sentencepiece
+
+    data = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=lines, model_writer=data, model_type="bpe", minloglevel=2, **settings
+    )
+    path.write_bytes(data.getvalue())

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.data.tokenizers.fast import GPT2Tokenizer, byte_letters, gpt2
+from megatron.errors import DataError
+
+# What the pattern of GPT-2 treats apart: spaces of several kinds, letters, numbers, marks, contractions.
+TEXTS = st.text(max_size=60) | st.text(" \t\n\r\u00a0\u3000aZ\u00e9\u4e2d19'stlvermd.,_\u0301", max_size=40)
+
+
+@pytest.fixture(scope="module")
+def reference(gpt2_files: dict[str, str]):
+    from transformers import GPT2TokenizerFast
+
+    return GPT2TokenizerFast(vocab=gpt2_files["vocab_file"], merges=gpt2_files["merge_file"])
+
+
+@given(text=TEXTS)
+def test_gpt2_against_transformers(gpt2: Tokenizer, reference, text: str) -> None:
+    assert gpt2.encode(text) == reference.encode(text)
+    assert gpt2.decode(gpt2.encode(text)) == text
+    assert gpt2.encode_batch([text, ""]) == [gpt2.encode(text), []]
+    tokens, sizes = gpt2.encode_batch_arrays([text, "", text], np.uint16)
+    assert tokens.dtype == np.uint16 and tokens.tolist() == 2 * gpt2.encode(text)
+    assert sizes.tolist() == [len(gpt2.encode(text)), 0, len(gpt2.encode(text))]
+
+
+def test_gpt2_facts(gpt2: Tokenizer) -> None:
+    assert (gpt2.vocab_size, gpt2.eod) == (50257, 50256)  # as published with GPT-2
+    assert gpt2.encode("Hello world") == [15496, 995] and gpt2.decode([50256]) == "<|endoftext|>"
+    assert 50256 not in gpt2.encode("a<|endoftext|>b")  # a text cannot end its document
+
+
+def assert_same_for_code_points(gpt2: Tokenizer, reference, points: Iterable[int]) -> None:
+    assert isinstance(gpt2, GPT2Tokenizer) and gpt2._ranks is not None, "GPT-2's vocabulary runs in tiktoken"
+    characters = [chr(point) for point in points if not 0xD800 <= point < 0xE000]
+    for start in range(0, len(characters), 4096):
+        texts = [f"a{c}b {c}1{c} {c}{c} !{c}\n{c}" for c in characters[start : start + 4096]]
+        ids = [encoding.ids for encoding in reference.backend_tokenizer.encode_batch_fast(texts)]
+        assert gpt2.encode_batch(texts) == ids
+
+
+def test_some_characters_in_two_engines(gpt2: Tokenizer, reference) -> None:
+    assert_same_for_code_points(gpt2, reference, range(0, 0x3100, 3))
+
+
+@pytest.mark.slow
+def test_every_character_in_two_engines(gpt2: Tokenizer, reference) -> None:
+    # Unicode assigns nothing between these, and private characters above.
+    assert_same_for_code_points(gpt2, reference, [*range(0x32400), *range(0xE0000, 0xE0200)])
+
+
+def write_byte_level(folder: Path, merges: list[tuple[str, str]]) -> tuple[Path, Path]:
+    names = [*byte_letters(), *(dict.fromkeys(a + b for a, b in merges)), "<|endoftext|>"]
+    (folder / "vocab.json").write_text(json.dumps({name: i for i, name in enumerate(names)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges))
+    return folder / "vocab.json", folder / "merges.txt"
+
+
+def merged(text: str, merges: list[tuple[str, str]]) -> list[str]:
+    """Byte-pair encoding as it is defined: the earliest merge that applies, at its leftmost place, until none does."""
+    parts = list(text)
+    while True:
+        found = [(merges.index(p), i) for i, p in enumerate(pairwise(parts)) if p in merges]
+        if not found:
+            return parts
+        _, i = min(found)
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+
+
+@st.composite
+def merge_lists(draw: st.DrawFn) -> list[tuple[str, str]]:
+    tokens, merges = ["a", "b", "c"], []
+    for _ in range(draw(st.integers(0, 8))):
+        pair = (draw(st.sampled_from(tokens)), draw(st.sampled_from(tokens)))
+        if pair not in merges:
+            merges.append(pair)
+            tokens.append(pair[0] + pair[1])
+    return merges
+
+
+@given(merges=merge_lists(), texts=st.lists(st.text("abc", min_size=1, max_size=12), min_size=1, max_size=4))
+def test_any_merges_against_the_definition(tmp_path_factory, merges: list[tuple[str, str]], texts: list[str]) -> None:
+    vocab, merge_file = write_byte_level(tmp_path_factory.mktemp("merges"), merges)
+    vocabulary = json.loads(vocab.read_text())
+    tokenizer = gpt2(vocab, merge_file)
+    assert tokenizer.encode_batch(texts) == [[vocabulary[t] for t in merged(text, merges)] for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("merges", "in_tiktoken"),
+    [
+        ([("a", "b"), ("ab", "c")], True),
+        # abc is never reached, as b c merges first; tiktoken would merge a and bc to abc
+        ([("b", "c"), ("a", "b"), ("ab", "c")], False),
+        # two ways to abc
+        ([("a", "b"), ("b", "c"), ("ab", "c"), ("a", "bc")], False),
+    ],
+)
+def test_tiktoken_only_where_it_is_the_same(tmp_path: Path, merges: list[tuple[str, str]], in_tiktoken: bool) -> None:
+    tokenizer = gpt2(*write_byte_level(tmp_path, merges))
+    assert isinstance(tokenizer, GPT2Tokenizer) and (tokenizer._ranks is not None) == in_tiktoken
+    vocabulary = json.loads((tmp_path / "vocab.json").read_text())
+    assert tokenizer.encode("abcab") == [vocabulary[token] for token in merged("abcab", merges)]
+    tokens, sizes = tokenizer.encode_batch_arrays(["abcab", "c"], np.int32)
+    assert tokens.tolist() == tokenizer.encode("abcab") + tokenizer.encode("c") and sizes.sum() == len(tokens)
+
+
+def test_a_vocabulary_without_a_byte_is_refused(tmp_path: Path) -> None:
+    vocab, merges = write_byte_level(tmp_path, [])
+    vocab.write_text(json.dumps({k: v for k, v in json.loads(vocab.read_text()).items() if k != "q"}))
+    with pytest.raises(DataError, match="vocab.json: has no token for 0x71: each single byte needs one"):
+        gpt2(vocab, merges)
+
+
+def word_level(folder: Path) -> Path:
+    from tokenizers import AddedToken, processors
+    from tokenizers import Tokenizer as Fast
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    fast = Fast(WordLevel({"a": 0, "b": 1, "<s>": 2, "[UNK]": 3}, unk_token="[UNK]"))
+    fast.pre_tokenizer = Whitespace()
+    fast.add_special_tokens([AddedToken("<end>", special=True)])
+    fast.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
+    fast.enable_truncation(4)
+    fast.enable_padding(length=3)
+    fast.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def test_hugging_face(tmp_path: Path) -> None:
+    file = word_level(tmp_path)
+    with pytest.raises(DataError, match=r"no token ends a document: tried .*name it as eos_token"):
+        build_tokenizer("HFTokenizer", tokenizer_model=str(file))
+    for name, eos in (
+        ("special_tokens_map.json", "<end>"),
+        ("tokenizer_config.json", "<end>"),
+        ("tokenizer_config.json", {"content": "<end>"}),
+    ):
+        (tmp_path / name).write_text(json.dumps({"eos_token": eos}))
+        for path in (file, tmp_path):
+            tokenizer = build_tokenizer("huggingfacetokenizer", tokenizer_model=str(path))
+            assert (tokenizer.vocab_size, tokenizer.eod) == (5, 4)
+            assert tokenizer.encode("b a") == [2, 1, 0] and tokenizer.encode_batch(["a", "b"]) == [[2, 0], [2, 1]]
+            assert len(tokenizer.encode("a b a b a b")) == 7, "a file's limit on length is not ours"
+            assert tokenizer.decode([1, 0, 4]) == "b a <end>"
+            tokens, sizes = tokenizer.encode_batch_arrays(["b a", "a"], np.uint16)
+            assert (tokens.tolist(), sizes.tolist()) == ([2, 1, 0, 2, 0], [3, 2])
+        (tmp_path / name).unlink()
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "a"}')
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "b"}')
+    assert build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path)).eod == 1, "the configuration has the last word"
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "c"}')
+    with pytest.raises(DataError, match="tried c of tokenizer_config.json"):
+        build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text("[1]")
+    with pytest.raises(DataError, match="tokenizer_config.json: not a JSON object"):
+        build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path))
+
+
+def test_a_folder_of_gpt2s_older_files(gpt2_files: dict[str, str], reference, tmp_path: Path) -> None:
+    shutil.copy(gpt2_files["vocab_file"], tmp_path / "vocab.json")
+    shutil.copy(gpt2_files["merge_file"], tmp_path / "merges.txt")
+    tokenizer = build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path))
+    assert (tokenizer.vocab_size, tokenizer.eod) == (50257, 50256)
+    text = "A text's end<|endoftext|> and the next\n"
+    assert tokenizer.encode(text) == reference.encode(text) and tokenizer.eod in tokenizer.encode(text)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2TokenizerFast"}')
+    with pytest.raises(DataError, match="of a Qwen2Tokenizer do not say all.*save_pretrained"):
+        build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path))
+
+
+def test_a_folder_of_another_kind(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="tokenizer.json: no such file.*; convert what is there: with transformers"):
+        build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path))
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(DataError, match="give .*tokenizer.model to GPTSentencePieceTokenizer or TikTokenizer, or"):
+        build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path))

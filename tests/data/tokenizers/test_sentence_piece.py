@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.data.tokenizer import build_tokenizer
+from megatron.errors import DataError
+from tests.data.tokenizers.conftest import train_model
+
+TEXT = "def f(x):\n\tif x:\r\n        return  '\u00e9\u4e2d'  # <s> </s>\n\n\n"
+
+
+def train(path: Path, **settings) -> str:
+    lines = ["the quick brown fox jumps over the lazy dog", "pack my box with five dozen liquor jugs"] * 5
+    train_model(path, iter(lines), vocab_size=60, hard_vocab_limit=False, **settings)
+    return str(path)
+
+
+def test_sentencepiece_types(model: Path) -> None:
+    gpt = build_tokenizer("GPTSentencePieceTokenizer", tokenizer_model=str(model))
+    assert (gpt.vocab_size, gpt.eod) == (600, 2)
+    assert gpt.decode(gpt.encode(TEXT)) == TEXT and gpt.eod not in gpt.encode(TEXT)
+    assert gpt.encode_batch([TEXT, "", "a b"]) == [gpt.encode(TEXT), [], gpt.encode("a b")]
+    plain = build_tokenizer("SentencePieceTokenizer", tokenizer_model=str(model), vocab_extra_ids=2)
+    # appended: <CLS> 600, <SEP> 601, <EOD> 602, <MASK> 603, <PAD> 604 (the model has none), two extra ids
+    assert (plain.vocab_size, plain.eod) == (607, 602)
+    ids = plain.encode(TEXT)
+    assert ids == gpt.encode(TEXT) and plain.decode([*ids, 602, *ids, 606]) == f"{TEXT}<EOD>{TEXT}<extra_id_1>"
+    llama = build_tokenizer("Llama2Tokenizer", tokenizer_model=str(model))
+    assert (llama.vocab_size, llama.eod) == (600, 2)
+    assert llama.encode(TEXT) == [1, *ids] and llama.encode_batch(["", TEXT]) == [[1], [1, *ids]]
+    assert llama.decode(llama.encode(TEXT)) == TEXT
+
+
+@given(texts=st.lists(st.text(max_size=30), max_size=4))
+def test_against_sentencepiece_itself(model: Path, texts: list[str]) -> None:
+    import sentencepiece
+
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    for kind, bos in (("GPTSentencePieceTokenizer", False), ("Llama2Tokenizer", True)):
+        tokenizer = build_tokenizer(kind, tokenizer_model=str(model))
+        expected = [processor.encode(text, add_bos=bos) for text in texts]
+        assert tokenizer.encode_batch(texts) == expected
+        tokens, sizes = tokenizer.encode_batch_arrays(texts, np.uint16)
+        assert tokens.dtype == np.uint16 and tokens.tolist() == list(chain.from_iterable(expected))
+        assert sizes.tolist() == [len(ids) for ids in expected]
+
+
+def test_models_without_the_usual_pieces(tmp_path: Path) -> None:
+    bare = train(tmp_path / "bare.model", bos_id=-1, eos_id=-1, pad_id=-1)
+    with pytest.raises(DataError, match="no end-of-sentence piece to end documents: use SentencePieceTokenizer"):
+        build_tokenizer("GPTSentencePieceTokenizer", tokenizer_model=bare)
+    pieces = build_tokenizer("SentencePieceTokenizer", tokenizer_model=bare).vocab_size - 7
+    # <CLS> <SEP> <EOD> <MASK> <PAD> <BOS> <EOS>: none of them is a piece of this model
+    plain = build_tokenizer("SentencePieceTokenizer", tokenizer_model=bare)
+    assert plain.eod == pieces + 2
+    assert plain.decode(range(pieces, pieces + 7)) == "<CLS><SEP><EOD><MASK><PAD><BOS><EOS>"
+    no_bos = train(tmp_path / "no_bos.model", bos_id=-1)
+    with pytest.raises(DataError, match="no beginning-of-sentence piece.*use GPTSentencePieceTokenizer"):
+        build_tokenizer("Llama2Tokenizer", tokenizer_model=no_bos)
+
+
+def test_pieces_of_megatrons_names_are_not_appended_again(tmp_path: Path) -> None:
+    path = train(tmp_path / "own.model", pad_id=3, user_defined_symbols=["<EOD>", "<MASK>"])
+    plain = build_tokenizer("SentencePieceTokenizer", tokenizer_model=path, vocab_extra_ids=1)
+    pieces = build_tokenizer("GPTSentencePieceTokenizer", tokenizer_model=path).vocab_size
+    # user-defined pieces follow <unk> <s> </s> <pad>; only <CLS>, <SEP> and <extra_id_0> are new
+    assert (plain.eod, plain.vocab_size) == (4, pieces + 3)
+    assert plain.decode([pieces, pieces + 1, pieces + 2]) == "<CLS><SEP><extra_id_0>"
+
+
+def test_an_id_of_another_tokenizer(model: Path) -> None:
+    tokenizer = build_tokenizer("GPTSentencePieceTokenizer", tokenizer_model=str(model))
+    for ids in ([3, 600], [-1]):
+        with pytest.raises(DataError, match=f"id {ids[-1]} is not one of the tokenizer's 600"):
+            tokenizer.decode(ids)

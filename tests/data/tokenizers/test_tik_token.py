@@ -1,0 +1,297 @@
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.data.tokenizer import Tokenizer, build_tokenizer
+from megatron.data.tokenizers.fast import byte_letters
+from megatron.data.tokenizers.ranks import PATTERNS, RankEncoder
+from megatron.data.tokenizers.tik_token import PUBLISHED
+from megatron.errors import ConfigError, DataError
+
+BYTES = [bytes([byte]) for byte in range(256)]
+WORDS = [b"he", b"ll", b"hell", b"hello", b" w", b"or", b" wor", b" world"]
+# What the patterns treat apart; the long s is an s where case does not count.
+APART = [*"aZ\u01c5\u02b0\u4e2d\u0301'19\u00b2./ \t\n\r\u3000\U0001f600", "'s", "'LL", "'\u017f", "'d", "./", "/\n"]
+TEXTS = st.text(max_size=40) | st.lists(st.sampled_from(APART), max_size=30).map("".join)
+
+
+def write_ranks(path: Path, ranks: dict[bytes, int]) -> str:
+    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items()))
+    return str(path)
+
+
+def write_json(path: Path, tokens: list[bytes]) -> str:
+    entries = [
+        {"rank": i, "token_bytes": base64.b64encode(token).decode(), "token_str": token.decode(errors="replace")}
+        for i, token in enumerate(tokens)
+    ]
+    path.write_text(json.dumps(entries))
+    return str(path)
+
+
+def build(path: str, **flags: Any) -> Tokenizer:
+    return build_tokenizer("TikTokenizer", tokenizer_model=path, **flags)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> str:
+    return write_ranks(tmp_path / "small.tiktoken", {token: i for i, token in enumerate([*BYTES, *WORDS])})
+
+
+@pytest.fixture(scope="module")
+def published(monkeypatch_module) -> dict[str, dict[str, Any]]:
+    """What tiktoken itself says about the files it knows, without the files: `hash` is that of the rank file."""
+    from tiktoken_ext import openai_public
+
+    hashes: list[str] = []
+
+    def note(url: str, expected_hash: str) -> dict[bytes, int]:
+        hashes.append(expected_hash)
+        return {}
+
+    monkeypatch_module.setattr(openai_public, "load_tiktoken_bpe", note)
+    names = ("r50k_base", "p50k_base", "cl100k_base", "o200k_base")
+    return {name: getattr(openai_public, name)() | {"hash": hashes[-1]} for name in names if not hashes.append("")}
+
+
+@pytest.fixture(scope="module")
+def monkeypatch_module():
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [("gpt2", "r50k_base"), ("cl100k", "cl100k_base"), ("o200k", "o200k_base")]
+)
+@settings(max_examples=400)
+@given(text=TEXTS)
+def test_patterns_cut_as_the_published_ones(published, ours: str, theirs: str, text: str) -> None:
+    import regex
+
+    assert regex.findall(PATTERNS[ours], text) == regex.findall(published[theirs]["pat_str"], text)
+
+
+def test_patterns_of_megatron_and_llama() -> None:
+    """Their strings, which are part of the format."""
+    assert PATTERNS["llama3"] == (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    assert PATTERNS["v1"] == r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+    assert PATTERNS["v2"] == (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "vocab_size"),
+    [("r50k_base", 50256, 50257), ("p50k_base", 50280, 50281), ("cl100k_base", 100256, 100277),
+     ("o200k_base", 199998, 200019)],
+)  # fmt: skip
+def test_published_files(published, tmp_path: Path, name: str, ranks: int, vocab_size: int) -> None:
+    """A file of the published length gets the ids that tiktoken gives its special tokens."""
+    special = published[name]["special_tokens"]
+    assert published[name].get("explicit_n_vocab", max(special.values()) + 1) == vocab_size
+    assert PUBLISHED[ranks].special == special
+    ids = [i for i in range(ranks + 1) if i not in special.values()][:ranks]
+    tokens = [*BYTES, *(b"\xff" + i.to_bytes(3, "big") for i in range(ranks - 256))]
+    path = write_ranks(tmp_path / "file", dict(zip(tokens, ids, strict=True)))
+    tokenizer = build(path)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (vocab_size, special["<|endoftext|>"])
+    assert tokenizer.decode([tokenizer.eod]) == "<|endoftext|>"
+    assert tokenizer.decode(list(special.values())) == "".join(special)
+
+
+def test_llama_3(tmp_path: Path) -> None:
+    tokens = [*BYTES, *(b"\xff" + i.to_bytes(3, "big") for i in range(128000 - 256))]
+    tokenizer = build(write_ranks(tmp_path / "tokenizer.model", {token: i for i, token in enumerate(tokens)}))
+    assert (tokenizer.vocab_size, tokenizer.eod) == (128256, 128001)  # as in the model's published configuration
+    assert tokenizer.decode([128000, 65, 128001, 128200]) == "<|begin_of_text|>A<|end_of_text|>"
+
+
+@pytest.fixture(scope="module")
+def gpt2_ranks(gpt2_files: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    letters = byte_letters()
+    vocabulary = json.loads(Path(gpt2_files["vocab_file"]).read_text())
+    del vocabulary["<|endoftext|>"]
+    path = tmp_path_factory.mktemp("ranks") / "gpt2.tiktoken"
+    write_ranks(path, {bytes(letters[letter] for letter in name): i for name, i in vocabulary.items()})
+    return path
+
+
+@pytest.fixture(scope="module")
+def gpt2_by_ranks(gpt2_ranks: Path) -> Tokenizer:
+    return build(str(gpt2_ranks))
+
+
+def test_the_rank_file_of_gpt2_is_the_published_one(gpt2_ranks: Path, published) -> None:
+    assert hashlib.sha256(gpt2_ranks.read_bytes()).hexdigest() == published["r50k_base"]["hash"]
+
+
+@pytest.fixture(scope="module")
+def gpt2_in_tokenizers(gpt2_files: dict[str, str]):
+    from tokenizers import Tokenizer as Fast
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    fast = Fast(BPE.from_file(gpt2_files["vocab_file"], gpt2_files["merge_file"]))
+    fast.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    return fast
+
+
+@given(text=TEXTS)
+def test_ranks_against_merges(gpt2_by_ranks: Tokenizer, gpt2_in_tokenizers, text: str) -> None:
+    ids = gpt2_by_ranks.encode(text)
+    assert ids == gpt2_in_tokenizers.encode(text).ids
+    assert gpt2_by_ranks.decode(ids) == text
+    tokens, sizes = gpt2_by_ranks.encode_batch_arrays([text, "", text], np.uint16)
+    assert tokens.dtype == np.uint16 and tokens.tolist() == ids + ids and sizes.tolist() == [len(ids), 0, len(ids)]
+
+
+def test_rank_file(small: str) -> None:
+    with pytest.raises(
+        ConfigError, match="small.tiktoken: .*give --tiktoken-pattern, one of gpt2, cl100k, llama3, o200k, v1"
+    ):
+        build(small)
+    tokenizer = build(small, tiktoken_pattern="gpt2")
+    assert (tokenizer.vocab_size, tokenizer.eod) == (265, 264)
+    assert (
+        tokenizer.encode("hello world") == [259, 263]
+        and tokenizer.decode([259, 264, 263]) == "hello<|endoftext|> world"
+    )
+    spelt = tokenizer.encode("hello<|endoftext|>")
+    assert 264 not in spelt and tokenizer.decode(spelt) == "hello<|endoftext|>"
+
+
+def test_special_tokens_of_a_rank_file(small: str) -> None:
+    names = ["<s>", "</s>", "<|end_of_text|>"]
+    tokenizer = build(small, tiktoken_pattern="cl100k", tiktoken_special_tokens=names)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (267, 266), "<|end_of_text|> is meant where there are two"
+    tokenizer = build(
+        small, tiktoken_pattern="v1", tiktoken_special_tokens=["<s>", "</s>"], tiktoken_num_special_tokens=100
+    )
+    assert (tokenizer.vocab_size, tokenizer.eod) == (364, 265)
+    assert tokenizer.decode([264, 265, 266, 363]) == "<s></s><SPECIAL_2><SPECIAL_99>"
+    assert tokenizer.decode(tokenizer.encode("<s>hello</s>")) == "<s>hello</s>"
+    assert max(tokenizer.encode("<s>hello</s>")) < 264
+
+
+@given(text=TEXTS)
+def test_json_vocabulary_is_numbered_as_megatron_lm_does(tmp_path_factory, text: str) -> None:
+    """Rank r has id N + r, below N are special tokens; tiktoken itself with these ids gives the reference."""
+    import tiktoken
+
+    path = write_json(tmp_path_factory.mktemp("json") / "vocab.json", [*BYTES, *WORDS])
+    tokenizer = build(path)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (1264, 2)
+    reference = tiktoken.Encoding(
+        "reference", pat_str=PATTERNS["v2"], special_tokens={},
+        mergeable_ranks={token: 1000 + i for i, token in enumerate([*BYTES, *WORDS])},
+    )  # fmt: skip
+    ids = tokenizer.encode(text)
+    assert ids == reference.encode_ordinary(text) and tokenizer.decode(ids) == text
+    names = "<unk><s></s><mask><pad><cls><sep><SPECIAL_7>"
+    assert tokenizer.decode([*range(8), *ids, 999]) == f"{names}{text}<SPECIAL_999>"
+
+
+def test_json_vocabulary_is_cut(tmp_path: Path) -> None:
+    path = write_json(tmp_path / "vocab.json", [*BYTES, *WORDS])
+    tokenizer = build(path, vocab_size=10 + 256 + 3, tiktoken_num_special_tokens=10, tiktoken_pattern="v1")
+    assert tokenizer.vocab_size == 269 and tokenizer.encode("hello") == [10 + 258, 10 + ord("o")]  # hell o
+    with pytest.raises(ConfigError, match="--vocab-size 2000: .* has 264 tokens, with 1000 .* is 1264 at most"):
+        build(path, vocab_size=2000)
+    with pytest.raises(ConfigError, match="--vocab-size 1100 leaves 100 ids beside 1000 special tokens"):
+        build(path, vocab_size=1100)
+    with pytest.raises(ConfigError, match="--tiktoken-num-special-tokens 5: 7 are needed"):
+        build(path, tiktoken_num_special_tokens=5)
+    own = build(path, tiktoken_num_special_tokens=3, tiktoken_special_tokens=["</s>", "<x>"])
+    assert (own.eod, own.vocab_size, own.decode([0, 1, 2])) == (0, 267, "</s><x><SPECIAL_2>")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"tiktoken_pattern": "gpt9"}, "--tiktoken-pattern 'gpt9' is not known: choose one of gpt2"),
+        ({"tiktoken_special_tokens": ["<s>", "<s>"]}, "each name must be there once"),
+        ({"tiktoken_special_tokens": ["<s>", "<x>"]}, "one must end documents: name one of"),
+        ({"tiktoken_special_tokens": ["<s>", "</s>"], "tiktoken_num_special_tokens": 1}, "is fewer than the 2 special"),
+        ({"tiktoken_special_tokens": ["<SPECIAL_2>", "</s>"], "tiktoken_num_special_tokens": 3}, "choose others"),
+        ({"vocab_size": 300}, "--vocab-size 300, but .*small.tiktoken makes a vocabulary of 265"),
+    ],
+)
+def test_flags_that_do_not_fit(small: str, flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(small, **{"tiktoken_pattern": "gpt2", **flags})
+
+
+def line(token: bytes, rank: object) -> str:
+    return f"{base64.b64encode(token).decode()} {rank}"
+
+
+ALL = [line(token, i) for i, token in enumerate(BYTES)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no ranks in this file; --tokenizer-model of TikTokenizer is"),
+        ("\n".join([*ALL, "aGU="]), "file:257: expected a base64 token, a space and its rank, got b'aGU='"),
+        ("\n".join([*ALL, "aGU= -1"]), "file:257: expected"),
+        ("\n".join([*ALL, "aG*= 256"]), r"file:257: b'aG\*=' is not base64"),
+        ("\n".join([*ALL, "aGU 256"]), "file:257: b'aGU' is not base64: Incorrect padding"),
+        ("\n".join([*ALL, line(b"", 256)]), "file:257: expected"),
+        ("\n".join([*ALL, "= 256"]), "file:257: .*(not base64|without a byte)"),
+        ("\n".join([*ALL, line(b"A", 256)]), "file:257: the token b'A' has rank 65 already"),
+        ("\n".join([*ALL, "", line(b"he", 65)]), "file:258: rank 65 was given in line 66 already"),
+        ("\n".join([*ALL, line(b"he", 258)]), "file: rank 256 is missing, and 1 more below the highest, 258"),
+        ("\n".join(ALL[:-2]), "file: has no token for 0xfe, 0xff: each single byte needs one"),
+        ('{"hello": 0}', "file: holds dict, not a list of tokens; .*vocab.json is for GPT2BPETokenizer"),
+        ("[", "file: not JSON: "),
+        ("[1]", 'file: entry 0: expected {"rank": ..., "token_bytes": ...}, got 1'),
+        ('[{"rank": 1, "token_bytes": "AA=="}]', "file: entry 0: has rank 1, but ranks count up from 0"),
+        ('[{"rank": 0, "token_bytes": "A"}]', "file: entry 0: b'A' is not base64"),
+        ('[{"rank": 0, "token_bytes": "AA=="}, {"rank": 1, "token_bytes": "AA=="}]', "entry 1: the token b'.x00' has"),
+        ('[{"rank": 0, "token_bytes": "AA=="}]', "file: has no token for 0x01, 0x02, 0x03, 0x04, 0x05 and 250 more"),
+        ('\u4e2d\u6587 1', "file:1: b'.*' is not base64"),
+    ],
+)  # fmt: skip
+def test_files_that_are_none(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "file").write_text(text, encoding="utf-8")
+    with pytest.raises(DataError, match=message):
+        build(str(tmp_path / "file"), tiktoken_pattern="gpt2")
+
+
+def test_binary_and_other_tokenizers_files(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="spm.model:[0-9]+: .*a SentencePiece model for GPTSentencePieceTokenizer"):
+        build(str(model), tiktoken_pattern="gpt2")
+    (tmp_path / "binary").write_bytes(b'[\xff"')
+    with pytest.raises(DataError, match="binary: not JSON"):
+        build(str(tmp_path / "binary"))
+
+
+def test_an_id_of_another_tokenizer(small: str) -> None:
+    tokenizer = build(small, tiktoken_pattern="gpt2")
+    for ids in ([3, 265], [-1]):
+        with pytest.raises(DataError, match=f"id {ids[-1]} is not one of the tokenizer's 265"):
+            tokenizer.decode(ids)
+    assert tokenizer.decode([0xE4, 0xB8]) == "\ufffd", "half of a character"
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_more_white_space_than_the_pattern_can_go_back_over(pattern: str) -> None:
+    encoder = RankEncoder({token: i for i, token in enumerate([*BYTES, b"  "])}, PATTERNS[pattern])
+    spaces = 1_000_002
+    ids = encoder.encode(f"a{' ' * spaces}b")
+    # the last space goes with the letter, and the others, an odd number, in pairs
+    assert len(ids) == 1 + spaces // 2 - 1 + 1 + 2 and encoder.decode(ids.tolist()) == f"a{' ' * spaces}b"

@@ -1,0 +1,78 @@
+"""Small inputs for preprocessing, and a tokenizer whose ids are the bytes of the text."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+from pyarrow import parquet
+
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.prepare.encode import PreprocessOptions
+from megatron.data.tokenizers.fast import byte_letters
+
+NULL: dict[str, Any] = {"tokenizer_type": "NullTokenizer", "vocab_size": 100}
+NULL_FLAGS = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100"]
+EOD = 256
+
+
+def byte_tokenizer(folder: Path) -> dict[str, Any]:
+    """A tokenizer.json that gives each byte of a text as its id; 256 ends a document."""
+    letters = byte_letters()
+    vocabulary = {**letters, "<|endoftext|>": EOD}
+    settings = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+        "post_processor": None, "decoder": None,
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+    }  # fmt: skip
+    path = folder / "bytes.json"
+    path.write_text(json.dumps(settings))
+    return {"tokenizer_type": "HFTokenizer", "tokenizer_model": str(path)}
+
+
+def json_lines(texts: Sequence[str], titles: Sequence[str] | None = None, *, ensure_ascii: bool = False) -> bytes:
+    rows = zip(texts, titles or ["7 8"] * len(texts), strict=True)
+    lines = (json.dumps({"text": text, "title": title}, ensure_ascii=ensure_ascii) for text, title in rows)
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def pack(content: bytes, suffix: str, members: int = 1) -> bytes:
+    """`content` as .gz or .zst in so many members or frames, or as it is."""
+    if suffix not in (".gz", ".zst"):
+        return content
+    cuts = [len(content) * i // members for i in range(members + 1)]
+    parts = [content[a:b] for a, b in pairwise(cuts)]
+    if suffix == ".gz":
+        return b"".join(map(gzip.compress, parts))
+    return b"".join(pyarrow.Codec("zstd").compress(part, asbytes=True) for part in parts)
+
+
+def write_input(path: Path, texts: Sequence[str], titles: Sequence[str] | None = None, *, members: int = 1) -> Path:
+    """JSON lines or parquet, by the name of the file."""
+    if path.suffix == ".parquet":
+        table = pyarrow.table({"text": list(texts), "title": list(titles or ["7 8"] * len(texts))})
+        parquet.write_table(table, path, row_group_size=max(1, len(texts) // members))
+    else:
+        path.write_bytes(pack(json_lines(texts, titles), path.suffix, members))
+    return path
+
+
+def documents(prefix: Path | str) -> list[list[int]]:
+    """Tokens of each document."""
+    indexed = IndexedDataset(prefix)
+    starts = indexed.document_indices.tolist()
+    return [[t for s in range(a, b) for t in indexed[s].tolist()] for a, b in pairwise(starts)]
+
+
+def pair_bytes(prefix: Path | str) -> tuple[bytes, bytes]:
+    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
+def null_options(*keys: str, **settings: Any) -> PreprocessOptions:
+    return PreprocessOptions(tokenizer=NULL, json_keys=keys or ("text",), **settings)

@@ -1,0 +1,201 @@
+"""Attention inside documents against a softmax in float64 that is told by an explicit mask what each query sees."""
+from __future__ import annotations
+
+import math
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.config import Config
+from megatron.layers.attention import SelfAttention, flash_attention, torch_attention
+from megatron.layers.context import CallContext, LayerContext
+from megatron.layers.documents import Documents
+from megatron.layers.masks import alibi_slopes
+from megatron.layers.parameters import normal
+from megatron.parallel.random import DropoutKey, seeded
+
+D = 8
+# Lengths of the documents of each sample; samples of one case are equally long.
+CASES = {
+    "one sample": [[7, 1, 12, 3]],
+    "two samples": [[7, 1, 12, 3], [23]],
+    "tiny documents": [[1] * 20 + [2, 1, 2, 3], [1, 2] * 9 + [1]],
+    "equal lengths": [[5, 5, 5, 5], [10, 10], [5, 5, 10]],
+    "whole samples": [[9], [9]],
+}
+
+
+def documents_of(lengths: list[list[int]]) -> Documents:
+    joined = np.concatenate(lengths)
+    return Documents(torch.from_numpy(np.append(0, joined.cumsum()).astype(np.int32)), joined, len(lengths))
+
+
+def inputs(s: int, b: int, heads: int, groups: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    shapes = [(s, b, n, D) for n in (heads, groups, groups)]
+    return [torch.randn(x, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for x in shapes]
+
+
+def dense(q, k, v, slopes, lengths):
+    """The reference: all scores, those that are not seen taken out. Head h reads group h // (heads / groups)."""
+    s, _, heads, d = q.shape
+    group = [h // (heads // k.shape[2]) for h in range(heads)]
+    k, v = k[:, :, group], v[:, :, group]
+    scores = torch.einsum("ibhd,jbhd->bhij", q, k) / math.sqrt(d)
+    i, j = torch.arange(s).view(s, 1), torch.arange(s).view(1, s)
+    if slopes is not None:
+        scores = scores - slopes.double().view(heads, 1, 1) * (i - j)
+    ids = torch.stack([torch.repeat_interleave(torch.arange(len(n)), torch.tensor(n)) for n in lengths])  # [b, s]
+    seen = (j <= i) & (ids.unsqueeze(2) == ids.unsqueeze(1))  # [b, s, s]
+    weights = scores.masked_fill(~seen.unsqueeze(1), -torch.inf).softmax(-1)
+    return torch.einsum("bhij,jbhd->ibhd", weights, v)
+
+
+def output_and_gradients(attend, tensors):
+    out = attend(*tensors)
+    weights = torch.arange(out.numel(), dtype=torch.float64).cos().view(out.shape)
+    return [out.detach(), *torch.autograd.grad(out, tensors, weights.to(out.dtype))]
+
+
+@pytest.mark.parametrize("alibi", [False, True], ids=["plain", "alibi"])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2), (4, 1)])
+@pytest.mark.parametrize("case", CASES)
+def test_against_a_dense_mask(case, heads, groups, alibi):
+    lengths = CASES[case]
+    slopes = alibi_slopes(heads) if alibi else None
+    tensors = inputs(sum(lengths[0]), len(lengths), heads, groups)
+    expected = output_and_gradients(lambda *x: dense(*x, slopes, lengths), tensors)
+    found = output_and_gradients(lambda *x: torch_attention(*x, slopes, documents_of(lengths), 0.0), tensors)
+    # ALiBi's bias is fp32 where everything else is float64.
+    tolerance = 1e-6 if alibi else 1e-12
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+    if case == "whole samples":
+        plain = output_and_gradients(lambda *x: torch_attention(*x, slopes, None, 0.0), tensors)
+        for a, b in zip(plain, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("alibi", [False, True], ids=["plain", "alibi"])
+def test_strided_inputs_in_bf16(alibi):
+    """Keys and values are slices of the fused projection; a few roundings of the format, relative to the whole."""
+    lengths, heads, groups = CASES["two samples"], 4, 2
+    slopes = alibi_slopes(heads) if alibi else None
+    q, k, v = (x.detach() for x in inputs(sum(lengths[0]), 2, heads, groups, torch.bfloat16))
+    fused = torch.cat((k, v), dim=-1)
+    tensors = [q.requires_grad_(), fused[..., :D].detach().requires_grad_(), fused[..., D:].detach().requires_grad_()]
+    assert not tensors[1].is_contiguous()
+    found = output_and_gradients(lambda *x: torch_attention(*x, slopes, documents_of(lengths), 0.0), tensors)
+    exact = [x.detach().double().requires_grad_() for x in tensors]
+    expected = output_and_gradients(lambda *x: dense(*x, slopes, lengths), exact)
+    for a, b in zip(found, expected, strict=True):
+        assert (a.double() - b).norm() < 1e-2 * b.norm()
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the most elements of any tensor that an operation gives, in forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.numel())
+        return result
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("alibi", [False, True], ids=["plain", "alibi"])
+def test_nothing_is_of_the_size_of_the_sample_squared(alibi, dropout):
+    lengths, heads = [[32] * 30 + [16] * 4, [20, 30] * 20 + [24]], 2
+    s = sum(lengths[0])
+    tensors = inputs(s, 2, heads, heads, torch.float32)
+    slopes = alibi_slopes(heads) if alibi else None
+    with Largest() as seen:
+        output_and_gradients(lambda *x: torch_attention(*x, slopes, documents_of(lengths), dropout), tensors)
+    # Scores of documents, filled up, where dropout wants them: b * s * 1.25 * 32 for each head.
+    assert seen.elements <= 2 * s * 1.25 * 32 * heads < s * s / 4
+
+
+def test_dropout_acts_inside_documents_and_repeats():
+    """With equal scores and one-hot values the output is the weights: 1 / (keys seen), dropped or scaled up."""
+    p, b, heads = 0.25, 6, 8
+    lengths = [[25, 14, 1, 24]] * b
+    s = sum(lengths[0])
+    zeros = torch.zeros(s, b, heads, s)
+    values = torch.eye(s).view(s, 1, 1, s).expand(s, b, heads, s)
+    draws = []
+    for seed in (3, 3, 4):
+        with seeded(torch.device("cpu"), seed):
+            draws.append(torch_attention(zeros, zeros, values, None, documents_of(lengths), p))
+    assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
+    kept, at = [], 0
+    for n in lengths[0]:
+        for i in range(n):
+            weights = draws[0][at + i]  # [b, heads, s]
+            assert not weights[..., :at].any() and not weights[..., at + i + 1 :].any()
+            inside = weights[..., at : at + i + 1]
+            full = torch.tensor(1 / (i + 1) / (1 - p))
+            assert ((inside == 0) | torch.isclose(inside, full, rtol=1e-5)).all()
+            kept.append(inside.flatten() != 0)
+        at += n
+    share = torch.cat(kept).double()
+    assert abs(share.mean().item() - (1 - p)) < 5 * (p * (1 - p) / len(share)) ** 0.5
+    # Documents of one length are drawn apart: samples and heads have masks of their own.
+    last = draws[0][24, :, :, :25].reshape(b * heads, 25) != 0
+    assert len({tuple(row) for row in last.tolist()}) > b * heads // 2
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_recomputing_attention_repeats_every_bit(dropout):
+    config = Config.create(
+        num_layers=1, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, seq_length=23, vocab_size=8,
+        attention_dropout=dropout, micro_batch_size=2, global_batch_size=2,
+    )
+    lengths = CASES["two samples"]
+    call = CallContext(documents=documents_of(lengths), dropout=DropoutKey(1, 2))
+    results = []
+    for recompute in (False, True):
+        layer = SelfAttention(
+            LayerContext.single(), "a", config.model, 0, normal(0.2), normal(0.2), None, recompute, False
+        )
+        x = inputs(23, 2, 4, 4, torch.float32)[0].detach().flatten(2).requires_grad_()
+        out, _ = layer(x, call)
+        weights = [layer.query_key_value.weight, layer.dense.weight]
+        results.append([out.detach(), *torch.autograd.grad(out, [x, *weights], out.detach().cos())])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_flash_attention_is_given_the_lengths(monkeypatch):
+    """A stand-in with the interface of flash-attn 2: packed rows, int32 bounds, the longest as a number."""
+    seen = []
+
+    def varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, dropout_p, causal, alibi_slopes):
+        assert cu_q.dtype == cu_k.dtype == torch.int32 and type(max_q) is type(max_k) is int
+        assert causal and dropout_p == 0.0
+        seen.append((cu_q.tolist(), cu_k.tolist(), max_q, max_k))
+        out = []
+        for start, end in zip(cu_q.tolist()[:-1], cu_q.tolist()[1:], strict=True):
+            piece = [x[start:end].unsqueeze(1) for x in (q, k, v)]
+            out.append(dense(*piece, alibi_slopes, [[end - start]]).squeeze(1))
+        return torch.cat(out)
+
+    module = types.ModuleType("flash_attn")
+    module.flash_attn_varlen_func, module.flash_attn_func = varlen, None
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    lengths, slopes = CASES["two samples"], alibi_slopes(4)
+    tensors = inputs(23, 2, 4, 2)
+    found = output_and_gradients(lambda *x: flash_attention(*x, slopes, documents_of(lengths), 0.0), tensors)
+    expected = output_and_gradients(lambda *x: dense(*x, slopes, lengths), tensors)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    bounds = [0, 7, 8, 20, 23, 46]
+    assert seen == [(bounds, bounds, 23, 23)]

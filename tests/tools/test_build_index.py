@@ -1,0 +1,176 @@
+"""What tools/build_index.py builds is what the run looks for, no more and no less."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.config import parse_args
+from megatron.data.datasets import build_datasets
+from megatron.data.file_lock import FileLock
+from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.training.micro_batches import BatchSchedule
+from megatron.training.setup import planned_samples
+from tests.helpers.launching import ROOT, launch
+
+FLAGS = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --lr 1e-3 "
+    "--micro-batch-size 2 --tokenizer-type NullTokenizer --vocab-size 100 --make-vocab-size-divisible-by 8 "
+    "--log-interval 1 --num-workers 0 --eval-iters 2"
+).split()
+ITERATIONS = ["--train-iters", "4", "--eval-interval", "2"]
+
+
+def tool() -> Any:
+    specification = importlib.util.spec_from_file_location("build_index", ROOT / "tools" / "build_index.py")
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def write(folder: Path, name: str, documents: int) -> str:
+    random = np.random.RandomState(documents)
+    with IndexedDatasetWriter(folder / name, np.uint16) as writer:
+        for _ in range(documents):
+            writer.add_document(random.randint(0, 99, random.randint(5, 90)))
+    return str(folder / name)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> dict[str, str]:
+    """Three data sets; of the smallest, 5 % for validation round to no document."""
+    return {name: write(tmp_path, name, documents) for name, documents in (("a", 300), ("b", 200), ("c", 8))}
+
+
+def files(folder: Path) -> dict[str, tuple[int, int]]:
+    """What is in a folder, and which files they are: name -> (inode, time of change)."""
+    if not folder.exists():
+        return {}
+    return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.iterdir()}
+
+
+def run_reads(flags: list[str], world_size: int) -> None:
+    """The data sets of a run, as its processes build them."""
+    config = parse_args(flags, world_size)
+    build_datasets(config, *planned_samples(config, BatchSchedule.from_config(config)))
+
+
+def never(*_: object) -> bool:
+    raise AssertionError("something was left to build")
+
+
+CASES: dict[str, Callable[[dict[str, str]], list[str]]] = {
+    "one": lambda p: [*ITERATIONS, "--data-path", p["a"]],
+    "blend": lambda p: [*ITERATIONS, *f"--data-path 0.5 {p['a']} 0.3 {p['b']} 0.2 {p['c']} --split 90,5,5".split()],
+    "per split": lambda p: [*ITERATIONS, "--train-data-path", "1", p["a"], "2", p["b"], "--valid-data-path", p["c"]],
+    "packed": lambda p: [*ITERATIONS, *f"--data-path 1 {p['a']} 1 {p['b']} --data-packing best-fit".split()],
+    "ramp": lambda p: [
+        *ITERATIONS, "--data-path", p["a"], "--rampup-batch-size", "4", "4", "8", "--global-batch-size", "12",
+    ],
+    "samples": lambda p: [*f"--data-path 1 {p['a']} 1 {p['b']} --train-samples 3000".split()],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("workers", ["1", "3"])
+@pytest.mark.parametrize("case", list(CASES))
+def test_the_run_finds_all_and_needs_all(
+    tmp_path: Path, data: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    case: str, workers: str,
+) -> None:  # fmt: skip
+    flags = [*FLAGS, *CASES[case](data)]
+    cache, reference = tmp_path / "cache", tmp_path / "reference"
+    arguments = [*flags, "--data-cache-path", str(cache), "--world-size", "2", "--workers", workers]
+    assert tool().main(arguments) == 0, capsys.readouterr().err
+    run_reads([*flags, "--data-cache-path", str(reference)], 2)
+    assert files(cache).keys() == files(reference).keys()
+    for name in files(cache):
+        assert (cache / name).read_bytes() == (reference / name).read_bytes()
+    first = capsys.readouterr().out
+    built = int(re.search(r"indices, (\d+) of them new", first)[1])  # type: ignore[index]
+    assert built == sum(name.endswith(".dsc") for name in files(cache)) > 0
+    assert first.count(": built in ") == built and "peak memory" in first
+
+    monkeypatch.setattr(FileLock, "acquire", never)
+    run_reads([*flags, "--data-cache-path", str(cache)], 2)
+    assert tool().main(arguments) == 0
+    again = capsys.readouterr().out
+    assert again.count(": found, ") == built and f"{built} indices, 0 of them new" in again
+
+
+def test_another_number_of_processes_needs_others(tmp_path: Path, data: dict[str, str]) -> None:
+    """Without --global-batch-size the batch, and with it the length of the indices, grows with the processes."""
+    flags = [*FLAGS, *ITERATIONS, "--data-path", data["a"], "--data-cache-path"]
+    for world_size in ("2", "4"):
+        assert tool().main([*flags, str(tmp_path / world_size), "--world-size", world_size]) == 0
+    assert not files(tmp_path / "2").keys() & files(tmp_path / "4").keys()
+    assert tool().main([*flags, str(tmp_path / "8"), "--global-batch-size", "8"]) == 0
+    assert files(tmp_path / "8").keys() == files(tmp_path / "4").keys()  # 4 processes of micro-batches of 2
+
+
+def test_beside_the_data_and_blends_without_a_cache(
+    tmp_path: Path, data: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tool().main([*FLAGS, *ITERATIONS, "--data-path", "1", data["a"], "1", data["b"], "--world-size", "1"]) == 0
+    assert "kept only with --data-cache-path" in capsys.readouterr().out
+    assert len(files(tmp_path / "index-cache")) == 4 * 4  # train and validation of two data sets; no test documents
+
+
+def test_nothing_to_build(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*FLAGS, *ITERATIONS, "--mock-data", "--world-size", "1", "--workers", "2"]
+    assert tool().main(arguments) == 0
+    assert "0 indices, 0 of them new" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--data-path", "x"], "ConfigError: the batch size of the run is not known"),
+        (["--data-path", "/x/y", "--world-size", "2"], "DataError: /x/y.idx: no such file"),
+        (["--data-path", "1", "/x/y", "1", "/x/z", "--world-size", "2", "--workers", "2"], "DataError: /x/y.idx"),
+        (["--world-size", "2"], "no data: give --data-path"),
+        (["--world-size", "two"], "ConfigError"),
+        (["--mock-data", "--world-size", "2", "--workers", "0"], "--workers takes a number of at least 1, not 0"),
+        (["--mock-data", "--world-size", "2", "--workers"], "--workers takes one number"),
+        (["--nmock-data"], "unknown flag --nmock-data"),
+        (["--load", "/x", "--load-tag", "7", "--mock-data", "--world-size", "1"], "CheckpointError: no checkpoint /x"),
+    ],
+)
+def test_errors(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    assert tool().main([*FLAGS, *ITERATIONS, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert words in error and "Traceback" not in error
+
+
+def test_a_cache_that_cannot_be_written(data: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*FLAGS, *ITERATIONS, "--data-path", data["a"], "--data-cache-path", "/dev/null/x", "--world-size", "1"]
+    assert tool().main(arguments) == 2
+    assert "/dev/null/x: the index cache cannot be written" in capsys.readouterr().err
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool().main(["--help"]) == 0
+    assert "--world-size N" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_training_and_resuming_find_everything(tmp_path: Path, data: dict[str, str]) -> None:
+    """pretrain_gpt.py itself, from the beginning, and resumed with a smaller batch: the 4 x 16 samples of the past and
+    36 x 4 to come are more than the 40 x 4 of a run that begins so."""
+    cache = tmp_path / "cache"
+    flags = [*FLAGS, "--eval-interval", "20", "--data-path", "1", data["a"], "1", data["b"],
+             "--data-cache-path", str(cache), "--save", f"{tmp_path}/run", "--load", f"{tmp_path}/run"]  # fmt: skip
+    for more in (["--train-iters", "4", "--global-batch-size", "16"], ["--train-iters", "40"]):
+        (built,) = launch(1, [*flags, *more, "--world-size", "2"], script="tools/build_index.py")
+        assert built is not None and built.code == 0, built
+        before = files(cache)
+        for outcome in launch(2, [*flags, *more]):
+            assert outcome is not None and outcome.code == 0, outcome
+        assert files(cache) == before
+    assert built.output.count("indices, ") == 2  # the run asks twice

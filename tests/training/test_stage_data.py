@@ -1,0 +1,118 @@
+"""--stage-data-to in a run: who copies, what is read, and that nobody is left behind."""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.config import Config
+from megatron.data.datasets import build_datasets
+from megatron.errors import LaunchError
+from megatron.parallel.topology import Layout, Topology
+from megatron.training import stage_data
+from megatron.training.stage_data import staged_locations, wait_for_all
+from tests.helpers.groups import join
+from tests.helpers.processes import run_processes
+from tests.training.test_run import run_and_listen, write_numbers
+
+SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
+
+
+def config(**changes: Any) -> Config:
+    fields: dict[str, Any] = dict(
+        num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=8, vocab_size=80, train_iters=4, split="1"
+    )
+    return Config.create(**{**fields, **changes})
+
+
+def test_the_copy_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NODE_DISK", str(tmp_path / "disk"))
+    prefix, said = write_numbers(tmp_path / "x", 80), list[str]()
+    asked = config(data_path=(prefix,), stage_data_to="$NODE_DISK/me")
+    locations = staged_locations(asked, SINGLE, said.append)
+    assert Path(locations[prefix]).is_relative_to(tmp_path / "disk" / "me")
+    assert any("1 of 1 data sets are read from" in line for line in said) and not any("elsewhere" in s for s in said)
+    before = build_datasets(asked, 4, 0, 0).train
+    (tmp_path / "x.bin").write_bytes(bytes(160))  # the same size, all zeros
+    built = build_datasets(asked, 4, 0, 0, locations=locations).train
+    assert before is not None and built is not None
+    assert all(built[i].tolist() == list(range(built[i][0], built[i][0] + 9)) for i in range(len(built)))
+    assert all(not before[i].any() for i in range(len(before)))
+    assert locations[prefix] in built.where(0) and built.name == prefix
+
+
+def test_nothing_to_stage() -> None:
+    said: list[str] = []
+    assert staged_locations(config(data_path=("x",)), SINGLE, said.append) == {}
+    assert staged_locations(config(mock_data=True, stage_data_to="/nowhere"), SINGLE, said.append) == {}
+    assert said == []
+
+
+def test_a_variable_that_is_not_set_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NODE_DISK", raising=False)
+    monkeypatch.chdir(tmp_path)
+    said: list[str] = []
+    assert staged_locations(config(data_path=("x",), stage_data_to="$NODE_DISK/me"), SINGLE, said.append) == {}
+    assert len(said) == 1 and "--stage-data-to $NODE_DISK/me names a variable that is not set" in said[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_cannot_be_written_is_no_reason_to_stop(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    prefix, said = write_numbers(tmp_path / "x", 80), list[str]()
+    asked = config(data_path=(prefix,), stage_data_to=str(tmp_path / "file"))
+    assert staged_locations(asked, SINGLE, said.append) == {prefix: prefix}
+    assert "1 of 1 processes read some data elsewhere" in said[-1]
+
+
+def wait(rank: int) -> int:
+    incomplete = wait_for_all(join(), incomplete=rank == 1)
+    dist.barrier()  # rank 0 serves the store and must not end while the others ask
+    return incomplete
+
+
+def test_all_wait_for_all() -> None:
+    assert run_processes(3, wait) == [1, 1, 1]
+
+
+def wait_alone(rank: int) -> str:
+    topology = join()
+    stage_data.WAIT_S = 0.0
+    if rank == 1:
+        return ""  # never comes
+    with pytest.raises(LaunchError) as raised:
+        wait_for_all(topology, incomplete=False)
+    return str(raised.value)
+
+
+def test_the_wait_has_an_end() -> None:
+    said, _ = run_processes(2, wait_alone)
+    assert said.startswith("--stage-data-to: 1 of 2 processes had their data after 0 hours")
+
+
+def stages_that_copy(rank: int, prefix: str, target: str) -> tuple[list[str], bool]:
+    """Three pipeline stages, of which the middle one reads nothing."""
+    topology, asked = join(pipeline=3), list[str]()
+    plain = stage_data.stage
+    stage_data.stage = lambda *args, **options: asked.append(target) or plain(*args, **options)  # type: ignore[assignment,func-returns-value]
+    fields = dict(num_layers=3, pipeline_model_parallel_size=3, world_size=3, data_path=(prefix,), stage_data_to=target)
+    staged = bool(staged_locations(config(**fields), topology, lambda _: None))
+    dist.barrier()
+    return asked, staged
+
+
+def test_only_stages_that_read_data_copy_it(tmp_path: Path) -> None:
+    prefix, target = write_numbers(tmp_path / "x", 80), str(tmp_path / "disk")
+    results = run_processes(3, stages_that_copy, prefix, target)
+    assert results == [([target], True), ([], False), ([target], True)]
+
+
+def test_a_whole_run_from_copies(tmp_path: Path) -> None:
+    prefix, target = write_numbers(tmp_path / "x", 80), tmp_path / "disk"
+    fields = dict(mock_data=False, data_path=(prefix,), split="1", num_layers=2, vocab_size=80, eval_iters=0)
+    said = run_processes(2, run_and_listen, dict(fields, stage_data_to=str(target)))
+    assert [lines[-1] for lines in said] == [f" data: {24 * 8} tokens, epochs of each source: x {24 * 8 / 80:.3f}"] * 2
+    assert len(list(target.glob("**/*.bin"))) == 1

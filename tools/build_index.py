@@ -1,0 +1,99 @@
+#!/usr/bin/env python
+"""Build all indices that a training run will look for, before it starts: on a login node, without GPUs or a launcher.
+
+    python tools/build_index.py --world-size 1024 --data-path data/corpus_text_document --data-cache-path cache ...
+
+Takes the flags of pretrain_gpt.py, all of them as in the run: the lengths of the indices follow from the batch size,
+the length of the run and its evaluations, and their names from the data paths as they are written.
+`python pretrain_gpt.py --help` lists the flags. Besides:
+
+    --world-size N   processes of the run; may be left out where --global-batch-size is given
+    --workers N      build the indices of so many data sets at the same time; each takes the memory of one (default: 1)
+
+With --load, a run that resumes is looked at where it stands. An index that is there is kept, and one that another
+process is building is waited for. Ends with code 2 and a message when something is missing.
+"""
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.config import Config, parse_args
+from megatron.errors import ConfigError
+from megatron.training.failures import leave, run_guarded
+
+
+def split_arguments(argv: Sequence[str]) -> tuple[int, list[str]]:
+    """(workers, the flags of pretrain_gpt.py). Raises ConfigError."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--workers", default="1")
+    try:
+        own, flags = parser.parse_known_args(list(argv))
+    except SystemExit:
+        raise ConfigError("--workers takes one number") from None
+    if not own.workers.isdigit() or int(own.workers) < 1:
+        raise ConfigError(f"--workers takes a number of at least 1, not {own.workers}")
+    return int(own.workers), flags
+
+
+def read_config(flags: Sequence[str]) -> Config:
+    """The run's configuration. Raises ConfigError, also where the size of its batches is anybody's guess."""
+    config = parse_args(flags)
+    guessed = [name for name in ("world_size", "global_batch_size") if config.origin(name).startswith("derived")]
+    if len(guessed) == 2:
+        raise ConfigError(
+            "the batch size of the run is not known, and the length of its indices follows from it: give --world-size "
+            "with the number of its processes, or --global-batch-size"
+        )
+    return config
+
+
+def build(config: Config, workers: int) -> None:
+    """Build what the run reads at its start, and after resuming from the checkpoint that --load names."""
+    from megatron.checkpoint.folder import STATE, find_folder, latest_iteration, read_json
+    from megatron.data.prebuild import prebuild
+    from megatron.training.micro_batches import BatchSchedule, total_iterations
+    from megatron.training.progress import Progress
+    from megatron.training.reporter import Reporter
+    from megatron.training.resume import progress_from, with_checkpoint_settings
+    from megatron.training.setup import extended, planned_samples
+
+    say = partial(print, flush=True)
+    progress, load = Progress(), config.checkpoint.load
+    if load and (config.checkpoint.load_tag is not None or latest_iteration(load) is not None):
+        folder = find_folder(load, config.checkpoint.load_tag)
+        config = with_checkpoint_settings(config, folder, Reporter(config, rank=1))
+        if not (config.checkpoint.finetune or config.checkpoint.reset_iteration):
+            progress = progress_from(read_json(folder / STATE)["state"], folder)
+    batches = BatchSchedule.from_config(config)
+    planned = planned_samples(config, batches)
+    listed = ", ".join(f"{name} {count}" for name, count in zip(("train", "valid", "test"), planned, strict=True))
+    say(f"global batch {batches.global_batch_size_at_end}, samples: {listed}")
+    prepare = partial(prebuild, config, workers=workers, say=say)
+    datasets = prepare(*planned)
+    end = total_iterations(config, batches, progress.iteration, progress.consumed_samples)
+    extended(config, batches, datasets, prepare, planned, progress, end)
+    say(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")  # Linux counts KiB
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run; returns the exit code."""
+    if "--help" in argv or "-h" in argv:
+        print(__doc__)
+        return 0
+
+    def body() -> None:
+        workers, flags = split_arguments(argv)
+        build(read_config(flags), workers)
+
+    return run_guarded(body, 0)
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

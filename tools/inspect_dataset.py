@@ -1,0 +1,180 @@
+"""Show what is in .bin/.idx data sets, and check them.
+
+Examples:
+
+    python tools/inspect_dataset.py data/corpus_text_document
+    python tools/inspect_dataset.py data/corpus_text_document --validate --plot lengths.png --samples 3 \\
+        --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model spm.model
+
+The index is always checked as a whole, the tokens at three places; with --validate all of them. Exit code 2 when a data
+set is damaged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.data.indexed_dataset import bin_path
+from megatron.data.prepare.byte_progress import ByteProgress
+from megatron.data.prepare.check import PROBLEMS_PER_KIND
+from megatron.data.prepare.inspect import Inspection, as_json, inspect, plot_lengths
+from megatron.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from megatron.errors import ConfigError, MegatronError
+
+TOKENIZER_FLAGS = (
+    "vocab_file", "merge_file", "tokenizer_model", "vocab_size", "vocab_extra_ids",
+    "tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens",
+)  # fmt: skip
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="data sets; paths without .bin and .idx")
+    parser.add_argument("--validate", action="store_true", help="read all tokens and check them")
+    parser.add_argument("--plot", metavar="FILE", help="draw the lengths of documents; .png, .svg or .pdf")
+    parser.add_argument("--json", action="store_true", help="print one JSON list instead of text")
+    group = parser.add_argument_group("samples")
+    group.add_argument("--samples", type=int, default=0, metavar="N", help="show the first N documents")
+    group.add_argument("--documents", type=int, nargs="+", default=[], metavar="I", help="show these, counted from 0")
+    group.add_argument(
+        "--sample-tokens", type=int, default=128, metavar="N", help="tokens shown of each (default: 128)"
+    )
+    group = parser.add_argument_group("tokenizer", "decodes samples; its vocabulary is what ids are checked against")
+    group.add_argument("--tokenizer-type", metavar="TYPE", help=f"one of {', '.join(TOKENIZER_TYPES)}")
+    group.add_argument(
+        "--tokenizer-model",
+        metavar="FILE",
+        help="SentencePiece model; tokenizer.json or its folder for HFTokenizer; .tiktoken file for TikTokenizer",
+    )
+    group.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
+    group.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
+    group.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="entries of the vocabulary when there is no tokenizer; that of NullTokenizer",
+    )
+    group.add_argument("--vocab-extra-ids", type=int, metavar="N", help="extra ids of SentencePieceTokenizer")
+    group.add_argument("--tiktoken-pattern", metavar="NAME", help="how TikTokenizer cuts text before merging")
+    group.add_argument(
+        "--tiktoken-num-special-tokens", type=int, metavar="N", help="ids that TikTokenizer keeps for special tokens"
+    )
+    group.add_argument("--tiktoken-special-tokens", nargs="+", metavar="NAME", help="special tokens of TikTokenizer")
+    return parser
+
+
+def make_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
+    """The tokenizer of the flags. Raises ConfigError for flags that make no sense."""
+    for flag, value, least in (
+        ("--samples", args.samples, 0),
+        ("--sample-tokens", args.sample_tokens, 1),
+        ("--vocab-size", 1 if args.vocab_size is None else args.vocab_size, 1),
+    ):
+        if value < least:
+            raise ConfigError(f"{flag} {value}: expected {least} or more")
+    given = {name: getattr(args, name) for name in TOKENIZER_FLAGS if getattr(args, name) is not None}
+    if args.tokenizer_type is not None:
+        return build_tokenizer(args.tokenizer_type, **given)
+    given.pop("vocab_size", None)
+    if given:
+        raise ConfigError(f"--{next(iter(given)).replace('_', '-')} needs --tokenizer-type")
+    return None
+
+
+def rows_of(result: Inspection) -> list[tuple[str, str]]:
+    """What is known, as names and values."""
+    rows = [(f"{suffix} file", f"{size:,} bytes") for suffix, size in result.file_bytes.items()]
+    index, lengths = result.findings.index, result.lengths
+    if index is not None:
+        rows.append(("token type", str(index.dtype)))
+        rows.append(("documents", f"{len(index.document_indices) - 1:,}"))
+        rows.append(("sequences", f"{len(index.sizes):,}{', with modes' if index.modes is not None else ''}"))
+    if lengths is not None:
+        rows.append(("tokens", f"{lengths.tokens:,}"))
+        statistics = (
+            f"min {lengths.quantile(0.0):,}, median {lengths.quantile(0.5):,}, mean {lengths.mean:,.1f}, "
+            f"99 % {lengths.quantile(0.99):,}, max {lengths.quantile(1.0):,}"
+        )
+        rows.append(("tokens per document", statistics))
+        rows.append(("empty documents", f"{lengths.empty:,}"))
+    findings = result.findings
+    scope = "all tokens" if findings.scanned_all else f"{findings.tokens_scanned:,} tokens; all with --validate"
+    rows.append(("checked", f"the index, {scope}" if index is not None else "nothing: no usable index"))
+    return rows
+
+
+def show(result: Inspection) -> None:
+    """Print an inspection: a table on a terminal, plain lines elsewhere."""
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        console, table = Console(), Table(show_header=False)
+        for name, value in rows_of(result):
+            table.add_row(name, Text(value))
+        console.print(Text(result.prefix, "bold"), soft_wrap=True)  # whole, so that it can be copied
+        console.print(table)
+    else:
+        print(result.prefix)
+        for name, value in rows_of(result):
+            print(f"  {name:<20} {value}")
+    for sample in result.samples:
+        shown = f", the first {len(sample.ids)}" if len(sample.ids) < sample.tokens else ""
+        print(f"  document {sample.document}, {sample.tokens:,} tokens{shown}:")
+        content = " ".join(map(str, sample.ids)) if sample.text is None else sample.text
+        print("\n".join(f"    | {line}" for line in content.splitlines() or [""]))
+    for problem in result.findings.problems:
+        print(f"  problem: {problem}")
+    for kind, count in result.findings.counts.items():
+        if count > PROBLEMS_PER_KIND:
+            print(f"  problem: {count:,} of the kind {kind} in all, {PROBLEMS_PER_KIND} shown")
+    if result.sound:
+        print("  no problem found")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run; returns the exit code: 0, or 2 when a data set is damaged or cannot be read."""
+    args = build_parser().parse_args(argv)
+    results = []
+    try:
+        tokenizer = make_tokenizer(args)
+        for prefix in args.prefixes:
+            size = bin_path(prefix).stat().st_size if bin_path(prefix).is_file() else 0
+            with ByteProgress(f"checked {prefix}", size) as progress:
+                result = inspect(
+                    prefix,
+                    tokenizer=tokenizer,
+                    vocab_size=args.vocab_size,
+                    validate=args.validate,
+                    documents=args.documents,
+                    num_samples=args.samples,
+                    sample_tokens=args.sample_tokens,
+                    on_progress=progress.update if args.validate else lambda _: None,
+                )
+            results.append(result)
+            if not args.json:
+                show(result)
+        if args.plot is not None:
+            plot_lengths(results, args.plot)
+            if not args.json:
+                print(f"drawn to {args.plot}")
+    except MegatronError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps([as_json(result) for result in results], indent=1))
+    return 0 if all(result.sound for result in results) else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""Join several .bin/.idx data sets into one, in order.
+
+Examples:
+
+    python tools/merge_datasets.py --inputs data/part-0 data/part-1 --output-prefix data/all
+    python tools/merge_datasets.py --input data/parts --output-prefix data/all
+
+The second form takes all data sets of a folder, by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.data.prepare.byte_progress import ByteProgress
+from megatron.data.prepare.merge import merge, prefixes_in, total_bytes
+from megatron.errors import MegatronError
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line: Megatron's flags, and --inputs."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--input", metavar="FOLDER", help="merge all data sets in this folder, in order of their names")
+    source.add_argument(
+        "--inputs", nargs="+", metavar="PREFIX", help="merge these, in this order; paths without .bin and .idx"
+    )
+    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx")
+    parser.add_argument(
+        "--multimodal",
+        action="store_true",
+        help="require modes in all inputs; without this flag they are kept where all inputs have them",
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run; returns the exit code: 0, or 2 after an error in the input."""
+    args = build_parser().parse_args(argv)
+    try:
+        inputs = args.inputs if args.input is None else prefixes_in(args.input)
+        with ByteProgress("merged", total_bytes(inputs)) as progress:
+            totals = merge(
+                inputs,
+                args.output_prefix,
+                require_modes=args.multimodal,
+                on_progress=progress.update,
+                say=lambda text: progress.say(f"notice: {text}"),
+            )
+    except MegatronError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(
+        f"wrote {args.output_prefix}.bin and .idx from {len(inputs)} data sets: {totals.documents:,} documents, "
+        f"{totals.sequences:,} sequences, {totals.tokens:,} tokens of type {totals.dtype}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
