@@ -118,7 +118,7 @@ class PartialFolder:
         self._journal.unlink(missing_ok=True)
         if self.path.exists():
             flush_directory(self.path)
-            for path in list(self.path.iterdir()):
+            for path in sorted(self.path.iterdir()):
                 path.unlink()
             self.path.rmdir()
 
