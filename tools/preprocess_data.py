@@ -120,9 +120,8 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--log-interval",
         type=int,
-        default=1000,
         metavar="N",
-        help="documents between two progress lines in a log file (default: 1000)",
+        help="documents between two progress lines in a log file (default: a line every 10 s)",
     )
     group = parser.add_argument_group("accepted for scripts that use them, without effect")
     group.add_argument("--lang", metavar="LANGUAGE", help=WITHOUT_EFFECT["lang"])

@@ -65,6 +65,9 @@ def run_processes_raw(
         variables = {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
+            # torch's store asks DNS for the name of ::ffff:127.0.0.1. A query lost on a busy machine would take five
+            # seconds, longer than the time limits of some tests.
+            "RES_OPTIONS": "timeout:1",
             **(env or {}),
         }
         process = _context.Process(target=_body, args=(results, rank, variables, fn, args), daemon=True)

@@ -11,19 +11,20 @@ if TYPE_CHECKING:
     from megatron.data.prepare.preprocess import Totals
 
 SHOWN_BAD = 10
+LINE_S = 10.0
 
 
 class Progress:
     """Shows Totals on stderr. Rates are of this run: what an interrupted one had done before does not count.
 
-    log_interval: documents between two lines where stderr is not a terminal. clock: seconds.
+    log_interval: documents between two lines where stderr is not a terminal; None: a line every 10 s. clock: seconds.
     """
 
-    def __init__(self, log_interval: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, log_interval: int | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._started = clock()
-        self._log_interval = max(log_interval, 1)
-        self._next_line: int | None = None
+        self._log_interval = None if log_interval is None else max(log_interval, 1)
+        self._next_line: float | None = None  # documents, or seconds
         self._bar: Any = None
         self._bad = 0
         self._on_terminal = sys.stderr.isatty()
@@ -34,11 +35,18 @@ class Progress:
                 self._start_bar(totals)
             self._bar.update(self._task, completed=totals.file_bytes, description=self.describe(totals))
             return
+        if self._log_interval is None:
+            self._line_after(totals, self._clock(), LINE_S, self._started)
+        else:
+            self._line_after(totals, totals.documents, self._log_interval, totals.earlier_documents)
+
+    def _line_after(self, totals: Totals, position: float, interval: float, start: float) -> None:
+        """A line when `position`, in documents or seconds, has passed the next multiple of `interval`."""
         if self._next_line is None:
-            self._next_line = (totals.earlier_documents // self._log_interval + 1) * self._log_interval
-        if totals.documents >= self._next_line:
+            self._next_line = (start // interval + 1) * interval
+        if position >= self._next_line:
             self.say(f" preprocessed {self.describe(totals)}, {self._time_left(totals)}")
-            self._next_line = (totals.documents // self._log_interval + 1) * self._log_interval
+            self._next_line = (position // interval + 1) * interval
 
     def describe(self, totals: Totals) -> str:
         """Documents, tokens, MB of text, and MB/s of this run."""
