@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.gpt_index import IndexRequest, load_index
+from megatron.data.gpt_index import IndexRequest, load_index, tokens_of_split
 from megatron.data.index_cache import DEFAULT_WAIT_S, Arrays, load_or_build
 from megatron.data.index_helpers import build_blend_index
-from megatron.data.indexed_dataset import IndexedDataset, bin_path
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import DataError
 
 Tokens = npt.NDArray[np.int64]
@@ -85,11 +85,7 @@ class GPTDataset:
         data_cache_path: str | os.PathLike[str] | None = None,
         wait_s: float = DEFAULT_WAIT_S,
     ) -> None:
-        tokens = indexed.tokens_between(*bounds)
-        if tokens == 0:
-            raise DataError(
-                f"{indexed.prefix}: the {name} split {split!r} (sequences {bounds[0]}..{bounds[1]}) has no tokens"
-            )
+        tokens = tokens_of_split(indexed, name, split, bounds)
         # A split without a whole sample is repeated until it has one.
         request = IndexRequest(indexed.prefix, name, split, *bounds, tokens, max(num_samples, 1), seq_length, seed)
         arrays = load_index(indexed, request, data_cache_path=data_cache_path, wait_s=wait_s)
@@ -114,14 +110,7 @@ class GPTDataset:
         return None
 
     def where(self, index: int, token: int = 0, /) -> str:
-        sequences, offsets, lengths = self._pieces(index)
-        ends = np.cumsum(lengths)
-        piece = int(np.searchsorted(ends, token, side="right"))
-        sequence, indexed = int(sequences[piece]), self._indexed
-        offset = int(offsets[piece] + token - (ends[piece] - lengths[piece]))
-        document = int(np.searchsorted(indexed.document_indices, sequence, side="right")) - 1
-        byte = int(indexed.pointers[sequence]) + offset * indexed.dtype.itemsize
-        return f"{bin_path(indexed.location)}, document {document}, byte {byte}"
+        return self._indexed.where(*self._pieces(index), token)
 
     def prefetch(self, index: int, /) -> None:
         with contextlib.suppress(DataError):

@@ -123,6 +123,24 @@ def _count_up(array: npt.NDArray[Any], start: int) -> None:
         part[...] = np.arange(start + at, start + at + part.shape[-1], dtype=array.dtype)
 
 
+def tokens_of_split(indexed: IndexedDataset, name: str, split: str, bounds: tuple[int, int]) -> int:
+    """Tokens of a split. Raises DataError where it has none, or more sequences than an index can number."""
+    if bounds[1] > INT32_MAX:
+        raise DataError(f"{indexed.prefix}: more than {INT32_MAX} sequences: preprocess it in parts and blend them")
+    tokens = indexed.tokens_between(*bounds)
+    if tokens == 0:
+        raise DataError(
+            f"{indexed.prefix}: the {name} split {split!r} (sequences {bounds[0]}..{bounds[1]}) has no tokens"
+        )
+    return tokens
+
+
+def cache_directories(prefix: str, data_cache_path: str | os.PathLike[str] | None) -> list[str | os.PathLike[str]]:
+    """Where an index of this data set is looked up; it is written to the last."""
+    beside = os.path.join(os.path.dirname(prefix), "index-cache")
+    return [beside] if data_cache_path is None else [beside, data_cache_path]
+
+
 def load_index(
     indexed: IndexedDataset,
     request: IndexRequest,
@@ -135,15 +153,10 @@ def load_index(
     Looked up in `index-cache` beside the data, then in `data_cache_path`; written to `data_cache_path` if given. Raises
     DataError as load_or_build does.
     """
-    if request.stop > INT32_MAX:
-        raise DataError(f"{request.prefix}: more than {INT32_MAX} sequences: preprocess it in parts and blend them")
-    directories: list[str | os.PathLike[str]] = [os.path.join(os.path.dirname(request.prefix), "index-cache")]
-    if data_cache_path is not None:
-        directories.append(data_cache_path)
     return load_or_build(
         request.description,
         PARTS,
-        directories,
+        cache_directories(request.prefix, data_cache_path),
         lambda: build_index(request, indexed.sizes),
         fits=lambda arrays: index_fits(arrays, request, indexed.sizes),
         wait_s=wait_s,

@@ -216,6 +216,16 @@ class IndexedDataset:
                     page = start - start % PAGESIZE
                     self._mapping.madvise(MADV_WILLNEED, page, stop - page)
 
+    def where(self, sequences: Integers, offsets: Integers, lengths: Integers, token: int) -> str:
+        """File, document and byte of token number `token` of the pieces that `gather` joins, for messages."""
+        ends = np.cumsum(lengths)
+        piece = int(np.searchsorted(ends, token, side="right"))
+        sequence = int(sequences[piece])
+        offset = int(offsets[piece] + token - (ends[piece] - lengths[piece]))
+        document = int(np.searchsorted(self.document_indices, sequence, side="right")) - 1
+        byte = int(self.pointers[sequence]) + offset * self.dtype.itemsize
+        return f"{bin_path(self.location)}, document {document}, byte {byte}"
+
     def _bounds(self, sequence: int) -> tuple[int, int]:
         """Where a sequence starts and ends in .bin. Sequences lie one after the other, so its size, its pointer and
         the next one have to agree: most damage is found where it is read."""

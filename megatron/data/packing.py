@@ -26,8 +26,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from megatron.data.gpt_index import cache_directories, tokens_of_split
 from megatron.data.index_cache import DEFAULT_WAIT_S, Arrays, load_or_build
-from megatron.data.index_helpers import INT32_MAX, best_fit_pack, group_by_bin, shuffle
+from megatron.data.index_helpers import best_fit_pack, group_by_bin, shuffle
 from megatron.data.indexed_dataset import IndexedDataset, bin_path
 from megatron.errors import DataError
 
@@ -88,9 +89,7 @@ def load_packed_index(
     Looked up in `index-cache` beside the data, then in `data_cache_path`; written to `data_cache_path` if given. Raises
     DataError as load_or_build does, and when no sequence has two tokens.
     """
-    directories: list[str | os.PathLike[str]] = [os.path.join(os.path.dirname(request.prefix), "index-cache")]
-    if data_cache_path is not None:
-        directories.append(data_cache_path)
+    directories = cache_directories(request.prefix, data_cache_path)
     arrays = load_or_build(
         request.description,
         PARTS,
@@ -256,13 +255,7 @@ class PackedDataset:
         data_cache_path: str | os.PathLike[str] | None = None,
         wait_s: float = DEFAULT_WAIT_S,
     ) -> None:
-        tokens = indexed.tokens_between(*bounds)
-        if tokens == 0:
-            raise DataError(
-                f"{indexed.prefix}: the {name} split {split!r} (sequences {bounds[0]}..{bounds[1]}) has no tokens"
-            )
-        if bounds[1] > INT32_MAX:
-            raise DataError(f"{indexed.prefix}: more than {INT32_MAX} sequences: preprocess it in parts and blend them")
+        tokens = tokens_of_split(indexed, name, split, bounds)
         request = PackedRequest(indexed.prefix, *bounds, tokens, num_samples, seq_length, seed)
         arrays = load_packed_index(indexed, request, data_cache_path=data_cache_path, wait_s=wait_s)
         self._indexed, self._request = indexed, request
@@ -290,15 +283,9 @@ class PackedDataset:
 
     def where(self, index: int, token: int = 0, /) -> str:
         sequences, offsets, lengths = self._pieces(index)
-        ends = np.cumsum(lengths)
-        if token >= ends[-1]:
+        if token >= lengths.sum():
             return f"{bin_path(self._indexed.location)}, padding of sample {index}"
-        piece = int(np.searchsorted(ends, token, side="right"))
-        sequence, indexed = int(sequences[piece]), self._indexed
-        offset = int(offsets[piece] + token - (ends[piece] - lengths[piece]))
-        document = int(np.searchsorted(indexed.document_indices, sequence, side="right")) - 1
-        byte = int(indexed.pointers[sequence]) + offset * indexed.dtype.itemsize
-        return f"{bin_path(indexed.location)}, document {document}, byte {byte}"
+        return self._indexed.where(sequences, offsets, lengths, token)
 
     def prefetch(self, index: int, /) -> None:
         with contextlib.suppress(DataError):
