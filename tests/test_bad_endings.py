@@ -94,3 +94,13 @@ def test_a_killed_rank_is_named_in_one_line(victim: int) -> None:
     for noise in ("frame #", "Traceback", "/gloo/transport"):
         assert noise not in output
 
+
+
+def test_a_fatal_signal_says_where_it_struck() -> None:
+    """A mapped file that is cut short while it is read ends in a bus error, which no exception tells of."""
+    code = (
+        "import os, signal; from megatron.training.failures import run_guarded; "
+        "run_guarded(lambda: os.kill(os.getpid(), signal.SIGBUS), 0)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode < 0 and "Bus error" in ended.stderr and "in run_guarded" in ended.stderr

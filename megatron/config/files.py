@@ -34,7 +34,10 @@ class DataConfig:
         None, "Repeat the training data so often, shuffled together, whatever the length of the run.", at_least=1
     )
     mock_data: bool = option(False, "Made-up tokens instead of files.")
-    data_cache_path: str | None = option(None, "Folder of the index files.", metavar="FOLDER")
+    data_cache_path: str | None = option(
+        None, "Folder that index files are written to, needed where the data's cannot be written; without it they go "
+        "to index-cache beside the data.", metavar="FOLDER",
+    )  # fmt: skip
     stage_data_to: str | None = option(
         None, "Folder on a disk of each node that the data are copied to before training, as far as they fit; $NAME "
         "stands for an environment variable.", metavar="FOLDER",

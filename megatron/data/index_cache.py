@@ -183,6 +183,7 @@ def _build(
 ) -> Arrays | None:
     start = time.perf_counter()
     remove_remains(lock, entry.key)
+    log.info("building %s", entry.description_path, extra={"entry": entry})
     try:
         arrays = build()
     except OSError as error:

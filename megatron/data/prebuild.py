@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron.config import Config
 
 Say = Callable[[str], None]
-_NAMES = re.compile(r"^(Data prefix|Dataset name) (.*)$", re.MULTILINE)
+_NAMES = re.compile(r"^(Data prefix|Dataset name|Sequences|Number of epochs) (.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,10 @@ class Index:
         split = next((value for name, value in names if name == "Dataset name"), "")
         if len(prefixes) > 1:
             return f"{split} blend of {len(prefixes)} data sets".strip()
-        note = f" ({kind})" if kind != "GPT Dataset" else ""
+        note = ""
+        if kind.startswith("Packed"):
+            epochs = [f", order of {value} epoch(s)" for name, value in names if name == "Number of epochs"]
+            note = f", sequences {dict(names)['Sequences']}, packed{''.join(epochs)}"
         return f"{split} {prefixes[0] if prefixes else ''}{note}".strip()
 
     def __str__(self) -> str:
@@ -113,6 +116,8 @@ def _watched(say: Say) -> Iterator[dict[str, Index]]:
     class Collect(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             entry: CacheEntry = record.__dict__["entry"]
+            if record.msg.startswith("building"):
+                return
             if record.msg.startswith("waiting"):
                 say(record.getMessage())
             elif entry.key not in indices:

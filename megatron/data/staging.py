@@ -43,6 +43,7 @@ _MARKER = "complete.json"
 _LOCK = "staged.lock"
 _PROGRESS = "staged.progress"
 _PROGRESS_S = 10.0
+_SHOWN = 6  # so many data sets have a line of their own; of a blend of hundreds the rest share one
 _RESERVED_SHARE, _RESERVED_AT_LEAST = 0.02, 2**30
 
 Say = Callable[[str], None]
@@ -72,13 +73,18 @@ def stage(
     if not all(pair.is_staged() for pair in pairs.values()):
         reasons = _with_one_copying(list(pairs.values()), Path(target), say, wait_s, reserve_bytes, stale_s)
     locations = {prefix: prefix for prefix in prefixes}
-    staged_bytes = 0
+    staged_bytes, left = 0, list[str]()
     for prefix, pair in pairs.items():
         if pair.is_staged():
             locations[prefix] = str(pair.location)
             staged_bytes += pair.size
         else:
-            say(f"note: {prefix} is read from where it lies: {reasons.get(pair.folder.name, 'its copy is not there')}")
+            reason = reasons.get(pair.folder.name, "its copy is not there")
+            left.append(f"{prefix} is read from where it lies: {reason}")
+    for line in left[:_SHOWN]:
+        say(f"note: {line}")
+    if left[_SHOWN:]:
+        say(f"note: and {len(left) - _SHOWN} more are read from where they lie")
     staged = sum(location != prefix for prefix, location in locations.items())
     say(f"{staged} of {len(locations)} data sets are read from {target} ({_size(staged_bytes)})")
     return locations
@@ -189,16 +195,22 @@ def _copy_all(
         remove_remains(lock, "staged")
         missing = list({pair.folder: pair for pair in pairs if not pair.is_staged()}.values())
         progress = _Progress(sum(pair.size for pair in missing), target / _PROGRESS, say)
+        staged = 0
         for pair in missing:
             try:
                 if pair.folder.exists():  # never removed by us: it may be another process's work of just now
                     raise _NotStaged(f"its copy is not what it was when it was checked: delete {pair.folder}")
                 _check_room(pair, target, reserve_bytes)
-                _copy_pair(pair, progress)
+                line = _copy_pair(pair, progress)
+                staged += 1
+                if staged <= _SHOWN:
+                    say(line)
             except _NotStaged as reason:
                 reasons[pair.folder.name] = str(reason)
             except OSError as error:
                 reasons[pair.folder.name] = f"copying failed: {error.filename or target}: {error.strerror or error}"
+        if staged > _SHOWN:
+            say(f"staged {staged - _SHOWN} more, checked")
         (target / _PROGRESS).unlink(missing_ok=True)
         lock.release(note=json.dumps(reasons))
     finally:
@@ -217,8 +229,9 @@ def _check_room(pair: _Pair, target: Path, reserve_bytes: int | None) -> None:
         )
 
 
-def _copy_pair(pair: _Pair, progress: _Progress) -> None:
-    """Copy, check, mark, and give the folder its name. Raises OSError or _NotStaged, leaving nothing."""
+def _copy_pair(pair: _Pair, progress: _Progress) -> str:
+    """Copy, check, mark, and give the folder its name; returns a line about it. Raises OSError or _NotStaged, leaving
+    nothing."""
     start = time.perf_counter()
     part = temporary_name(pair.folder)
     try:
@@ -242,7 +255,7 @@ def _copy_pair(pair: _Pair, progress: _Progress) -> None:
     flush_directory(pair.folder.parent)
     seconds = time.perf_counter() - start
     rate = pair.size / 1e6 / max(seconds, 1e-9)
-    progress.say(f"staged {pair.prefix}: {_size(pair.size)} in {seconds:.1f} s ({rate:.0f} MB/s), checked")
+    return f"staged {pair.prefix}: {_size(pair.size)} in {seconds:.1f} s ({rate:.0f} MB/s), checked"
 
 
 def _copy_file(source: str, copy: Path, size: int, progress: _Progress) -> None:

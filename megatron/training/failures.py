@@ -4,6 +4,8 @@ Imports no torch, so that a mistake on the command line is reported at once.
 """
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import os
 import sys
 import traceback
@@ -20,8 +22,12 @@ def run_guarded(body: Callable[[], object], rank: int) -> int:
     """Call `body` and return the exit code; messages of errors go to standard error.
 
     A MegatronError is shown without traceback, in full by rank 0 and in one line by the others. Any other exception
-    is shown with its traceback and the rank.
+    is shown with its traceback and the rank. Of a fatal signal, such as the bus error of a mapped file that was cut
+    short, Python shows where it struck.
     """
+    if not faulthandler.is_enabled():
+        with contextlib.suppress(OSError, AttributeError, RuntimeError):  # standard error is no file
+            faulthandler.enable(all_threads=False)
     try:
         body()
     except MegatronError as error:

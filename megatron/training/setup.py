@@ -27,6 +27,7 @@ from megatron.model.gpt import build_chunks
 from megatron.parallel.launch import Launch, connect, detect_launch
 from megatron.parallel.topology import Topology
 from megatron.training import devices
+from megatron.training.index_progress import told_if_slow
 from megatron.training.loop import train
 from megatron.training.metrics import Interval, Rates
 from megatron.training.micro_batches import BatchSchedule, total_iterations
@@ -97,7 +98,8 @@ def assemble(config: Config, device: torch.device, places: Sequence[str], timeou
     samples = planned_samples(config, batches)
     pad_id = tokenizer.eod if tokenizer is not None else 0
     build = partial(build_datasets, config, locations=staged_locations(config, topology, reporter.say), pad_id=pad_id)
-    datasets = build(*samples)
+    with told_if_slow(reporter.say):
+        datasets = build(*samples)
     describe_data(config, datasets, reporter)
     chunks = build_chunks(config, topology)
     describe_model(config, chunks, reporter)
@@ -225,7 +227,10 @@ def describe_data(config: Config, datasets: Datasets, reporter: Reporter) -> Non
         padding = {s.name: 100 * s.waste for s in sources(datasets.train) if isinstance(s, PackedDataset)}
         if padding:
             most = max(padding, key=lambda name: padding[name])
-            reporter.say(f" > packed by best fit: {padding[most]:.3f} % of the tokens of {most} are padding, the most")
+            share = f"{padding[most]:.3f} % of the tokens" if len(padding) == 1 else (
+                f"up to {padding[most]:.3f} % of the tokens of a source (the most in {most})"
+            )
+            reporter.say(f" > packed by best fit: {share} are padding")
     if datasets.valid is None and config.training.eval_iters:
         reporter.say(" note: no validation data, so no validation loss: see --split and --valid-data-path")
 

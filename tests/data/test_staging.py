@@ -358,3 +358,13 @@ def test_suspended_at_any_moment(tmp_path: Path) -> None:
         assert location != prefix and contents(location) == contents(prefix), moment
         moment += 1
     assert moment > 12
+
+
+def test_a_large_blend_has_few_lines(tmp_path: Path) -> None:
+    prefixes = [write_pair(tmp_path / "lustre", f"part{i}", 100, seed=i) for i in range(40)]
+    staged = stage_to(tmp_path / "disk", *prefixes)
+    assert len(staged.lines) == 8 and staged.lines[6] == "staged 34 more, checked"
+    assert staged.lines[7].startswith("40 of 40 data sets are read from")
+    refused = stage_to(tmp_path / "full", *prefixes, reserve_bytes=2**62)
+    assert len(refused.lines) == 8 and refused.lines[6] == "note: and 34 more are read from where they lie"
+    assert refused.lines[7].startswith("0 of 40 data sets are read from")

@@ -174,3 +174,11 @@ def test_training_and_resuming_find_everything(tmp_path: Path, data: dict[str, s
             assert outcome is not None and outcome.code == 0, outcome
         assert files(cache) == before
     assert built.output.count("indices, ") == 2  # the run asks twice
+
+
+def test_lines_of_packed_indices_tell_them_apart(data: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*FLAGS, *ITERATIONS, "--world-size", "1", "--data-path", data["a"], "--data-packing", "best-fit"]
+    assert tool().main(flags) == 0
+    titles = [line.split(": ")[0] for line in capsys.readouterr().out.splitlines() if ", packed" in line]
+    assert len(titles) == len(set(titles)) >= 4
+    assert any("sequences 0 to 291, packed, order of" in title for title in titles)
