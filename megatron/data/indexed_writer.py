@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
+from megatron.data.file_lock import flush_directory, flush_to_disk, process_start
 from megatron.data.indexed_dataset import HEADER, MAGIC, TYPE_CODES, VERSION, Integers, bin_path, idx_path
 from megatron.errors import DataError
 
@@ -63,11 +64,11 @@ class _Parts:
             if self.bin.exists():
                 # Without its index a new .bin would look like the data of an old one, so the old index goes first.
                 target_idx.unlink(missing_ok=True)
-                _sync_folder(target_idx.parent)
+                flush_directory(target_idx.parent)
                 os.replace(self.bin, target_bin)
-                _sync_folder(target_bin.parent)
+                flush_directory(target_bin.parent)
             os.replace(self.sealed, target_idx)
-            _sync_folder(target_idx.parent)
+            flush_directory(target_idx.parent)
         elif self.bin.exists() or not (target_bin.exists() and target_idx.exists()):
             raise DataError(f"{self.sealed}: no such file: the data set {prefix} was not written to its end")
         self.remove()
@@ -253,7 +254,7 @@ class IndexedDatasetWriter:
         assert self._ended == self._sequences, "a document is not ended"
         try:
             for file in self._files.values():
-                _flush_to_disk(file)
+                flush_to_disk(file)
         except OSError as error:
             raise self._cannot_write(error) from error
         return WriterPosition(self._tokens, self._sequences, self._documents)
@@ -275,14 +276,14 @@ class IndexedDatasetWriter:
                 _copy(self._parts.documents, file)
                 if self._parts.modes.exists():
                     _copy(self._parts.modes, file)
-                _flush_to_disk(file)
+                flush_to_disk(file)
             if not actual == expected == described:
                 raise DataError(
                     f"{self._parts.bin}: {actual} bytes, {expected} were written and the sequences have {described}: "
                     f"another process writes to it, or the disk is failing; start again"
                 )
             os.replace(self._parts.index, self._parts.sealed)
-            _sync_folder(self._parts.sealed.parent)
+            flush_directory(self._parts.sealed.parent)
         except OSError as error:
             raise self._cannot_write(error) from error
 
@@ -366,18 +367,8 @@ def remove_stale_parts(prefix: str | os.PathLike[str]) -> None:
     pattern = re.compile(rf"{re.escape(path.name)}\.(bin|sizes|documents|modes|index|idx)\.{host}\.(\d+)\.tmp")
     for entry in path.parent.iterdir():
         found = pattern.fullmatch(entry.name)
-        if found and not _is_alive(int(found[2])):
+        if found and process_start(int(found[2])) is None:
             entry.unlink(missing_ok=True)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # of another user
-        return True
-    return True
 
 
 def _check_same_file_system(directory: Path, folder: Path) -> None:
@@ -397,18 +388,3 @@ def _blocks(path: Path, dtype: np.dtype[Any]) -> Iterator[npt.NDArray[Any]]:
 def _copy(path: Path, file: BinaryIO) -> None:
     for block in _blocks(path, np.dtype(np.uint8)):
         file.write(block.data)
-
-
-def _flush_to_disk(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Bring renamed names to disk, where the file system can."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
