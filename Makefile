@@ -1,5 +1,6 @@
 # make train   set up, then train a small GPT on real text on this machine
 # make test    set up, then run all tests
+# make kernels compile csrc/kernels/ for every compiler that is there: GPUs and this processor
 # make help    the other targets and the settings
 #
 # Settings, on the command line:
@@ -11,6 +12,8 @@
 #   SYSTEM_SITE  1: let a new environment see the system's packages, for a torch that is installed there (modules,
 #                containers)
 #   WORKERS      processes that run tests side by side
+#   MEGATRON_KERNELS_TARGETS
+#                which kernels the set-up builds, e.g. host,hip; none; default: host, and the kind of GPU torch is for
 
 PYTHON      ?= python3
 VENV        ?= .venv
@@ -21,12 +24,13 @@ WORKERS     ?= 2
 PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.ready
 # What the environment is made from; a change makes it anew.
-MADE_FROM := pyproject.toml setup.py $(wildcard requirements/*.txt) $(wildcard csrc/*)
+MADE_FROM := pyproject.toml setup.py $(wildcard requirements/*.txt) \
+             $(wildcard csrc/*.[ch]pp csrc/kernels/*.cpp csrc/kernels/*.h)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help setup train test quick lint clean
+.PHONY: help setup train test quick lint kernels kernels-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -35,6 +39,9 @@ help:
 	@echo 'make quick   the fast tests only (under 2 minutes)'
 	@echo 'make lint    ruff, and mypy on megatron/'
 	@echo 'make setup   only the virtual environment: $(VENV), with dependencies and csrc'
+	@echo 'make kernels compile csrc/kernels/, say what is there, and test it'
+	@echo 'make kernels-check'
+	@echo '             registers, LDS and occupancy of the kernels on gfx90a; fails where they break the rules (hipcc)'
 	@echo 'make clean   remove caches and built files; the environment and runs/ stay'
 	@echo
 	@echo 'Settings: PYTHON, VENV, TORCH, SYSTEM_SITE, WORKERS; see the head of the Makefile.'
@@ -58,7 +65,15 @@ lint: $(STAMP)
 	@$(PY) -m ruff check .
 	@$(PY) -m mypy megatron
 
+kernels: $(STAMP)
+	@$(PY) setup.py -q build_kernels
+	@$(PY) -m megatron.kernels
+
+kernels-check: $(STAMP)
+	@$(PY) -m megatron.kernels.resources --jobs $(WORKERS)
+
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info $(STAMP)
 	rm -f megatron/data/_index_helpers*.so
+	rm -rf megatron/kernels/lib
 	find megatron tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

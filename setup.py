@@ -1,15 +1,28 @@
-"""Builds csrc/*.cpp; everything else is in pyproject.toml."""
+"""Builds csrc/: the index helpers and, by megatron/kernels/build.py, the kernels. The rest is in pyproject.toml."""
 from __future__ import annotations
 
+import runpy
 import sys
+from pathlib import Path
+from typing import ClassVar
 
 from pybind11.setup_helpers import Pybind11Extension
-from setuptools import Extension, setup
+from setuptools import Command, Extension, setup
 from setuptools.command.build_ext import build_ext
+
+# By path: the package itself would want torch, which pip's build environment lacks.
+kernels = runpy.run_path(str(Path(__file__).with_name("megatron") / "kernels" / "build.py"))
 
 
 class OptionalBuild(build_ext):
-    """Goes on without the extension where there is no working compiler: megatron.data has the same loops in numpy."""
+    """Goes on where there is no working compiler: megatron.data has the same loops in numpy, and torch's own operators
+    take the place of kernels."""
+
+    def run(self) -> None:
+        super().run()
+        here = self.inplace or self.editable_mode
+        folder = kernels["LIBRARIES"] if here else Path(self.build_lib, "megatron", "kernels", "lib").absolute()
+        kernels["install"](folder, alone=not here)
 
     def build_extension(self, ext: Extension) -> None:
         try:
@@ -22,6 +35,40 @@ class OptionalBuild(build_ext):
             )
 
 
+class BuildKernels(Command):
+    """python setup.py build_kernels --target hip|cuda|host"""
+
+    description = "compile csrc/kernels/ for GPUs or for this processor"
+    user_options: ClassVar = [
+        ("target=", "t", "hip, cuda or host; several with commas; all whose compiler is there by default"),
+        ("arch=", "a", "e.g. gfx90a,gfx942; gfx90a, sm_90 or this processor by default"),
+        ("jobs=", "j", "compilers that run side by side; one per processor by default"),
+        ("output-dir=", "o", "where the libraries go; megatron/kernels/lib by default"),
+        ("force", "f", "build also what is up to date"),
+    ]  # fmt: skip
+    boolean_options: ClassVar = ["force"]
+
+    def initialize_options(self) -> None:
+        self.target = self.arch = self.jobs = self.output_dir = None
+        self.force = False
+
+    def finalize_options(self) -> None:
+        pass
+
+    def run(self) -> None:
+        targets, archs = (
+            kernels["given"](self.distribution.script_args, option) or (kernels["given"]([option, value or ""], option))
+            for option, value in (("--target", self.target), ("--arch", self.arch))
+        )
+        if self.jobs is not None and not (self.jobs.isdigit() and int(self.jobs)):
+            sys.exit(f"error: --jobs {self.jobs} must be a number above 0")
+        folder = Path(self.output_dir).absolute() if self.output_dir else kernels["LIBRARIES"]
+        try:
+            kernels["make"](targets, archs, folder=folder, jobs=int(self.jobs or 0) or None, force=self.force)
+        except (kernels["BuildError"], OSError) as error:
+            sys.exit(f"error: {error}")
+
+
 helpers = Pybind11Extension(
     "megatron.data._index_helpers",
     [f"csrc/{name}.cpp" for name in ("index_helpers", "blend", "gather", "packing", "sample_index", "shuffle")],
@@ -32,4 +79,4 @@ helpers = Pybind11Extension(
 # Lets setuptools copy the others when this one is missing.
 helpers.optional = True
 
-setup(ext_modules=[helpers], cmdclass={"build_ext": OptionalBuild})
+setup(ext_modules=[helpers], cmdclass={"build_ext": OptionalBuild, "build_kernels": BuildKernels})

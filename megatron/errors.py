@@ -23,3 +23,7 @@ class DataError(MegatronError):
 
 class CheckpointError(MegatronError):
     """A checkpoint that is missing, incomplete or does not fit the model."""
+
+
+class KernelError(MegatronError):
+    """A fused operator that was given what it cannot take, or a kernel that could not be launched."""

@@ -65,11 +65,16 @@ check_compiler() {
     local headers
     headers=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
     if ! command -v "${CXX:-c++}" >/dev/null && ! command -v g++ >/dev/null; then
-        install_debian g++ || say "no C++ compiler: csrc is left out, indices of data sets are built by numpy, slower"
+        install_debian g++ || say "no C++ compiler: csrc is left out; indices are built by numpy, kernels are torch's"
     fi
     if [[ ! -e $headers/Python.h ]]; then
         install_debian python3-dev || say "no Python.h in $headers: csrc is left out, as above"
     fi
+}
+
+kernel_targets() {
+    "$VENV/bin/python" -c 'import torch
+print("host,hip" if torch.version.hip else "host,cuda" if torch.version.cuda else "host")'
 }
 
 pip() { "$VENV/bin/python" -m pip "$@" -qq; }  # errors only
@@ -85,7 +90,11 @@ check_compiler
 say "installing dependencies"
 # DeepSpeed is built from source: it wants to see torch, so it is not built apart from it, and no op is compiled.
 pip install -c $constraints pybind11 ninja
+# Kernels are built for this processor and for the kind of GPU that torch is for.
+export MEGATRON_KERNELS_TARGETS=${MEGATRON_KERNELS_TARGETS:-$(kernel_targets)}
 DS_BUILD_OPS=0 pip install -c $constraints --no-build-isolation -e '.[dev]'
+# What pip says of a kernel that was not built is not shown.
+"$VENV/bin/python" -m megatron.kernels --list | sed 's/^/setup: /'
 say "ready: $VENV with $("$VENV/bin/python" -c 'import torch
 kind = "ROCm" if torch.version.hip else "CUDA" if torch.version.cuda else "CPU"
 print(f"torch {torch.__version__} ({kind} build, {torch.cuda.device_count()} device(s) visible)")')"

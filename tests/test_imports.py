@@ -20,7 +20,7 @@ ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "config": {"errors"},
     "parallel": BASE,
-    "kernels": BASE,
+    "kernels": BASE | {"parallel"},
     "layers": BASE | {"parallel", "kernels"},
     "data": BASE | {"parallel", "kernels"},
     "model": BASE | {"parallel", "kernels", "layers", "data"},
@@ -35,7 +35,7 @@ ROOMS["training"] = ROOMS["checkpoint"] | {"checkpoint", "planning"}
 WITHOUT_TORCH = [
     "megatron", "megatron.errors", "megatron.config", "megatron.parallel.launch", "megatron.parallel.topology",
     "megatron.pipeline.schedule", "megatron.model.formulas", "megatron.model.stages", "megatron.kernels.availability",
-    "megatron.training",
+    "megatron.kernels.choose", "megatron.training",
 ]  # fmt: skip
 
 

@@ -1,0 +1,100 @@
+// residual + dropout(x + bias), with a mask that is a function of a seed and is never stored.
+#include "api.h"
+#include "philox.h"
+
+// An element is kept where its random word is below `keep` = floor((1 - p) * 2^32), and scaled by 1 / (1 - p). A NaN or
+// an infinity is multiplied by the 0 of the mask, and so shows.
+struct Mask {
+    uint64_t seed;
+    uint32_t keep;
+    float scale;
+    bool random;  // false: p is 0, everything is kept
+
+    template <class G> MEMBER void apply(int64_t i, float *v) const {
+        if (!random) return;
+        uint32_t words[G::V];
+        random_words<G::V>(seed, i, words);
+        const uint32_t below = keep;  // in registers, or the compiler fears that v overlaps this struct
+        const float factor = scale;
+        EACH(k) v[k] *= words[k] < below ? factor : 0.0f;
+    }
+};
+
+template <class T> struct Dropout {
+    static constexpr int WAVES = 8;
+    T *y;
+    const T *x, *bias, *residual;
+    int64_t n;
+    Mask mask;
+
+    template <class G> MEMBER void operator()(const G &, int64_t row, int c) const {
+        const int64_t at = row * n + c;
+        float v[G::V], other[G::V];
+        load<G>(x + at, v);
+        if (bias) {
+            load<G>(bias + c, other);
+            EACH(k) v[k] += other[k];
+        }
+        if (residual) load<G>(residual + at, other);  // under way while the mask is made
+        mask.apply<G>(at, v);
+        if (residual) EACH(k) v[k] += other[k];
+        store<G>(y + at, v);
+    }
+};
+
+// dx, and in the second form its sums over rows, which are the bias's gradient, taken before dx is rounded.
+template <class T> struct DropoutBackward {
+    static constexpr int WAVES = 8, SUMS = 1;
+    T *dx;
+    const T *dy;
+    int64_t n;
+    Mask mask;
+
+    template <class G> MEMBER void gradient(int64_t row, int c, float *d) const {
+        const int64_t at = row * n + c;
+        load<G>(dy + at, d);
+        mask.apply<G>(at, d);
+        store<G>(dx + at, d);
+    }
+    template <class G> MEMBER void operator()(const G &, int64_t row, int c) const {
+        float d[G::V];
+        gradient<G>(row, c, d);
+    }
+    template <class G> MEMBER void operator()(const G &, int64_t row, int c, float (&sums)[SUMS][G::V]) const {
+        float d[G::V];
+        gradient<G>(row, c, d);
+        EACH(k) sums[0][k] += d[k];
+    }
+};
+
+template <class T>
+static int forward(void *y, const void *x, const void *bias, const void *residual, int64_t rows, int64_t n,
+                   const Mask &mask, void *stream) {
+    const Dropout<T> op{(T *)y, (const T *)x, (const T *)bias, (const T *)residual, n, mask};
+    return launch_tiles<T>(op, rows, n, aligned(y, x, bias, residual), (mk_stream)stream);
+}
+
+template <class T>
+static int backward(void *dx, void *dbias, float *partial, const void *dy, int64_t rows, int64_t n, int64_t parts,
+                    const Mask &mask, void *stream) {
+    const DropoutBackward<T> op{(T *)dx, (const T *)dy, n, mask};
+    const bool wide = aligned(dx, partial, dy);
+    if (!dbias) return launch_tiles<T>(op, rows, n, wide, (mk_stream)stream);
+    const int code = launch_tile_sums<T>(op, rows, n, parts, partial, wide, (mk_stream)stream);
+    return code ? code : launch_part_sums<T>((T *)dbias, partial, parts, n, (mk_stream)stream);
+}
+
+// random is 0 where p is 0; keep and scale then mean nothing.
+MK_API mk_bias_dropout_add(int type, void *y, const void *x, const void *bias, const void *residual, int64_t rows,
+                           int64_t n, uint64_t seed, uint32_t keep, float scale, int random, void *stream) {
+    const Mask mask{seed, keep, scale, random != 0};
+    FOR_TYPE(type, (forward<T>(y, x, bias, residual, rows, n, mask, stream)));
+}
+
+// partial: parts * n floats; not touched where dbias is null.
+MK_API mk_bias_dropout_add_backward(int type, void *dx, void *dbias, void *partial, const void *dy, int64_t rows,
+                                    int64_t n, int64_t parts, uint64_t seed, uint32_t keep, float scale, int random,
+                                    void *stream) {
+    const Mask mask{seed, keep, scale, random != 0};
+    FOR_TYPE(type, (backward<T>(dx, dbias, (float *)partial, dy, rows, n, parts, mask, stream)));
+}

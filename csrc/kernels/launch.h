@@ -1,0 +1,295 @@
+// Launchers: from an operation's body to a kernel over all rows, for each target.
+//
+//   launch_rows(op, rows, n)        op(group, row)                 a group of lanes has a row
+//   launch_tiles(op, rows, n)       op(G(), row, column)           a lane has a pack; rows and columns are independent
+//   launch_tile_sums(op, ...)       op(G(), row, column, sums)     the same, and sums over the rows of a strip
+//   launch_flat(op, n)              op(G(), i)                     one long array
+//   launch_part_sums(...)           adds up what the strips left
+//
+// An operation is a struct whose WAVES says how many waves each SIMD of gfx90a must be able to hold: 512 / WAVES vector
+// registers are its budget. One for rows also says how many rows it HOLDS. Grids are capped and blocks loop, so no count
+// of rows or elements is too large.
+//
+// The build check (megatron/kernels/resources.py, make kernels-check) reads WAVES, and expects 16 bytes of every load and
+// store of a kernel whose packs have more than one element. Exceptions are announced by a comment line of their own,
+//
+//     // narrow: COUNT (what they are, and why)
+//
+// directly below WAVES, below the head of a struct that is an argument of the operation, or above the template line of a
+// __global__ function. COUNT is how many narrow load and store instructions one kernel may have: a number, or a sum of
+// products of numbers, V (elements of a pack) and ITEMS (packs that a lane holds; 4 where rows are streamed, as the
+// compiler unrolls), or `all`. At least one kernel must need all that is announced.
+#pragma once
+#include "group.h"
+
+static constexpr int OK = 0, UNKNOWN_TYPE = -1;
+
+// ---- how wide an access may be --------------------------------------------------------------------------------------
+// Packs of 16 bytes need rows that are a multiple of them and pointers that are aligned; anything else goes one element
+// at a time.
+template <class... P> static inline bool aligned(P... pointers) {
+    uintptr_t bits = 0;
+    ((bits |= (uintptr_t)pointers), ...);
+    return bits % 16 == 0;
+}
+
+#if MK_DEVICE
+
+template <class T> struct Full {
+    static constexpr int V = 16 / sizeof(T);
+};
+template <int VEC> struct Lane {
+    static constexpr int V = VEC;
+};
+
+static constexpr int BLOCK = 256;
+static constexpr int64_t MAX_BLOCKS = MK_MAX_BLOCKS;  // HIP counts the threads of a grid in 32 bits
+
+static inline unsigned blocks_for(int64_t work, int64_t each) {
+    const int64_t blocks = (work + each - 1) / each;
+    return (unsigned)(blocks < MAX_BLOCKS ? blocks : MAX_BLOCKS);
+}
+
+// ---- rows -----------------------------------------------------------------------------------------------------------
+template <class Op, class G, int LANES, int THREADS>
+__global__ void MK_OCCUPANCY(THREADS, Op::WAVES) row_kernel(Op op, int64_t rows) {
+    constexpr int ROWS = THREADS / LANES;
+    MK_SHARED(float, lds, MK_LDS_FLOATS);
+    for (int64_t row = (int64_t)blockIdx.x * ROWS + threadIdx.x / LANES; row < rows; row += (int64_t)gridDim.x * ROWS)
+        op(G(lds, opaque_int(threadIdx.x % LANES)), row);
+}
+
+template <class G, int LANES, class Op> static int rows_with(const Op &op, int64_t rows, mk_stream stream) {
+    constexpr int THREADS = LANES < BLOCK ? BLOCK : LANES;
+    static_assert(LANES <= MK_WAVE || LANES == THREADS, "lanes that meet in LDS must be the whole block");
+    MK_LAUNCH((row_kernel<Op, G, LANES, THREADS>), dim3(blocks_for(rows, THREADS / LANES)), dim3(THREADS), stream, op, rows);
+    return MK_LAST_ERROR();
+}
+template <int LANES, int V, int ITEMS, class Op> static int rows_held(const Op &op, int64_t rows, mk_stream stream) {
+    return rows_with<HoldingGroup<LANES, V, ITEMS>, LANES>(op, rows, stream);
+}
+
+// T: the type that decides how wide a pack is. `wide`: the caller found its pointers aligned().
+template <class T, class Op> static int launch_rows(const Op &op, int64_t rows, int64_t n, bool wide, mk_stream stream) {
+    constexpr int V = Full<T>::V, W = MK_WAVE;
+    if (rows == 0 || n == 0) return OK;
+    if (!wide || n % V) {
+        if (n <= 8 * W) return rows_with<StreamingGroup<W, 1>, W>(op, rows, stream);
+        return rows_with<StreamingGroup<BLOCK, 1>, BLOCK>(op, rows, stream);
+    }
+    const int64_t packs = n / V;
+    if (packs <= 16) return rows_held<16, V, 1>(op, rows, stream);
+    if (packs <= W) return rows_held<W, V, 1>(op, rows, stream);
+    if (packs <= 2 * W) return rows_held<W, V, 2>(op, rows, stream);
+    if (packs <= 4 * W) return rows_held<W, V, 4>(op, rows, stream);
+    if (packs <= 2 * BLOCK) return rows_held<BLOCK, V, 2>(op, rows, stream);
+    if (packs <= 4 * BLOCK) return rows_held<BLOCK, V, 4>(op, rows, stream);
+    if (packs <= 2 * 1024) return rows_held<1024, V, 2>(op, rows, stream);
+    // CUDA has 64 registers for each of 1024 threads, gfx90a 128.
+    if constexpr (Op::HOLDS <= 2 || MK_WAVE == 64) {
+        if (packs <= 4 * 1024) return rows_held<1024, V, 4>(op, rows, stream);
+    }
+    if constexpr (Op::HOLDS == 1 || MK_WAVE == 64) {
+        if (packs <= 8 * 1024) return rows_held<1024, V, 8>(op, rows, stream);
+    }
+    return rows_with<StreamingGroup<512, V>, 512>(op, rows, stream);
+}
+
+// ---- tiles ----------------------------------------------------------------------------------------------------------
+// COLUMNS lanes side by side, 256 / COLUMNS rows at a time.
+template <class Op, int V, int COLUMNS>
+__global__ void MK_OCCUPANCY(BLOCK, Op::WAVES) tile_kernel(Op op, int64_t rows, int n) {
+    constexpr int ROWS = BLOCK / COLUMNS;
+    const int c = ((int)blockIdx.x * COLUMNS + (int)(threadIdx.x % COLUMNS)) * V;
+    if (c >= n) return;
+    for (int64_t row = (int64_t)blockIdx.y * ROWS + threadIdx.x / COLUMNS; row < rows; row += (int64_t)gridDim.y * ROWS)
+        op(Lane<V>(), row, c);
+}
+
+template <int V, int COLUMNS, class Op> static int tiles_of(const Op &op, int64_t rows, int64_t n, mk_stream stream) {
+    constexpr int ROWS = BLOCK / COLUMNS;
+    const int64_t strips = (rows + ROWS - 1) / ROWS;
+    const unsigned across = (unsigned)((n / V + COLUMNS - 1) / COLUMNS), most = MAX_BLOCKS < 65535 ? (unsigned)MAX_BLOCKS : 65535;
+    const unsigned down = strips < most ? (unsigned)strips : most;
+    MK_LAUNCH((tile_kernel<Op, V, COLUMNS>), dim3(across, down), dim3(BLOCK), stream, op, rows, (int)n);
+    return MK_LAST_ERROR();
+}
+
+template <class T, class Op> static int launch_tiles(const Op &op, int64_t rows, int64_t n, bool wide, mk_stream stream) {
+    constexpr int V = Full<T>::V;
+    if (rows == 0 || n == 0) return OK;
+    if (!wide || n % V) return tiles_of<1, 64>(op, rows, n, stream);
+    if (n / V <= 8) return tiles_of<V, 8>(op, rows, n, stream);
+    return tiles_of<V, 64>(op, rows, n, stream);
+}
+
+// The strip of rows blockIdx.y leaves its sums in partial[strip][Op::SUMS][n], fp32.
+template <class Op, int V>
+__global__ void MK_OCCUPANCY(BLOCK, Op::WAVES) tile_sums_kernel(Op op, int64_t rows, int n, int64_t strip, float *partial) {
+    constexpr int COLUMNS = 64, ROWS = BLOCK / COLUMNS;
+    MK_SHARED(float, lds, Op::SUMS * V * BLOCK);  // [sum][element][thread]: neighbours in neighbouring banks
+    const int c = ((int)blockIdx.x * COLUMNS + (int)(threadIdx.x % COLUMNS)) * V;
+    const int64_t first = (int64_t)blockIdx.y * strip, last = first + strip < rows ? first + strip : rows;
+    float sums[Op::SUMS][V];
+    UNROLL for (int s = 0; s < Op::SUMS; ++s) {
+        UNROLL for (int k = 0; k < V; ++k) sums[s][k] = 0;
+    }
+    if (c < n) {
+        for (int64_t row = first + threadIdx.x / COLUMNS; row < last; row += ROWS) op(Lane<V>(), row, c, sums);
+    }
+    UNROLL for (int s = 0; s < Op::SUMS; ++s) {
+        UNROLL for (int k = 0; k < V; ++k) lds[(s * V + k) * BLOCK + threadIdx.x] = sums[s][k];
+    }
+    __syncthreads();
+    if (threadIdx.x >= COLUMNS || c >= n) return;
+    UNROLL for (int s = 0; s < Op::SUMS; ++s) {
+        float total[V];
+        UNROLL for (int k = 0; k < V; ++k) {
+            total[k] = 0;
+            UNROLL for (int r = 0; r < ROWS; ++r) total[k] += lds[(s * V + k) * BLOCK + r * COLUMNS + threadIdx.x];
+        }
+        store<Lane<V>>(partial + ((int64_t)blockIdx.y * Op::SUMS + s) * n + c, total);
+    }
+}
+
+template <class T, class Op>
+static int launch_tile_sums(const Op &op, int64_t rows, int64_t n, int64_t parts, float *partial, bool wide, mk_stream stream) {
+    constexpr int V = Full<T>::V;
+    if (n == 0 || parts == 0) return OK;
+    const int64_t strip = (rows + parts - 1) / parts;
+    const bool full = wide && n % V == 0;
+    const dim3 grid((unsigned)((n / (full ? V : 1) + 63) / 64), (unsigned)parts);
+    if (full) {
+        MK_LAUNCH((tile_sums_kernel<Op, V>), grid, dim3(BLOCK), stream, op, rows, (int)n, strip, partial);
+    } else {
+        MK_LAUNCH((tile_sums_kernel<Op, 1>), grid, dim3(BLOCK), stream, op, rows, (int)n, strip, partial);
+    }
+    return MK_LAST_ERROR();
+}
+
+// out[c] = sum over parts of partial[part][c]: 16 columns side by side, 16 parts at a time.
+template <class T> struct PartSums {
+    static constexpr int WAVES = 8;
+    T *out;
+    const float *partial;
+};
+// narrow: all (the parts are few: one column a lane)
+template <class T>
+__global__ void MK_OCCUPANCY(BLOCK, 8) part_sums_kernel(PartSums<T> op, int64_t parts, int64_t n) {
+    MK_SHARED(float, lds, BLOCK);
+    const int64_t c = (int64_t)blockIdx.x * 16 + threadIdx.x % 16;
+    float sum = 0;
+    if (c < n) {
+        for (int64_t p = threadIdx.x / 16; p < parts; p += 16) sum += op.partial[p * n + c];
+    }
+    lds[threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.x >= 16 || c >= n) return;
+    float total = 0;
+    UNROLL for (int r = 0; r < 16; ++r) total += lds[r * 16 + threadIdx.x];
+    op.out[c] = Rounded<T>::of(total);
+}
+template <class T> static int launch_part_sums(T *out, const float *partial, int64_t parts, int64_t n, mk_stream stream) {
+    if (n == 0) return OK;
+    MK_LAUNCH((part_sums_kernel<T>), dim3((unsigned)((n + 15) / 16)), dim3(BLOCK), stream, PartSums<T>{out, partial}, parts, n);
+    return MK_LAST_ERROR();
+}
+
+// ---- one long array -------------------------------------------------------------------------------------------------
+template <class Op, int V> __global__ void MK_OCCUPANCY(BLOCK, Op::WAVES) flat_kernel(Op op, int64_t n) {
+    const int64_t stride = (int64_t)gridDim.x * BLOCK * V;
+    for (int64_t i = ((int64_t)blockIdx.x * BLOCK + threadIdx.x) * V; i < n; i += stride) op(Lane<V>(), i);
+}
+template <class T, class Op> static int launch_flat(const Op &op, int64_t n, bool wide, mk_stream stream) {
+    constexpr int V = Full<T>::V;
+    if (n == 0) return OK;
+    if (wide && n % V == 0) {
+        MK_LAUNCH((flat_kernel<Op, V>), dim3(blocks_for(n, BLOCK * V)), dim3(BLOCK), stream, op, n);
+    } else {
+        MK_LAUNCH((flat_kernel<Op, 1>), dim3(blocks_for(n, BLOCK)), dim3(BLOCK), stream, op, n);
+    }
+    return MK_LAST_ERROR();
+}
+
+#else  // host
+
+// A row is cut into packs of 32 elements, so that the compiler makes vector instructions; odd widths go one at a time.
+static constexpr int HOST_V = 32, HOST_SMALL_V = 8;
+static constexpr int64_t HOST_GRAIN = 1 << 14;  // elements below which a thread costs more than it does
+
+template <int V, class Op> static void rows_on_host(const Op &op, int64_t rows, int64_t n) {
+#pragma omp parallel for schedule(static) if (rows * n > HOST_GRAIN)
+    for (int64_t row = 0; row < rows; ++row) op(HostGroup<V>(), row);
+}
+template <class T, class Op> static int launch_rows(const Op &op, int64_t rows, int64_t n, bool wide, mk_stream) {
+    if (rows == 0 || n == 0) return OK;
+    if (wide && n % HOST_V == 0) rows_on_host<HOST_V>(op, rows, n);
+    else if (wide && n % HOST_SMALL_V == 0) rows_on_host<HOST_SMALL_V>(op, rows, n);
+    else rows_on_host<1>(op, rows, n);
+    return OK;
+}
+
+template <int V, class Op> static void tiles_on_host(const Op &op, int64_t rows, int64_t n) {
+#pragma omp parallel for schedule(static) if (rows * n > HOST_GRAIN)
+    for (int64_t row = 0; row < rows; ++row) {
+        for (int64_t c = 0; c < n; c += V) op(HostGroup<V>(), row, (int)c);
+    }
+}
+template <class T, class Op> static int launch_tiles(const Op &op, int64_t rows, int64_t n, bool wide, mk_stream) {
+    if (wide && n % HOST_V == 0) tiles_on_host<HOST_V>(op, rows, n);
+    else if (wide && n % HOST_SMALL_V == 0) tiles_on_host<HOST_SMALL_V>(op, rows, n);
+    else tiles_on_host<1>(op, rows, n);
+    return OK;
+}
+
+template <int V, class Op>
+static void tile_sums_on_host(const Op &op, int64_t rows, int64_t n, int64_t parts, float *partial) {
+    const int64_t strip = (rows + parts - 1) / parts;
+#pragma omp parallel for schedule(static) if (rows * n > HOST_GRAIN)
+    for (int64_t part = 0; part < parts; ++part) {
+        float *const mine = partial + part * Op::SUMS * n;
+        for (int64_t i = 0; i < Op::SUMS * n; ++i) mine[i] = 0;
+        const int64_t last = (part + 1) * strip < rows ? (part + 1) * strip : rows;
+        for (int64_t row = part * strip; row < last; ++row) {
+            for (int64_t c = 0; c < n; c += V) {
+                float sums[Op::SUMS][V];
+                for (int s = 0; s < Op::SUMS; ++s) {
+                    for (int k = 0; k < V; ++k) sums[s][k] = mine[s * n + c + k];
+                }
+                op(HostGroup<V>(), row, (int)c, sums);
+                for (int s = 0; s < Op::SUMS; ++s) {
+                    for (int k = 0; k < V; ++k) mine[s * n + c + k] = sums[s][k];
+                }
+            }
+        }
+    }
+}
+template <class T, class Op>
+static int launch_tile_sums(const Op &op, int64_t rows, int64_t n, int64_t parts, float *partial, bool wide, mk_stream) {
+    if (n == 0 || parts == 0) return OK;
+    if (wide && n % HOST_V == 0) tile_sums_on_host<HOST_V>(op, rows, n, parts, partial);
+    else if (wide && n % HOST_SMALL_V == 0) tile_sums_on_host<HOST_SMALL_V>(op, rows, n, parts, partial);
+    else tile_sums_on_host<1>(op, rows, n, parts, partial);
+    return OK;
+}
+
+template <class T> static int launch_part_sums(T *out, const float *partial, int64_t parts, int64_t n, mk_stream) {
+#pragma omp parallel for schedule(static) if (parts * n > HOST_GRAIN)
+    for (int64_t c = 0; c < n; ++c) {
+        float sum = 0;
+        for (int64_t p = 0; p < parts; ++p) sum += partial[p * n + c];
+        out[c] = Rounded<T>::of(sum);
+    }
+    return OK;
+}
+
+template <class T, class Op> static int launch_flat(const Op &op, int64_t n, bool wide, mk_stream) {
+    const int64_t whole = wide ? n / HOST_V * HOST_V : 0;
+#pragma omp parallel for schedule(static) if (n > HOST_GRAIN)
+    for (int64_t i = 0; i < whole; i += HOST_V) op(HostGroup<HOST_V>(), i);
+#pragma omp parallel for schedule(static) if (n - whole > HOST_GRAIN)
+    for (int64_t i = whole; i < n; ++i) op(HostGroup<1>(), i);
+    return OK;
+}
+
+#endif

@@ -1,0 +1,75 @@
+// Element types and scalar functions. All arithmetic is in fp32; elements are fp32, fp16 or bf16.
+#pragma once
+#include "target.h"
+
+#if defined(__CUDACC__) && !defined(__HIP__)
+typedef __half f16;
+#else
+typedef _Float16 f16;
+#endif
+struct bf16 {
+    uint16_t bits;
+};
+
+FN float as_float(uint32_t u) {
+    float f;
+    __builtin_memcpy(&f, &u, 4);
+    return f;
+}
+FN uint32_t as_uint(float f) {
+    uint32_t u;
+    __builtin_memcpy(&u, &f, 4);
+    return u;
+}
+
+FN float to_float(float x) { return x; }
+FN float to_float(f16 x) { return (float)x; }
+FN float to_float(bf16 x) { return as_float((uint32_t)x.bits << 16); }
+
+template <class T> struct Rounded;  // to nearest, ties to even
+template <> struct Rounded<float> {
+    FN float of(float x) { return x; }
+};
+template <> struct Rounded<f16> {
+    FN f16 of(float x) { return (f16)x; }
+};
+template <> struct Rounded<bf16> {
+    FN bf16 of(float x) {
+        const uint32_t u = as_uint(x), r = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+        bf16 b;
+        b.bits = (uint16_t)((u & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : r);  // a NaN stays one
+        return b;
+    }
+};
+
+FN float maximum(float a, float b) { return a > b ? a : b; }  // a NaN in a is lost, one in b is kept
+
+#if MK_GPU
+FN float exponential(float x) { return __expf(x); }  // 2 ulp near 0, relative error 2^-21 at |x| = 88
+FN float reciprocal(float x) { return __fdividef(1.0f, x); }
+FN float root(float x) { return sqrtf(x); }
+#else
+// 2^i * 2^f with Cephes' polynomial for expf (Moshier, public domain): about 2 ulp, no branch, so it vectorises.
+// NaN passes; below -87.3 the result is 0, above 88.7 infinity.
+FN float exponential(float x) {
+    const float t = x < -87.3f ? -87.3f : (x > 88.7f ? 88.7f : x);
+    const float shifted = t * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the integer stands in the low bits
+    const float i = shifted - 12582912.0f;
+    const float f = (t - i * 0.693359375f) + i * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * f + 1.3981999507e-3f;
+    p = p * f + 8.3334519073e-3f;
+    p = p * f + 4.1665795894e-2f;
+    p = p * f + 1.6666665459e-1f;
+    p = p * f + 5.0000001201e-1f;
+    p = p * f * f + f + 1.0f;
+    // 2^128 has no exponent of its own: two halves.
+    const int whole = (int)(as_uint(shifted) - 0x4b400000u), half = whole / 2, rest = whole - half;
+    const float e = p * as_float((uint32_t)(half + 127) << 23) * as_float((uint32_t)(rest + 127) << 23);
+    return x < -87.3f ? 0.0f : (x > 88.7f ? as_float(0x7f800000u) : e);
+}
+FN float reciprocal(float x) { return 1.0f / x; }
+FN float root(float x) { return __builtin_sqrtf(x); }
+#endif
+
+#define MK_INFINITY as_float(0x7f800000u)

@@ -1,0 +1,146 @@
+// Scaled softmax over the last dimension of attention scores [.., sq, n], causal or with a mask.
+#include "api.h"
+
+// Probabilities over the columns a row may see; the others get exactly 0, and a row that sees nothing is all 0.
+//
+// Read once, held; maximum, sum and quotient from there. exp is computed twice rather than kept: it is cheaper than the
+// registers of a second fp32 copy.
+template <class T, class See> struct Softmax {
+    static constexpr int WAVES = 4, HOLDS = 1;
+    T *y;
+    const T *x;
+    int n;
+    float scale;
+    See see;
+
+    template <class G> MEMBER void operator()(const G &g, int64_t row) const {
+        const typename See::Row seen = see.row(row);
+        const int limit = seen.limit(n, G::V);  // nothing is read past it
+        const T *const from = x + row * n;
+        T *const to = y + row * n;
+        typename G::template Row<T> held;
+        held.read(g, from, limit);
+        float v[G::V], best[G::V], sums[G::V];
+        EACH(k) best[k] = -MK_INFINITY;
+        PACKS(i, g, limit) {
+            held.get(i, v);
+            const int c = g.column(i);
+            seen.template hide<G>(c, v, scale);
+            EACH(k) best[k] = maximum(v[k], best[k]);
+        }
+        const float top = g.max(fold_max<G>(best));
+        const float shift = top == -MK_INFINITY ? 0.0f : top;  // nothing seen: exp(-inf - 0) is 0
+        EACH(k) sums[k] = 0;
+        PACKS(i, g, limit) {
+            held.get(i, v);
+            seen.template hide<G>(g.column(i), v, scale);
+            EACH(k) sums[k] += exponential(v[k] - shift);
+        }
+        const float total = g.sum(fold<G>(sums));
+        const float share = total == 0.0f ? 0.0f : 1.0f / total;
+        PACKS(i, g, n) {
+            const int c = g.column(i);
+            if (c < limit) {
+                held.get(i, v);
+                seen.template hide<G>(c, v, scale);
+                EACH(k) v[k] = exponential(v[k] - shift) * share;
+            } else {
+                EACH(k) v[k] = 0;
+            }
+            store<G>(to + c, v);
+        }
+    }
+};
+
+// Row r of sq rows sees columns 0 ... n - sq + r.
+struct Causal {
+    int64_t sq;
+    int n;
+    struct Row {
+        int valid;
+        MEMBER int limit(int, int pack) const { return (valid + pack - 1) / pack * pack; }
+        template <class G> MEMBER void hide(int c, float *v, float scale) const {
+            EACH(k) v[k] = c + k < valid ? v[k] * scale : -MK_INFINITY;
+        }
+    };
+    MEMBER Row row(int64_t row) const {
+        const int64_t valid = n - sq + row % sq + 1;
+        return Row{(int)(valid > 0 ? valid : 0)};
+    }
+};
+
+// mask [batch, 1, sq, n], one byte each, not 0 where hidden; shared by the heads.
+struct Masked {
+    // narrow: 3 * ITEMS (the mask, a byte for each element, read in each of three passes)
+    const uint8_t *mask;
+    int64_t sq, rows_per_sample;  // heads * sq; of all rows where the mask is one for all samples
+    int n;
+    struct Row {
+        const uint8_t *mask;
+        MEMBER int limit(int n, int) const { return n; }
+        template <class G> MEMBER void hide(int c, float *v, float scale) const {
+            const Pack<uint8_t, G::V> m = *reinterpret_cast<const Pack<uint8_t, G::V> *>(mask + c);
+            EACH(k) v[k] = m.v[k] ? -MK_INFINITY : v[k] * scale;
+        }
+    };
+    MEMBER Row row(int64_t row) const {
+        return Row{mask + (row / rows_per_sample * sq + row % sq) * n};
+    }
+};
+
+// dx = scale * y * (dy - sum(y * dy)). Where y is 0, as in all that is hidden, dx is 0, so one body serves both kinds;
+// a causal row reads nothing past what it saw.
+template <class T> struct SoftmaxBackward {
+    static constexpr int WAVES = 4, HOLDS = 2;
+    T *dx;
+    const T *dy, *y;
+    int n;
+    float scale;
+    int64_t sq;  // 0: no row is causal
+
+    template <class G> MEMBER void operator()(const G &g, int64_t row) const {
+        const int limit = sq ? Causal{sq, n}.row(row).limit(n, G::V) : n;
+        const int64_t at = row * n;
+        typename G::template Row<T> a, b;
+        a.read(g, dy + at, limit);
+        b.read(g, y + at, limit);
+        float u[G::V], v[G::V], sums[G::V];
+        EACH(k) sums[k] = 0;
+        PACKS(i, g, limit) {
+            a.get(i, u);
+            b.get(i, v);
+            EACH(k) sums[k] += v[k] == 0.0f ? 0.0f : u[k] * v[k];
+        }
+        const float dot = g.sum(fold<G>(sums));
+        PACKS(i, g, n) {
+            const int c = g.column(i);
+            if (c < limit) {
+                a.get(i, u);
+                b.get(i, v);
+                EACH(k) u[k] = v[k] == 0.0f ? 0.0f : scale * v[k] * (u[k] - dot);
+            } else {
+                EACH(k) u[k] = 0;
+            }
+            store<G>(dx + at + c, u);
+        }
+    }
+};
+
+MK_API mk_causal_softmax(int type, void *y, const void *x, int64_t rows, int64_t sq, int64_t n, float scale, void *stream) {
+    FOR_TYPE(type, launch_rows<T>(Softmax<T, Causal>{(T *)y, (const T *)x, (int)n, scale, Causal{sq, (int)n}}, rows, n,
+                                  aligned(x, y), (mk_stream)stream));
+}
+
+MK_API mk_masked_softmax(int type, void *y, const void *x, const void *mask, int64_t rows, int64_t sq, int64_t rows_per_sample,
+                         int64_t n, float scale, void *stream) {
+    const Masked see{(const uint8_t *)mask, sq, rows_per_sample, (int)n};
+    FOR_TYPE(type, launch_rows<T>(Softmax<T, Masked>{(T *)y, (const T *)x, (int)n, scale, see}, rows, n,
+                                  aligned(x, y, mask), (mk_stream)stream));
+}
+
+// sq is 0 for a masked softmax.
+MK_API mk_softmax_backward(int type, void *dx, const void *dy, const void *y, int64_t rows, int64_t sq, int64_t n, float scale,
+                           void *stream) {
+    FOR_TYPE(type, launch_rows<T>(SoftmaxBackward<T>{(T *)dx, (const T *)dy, (const T *)y, (int)n, scale, sq}, rows, n,
+                                  aligned(dx, dy, y), (mk_stream)stream));
+}

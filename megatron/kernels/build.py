@@ -1,0 +1,322 @@
+"""Compiles csrc/kernels/ into plain shared libraries, for HIP, CUDA or this machine's processor.
+
+`python setup.py build_kernels --target hip|cuda|host` and `pip install` call this; nothing is compiled when a job
+starts. Needs no torch and nothing else of this package: setup.py loads this file by its path.
+"""
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parents[2] / "csrc" / "kernels"
+LIBRARIES = Path(__file__).resolve().parent / "lib"
+TARGETS = ("host", "hip", "cuda")
+DEFAULT_ARCH = {"hip": "gfx90a", "cuda": "sm_90"}
+
+CHOICE = "MEGATRON_KERNELS_TARGETS"
+"""Environment variable: what an installation builds, e.g. "host,hip"; "none"; unset: all whose compiler is there."""
+
+# Per target: the variable that names a compiler, what is looked for without it, and how to get one.
+_COMPILERS = {
+    "hip": ("HIPCC", ("hipcc", "$ROCM_PATH/bin/hipcc", "/opt/rocm/bin/hipcc"),
+            "on Frontier: module load rocm; on Debian: apt-get install hipcc"),
+    "cuda": ("NVCC", ("nvcc", "$CUDA_HOME/bin/nvcc", "/usr/local/cuda/bin/nvcc"), "part of NVIDIA's CUDA toolkit"),
+    "host": ("CXX", ("c++", "g++", "g++-14", "g++-13", "g++-12", "clang++"),
+             "GCC 12, clang 15 or newer; on Frontier: module load gcc-native; on Debian: apt-get install g++"),
+}  # fmt: skip
+_COMPILERS["simulator"] = ("CXX", ("g++",), "apt-get install g++")
+
+# What each level of x86-64 needs beyond the one before (x86-64 psABI, section 3.1.1), as /proc/cpuinfo writes it.
+_LEVELS = (
+    ("x86-64-v4", frozenset("avx512f avx512bw avx512cd avx512dq avx512vl avx2 bmi1 bmi2 f16c fma abm movbe".split())),
+    ("x86-64-v3", frozenset("avx2 bmi1 bmi2 f16c fma abm movbe".split())),
+    ("x86-64-v2", frozenset("cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3".split())),
+)
+
+
+class BuildError(RuntimeError):
+    """No compiler, an architecture that is not one, or a compiler that failed; with its words."""
+
+
+def source_hash(folder: Path = SOURCES) -> str:
+    """A short hash of the kernels' sources; "" where there are none, as in an installed package."""
+    files = sorted(p for p in folder.glob("*") if p.suffix in (".h", ".cpp"))
+    if not files:
+        return ""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def host_archs(flags: frozenset[str] | None = None) -> list[str]:
+    """What host libraries this processor can run, best first: levels of x86-64, or the machine's name elsewhere."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return [platform.machine()]
+    found = _processor_flags() if flags is None else flags
+    return [name for name, needed in _LEVELS if needed <= found] + ["x86-64"]
+
+
+def library_name(target: str, arch: str) -> str:
+    """libmegatron-<target>-<arch>.so; several architectures in one library are joined by "+"."""
+    return f"libmegatron-{target}-{arch}.so"
+
+
+def compiler(target: str) -> str | None:
+    """The compiler of a target, or None where there is none: $HIPCC, $NVCC or $CXX go before what is on the PATH."""
+    variable, names, _ = _COMPILERS[target]
+    named = os.environ.get(variable)
+    for name in [named] if named else names:
+        found = shutil.which(os.path.expandvars(name))
+        if found and (target not in ("host", "simulator") or _knows_half(found)):
+            return found
+    return None
+
+
+def no_compiler(target: str) -> str:
+    """What was looked for in vain, and what to do."""
+    variable, names, advice = _COMPILERS[target]
+    named = os.environ.get(variable)
+    where = f"${variable} is {named}, which cannot be used" if named else f"looked for {', '.join(names)}"
+    return f"no compiler for --target {target}: {where}; ${variable} names one ({advice})"
+
+
+def default_archs(target: str) -> list[str]:
+    """What is built without --arch: for the host, this processor."""
+    if target == "simulator":
+        return ["wave64"]
+    return host_archs()[:1] if target == "host" else [DEFAULT_ARCH[target]]
+
+
+def compile_flags(target: str, archs: Sequence[str]) -> list[str]:
+    """Flags of one target's compiler. Debian's hipcc builds for NVIDIA or for gfx803 unless it is told otherwise."""
+    common = ["-std=c++17", "-O3"]
+    if target == "hip":
+        return [*common, "-fPIC", "-fno-gpu-rdc", *(f"--offload-arch={arch}" for arch in archs)]
+    if target == "cuda":
+        codes = [f"-gencode=arch=compute_{arch[3:]},code={arch}" for arch in archs]
+        return [*common, "-Xcompiler", "-fPIC", *codes]
+    common += ["-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unknown-pragmas"]
+    if target == "simulator":
+        return [*common, f"-DMK_SIMULATE={archs[0].removeprefix('wave')}", "-Wno-unused-function"]
+    (arch,) = archs
+    wide = ["-mprefer-vector-width=512"] if arch == "x86-64-v4" else []
+    machine = [f"-march={arch}"] if arch.startswith("x86-64") else []
+    return [*common, "-fno-math-errno", "-fno-trapping-math", *machine, *wide]
+
+
+def description(target: str, archs: Sequence[str], tool: str, flags: Sequence[str], sources: Path = SOURCES) -> str:
+    """What mk_describe() of the library will say: target, architecture, hashes of the sources and of the command."""
+    command = hashlib.sha256("\0".join([os.path.realpath(tool), *flags]).encode()).hexdigest()[:8]
+    return f"{target} {'+'.join(archs)} {source_hash(sources)}-{command}"
+
+
+def build(
+    target: str, archs: Sequence[str] | None = None, *, folder: Path = LIBRARIES, sources: Path = SOURCES,
+    only: Sequence[str] = (), extra: Sequence[str] = (), jobs: int | None = None,
+) -> Path:
+    """Compile the kernels for `target` and return the library's path. Raises BuildError.
+
+    `only` names the .cpp files (without suffix) to take, all by default; library.cpp always goes in. `extra` flags go
+    to every command. The library appears under its name only when it is complete.
+    """
+    tool = compiler(target)
+    if tool is None:
+        raise BuildError(no_compiler(target))
+    archs = list(archs or default_archs(target))
+    flags = [*compile_flags(target, archs), *extra]
+    names = sorted(p.stem for p in sources.glob("*.cpp") if not only or p.stem in (*only, "library"))
+    if not names:
+        raise BuildError(f"{sources} has no kernels: this is an installed package; build in a checkout")
+    says = description(target, archs, tool, [*flags, *(names if only else ())], sources).split(" ")
+    defined = [f'-DMK_ARCH="{says[1]}"', f'-DMK_SOURCES="{says[2]}"']
+    as_cuda = ["-x", "cu"] if target == "cuda" else []
+    environment = {**os.environ, "HIP_PLATFORM": "amd"} if target == "hip" else dict(os.environ)
+
+    def call(*command: str) -> None:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, cwd=sources)
+        if done.returncode:
+            raise BuildError(f"{' '.join(command)}\n{_shortened(done.stderr or done.stdout)}")
+
+    with tempfile.TemporaryDirectory(prefix="megatron-kernels-") as scratch:
+        objects = [f"{scratch}/{name}.o" for name in names]
+        with concurrent.futures.ThreadPoolExecutor(jobs or _processors()) as pool:
+            running = [
+                pool.submit(call, tool, *flags, *defined, *as_cuda, "-c", f"{name}.cpp", "-o", out)
+                for name, out in zip(names, objects, strict=True)
+            ]
+            try:
+                for each in running:
+                    each.result()
+            finally:  # after the first failure the rest need not start
+                pool.shutdown(cancel_futures=True)
+        folder = folder.resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        final = folder / library_name(target, "+".join(archs))
+        partial = final.with_name(f"{final.name}.{platform.node()}.{os.getpid()}")
+        try:
+            call(*_link(target, tool, flags), *objects, "-o", str(partial))
+            partial.replace(final)
+        finally:
+            partial.unlink(missing_ok=True)
+    return final
+
+
+def _link(target: str, tool: str, flags: Sequence[str]) -> list[str]:
+    """The linker's command. HIP's runtime stays out: torch brings its own, and a process must not have two of them, so
+    its functions are found at load time in the one that torch has loaded (see library.py)."""
+    if target != "hip":
+        return [tool, *flags, "-shared"]
+    names = (os.environ.get("CXX", ""), "c++", "g++", "clang++")
+    linkers = [found for name in names if (found := shutil.which(name))]
+    if not linkers:
+        raise BuildError("--target hip needs a C++ compiler of the host to link: $CXX, c++, g++ or clang++")
+    return [linkers[0], "-shared"]
+
+
+def is_current(path: Path, target: str, archs: Sequence[str]) -> bool:
+    """Whether the library was built from these sources by this command: its own description says so."""
+    tool = compiler(target)
+    if tool is None or not path.is_file():
+        return False
+    return description(target, archs, tool, compile_flags(target, archs)).encode() + b"\0" in path.read_bytes()
+
+
+# ---- what the command and the installation do ------------------------------------------------------------------------
+
+
+def plan(targets: Sequence[str], archs: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """(target, architectures) of each library to build; without targets, those of `archs`, or all with a compiler.
+
+    One library holds all architectures of hip and cuda; the host has one library for each. Raises BuildError for
+    unknown names and where there is no compiler at all.
+    """
+    for target in targets:
+        if target not in TARGETS:
+            raise BuildError(f"--target {target} is not known; there are {', '.join(TARGETS)}")
+    of_target: dict[str, list[str]] = {}
+    for arch in archs:
+        of_target.setdefault(_target_of(arch), []).append(arch)
+    for target, given in of_target.items():
+        if targets and target not in targets:
+            raise BuildError(f"--arch {given[0]} is one of --target {target}, which was not asked for")
+    chosen = list(dict.fromkeys(targets)) or list(of_target) or [t for t in TARGETS if compiler(t)]
+    if not chosen:
+        raise BuildError("\n".join(no_compiler(target) for target in TARGETS))
+    libraries = []
+    for target in chosen:
+        wanted = of_target.get(target) or default_archs(target)
+        libraries += [(target, [arch]) for arch in wanted] if target == "host" else [(target, wanted)]
+    return libraries
+
+
+def make(
+    targets: Sequence[str] = (), archs: Sequence[str] = (), *, folder: Path = LIBRARIES, jobs: int | None = None,
+    force: bool = False, say: Callable[[str], None] = print,
+) -> list[Path]:
+    """Build what `plan` says, where it is not there already, and report each in two lines. Raises BuildError."""
+    made = []
+    for target, names in plan(targets, archs):
+        path = folder / library_name(target, "+".join(names))
+        tool = compiler(target)
+        if tool is None:
+            raise BuildError(no_compiler(target))
+        if not force and is_current(path, target, names):
+            say(f"{target} {'+'.join(names)}: up to date, {path}")
+        else:
+            say(f"{target} {'+'.join(names)}: {tool} {' '.join(compile_flags(target, names))}")
+            start = time.monotonic()
+            build(target, names, folder=folder, jobs=jobs)
+            say(f"    {time.monotonic() - start:.1f} s, {path.stat().st_size / 1e6:.1f} MB, {path}")
+        made.append(path)
+    return made
+
+
+def install(folder: Path, *, alone: bool, say: Callable[[str], None] = print) -> None:
+    """Build for an installation. What cannot be built is a warning: torch's own operators do the same.
+
+    `alone`: nothing but what is built now may be in `folder`, as it becomes part of a wheel.
+    """
+    if not source_hash():
+        return
+    wanted = os.environ.get(CHOICE, "").replace(",", " ").split()
+    targets = [] if wanted == ["none"] else wanted or [t for t in TARGETS if compiler(t)]
+    made: list[Path] = []
+    for target in targets:
+        try:
+            made += make([target], folder=folder, say=say)
+        except (BuildError, OSError) as error:
+            say(
+                f"warning: kernels for {target} were not built: {error}\n"
+                f"warning: torch's own operators serve in their place; to try again: "
+                f"python setup.py build_kernels --target {target}"
+            )
+    if alone:
+        for path in set(folder.glob("libmegatron-*.so")) - set(made):
+            path.unlink()
+
+
+def given(arguments: Sequence[str], option: str) -> list[str]:
+    """All values of an option on a command line, which may stand there several times or have commas.
+
+    >>> given(["--target", "hip,host", "--target=cuda"], "--target")
+    ['hip', 'host', 'cuda']
+    """
+    values: list[str] = []
+    for i, argument in enumerate(arguments):
+        if argument == option:
+            values += arguments[i + 1 : i + 2]
+        elif argument.startswith(f"{option}="):
+            values.append(argument.partition("=")[2])
+    return [part for value in values for part in value.replace(",", " ").split()]
+
+
+def _target_of(arch: str) -> str:
+    if re.fullmatch(r"gfx[0-9a-f]{3,4}", arch):
+        return "hip"
+    if re.fullmatch(r"sm_[0-9]{2,3}[af]?", arch):
+        return "cuda"
+    if arch in (platform.machine(), "x86-64", *(name for name, _ in _LEVELS)) and arch != "x86_64":
+        return "host"
+    hint = ", without suffix: one library serves every XNACK and ECC mode" if arch.startswith("gfx") else ""
+    raise BuildError(f"--arch {arch} is not known; gfx90a (hip), sm_90 (cuda) and x86-64-v3 (host) are examples{hint}")
+
+
+@functools.cache
+def _knows_half(tool: str) -> bool:
+    """Whether a C++ compiler has _Float16, which the kernels use: GCC 12 and clang 15 do."""
+    try:
+        return not subprocess.run(
+            [tool, "-x", "c++", "-std=c++17", "-fsyntax-only", "-"], input=b"_Float16 half;", capture_output=True
+        ).returncode
+    except OSError:
+        return False
+
+
+def _shortened(output: str, most: int = 60) -> str:
+    """A compiler's first lines, where the cause stands."""
+    lines = output.rstrip().splitlines()
+    return "\n".join([*lines[:most], *([f"... {len(lines) - most} more lines"] if len(lines) > most else [])])
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _processor_flags() -> frozenset[str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    return frozenset(line.partition(":")[2].split())

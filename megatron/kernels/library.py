@@ -1,0 +1,265 @@
+"""Finds and calls the compiled kernels: one library for each kind of device, loaded at the first question.
+
+A C function is named once, with the types of its arguments (`Function`), and called with the tensor whose device and
+stream it shall run on.
+"""
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.errors import KernelError
+from megatron.kernels.build import LIBRARIES, host_archs, library_name, source_hash
+
+OVERRIDE = "MEGATRON_KERNELS_LIBRARY"
+"""Environment variable: a library to load for CPU tensors in place of the host's, e.g. the simulator; "none": no
+library on any device."""
+
+TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""The numbers of element types in the C interface."""
+
+_C_TYPES = {
+    "p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "u": ctypes.c_uint64, "w": ctypes.c_uint32,
+    "f": ctypes.c_float, "d": ctypes.c_double,
+}  # fmt: skip
+_LOCK = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Found:
+    """What came of the search for a kind of device.
+
+    path         the library file, where one was loaded
+    target, arch what it was built for
+    reason       why there is none; "" when there is one
+    sources      hash of the sources it was built from
+    """
+
+    path: Path | None
+    target: str
+    arch: str
+    reason: str
+    handle: Any = None
+    sources: str = ""
+
+    @property
+    def line(self) -> str:
+        """One line for the log."""
+        if self.handle is not None:
+            return f"fused kernels: {self.target} {self.arch} ({self.path})"
+        return f"fused kernels: none, {self.reason}; in their place: torch's own operators"
+
+
+def find(device_type: str) -> Found:
+    """The library for "cuda" (CUDA and ROCm) or "cpu" tensors, searched for once. A reason is part of the answer.
+
+    Raises KernelError only where MEGATRON_KERNELS_LIBRARY names a file that cannot be used. The question for "cpu"
+    leaves GPUs alone.
+    """
+    with _LOCK:  # threads that ask together get the same handle
+        return _search(device_type)
+
+
+@functools.cache
+def _search(device_type: str) -> Found:
+    override = os.environ.get(OVERRIDE, "")
+    if override == "none":
+        return Found(None, "", "", f"{OVERRIDE} is none")
+    if device_type == "cpu":
+        return _named(Path(override)) if override else _first([("host", arch) for arch in host_archs()])
+    if device_type != "cuda":
+        return Found(None, "", "", f"there are none for {device_type}")
+    if not torch.cuda.is_available():
+        return Found(None, "", "", "torch sees no GPU")
+    return _first([device_arch()])
+
+
+def forget() -> None:
+    """Search again at the next question: for tests, and after a build in the same process."""
+    with _LOCK:
+        _search.cache_clear()
+        _AVAILABLE.clear()
+        for function in Function.all:
+            function.unbind()
+
+
+def fingerprint(device_type: str) -> int:
+    """A number below 2^63 that is equal on all ranks which have the same kernels for this kind of device; 0 for none.
+
+    The levels of x86-64 count as one: they differ in speed.
+    """
+    found = find(device_type)
+    if found.handle is None:
+        return 0
+    family = "x86-64" if found.arch.startswith("x86-64") else found.arch
+    digest = hashlib.sha256(f"{found.target} {family} {found.sources}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1 or 1
+
+
+def device_arch(index: int | None = None) -> tuple[str, str]:
+    """("hip", "gfx90a") or ("cuda", "sm_90"): what the library of a GPU must be built for."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index)
+    if torch.version.hip is not None:
+        return "hip", properties.gcnArchName.split(":")[0]  # without the ECC and XNACK modes
+    return "cuda", f"sm_{properties.major}{properties.minor}"
+
+
+def _named(path: Path) -> Found:
+    """The library that the user named: one that cannot serve is an error."""
+    if not path.is_file():
+        reason = "there is no such file"
+    elif path.name.startswith(("libmegatron-hip-", "libmegatron-cuda-")):
+        reason = "the variable is for tensors on the CPU; the library of a GPU is found in megatron/kernels/lib"
+    else:
+        found = _load(path, None)
+        if found.handle is not None:
+            return found
+        reason = found.reason
+    raise KernelError(f"{OVERRIDE} is {path}: {reason}. Unset it, or set it to none to run without kernels")
+
+
+def _first(wanted: list[tuple[str, str]]) -> Found:
+    """The first library that is there and fits."""
+    present = sorted(LIBRARIES.glob("libmegatron-*.so")) if LIBRARIES.is_dir() else []
+    reason = ""
+    for target, arch in wanted:
+        for path in present:
+            name = path.name.removeprefix(f"libmegatron-{target}-").removesuffix(".so")
+            if name != path.name.removesuffix(".so") and arch in name.split("+"):
+                found = _load(path, target)
+                if found.handle is not None:
+                    return found
+                reason = reason or found.reason
+    target, arch = wanted[0]
+    how = f"python setup.py build_kernels --target {target}" + ("" if target == "host" else f" --arch {arch}")
+    return Found(None, target, arch, f"{reason or f'no {library_name(target, arch)} in {LIBRARIES}'}: {how}")
+
+
+def _load(path: Path, target: str | None) -> Found:
+    """`target` None: whatever it was built for, and from whichever sources."""
+    try:
+        if target == "hip":
+            _share_hip_runtime()
+        handle = ctypes.CDLL(str(path))
+        handle.mk_describe.restype = ctypes.c_char_p
+        handle.mk_error.restype = ctypes.c_char_p
+        built_for, arch, sources = handle.mk_describe().decode().split(" ")
+    except (OSError, AttributeError, ValueError) as error:
+        return Found(None, target or "", "", f"{path.name} cannot be loaded ({_short(error)})")
+    sources = sources.partition("-")[0]  # after it, a hash of the compiler's command
+    if target is not None and built_for != target:
+        return Found(None, target, arch, f"{path.name} was built for {built_for}")
+    expected = source_hash()
+    if target is not None and expected and sources != expected:
+        return Found(None, target, arch, f"{path.name} was built from other sources than csrc/kernels has now")
+    problem = _try_on_gpu(handle) if target in ("hip", "cuda") else ""
+    if problem:
+        return Found(None, built_for, arch, f"{path.name} does not run on {torch.cuda.get_device_name()} ({problem})")
+    return Found(path, built_for, arch, "", handle, sources)
+
+
+def _share_hip_runtime() -> None:
+    """Let a library find HIP's functions in the runtime that torch has loaded.
+
+    It is not linked with one of its own: where torch comes as a wheel with its own ROCm, there would be two in the
+    process, and neither knows the other's streams.
+    """
+    try:
+        mapped = Path("/proc/self/maps").read_text()
+    except OSError:
+        return
+    path = next((line.split()[-1] for line in mapped.splitlines() if "/libamdhip64.so" in line), None)
+    if path is not None:
+        ctypes.CDLL(path, ctypes.RTLD_GLOBAL)
+
+
+def _try_on_gpu(handle: Any) -> str:
+    """Why a kernel cannot be launched here, e.g. as the driver is older than the compiler; "" when it can."""
+    x = torch.zeros(1, device="cuda")
+    address, one = ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(1)
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    try:
+        code = handle.mk_causal_softmax(0, address, address, one, one, one, ctypes.c_float(1.0), stream)
+        if code:
+            return handle.mk_error(code).decode()
+        return "" if x.item() == 1.0 else "a test kernel left no result"
+    except (AttributeError, RuntimeError) as error:
+        return _short(error)
+
+
+def _short(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+_AVAILABLE: dict[str, bool] = {}
+
+
+def available(device: torch.device) -> bool:
+    """Whether compiled kernels run on this device."""
+    answer = _AVAILABLE.get(device.type)
+    if answer is None:
+        answer = _AVAILABLE[device.type] = find(device.type).handle is not None
+    return answer
+
+
+class Function:
+    """A C function: `name` and the types of its arguments between the element type and the stream.
+
+    Letters: p pointer, i int32, l int64, u uint64, w uint32, f float, d double.
+    """
+
+    all: list[Function] = []  # noqa: RUF012
+
+    def __init__(self, name: str, arguments: str) -> None:
+        self.name = name
+        self._types = [ctypes.c_int, *(_C_TYPES[letter] for letter in arguments), ctypes.c_void_p]
+        self.unbind()
+        Function.all.append(self)
+
+    def unbind(self) -> None:
+        """Look the function up again at the next call."""
+        self._cpu: Any = functools.partial(self._bind, "cpu")
+        self._gpu: Any = functools.partial(self._bind, "cuda")
+
+    def _bind(self, device_type: str, *values: Any) -> int:
+        """Stands in for the function until the first call has loaded the library."""
+        handle = find(device_type).handle
+        if handle is None:
+            raise KernelError(f"{self.name}: {find(device_type).line}")
+        function = getattr(handle, self.name, None)
+        if function is None:
+            raise KernelError(f"{self.name} is not in {find(device_type).path}: it was built from other sources")
+        function.argtypes, function.restype = self._types, ctypes.c_int
+        if device_type == "cpu":
+            self._cpu = function
+        else:
+            self._gpu = function
+        return function(*values)
+
+    def __call__(self, like: torch.Tensor, *arguments: Any, type_of: torch.Tensor | None = None) -> None:
+        """Run on the device and current stream of `like`, for the element type of `type_of` (or of `like`).
+
+        Tensors are passed as their addresses. Raises KernelError when the launch fails.
+        """
+        number = TYPES[(like if type_of is None else type_of).dtype]
+        values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
+        if like.is_cpu:
+            code = self._cpu(number, *values, None)
+        else:
+            index = like.get_device()
+            if index == torch._C._cuda_getDevice():
+                code = self._gpu(number, *values, torch._C._cuda_getCurrentRawStream(index))
+            else:
+                with torch.cuda.device(index):
+                    code = self._gpu(number, *values, torch._C._cuda_getCurrentRawStream(index))
+        if code:
+            message = find(like.device.type).handle.mk_error(code).decode()
+            raise KernelError(f"{self.name} on {like.device}: {message} (code {code})")

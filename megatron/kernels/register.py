@@ -1,0 +1,35 @@
+"""Registers operators with torch under `torch.ops.megatron`.
+
+Each has an implementation for CPU and CUDA (ROCm) tensors, a rule for the shapes of its results, so that torch.compile
+passes through it, and where it has a gradient, an autograd rule. An implementation calls the compiled kernel where
+there is one and torch's own operators where there is none.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_LIBRARY = torch.library.Library("megatron", "DEF")
+
+
+def operator(
+    schema: str, run: Callable[..., Any], shapes: Callable[..., Any], *,
+    save: Callable[..., None] | None = None, backward: Callable[..., Any] | None = None,
+) -> Any:
+    """Define `megatron::<schema>` and return it, ready to call.
+
+    run       computes it, on any device
+    shapes    makes empty results of the right shape, dtype and device
+    save      (ctx, inputs, output): keeps what the backward pass needs
+    backward  (ctx, *gradients): one gradient or None for each input
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, run, key)
+    torch.library.register_fake(f"megatron::{name}", shapes, lib=_LIBRARY)
+    if backward is not None:
+        torch.library.register_autograd(f"megatron::{name}", backward, setup_context=save, lib=_LIBRARY)
+    return getattr(torch.ops.megatron, name).default

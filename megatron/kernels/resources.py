@@ -1,0 +1,408 @@
+"""What each GPU kernel takes of a compute unit, read from the compiler's assembly, and whether that keeps our rules.
+
+    python -m megatron.kernels.resources            (or: make kernels-check)
+
+compiles csrc/kernels/ for gfx90a, prints registers, LDS and occupancy of every kernel, and fails on spills, scratch
+memory, registers above the budget written beside a kernel, and accesses of less than 16 bytes that are not announced
+there. How both are written stands at the head of csrc/kernels/launch.h.
+"""
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron.kernels.build import SOURCES, BuildError, compile_flags, compiler, no_compiler
+
+REGISTERS = 512
+"""Vector registers of a SIMD of gfx90a per lane, for all its waves together (CDNA2 ISA, section 3.6.4)."""
+MOST_REGISTERS = 256
+"""What a wave can use without the accumulation half, which only matrix instructions read in place."""
+WIDE = 16
+"""Bytes that a lane should load or store at once."""
+UNROLLED = 4
+"""Copies that the compiler may make of a streaming kernel's loop body: there ITEMS of an announcement is this."""
+
+_BYTES = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "ushort": 2, "sshort": 2, "short": 2}
+_BYTES |= {"ubyte": 1, "sbyte": 1, "byte": 1}
+_ACCESS = re.compile(r"^\s+(?:global|flat|buffer)_(?:load|store)_([a-z0-9]+)", re.MULTILINE)
+_TYPES = {"float": "fp32", "_Float16": "fp16", "__half": "fp16", "bf16": "bf16"}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One compiled kernel: `name` demangled; loads and stores of less than 16 bytes are `narrow`, the others `wide`."""
+
+    name: str
+    vgprs: int
+    agprs: int
+    sgprs: int
+    lds_bytes: int
+    scratch_bytes: int
+    spills: int
+    occupancy: int
+    narrow: int
+    wide: int
+
+    @property
+    def function(self) -> str:
+        """The name of the __global__ function."""
+        return re.sub(r"^void ", "", self.name).partition("<")[0].partition("(")[0]
+
+    @property
+    def arguments(self) -> list[str]:
+        """Its template arguments."""
+        start = self.name.find("<")
+        return _split(self.name[start:]) if start >= 0 else []
+
+    @property
+    def words(self) -> list[str]:
+        """Every identifier among the template arguments, in order."""
+        return re.findall(r"[A-Za-z_]\w*", " ".join(self.arguments))
+
+
+@dataclass
+class Rules:
+    """What the sources say of their kernels.
+
+    waves       WAVES of each struct: a number, "condition ? 4 : 8", or "Op::WAVES" where another struct decides
+    parameters  template parameters of each __global__ function
+    decides     what its MK_OCCUPANCY names: "Op::WAVES", "Name<..>::WAVES" or a number
+    allowed     announced narrow accesses, of a struct or a __global__ function
+    """
+
+    waves: dict[str, str] = field(default_factory=dict)
+    parameters: dict[str, list[str]] = field(default_factory=dict)
+    decides: dict[str, str] = field(default_factory=dict)
+    allowed: dict[str, str] = field(default_factory=dict)
+
+
+def read_rules(folder: Path = SOURCES) -> Rules:
+    """Budgets and announcements of all sources. Raises BuildError for an announcement that cannot be read."""
+    rules = Rules()
+    for file in sorted([*folder.glob("*.h"), *folder.glob("*.cpp")]):
+        _read_file(file, rules)
+    return rules
+
+
+def _read_file(file: Path, rules: Rules) -> None:
+    lines = file.read_text().splitlines()
+    struct, template, pending = "", "", ""
+    for number, line in enumerate(lines, 1):
+        if head := re.search(r"\bstruct (?:alignas\(.*\) )?(\w+)[^;]*\{", line):
+            struct = head[1]
+        if waves := re.search(r"static constexpr int (?:.*\b)?WAVES = ([^,;]+)", line):
+            rules.waves.setdefault(struct, waves[1])
+        if start := re.search(r"template <(.*)>", line):
+            template = start[1]
+        if note := re.match(r"\s*// narrow:(.*)", line):
+            said = re.fullmatch(r" (all|[\dVITEMS*+ ]+) \((.+)\)", note[1])
+            if said is None:
+                where = f"{file.name}:{number}: `// narrow:{note[1]}`"
+                raise BuildError(f"{where} must be `// narrow: COUNT (why)`, see launch.h")
+            if re.match(r"\s*(template|__global__|static __global__)", lines[number] if number < len(lines) else ""):
+                pending = said[1]
+            else:
+                rules.allowed[struct] = said[1]
+        if kernel := re.search(r"__global__ .*MK_OCCUPANCY\(\w+, (.+)\) (\w+)\(", line):
+            decides, name = kernel[1], kernel[2]
+            rules.decides[name] = decides.strip("()")
+            rules.parameters[name] = [p.split()[-1] for p in _split(f"<{template}>")] if template else []
+            if pending:
+                rules.allowed[name] = pending
+            template = pending = ""
+
+
+def waves_wanted(kernel: Kernel, rules: Rules) -> int | None:
+    """WAVES of the kernel's operation; None where the sources say nothing."""
+    decides = rules.decides.get(kernel.function, "")
+    if decides.isdigit():
+        return int(decides)
+    named = re.match(r"(\w+)<", decides)
+    for word in [named[1]] if named else kernel.words:
+        value = rules.waves.get(word, "").rpartition("?")[2].replace(":", " ").split()
+        if value and all(number.isdigit() for number in value):
+            return min(map(int, value))  # of a condition the looser; the compiler itself knows which holds
+    return None
+
+
+def sizes(kernel: Kernel, rules: Rules) -> dict[str, int]:
+    """V, elements of a pack, and ITEMS, packs that a lane holds, as far as the template arguments tell."""
+    found = {"V": 0, "ITEMS": 1}
+    for name, value in zip(rules.parameters.get(kernel.function, []), kernel.arguments, strict=False):
+        if name in found and value.isdigit():
+            found[name] = int(value)
+        if group := re.match(r"\w+Group<\d+, (\d+)(?:, (\d+))?", value):
+            found |= {"V": int(group[1]), "ITEMS": int(group[2] or UNROLLED)}
+    return found
+
+
+def narrow_allowed(kernel: Kernel, rules: Rules) -> int | None:
+    """How many narrow loads and stores are announced for this kernel; None: any number.
+
+    Kernels of one element a lane (V = 1) serve what is not aligned and are narrow by nature.
+    """
+    known = sizes(kernel, rules)
+    owners = dict.fromkeys([kernel.function, *_structs(kernel, rules)])
+    notes = [rules.allowed[name] for name in owners if name in rules.allowed]
+    if known["V"] == 1 or "all" in notes:
+        return None
+    return sum(_evaluate(note, known) for note in notes)
+
+
+def _structs(kernel: Kernel, rules: Rules) -> list[str]:
+    named = re.match(r"(\w+)<", rules.decides.get(kernel.function, ""))
+    return [*([named[1]] if named else []), *kernel.words]
+
+
+def _evaluate(note: str, known: dict[str, int]) -> int:
+    total = 0
+    for term in note.split("+"):
+        product = 1
+        for factor in term.split("*"):
+            product *= int(factor) if factor.strip().isdigit() else known[factor.strip()]
+        total += product
+    return total
+
+
+def check(kernel: Kernel, rules: Rules) -> list[str]:
+    """Which rules the kernel breaks; empty when none."""
+    wrong = []
+    waves = waves_wanted(kernel, rules)
+    if kernel.spills or kernel.scratch_bytes:
+        scratch = f"{kernel.scratch_bytes} bytes of scratch"
+        where = scratch if kernel.scratch_bytes else "scalar ones, to vector registers"
+        wrong.append(f"{kernel.spills} spilled registers, {where}")
+    if kernel.agprs:
+        wrong.append(f"{kernel.agprs} accumulation registers")
+    if waves is None:
+        wrong.append("no WAVES beside it")
+    else:
+        if kernel.vgprs > (budget := min(REGISTERS // waves, MOST_REGISTERS)):
+            wrong.append(f"{kernel.vgprs} registers, budget {budget} (WAVES = {waves})")
+        if kernel.occupancy < waves:
+            wrong.append(f"occupancy {kernel.occupancy}, WAVES = {waves}")
+    allowed = narrow_allowed(kernel, rules)
+    if allowed is not None and kernel.narrow > allowed and not kernel.scratch_bytes:  # scratch is narrow, too
+        wrong.append(f"{kernel.narrow} narrow accesses, {allowed} announced")
+    if allowed is not None and not kernel.wide:
+        wrong.append("no access of 16 bytes")
+    return wrong
+
+
+def check_all(kernels: Sequence[Kernel], rules: Rules) -> list[str]:
+    """One line for each broken rule, and for each announcement that no kernel makes full use of."""
+    wrong = [f"{kernel.name}: {what}" for kernel in kernels for what in check(kernel, rules)]
+    for owner, note in rules.allowed.items():
+        of_owner = [k for k in kernels if owner in (k.function, *_structs(k, rules))]
+        limits = [(narrow_allowed(k, rules), k.narrow) for k in of_owner]
+        if note == "all":
+            used = any(k.narrow for k in of_owner)
+        else:
+            used = any(limit is not None and narrow >= limit for limit, narrow in limits)
+        if of_owner and not used:
+            most = max((narrow for limit, narrow in limits if limit is not None), default=0)
+            wrong.append(f"{owner}: `narrow: {note}` allows more than any of its kernels has, which is {most}")
+    return wrong
+
+
+# ---- from the compiler -----------------------------------------------------------------------------------------------
+
+
+def parse_assembly(text: str) -> list[Kernel]:
+    """Kernels of one assembly file of the AMDGPU backend (LLVM's AMDGPUUsage, "Code Object V3 Metadata")."""
+    spills = {
+        name: sum(map(int, re.findall(r"\.[sv]gpr_spill_count: +(\d+)", entry)))
+        for entry in text.partition("amdhsa.kernels:")[2].split("\n  - .")
+        for name in re.findall(r"\.symbol: +(\S+)\.kd", entry)
+    }
+    found = []
+    for body in re.finditer(r"^(\w+): +; @\1\n(.*?)^; WaveLimiterHint", text, re.MULTILINE | re.DOTALL):
+        if body[1] not in spills:
+            continue  # a function that was not inlined
+        widths = [_BYTES[name] for name in _ACCESS.findall(body[2])]
+        number = lambda key: int(re.search(rf"^; {key}: (\d+)", body[2], re.MULTILINE)[1])  # type: ignore[index]  # noqa: B023, E731
+        found.append(Kernel(
+            body[1], number("NumVgprs"), number("NumAgprs"), number("NumSgprs"), number("LDSByteSize"),
+            number("ScratchSize"), spills[body[1]], number("Occupancy"),
+            sum(w < WIDE for w in widths), sum(w >= WIDE for w in widths),
+        ))  # fmt: skip
+    return found
+
+
+def demangle(names: Iterable[str]) -> list[str]:
+    """C++ names. Raises BuildError without c++filt or llvm-cxxfilt."""
+    names = list(names)
+    tool = next((t for t in ("c++filt", "llvm-cxxfilt", "/opt/rocm/llvm/bin/llvm-cxxfilt") if shutil.which(t)), None)
+    if tool is None:
+        raise BuildError("neither c++filt (binutils) nor llvm-cxxfilt is there to read the kernels' names")
+    done = subprocess.run([tool], input="\n".join(names), capture_output=True, text=True, check=True)
+    return done.stdout.split("\n")[: len(names)]
+
+
+def compile_kernels(
+    arch: str = "gfx90a", folder: Path = SOURCES, only: Sequence[str] = (), jobs: int = 2
+) -> list[Kernel]:
+    """Every kernel of csrc/kernels/*.cpp as hipcc makes it for `arch`. Raises BuildError with the compiler's words."""
+    tool = compiler("hip")
+    if tool is None:
+        raise BuildError(no_compiler("hip"))
+    flags = [flag for flag in compile_flags("hip", [arch]) if flag != "-fPIC"]
+    files = [p for p in sorted(folder.glob("*.cpp")) if not only or p.stem in only]
+
+    def compile_one(file: Path) -> list[Kernel]:
+        with tempfile.TemporaryDirectory() as scratch:
+            out = Path(scratch, "kernels.s")
+            _run([tool, *flags, "--cuda-device-only", "-S", file.name, "-o", str(out)], folder)
+            return parse_assembly(out.read_text())
+
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        kernels = [kernel for found in pool.map(compile_one, files) for kernel in found]
+    named = demangle(kernel.name for kernel in kernels)
+    unique = dict(zip(named, kernels, strict=True))  # a template may be in several files
+    return [Kernel(**{**vars(kernel), "name": name}) for name, kernel in sorted(unique.items())]
+
+
+def parse_ptxas(text: str) -> list[str]:
+    """Lines of `nvcc -Xptxas -v` that speak of spills or a stack frame, with the kernel's name before them."""
+    wrong, name = [], ""
+    for line in text.splitlines():
+        if start := re.search(r"(?:Compiling entry function|Function properties for) '?(\w+)'?", line):
+            name = start[1]
+        numbers = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line)
+        if numbers and any(int(n) for n in numbers.groups()):
+            wrong.append(f"{name}: {line.strip()}")
+    return wrong
+
+
+def cuda_spills(arch: str = "sm_90", folder: Path = SOURCES, only: Sequence[str] = ()) -> list[str]:
+    """Kernels that spill or have a stack frame as nvcc makes them; empty when none. Raises BuildError."""
+    tool = compiler("cuda")
+    if tool is None:
+        raise BuildError(no_compiler("cuda"))
+    wrong = []
+    for file in sorted(folder.glob("*.cpp")):
+        if only and file.stem not in only:
+            continue
+        with tempfile.TemporaryDirectory() as scratch:
+            out = str(Path(scratch, "kernels.cubin"))
+            flags = [*compile_flags("cuda", [arch]), "-Xptxas", "-v", "-x", "cu", "-cubin"]
+            wrong += parse_ptxas(_run([tool, *flags, file.name, "-o", out], folder))
+    return wrong
+
+
+def _run(command: list[str], folder: Path) -> str:
+    done = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", cwd=folder, env={**os.environ, "HIP_PLATFORM": "amd"}
+    )
+    if done.returncode:
+        raise BuildError(f"{' '.join(command)}\n{done.stderr}")
+    return done.stderr
+
+
+# ---- for people ------------------------------------------------------------------------------------------------------
+
+
+def _split(template: str) -> list[str]:
+    """The arguments of `<a, b<c, d>, e>...`, without those inside of others."""
+    parts, depth, current = [], 0, ""
+    for letter in template:
+        depth += (letter == "<") - (letter == ">")
+        if depth == 0:
+            break
+        if depth == 1 and letter in "<,":
+            parts.append(current.strip())
+            current = ""
+        else:
+            current += letter
+    return [part for part in [*parts, current.strip()] if part]
+
+
+def labels(kernel: Kernel, rules: Rules) -> tuple[str, str, str]:
+    """(operation, element types, layout) as the table shows them."""
+    arguments, named = kernel.arguments, rules.parameters.get(kernel.function, [])
+    kinds = [_TYPES[word] for word in kernel.words if word in _TYPES]
+    operation, layout = "", [kernel.function.removesuffix("_kernel")]
+    for name, value in zip(named, arguments, strict=False):
+        if group := re.match(r"\w+Group<(\d+), (\d+)(?:, (\d+)(.*))?>", value):
+            packs = f"{group[3]} packs of {group[2]}{group[4]}" if group[3] else f"streaming packs of {group[2]}"
+            layout.append(f"{group[1]} lanes, {packs}")
+        elif name == "Op":
+            operation = value
+        elif value not in _TYPES and kernel.function != "row_kernel":  # whose other numbers follow from the group
+            layout.append(f"{name} {value}")
+    for word in _TYPES:
+        operation = re.sub(rf"\b{word}\b(, )?", "", operation)
+    operation = re.sub(r"(, )?<>|, (?=>)", "", operation.replace("> >", ">>"))
+    return operation or layout[0], "+".join(dict.fromkeys(kinds)) or "-", ", ".join(layout)
+
+
+def print_table(kernels: Sequence[Kernel], rules: Rules) -> None:
+    """One line for each operation and layout; where element types differ, the numbers of all."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    rows: dict[tuple[str, str], list[tuple[str, Kernel]]] = {}
+    for kernel in kernels:
+        operation, kind, layout = labels(kernel, rules)
+        rows.setdefault((operation, layout), []).append((kind, kernel))
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for name in ("operation", "layout", "types"):
+        table.add_column(name, no_wrap=True)
+    for name in ("VGPRs", "budget", "SGPRs", "LDS bytes", "waves/SIMD", "narrow"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("verdict")
+    for (operation, layout), instances in rows.items():
+        of = [kernel for _, kernel in instances]
+        waves = waves_wanted(of[0], rules)
+        wrong = list(dict.fromkeys(what for kernel in of for what in check(kernel, rules)))
+        table.add_row(
+            operation, layout, " ".join(kind for kind, _ in instances), _numbers(k.vgprs for k in of),
+            str(min(REGISTERS // waves, MOST_REGISTERS)) if waves else "?", _numbers(k.sgprs for k in of),
+            _numbers(k.lds_bytes for k in of), _numbers(k.occupancy for k in of), _numbers(k.narrow for k in of),
+            "; ".join(wrong) or "ok",
+        )  # fmt: skip
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=500)  # a log file has no edge
+    console.print(table)
+
+
+def _numbers(values: Iterable[int]) -> str:
+    values = list(values)
+    return str(values[0]) if len(set(values)) == 1 else " ".join(map(str, values))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; 0 when all kernels keep the rules."""
+    about = (__doc__ or "").split("\n\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m megatron.kernels.resources", description=about)
+    parser.add_argument("--arch", default="gfx90a", help="AMD's name of the GPU (default: %(default)s)")
+    parser.add_argument("--only", nargs="+", default=(), metavar="FILE", help="names in csrc/kernels/, without .cpp")
+    parser.add_argument("--jobs", type=int, default=2, help="compilers side by side (default: %(default)s)")
+    chosen = parser.parse_args(arguments)
+    try:
+        rules = read_rules()
+        kernels = compile_kernels(chosen.arch, only=chosen.only, jobs=chosen.jobs)
+    except BuildError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print_table(kernels, rules)
+    wrong = check_all(kernels, rules)
+    for line in wrong:
+        print(line)
+    print(f"{len(kernels)} kernels for {chosen.arch}: {len(wrong) or 'no'} rule(s) broken")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

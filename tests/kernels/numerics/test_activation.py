@@ -1,0 +1,219 @@
+"""Activations with bias, values and gradients, against float64."""
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.errors import KernelError
+from megatron.kernels.ops import activation
+from megatron.kernels.ops.activation import bias_activation
+from tests.kernels.numerics.reference import DEVICES, EXAMPLES, ROWS, TYPES, WIDTHS, assert_close, exact, random
+
+KINDS = ["gelu", "swiglu", "squared_relu"]
+LINEAR = 2 * math.sqrt(2 / math.pi)
+CUBIC = LINEAR * 0.044715
+
+# Below, sigmoid(z) has underflowed in fp32; what is left out is less than this times any factor that occurs.
+FLOOR = 1e-30
+
+
+class Slope(NamedTuple):
+    """An activation at some points in float64: y, its derivatives, and the errors that fp32 arithmetic may leave."""
+
+    y: torch.Tensor
+    derivatives: list[torch.Tensor]  # one for each input
+    y_error: torch.Tensor
+    errors: list[torch.Tensor]
+
+
+def sigmoid_error(z: torch.Tensor) -> torch.Tensor:
+    """Relative, of sigmoid(z): z is off by up to 2^-21 of itself (seven roundings, two of them of constants), which
+    counts as far as the sigmoid still moves; exp by 2^-21 of itself; sum and quotient by 2^-22."""
+    return 2.0**-21 * z.abs() * torch.sigmoid(-z) + 2.0**-20
+
+
+def slope(inputs: list[torch.Tensor], kind: str) -> Slope:
+    """Of inputs in float64, bias included."""
+    a = inputs[0]
+    if kind == "squared_relu":
+        y, slope = a.clamp(min=0).square(), 2 * a.clamp(min=0)
+        return Slope(y, [slope], 2.0**-21 * y, [2.0**-21 * slope])
+    z = a if kind == "swiglu" else LINEAR * a + CUBIC * a**3
+    dz = 1.0 if kind == "swiglu" else LINEAR + 3 * CUBIC * a**2
+    s, rest = torch.sigmoid(z), torch.sigmoid(-z)
+    relative = sigmoid_error(z)
+    da = s * (1 + a * rest * dz)
+    # The two terms of the derivative cancel near its zero; each has its own error.
+    da_error = s * (relative + (a * rest * dz).abs() * (relative + sigmoid_error(-z) + 2.0**-20))
+    if kind == "gelu":
+        return Slope(a * s, [da], (a * s).abs() * relative + FLOOR, [da_error + FLOOR])
+    b = inputs[1]
+    y = a * s * b
+    errors = [b.abs() * da_error + FLOOR, (a * s).abs() * relative + FLOOR]
+    return Slope(y, [b * da, a * s], y.abs() * relative + FLOOR, errors)
+
+
+def compare(x: torch.Tensor, bias: torch.Tensor | None, kind: str, seed: int) -> None:
+    """Values, dx and dbias."""
+    dtype, inputs = x.dtype, 2 if kind == "swiglu" else 1
+    x.requires_grad_()
+    y = bias_activation(x, bias, kind)
+    dy = random(tuple(y.shape), dtype, str(x.device), seed + 1)
+    y.backward(dy)
+
+    wide = exact(x).detach()
+    if bias is not None:
+        wide = wide + exact(bias).detach()
+    want = slope(list(wide.chunk(inputs, -1)), kind)
+    assert_close(y, want.y, dtype, want.y_error)
+    g = exact(dy).detach()
+    dx = torch.cat([g * d for d in want.derivatives], -1)
+    # dy times the derivative, and b before it, are two roundings more.
+    error = torch.cat([g.abs() * e for e in want.errors], -1) + 2.0**-23 * dx.abs()
+    assert_close(x.grad, dx, dtype, error)
+    if bias is not None:
+        # One term after the other in fp32: each addition rounds what has been added by then.
+        additions = x.shape[0] * 2.0**-24 * dx.abs().sum(0)
+        assert_close(bias.grad, dx.sum(0), dtype, error.sum(0) + additions)
+
+
+def moved_on(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers one element further on: contiguous, and no address for wide accesses."""
+    room = x.new_empty(x.numel() + 1)
+    room[1:] = x.reshape(-1)
+    return room[1:].view(x.shape)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TYPES)
+@EXAMPLES
+@given(
+    rows=ROWS, columns=WIDTHS, kind=st.sampled_from(KINDS), biased=st.booleans(), moved=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_against_float64(
+    device: str, dtype: torch.dtype, rows: int, columns: int, kind: str, biased: bool, moved: bool, seed: int
+) -> None:
+    width = 2 * columns if kind == "swiglu" else columns
+    x = random((rows, width), dtype, device, seed, scale=2.0)
+    bias = random((width,), dtype, device, seed + 2).requires_grad_() if biased else None
+    compare(moved_on(x) if moved else x, bias, kind, seed)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", [1000, 4100])
+def test_bias_gradient_of_many_rows(device: str, rows: int) -> None:
+    """In several parts, the last of which is not full; the first split gives parts of unequal length too."""
+    for columns in (8, 13):
+        x = random((rows, columns), torch.float32, device, 0)
+        compare(x, random((columns,), torch.float32, device, 1).requires_grad_(), "gelu", 2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["gelu", "swiglu"])
+def test_small_and_far_negative(device: str, kind: str) -> None:
+    """Relative accuracy where 1 + tanh loses all of it: the bound of `slope` is relative in both."""
+    small = torch.logspace(-30, 0, 301)
+    far = torch.linspace(-5.0, -0.5, 300) if kind == "gelu" else torch.linspace(-80.0, -0.5, 300)
+    a = torch.cat([small, -small, far]).to(device)
+    x = a if kind == "gelu" else torch.cat([a, torch.ones_like(a)])
+    compare(x.unsqueeze(0), None, kind, 3)
+    y = bias_activation(x.detach(), None, kind)
+    assert (y[-300:] < 0).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_inputs(device: str, dtype: torch.dtype, kind: str) -> None:
+    """As large as the type has them: the limits, no NaN out of what is finite."""
+    top = torch.finfo(dtype).max
+    a = torch.tensor([1e4, -1e4, top, -top, top / 2, -top / 2, 0.0, -0.0], dtype=dtype, device=device)
+    x = (torch.cat([a, torch.ones_like(a)]) if kind == "swiglu" else a).requires_grad_()
+    y = bias_activation(x, None, kind)
+    y.sum().backward()
+    positive, slopes = a.clamp(min=0), x.grad[: len(a)]
+    if kind == "squared_relu":
+        assert torch.equal(y, (positive.float() * positive.float()).to(dtype))
+        assert torch.equal(slopes, (2 * positive.float()).to(dtype))
+    else:
+        assert torch.equal(y, positive)
+        assert torch.equal(slopes, torch.tensor([1, 0, 1, 0, 1, 0, 0.5, 0.5], dtype=dtype, device=device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_finite_shows(device: str, dtype: torch.dtype, kind: str) -> None:
+    """A NaN gives NaN, in its own place, and in the sum of its column; infinity no finite number but its limit."""
+    n = 32
+    for value in (float("nan"), float("inf")):
+        x = torch.ones(3, 2 * n if kind == "swiglu" else n, dtype=dtype, device=device)
+        x[1, 5] = value
+        bias = torch.zeros(x.shape[1], dtype=dtype, device=device, requires_grad=True)
+        x.requires_grad_()
+        y = bias_activation(x, bias, kind)
+        y.sum().backward()
+        bad = ~y.isfinite()
+        assert bad[1, 5] and int(bad.sum()) == 1
+        if math.isnan(value):
+            assert y[1, 5].isnan() and x.grad[1, 5].isnan() and bias.grad[5].isnan()
+        assert x.grad[[0, 2]].isfinite().all()
+        assert bias.grad[:5].isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_shapes(device: str) -> None:
+    """Any number of dimensions, strided x, no rows, no columns."""
+    x, bias = random((3, 5, 16), torch.float32, device, 0), random((16,), torch.float32, device, 1)
+    y = bias_activation(x, bias, "gelu")
+    assert torch.equal(bias_activation(x.transpose(0, 1), bias, "openai_gelu"), y.transpose(0, 1))
+    assert torch.equal(bias_activation(x[2, 3], bias, "gelu"), y[2, 3])
+    for shape in ((0, 16), (4, 0), (2, 0, 16)):
+        empty = torch.zeros(shape, device=device, requires_grad=True)
+        no_bias = torch.zeros(shape[-1], device=device, requires_grad=True)
+        result = bias_activation(empty, no_bias, "swiglu")
+        assert result.shape == (*shape[:-1], shape[-1] // 2)
+        result.sum().backward()
+        assert empty.grad.shape == shape and torch.equal(no_bias.grad, torch.zeros_like(no_bias))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_fallback(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kind: str) -> None:
+    """Torch's operators give the same: both are within one rounding of the exact result, the rest is fp32 arithmetic,
+    where 1 + tanh loses most: 2^-22 of inputs up to 4; the bias's gradient has seven such terms."""
+    x, bias, dy = (random((7, n), dtype, "cpu", n) for n in (64, 64, 32 if kind == "swiglu" else 64))
+    results = []
+    for there in (True, False):
+        if not there:
+            monkeypatch.setattr(activation, "available", lambda device: False)
+        x_, b_ = x.clone().requires_grad_(), bias[0].clone().requires_grad_()
+        y = bias_activation(x_, b_, kind)
+        y.backward(dy)
+        results.append((y, x_.grad, b_.grad))
+    for found, expected in zip(*results, strict=True):
+        assert_close(found, exact(expected), dtype, 2.0**-18, roundings=2)
+
+
+def test_what_is_refused() -> None:
+    x, bias = torch.zeros(3, 8), torch.zeros(8)
+    with pytest.raises(KernelError, match="kind is 'relu'; it must be one of gelu, openai_gelu, swiglu, squared_relu"):
+        bias_activation(x, bias, "relu")
+    with pytest.raises(KernelError, match="x is torch.float64; it must be float32, float16 or bfloat16"):
+        bias_activation(x.double(), None, "gelu")
+    with pytest.raises(KernelError, match="bias is torch.bfloat16 but x is torch.float32; they must be equal"):
+        bias_activation(x, bias.bfloat16(), "gelu")
+    with pytest.raises(KernelError, match=r"bias has shape \[4\]; it must be \[8\]"):
+        bias_activation(x, bias[:4], "gelu")
+    with pytest.raises(KernelError, match="x has 7 columns; swiglu needs an even number, gate before value"):
+        bias_activation(x[:, :7], None, "swiglu")
+    with pytest.raises(KernelError, match=r"x of strides \(1, 8\) is not contiguous"):
+        torch.ops.megatron.bias_activation(torch.zeros(8, 8).t(), None, "gelu")
+    with pytest.raises(KernelError, match="x has no dimension"):
+        bias_activation(torch.tensor(1.0), None, "gelu")

@@ -1,0 +1,413 @@
+"""Cross entropy over a vocabulary, whole and cut: values and gradients against float64, and what is done in place."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.errors import KernelError
+from megatron.kernels.ops import cross_entropy as module
+from megatron.kernels.ops.cross_entropy import cross_entropy, gradient_, local_pass
+from tests.kernels.numerics.reference import DEVICES, EXAMPLES, ROWS, TYPES, WIDTHS, assert_close, exact, random
+
+# exp is good to 2^-21 of itself, the argument's rounding costs 2^-24 of its size (below 100, or the term is nothing),
+# and each lane's sum, added up strip by strip, less than 2^-18: together below 2^-16.
+RELATIVE = 2.0**-16
+# exp is 0 in fp32 below -87.3, where the exact one is this at most.
+VANISHED = 2.0**-125
+
+INFINITY = float("inf")
+FAR = [-(2**63), -100, -1, 2**31 - 1, 2**31, 2**32, 2**63 - 1]
+"""Labels that nobody holds: among them some that look like columns where 64 bits are cut to 32."""
+
+
+def drawn_labels(tokens: int, low: int, high: int, seed: int) -> torch.Tensor:
+    return torch.randint(low, high, (tokens,), generator=torch.Generator().manual_seed(seed))
+
+
+def in_a_buffer(x: torch.Tensor, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x as a contiguous view, `shift` elements behind what is aligned, into a larger array of sevens."""
+    buffer = torch.full((x.numel() + 64,), 7.0, dtype=x.dtype, device=x.device)
+    view = buffer[32 + shift : 32 + shift + x.numel()].view(x.shape)
+    view.copy_(x)
+    return view, buffer
+
+
+def expected_pass(x: torch.Tensor, labels: torch.Tensor, first: int, real: int) -> tuple[torch.Tensor, ...]:
+    """The three numbers, by their definition, in float64."""
+    wide = exact(x).detach()[:, :real]
+    if real == 0:
+        zeros = torch.zeros(len(x), dtype=torch.float64)
+        return zeros - INFINITY, zeros, zeros
+    maximum = wide.amax(-1)
+    total = (wide - maximum.unsqueeze(-1).clamp_min(-1e300)).exp().sum(-1)
+    target = torch.zeros_like(maximum)
+    for token, label in enumerate(labels.tolist()):
+        if first <= label < first + real:
+            target[token] = wide[token, label - first]
+    return maximum, total, target
+
+
+def expected_gradient(
+    x: torch.Tensor, labels: torch.Tensor, maximum: torch.Tensor, total: torch.Tensor, upstream: torch.Tensor,
+    first: int, real: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient in float64, and the fp32 error that its terms may have before they cancel."""
+    p = (exact(x).detach() - maximum.unsqueeze(-1)).exp() / total.unsqueeze(-1)
+    p[:, real:] = 0
+    onehot = torch.zeros_like(p)
+    for token, label in enumerate(labels.tolist()):
+        if first <= label < first + real:
+            onehot[token, label - first] = 1
+    g = upstream.double().cpu().unsqueeze(-1)
+    bound = g.abs() * (RELATIVE * p + 2.0**-22 * onehot + VANISHED * (p != 0))
+    return (p - onehot) * g, bound
+
+
+def check_pass(found: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> None:
+    maximum, total, target = (t.cpu() for t in found)
+    assert torch.equal(maximum.double(), want[0])  # no arithmetic: to the bit
+    assert torch.equal(target.double(), want[2])
+    assert_close(total, want[1], torch.float32, RELATIVE * want[1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TYPES)
+@EXAMPLES
+@given(
+    tokens=ROWS, width=WIDTHS, padding=st.integers(0, 40), first=st.sampled_from([0, 1, 77, 2**33]),
+    shift=st.sampled_from([0, 0, 1, 8]), far=st.sampled_from(FAR), seed=st.integers(0, 99),
+)
+def test_local_pass_and_gradient(
+    device: str, dtype: torch.dtype, tokens: int, width: int, padding: int, first: int, shift: int, far: int, seed: int
+) -> None:
+    """One rank's part: padding columns hold NaN and take no part; labels are here, elsewhere, and nowhere."""
+    real = max(0, width - padding)
+    x = random((tokens, width), dtype, device, seed, scale=3.0)
+    x[:, real:] = float("nan")
+    labels = drawn_labels(tokens, max(0, first - 9), first + real + 9, seed)
+    labels[tokens // 2 : tokens // 2 + 1] = far
+    logits, buffer = in_a_buffer(x, shift)
+    found = local_pass(logits, labels.to(device), first, real)
+    want = expected_pass(x, labels, first, real)
+    check_pass(found, want)
+    assert torch.equal(logits.nan_to_num(1e4), x.nan_to_num(1e4))
+
+    if real == 0:
+        want = (torch.zeros(tokens).double(), torch.ones(tokens).double(), want[2])  # of the other ranks
+    upstream = random((tokens,), torch.float32, device, seed + 1)
+    maximum, total = (t.float().to(device) for t in want[:2])
+    gradient_(logits, labels.to(device), maximum, total, upstream, first, real)
+    expected, bound = expected_gradient(x, labels, want[0], want[1], upstream, first, real)
+    assert_close(logits, expected, dtype, bound)
+    assert (logits[:, real:] == 0).all()
+    end = 32 + shift + x.numel()
+    assert (buffer[: 32 + shift] == 7).all() and (buffer[end:] == 7).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TYPES)
+@EXAMPLES
+@given(
+    s=st.integers(0, 5), b=st.integers(1, 3), width=WIDTHS, padding=st.integers(0, 9), first=st.sampled_from([0, 500]),
+    scale=st.sampled_from([0.0, 1.0, 30.0, 1e4]), seed=st.integers(0, 99),
+)
+def test_cross_entropy(
+    device: str, dtype: torch.dtype, s: int, b: int, width: int, padding: int, first: int, scale: float, seed: int
+) -> None:
+    """Losses and gradients of [s, b, v], also where all logits are equal and where one has all the weight."""
+    real = max(1, width - padding)
+    x = random((s, b, width), dtype, device, seed, scale).requires_grad_()
+    labels = drawn_labels(s * b, first, first + real, seed).view(s, b)
+    found = cross_entropy(x, labels.to(device), first, real)
+    wide = exact(x)
+    want = torch.nn.functional.cross_entropy(
+        wide[..., :real].reshape(-1, real), labels.reshape(-1) - first, reduction="none"
+    ).view(s, b)
+    # log(total) has the relative error of the total; maximum - target and the sum are rounded.
+    spread = wide.detach().abs().amax(-1)
+    assert_close(found, want, torch.float32, RELATIVE + 2.0**-23 * (2 * spread + want.detach()))
+    upstream = random((s, b), torch.float32, device, seed + 1)
+    found.backward(upstream)
+    want.backward(exact(upstream).detach())
+    # The gradient starts from the fp32 total; 2^-16 of p as in the local pass, once more for the total's own error.
+    p = wide.detach().masked_fill(torch.arange(width) >= real, -INFINITY).softmax(-1)
+    g = upstream.double().cpu().abs().unsqueeze(-1)
+    assert_close(x.grad, wide.grad, dtype, g * (2 * RELATIVE * p + 2.0**-22 * (wide.grad != 0) + VANISHED))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TYPES)
+@EXAMPLES
+@given(data=st.data(), tokens=st.integers(1, 9), seed=st.integers(0, 99))
+def test_a_cut_vocabulary(device: str, dtype: torch.dtype, data: st.DataObject, tokens: int, seed: int) -> None:
+    """The parts of 2 to 4 ranks, combined as megatron/layers/cross_entropy.py combines them, are the whole."""
+    parts = data.draw(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 9)), min_size=2, max_size=4))
+    x = random((tokens, sum(real for real, _ in parts)), dtype, device, seed, scale=3.0)
+    x[0] = -INFINITY  # of all but the last rank
+    x[0, -parts[-1][0] :] = 1.0
+    labels = drawn_labels(tokens, 0, x.shape[1], seed)
+    labels[0] = x.shape[1] - 1
+    starts = [sum(real for real, _ in parts[:i]) for i in range(len(parts))]
+    pieces = [
+        torch.nn.functional.pad(x[:, start : start + real], (0, padding), value=9.0)
+        for start, (real, padding) in zip(starts, parts, strict=True)
+    ]
+    ranks = [(piece, start, real) for piece, start, (real, _) in zip(pieces, starts, parts, strict=True)]
+    found = [local_pass(piece, labels.to(device), start, real) for piece, start, real in ranks]
+    maximum = torch.stack([one[0] for one in found]).amax(0)
+    total = torch.stack([one[1] * (one[0] - maximum).exp() for one in found]).sum(0)
+    target = torch.stack([one[2] for one in found]).sum(0)
+    losses = total.log() + (maximum - target)
+    wide = exact(x)
+    want = torch.nn.functional.cross_entropy(wide, labels, reduction="none")
+    assert_close(losses, want, torch.float32, RELATIVE + 2.0**-20)
+    upstream = random((tokens,), torch.float32, device, seed + 1)
+    want.backward(exact(upstream).detach())
+    for piece, start, real in ranks:
+        gradient_(piece, labels.to(device), maximum, total, upstream, start, real)
+        g = upstream.double().cpu().abs().unsqueeze(-1)
+        assert_close(piece[:, :real], wide.grad[:, start : start + real], dtype, g * 2 * RELATIVE)
+        assert (piece[:, real:] == 0).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("strip", [512, 1024, 2048, 4096, 8192, 16_384])
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_ends_of_strips(device: str, dtype: torch.dtype, strip: int, more: int) -> None:
+    """Rows that end with a strip of the kernel, or one column before or after it, wide accesses or not."""
+    for width in (strip + 8, strip + 1):
+        x = random((2, width), dtype, device, 1)
+        real = strip + more
+        x[:, real - 1] = 9.0  # most of the sum
+        labels = torch.full((2,), real - 1)
+        found = local_pass(x, labels.to(device), 0, real)
+        want = expected_pass(x, labels, 0, real)
+        check_pass(found, want)
+        upstream = torch.ones(2, device=device)
+        expected, bound = expected_gradient(x, labels, want[0], want[1], upstream, 0, real)
+        gradient_(x, labels.to(device), found[0], found[1], upstream, 0, real)
+        assert_close(x, expected, dtype, bound)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("dtype", "width"), [(torch.bfloat16, 262_144), (torch.float32, 65_544), (torch.float16, 100_003)]
+)
+@pytest.mark.parametrize("order", ["ascending", "descending", "random"])
+def test_a_wide_vocabulary(device: str, dtype: torch.dtype, width: int, order: str) -> None:
+    """Ascending logits move the maximum in every strip."""
+    x = random((3, width), dtype, device, 1, scale=3.0)
+    if order != "random":
+        x = x.sort(descending=order == "descending")[0].contiguous()
+    labels = torch.tensor([0, width // 2, width - 1], device=device)
+    want = expected_pass(x, labels.cpu(), 0, width)
+    maximum, total, target = local_pass(x, labels, 0, width)
+    assert torch.equal(maximum.double().cpu(), want[0]) and torch.equal(target.double().cpu(), want[2])
+    # Up to 64 strips, of which each may cost the sum so far two units in the last place.
+    assert_close(total, want[1], torch.float32, (RELATIVE + 64 * 2.0**-22) * want[1])
+    upstream = torch.tensor([1.0, -2.0, 0.5], device=device)
+    statistics = maximum.double().cpu(), total.double().cpu()
+    expected, bound = expected_gradient(x, labels.cpu(), *statistics, upstream, 0, width)
+    gradient_(x, labels, maximum, total, upstream, 0, width)
+    assert_close(x, expected, dtype, bound)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("width", [24, 5000, 9000])
+def test_what_is_not_finite_shows(device: str, width: int) -> None:
+    """-inf has no weight; NaN, +inf, nothing but -inf, and a gradient of NaN are NaN in that token's results."""
+    x = random((6, width), torch.float32, device, 0)
+    labels = torch.full((6,), width - 1, device=device)
+    x[0, : width - 5] = -INFINITY
+    x[1, width // 2] = float("nan")
+    x[2, width // 3] = INFINITY
+    x[3] = -INFINITY
+    x[5, 0] = -INFINITY
+    want = torch.nn.functional.cross_entropy(exact(x).detach(), labels.cpu(), reduction="none")
+    maximum, total, _ = local_pass(x, labels, 0, width)
+    assert maximum.tolist()[2:4] == [INFINITY, -INFINITY] and not maximum.isnan().any()
+    assert total.isnan().tolist() == [False, True, True, False, False, False]
+    leaf = x.clone().requires_grad_()
+    found = cross_entropy(leaf, labels)
+    assert found.isnan().tolist() == want.isnan().tolist() == [False, True, True, True, False, False]
+    assert_close(found[[0, 4, 5]], want[[0, 4, 5]], torch.float32, RELATIVE + 2.0**-20)
+    upstream = torch.ones(6, device=device)
+    upstream[4] = float("nan")
+    found.backward(upstream)
+    assert leaf.grad is not None
+    assert leaf.grad.isnan().any(-1).tolist() == [False, True, True, True, True, False]
+    assert leaf.grad[4].isnan().all() and leaf.grad[1].isnan().all()
+    assert (leaf.grad[0, : width - 5] == 0).all() and leaf.grad[5, 0] == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_rank_without_logits_above_minus_infinity(device: str) -> None:
+    """Maximum -inf and sum 0, which another rank's numbers absorb; also where a rank has nothing but padding."""
+    x = torch.full((2, 40), -INFINITY, device=device)
+    labels = torch.zeros(2, dtype=torch.int64, device=device)
+    for logits, real in ((x, 40), (x, 0), (x[:, :0].contiguous(), 0)):
+        maximum, total, _ = local_pass(logits, labels, 0, real)
+        assert maximum.tolist() == [-INFINITY] * 2 and total.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("real", [0, 30, 37])
+def test_without_a_library(device: str, dtype: torch.dtype, real: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's operators do the same, a few rows at a time."""
+    monkeypatch.setattr(module, "available", lambda device: False)
+    monkeypatch.setattr(module, "_AT_A_TIME", 100)
+    x = random((7, 37), dtype, device, 0, scale=3.0)
+    labels = drawn_labels(7, 0, 60, 1)
+    want = expected_pass(x, labels, 10, real)
+    found = local_pass(x, labels.to(device), 10, real)
+    check_pass(found, want)
+    if real:
+        upstream = random((7,), torch.float32, device, 1)
+        expected, bound = expected_gradient(x, labels, want[0], want[1], upstream, 10, real)
+        gradient_(x, labels.to(device), found[0], found[1], upstream, 10, real)
+        assert_close(x, expected, dtype, bound)
+    x[:, 2] = float("nan")
+    assert not local_pass(x, labels.to(device), 10, real)[0].isnan().any()
+
+
+def linear_losses(
+    x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = x @ weight
+    return logits, cross_entropy(logits, labels)
+
+
+def problem(device: str, tokens: int = 6, width: int = 40) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    labels = drawn_labels(tokens, 0, width, 5).to(device)
+    x, weight = random((tokens, 4), torch.float32, device, 3), random((4, width), torch.float32, device, 4)
+    return x.requires_grad_(), weight.requires_grad_(), labels
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_second_backward_pass_is_refused(device: str) -> None:
+    """Rather than wrong: the logits have become their gradient."""
+    x, weight, labels = problem(device)
+    logits, losses = linear_losses(x, weight, labels)
+    before = logits.detach().clone()
+    losses.sum().backward(retain_graph=True)
+    assert not torch.equal(logits.detach(), before)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses.sum().backward()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_others_who_saved_the_logits_are_told(device: str) -> None:
+    x, weight, labels = problem(device)
+    logits, losses = linear_losses(x, weight, labels)
+    squares = logits.square()
+    losses.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.sum().backward()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_leaf_keeps_its_values(device: str) -> None:
+    x = random((5, 24), torch.float32, device, 0)
+    leaf = x.clone().requires_grad_()
+    for _ in range(2):
+        cross_entropy(leaf, torch.arange(5, device=device)).sum().backward()
+    assert torch.equal(leaf.detach(), x)
+    labels, strided = torch.arange(5, device=device), x.t().contiguous().t()
+    assert torch.equal(cross_entropy(strided, labels), cross_entropy(x, labels))
+
+
+class NoSecondArray(TorchDispatchMode):
+    """Fails on an operator that returns an array as large as the logits in memory of its own."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        super().__init__()
+        self.logits, self.seen = logits, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.seen += 1
+                where, here = tensor.untyped_storage(), self.logits.untyped_storage()
+                assert where.data_ptr() == here.data_ptr() or where.nbytes() < here.nbytes() // 8, func
+        return out
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kernel", [True, False])
+def test_no_second_array_of_the_logits_size(device: str, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither around the operators nor within them (which a dispatch mode does not see of itself)."""
+    if not kernel:
+        monkeypatch.setattr(module, "available", lambda device: False)
+        monkeypatch.setattr(module, "_AT_A_TIME", 1024)
+    _, _, labels = problem(device, 64, 512)
+    logits = random((64, 512), torch.float32, device, 0).requires_grad_() * 1.0
+    upstream = torch.ones(64, device=device)
+    with NoSecondArray(logits) as watch:
+        losses = cross_entropy(logits, labels)
+        (gradient,) = torch.autograd.grad(losses, logits, upstream)
+    assert watch.seen >= 3 and gradient.data_ptr() == logits.data_ptr()
+    inner = random((64, 512), torch.float32, device, 0)
+    with NoSecondArray(inner) as watch:
+        _, maximum, total = module._losses(inner, labels, 0, 512)
+        module._gradient_in_place(inner, labels, maximum, total, upstream, 0, 512)
+    assert watch.seen >= 4 and torch.equal(inner, gradient)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled(device: str) -> None:
+    """The logits come from a layer within the compiled function, or from outside of it."""
+    x, weight, labels = problem(device)
+    linear_losses(x, weight, labels)[1].sum().backward()
+    want = x.grad.clone(), weight.grad.clone()
+    for whole in (True, False):
+        x.grad = weight.grad = None
+        torch._dynamo.reset()
+        if whole:
+            function = torch.compile(
+                lambda x, w, labels: cross_entropy(x @ w, labels), fullgraph=True, backend="aot_eager"
+            )
+            losses = function(x, weight, labels)
+        else:
+            function = torch.compile(cross_entropy, fullgraph=True, backend="aot_eager")
+            losses = function(x @ weight, labels)
+        losses.sum().backward()
+        assert torch.equal(x.grad, want[0]) and torch.equal(weight.grad, want[1])
+
+
+def test_inference_mode() -> None:
+    """Its tensors have no version counter."""
+    with torch.inference_mode():
+        x, labels = torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64)
+        ones = torch.ones(2)
+        gradient_(x, labels, 0 * ones, 8 * ones, ones, 0, 8)
+        assert x.tolist() == [[-0.875] + [0.125] * 7] * 2
+
+
+def test_what_is_refused() -> None:
+    logits, labels = torch.zeros(3, 8), torch.zeros(3, dtype=torch.int64)
+    three = torch.ones(3)
+    with pytest.raises(KernelError, match="logits is torch.float64; it must be float32, float16 or bfloat16"):
+        local_pass(logits.double(), labels, 0, 8)
+    with pytest.raises(KernelError, match="labels are torch.int32; they must be int64"):
+        cross_entropy(logits, labels.int())
+    with pytest.raises(KernelError, match=r"labels has shape \[2\]; it must be \[3\]"):
+        cross_entropy(logits, labels[:2])
+    with pytest.raises(KernelError, match="real is 9, but the logits have 8 columns"):
+        cross_entropy(logits, labels, real=9)
+    with pytest.raises(KernelError, match="first is -1; it must not be negative"):
+        cross_entropy(logits, labels, first=-1)
+    with pytest.raises(KernelError, match="not contiguous"):
+        local_pass(torch.zeros(8, 3).t(), labels, 0, 8)
+    with pytest.raises(KernelError, match="total is torch.float64; it must be float32"):
+        gradient_(logits, labels, three, three.double(), three, 0, 8)
+    with pytest.raises(KernelError, match=r"gradient has shape \[1\]; it must be \[3\]"):
+        gradient_(logits, labels, three, three, three[:1], 0, 8)
+

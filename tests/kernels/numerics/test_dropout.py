@@ -1,0 +1,316 @@
+"""Bias, dropout and residual: the mask against Philox computed here, values and gradients against float64."""
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.errors import KernelError
+from megatron.kernels.build import SOURCES, compile_flags, compiler, host_archs
+from megatron.kernels.library import available
+from megatron.kernels.ops import dropout
+from megatron.kernels.ops.dropout import bias_dropout_add
+from tests.kernels.numerics import reference
+from tests.kernels.numerics.reference import DEVICES, EXAMPLES, ROWS, TYPES, WIDTHS, assert_close, exact, random
+
+SEEDS = st.one_of(st.integers(0, 9), st.integers(0, 2**63 - 1), st.just(2**63 - 1))
+PROBABILITIES = st.sampled_from([0.1, 0.5, 0.9, 2.0**-20])
+
+# counter, key, words: the vectors that the authors publish with their code (Random123, tests/kat_vectors).
+KNOWN = [
+    ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+    ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+    (
+        [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], [0xA4093822, 0x299F31D0],
+        [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+    ),
+]  # fmt: skip
+
+
+def philox(counter: list[np.ndarray], key: list[int]) -> list[np.ndarray]:
+    """Philox4x32-10 on arrays of uint64 that hold 32 bits each (SC 2011, section 3.3)."""
+    half, low, (c0, c1, c2, c3), (k0, k1) = np.uint64(32), np.uint64(0xFFFFFFFF), counter, key
+    for _ in range(10):
+        a, b = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = (b >> half) ^ c1 ^ np.uint64(k0), b & low, (a >> half) ^ c3 ^ np.uint64(k1), a & low
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return [c0, c1, c2, c3]
+
+
+def words(seed: int, first: int, count: int) -> np.ndarray:
+    """The random words of elements first ... first + count - 1; first is a multiple of 4."""
+    block = np.arange(first // 4, (first + count + 3) // 4, dtype=np.uint64)
+    zero = np.zeros_like(block)
+    four = philox([block & np.uint64(0xFFFFFFFF), block >> np.uint64(32), zero, zero], [seed & 0xFFFFFFFF, seed >> 32])
+    return np.stack(four, axis=1).reshape(-1)[:count]
+
+
+def kept(shape: tuple[int, ...], probability: float, seed: int) -> torch.Tensor:
+    bound = np.uint64(int((1 - probability) * 2**32))
+    return torch.from_numpy(words(seed, 0, int(np.prod(shape, dtype=np.int64))) < bound).reshape(shape)
+
+
+def needs_kernels(device: str) -> None:
+    if not available(torch.device(device)):
+        pytest.skip(f"no kernel library for {device}")
+
+
+def test_known_words() -> None:
+    """The Philox of this file."""
+    for counter, key, expected in KNOWN:
+        found = philox([np.array([c], dtype=np.uint64) for c in counter], key)
+        assert [int(w[0]) for w in found] == expected
+
+
+@pytest.mark.parametrize("arch", [arch for arch in host_archs() if arch != "x86-64-v2"])
+def test_known_words_in_c(tmp_path: Path, arch: str) -> None:
+    """The Philox of the kernels, with and without vectors, also for counters of more than 32 bits."""
+    tool = compiler("host")
+    if tool is None:
+        pytest.skip("no C++ compiler")
+    cases = []
+    for c, k, _ in KNOWN:
+        cases.append(f"{{ uint32_t c[4] = {{{','.join(map(str, c))}}}; philox(c, {k[0]}u, {k[1]}u); print(c, 4); }}")
+    seed, firsts = 0x123456789ABCDEF0, [0, 1 << 32, (1 << 34) - 32, (1 << 34) + 96]
+    for first in firsts:
+        for v in (1, 4, 8, 32):
+            loop = f"for (int i = 0; i < 32; i += {v}) random_words<{v}>({seed}u, {first} + i, w + i);"
+            cases += [loop, "print(w, 32);"]
+    source = tmp_path / "words.cpp"
+    source.write_text(
+        f'#include "{SOURCES}/philox.h"\n#include <stdio.h>\n'
+        "static void print(const uint32_t *w, int n) {\n"
+        'for (int i = 0; i < n; ++i) printf("%u ", w[i]);\nprintf("\\n");\n}\n'
+        "int main() { uint32_t w[32];\n" + "\n".join(cases) + "}\n"
+    )
+    subprocess.run([tool, *compile_flags("host", [arch]), str(source), "-o", str(tmp_path / "words")], check=True)
+    lines = subprocess.run([tmp_path / "words"], check=True, capture_output=True, text=True).stdout.splitlines()
+    found = [[int(word) for word in line.split()] for line in lines]
+    assert found[: len(KNOWN)] == [expected for _, _, expected in KNOWN]
+    for i, first in enumerate(firsts):
+        expected = words(seed, first, 32).tolist()
+        assert found[len(KNOWN) + 4 * i : len(KNOWN) + 4 * i + 4] == [expected] * 4, f"elements from {first} on"
+
+
+def moved_on(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers one element further on: contiguous, and no address for wide accesses."""
+    room = x.new_empty(x.numel() + 1)
+    room[1:] = x.reshape(-1)
+    return room[1:].view(x.shape)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TYPES)
+@EXAMPLES
+@given(rows=ROWS, columns=WIDTHS, probability=PROBABILITIES, moved=st.booleans(), seed=SEEDS)
+def test_mask_is_philox(
+    device: str, dtype: torch.dtype, rows: int, columns: int, probability: float, moved: bool, seed: int
+) -> None:
+    """Forward and backward, whatever the width, the type and the address."""
+    needs_kernels(device)
+    x = torch.ones(rows, columns, dtype=dtype, device=device)
+    x = (moved_on(x) if moved else x).requires_grad_()
+    y = bias_dropout_add(x, None, None, probability, seed)
+    y.backward(torch.ones_like(y))
+    expected = kept((rows, columns), probability, seed).to(device) * torch.tensor(1 / (1 - probability)).to(dtype)
+    assert torch.equal(y, expected.to(y)) and torch.equal(x.grad, expected.to(y))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TYPES)
+@EXAMPLES
+@given(
+    rows=ROWS, columns=WIDTHS, probability=st.one_of(st.just(0.0), PROBABILITIES), moved=st.booleans(),
+    biased=st.booleans(), added=st.booleans(), seed=SEEDS,
+)
+def test_against_float64(
+    device: str, dtype: torch.dtype, rows: int, columns: int, probability: float, moved: bool, biased: bool,
+    added: bool, seed: int,
+) -> None:
+    needs_kernels(device)
+    case = seed % 1000
+    shape = rows, columns
+    x, residual, dy = (random(shape, dtype, device, case + i) for i in range(3))
+    bias = random((columns,), dtype, device, case + 3).requires_grad_() if biased else None
+    if moved:
+        x = moved_on(x)
+    x.requires_grad_()
+    residual.requires_grad_()
+    y = bias_dropout_add(x, bias, residual if added else None, probability, seed)
+    y.backward(dy)
+
+    factor = kept(shape, probability, seed).double() / (1 - probability)
+    wide = (exact(x) + (exact(bias) if bias is not None else 0)).detach() * factor
+    want = wide + (exact(residual).detach() if added else 0)
+    # Sum, factor, product and second sum each round once, to half a unit of their own results.
+    assert_close(y, want, dtype, 3 * 2.0**-24 * wide.abs() + 2.0**-24 * want.abs())
+    g = exact(dy).detach()
+    assert_close(x.grad, g * factor, dtype, 2.0**-23 * (g * factor).abs())
+    if added:
+        assert torch.equal(residual.grad, dy)
+    if bias is not None:
+        # One term after the other in fp32: each addition rounds what has been added by then.
+        error = (rows + 2) * 2.0**-24 * (g * factor).abs().sum(0)
+        assert_close(bias.grad, (g * factor).sum(0), dtype, error)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("columns", [8, 13])
+def test_bias_gradient_of_many_rows(device: str, columns: int) -> None:
+    """In many parts, the last of which is not full."""
+    needs_kernels(device)
+    x = torch.zeros(4100, columns, device=device, requires_grad=True)
+    bias = torch.zeros(columns, device=device, requires_grad=True)
+    bias_dropout_add(x, bias, None, 0.5, 3).backward(torch.ones_like(x))
+    assert torch.equal(bias.grad.cpu(), 2.0 * kept((4100, columns), 0.5, 3).sum(0))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_law_of_the_mask(device: str) -> None:
+    """The share of what is kept, and no correlation between neighbouring seeds, rows or elements, within 5 sigma.
+
+    The seeds are fixed, so that this passes or fails for good.
+    """
+    rows, columns = (64, 1024) if reference.SIMULATED else (1024, 1024)
+    count, x = rows * columns, torch.ones(rows, columns, device=device)
+    for probability in (0.1, 0.5):
+        deviation = (probability * (1 - probability)) ** 0.5
+        masks = []
+        for seed in (0, 1, 2, 2**32, 2**62):
+            mask = (bias_dropout_add(x, None, None, probability, seed) != 0).double().cpu()
+            assert abs(mask.mean() - (1 - probability)) < 5 * deviation / count**0.5
+            masks.append((mask - mask.mean()) / deviation)
+        pairs = [(a, b) for i, a in enumerate(masks) for b in masks[:i]]
+        pairs += [(m[1:], m[:-1]) for m in masks] + [(m[:, k:], m[:, :-k]) for m in masks for k in (1, 2, 4)]
+        for a, b in pairs:
+            assert abs((a * b).mean()) < 5 / a.numel() ** 0.5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_seed_and_place_alone_count(device: str) -> None:
+    """The same mask again for the same seed, in any shape; another for another seed."""
+    x = torch.ones(4, 6, 10, device=device)
+    y = bias_dropout_add(x, None, None, 0.5, 7)
+    assert torch.equal(bias_dropout_add(x, None, None, 0.5, 7), y)
+    assert torch.equal(bias_dropout_add(x.view(8, 30), None, None, 0.5, 7).view(x.shape), y)
+    assert torch.equal(bias_dropout_add(x.view(-1), None, None, 0.5, 7).view(x.shape), y)
+    assert not torch.equal(bias_dropout_add(x, None, None, 0.5, 8), y)
+    strided = random((10, 6, 4), torch.float32, device, 0).transpose(0, 2)
+    packed = strided.contiguous()
+    assert torch.equal(bias_dropout_add(strided, None, strided, 0.5, 7), bias_dropout_add(packed, None, packed, 0.5, 7))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_recomputation(device: str) -> None:
+    """Activation checkpointing gives the same gradients to the bit."""
+    x, bias, residual = (random(s, torch.float32, device, 1) for s in ((9, 40), (40,), (9, 40)))
+    results = []
+    for again in (False, True):
+        leaves = [t.clone().requires_grad_() for t in (x, bias, residual)]
+
+        def layer(*tensors: torch.Tensor) -> torch.Tensor:
+            return bias_dropout_add(*tensors, 0.3, 5).square().square()
+
+        y = torch.utils.checkpoint.checkpoint(layer, *leaves, use_reentrant=False) if again else layer(*leaves)
+        y.sum().backward()
+        results.append([y, *(t.grad for t in leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_not_finite_shows(device: str) -> None:
+    """Also where it is dropped: in a run that has gone wrong, it shall not depend on luck whether that is seen."""
+    for value in (float("nan"), float("inf")):
+        x = torch.ones(4, 32, device=device)
+        x[1] = value
+        y = bias_dropout_add(x, None, torch.ones_like(x), 0.5, 1)
+        assert not y[1].isfinite().any() and y[[0, 2, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_empty(device: str) -> None:
+    for shape in ((0, 16), (4, 0), (2, 0, 16)):
+        x = torch.zeros(shape, device=device, requires_grad=True)
+        bias = torch.zeros(shape[-1], device=device, requires_grad=True)
+        y = bias_dropout_add(x, bias, torch.zeros(shape, device=device), 0.1, 0)
+        y.sum().backward()
+        assert y.shape == shape and torch.equal(bias.grad, torch.zeros_like(bias))
+
+
+def test_compiled_once_for_all_seeds() -> None:
+    """The seed is not burnt into what torch.compile makes; a second compilation is what it takes to find that out."""
+    compiled = 0
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        nonlocal compiled
+        compiled += 1
+        return graph.forward
+
+    def layer(x: torch.Tensor, bias: torch.Tensor, seed: int) -> torch.Tensor:
+        return bias_dropout_add(x, bias, x, 0.5, seed)
+
+    torch._dynamo.reset()
+    fast = torch.compile(layer, fullgraph=True, backend=backend)
+    x, bias = random((4, 16), torch.float32, "cpu", 0), random((16,), torch.float32, "cpu", 1)
+    for seed in (5, 6, 2**62 + 1, 2**63 - 1, 9):
+        assert torch.equal(fast(x, bias, seed), layer(x, bias, seed))
+    assert compiled <= 2
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_fallback(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, biased: bool) -> None:
+    """Torch's operators: the same law, the same mask forward and backward, the same in float64 apart from the mask."""
+    monkeypatch.setattr(dropout, "available", lambda device: False)
+    probability, shape = 0.25, (50, 400)
+    ones = torch.ones(shape, dtype=dtype)
+    mask = bias_dropout_add(ones, None, None, probability, 3) != 0
+    assert abs(mask.double().mean() - 0.75) < 5 * (0.25 * 0.75 / mask.numel()) ** 0.5
+    x, residual, dy = (random(shape, dtype, "cpu", i).requires_grad_(i < 2) for i in range(3))
+    bias = random(shape[1:], dtype, "cpu", 4).requires_grad_() if biased else None
+    y = bias_dropout_add(x, bias, residual, probability, 3)
+    y.backward(dy)
+    factor = mask.double() / 0.75
+    wide = (exact(x) + (exact(bias) if bias is not None else 0)).detach() * factor
+    want = wide + exact(residual).detach()
+    assert_close(y, want, dtype, 3 * 2.0**-24 * wide.abs() + 2.0**-24 * want.abs())
+    g = exact(dy).detach() * factor
+    assert_close(x.grad, g, dtype, 2.0**-23 * g.abs())
+    assert torch.equal(residual.grad, dy)
+    if bias is not None:
+        assert_close(bias.grad, g.sum(0), dtype, (shape[0] + 2) * 2.0**-24 * g.abs().sum(0))
+
+
+def test_what_is_refused() -> None:
+    x = torch.zeros(3, 8)
+    for probability in (1.0, -0.1, float("nan")):
+        with pytest.raises(KernelError, match=f"probability is {probability}; it must be at least 0 and less than 1"):
+            bias_dropout_add(x, None, None, probability, 0)
+    with pytest.raises(KernelError, match="seed is -1; it must be at least 0 and less than 2.63"):
+        bias_dropout_add(x, None, None, 0.1, -1)
+    with pytest.raises(KernelError, match="x is torch.float64; it must be float32, float16 or bfloat16"):
+        bias_dropout_add(x.double(), None, None, 0.1, 0)
+    with pytest.raises(KernelError, match="residual is torch.bfloat16 but x is torch.float32; they must be equal"):
+        bias_dropout_add(x, None, x.bfloat16(), 0.1, 0)
+    with pytest.raises(KernelError, match=r"bias has shape \[7\]; it must be \[8\]"):
+        bias_dropout_add(x, torch.zeros(7), None, 0.1, 0)
+    with pytest.raises(KernelError, match=r"residual has shape \[8, 3\]; it must be \[3, 8\]"):
+        bias_dropout_add(x, None, torch.zeros(8, 3), 0.1, 0)
+    with pytest.raises(KernelError, match=r"x of strides \(1, 8\) is not contiguous"):
+        torch.ops.megatron.bias_dropout_add(torch.zeros(8, 8).t(), None, None, 0.1, 0)
+    with pytest.raises(KernelError, match=r"x has shape \[\]; \[.., n\] is needed"):
+        bias_dropout_add(torch.tensor(1.0), None, None, 0.1, 0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dtype", "unit"), [(torch.float16, 2.0**-10), (torch.bfloat16, 2.0**-7)])
+def test_ties_go_to_even(device: str, dtype: torch.dtype, unit: float) -> None:
+    """A sum in the middle between two numbers of the type is rounded to the one whose last bit is 0."""
+    x = torch.tensor([1.0, 1.0 + unit, -1.0, -1.0 - unit] * 2, dtype=dtype, device=device)
+    half = torch.full_like(x, unit / 2) * x.sign()
+    assert bias_dropout_add(x, None, half, 0.0, 0).tolist() == [1.0, 1.0 + 2 * unit, -1.0, -1.0 - 2 * unit] * 2

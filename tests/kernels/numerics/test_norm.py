@@ -1,0 +1,268 @@
+"""LayerNorm and RMSNorm, with and without a residual, values and gradients, against float64."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.errors import KernelError
+from megatron.kernels.ops import norm
+from megatron.kernels.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from tests.kernels.numerics.reference import (
+    DEVICES,
+    EXAMPLES,
+    ROWS,
+    SIMULATED,
+    TYPES,
+    WIDTHS,
+    assert_close,
+    exact,
+    random,
+)
+
+EPS = 1e-5
+
+
+def relative(n: int) -> float:
+    """The error of what fp32 arithmetic makes of rows of n, relative to the terms.
+
+    Every addition rounds by 2^-24 of a partial sum, all in one direction at worst: no chain of additions in a row is
+    longer than n / 32. The sums over rows have chains of up to 33 rows and 64 parts; the lanes' tree, rstd and a few
+    products take the rest of the 128.
+    """
+    return (n / 32 + 128) * 2.0**-24
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is normalised and how; `scale` and `shift` of its numbers."""
+
+    rms: bool = False
+    added: bool = False
+    biased: bool = True
+    one_plus: bool = False
+    scale: float = 1.0
+    shift: float = 0.0
+    misaligned: bool = False
+
+
+CASES = st.builds(
+    Case, rms=st.booleans(), added=st.booleans(), biased=st.booleans(), one_plus=st.booleans(),
+    scale=st.sampled_from([1.0, 1.0, 1e-3, 50.0]), shift=st.sampled_from([0.0, 0.0, 3.0, 1000.0]),
+    misaligned=st.booleans(),
+)
+
+
+def make(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int, case: Case) -> torch.Tensor:
+    """Normal numbers; `misaligned` ones begin one element past the start of their storage."""
+    x = random(shape, torch.float64, "cpu", seed, case.scale) + case.shift
+    if case.misaligned:
+        x = torch.cat([x.new_zeros(1), x.flatten()]).to(dtype).to(device)[1:].view(shape)
+    return x.to(dtype).to(device)
+
+
+def apply(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None, case: Case
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(y, what was normalised)."""
+    if residual is None:
+        if case.rms:
+            return rms_norm(x, weight, EPS, case.one_plus), x
+        return layer_norm(x, weight, bias, EPS, case.one_plus), x
+    if case.rms:
+        return add_rms_norm(x, residual, weight, EPS, case.one_plus)
+    return add_layer_norm(x, residual, weight, bias, EPS, case.one_plus)
+
+
+def compare(rows: int, n: int, dtype: torch.dtype, device: str, case: Case, seed: int) -> None:
+    """One case, values and gradients."""
+    plain = Case(misaligned=case.misaligned)
+    x = make((rows, n), dtype, device, seed, case).requires_grad_()
+    residual = make((rows, n), dtype, device, seed + 1, Case(scale=case.scale)).requires_grad_() if case.added else None
+    weight = make((n,), dtype, device, seed + 2, plain).requires_grad_()
+    bias = make((n,), dtype, device, seed + 3, plain).requires_grad_() if case.biased and not case.rms else None
+    y, total = apply(x, residual, weight, bias, case)
+    if residual is not None:
+        assert torch.equal(total, x + residual)
+    dy = make((rows, n), dtype, device, seed + 4, plain)
+    dsum = make((rows, n), dtype, device, seed + 5, plain) if case.added else torch.zeros_like(x)
+    leaves = [leaf for leaf in (x, weight, bias, residual) if leaf is not None]
+    outputs, incoming = ([y, total], [dy, dsum]) if case.added else ([y], [dy])
+    found = torch.autograd.grad(outputs, leaves, incoming)
+    if residual is not None:
+        assert torch.equal(found[0], found[-1])
+
+    t, w = exact(total), exact(weight)
+    b = torch.zeros(n, dtype=torch.float64) if bias is None else exact(bias).detach()
+    gain = w + float(case.one_plus)
+    mean = t.new_zeros(rows, 1) if case.rms else t.mean(1, keepdim=True)
+    rstd = ((t - mean).square().mean(1, keepdim=True) + EPS).rsqrt()
+    h = (t - mean) * rstd
+    want = h * gain + b
+    g, d = exact(dy).detach(), exact(dsum).detach()
+    dt, dw = torch.autograd.grad(want, (t, w), g)
+
+    with torch.no_grad():
+        arithmetic = relative(n)
+        # The mean is stored in fp32, so that h is off by half a unit in its last place, and as much by the difference's
+        # rounding; the mean's own error after the correction is `arithmetic` of a deviation.
+        h_error = arithmetic * (h.abs() + (0 if case.rms else 1)) + 2.0**-23 * mean.abs() * rstd
+        assert_close(y, want, dtype, h_error * gain.abs() + 2.0**-23 * (want.abs() + b.abs()))
+        u = (g * gain).abs()
+        m2 = (g * gain * h).mean(1, keepdim=True).abs()
+        sizes = u + (0 if case.rms else u.mean(1, keepdim=True)) + h.abs() * (u * h.abs()).mean(1, keepdim=True)
+        dx_error = rstd * (arithmetic * sizes + h_error * m2 + h.abs() * (u * h_error).mean(1, keepdim=True))
+        assert_close(found[0], dt + d, dtype, dx_error + 2.0**-23 * d.abs())
+        assert_close(found[1], dw, dtype, (g.abs() * (h_error + arithmetic * h.abs())).sum(0))
+        if bias is not None:
+            assert_close(found[2], g.sum(0), dtype, arithmetic * g.abs().sum(0))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TYPES)
+@EXAMPLES
+@given(rows=ROWS, n=WIDTHS, case=CASES, seed=st.integers(0, 99))
+def test_against_float64(device: str, dtype: torch.dtype, rows: int, n: int, case: Case, seed: int) -> None:
+    compare(rows, n, dtype, device, case, seed)
+
+
+# Each kernel's widest row, in packs of 16 bytes, and past it to where the sums have a kernel of their own.
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("packs", [1024, 1025, 2048, 2049, 4096, 4097, 8192])
+def test_wide_rows(device: str, dtype: torch.dtype, rms: bool, packs: int) -> None:
+    compare(3, packs * 16 // dtype.itemsize, dtype, device, Case(rms=rms, added=packs % 2 == 0), packs)
+
+
+# Groups of 16 lanes, of a wave and of a block; more rows than blocks at work at a time.
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("n", [24, 136, 520, 2048, 77])
+def test_many_rows(device: str, dtype: torch.dtype, rms: bool, n: int) -> None:
+    compare(70 if SIMULATED else 2100, n, dtype, device, Case(rms=rms), n)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("n", [1, 7, 64, 333, 4096, 4099])
+def test_constant_rows(device: str, dtype: torch.dtype, n: int) -> None:
+    """Nothing but rounding could differ from the mean or make a variance, and eps is small enough to show it."""
+    x = torch.tensor([[0.1], [1000.1], [-3e4]], device=device).to(dtype).repeat(1, n).requires_grad_()
+    weight, bias, dy = random((n,), dtype, device, 1), random((n,), dtype, device, 2), random((3, n), dtype, device, 3)
+    y = layer_norm(x, weight, bias, EPS)
+    assert torch.equal(y, bias.expand(3, n))
+    y.backward(dy)
+    g = exact(dy).detach() * exact(weight).detach()
+    size = g.abs() + g.abs().mean(1, keepdim=True)
+    assert_close(x.grad, (g - g.mean(1, keepdim=True)) / EPS**0.5, dtype, relative(n) * size / EPS**0.5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("n", [5, 64, 1024])
+def test_not_finite(device: str, rms: bool, n: int) -> None:
+    """A NaN takes its row, and through its gradient the weight's; an infinity ends as a NaN where it stood."""
+    x = random((3, n), torch.float32, device, 3).requires_grad_()
+    with torch.no_grad():
+        x[1, 2], x[2, 3] = float("nan"), float("inf")
+    weight = torch.ones(n, device=device, requires_grad=True)
+    y, _ = apply(x, None, weight, None, Case(rms=rms))
+    assert y[0].isfinite().all() and y[1].isnan().all() and y[2, 3].isnan()
+    y.backward(torch.ones_like(y))
+    assert x.grad[0].isfinite().all() and x.grad[1].isnan().all() and x.grad[2].isnan().any()
+    assert weight.grad.isnan().all()
+    dy = torch.ones_like(y)
+    dy[0, 1] = float("nan")
+    z = x.detach()[:1].requires_grad_()
+    apply(z, None, weight, None, Case(rms=rms))[0].backward(dy[:1])
+    assert z.grad.isnan().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rms", [False, True])
+def test_one_output_used(device: str, rms: bool) -> None:
+    """The gradient of the sum alone passes as it is; that of y alone is the norm's own."""
+    case = Case(rms=rms, added=True)
+    x, residual = (random((5, 24), torch.float32, device, seed).requires_grad_() for seed in (1, 2))
+    weight, bias = (random((24,), torch.float32, device, seed).requires_grad_() for seed in (3, 4))
+    dy = random((5, 24), torch.float32, device, 5)
+    total = apply(x, residual, weight, bias, case)[1]
+    total.backward(dy)
+    assert torch.equal(x.grad, dy) and torch.equal(residual.grad, dy) and weight.grad is None and bias.grad is None
+
+    y = apply(x, residual, weight, bias, case)[0]
+    alone = total.detach().requires_grad_()
+    without = apply(alone, None, weight, bias, case)[0]
+    assert torch.equal(y, without)
+    dx, dresidual, dweight = torch.autograd.grad(y, (x, residual, weight), dy)
+    expected = torch.autograd.grad(without, (alone, weight), dy)
+    assert torch.equal(dx, expected[0]) and torch.equal(dresidual, dx) and torch.equal(dweight, expected[1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("n", [64, 77, 4096])
+def test_same_bits_every_time(device: str, n: int) -> None:
+    rows = 40 if SIMULATED else 200
+    x, weight, bias = (random(shape, torch.bfloat16, device, 6).requires_grad_() for shape in ((rows, n), (n,), (n,)))
+    dy = random((rows, n), torch.bfloat16, device, 7)
+    first, second = (
+        torch.autograd.grad(layer_norm(x, weight, bias, EPS), (x, weight, bias), dy) for _ in range(2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rms", [False, True])
+def test_rows_of_nothing(device: str, rms: bool) -> None:
+    x, residual, weight = (torch.zeros(shape, device=device, requires_grad=True) for shape in ((3, 0), (3, 0), (0,)))
+    y, total = apply(x, residual, weight, None, Case(rms=rms, added=True))
+    (y.sum() + total.sum()).backward()
+    assert y.shape == total.shape == x.grad.shape == (3, 0) and weight.grad.shape == (0,)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_strided_inputs_are_copied(device: str) -> None:
+    x = random((16, 2, 24), torch.float32, device, 0).transpose(0, 1)
+    weight = torch.ones(24, device=device)
+    assert torch.equal(rms_norm(x, weight, EPS), rms_norm(x.contiguous(), weight, EPS))
+    y, total = add_layer_norm(x, x, weight, None, EPS)
+    expected, _ = add_layer_norm(x.contiguous(), x.contiguous(), weight, None, EPS)
+    assert total.is_contiguous() and torch.equal(y, expected)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("case", [Case(), Case(rms=True, one_plus=True, added=True), Case(added=True, shift=3.0)])
+def test_without_kernels(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, case: Case) -> None:
+    """torch's operators in the kernels' place keep the same bounds."""
+    monkeypatch.setattr(norm, "available", lambda device: False)
+    for rows, n in ((0, 8), (9, 1), (5, 1000)):
+        compare(rows, n, dtype, "cpu", case, 8)
+
+
+def test_rules_for_torch() -> None:
+    """Shapes without numbers, autograd and torch.compile: torch's own check of an operator's registration."""
+    x, weight = random((3, 16), torch.float32, "cpu", 1), torch.ones(16)
+    x.requires_grad_()
+    torch.library.opcheck(torch.ops.megatron.norm.default, (x, weight, weight, EPS, False, False))
+    torch.library.opcheck(torch.ops.megatron.add_norm.default, (x, x, weight, None, EPS, True, True))
+
+
+def test_what_is_refused() -> None:
+    x, weight = torch.zeros(2, 3, 8), torch.ones(8)
+    with pytest.raises(KernelError, match="layer_norm: x is torch.float64; it must be float32, float16 or bfloat16"):
+        layer_norm(x.double(), weight, None, EPS)
+    with pytest.raises(KernelError, match="rms_norm: weight is torch.bfloat16 but x is torch.float32"):
+        rms_norm(x, weight.bfloat16(), EPS)
+    with pytest.raises(KernelError, match=r"bias has shape \[7\]; it must be \[8\]"):
+        layer_norm(x, weight, weight[:7], EPS)
+    with pytest.raises(KernelError, match=r"residual has shape \[3, 8\]; it must be \[2, 3, 8\]"):
+        add_rms_norm(x, x[0], weight, EPS)
+    with pytest.raises(KernelError, match="x has no dimension"):
+        rms_norm(torch.tensor(1.0), weight, EPS)
+    with pytest.raises(KernelError, match=r"weight of strides \(2,\) is not contiguous"):
+        rms_norm(x, torch.ones(16)[::2], EPS)

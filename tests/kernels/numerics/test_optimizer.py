@@ -1,0 +1,334 @@
+"""AdamW and the norm over many tensors, against float64."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.errors import KernelError
+from megatron.kernels.ops import optimizer
+from megatron.kernels.ops.optimizer import Tensors, adamw_, scale_and_norm_
+from tests.kernels.numerics.reference import DEVICES, EXAMPLES, SIMULATED, TYPES, random
+
+U = 2.0**-24  # half a unit in the last place of fp32
+GUARD = 7.0
+STEPS = 4
+SETTINGS: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-6}
+
+# Around a pack, a block's stride and a chunk of 4,096.
+LARGE = [1023, 1024, 1030, 4095, 4096, 4097, 8200] + ([] if SIMULATED else [70_001])
+SIZES = st.lists(st.one_of(st.integers(0, 40), st.sampled_from(LARGE)), min_size=1, max_size=6)
+OFFSETS = st.sampled_from([0, 0, 1, 2, 3, 4, 6])
+
+
+class Placed:
+    """Tensors of given sizes inside larger ones, `offset` elements after an aligned address, with guards around."""
+
+    def __init__(self, sizes: list[int], offset: int, dtype: torch.dtype, device: str, seed: int | None) -> None:
+        self.offset, self.views, self.whole = offset, [], []
+        for i, n in enumerate(sizes):
+            whole = torch.full((n + offset + 9,), GUARD, dtype=dtype, device=device)
+            view = whole[offset : offset + n]
+            view.copy_(torch.zeros(n) if seed is None else random((n,), dtype, device, seed + i))
+            self.views.append(view)
+            self.whole.append(whole)
+
+    def guarded(self) -> bool:
+        return all(
+            bool((w[: self.offset] == GUARD).all() and (w[self.offset + v.numel() :] == GUARD).all())
+            for w, v in zip(self.whole, self.views, strict=True)
+        )
+
+
+@dataclass
+class Bound:
+    """Running error of AdamW in fp32 with correctly rounded operations, beside its values in float64.
+
+    `extra` roundings of the old second moment are for torch's form of it, which rounds beta2 as well as 1 - beta2.
+    """
+
+    extra: float = 0.0
+    m: float | torch.Tensor = 0.0
+    v: float | torch.Tensor = 0.0
+    w: float | torch.Tensor = 0.0
+
+    def step(
+        self, old: tuple[torch.Tensor, ...], new: tuple[torch.Tensor, ...], g: torch.Tensor, step: int, decay: float
+    ) -> None:
+        """old, new: weights and moments in float64 before and after; g: the gradient, scale included."""
+        b1, b2 = SETTINGS["beta1"], SETTINGS["beta2"]
+        (w0, m0, v0), (w1, m1, v1) = old, new
+        # The result's rounding, and five of the difference: gradient and scale, difference, 1 - beta, product.
+        self.m = b1 * self.m + U * (m1.abs() * (1 + self.extra) + 5 * (1 - b1) * (g.abs() + m0.abs()))
+        # The same with two more in the square.
+        self.v = b2 * self.v + U * (v1 * (1 + self.extra) + 7 * (1 - b2) * (g.square() + v0))
+        rate, scale = SETTINGS["lr"] / (1 - b1**step), (1 - b2**step) ** -0.5
+        denominator = v1.sqrt() * scale + SETTINGS["eps"]
+        # Half the relative error of v goes through the root, and no more than the root of an error where v is 0.
+        root = torch.minimum(0.5 * self.v / v1.sqrt().clamp(min=1e-300), torch.as_tensor(self.v).sqrt()) * 1.01
+        quotient = (m1 / denominator).abs()
+        # Root, scale, product, eps, sum, quotient, rate, product.
+        error = self.m / denominator + quotient * (root * scale / denominator + 8 * U)
+        self.w = self.w + U * (w1.abs() + (self.extra + 3) * decay * w0.abs() + self.extra * w0.abs()) + rate * error
+
+
+def check_adamw(
+    sizes: list[int], dtype: torch.dtype, copy: torch.dtype | None, offsets: list[int], device: str, seed: int,
+    decay: float = 0.1, scale: float = 0.75, extra: float = 0.0,
+) -> None:
+    """STEPS steps from zero moments; values within the running bound, copies exact, nothing written around them."""
+    w = Placed(sizes, offsets[0], torch.float32, device, seed)
+    m, v = (Placed(sizes, offset, torch.float32, device, None) for offset in offsets[1:3])
+    c = None if copy is None else Placed(sizes, offsets[3], copy, device, seed)
+    exact = [torch.nn.Parameter(view.double().cpu()) for view in w.views]
+    settings = SETTINGS.copy()
+    betas = (settings.pop("beta1"), settings.pop("beta2"))
+    reference = torch.optim.AdamW(exact, betas=betas, weight_decay=decay, **settings, foreach=False, fused=False)
+    bounds = [Bound(extra) for _ in sizes]
+
+    def values() -> list[tuple[torch.Tensor, ...]]:
+        found = []
+        for p in exact:
+            state = reference.state[p]
+            zero = torch.zeros_like(p)
+            moments = (state.get(name, zero).clone() for name in ("exp_avg", "exp_avg_sq"))
+            found.append((p.detach().clone(), *moments))
+        return found
+
+    for step in range(1, STEPS + 1):
+        g = Placed(sizes, offsets[4], dtype, device, 100 * seed + step)
+        for view in g.views:
+            view[::7] = 0  # also where moments are 0
+        before = [view.clone() for view in g.views]
+        for p, view in zip(exact, g.views, strict=True):
+            p.grad = view.double().cpu() * scale
+        old = values()
+        reference.step()
+        new = values()
+        adamw_(
+            w.views, g.views, m.views, v.views, None if c is None else c.views, **SETTINGS, weight_decay=decay,
+            step=step, gradient_scale=scale,
+        )  # fmt: skip
+        for i, bound in enumerate(bounds):
+            bound.step(old[i], new[i], before[i].double().cpu() * scale, step, SETTINGS["lr"] * decay)
+            for what, got, want, room in zip(
+                "wmv", (w.views[i], m.views[i], v.views[i]), new[i], (bound.w, bound.m, bound.v), strict=True
+            ):
+                error = (got.double().cpu() - want).abs() - room
+                assert not error.isnan().any() and (error <= 1e-40).all(), (what, step, i, error.max())
+            assert torch.equal(g.views[i], before[i])
+            if c is not None:
+                assert torch.equal(c.views[i], w.views[i].to(copy))
+        assert all(placed is None or placed.guarded() for placed in (w, g, m, v, c))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TYPES)
+@EXAMPLES
+@given(
+    sizes=SIZES, copy=st.sampled_from([None, torch.float16, torch.bfloat16]), offset=OFFSETS,
+    others=st.lists(OFFSETS, min_size=5, max_size=5), alike=st.booleans(), seed=st.integers(0, 99),
+)
+def test_adamw(
+    device: str, dtype: torch.dtype, sizes: list[int], copy: torch.dtype | None, offset: int, others: list[int],
+    alike: bool, seed: int,
+) -> None:
+    check_adamw(sizes, dtype, copy, [offset] * 5 if alike else others, device, seed)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("offsets", [*([2 * (i == j) for j in range(5)] for i in range(5)), [0, 0, 0, 2, 2]])
+def test_adamw_where_one_array_is_not_aligned(device: str, offsets: list[int]) -> None:
+    """Every pointer counts; the last case is a data-parallel rank's part of the weights and gradients."""
+    check_adamw([1030, 64], torch.bfloat16, torch.bfloat16, offsets, device, 4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_adamw_of_more_tensors_than_a_launch_holds(device: str) -> None:
+    sizes = [i * 37 % 101 for i in range(200)] + [5000, 0, 64]
+    check_adamw(sizes, torch.float32, torch.bfloat16, [0] * 5, device, 3)
+
+
+@pytest.mark.parametrize("scale,decay", [(1.0, 0.0), (1.0, 0.5), (0.001, 0.1)])
+def test_adamw_settings(scale: float, decay: float) -> None:
+    check_adamw([33, 1024], torch.float32, None, [0] * 5, "cpu", 5, decay, scale)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_adamw_without_kernels(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's fused AdamW rounds each coefficient and both products of a moment, and the decayed weight."""
+    monkeypatch.setattr(optimizer, "available", lambda device: False)
+    check_adamw([5, 0, 1030], dtype, torch.float16, [0] * 5, "cpu", 7, extra=3.0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_small_steps_are_not_lost_in_rounded_coefficients(device: str) -> None:
+    """With beta2 = 0.9999, 1 - (float)beta2 would be off by 1.7e-4 of itself, a decay 1 - 1e-6 by 5%."""
+    g, m, v = torch.full((64,), 2.0, device=device), torch.zeros(64, device=device), torch.zeros(64, device=device)
+    w = torch.full((64,), 0.0, device=device)
+    for step in range(1, 101):
+        adamw_([w], [g], [m], [v], lr=1e-3, beta1=0.9, beta2=0.9999, eps=0.0, weight_decay=0.0, step=step)
+    # 100 steps of a constant gradient: v = 4 (1 - beta2^100) up to 100 roundings, and every step is lr.
+    assert v.double().cpu().numpy() == pytest.approx(4 * (1 - 0.9999**100), rel=100 * U)
+    assert w.double().cpu().numpy() == pytest.approx(-0.1, rel=200 * U)
+    w = torch.full((64,), 2.0**-20, device=device)
+    adamw_([w], [g * 0], [m * 0], [v * 0], lr=1e-3, beta1=0.9, beta2=0.99, eps=1.0, weight_decay=1e-3, step=1)
+    assert w.double().cpu().numpy() == pytest.approx(2.0**-20 * (1 - 1e-6), rel=U)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_gradient_shows(device: str, bad: float) -> None:
+    w, g, m, v = (torch.ones(50, device=device) for _ in range(4))
+    c = torch.ones(50, dtype=torch.bfloat16, device=device)
+    g[[7, 49]] = bad
+    adamw_([w], [g], [m], [v], [c], **SETTINGS, weight_decay=0.1, step=1)
+    for tensor in (w, c):
+        assert tensor.isnan().nonzero().view(-1).tolist() == [7, 49]
+    for tensor in (m, v):
+        assert (~tensor.isfinite()).nonzero().view(-1).tolist() == [7, 49]
+
+
+# -- scaling and norm --------------------------------------------------------------------------------------------------
+
+
+def check_norm(
+    sizes: list[int], dtype: torch.dtype, offset: int, factor: float, device: str, seed: int, roundings: float = 1.0
+) -> None:
+    """Stored values to the bit; the sum within the rounding to fp32 (2^-24) of theirs: fp64 leaves nothing else."""
+    x = Placed(sizes, offset, dtype, device, seed)
+    before = [view.clone() for view in x.views]
+    total = scale_and_norm_(x.views, factor)
+    assert (total.shape, total.dtype, total.device) == ((), torch.float32, x.whole[0].device)
+    for view, old in zip(x.views, before, strict=True):
+        assert torch.equal(view, (old.float() * torch.tensor(factor)).to(dtype))
+    assert x.guarded()
+    expected = sum(float(view.double().square().sum()) for view in x.views)
+    assert float(total) == pytest.approx(expected, rel=roundings * 1.001 * U, abs=1e-45)
+    again = [view.clone() for view in x.views]
+    assert scale_and_norm_(again) == scale_and_norm_(again)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TYPES)
+@EXAMPLES
+@given(sizes=SIZES, offset=OFFSETS, factor=st.sampled_from([1.0, 0.3, -2.5]), seed=st.integers(0, 99))
+def test_norm(device: str, dtype: torch.dtype, sizes: list[int], offset: int, factor: float, seed: int) -> None:
+    check_norm(sizes, dtype, offset, factor, device, seed)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_norm_of_more_tensors_than_a_launch_holds(device: str) -> None:
+    check_norm([i * 37 % 101 for i in range(300)] + [5000, 0], torch.float32, 0, 0.5, device, 2)
+
+
+@pytest.mark.skipif(SIMULATED, reason="minutes in the simulator")
+@pytest.mark.parametrize("device", DEVICES)
+def test_norm_of_many_elements(device: str) -> None:
+    """3e7 equal terms: a running sum in fp32 would stop growing, here each of 7,500 or fewer sums is exact to 2^-45."""
+    x = torch.full((30_000_001,), 1.1, device=device)
+    expected = float(x[0].double() ** 2) * x.numel()
+    assert float(scale_and_norm_([x])) == pytest.approx(expected, rel=1.001 * U)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_norm_without_kernels(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer, "available", lambda device: False)
+    check_norm([5, 0, 1030], dtype, 0, 0.5, "cpu", 7)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_bad_element_shows_in_the_norm(device: str, bad: float) -> None:
+    for place in (0, 5, 4999):
+        x = [torch.ones(100, device=device), torch.ones(5000, device=device)]
+        x[1][place] = bad
+        for factor in (1.0, 0.5):
+            assert not scale_and_norm_(x, factor).isfinite()
+    huge = torch.full((3,), 1e25, device=device)  # finite elements whose squares fp32 cannot hold
+    assert float(scale_and_norm_([huge])) == float("inf")
+    assert float(scale_and_norm_([huge], 1e-24)) == pytest.approx(300.0, rel=1e-6)
+
+
+def test_norm_does_not_depend_on_the_number_of_threads() -> None:
+    x, before = [random((50_003,), torch.float32, "cpu", s) for s in range(3)], torch.get_num_threads()
+    found = set()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.add(float(scale_and_norm_(x)))
+    finally:
+        torch.set_num_threads(before)
+    assert len(found) == 1
+
+
+# -- both --------------------------------------------------------------------------------------------------------------
+
+
+def test_empty_lists() -> None:
+    adamw_([], [], [], [], **SETTINGS, weight_decay=0.1, step=1)
+    assert float(scale_and_norm_([])) == 0
+    assert float(scale_and_norm_([torch.zeros(0), torch.zeros(3, 0)])) == 0
+
+
+def test_torch_compile_passes_through() -> None:
+    """Mutated lists under fullgraph=True, with the same bits as without."""
+
+    def step(p: Tensors, g: Tensors, m: Tensors, v: Tensors) -> torch.Tensor:
+        norm = scale_and_norm_(g, 0.5)
+        adamw_(p, g, m, v, **SETTINGS, weight_decay=0.1, step=1)
+        return norm
+
+    def inputs() -> list[list[torch.Tensor]]:
+        return [[random((n,), torch.float32, "cpu", 10 * s + n).abs() for n in (3, 40)] for s in range(4)]
+
+    eager, compiled = inputs(), inputs()
+    norm = torch.compile(step, backend="aot_eager", fullgraph=True)(*compiled)
+    assert torch.equal(norm, step(*eager))
+    for a, b in zip(eager, compiled, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_what_is_refused() -> None:
+    def run(p: object = None, g: object = None, m: object = None, c: object = None, **more: float) -> None:
+        one = [torch.zeros(4)]
+        settings = {**SETTINGS, "weight_decay": 0.1, "step": 1, **more}
+        adamw_(p or one, g or one, m or one, [torch.zeros(4)], c, **settings)  # type: ignore[arg-type]
+
+    with pytest.raises(KernelError, match=r"parameters\[0\] is torch.bfloat16; it must be float32"):
+        run(p=[torch.zeros(4, dtype=torch.bfloat16)])
+    with pytest.raises(KernelError, match=r"gradients\[0\] is torch.float64; it must be float32 or float16 or bf"):
+        run(g=[torch.zeros(4, dtype=torch.float64)])
+    with pytest.raises(KernelError, match="there are 2 gradients for 1 tensors"):
+        run(g=[torch.zeros(4), torch.zeros(4)])
+    with pytest.raises(KernelError, match=r"exp_avgs\[0\] has shape \[5\]; it must be \[4\]"):
+        run(m=[torch.zeros(5)])
+    with pytest.raises(KernelError, match=r"copies\[0\] of strides \(2,\) is not contiguous"):
+        run(c=[torch.zeros(8, dtype=torch.bfloat16)[::2]])
+    with pytest.raises(KernelError, match=r"copies\[0\] is torch.float32; it must be float16 or bfloat16"):
+        run(c=[torch.zeros(4)])
+    with pytest.raises(KernelError, match="step is 0; the first is 1"):
+        run(step=0)
+    with pytest.raises(KernelError, match=r"betas \(0.9, 1.0\) must lie in \[0, 1\)"):
+        run(beta2=1.0)
+    with pytest.raises(KernelError, match="there are no parameters for the other lists"):
+        adamw_([], [torch.zeros(4)], [], [], **SETTINGS, weight_decay=0.1, step=1)
+    with pytest.raises(KernelError, match=r"tensors\[1\] is torch.float16 but tensors\[0\] is torch.float32"):
+        scale_and_norm_([torch.zeros(4), torch.zeros(4, dtype=torch.float16)])
+    with pytest.raises(KernelError, match=r"tensors\[0\] of strides \(2,\) is not contiguous"):
+        scale_and_norm_([torch.zeros(8)[::2]])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_copy_keeps_any_nan(device: str, dtype: torch.dtype) -> None:
+    """Also the one whose bits are all set: rounded by an addition alone it would be 0. CUDA makes such NaNs."""
+    weight = torch.full((8,), -1, dtype=torch.int32, device=device).view(torch.float32)
+    others = [torch.ones(8, device=device) for _ in range(3)]
+    copy = torch.zeros(8, dtype=dtype, device=device)
+    adamw_([weight], *([x] for x in others), [copy], lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, step=1)
+    assert weight.isnan().all() and copy.isnan().all()

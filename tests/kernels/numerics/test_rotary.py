@@ -1,0 +1,189 @@
+"""Rotary embedding: values and gradients against float64, for slices of a fused projection and tables of any kind."""
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.errors import KernelError
+from megatron.kernels.ops import rotary as module
+from megatron.kernels.ops.rotary import rotate
+from megatron.layers.rotary import RotaryEmbedding
+from tests.kernels.numerics.reference import DEVICES, EXAMPLES, TYPES, assert_close, exact, random
+
+# Two products and a sum, each rounded to fp32: 2^-24 of the products twice over, and of the sum.
+ARITHMETIC = 2.0**-22
+
+# Heads of usual sizes, and around each pack and each layout of the launcher: 16 bytes, and 4, 8, 16 or more packs.
+HEADS = st.one_of(st.integers(1, 40), st.sampled_from([48, 64, 80, 96, 128, 144, 160, 192, 256, 288, 512, 520, 1040]))
+
+
+def tables(s: int, b: int, half: int, own: bool, device: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [s, 1 or b, 1, half] of random angles."""
+    angles = 7 * random((s, b if own else 1, 1, half), torch.float32, "cpu", seed).double()
+    return angles.cos().float().to(device), angles.sin().float().to(device)
+
+
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """By the definition: a complex product for each pair."""
+    half = cos.shape[-1]
+    turn = torch.complex(cos.double().cpu(), sin.double().cpu())
+    pairs = torch.complex(x[..., :half], x[..., half : 2 * half]) * turn
+    return torch.cat((pairs.real, pairs.imag, x[..., 2 * half :]), dim=-1)
+
+
+def size(x: torch.Tensor, half: int) -> torch.Tensor:
+    """Of the terms that make up an entry; nothing where it is copied."""
+    x = x.detach().abs()
+    both = x[..., :half] + x[..., half : 2 * half]
+    return torch.cat((both, both, torch.zeros_like(x[..., 2 * half :])), dim=-1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TYPES)
+@EXAMPLES
+@given(
+    s=st.integers(0, 9), b=st.integers(1, 3), heads=st.integers(0, 5), d=HEADS,
+    rest=st.sampled_from([0, 0, 1, 8, 32, 96]), own=st.booleans(),
+    layout=st.sampled_from(["alone", "interleaved", "side by side", "shifted", "transposed"]),
+    seed=st.integers(0, 99),
+)
+def test_rotary(
+    device: str, dtype: torch.dtype, s: int, b: int, heads: int, d: int, rest: int, own: bool, layout: str, seed: int
+) -> None:
+    """x alone; a slice of [.., heads, 3 d] or of [.., (heads + 2) d]; one element off what is aligned; [b, s, ..]."""
+    half = max(0, d - rest) // 2
+    if layout == "transposed":
+        whole = random((b, s, heads, d), dtype, device, seed)
+        x = whole.requires_grad_().transpose(0, 1)
+    elif layout == "side by side":
+        whole = random((s, b, heads + 2, d), dtype, device, seed)
+        x = whole.requires_grad_()[:, :, 1 : 1 + heads]
+    else:
+        before, width = {"alone": (0, d), "interleaved": (d, 3 * d), "shifted": (1, d + 16)}[layout]
+        whole = random((s, b, heads, width), dtype, device, seed)
+        x = whole.requires_grad_()[..., before : before + d]
+    cos, sin = tables(s, b, half, own, device, seed + 1)
+    y = rotate(x, cos, sin)
+    assert y.is_contiguous()
+    wide = exact(x)
+    want = turned(wide, cos, sin)
+    assert_close(y, want, dtype, ARITHMETIC * size(wide, half))
+    assert torch.equal(y[..., 2 * half :], x[..., 2 * half :])
+    dy = random(tuple(y.shape), dtype, device, seed + 2)
+    y.backward(dy)
+    assert whole.grad is not None
+    found = torch.zeros_like(whole.grad)
+    with torch.no_grad():  # the gradient of the whole lies where x does, and is 0 elsewhere
+        place = found.as_strided(x.shape, x.stride(), x.storage_offset())
+        place.copy_(whole.grad.as_strided(x.shape, x.stride(), x.storage_offset()))
+    assert torch.equal(found, whole.grad)
+    want.backward(exact(dy).detach())
+    assert_close(place, wide.grad, dtype, ARITHMETIC * size(exact(dy), half))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("positions", [False, True])
+def test_agrees_with_the_layer(device: str, dtype: torch.dtype, positions: bool) -> None:
+    """megatron/layers/rotary.py and its tables, for a part of the head, with and without position ids."""
+    embedding = RotaryEmbedding(32, 10_000.0)
+    ids = torch.tensor([[0, 1, 2, 0, 1], [3, 2, 1, 0, 9], [0, 0, 0, 0, 0]], device=device) if positions else None
+    embedding.angles(10, None, torch.device(device))
+    cos, sin = embedding.angles(5, ids, torch.device(device))
+    x = random((5, 3, 2, 64), dtype, device, 0)
+    half = cos.shape[-1]
+    found = rotate(x, cos, sin)
+    assert_close(found, turned(exact(x), cos, sin), dtype, ARITHMETIC * size(exact(x), half))
+    # Both are within half a unit of the exact result; so they differ by at most one rounding more.
+    layer = embedding.rotate(x, (cos, sin))
+    assert_close(found, exact(layer), dtype, 2 * ARITHMETIC * size(exact(x), half), roundings=2.01)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_other_strides(device: str) -> None:
+    """Heads that share memory (stride 0) are read as they are; a last dimension that is not contiguous is copied."""
+    x = random((4, 2, 3, 16), torch.float32, device, 0)
+    cos, sin = tables(4, 2, 8, False, device, 1)
+    one = x[:, :, :1].expand(4, 2, 3, 16)
+    assert torch.equal(rotate(one, cos, sin), rotate(one.contiguous(), cos, sin))
+    backwards = x.transpose(0, 3).contiguous().transpose(0, 3)
+    assert backwards.stride(-1) != 1
+    assert torch.equal(rotate(backwards, cos, sin), rotate(x, cos, sin))
+    assert torch.equal(rotate(x, cos.expand(4, 2, 1, 8), sin.expand(4, 2, 1, 8)), rotate(x, cos, sin))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_gradient_turns_back(device: str) -> None:
+    """So the gradient of y along y is x; and a second derivative turns forth again."""
+    x = random((4, 2, 3, 24), torch.float32, device, 0).requires_grad_()
+    cos, sin = tables(4, 2, 8, True, device, 1)
+    y = rotate(x, cos, sin)
+    weight = y.detach().clone().requires_grad_()
+    (back,) = torch.autograd.grad(y, x, weight, create_graph=True)
+    assert torch.allclose(back, x, atol=1e-5)
+    (forth,) = torch.autograd.grad(back, weight, x.detach())
+    assert torch.allclose(forth, y, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nan_stays_with_its_pair(device: str) -> None:
+    x = random((1, 1, 2, 40), torch.float32, device, 0)
+    cos, sin = tables(1, 1, 16, False, device, 1)
+    x[0, 0, 0, 3] = x[0, 0, 1, 35] = float("nan")
+    assert rotate(x, cos, sin).isnan().nonzero()[:, 2:].tolist() == [[0, 3], [0, 19], [1, 35]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("half", [0, 5, 8])
+def test_without_a_library(device: str, dtype: torch.dtype, half: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "available", lambda device: False)
+    x = random((3, 2, 2, 16), dtype, device, 0).requires_grad_()
+    cos, sin = tables(3, 2, half, True, device, 1)
+    wide = exact(x)
+    want, y = turned(wide, cos, sin), rotate(x, cos, sin)
+    assert_close(y, want, dtype, ARITHMETIC * size(wide, half))
+    dy = random((3, 2, 2, 16), dtype, device, 2)
+    y.backward(dy)
+    want.backward(exact(dy).detach())
+    assert_close(x.grad, wide.grad, dtype, ARITHMETIC * size(exact(dy), half))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled(device: str) -> None:
+    """A slice of a projection within the compiled function."""
+    cos, sin = tables(4, 2, 8, False, device, 1)
+    qkv, dy = (random((4, 2, 3, width), torch.float32, device, 0) for width in (72, 24))
+    results = []
+
+    def sliced(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return rotate((2 * x)[..., 24:48], cos, sin)
+
+    for function in (sliced, torch.compile(sliced, fullgraph=True, backend="aot_eager")):
+        leaf = qkv.clone().requires_grad_()
+        y = function(leaf, cos, sin)
+        y.backward(dy)
+        results.append((y.detach(), leaf.grad))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+
+
+def test_what_is_refused() -> None:
+    x, cos = torch.zeros(3, 2, 4, 16), torch.zeros(3, 1, 1, 8)
+    with pytest.raises(KernelError, match="x is torch.float64; it must be float32, float16 or bfloat16"):
+        rotate(x.double(), cos, cos)
+    with pytest.raises(KernelError, match=r"x has 3 dimensions; \[s, b, heads, d\] is needed"):
+        rotate(x[0], cos, cos)
+    with pytest.raises(KernelError, match="sin is torch.bfloat16; it must be float32"):
+        rotate(x, cos, cos.bfloat16())
+    with pytest.raises(KernelError, match=r"cos has shape \[3, 3, 1, 8\]; it must be \[3, 2, 1, 8\]"):
+        rotate(x, cos.repeat(1, 3, 1, 1), cos)
+    with pytest.raises(KernelError, match=r"sin has shape \[3, 1, 1, 4\]; it must be \[3, 1, 1, 8\]"):
+        rotate(x, cos, cos[..., :4])
+    with pytest.raises(KernelError, match="cos and sin turn 32 entries, but x has 16"):
+        rotate(x, *2 * (torch.zeros(3, 1, 1, 16),))
+    with pytest.raises(KernelError, match="cos and sin get no gradient"):
+        rotate(x, cos.clone().requires_grad_(), cos)
+    with pytest.raises(KernelError, match="the last one must be 1"):
+        torch.ops.megatron.rotary(x.transpose(2, 3), cos[..., :2].contiguous(), cos[..., :2].contiguous(), False)

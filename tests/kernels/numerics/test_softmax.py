@@ -1,0 +1,94 @@
+"""Softmax of scores, values and gradients, against float64."""
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.errors import KernelError
+from megatron.kernels.ops.softmax import causal_softmax, masked_softmax
+from tests.kernels.numerics.reference import DEVICES, EXAMPLES, ROWS, TYPES, WIDTHS, assert_close, exact, random
+
+# exp is good to 2^-21 of itself, sums of up to 16,384 terms of one sign to 2^-20, the argument's rounding to 2^-24 of
+# its size (below 100): together less than 2^-16 of the result.
+RELATIVE = 2.0**-16
+
+
+def expected_softmax(x: torch.Tensor, hidden: torch.Tensor, scale: float) -> torch.Tensor:
+    return (x * scale).masked_fill(hidden, float("-inf")).softmax(-1).nan_to_num(0.0)
+
+
+def compare(
+    y: torch.Tensor, x: torch.Tensor, hidden: torch.Tensor, scale: float, dtype: torch.dtype, seed: int
+) -> None:
+    """Values against float64; the gradient, which starts from the rounded probabilities, against those in float64."""
+    wide = exact(x)
+    want = expected_softmax(wide, hidden, scale)
+    assert_close(y, want, dtype, RELATIVE * want.detach())
+    assert (y[hidden.expand_as(y)] == 0).all()
+    dy = random(tuple(y.shape), dtype, str(x.device), seed + 1)
+    y.backward(dy)
+    p, g = exact(y).detach(), exact(dy).detach()
+    dot = (p * g).sum(-1, keepdim=True)
+    size = scale * p * (g.abs() + (p * g.abs()).sum(-1, keepdim=True))  # of the terms that cancel
+    assert_close(x.grad, scale * p * (g - dot), dtype, RELATIVE * size)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TYPES)
+@EXAMPLES
+@given(batch=st.integers(0, 3), queries=ROWS, more=st.integers(0, 40), keys=WIDTHS, seed=st.integers(0, 99))
+def test_causal(device: str, dtype: torch.dtype, batch: int, queries: int, more: int, keys: int, seed: int) -> None:
+    """Also with more keys than queries, as in generation."""
+    keys = max(keys, queries) if more else max(queries, 1)
+    scale = 0.3 + seed / 50
+    x = random((batch, queries, keys), dtype, device, seed, scale=3.0).requires_grad_()
+    hidden = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
+    compare(causal_softmax(x, scale), x, hidden, scale, dtype, seed)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TYPES)
+@EXAMPLES
+@given(
+    batch=st.integers(1, 3), heads=st.integers(1, 3), queries=st.integers(1, 5), keys=WIDTHS, shared=st.booleans(),
+    share=st.sampled_from([0.0, 0.3, 0.95, 1.0]), seed=st.integers(0, 99),
+)
+def test_masked(
+    device: str, dtype: torch.dtype, batch: int, heads: int, queries: int, keys: int, shared: bool, share: float,
+    seed: int,
+) -> None:
+    """Also where a row sees nothing: zeros and no gradient."""
+    x = random((batch, heads, queries, keys), dtype, device, seed, scale=3.0).requires_grad_()
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.rand(1 if shared else batch, 1, queries, keys, generator=generator) < share
+    compare(masked_softmax(x, hidden.to(device), 0.7), x, hidden, 0.7, dtype, seed)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_scores_without_bound(device: str) -> None:
+    """Large scores do not overflow, and an infinite one is a NaN that shows, not a wrong number."""
+    x = torch.tensor([[3e38, -3e38, 1.0, 2.0]] * 4, device=device)
+    assert causal_softmax(x)[-1].tolist() == [1, 0, 0, 0]
+    assert causal_softmax(torch.full((4, 4), float("nan"), device=device)).isnan()[3].all()
+    x[3, 0] = float("inf")
+    assert causal_softmax(x)[3, 0].isnan()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_strided_scores_are_copied(device: str) -> None:
+    x = random((16, 2, 16), torch.float32, device, 0).transpose(0, 1)
+    assert torch.equal(causal_softmax(x), causal_softmax(x.contiguous()))
+
+
+def test_what_is_refused() -> None:
+    scores, mask = torch.zeros(2, 3, 4, 8), torch.zeros(2, 1, 4, 8, dtype=torch.bool)
+    with pytest.raises(KernelError, match="scores is torch.float64; it must be float32, float16 or bfloat16"):
+        causal_softmax(scores.double())
+    with pytest.raises(KernelError, match=r"mask has shape \[2, 1, 4, 7\]; it must be \[2, 1, 4, 8\]"):
+        masked_softmax(scores, mask[..., :7])
+    with pytest.raises(KernelError, match="mask is torch.float32; it must be bool"):
+        masked_softmax(scores, mask.float())
+    with pytest.raises(KernelError, match="not contiguous"):
+        torch.ops.megatron.causal_softmax(scores.transpose(1, 2), 1.0)

@@ -1,0 +1,261 @@
+"""Building the kernels: what, by what, when, and what is said where it cannot be. Most compilers are scripts."""
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron.kernels import build
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
+    """compilers("hipcc", ...): a search path with these alone, and no variable that names one.
+
+    They write down how they were called and copy what `-DMK_SOURCES` says into what they make.
+    """
+    folder, log = tmp_path / "bin", tmp_path / "calls"
+    folder.mkdir()
+    for name in ("HIPCC", "NVCC", "CXX", "ROCM_PATH", "CUDA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setattr(build, "_COMPILERS", {
+        target: (variable, tuple(n for n in names if not n.startswith("/")), advice)
+        for target, (variable, names, advice) in build._COMPILERS.items()
+    })
+
+    def make(*names: str, fails: bool = False) -> Path:
+        for name in names:
+            script = folder / name
+            script.write_text(
+                f"#!/bin/sh\n"
+                f'echo "{name} $HIP_PLATFORM $*" >> {log}\n'
+                f"case $* in *fsyntax-only*) exit 0;; esac\n"
+                f'{"echo kernel.cpp:1: error: no such thing >&2; exit 1" if fails else ""}\n'
+                "for last; do :; done; arch=; for a; do case $a in -DMK_ARCH=*) arch=${a#*=};; "
+                '-DMK_SOURCES=*) said=${a#*=};; *.o) parts="$parts $a";; esac; done\n'
+                'case $* in *-shared*) /bin/cat $parts > "$last";; *) '
+                'printf "TARGET %s %s" "$arch" "$said" | /usr/bin/tr -d \'"\' > "$last"; '
+                'printf "\\0" >> "$last";; esac\n'
+            )
+            script.chmod(0o755)
+        return log
+
+    build._knows_half.cache_clear()
+    yield make
+    build._knows_half.cache_clear()
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two small sources in the place of csrc/kernels."""
+    folder = tmp_path / "csrc"
+    folder.mkdir()
+    for name in ("library.cpp", "other.cpp", "shared.h"):
+        (folder / name).write_text(f"// {name}")
+    monkeypatch.setattr(build, "SOURCES", folder)
+    monkeypatch.setattr(build, "source_hash", lambda f=folder, real=build.source_hash: real(f))
+    monkeypatch.setattr(build, "description", lambda t, a, tool, flags, s=folder, real=build.description: (
+        real(t, a, tool, flags, folder)
+    ))
+    real_build = build.build
+    monkeypatch.setattr(build, "build", lambda *a, **k: real_build(*a, **{"sources": folder, **k}))
+    return folder
+
+
+def test_plans() -> None:
+    v3 = ["--arch", "x86-64-v3"]
+    assert build.plan(["hip"], []) == [("hip", ["gfx90a"])]
+    assert build.plan(["hip", "cuda"], []) == [("hip", ["gfx90a"]), ("cuda", ["sm_90"])]
+    assert build.plan(["hip"], ["gfx90a", "gfx942"]) == [("hip", ["gfx90a", "gfx942"])]
+    assert build.plan([], ["sm_80", "gfx90a", "sm_90"]) == [("cuda", ["sm_80", "sm_90"]), ("hip", ["gfx90a"])]
+    assert build.plan(["host"], ["x86-64-v3", "x86-64"]) == [("host", ["x86-64-v3"]), ("host", ["x86-64"])]
+    assert build.plan(["host"], [])[0][1] == build.host_archs()[:1]
+    assert build.given([*v3, "--arch=x86-64,sm_90"], "--arch") == ["x86-64-v3", "x86-64", "sm_90"]
+
+
+@pytest.mark.parametrize(
+    ("targets", "archs", "message"),
+    [
+        (["rocm"], [], "--target rocm is not known; there are host, hip, cuda"),
+        (["hip"], ["sm_90"], "--arch sm_90 is one of --target cuda, which was not asked for"),
+        ([], ["gfx90a:xnack-"], "one library serves every XNACK and ECC mode"),
+        ([], ["pentium"], "--arch pentium is not known; gfx90a .hip., sm_90 .cuda. and x86-64-v3"),
+    ],
+)
+def test_what_is_not_known(targets: list[str], archs: list[str], message: str) -> None:
+    with pytest.raises(build.BuildError, match=message):
+        build.plan(targets, archs)
+
+
+def test_all_whose_compiler_is_there(compilers: Callable[..., Path]) -> None:
+    message = r"(?s)--target host: .*GCC 12.*--target hip: looked for hipcc.*module load rocm"
+    with pytest.raises(build.BuildError, match=message):
+        build.plan([], [])
+    compilers("hipcc", "g++")
+    assert [target for target, _ in build.plan([], [])] == ["host", "hip"]
+
+
+def test_a_variable_names_the_compiler(compilers: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    compilers("hipcc", "my-hipcc")
+    monkeypatch.setenv("HIPCC", "my-hipcc")
+    assert Path(build.compiler("hip") or "").name == "my-hipcc"
+    monkeypatch.setenv("HIPCC", "nowhere")
+    assert build.compiler("hip") is None
+    with pytest.raises(build.BuildError, match=r"\$HIPCC is nowhere, which cannot be used"):
+        build.make(["hip"])
+
+
+def test_a_host_compiler_that_is_too_old_is_passed_over(compilers: Callable[..., Path], tmp_path: Path) -> None:
+    compilers("g++-12")
+    (tmp_path / "bin" / "c++").write_text("#!/bin/sh\necho no _Float16 >&2; exit 1\n")
+    (tmp_path / "bin" / "c++").chmod(0o755)
+    assert Path(build.compiler("host") or "").name == "g++-12"
+
+
+def test_hip_is_compiled_for_amd_and_linked_without_a_runtime(
+    compilers: Callable[..., Path], sources: Path, tmp_path: Path
+) -> None:
+    log = compilers("hipcc", "c++")
+    (path,) = build.make(["hip"], ["gfx90a", "gfx942"], folder=tmp_path / "lib")
+    calls = log.read_text().splitlines()
+    compiled = [c for c in calls if c.startswith("hipcc amd") and "-c" in c.split()]
+    assert len(compiled) == 2 and all("--offload-arch=gfx90a --offload-arch=gfx942" in c for c in compiled)
+    assert [c.split()[0] for c in calls if "-shared" in c] == ["c++"]
+    assert path.name == "libmegatron-hip-gfx90a+gfx942.so" and [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_built_again_only_when_something_changed(
+    compilers: Callable[..., Path], sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, said = compilers("g++", "my-g++"), []
+    folder = tmp_path / "lib"
+    # What the script's compilers write, they write for no target.
+    monkeypatch.setattr(build, "description", lambda *a, real=build.description: real(*a).replace("host", "TARGET", 1))
+
+    def calls(**more: object) -> int:
+        before = log.read_text().count("-shared") if log.exists() else 0
+        build.make(["host"], folder=folder, say=said.append, **more)  # type: ignore[arg-type]
+        return log.read_text().count("-shared") - before
+
+    assert [calls(), calls(), calls(force=True), calls()] == [1, 0, 1, 0]
+    assert "up to date" in said[-1]
+    (sources / "shared.h").write_text("// changed")
+    assert [calls(), calls()] == [1, 0]
+    monkeypatch.setattr(build, "compile_flags", lambda t, a, real=build.compile_flags: [*real(t, a), "-g"])
+    assert [calls(), calls()] == [1, 0]
+    monkeypatch.setenv("CXX", "my-g++")
+    assert [calls(), calls()] == [1, 0]
+
+
+def test_a_compiler_that_fails(compilers: Callable[..., Path], sources: Path, tmp_path: Path) -> None:
+    """Its words are shown, what was there before stays, and nothing half is left."""
+    compilers("hipcc", "c++", fails=True)
+    folder = tmp_path / "lib"
+    folder.mkdir()
+    old = folder / "libmegatron-hip-gfx90a.so"
+    old.write_text("old")
+    message = r"(?s)bin/hipcc .*--offload-arch=gfx90a.*kernel.cpp:1: error: no such thing"
+    with pytest.raises(build.BuildError, match=message):
+        build.make(["hip"], folder=folder)
+    assert old.read_text() == "old" and len(list(folder.iterdir())) == 1
+
+
+def test_long_output_is_shortened() -> None:
+    text = build._shortened("\n".join(map(str, range(100))))
+    assert text.splitlines()[-2:] == ["59", "... 40 more lines"]
+
+
+def test_an_installation_warns_and_goes_on(
+    compilers: Callable[..., Path], sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    folder = tmp_path / "lib"
+    folder.mkdir()
+    (folder / "libmegatron-hip-gfx1.so").write_text("of another build")
+    build.install(folder, alone=False, say=said.append)
+    assert not said, "no compiler, none asked for: nothing to say"
+    compilers("hipcc", "c++")
+    monkeypatch.setenv(build.CHOICE, "cuda,hip")
+    build.install(folder, alone=True, say=said.append)
+    assert "warning: kernels for cuda were not built: no compiler for --target cuda" in said[0]
+    assert [p.name for p in folder.iterdir()] == ["libmegatron-hip-gfx90a.so"]
+    monkeypatch.setenv(build.CHOICE, "none")
+    build.install(folder, alone=True, say=said.append)
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("flags", "archs"),
+    [
+        ("", ["x86-64"]),
+        ("cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3", ["x86-64-v2", "x86-64"]),
+        (
+            "cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3 avx2 bmi1 bmi2 f16c fma abm movbe",
+            ["x86-64-v3", "x86-64-v2", "x86-64"],
+        ),
+    ],
+)
+def test_levels_of_x86_64(monkeypatch: pytest.MonkeyPatch, flags: str, archs: list[str]) -> None:
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    assert build.host_archs(frozenset(flags.split())) == archs
+    monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
+    assert build.host_archs() == ["aarch64"]
+
+
+def test_the_hash_is_of_names_and_contents(tmp_path: Path) -> None:
+    assert build.source_hash(tmp_path / "nowhere") == ""
+    (tmp_path / "a.cpp").write_text("one")
+    first = build.source_hash(tmp_path)
+    (tmp_path / "notes.txt").write_text("nobody's")
+    assert build.source_hash(tmp_path) == first
+    (tmp_path / "a.cpp").write_text("two")
+    second = build.source_hash(tmp_path)
+    (tmp_path / "a.cpp").rename(tmp_path / "b.cpp")
+    assert len({first, second, build.source_hash(tmp_path)}) == 3
+
+
+def run_setup(*arguments: str) -> subprocess.CompletedProcess[str]:
+    pytest.importorskip("pybind11")
+    return subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_kernels", *arguments], cwd=ROOT, capture_output=True, text=True
+    )
+
+
+def test_the_command_refuses(tmp_path: Path) -> None:
+    done = run_setup("--target", "host", "--target", "rocm", "-o", str(tmp_path))
+    assert done.returncode == 1 and "error: --target rocm is not known; there are host, hip, cuda" in done.stderr
+    assert "--jobs 0 must be a number above 0" in run_setup("--target=host", "--jobs", "0").stderr
+
+
+def test_nothing_heavy_is_imported() -> None:
+    """setup.py runs in pip's build environment, where neither torch nor numpy is."""
+    program = "import runpy, sys; runpy.run_path('megatron/kernels/build.py'); print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-S", "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not {"torch", "numpy", "megatron"} & {name.partition(".")[0] for name in loaded.stdout.split()}
+
+
+def test_a_change_of_a_kernel_makes_the_environment_anew() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    (rule,) = [line for line in makefile.replace("\\\n", " ").splitlines() if line.startswith("MADE_FROM")]
+    assert "csrc/kernels/*.cpp" in rule and "csrc/kernels/*.h" in rule and "csrc/*.[ch]pp" in rule
+    assert "rm -rf megatron/kernels/lib" in makefile
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["host", "hip", "cuda"])
+def test_a_real_build(target: str, built: Callable[[str], Path]) -> None:
+    """It holds its own description, so that it is known to be current, and every exported function."""
+    path = built(target)
+    assert build.is_current(path, target, build.default_archs(target))
+    content = path.read_bytes()
+    assert f"{target} {build.default_archs(target)[0]} {build.source_hash()}-".encode() in content
+    for file in build.SOURCES.glob("*.cpp"):
+        for line in file.read_text().splitlines():
+            if line.startswith("MK_API "):
+                assert line.split()[1].partition("(")[0].encode() + b"\0" in content, line

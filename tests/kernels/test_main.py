@@ -1,0 +1,96 @@
+"""What `python -m megatron.kernels` prints, and that its self-test sees a wrong result."""
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.kernels import __main__ as command
+from megatron.kernels import build, library, self_test
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(library.OVERRIDE, raising=False)
+    library.forget()
+    yield
+    monkeypatch.undo()
+    library.forget()
+
+
+def test_without_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A device that was asked for by name has to have one."""
+    monkeypatch.setattr(library, "LIBRARIES", tmp_path)
+    monkeypatch.setattr(command, "LIBRARIES", tmp_path)
+    assert [command.main([]), command.main(["--list"]), command.main(["--device", "cpu"])] == [0, 0, 1]
+    text = capsys.readouterr().out
+    assert f"  cpu   none: no libmegatron-host-{build.host_archs()[0]}.so in {tmp_path}: python setup.py" in text
+    assert f"  in {tmp_path}: nothing" in text and "self-test: no library to test" in text
+    assert all(f"  {target:<5} " in text for target in build.TARGETS) and "  flash-attn" in text
+
+
+def test_a_named_library_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv(library.OVERRIDE, "/nowhere.so")
+    assert command.main([]) == 1
+    assert f"error: {library.OVERRIDE} is /nowhere.so: there is no such file" in capsys.readouterr().err
+
+
+def test_a_wrong_result_fails(
+    kernels: library.Found, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Off by a thousandth of the largest element in fp32, not a number, of another shape, or an error."""
+    right = self_test.CASES["rotate"]
+
+    def wrong(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., self_test.Triples]:
+        return lambda *a: [(what, change(found.detach().clone()), want) for what, found, want in right(*a)]
+
+    def broken(*_: object) -> self_test.Triples:
+        raise RuntimeError("out of order")
+
+    def one_off(x: torch.Tensor) -> torch.Tensor:
+        x.view(-1)[5] += 1e-3 * x.abs().max() if x.dtype == torch.float32 else 0
+        return x
+
+    monkeypatch.setenv(library.OVERRIDE, str(kernels.path))
+    monkeypatch.setattr(self_test, "CASES", {
+        "right": right, "one_off": wrong(one_off), "nan": wrong(lambda x: x * float("nan")),
+        "shape": wrong(lambda x: x[1:]), "broken": broken,
+    })  # fmt: skip
+    assert command.main(["--device", "cpu"]) == 1
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert lines["right"].split()[1:4] == ["ok", "largest", "error"]
+    assert [lines[name].split()[1] for name in ("one_off", "nan", "shape", "broken")] == ["FAILED"] * 4
+    assert "(fp32 value)" in lines["one_off"] and "RuntimeError: out of order" in lines["broken"]
+    assert "4 of 5 operators failed" in lines["4"]
+
+
+def test_every_operator_has_a_case() -> None:
+    """Of each module that registers operators, the self-test calls something."""
+    import megatron.kernels.ops as ops
+
+    modules = {path.stem for path in Path(ops.__path__[0]).glob("*.py") if "operator(" in path.read_text()}
+    used = {function.__module__.rpartition(".")[2] for function in vars(self_test).values() if callable(function)}
+    assert modules and modules <= used
+
+
+@pytest.mark.slow
+def test_the_command(kernels: library.Found) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron.kernels", "--device", "cpu"], capture_output=True, text=True,
+        env={**os.environ, library.OVERRIDE: str(kernels.path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.partition("self-test on cpu")[2].splitlines()[1:]
+    assert len(lines) == len(self_test.CASES) and all(line.split()[1] == "ok" for line in lines)
+
+
+@pytest.mark.gpu
+def test_the_self_test_on_a_gpu() -> None:
+    assert library.find("cuda").handle is not None, library.find("cuda").reason
+    failed = [result.line for result in self_test.run(torch.device("cuda")) if not result.ok]
+    assert not failed

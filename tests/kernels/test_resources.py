@@ -1,0 +1,246 @@
+"""The check of registers and accesses: planted violations are found, in text, and as the compilers make them."""
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megatron.kernels import build, resources
+from megatron.kernels.resources import Kernel
+
+HEADER = """
+template <class Op, class G, int LANES, int THREADS>
+__global__ void MK_OCCUPANCY(THREADS, Op::WAVES) row_kernel(Op op, int64_t rows) {}
+template <class Op, int V> __global__ void MK_OCCUPANCY(BLOCK, Op::WAVES) flat_kernel(Op op, int64_t n) {}
+// narrow: all (one column a lane)
+template <class T>
+__global__ void MK_OCCUPANCY(BLOCK, 8) part_kernel(T *out) {}
+template <class T> struct Step {
+    static constexpr int WAVES = 8;
+    // narrow: 1 + 2 * V (the tail)
+};
+template <class T, int V>
+__global__ void MK_OCCUPANCY(BLOCK, (Step<T>::WAVES)) step_kernel(T *out) {}
+template <class T, class See> struct Softmax {
+    static constexpr int WAVES = 4, HOLDS = 1;
+};
+struct Causal {};
+struct Masked {
+    // narrow: 3 * ITEMS (the mask, a byte for each element)
+    struct Row {};
+};
+template <class T> struct Choosing {
+    static constexpr int SUMS = 2, WAVES = SUMS == 2 && sizeof(T) == 2 ? 4 : 8;
+};
+template <class Op> struct Around {
+    static constexpr int WAVES = Op::WAVES;
+};
+"""
+ROW = "void row_kernel<{}, HoldingGroup<256, 8, 4>, 256, 256>({}, long)"
+CAUSAL = ROW.format("Softmax<bf16, Causal>", "Softmax<bf16, Causal>")
+MASKED = CAUSAL.replace("Causal", "Masked")
+
+
+@pytest.fixture
+def rules(tmp_path: Path) -> resources.Rules:
+    (tmp_path / "launch.h").write_text(HEADER)
+    return resources.read_rules(tmp_path)
+
+
+def kernel(name: str, **values: int) -> Kernel:
+    good = dict(vgprs=60, agprs=0, sgprs=40, lds_bytes=0, scratch_bytes=0, spills=0, occupancy=8, narrow=0, wide=4)
+    return Kernel(name, **{**good, **values})
+
+
+def test_budgets_are_found_beside_the_operation(rules: resources.Rules) -> None:
+    wanted = {
+        CAUSAL: 4, "void part_kernel<float>(float*)": 8, "void step_kernel<bf16, 8>(bf16*)": 8,
+        ROW.format("Around<Softmax<float, Causal> >", ""): 4, "void flat_kernel<Nobody<float>, 4>(long)": None,
+        "void flat_kernel<Choosing<float>, 4>(long)": 4,
+    }  # fmt: skip
+    assert {name: resources.waves_wanted(kernel(name), rules) for name in wanted} == wanted
+    assert resources.check(kernel("void flat_kernel<Nobody<float>, 4>(long)"), rules) == ["no WAVES beside it"]
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        (dict(), []),
+        (dict(vgprs=128), []),
+        (dict(vgprs=129), ["129 registers, budget 128 (WAVES = 4)"]),
+        (dict(spills=2), ["2 spilled registers, scalar ones, to vector registers"]),
+        (dict(scratch_bytes=8, narrow=2), ["0 spilled registers, 8 bytes of scratch"]),
+        (dict(agprs=4), ["4 accumulation registers"]),
+        (dict(occupancy=3), ["occupancy 3, WAVES = 4"]),
+        (dict(narrow=1), ["1 narrow accesses, 0 announced"]),
+        (dict(wide=0), ["no access of 16 bytes"]),
+    ],
+)
+def test_each_rule(rules: resources.Rules, values: dict[str, int], found: list[str]) -> None:
+    assert resources.check(kernel(CAUSAL, **values), rules) == found
+
+
+def test_announced_narrow_accesses(rules: resources.Rules) -> None:
+    """Of the operation, of a struct among its arguments, and of a __global__ function; in V and ITEMS."""
+    streaming = MASKED.replace("HoldingGroup<256, 8, 4>", "StreamingGroup<512, 8>")
+    allowed = {
+        CAUSAL: 0, MASKED: 12, streaming: 3 * resources.UNROLLED, "void step_kernel<bf16, 8>(bf16*)": 17,
+        "void step_kernel<float, 4>(float*)": 9, "void part_kernel<float>(float*)": None,
+        CAUSAL.replace("HoldingGroup<256, 8, 4>", "StreamingGroup<256, 1>"): None,
+    }  # fmt: skip
+    assert {name: resources.narrow_allowed(kernel(name), rules) for name in allowed} == allowed
+
+
+def test_an_announcement_that_is_too_generous(rules: resources.Rules) -> None:
+    step, part = "void step_kernel<bf16, 8>(bf16*)", "void part_kernel<float>(float*)"
+    good = [kernel(MASKED, narrow=12), kernel(step, narrow=17), kernel(part, narrow=2)]
+    assert resources.check_all(good, rules) == []
+    wrong = resources.check_all([kernel(MASKED, narrow=11), kernel(step, narrow=16), kernel(part)], rules)
+    assert [line.partition(":")[0] for line in wrong] == ["part_kernel", "Step", "Masked"]
+    assert "which is 16" in wrong[1]
+
+
+def test_an_announcement_without_a_reason(tmp_path: Path) -> None:
+    (tmp_path / "op.cpp").write_text("struct Op {\n    // narrow: 2\n};\n")
+    with pytest.raises(build.BuildError, match=r"op.cpp:2: `// narrow: 2` must be `// narrow: COUNT \(why\)`"):
+        resources.read_rules(tmp_path)
+
+
+def test_labels(rules: resources.Rules) -> None:
+    assert resources.labels(kernel(MASKED), rules) == ("Softmax<Masked>", "bf16", "row, 256 lanes, 4 packs of 8")
+    assert resources.labels(kernel("void step_kernel<bf16, 8>(bf16*)"), rules) == ("step", "bf16", "step, V 8")
+
+
+ASSEMBLY = """
+_Z1k:                                   ; @_Z1k
+	s_load_dwordx4 s[0:3], s[4:5], 0x0
+	global_load_dwordx4 v[0:3], v[4:5], off
+	flat_load_dwordx2 v[0:1], v[2:3]
+	global_load_ubyte v0, v1, s[0:1]
+	global_load_short_d16_hi v0, v1, s[0:1]
+	buffer_store_dword v1, off, s[84:87], 0 offset:4 ; 4-byte Folded Spill
+	global_store_dwordx4 v0, v[2:5], s[0:1]
+	ds_read_b32 v0, v1
+; Kernel info:
+; NumSgprs: 41
+; NumVgprs: 26
+; NumAgprs: 3
+; ScratchSize: 8
+; LDSByteSize: 128 bytes/workgroup (compile time only)
+; Occupancy: 7
+; WaveLimiterHint : 0
+	.amdgpu_metadata
+amdhsa.kernels:
+  - .agpr_count:     0
+    .args:
+      - .offset:         0
+        .name:           x
+    .name:           _Z1k
+    .sgpr_spill_count: 4
+    .symbol:         _Z1k.kd
+    .vgpr_spill_count: 1
+"""
+
+
+def test_what_is_read_from_assembly() -> None:
+    (found,) = resources.parse_assembly(ASSEMBLY)
+    assert found == Kernel("_Z1k", 26, 3, 41, 128, 8, 5, 7, narrow=4, wide=2)
+
+
+def test_what_is_read_from_ptxas() -> None:
+    text = """ptxas info    : Compiling entry function '_Z1a' for 'sm_90'
+ptxas info    : Function properties for _Z1a
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Compiling entry function '_Z1b' for 'sm_90'
+ptxas info    : Function properties for _Z1b
+    16 bytes stack frame, 8 bytes spill stores, 8 bytes spill loads
+"""
+    assert resources.parse_ptxas(text) == ["_Z1b: 16 bytes stack frame, 8 bytes spill stores, 8 bytes spill loads"]
+
+
+PLANTED = """
+#include "api.h"
+template <class T> struct Good {
+    static constexpr int WAVES = 8;
+    T *y;
+    const T *x;
+    template <class G> MEMBER void operator()(const G &, int64_t i) const {
+        float v[G::V];
+        load<G>(x + i, v);
+        store<G>(y + i, v);
+    }
+};
+template <class T> struct Narrow {
+    static constexpr int WAVES = 8;
+    T *y;
+    const volatile T *x;
+    template <class G> MEMBER void operator()(const G &, int64_t i) const {
+        float v[G::V];
+        EACH(k) v[k] = x[i + k];
+        store<G>(y + i, v);
+    }
+};
+template <class T> struct Spilling {
+    static constexpr int WAVES = 8;
+    T *y;
+    const T *x;
+    template <class G> MEMBER void operator()(const G &, int64_t i) const {
+        float held[24][G::V];
+        UNROLL for (int j = 0; j < 24; ++j) load<G>(x + i * (j + 3), held[j]);
+        __syncthreads();
+        UNROLL for (int j = 23; j >= 0; --j) store<G>(y + i * (j + 5), held[j]);
+    }
+};
+MK_API mk_planted(void *y, const void *x, int64_t n, void *stream) {
+    typedef float T;
+    int code = launch_flat<T>(Good<T>{(T *)y, (const T *)x}, n, true, (mk_stream)stream);
+    code |= launch_flat<T>(Narrow<T>{(T *)y, (const T *)x}, n, true, (mk_stream)stream);
+    return code | launch_flat<T>(Spilling<T>{(T *)y, (const T *)x}, n, true, (mk_stream)stream);
+}
+"""
+
+
+def plant(folder: Path) -> None:
+    for header in build.SOURCES.glob("*.h"):
+        (folder / header.name).write_bytes(header.read_bytes())
+    (folder / "planted.cpp").write_text(PLANTED)
+
+
+def needs(target: str) -> None:
+    if build.compiler(target) is None:
+        pytest.skip(build.no_compiler(target))
+
+
+def test_planted_violations_in_what_hipcc_makes(tmp_path: Path) -> None:
+    """Narrow loads and spills are found in real assembly, and nothing is said of a kernel that is good."""
+    needs("hip")
+    plant(tmp_path)
+    rules, kernels = resources.read_rules(tmp_path), resources.compile_kernels(folder=tmp_path)
+    wide = {k.words[0]: resources.check(k, rules) for k in kernels if resources.sizes(k, rules)["V"] > 1}
+    assert wide["Good"] == []
+    assert wide["Narrow"] == ["4 narrow accesses, 0 announced"]
+    assert len(wide["Spilling"]) >= 1 and "spilled registers" in wide["Spilling"][0]
+    assert {dataclasses.replace(k, name="").wide for k in kernels if k.words[0] == "Good"} == {0, 2}
+
+
+@pytest.mark.slow
+def test_planted_spills_in_what_nvcc_makes(tmp_path: Path) -> None:
+    needs("cuda")
+    plant(tmp_path)
+    text = (tmp_path / "planted.cpp").read_text().replace("held[24]", "held[96]").replace("< 24", "< 96")
+    (tmp_path / "planted.cpp").write_text(text.replace("j = 23", "j = 95"))
+    wrong = resources.cuda_spills(folder=tmp_path)
+    assert wrong and all("Spilling" in line for line in wrong)
+
+
+@pytest.mark.slow
+def test_no_cuda_kernel_spills() -> None:
+    needs("cuda")
+    assert resources.cuda_spills() == []
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("HIPCC", "nowhere")
+    assert resources.main([]) == 1
+    assert "error: no compiler for --target hip: $HIPCC is nowhere" in capsys.readouterr().err
