@@ -75,8 +75,6 @@ ACCEPTED: Mapping[str, Legacy] = {
     "--moe-token-dispatcher-type": Legacy(_NO_EXPERTS, "1"),
     # kernels and layers
     "--transformer-impl": Legacy("there is one implementation; fused kernels are found at run time", "1"),
-    "--no-rope-fusion": Legacy("RoPE is the same function fused or not"),
-    "--cross-entropy-loss-fusion": Legacy("the vocabulary-parallel cross entropy is always one operation"),
     "--use-mcore-models": Legacy("there is one model"),
     "--use-legacy-models": Legacy("there is one model"),
     "--no-initialization": Legacy("weights are always initialised"),

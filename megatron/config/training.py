@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from megatron.config.option import option
 
-_NO_KERNEL = "there is one implementation of it, with the same result"
+_IMPLEMENTATIONS = ("auto", "fused", "apex", "torch")
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,11 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Fused kernels and attention backends; all have a plain torch path that computes the same."""
+    """Fused kernels and attention backends; all have a plain torch path that computes the same to rounding.
+
+    A fusion that is on is used where a kernel library for the device is loaded and, on a CPU, where it is faster than
+    torch's operators; megatron.kernels.choose decides, and the log says what was decided.
+    """
 
     title: ClassVar[str] = "kernels"
 
@@ -110,26 +114,48 @@ class KernelConfig:
         off_flags=("--no-use-flash-attn",),
     )
     attention_backend: str = option(
-        "auto", "auto takes the fastest that fits.", choices=("auto", "flash", "fused", "unfused", "local")
+        "auto",
+        "auto takes flash-attn where it can run, else torch's scaled_dot_product_attention, as flash does; fused takes "
+        "torch's; unfused and local are an explicit softmax(q k^T) v.",
+        choices=("auto", "flash", "fused", "unfused", "local"),
     )
     masked_softmax_fusion: bool = option(
-        True, "Fused masked softmax.", inert=_NO_KERNEL, flags=(), off_flags=("--no-masked-softmax-fusion",)
+        True, "Scale, mask and softmax of --attention-backend unfused in one kernel.", flags=(),
+        off_flags=("--no-masked-softmax-fusion",),
     )
     bias_gelu_fusion: bool = option(
-        True, "Fused bias and activation.", flags=(), inert=(
-            "there is no such kernel yet; GELU always has the tanh form, which Megatron uses with this fusion"
-        ),
+        True, "Bias and activation (GELU in its tanh form, SwiGLU, squared ReLU) in one kernel.", flags=(),
         off_flags=("--no-bias-gelu-fusion", "--no-bias-swiglu-fusion"),
     )
     bias_dropout_fusion: bool = option(
-        True, "Fused bias, dropout and residual.", inert=_NO_KERNEL, flags=(), off_flags=("--no-bias-dropout-fusion",)
+        True, "Bias, dropout and residual in one kernel; its dropout masks are other ones than torch's.", flags=(),
+        off_flags=("--no-bias-dropout-fusion",),
     )
     gradient_accumulation_fusion: bool = option(
-        True, "Weight gradients added into the accumulator by the matrix product.", inert=_NO_KERNEL,
+        True, "Weight gradients added into the accumulator by the matrix product.",
+        inert="there is one implementation of it, with the same result",
         flags=(), off_flags=("--no-gradient-accumulation-fusion",),
     )
     persist_layer_norm: bool = option(
-        True, "Fused norm kernel.", inert=_NO_KERNEL, flags=(), off_flags=("--no-persist-layer-norm",)
+        True, "Norm, with the residual sum before it, in one kernel.", flags=(), off_flags=("--no-persist-layer-norm",)
+    )
+    rope_fusion: bool = option(
+        True, "Rotary embedding in one kernel, read from the fused projection.", flags=(),
+        off_flags=("--no-rope-fusion",),
+    )
+    cross_entropy_loss_fusion: bool = option(
+        True, "Cross entropy in two passes over the logits, which the gradient overwrites.", flags=(),
+        off_flags=("--no-cross-entropy-loss-fusion",),
+    )
+    norm_implementation: str = option(
+        "auto",
+        "auto takes our kernel where it is there and faster, else torch's; fused takes our kernel wherever it is "
+        "there; apex takes apex's where it is installed for the device. The log says so where a wish cannot be met.",
+        choices=_IMPLEMENTATIONS,
+    )
+    optimizer_implementation: str = option(
+        "auto", "AdamW over all weights in one pass; the choices are those of --norm-implementation.",
+        choices=_IMPLEMENTATIONS,
     )
 
 

@@ -408,6 +408,17 @@ def _checkpoints(v: dict[str, Any]) -> Iterator[str]:
         yield "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler contradict each other"
 
 
+@check()
+def _kernels(v: dict[str, Any]) -> Iterator[str]:
+    if v["norm_implementation"] == "fused" and not v["persist_layer_norm"]:
+        yield "--norm-implementation fused and --no-persist-layer-norm contradict each other: choose one"
+    if v["optimizer_implementation"] != "auto" and v["optimizer"] != "adam":
+        yield (
+            f"--optimizer-implementation {v['optimizer_implementation']} is for --optimizer adam, but --optimizer is "
+            f"{v['optimizer']}: remove it"
+        )
+
+
 @check("profile_step_start", "profile_step_end")
 def _profile(v: dict[str, Any]) -> Iterator[str]:
     if v["profile"] and v["profile_step_end"] <= v["profile_step_start"]:

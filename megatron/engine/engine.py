@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron.engine.adamw import FusedAdamW, OnePassStep
 from megatron.engine.deepspeed_json import deepspeed_json
 from megatron.engine.deepspeed_setup import ensure_process_group, import_deepspeed, start_engine
 from megatron.engine.fragments import Fragment, is_copy, mark_for_deepspeed
@@ -28,6 +29,7 @@ from megatron.engine.optimizer import (
     set_step,
     unique_parameters,
 )
+from megatron.kernels.choose import choose_fusions
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
@@ -54,7 +56,7 @@ class StepResult:
 class Engine:
     """ZeRO stage 1 or 0, in fp32, bf16 or fp16, with fp32 gradients and master weights.
 
-    config    reads .batch, .engine, .optimizer, .precision and, where there is one, .logging
+    config    reads .batch, .engine, .optimizer, .precision and, where they are there, .logging and .kernels
     chunks    this rank's model, with fp32 parameters that carry a Sharding each; they become fp16 or bf16 here
 
     Stage 1 partitions the optimizer over the data-parallel ranks. Stage 0 is the same with partitions of one rank; the
@@ -88,12 +90,15 @@ class Engine:
         exact = self._exact_weights(ordered)
         deepspeed = import_deepspeed(topology.device)
         mpu = ModelParallelUnit(topology, self._stage)
-        self._basic = build_optimizer(groups, config.optimizer, topology.device)
+        self._basic = self._build_optimizer(config, groups)
         settings = deepspeed_json(config, mpu.partition.size, sum(p.numel() for p in ordered))
         self._engine = start_engine(
             deepspeed, topology, model=chunks, optimizer=self._basic, config=settings, mpu=mpu
         )
         self._optimizer = self._engine.optimizer
+        self._update_working_weights = self._optimizer.update_lp_params
+        if isinstance(self._basic, FusedAdamW) and self._dtype == torch.bfloat16:
+            OnePassStep(self._optimizer, self._basic)
         self._bucket = max(1, int(config.engine.zero_reduce_bucket_size))
         self._take_over(ordered)
         self._gradients = Gradients(ordered, self._optimizer, self._dtype)
@@ -108,6 +113,13 @@ class Engine:
                 fragment.master.copy_(whole.narrow(0, fragment.start, fragment.numel))
 
     # -- set-up ----------------------------------------------------------------------------------------------------
+
+    def _build_optimizer(self, config: Any, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        kernels, device = getattr(config, "kernels", None), self.topology.device
+        if kernels is None:
+            return build_optimizer(groups, config.optimizer, device)
+        fused = choose_fusions(kernels, device, config.precision.dtype_name).optimizer
+        return build_optimizer(groups, config.optimizer, device, kernels.optimizer_implementation, fused)
 
     def _exact_weights(self, parameters: list[torch.nn.Parameter]) -> dict[torch.nn.Parameter, torch.Tensor]:
         """The fp32 weights, which DeepSpeed would round before it makes master weights of them.
@@ -289,4 +301,4 @@ class Engine:
 
     def update_working_weights(self) -> None:
         """Make the weights of forward and backward from the master weights, on all data-parallel ranks."""
-        self._optimizer.update_lp_params()
+        self._update_working_weights()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.engine.adamw import FusedAdamW
 from megatron.errors import ConfigError
 from megatron.kernels.availability import fused_adam
 from megatron.parallel.sharding import sharding_of
@@ -60,14 +61,22 @@ def check_groups(groups: list[dict[str, Any]], topology: Topology) -> None:
         )
 
 
-def build_optimizer(groups: list[dict[str, Any]], settings: Any, device: torch.device) -> torch.optim.Optimizer:
-    """AdamW (apex's fused one on a GPU that has it, else torch's fused one) or SGD, from `config.optimizer`."""
+def build_optimizer(
+    groups: list[dict[str, Any]], settings: Any, device: torch.device, implementation: str = "auto", fused: bool = False
+) -> torch.optim.Optimizer:
+    """AdamW or SGD, from `config.optimizer`.
+
+    implementation  config.kernels.optimizer_implementation; "apex": apex's AdamW, where it runs on this device
+    fused           whether AdamW goes through our kernel (megatron.kernels.choose); else it is torch's fused one
+    """
     if settings.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.sgd_momentum)
     betas = (settings.adam_beta1, settings.adam_beta2)
-    if fused_adam(device.type).usable:
+    if implementation == "apex" and fused_adam(device.type).usable:
         apex_adam: Any = importlib.import_module("apex.optimizers").FusedAdam
         return apex_adam(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps, adam_w_mode=True)
+    if fused:
+        return FusedAdamW(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps)
     return torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps, fused=True)
 
 
@@ -103,4 +112,4 @@ def set_step(optimizer: torch.optim.Optimizer, step: int) -> None:
             for p in group["params"]:
                 optimizer.state[p]["step"].fill_(float(step))
         elif not isinstance(optimizer, torch.optim.SGD):
-            group["step"] = step  # apex counts per group
+            group["step"] = step  # FusedAdamW and apex count per group

@@ -1,7 +1,6 @@
 """Which optional accelerated packages this machine has and can use. Nothing is imported until somebody asks."""
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
@@ -16,6 +15,9 @@ if TYPE_CHECKING:
 
 FLASH_BACKENDS = ("auto", "flash")
 """Values of --attention-backend that let flash-attn compute attention."""
+UNFUSED_BACKENDS = ("unfused", "local")
+"""Values of --attention-backend that mean an explicit softmax(q k^T) v."""
+UNFUSED = "an explicit softmax(q k^T) v"
 
 
 @dataclass(frozen=True)
@@ -56,41 +58,60 @@ def flash_attention(device_type: str, dtype_name: str) -> Finding:
     return Finding(package, version, not reason, reason, fallback)
 
 
-def choose_flash_attention(kernels: KernelConfig, device: torch.device | None, dtype_name: str) -> bool:
-    """Whether attention goes through flash_attn: the configuration allows it and this machine can run it.
+def choose_attention(kernels: KernelConfig, device: torch.device | None, dtype_name: str) -> str:
+    """What computes attention: "flash" (flash-attn), "torch" (scaled_dot_product_attention) or "unfused".
 
-    `device` None means the CPU. The backends "fused", "unfused" and "local" rule it out; a wish for it that cannot be
-    met is no error, because torch's attention computes the same; the log names what runs (see report).
+    `device` None means the CPU. A wish for flash-attn that cannot be met is no error, because torch's attention
+    computes the same; the log names what runs (see report).
     """
+    if kernels.attention_backend in UNFUSED_BACKENDS:
+        return "unfused"
     if kernels.attention_backend not in FLASH_BACKENDS:
-        return False
-    return flash_attention(device.type if device is not None else "cpu", dtype_name).usable
+        return "torch"
+    return "flash" if flash_attention(device.type if device is not None else "cpu", dtype_name).usable else "torch"
 
 
 def fused_adam(device_type: str) -> Finding:
-    """Whether NVIDIA's apex (or AMD's port) has a FusedAdam for `device_type`.
+    """Whether NVIDIA's apex (or AMD's port) has a FusedAdam for `device_type`."""
+    return _apex("FusedAdam", "amp_C", "apex.optimizers", "FusedAdam", "optimizer", device_type)
+
+
+def fused_norm(device_type: str) -> Finding:
+    """Whether apex has its layer and RMS normalisation for `device_type`."""
+    module = "apex.normalization.fused_layer_norm"
+    return _apex("norm", "fused_layer_norm_cuda", module, "fused_rms_norm_affine", "norm", device_type)
+
+
+def _apex(part: str, extension: str, module: str, name: str, flag: str, device_type: str) -> Finding:
+    """Whether `module` has `name` and the compiled `extension` that it calls.
 
     The package called apex on PyPI is another project; it is recognised and not used.
     """
-    package, fallback = "apex FusedAdam", "torch's fused AdamW"
     version = _version("apex", "apex")
     if version is None:
         reason = "not found"
-    elif importlib.util.find_spec("amp_C") is None:
+    elif importlib.util.find_spec(extension) is None:
         reason = "the installed apex is another project, or was built without its C++ extensions"
     elif device_type != "cuda":
         reason = f"does not run on {device_type}"
     else:
-        reason = _import_problem("apex.optimizers", "FusedAdam")
-    return Finding(package, version, not reason, reason, fallback)
+        reason = _import_problem(module, name)
+    return Finding(f"apex {part}", version, not reason, reason, f"what --{flag}-implementation auto takes")
 
 
-def report(device_type: str, dtype_name: str, attention_backend: str = "auto") -> list[str]:
-    """A line for each optional package, for the log."""
-    flash = flash_attention(device_type, dtype_name)
-    if attention_backend not in FLASH_BACKENDS:
-        flash = dataclasses.replace(flash, usable=False, reason=f"ruled out by --attention-backend {attention_backend}")
-    return [flash.line, fused_adam(device_type).line]
+def report(kernels: KernelConfig, device_type: str, dtype_name: str) -> list[str]:
+    """A line for each optional package that the configuration asks for, for the log."""
+    flash, backend = flash_attention(device_type, dtype_name), kernels.attention_backend
+    if backend not in FLASH_BACKENDS:
+        fallback = UNFUSED if backend in UNFUSED_BACKENDS else flash.fallback
+        reason = f"ruled out by --attention-backend {backend}"
+        flash = Finding(flash.package, flash.version, False, reason, fallback)
+    wished = [flash]
+    if kernels.norm_implementation == "apex":
+        wished.append(fused_norm(device_type))
+    if kernels.optimizer_implementation == "apex":
+        wished.append(fused_adam(device_type))
+    return [finding.line for finding in wished]
 
 
 def _version(module: str, distribution: str) -> str | None:

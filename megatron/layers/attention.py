@@ -13,11 +13,10 @@ from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.layers.masks import alibi_bias, alibi_slopes
 from megatron.layers.parameters import Fill
 from megatron.layers.rotary import RotaryEmbedding
+from megatron.layers.unfused_attention import unfused_attention
 from megatron.parallel.random import Site, seeded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from megatron.config import ModelConfig
 
 
@@ -88,7 +87,7 @@ def flash_attention(
 
 
 class SelfAttention(torch.nn.Module):
-    """[s(/tp), b, h] -> ([s(/tp), b, h], bias or None).
+    """[s(/tp), b, h] -> ([s(/tp), b, h], bias or None). `attention`: "flash", "torch" or "unfused" (choose_attention).
 
     The rows of the fused weight are ordered [key-value group][queries ..., key, value][head dimension], so a cut along
     them gives every rank whole groups (the order of Megatron checkpoints from version 2.0 on).
@@ -96,7 +95,7 @@ class SelfAttention(torch.nn.Module):
 
     def __init__(
         self, context: LayerContext, name: str, config: ModelConfig, layer: int, fill: Fill, output_fill: Fill,
-        rotary: RotaryEmbedding | None, recompute: bool, use_flash: bool,
+        rotary: RotaryEmbedding | None, recompute: bool, attention: str = "torch",
     ) -> None:
         super().__init__()
         heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.kv_channels
@@ -104,7 +103,7 @@ class SelfAttention(torch.nn.Module):
         self.layer, self.rotary, self.recompute = layer, rotary, recompute
         self.dropout, self.sharded = config.attention_dropout, tp > 1
         self.groups, self.queries, self.head_dim = groups // tp, heads // groups, d
-        self.core: Callable[..., torch.Tensor] = flash_attention if use_flash else torch_attention
+        self.attention, self.fusions = attention, context.fusions
         bias = config.add_bias_linear
         self.query_key_value = ColumnParallelLinear(
             context, f"{name}.query_key_value", ((heads + 2 * groups) * d, config.hidden_size), fill, bias
@@ -117,20 +116,26 @@ class SelfAttention(torch.nn.Module):
     def _core(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents | None, seed: int | None
     ) -> torch.Tensor:
+        if self.attention == "unfused":
+            return unfused_attention(q, k, v, self.slopes, documents, self.dropout, seed, self.fusions)
+        core = flash_attention if self.attention == "flash" else torch_attention
         if seed is None or self.dropout == 0.0:
-            return self.core(q, k, v, self.slopes, documents, 0.0)
+            return core(q, k, v, self.slopes, documents, 0.0)
         with seeded(q.device, seed):
-            return self.core(q, k, v, self.slopes, documents, self.dropout)
+            return core(q, k, v, self.slopes, documents, self.dropout)
 
     def forward(self, x: torch.Tensor, call: CallContext) -> tuple[torch.Tensor, torch.Tensor | None]:
         mixed = self.query_key_value(x)  # [s, b, groups/tp * (queries + 2) * d]
         s, b = mixed.shape[:2]
         mixed = mixed.view(s, b, self.groups, self.queries + 2, self.head_dim)
-        q = mixed[:, :, :, :-2].reshape(s, b, self.groups * self.queries, self.head_dim)
-        k, v = mixed[:, :, :, -2], mixed[:, :, :, -1]
+        # The gradient of split is one concatenation; those of slices would each be as large as the whole.
+        q, k, v = mixed.split((self.queries, 1, 1), dim=3)
+        k, v = k.squeeze(3), v.squeeze(3)
         if self.rotary is not None:
             angles = self.rotary.angles(s, call.position_ids, x.device)
-            q, k = self.rotary.rotate(q, angles), self.rotary.rotate(k, angles)
+            q, k = self.rotary.rotate_groups(q, angles), self.rotary.rotate(k, angles)
+        else:
+            q = q.reshape(s, b, self.groups * self.queries, self.head_dim)
         seed = call.dropout.at(self.layer, Site.ATTENTION, self.sharded) if call.dropout else None
         if self.recompute and torch.is_grad_enabled():
             out = checkpoint(self._core, q, k, v, call.documents, seed, use_reentrant=False, preserve_rng_state=False)

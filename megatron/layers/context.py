@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megatron.kernels.choose import NONE, Fusions
 from megatron.layers.documents import Documents
 from megatron.layers.parameters import ParameterFactory
 from megatron.parallel.deferred import WeightGradients
@@ -21,6 +22,7 @@ class LayerContext:
     sequence_parallel  activations between the tensor-parallel regions are [s/tp, b, h]
     overlap            the input gradient of a column-parallel layer is reduced behind its weight gradient
     weight_gradients   the queue that zero-bubble schedules use
+    fusions            which operators go through the fused kernels; none unless somebody chose them
     """
 
     tensor: Group
@@ -28,6 +30,7 @@ class LayerContext:
     sequence_parallel: bool = False
     overlap: bool = True
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
+    fusions: Fusions = NONE
 
     @classmethod
     def single(cls, seed: int = 1234, device: str | torch.device = "cpu") -> LayerContext:

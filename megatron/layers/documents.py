@@ -75,6 +75,15 @@ class Documents:
         return int(self.lengths.max())
 
     @cached_property
+    def hidden(self) -> torch.Tensor:
+        """Bool [b, 1, s, s] on the device, True where a query (row) does not see a key; made once for all layers."""
+        device = self.cu_seqlens.device
+        rows = torch.arange(int(self.lengths.sum()), dtype=torch.int32, device=device).view(self.samples, -1)
+        document = torch.searchsorted(self.cu_seqlens, rows, right=True, out_int32=True)  # [b, s]
+        seen = document.unsqueeze(2) == document.unsqueeze(1)
+        return seen.tril_().logical_not_().unsqueeze(1)
+
+    @cached_property
     def groups(self) -> Groups:
         """The batches of group_documents with their indices on the device; made once for all layers."""
         groups, device = group_documents(self.lengths, self.samples), self.cu_seqlens.device

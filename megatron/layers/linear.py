@@ -105,9 +105,14 @@ class ColumnParallelLinear(torch.nn.Module):
         self.weight = make(f"{name}.weight", shape, len(shape) - 2, fill)
         self.bias = make(f"{name}.bias", shape[:-1], len(shape) - 2, constant(0.0), decay=False) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def apart(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The product and the bias [out/tp] that is still to be added to it, for a kernel that does both and more."""
         y = column_parallel_matmul(x, self.weight, self.context)
-        return y if self.bias is None else y + self.bias.view(-1)
+        return y, None if self.bias is None else self.bias.view(-1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, bias = self.apart(x)
+        return y if bias is None else y + bias
 
 
 class RowParallelLinear(torch.nn.Module):

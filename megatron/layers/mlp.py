@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from megatron.kernels.ops.activation import bias_activation
 from megatron.layers.context import LayerContext
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.layers.parameters import Fill
@@ -36,11 +37,14 @@ class MLP(torch.nn.Module):
     def __init__(self, context: LayerContext, name: str, config: ModelConfig, fill: Fill, output_fill: Fill) -> None:
         super().__init__()
         hidden, ffn = config.hidden_size, config.ffn_hidden_size
-        self.activation = config.activation
+        self.activation, self.fused = config.activation, context.fusions.bias_activation
         up = (2, ffn, hidden) if self.activation == "swiglu" else (ffn, hidden)
         bias = config.add_bias_linear
         self.dense_h_to_4h = ColumnParallelLinear(context, f"{name}.dense_h_to_4h", up, fill, bias)
         self.dense_4h_to_h = RowParallelLinear(context, f"{name}.dense_4h_to_h", (hidden, ffn), output_fill, bias)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.fused:
+            up, bias = self.dense_h_to_4h.apart(x)
+            return self.dense_4h_to_h(bias_activation(up, bias, self.activation))
         return self.dense_4h_to_h(activate(self.dense_h_to_4h(x), self.activation))

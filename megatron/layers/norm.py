@@ -1,9 +1,13 @@
 """Layer normalisation (Ba et al., arXiv 1607.06450) and RMS normalisation (Zhang and Sennrich, arXiv 1910.07467)."""
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
+from megatron.kernels.ops import norm as kernel
 from megatron.layers.context import LayerContext
 from megatron.layers.parameters import constant
 
@@ -21,6 +25,10 @@ class Norm(torch.nn.Module):
         partial = context.sequence_parallel
         make = context.parameters.create
         self.epsilon, self.one_plus, self.rms = epsilon, one_plus, kind == "rmsnorm"
+        self.fused = context.fusions.rms_norm if self.rms else context.fusions.layer_norm
+        self.apex: Any = None
+        if context.fusions.apex_norm:
+            self.apex = importlib.import_module("apex.normalization.fused_layer_norm")
         start = constant(0.0 if one_plus else 1.0)
         self.weight = make(f"{name}.weight", (hidden,), None, start, decay=False, partial_gradient=partial)
         self.bias = (
@@ -30,10 +38,33 @@ class Norm(torch.nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fused and x.dtype == self.weight.dtype:
+            if self.bias is None:
+                return kernel.rms_norm(x, self.weight, self.epsilon, self.one_plus)
+            return kernel.layer_norm(x, self.weight, self.bias, self.epsilon, self.one_plus)
+        if self.apex is not None and x.dtype == self.weight.dtype:
+            return self._by_apex(x)
+        return self._by_torch(x)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(x + residual), x + residual); one pass where the kernel runs."""
+        if self.fused and x.dtype == residual.dtype == self.weight.dtype:
+            if self.bias is None:
+                return kernel.add_rms_norm(x, residual, self.weight, self.epsilon, self.one_plus)
+            return kernel.add_layer_norm(x, residual, self.weight, self.bias, self.epsilon, self.one_plus)
+        total = residual + x
+        return self(total), total
+
+    def _by_torch(self, x: torch.Tensor) -> torch.Tensor:
         dtype = self.weight.dtype
         # A residual stream in fp32 beside bf16 weights: normalise in the wider type, hand on the narrower one.
         gain = self.weight.to(x.dtype) + 1.0 if self.one_plus else self.weight.to(x.dtype)
-        if self.rms:
+        if self.bias is None:
             return F.rms_norm(x, gain.shape, gain, self.epsilon).to(dtype)
-        assert self.bias is not None
         return F.layer_norm(x, gain.shape, gain, self.bias.to(x.dtype), self.epsilon).to(dtype)
+
+    def _by_apex(self, x: torch.Tensor) -> torch.Tensor:
+        gain = self.weight + 1.0 if self.one_plus else self.weight
+        if self.bias is None:
+            return self.apex.fused_rms_norm_affine(x, gain, gain.shape, eps=self.epsilon)
+        return self.apex.fused_layer_norm_affine(x, gain, self.bias, gain.shape, eps=self.epsilon)

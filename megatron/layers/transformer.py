@@ -35,7 +35,7 @@ class TransformerLayer(torch.nn.Module):
 
     def __init__(
         self, context: LayerContext, config: ModelConfig, index: int, rotary: RotaryEmbedding | None = None, *,
-        recompute_attention: bool = False, use_flash: bool = False,
+        recompute_attention: bool = False, attention: str = "torch",
     ) -> None:
         super().__init__()
         name = f"layers.{index}"
@@ -48,24 +48,33 @@ class TransformerLayer(torch.nn.Module):
             )
 
         self.index, self.dropout = index, config.hidden_dropout
-        self.sharded = context.sequence_parallel
+        self.sharded, self.fused_dropout = context.sequence_parallel, context.fusions.bias_dropout
         self.residual_after_norm = config.apply_residual_connection_post_layernorm
         self.input_layernorm = norm("input_layernorm")
         self.self_attention = SelfAttention(
-            context, f"{name}.self_attention", config, index, fill, output_fill, rotary, recompute_attention, use_flash
+            context, f"{name}.self_attention", config, index, fill, output_fill, rotary, recompute_attention, attention
         )
         self.post_attention_layernorm = norm("post_attention_layernorm")
         self.mlp = MLP(context, f"{name}.mlp", config, fill, output_fill)
 
     def forward(self, x: torch.Tensor, call: CallContext) -> torch.Tensor:
-        def seed(site: Site) -> int | None:
-            return call.dropout.at(self.index, site, self.sharded) if call.dropout else None
-
         normed = self.input_layernorm(x)
         residual = normed if self.residual_after_norm else x
         out, bias = self.self_attention(normed, call)
-        x = bias_dropout_add(out, bias, residual, self.dropout, seed(Site.ATTENTION_OUTPUT))
-        normed = self.post_attention_layernorm(x)
+        seed = self._seed(call, Site.ATTENTION_OUTPUT)
+        if bias is None and seed is None and not self.residual_after_norm:
+            normed, x = self.post_attention_layernorm.add(out, residual)  # one kernel, where there is one
+        else:
+            x = bias_dropout_add(out, bias, residual, self.dropout, seed, self.fused_dropout)
+            normed = self.post_attention_layernorm(x)
         residual = normed if self.residual_after_norm else x
         out, bias = self.mlp(normed)
-        return bias_dropout_add(out, bias, residual, self.dropout, seed(Site.MLP_OUTPUT))
+        return bias_dropout_add(
+            out, bias, residual, self.dropout, self._seed(call, Site.MLP_OUTPUT), self.fused_dropout
+        )
+
+    def _seed(self, call: CallContext, site: Site) -> int | None:
+        """The seed of a dropout mask; None where nothing is dropped."""
+        if call.dropout is None or self.dropout == 0.0:
+            return None
+        return call.dropout.at(self.index, site, self.sharded)

@@ -7,7 +7,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron.data.batch import MicroBatch
-from megatron.kernels.availability import choose_flash_attention
+from megatron.kernels.availability import choose_attention
+from megatron.kernels.choose import choose_fusions
 from megatron.layers.context import CallContext, LayerContext
 from megatron.layers.cross_entropy import vocab_parallel_cross_entropy
 from megatron.layers.documents import Documents
@@ -51,10 +52,11 @@ class GPTChunk(torch.nn.Module):
         self.config, self.context, self.stage = config, context, stage
         self.is_first, self.is_last = stage == 0, last
         fill, _ = weight_fills(model)
-        flash = choose_flash_attention(config.kernels, context.parameters.device, config.precision.dtype_name)
+        attention = choose_attention(config.kernels, context.parameters.device, config.precision.dtype_name)
         rotary = None
         if model.position_embedding_type == "rope":
-            rotary = RotaryEmbedding(2 * int(model.kv_channels * model.rotary_percent / 2), model.rotary_base)
+            dimension = 2 * int(model.kv_channels * model.rotary_percent / 2)
+            rotary = RotaryEmbedding(dimension, model.rotary_base, context.fusions.rotary)
 
         def vocabulary(name: str = WORD_EMBEDDINGS, tied: bool = False) -> torch.nn.Parameter:
             assert model.vocab_size is not None, "the tokenizer gives the vocabulary size before the model is built"
@@ -72,7 +74,8 @@ class GPTChunk(torch.nn.Module):
                 )
         selective = config.recompute.recompute_granularity == "selective"
         self.layers = torch.nn.ModuleList(
-            TransformerLayer(context, model, i, rotary, recompute_attention=selective, use_flash=flash) for i in layers
+            TransformerLayer(context, model, i, rotary, recompute_attention=selective, attention=attention)
+            for i in layers
         )
         if self.is_last:
             self.final_layernorm = Norm(
@@ -133,7 +136,7 @@ class GPTChunk(torch.nn.Module):
         seed = None
         if call.dropout is not None:
             seed = call.dropout.at(EMBEDDING_LAYER, Site.EMBEDDING, self.context.sequence_parallel)
-        return keyed_dropout(hidden, self.config.model.hidden_dropout, seed)
+        return keyed_dropout(hidden, self.config.model.hidden_dropout, seed, self.context.fusions.bias_dropout)
 
     def _run_layers(self, hidden: torch.Tensor, call: CallContext) -> torch.Tensor:
         """All layers of the stage; whole layers are recomputed in the backward pass as the configuration says.
@@ -167,10 +170,11 @@ class GPTChunk(torch.nn.Module):
         return column_parallel_matmul(self.final_layernorm(hidden), self.output_weight, self.context)
 
     def _token_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """[s, b, vocab/tp], [b, s] -> fp32 [s, b]."""
+        """[s, b, vocab/tp], [b, s] -> fp32 [s, b]. The logits are nobody else's: their gradient may overwrite them."""
         own = sharding_of(self.output_weight)
         return vocab_parallel_cross_entropy(
-            logits, labels.t(), self.context.tensor, first=own.offset[0], real=own.extent[0]
+            logits, labels.t(), self.context.tensor, first=own.offset[0], real=own.extent[0],
+            fused=self.context.fusions.cross_entropy,
         )
 
 
@@ -183,6 +187,7 @@ def layer_context(config: Config, topology: Topology, perform_initialization: bo
         ),
         sequence_parallel=config.parallel.sequence_parallel and topology.tensor.size > 1,
         overlap=config.parallel.async_tensor_model_parallel_allreduce,
+        fusions=choose_fusions(config.kernels, topology.device, config.precision.dtype_name),
     )
 
 

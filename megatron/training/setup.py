@@ -21,13 +21,13 @@ from megatron.engine.assemble import build_executor
 from megatron.engine.engine import Engine
 from megatron.engine.lr import LearningRateSchedule, WeightDecaySchedule
 from megatron.errors import ConfigError, LaunchError, MegatronError
-from megatron.kernels.availability import report as kernels_report
 from megatron.model import formulas
 from megatron.model.gpt import build_chunks
 from megatron.parallel.launch import Launch, connect, detect_launch
 from megatron.parallel.topology import Topology
 from megatron.training import devices
 from megatron.training.index_progress import told_if_slow
+from megatron.training.kernels import check_agreement, describe_kernels
 from megatron.training.loop import train
 from megatron.training.metrics import Interval, Rates
 from megatron.training.micro_batches import BatchSchedule, total_iterations
@@ -93,6 +93,7 @@ def assemble(config: Config, device: torch.device, places: Sequence[str], timeou
     if tokenizer is not None:
         config = config.replace(vocab_size=tokenizer.vocab_size)
     describe_setup(config, topology, places, reporter)
+    check_agreement(config, topology)
 
     batches = BatchSchedule.from_config(config)
     samples = planned_samples(config, batches)
@@ -209,8 +210,7 @@ def describe_setup(config: Config, topology: Topology, places: Sequence[str], re
     reporter.say(render_config(config))
     for notice in config.notices:
         reporter.say(f" note: {notice}")
-    backend = config.kernels.attention_backend
-    for line in kernels_report(topology.device.type, config.precision.dtype_name, backend):
+    for line in describe_kernels(config, topology.device):
         reporter.say(f" {line}")
     assert config.model.vocab_size is not None, "the tokenizer was read"
     padded = config.model.padded_vocab_size(topology.tensor.size)

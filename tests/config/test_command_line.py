@@ -130,8 +130,35 @@ def test_world_size():
 
 
 def test_settings_without_effect_say_so():
-    notices = parse_command_line([*BASE, "--no-masked-softmax-fusion", "--wandb-project", "p"])[1]
-    assert {n.split(" has no effect: ")[0] for n in notices} == {"--wandb-project p", "--no-masked-softmax-fusion"}
+    given = [*BASE, "--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--wandb-project", "p"]
+    assert {n.split(" has no effect: ")[0] for n in parse_command_line(given)[1]} == {
+        "--wandb-project p", "--no-gradient-accumulation-fusion",
+    }
+
+
+def test_fusions_are_switched_by_megatrons_flags():
+    kernels = parse_args(BASE).kernels
+    assert kernels.rope_fusion and kernels.cross_entropy_loss_fusion and kernels.persist_layer_norm
+    assert (kernels.norm_implementation, kernels.optimizer_implementation) == ("auto", "auto")
+    flags = "--no-rope-fusion --no-cross-entropy-loss-fusion --no-bias-swiglu-fusion --norm-implementation=apex"
+    config, notices = parse_command_line([*BASE, *flags.split(), "--optimizer-implementation", "Torch"])
+    kernels = config.kernels
+    assert not (kernels.rope_fusion or kernels.cross_entropy_loss_fusion or kernels.bias_gelu_fusion)
+    assert (kernels.norm_implementation, kernels.optimizer_implementation) == ("apex", "torch")
+    assert not notices
+    assert command_line_of(config) == command_line_of(parse_args(command_line_of(config)))
+    on = "--bias-gelu-fusion --rope-fusion --cross-entropy-loss-fusion"
+    assert parse_args([*BASE, *on.split()]) == parse_args(BASE)
+
+
+def test_contradictions_of_kernels():
+    text = problems("--cross-entropy-loss-fusion --no-cross-entropy-loss-fusion")
+    assert "contradict each other: choose one" in text
+    assert "contradict each other" in problems("--norm-implementation fused --no-persist-layer-norm")
+    assert "'quick' is not one of auto, fused, apex, torch" in problems("--norm-implementation quick")
+    text = problems("--optimizer sgd --optimizer-implementation fused")
+    assert "--optimizer-implementation fused is for --optimizer adam, but --optimizer is sgd" in text
+    parse_args([*BASE, "--norm-implementation", "apex", "--no-persist-layer-norm", "--optimizer", "sgd"])
 
 
 def test_help(capsys):
@@ -199,7 +226,6 @@ def test_a_frontier_script_runs_unchanged():
     assert config.parallel.master_addr == "10.128.0.1"
     assert {n.split()[0] for n in notices} == {
         "--data-impl", "--DDP-impl", "--deepspeed", "--deepspeed-activation-checkpointing", "--use-flash-attn",
-        "--no-masked-softmax-fusion", "--no-bias-gelu-fusion", "--no-bias-dropout-fusion",
         "--no-gradient-accumulation-fusion",
     }
 

@@ -135,9 +135,15 @@ SETTINGS = """
 --attention-backend unfused
 --no-masked-softmax-fusion => masked_softmax_fusion False
 --no-bias-gelu-fusion => bias_gelu_fusion False
+--no-bias-swiglu-fusion => bias_gelu_fusion False
 --no-bias-dropout-fusion => bias_dropout_fusion False
 --no-gradient-accumulation-fusion => gradient_accumulation_fusion False
 --no-persist-layer-norm => persist_layer_norm False
+--no-rope-fusion => rope_fusion False
+--cross-entropy-loss-fusion
+--no-cross-entropy-loss-fusion => cross_entropy_loss_fusion False
+--norm-implementation apex
+--optimizer-implementation torch
 --data-path corpus => data_path ('corpus',)
 --data-path 0.3 a 0.7 b => data_path ('0.3','a','0.7','b')
 --split 90,10,0
@@ -265,9 +271,7 @@ ACCEPTED = """
 --overlap-grad-reduce
 --overlap-param-gather
 --log-throughput
---no-rope-fusion
 --no-create-attention-mask-in-dataloader
---cross-entropy-loss-fusion
 --moe-router-topk 2
 --moe-router-load-balancing-type aux_loss
 --moe-aux-loss-coeff 0.01

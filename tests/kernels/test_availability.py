@@ -43,20 +43,29 @@ def without(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch)
-    lines = availability.report("cuda", "bfloat16")
-    assert lines == [
-        "flash-attn: not found; in its place: torch's scaled_dot_product_attention",
-        "apex FusedAdam: not found; in its place: torch's fused AdamW",
+    flash = "flash-attn: not found; in its place: torch's scaled_dot_product_attention"
+    assert availability.report(KernelConfig(), "cuda", "bfloat16") == [flash]
+    apex = KernelConfig(norm_implementation="apex", optimizer_implementation="apex")
+    assert availability.report(apex, "cuda", "bfloat16") == [
+        flash,
+        "apex norm: not found; in its place: what --norm-implementation auto takes",
+        "apex FusedAdam: not found; in its place: what --optimizer-implementation auto takes",
     ]
-    assert not availability.choose_flash_attention(KernelConfig(), torch.device("cuda"), "bfloat16")
+    assert availability.choose_attention(KernelConfig(), torch.device("cuda"), "bfloat16") == "torch"
 
 
 def test_a_backend_that_rules_out_flash_attention_is_named(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     make(packages, "flash_attn", "def flash_attn_func(): ...", version="2.8.3")
-    assert availability.report("cuda", "bfloat16", "flash")[0] == "flash-attn 2.8.3: used"
-    assert "ruled out by --attention-backend unfused" in availability.report("cuda", "bfloat16", "unfused")[0]
+    def line(backend: str) -> str:
+        return availability.report(KernelConfig(attention_backend=backend), "cuda", "bfloat16")[0]
+
+    assert line("flash") == "flash-attn 2.8.3: used"
+    assert line("unfused") == (
+        "flash-attn 2.8.3: ruled out by --attention-backend unfused; in its place: an explicit softmax(q k^T) v"
+    )
+    assert line("fused").endswith("--attention-backend fused; in its place: torch's scaled_dot_product_attention")
 
 
 @pytest.mark.parametrize(
@@ -77,8 +86,9 @@ def test_flash_attention_that_works(packages: Path, monkeypatch: pytest.MonkeyPa
     make(packages, "flash_attn", "def flash_attn_func(): ...", version="2.8.3")
     found = availability.flash_attention("cuda", dtype)
     assert found.usable and found.line == "flash-attn 2.8.3: used"
-    chosen = availability.choose_flash_attention(KernelConfig(attention_backend=backend), torch.device("cuda"), dtype)
-    assert chosen == (backend in ("auto", "flash"))
+    chosen = availability.choose_attention(KernelConfig(attention_backend=backend), torch.device("cuda"), dtype)
+    expected = {"auto": "flash", "flash": "flash", "fused": "torch", "unfused": "unfused", "local": "unfused"}
+    assert chosen == expected[backend]
 
 
 def test_flash_attention_on_a_device_that_is_too_old(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +123,12 @@ def test_the_real_apex(packages: Path) -> None:
     make(packages, "amp_C")
     assert availability.fused_adam("cuda").usable
     assert availability.fused_adam("cpu").reason == "does not run on cpu"
+    make(packages, "apex.normalization")
+    make(packages, "apex.normalization.fused_layer_norm", "def fused_rms_norm_affine(): ...")
+    assert "without its C++ extensions" in availability.fused_norm("cuda").reason
+    make(packages, "fused_layer_norm_cuda")
+    assert availability.fused_norm("cuda").usable
+    assert availability.fused_norm("cpu").reason == "does not run on cpu"
 
 
 def test_an_apex_without_the_optimizer(packages: Path) -> None:

@@ -23,7 +23,7 @@ def data(vocab):
     return logits, torch.randint(0, vocab, (5, 3), generator=g), torch.rand(5, 3, generator=g)
 
 
-def body(rank, vocab, padded, dtype):
+def body(rank, vocab, padded, dtype, fused):
     topology = join(tensor=4)
     logits, labels, weights = data(vocab)
     s = shard("x", (vocab, 1), 0, rank, 4, padded=padded)
@@ -31,16 +31,17 @@ def body(rank, vocab, padded, dtype):
     mine = torch.full((5, 3, each), 50.0)  # what stands in the padding must not matter
     mine[..., : s.extent[0]] = logits[..., s.offset[0] : s.offset[0] + s.extent[0]]
     mine = mine.to(getattr(torch, dtype)).requires_grad_()
-    losses = vocab_parallel_cross_entropy(mine, labels, topology.tensor, s.offset[0], s.extent[0])
+    losses = vocab_parallel_cross_entropy(mine, labels, topology.tensor, s.offset[0], s.extent[0], fused=fused)
     (losses * weights).sum().backward()
     return losses.detach().numpy(), mine.grad.float().numpy(), s.extent[0]
 
 
-@pytest.mark.parametrize(("vocab", "padded"), [(64, 64), (50, 64), (20, 64)])
-def test_four_ranks_equal_one(vocab, padded):
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("vocab", "padded"), [(64, 64), (50, 64), (20, 64)])  # 20: the last two ranks have no entry
+def test_four_ranks_equal_one(vocab, padded, fused):
     logits, labels, weights = data(vocab)
     losses, gradient = reference(logits, labels, weights)
-    results = run_processes(4, body, vocab, padded, "float32")
+    results = run_processes(4, body, vocab, padded, "float32", fused)
     for found, _, _ in results:
         np.testing.assert_allclose(found, losses.numpy(), rtol=2e-6, atol=2e-6)
     whole = np.concatenate([g[..., :real] for _, g, real in results], axis=-1)
@@ -49,19 +50,21 @@ def test_four_ranks_equal_one(vocab, padded):
         assert not np.any(g[..., real:])
 
 
-def test_bf16_logits_give_fp32_losses():
+@pytest.mark.parametrize("fused", [False, True])
+def test_bf16_logits_give_fp32_losses(fused):
     logits, labels, weights = data(40)
     x = logits.bfloat16().requires_grad_()
-    losses = vocab_parallel_cross_entropy(x, labels, Group((0,), 0))
-    (losses * weights).sum().backward()
     expected, gradient = reference(x.detach().float(), labels, weights)
+    losses = vocab_parallel_cross_entropy(x, labels, Group((0,), 0), fused=fused)
+    (losses * weights).sum().backward()
     assert losses.dtype == torch.float32
     np.testing.assert_allclose(losses.detach().numpy(), expected.numpy(), rtol=2e-6, atol=2e-6)
     assert x.grad.dtype == torch.bfloat16
     np.testing.assert_allclose(x.grad.float().numpy(), gradient.numpy(), rtol=2**-8, atol=1e-6)
 
 
-def test_extreme_logits_do_not_overflow():
+@pytest.mark.parametrize("fused", [False, True])
+def test_extreme_logits_do_not_overflow(fused):
     x = torch.tensor([[[1e4, -1e4, 0.0]]])
-    losses = vocab_parallel_cross_entropy(x, torch.tensor([[1]]), Group((0,), 0))
+    losses = vocab_parallel_cross_entropy(x, torch.tensor([[1]]), Group((0,), 0), fused=fused)
     assert losses.item() == pytest.approx(2e4)

@@ -1,0 +1,166 @@
+"""Decides, once at the start of a run, which operators go through the fused kernels. Needs no torch when imported."""
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatron.kernels.availability import UNFUSED_BACKENDS, fused_adam, fused_norm
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.config import Config
+    from megatron.config.training import KernelConfig
+
+
+@dataclass(frozen=True)
+class Fusions:
+    """Which operators go through the fused kernels; the others through torch's.
+
+    masked_softmax   scale, mask and softmax of attention scores
+    bias_activation  bias and GELU, SwiGLU or squared ReLU
+    bias_dropout     bias, dropout and residual
+    layer_norm, rms_norm  normalisation, with the residual sum before it
+    rotary           rotary embedding
+    cross_entropy    the local passes of the vocabulary-parallel cross entropy
+    optimizer        AdamW, and the norm and scale of gradients
+    apex_norm        normalisation goes through apex
+    """
+
+    masked_softmax: bool = False
+    bias_activation: bool = False
+    bias_dropout: bool = False
+    layer_norm: bool = False
+    rms_norm: bool = False
+    rotary: bool = False
+    cross_entropy: bool = False
+    optimizer: bool = False
+    apex_norm: bool = False
+
+
+OPERATORS = (
+    "masked_softmax", "bias_activation", "bias_dropout", "layer_norm", "rms_norm", "rotary", "cross_entropy",
+    "optimizer",
+)  # fmt: skip
+"""The names of the operators, as Fusions has them."""
+
+NORMS = ("layer_norm", "rms_norm")
+
+NONE = Fusions()
+"""Every operator through torch."""
+ALL = Fusions(**dict.fromkeys(OPERATORS, True))
+"""Every operator through its kernel: for tests and measurements."""
+
+
+@dataclass(frozen=True)
+class HostResult:
+    """In which types an operator's kernel, built for the host's processor, is faster than torch on a CPU, and why."""
+
+    types: tuple[str, ...]
+    reason: str
+
+
+EVERY_TYPE = ("float32", "float16", "bfloat16")
+
+
+HOST_FASTER = {
+    "masked_softmax": HostResult((), "torch's softmax is vectorised, too, and exponentials take most of the time"),
+    "bias_activation": HostResult(
+        ("float32", "bfloat16"), "one pass where torch makes one for the bias and one for the activation"
+    ),
+    "bias_dropout": HostResult(EVERY_TYPE, "one pass and no mask in memory, where torch makes five passes"),
+    "layer_norm": HostResult((), "torch's layer_norm is one pass, too"),
+    "rms_norm": HostResult(EVERY_TYPE, "one pass where torch makes several"),
+    "rotary": HostResult((), "torch's passes over one layer's queries and keys stay in the cache"),
+    "cross_entropy": HostResult(
+        EVERY_TYPE, "two passes and no copy of the logits, where torch makes a copy and six passes"
+    ),
+    "optimizer": HostResult(EVERY_TYPE, "one pass for the update and the 16-bit copy, where torch makes two"),
+}
+"""Whether a CPU gains by the kernel. On a GPU all of them do."""
+
+_FLAGS = {
+    "masked_softmax": ("masked_softmax_fusion", "--no-masked-softmax-fusion"),
+    "bias_activation": ("bias_gelu_fusion", "--no-bias-gelu-fusion"),
+    "bias_dropout": ("bias_dropout_fusion", "--no-bias-dropout-fusion"),
+    "layer_norm": ("persist_layer_norm", "--no-persist-layer-norm"),
+    "rms_norm": ("persist_layer_norm", "--no-persist-layer-norm"),
+    "rotary": ("rope_fusion", "--no-rope-fusion"),
+    "cross_entropy": ("cross_entropy_loss_fusion", "--no-cross-entropy-loss-fusion"),
+}
+
+
+def choose_fusions(kernels: KernelConfig, device: torch.device | None, dtype_name: str) -> Fusions:
+    """What goes through the kernels on `device` (None: the CPU) when computing in `dtype_name`.
+
+    An operator does where a library is loaded for the device, no flag says otherwise, and, on a CPU, HOST_FASTER says
+    that the kernel is faster or an `--...-implementation fused` asks for it all the same.
+    """
+    device_type = device.type if device is not None else "cpu"
+    chosen = {name: not _why_not(name, kernels, device_type, dtype_name) for name in OPERATORS}
+    return Fusions(**chosen, apex_norm=_apex_norm(kernels, device_type))
+
+
+def report(config: Config, device: torch.device) -> list[str]:
+    """Lines for the log: which library is loaded or why none, what goes through it, and why the rest does not."""
+    from megatron.kernels import library
+
+    found = library.find(device.type)
+    if found.handle is None:
+        return [found.line]
+    reasons = {name: _reason(name, config, device.type) for name in OPERATORS}
+    used = ", ".join(name for name, reason in reasons.items() if not reason)
+    left: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        if reason:
+            left.setdefault(reason, []).append(name)
+    others = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in left.items())
+    return [found.line, f"through fused kernels: {used or 'none'}" + (f"; through torch: {others}" if others else "")]
+
+
+def _reason(name: str, config: Config, device_type: str) -> str:
+    """Why an operator of this run does not go through its kernel; "" when it does."""
+    model, dtype_name = config.model, config.precision.dtype_name
+    if name == "masked_softmax" and config.kernels.attention_backend not in UNFUSED_BACKENDS:
+        return "only --attention-backend unfused has it"
+    if name == "rotary" and model.position_embedding_type != "rope":
+        return f"--position-embedding-type {model.position_embedding_type}"
+    if name in NORMS and name.replace("_", "") != model.normalization:
+        return f"--normalization {model.normalization}"
+    if name == "optimizer" and config.optimizer.optimizer != "adam":
+        return f"--optimizer {config.optimizer.optimizer}"
+    reason = _why_not(name, config.kernels, device_type, dtype_name)
+    if not reason and name in (*NORMS, "bias_dropout") and model.fp32_residual_connection and dtype_name != "float32":
+        return "--fp32-residual-connection" if name in NORMS else "--fp32-residual-connection, but for embeddings"
+    return reason
+
+
+def _why_not(name: str, kernels: KernelConfig, device_type: str, dtype_name: str) -> str:
+    from megatron.kernels import library
+
+    setting, flag = _FLAGS.get(name, ("", ""))
+    if setting and not getattr(kernels, setting):
+        return flag
+    wished = "norm" if name in NORMS else name
+    wish = getattr(kernels, f"{wished}_implementation", "auto")
+    if wish == "torch":
+        return f"--{wished}-implementation torch"
+    if wish == "apex" and (fused_norm if name in NORMS else fused_adam)(device_type).usable:
+        return "apex has it"
+    if dtype_name not in EVERY_TYPE:
+        return f"they do not compute in {dtype_name}"
+    if library.find(device_type).handle is None:
+        return "no library"
+    if device_type == "cpu" and wish != "fused" and dtype_name not in HOST_FASTER[name].types:
+        return "torch's is faster on a CPU"
+    return ""
+
+
+def _apex_norm(kernels: KernelConfig, device_type: str) -> bool:
+    return kernels.norm_implementation == "apex" and fused_norm(device_type).usable
+
+
+def bits(fusions: Fusions) -> int:
+    """The choice as a number, to compare it between ranks."""
+    return sum(1 << i for i, f in enumerate(dataclasses.fields(fusions)) if getattr(fusions, f.name))

@@ -1,0 +1,137 @@
+"""Which operators go through the kernels: by flags, by what is loaded, and on a CPU by what was measured."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.config import Config
+from megatron.config.training import KernelConfig
+from megatron.kernels import availability, choose, library
+from megatron.kernels.choose import ALL, EVERY_TYPE, HOST_FASTER, NORMS, OPERATORS, Fusions, HostResult, choose_fusions
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+MODEL = dict(num_layers=1, hidden_size=32, num_attention_heads=4, seq_length=16, vocab_size=50)
+
+
+def load(monkeypatch: pytest.MonkeyPatch, *device_types: str) -> None:
+    """As if a library were loaded for these kinds of device alone."""
+    def find(device_type: str) -> library.Found:
+        if device_type in device_types:
+            return library.Found(Path("/lib/l.so"), "hip", "gfx90a", "", object())
+        return library.Found(None, "", "", "nobody built one")
+
+    monkeypatch.setattr(library, "find", find)
+
+
+def named(fusions: Fusions) -> set[str]:
+    return {name for name in OPERATORS if getattr(fusions, name)}
+
+
+def test_nothing_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    load(monkeypatch)
+    kernels = KernelConfig(norm_implementation="fused", optimizer_implementation="fused")
+    assert choose_fusions(kernels, CUDA, "bfloat16") == choose_fusions(kernels, CPU, "float32") == Fusions()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_everything_on_a_gpu(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    load(monkeypatch, "cuda")
+    assert choose_fusions(KernelConfig(), CUDA, dtype) == ALL
+    assert choose_fusions(KernelConfig(), CUDA, "float64") == Fusions()
+
+
+def test_the_library_of_another_device_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    load(monkeypatch, "cpu")
+    assert choose_fusions(KernelConfig(), CUDA, "bfloat16") == Fusions()
+    assert choose_fusions(KernelConfig(), torch.device("meta"), "bfloat16") == Fusions()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (dict(masked_softmax_fusion=False), "masked_softmax"),
+        (dict(bias_gelu_fusion=False), "bias_activation"),
+        (dict(bias_dropout_fusion=False), "bias_dropout"),
+        (dict(persist_layer_norm=False), *NORMS),
+        (dict(rope_fusion=False), "rotary"),
+        (dict(cross_entropy_loss_fusion=False), "cross_entropy"),
+        (dict(norm_implementation="torch"), *NORMS),
+        (dict(optimizer_implementation="torch"), "optimizer"),
+    ],
+)
+def test_each_flag_switches_its_own_operator(monkeypatch: pytest.MonkeyPatch, case: tuple) -> None:
+    load(monkeypatch, "cuda")
+    values, *names = case
+    assert named(choose_fusions(KernelConfig(**values), CUDA, "bfloat16")) == {*OPERATORS} - {*names}
+
+
+def test_a_cpu_takes_what_is_faster_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    load(monkeypatch, "cpu")
+    assert set(HOST_FASTER) == set(OPERATORS) and all(result.reason for result in HOST_FASTER.values())
+    for dtype in EVERY_TYPE:
+        faster = {name for name in OPERATORS if dtype in HOST_FASTER[name].types}
+        assert named(choose_fusions(KernelConfig(), CPU, dtype)) == faster
+    for name, setting in (("layer_norm", "norm"), ("rms_norm", "norm"), ("optimizer", "optimizer")):
+        monkeypatch.setitem(choose.HOST_FASTER, name, HostResult(("bfloat16",), "slower in fp32"))
+        assert not getattr(choose_fusions(KernelConfig(), CPU, "float32"), name)
+        assert getattr(choose_fusions(KernelConfig(), CPU, "bfloat16"), name)
+        wished = KernelConfig(**{f"{setting}_implementation": "fused"})
+        assert getattr(choose_fusions(wished, CPU, "float32"), name)
+    assert choose_fusions(KernelConfig(), None, "float32") == choose_fusions(KernelConfig(), CPU, "float32")
+
+
+def finding(usable: bool) -> availability.Finding:
+    return availability.Finding("apex", "1", usable, "" if usable else "not found", "")
+
+
+def test_apex_only_when_asked_for_and_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    load(monkeypatch, "cuda")
+    wish = KernelConfig(norm_implementation="apex", optimizer_implementation="apex")
+    monkeypatch.setattr(choose, "fused_norm", lambda device_type: finding(True))
+    monkeypatch.setattr(choose, "fused_adam", lambda device_type: finding(True))
+    assert not choose_fusions(KernelConfig(), CUDA, "bfloat16").apex_norm
+    chosen = choose_fusions(wish, CUDA, "bfloat16")
+    assert chosen.apex_norm and named(chosen) == {*OPERATORS} - {*NORMS, "optimizer"}
+    monkeypatch.setattr(choose, "fused_norm", lambda device_type: finding(False))
+    monkeypatch.setattr(choose, "fused_adam", lambda device_type: finding(False))
+    assert choose_fusions(wish, CUDA, "bfloat16") == ALL
+
+
+def test_bits_tell_choices_apart() -> None:
+    choices = [Fusions(), ALL, *(Fusions(**{name: True}) for name in (*OPERATORS, "apex_norm"))]
+    assert len({choose.bits(fusions) for fusions in choices}) == len(choices)
+
+
+def test_the_log_names_what_runs_and_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    load(monkeypatch, "cuda")
+    config = Config.create(**MODEL, persist_layer_norm=False, bf16=True)
+    assert choose.report(config, CUDA) == [
+        "fused kernels: hip gfx90a (/lib/l.so)",
+        "through fused kernels: bias_activation, bias_dropout, cross_entropy, optimizer; through torch: masked_softmax "
+        "(only --attention-backend unfused has it); layer_norm (--no-persist-layer-norm); rms_norm (--normalization "
+        "layernorm); rotary (--position-embedding-type learned_absolute)",
+    ]
+    config = Config.create(**MODEL, attention_backend="unfused", position_embedding_type="rope", bf16=True)
+    assert choose.report(config, CUDA)[1] == (
+        "through fused kernels: masked_softmax, bias_activation, bias_dropout, layer_norm, rotary, cross_entropy, "
+        "optimizer; through torch: rms_norm (--normalization layernorm)"
+    )
+    config = Config.create(**MODEL, bf16=True, fp32_residual_connection=True, optimizer="sgd")
+    line = choose.report(config, CUDA)[1]
+    assert "layer_norm (--fp32-residual-connection)" in line and "optimizer (--optimizer sgd)" in line
+    assert "bias_dropout (--fp32-residual-connection, but for embeddings)" in line
+
+
+def test_the_log_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    load(monkeypatch, "cpu")
+    faster = {name: HostResult(EVERY_TYPE if name == "layer_norm" else (), "") for name in OPERATORS}
+    monkeypatch.setattr(choose, "HOST_FASTER", faster)
+    line = choose.report(Config.create(**MODEL), CPU)[1]
+    assert line.startswith("through fused kernels: layer_norm; through torch: ")
+    assert "bias_activation, bias_dropout, cross_entropy, optimizer (torch's is faster on a CPU)" in line
+    load(monkeypatch)
+    assert choose.report(Config.create(**MODEL), CPU) == [
+        "fused kernels: none, nobody built one; in their place: torch's own operators"
+    ]

@@ -1,0 +1,371 @@
+"""Layers with and without the fused kernels: the same to rounding, and the kernels run exactly where they are chosen.
+
+Both ways compute in fp32 inside. In fp32 they differ by the order of a few operations: some units in the last place of
+the largest number, 2^-23 each, so 1e-5 relative to it leaves room for sums of 64 and more. In bf16 a kernel rounds once
+where torch rounds after each operation: two or three half-units of 2^-8 each, 2e-2 relative to the largest number.
+"""
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.config import Config
+from megatron.errors import KernelError
+from megatron.kernels.choose import ALL, Fusions
+from megatron.kernels.ops import dropout as dropout_kernel
+from megatron.layers.context import CallContext
+from megatron.layers.cross_entropy import vocab_parallel_cross_entropy
+from megatron.layers.dropout import bias_dropout_add, keyed_dropout
+from megatron.layers.mlp import MLP
+from megatron.layers.norm import Norm
+from megatron.layers.parameters import normal
+from megatron.layers.rotary import RotaryEmbedding
+from megatron.layers.transformer import TransformerLayer
+from megatron.parallel.random import DropoutKey
+from megatron.parallel.topology import Group
+from tests.helpers.fusions import Operators, context
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+DTYPES = [torch.float32, torch.bfloat16]
+NONE = Fusions()
+
+
+class Allocations(TorchDispatchMode):
+    """Sizes of the tensors that operations make; those that lie in the storage of `given` are views of it."""
+
+    def __init__(self, given: torch.Tensor) -> None:
+        super().__init__()
+        self.known, self.made = [given], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(x, torch.Tensor):
+                if x.untyped_storage().data_ptr() not in {y.untyped_storage().data_ptr() for y in self.known}:
+                    self.made.append(x.numel())
+                self.known.append(x)
+        return result
+
+    @property
+    def sizes(self) -> list[int]:
+        return sorted(self.made)
+
+    @property
+    def elements(self) -> int:
+        return max(self.made, default=0)
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def settle(module: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Weights that are neither 0 nor 1, in the dtype, with the same values for equal modules."""
+    for i, p in enumerate(module.parameters()):
+        p.data = (p.data + 0.3 * randn(*p.shape, seed=i)).to(dtype)
+
+
+def results(function, tensors) -> tuple[list[torch.Tensor], Operators]:
+    """Outputs and gradients of leaf tensors, and the operators of ours that ran."""
+    with Operators() as seen:
+        outs = function(*tensors)
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        total = sum((out.float() * randn(*out.shape, seed=9)).sum() for out in outs)
+        gradients = torch.autograd.grad(total, tensors)
+    return [*(out.detach() for out in outs), *gradients], seen
+
+
+def check_close(found, expected, dtype) -> None:
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        largest = b.float().abs().max().item()
+        torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=TOLERANCE[dtype] * largest)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("one_plus", [False, True])
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_norm(kind, one_plus, dtype):
+    out = []
+    for fusions in (ALL, NONE):
+        norm = Norm(context(fusions), "n", 64, kind, 1e-5, one_plus)
+        settle(norm, dtype)
+        x, residual = (randn(5, 3, 64, seed=i).to(dtype).requires_grad_() for i in (1, 2))
+        tensors = [x, residual, *norm.parameters()]
+        alone, seen = results(lambda x, *rest, norm=norm: norm(x) + 0 * rest[0], tensors)
+        assert bool(seen.calls) == (fusions is ALL)
+        added, seen = results(lambda x, residual, *rest, norm=norm: norm.add(x, residual), tensors)
+        assert bool(seen.calls) == (fusions is ALL)
+        out.append(alone + added)
+    check_close(*out, dtype)
+
+
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_a_residual_stream_in_fp32_stays_with_torch(kind):
+    norm = Norm(context(), "n", 64, kind, 1e-5)
+    settle(norm, torch.bfloat16)
+    with Operators() as seen:
+        assert norm(randn(5, 64)).dtype == torch.bfloat16
+        normed, total = norm.add(randn(5, 64).bfloat16(), randn(5, 64))
+        assert (normed.dtype, total.dtype) == (torch.bfloat16, torch.float32)
+    assert not seen.calls
+
+
+@pytest.mark.parametrize("one_plus", [False, True])
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_norm_through_apex(monkeypatch, kind, one_plus):
+    """Stand-ins with apex's names and arguments; where types are mixed torch computes."""
+    calls = []
+
+    def layer(x, weight, bias, normalized_shape, eps=1e-6, memory_efficient=False):
+        calls.append("layernorm")
+        return F.layer_norm(x, normalized_shape, weight, bias, eps)
+
+    def rms(x, weight, normalized_shape, eps=1e-6, memory_efficient=False):
+        calls.append("rmsnorm")
+        return F.rms_norm(x, normalized_shape, weight, eps)
+
+    module = types.ModuleType("apex.normalization.fused_layer_norm")
+    module.fused_layer_norm_affine, module.fused_rms_norm_affine = layer, rms
+    for name in ("apex", "apex.normalization"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    x, out = randn(5, 64), []
+    for fusions in (Fusions(apex_norm=True), NONE):
+        norm = Norm(context(fusions), "n", 64, kind, 1e-3, one_plus)
+        settle(norm, torch.float32)
+        out.append(norm(x))
+    assert calls == [kind] and torch.equal(*out)
+    mixed = Norm(context(Fusions(apex_norm=True)), "n", 64, kind, 1e-3, one_plus).bfloat16()
+    mixed(x)
+    assert calls == [kind]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("activation", ["gelu", "openai_gelu", "swiglu", "squared_relu"])
+def test_mlp(activation, bias, dtype):
+    flags = {} if activation == "gelu" else {activation: True}
+    config = Config.create(
+        num_layers=1, hidden_size=32, num_attention_heads=2, seq_length=8, ffn_hidden_size=56, add_bias_linear=bias,
+        **flags,
+    )
+    assert config.model.activation == activation
+    out = []
+    for fusions in (ALL, NONE):
+        mlp = MLP(context(fusions), "m", config.model, normal(0.3), normal(0.3))
+        settle(mlp, dtype)
+        x = randn(8, 2, 32).to(dtype).requires_grad_()
+        used = [p for name, p in mlp.named_parameters() if name != "dense_4h_to_h.bias"]
+        found, seen = results(lambda x, *_, mlp=mlp: mlp(x)[0], [x, *used])
+        assert bool(seen.calls) == fusions.bias_activation
+        out.append(found)
+    check_close(*out, dtype)
+
+
+def kept(shape, p, seed) -> torch.Tensor:
+    """1 where the kernel's mask keeps."""
+    return (dropout_kernel.bias_dropout_add(torch.ones(shape), None, None, p, seed) != 0).float()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("p", [0.0, 0.25])
+@pytest.mark.parametrize("bias", [True, False])
+def test_bias_dropout_add(bias, p, dtype):
+    shape = (6, 2, 48)
+    tensors = [randn(*shape, seed=1), randn(*shape, seed=2), *([randn(48, seed=3)] if bias else [])]
+    tensors = [t.to(dtype).requires_grad_() for t in tensors]
+
+    def fused(x, residual, bias=None):
+        return bias_dropout_add(x, bias, residual, p, 11, fused=True)
+
+    def formula(x, residual, bias=None):
+        return (residual.float() + (x.float() + (0 if bias is None else bias.float())) * scaled).to(dtype)
+
+    scaled = kept(shape, p, 11) / (1 - p)
+    found, seen = results(fused, tensors)
+    check_close(found, results(formula, tensors)[0], dtype)
+    # A plain sum needs no kernel.
+    assert bool(seen.calls) == (bias or p > 0)
+
+
+def test_dropout_without_residual():
+    x = randn(6, 2, 48)
+    with Operators() as seen:
+        found = keyed_dropout(x, 0.25, 3, fused=True)
+    assert dict(seen.calls) == {"bias_dropout_add": 1}
+    torch.testing.assert_close(found, x * kept(x.shape, 0.25, 3) / 0.75)
+    with Operators() as seen:
+        assert keyed_dropout(x, 0.25, None, fused=True) is x and keyed_dropout(x, 0.0, 3, fused=True) is x
+        assert not keyed_dropout(x, 1.0, 3, fused=True).any()
+        torch.testing.assert_close(bias_dropout_add(x, None, x, 1.0, 3, fused=True), x)
+        # Half-precision output beside a residual stream in fp32.
+        assert bias_dropout_add(x.bfloat16(), None, x, 0.25, 3, fused=True).dtype == torch.float32
+    assert not seen.calls
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("positions", ["plain", "restarted"])
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("dimension", [16, 6])
+def test_rotary(dimension, queries, positions, dtype):
+    s, b, groups, d = 7, 2, 4, 16
+    ids = None if positions == "plain" else torch.stack((torch.arange(s), torch.tensor([0, 1, 2, 0, 1, 0, 1])))
+    out = []
+    for fused in (True, False):
+        rotary = RotaryEmbedding(dimension, 100.0, fused)
+        angles = rotary.angles(s, ids, torch.device("cpu"))
+        mixed = randn(s, b, groups, queries + 2, d).to(dtype).requires_grad_()
+
+        def turn(mixed, rotary=rotary, angles=angles):
+            q, k, v = mixed.split((queries, 1, 1), dim=3)
+            return rotary.rotate_groups(q, angles), rotary.rotate(k.squeeze(3), angles), v
+
+        found, seen = results(turn, [mixed])
+        assert found[0].shape == (s, b, groups * queries, d) and bool(seen.calls) == fused
+        out.append(found)
+    check_close(*out, dtype)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_rotary_reads_queries_and_keys_where_they_lie(restarted):
+    """No copy on the way to the kernel."""
+    s, b, groups, queries, d = 9, 2, 4, 3, 16
+    rotary = RotaryEmbedding(d, 100.0, True)
+    ids = torch.arange(s).expand(b, s) if restarted else None
+    angles = rotary.angles(s, ids, torch.device("cpu"))
+    q, k, _ = randn(s, b, groups, queries + 2, d).split((queries, 1, 1), dim=3)
+    with Allocations(q) as seen:
+        rotary.rotate_groups(q, angles), rotary.rotate(k.squeeze(3), angles)
+    assert [n for n in seen.sizes if n > angles[0].numel()] == [k.numel(), q.numel()]  # the results
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cross_entropy_in_place(dtype):
+    labels = torch.randint(0, 40, (5, 3), generator=torch.Generator().manual_seed(1))
+    weights = torch.rand(5, 3)
+    values = (randn(5, 3, 48) * 4).to(dtype)
+    out = []
+    for fused in (True, False):
+        x = values.clone().requires_grad_()
+        with Operators() as seen:
+            loss = vocab_parallel_cross_entropy(x * 1, labels, Group((0,), 0), real=40, fused=fused)
+            (gradient,) = torch.autograd.grad((loss * weights).sum(), x)
+        assert bool(seen.calls) == fused and loss.dtype == torch.float32
+        out.append([loss.detach(), gradient])
+        assert not gradient[..., 40:].any()
+    check_close(*out, dtype)
+
+
+def test_the_gradient_takes_the_place_of_the_logits():
+    labels = torch.tensor([[1, 2], [3, 0]])
+    logits = randn(2, 2, 48).requires_grad_() * 1.0
+    with Allocations(logits) as seen:
+        loss = vocab_parallel_cross_entropy(logits, labels, Group((0,), 0), fused=True).sum()
+        (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    assert gradient.data_ptr() == logits.data_ptr() and seen.elements < logits.numel()
+    torch.testing.assert_close(gradient.sum(-1), torch.zeros(2, 2), atol=1e-6, rtol=0)
+    with pytest.raises(KernelError, match="has run before and has overwritten the logits"):
+        torch.autograd.grad(loss, logits)
+
+
+def test_logits_that_somebody_changed_are_noticed():
+    logits = randn(2, 2, 48).requires_grad_() * 1.0
+    loss = vocab_parallel_cross_entropy(logits, torch.zeros(2, 2, dtype=torch.long), Group((0,), 0), fused=True).sum()
+    with torch.no_grad():
+        logits.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+LAYER = dict(
+    num_layers=2, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, seq_length=12, micro_batch_size=2,
+    global_batch_size=2, position_embedding_type="rope", hidden_dropout=0.0, attention_dropout=0.0,
+)
+
+
+def layer_results(fusions, dtype, key=None, rounded=None, **fields):
+    """Results of one layer in `dtype`; `rounded`: weights and input have been through this dtype before."""
+    config = Config.create(**{**LAYER, **fields})
+    rotary = RotaryEmbedding(8, 1e4, fusions.rotary)
+    layer = TransformerLayer(context(fusions), config.model, 0, rotary, attention="unfused")
+    settle(layer, rounded or dtype)
+    layer.to(dtype)
+    x = randn(12, 2, 32).to(rounded or dtype).to(dtype).requires_grad_()
+    return results(lambda x, *_: layer(x, CallContext(dropout=key)), [x, *layer.parameters()])
+
+
+SHAPES = pytest.mark.parametrize(
+    "fields",
+    [
+        dict(normalization="layernorm"),
+        dict(normalization="rmsnorm", swiglu=True, add_bias_linear=False),
+        dict(add_bias_linear=False, apply_residual_connection_post_layernorm=True),
+        dict(add_bias_linear=False, apply_layernorm_1p=True),
+    ],
+    ids=["gpt", "llama", "post-norm", "1p"],
+)
+
+
+@SHAPES
+def test_whole_layer(fields):
+    (found, seen), (expected, unseen) = (layer_results(f, torch.float32, **fields) for f in (ALL, NONE))
+    check_close(found, expected, torch.float32)
+    assert seen.calls["causal_softmax"] == 1 and not unseen.calls
+    norm = "rms_norm" if fields.get("normalization") == "rmsnorm" else "layer_norm"
+    for name in ("masked_softmax", "bias_activation", norm, "rotary"):  # each of them counts
+        fewer = layer_results(Fusions(**{name: True}), torch.float32, **fields)[1].calls
+        assert fewer and fewer.total() < seen.calls.total()
+
+
+@SHAPES
+def test_kernels_round_no_more_than_torch(fields):
+    """bf16, against the same layer in fp32: one rounding where torch has several, so its error is the bound.
+
+    Both errors are sums of some dozen roundings with signs of their own, so that the smaller one may come out larger by
+    chance in one tensor; by half is enough for tensors of 32 numbers and more.
+    """
+    exact, found, torchs = (
+        layer_results(fusions, dtype, rounded=torch.bfloat16, **fields)[0]
+        for fusions, dtype in ((NONE, torch.float32), (ALL, torch.bfloat16), (NONE, torch.bfloat16))
+    )
+    for a, b, c in zip(found, torchs, exact, strict=True):
+        assert a.dtype == torch.bfloat16
+        assert (a.float() - c).norm() < 1.5 * (b.float() - c).norm() + 2**-9 * c.norm()
+
+
+def test_the_residual_sum_goes_into_the_norm():
+    fields = dict(add_bias_linear=False)
+    for kind in ("layernorm", "rmsnorm"):
+        assert layer_results(ALL, torch.float32, **fields, normalization=kind)[1].calls["add_norm"] == 1
+    # Not where something else is to be added or dropped, nor where the residual is taken behind the norm.
+    for more in (
+        dict(add_bias_linear=True), dict(apply_residual_connection_post_layernorm=True), dict(hidden_dropout=0.1)
+    ):
+        seen = layer_results(ALL, torch.float32, DropoutKey(1, 2), **{**fields, **more})[1]
+        assert seen.calls["add_norm"] == 0
+    # Outside of training nothing is dropped.
+    assert layer_results(ALL, torch.float32, None, **fields, hidden_dropout=0.1)[1].calls["add_norm"] == 1
+
+
+def test_every_site_of_a_layer_has_a_mask_of_its_own(monkeypatch):
+    seeds, run = [], dropout_kernel.bias_dropout_add
+    monkeypatch.setattr(dropout_kernel, "bias_dropout_add", lambda *given: (seeds.append(given[-1]), run(*given))[1])
+    layer_results(ALL, torch.float32, DropoutKey(1, 2), hidden_dropout=0.2, attention_dropout=0.1)
+    assert len(seeds) == len(set(seeds)) == 3
+
+
+def test_dropout_of_a_layer_by_the_kernel_repeats():
+    fields = dict(hidden_dropout=0.2, attention_dropout=0.1)
+    a, seen = layer_results(ALL, torch.float32, DropoutKey(1, 2), **fields)
+    assert seen.calls["bias_dropout_add"] == 3  # attention weights, attention output, feed-forward output
+    b = layer_results(ALL, torch.float32, DropoutKey(1, 2), **fields)[0]
+    other = layer_results(ALL, torch.float32, DropoutKey(1, 3), **fields)[0]
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert not torch.equal(a[0], other[0])

@@ -1,0 +1,146 @@
+"""--attention-backend unfused: an explicit softmax against a dense one in float64 and against torch's attention."""
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.config import Config
+from megatron.kernels.choose import ALL, Fusions
+from megatron.layers.attention import SelfAttention, torch_attention
+from megatron.layers.context import CallContext
+from megatron.layers.masks import alibi_slopes
+from megatron.layers.parameters import normal
+from megatron.layers.unfused_attention import unfused_attention
+from megatron.parallel.random import DropoutKey
+from tests.helpers.fusions import Operators, context
+from tests.layers.test_attention import CASES, D, dense, documents_of, inputs, output_and_gradients
+
+SOFTMAX, NONE = Fusions(masked_softmax=True), Fusions()
+
+
+@pytest.mark.parametrize("fusions", [SOFTMAX, NONE], ids=["fused", "torch"])
+@pytest.mark.parametrize("alibi", [False, True], ids=["plain", "alibi"])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2), (4, 1)])
+@pytest.mark.parametrize("case", [*CASES, "no documents"])
+def test_against_a_dense_mask_and_torch_attention(case, heads, groups, alibi, fusions):
+    """fp32: sums of up to 23 terms of size 1 and gradients through them, so some 10 units of 2^-23."""
+    lengths = CASES.get(case, [[23], [23]])
+    documents = None if case == "no documents" else documents_of(lengths)
+    slopes = alibi_slopes(heads) if alibi else None
+    tensors = inputs(sum(lengths[0]), len(lengths), heads, groups, torch.float32)
+    with Operators() as seen:
+        found = output_and_gradients(
+            lambda *x: unfused_attention(*x, slopes, documents, 0.0, None, fusions), tensors
+        )
+    softmax = "causal_softmax" if documents is None else "masked_softmax"
+    assert dict(seen.calls) == ({softmax: 1, "softmax_backward": 1} if fusions.masked_softmax else {})
+    exact = [x.detach().double().requires_grad_() for x in tensors]
+    expected = output_and_gradients(lambda *x: dense(*x, slopes, lengths), exact)
+    same = output_and_gradients(lambda *x: torch_attention(*x, slopes, documents, 0.0), tensors)
+    for a, b, c in zip(found, expected, same, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=5e-6, atol=5e-6)
+        torch.testing.assert_close(a, c, rtol=5e-6, atol=5e-6)
+
+
+@pytest.mark.parametrize("fusions", [SOFTMAX, NONE], ids=["fused", "torch"])
+@pytest.mark.parametrize("case", ["two samples", "no documents"])
+@pytest.mark.parametrize("alibi", [False, True], ids=["plain", "alibi"])
+def test_strided_inputs_in_bf16(alibi, case, fusions):
+    """Queries, keys and values are slices of the fused projection; a few roundings of the format."""
+    lengths, heads, groups = CASES["two samples"] if case in CASES else [[23], [23]], 4, 2
+    slopes = alibi_slopes(heads) if alibi else None
+    documents = documents_of(lengths) if case in CASES else None
+    q, k, v = (x.detach() for x in inputs(23, 2, heads, groups, torch.bfloat16))
+    fused = torch.cat((k, v), dim=-1)
+    tensors = [q.requires_grad_(), fused[..., :D].detach().requires_grad_(), fused[..., D:].detach().requires_grad_()]
+    assert not tensors[1].is_contiguous()
+    found = output_and_gradients(lambda *x: unfused_attention(*x, slopes, documents, 0.0, None, fusions), tensors)
+    exact = [x.detach().double().requires_grad_() for x in tensors]
+    expected = output_and_gradients(lambda *x: dense(*x, slopes, lengths), exact)
+    for a, b in zip(found, expected, strict=True):
+        assert (a.double() - b).norm() < 2e-2 * b.norm()
+
+
+class Copies(TorchDispatchMode):
+    """Sizes of the copies that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func._schema.name in ("aten::clone", "aten::_to_copy", "aten::copy_", "aten::repeat_interleave"):
+            self.sizes.append(result.numel())
+        return result
+
+
+def test_grouped_keys_and_values_are_not_copied():
+    s, b, heads, groups = 20, 2, 6, 2
+    mixed = torch.randn(s, b, groups, heads // groups + 2, D)
+    q = mixed[:, :, :, :-2].reshape(s, b, heads, D)
+    with Copies() as seen:
+        unfused_attention(q, mixed[:, :, :, -2], mixed[:, :, :, -1], None, None, 0.0, None, SOFTMAX)
+    assert seen.sizes == [q.numel()]  # the queries, as rows of their groups
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_dropout_acts_on_the_weights_and_repeats(fused):
+    """With equal scores and one-hot values the output is the weights: 1 / (keys seen), dropped or scaled up."""
+    p, s, b, heads = 0.25, 32, 6, 8
+    zeros = torch.zeros(s, b, heads, s)
+    values = torch.eye(s).view(s, 1, 1, s).expand(s, b, heads, s)
+    fusions = Fusions(masked_softmax=fused, bias_dropout=fused)
+
+    def draw(seed: int) -> torch.Tensor:
+        with Operators() as seen:
+            out = unfused_attention(zeros, zeros, values, None, None, p, seed, fusions)
+        assert seen.calls["bias_dropout_add"] == fused
+        return out
+
+    a, again, other = draw(3), draw(3), draw(4)
+    assert torch.equal(a, again) and not torch.equal(a, other)
+    seen = torch.ones(s, s, dtype=torch.bool).tril()
+    weights = a.permute(1, 2, 0, 3)  # [b, heads, query, key]
+    assert not weights[..., ~seen].any()
+    full = (1 / torch.arange(1, s + 1) / (1 - p)).view(s, 1).expand(s, s)
+    kept = (weights != 0)[..., seen].double()
+    assert torch.allclose(weights[weights != 0], full.expand_as(weights)[weights != 0], rtol=1e-5)
+    assert abs(kept.mean().item() - (1 - p)) < 5 * (p * (1 - p) / kept.numel()) ** 0.5
+    assert len({tuple(row) for row in kept.view(b * heads, -1).tolist()}) == b * heads
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("fusions", [ALL, NONE], ids=["fused", "torch"])
+def test_recomputing_attention_repeats_every_bit(fusions, documents):
+    config = Config.create(
+        num_layers=1, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, seq_length=23, vocab_size=8,
+        attention_dropout=0.3, micro_batch_size=2, global_batch_size=2,
+    )
+    call = CallContext(documents=documents_of(CASES["two samples"]) if documents else None, dropout=DropoutKey(1, 2))
+    results = []
+    for recompute in (False, True):
+        layer = SelfAttention(
+            context(fusions), "a", config.model, 0, normal(0.2), normal(0.2), None, recompute, "unfused"
+        )
+        x = inputs(23, 2, 4, 4, torch.float32)[0].detach().flatten(2).requires_grad_()
+        with Operators() as seen:
+            out, _ = layer(x, call)
+            weights = [layer.query_key_value.weight, layer.dense.weight]
+            results.append([out.detach(), *torch.autograd.grad(out, [x, *weights], out.detach().cos())])
+        softmax = "masked_softmax" if documents else "causal_softmax"
+        assert seen.calls[softmax] == (fusions.masked_softmax + fusions.masked_softmax * recompute)
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_mask_of_documents_is_made_once():
+    documents = documents_of([[3, 1, 2], [6]])
+    hidden = documents.hidden
+    assert hidden is documents.hidden and hidden.dtype == torch.bool and hidden.shape == (2, 1, 6, 6)
+    ids = torch.tensor([[0, 0, 0, 1, 2, 2], [3] * 6])
+    for b in range(2):
+        for i in range(6):
+            for j in range(6):
+                assert hidden[b, 0, i, j] == (j > i or ids[b, i] != ids[b, j])

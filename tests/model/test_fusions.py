@@ -1,0 +1,96 @@
+"""A whole stage through the kernels: equal to rounding, to the bit under recomputation, and by each flag."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.config import Config
+from megatron.kernels import choose, library
+from megatron.kernels.choose import ALL, Fusions
+from megatron.model.gpt import layer_context
+from tests.helpers.fusions import Operators, force
+from tests.model.test_gpt import build, micro_batch, tokens
+
+GPT = dict(attention_backend="unfused")
+LLAMA = dict(
+    attention_backend="local", num_key_value_heads=2, position_embedding_type="rope", normalization="rmsnorm",
+    swiglu=True, add_bias_linear=False, untie_embeddings_and_output_weights=True,
+)
+DROPOUT = dict(hidden_dropout=0.2, attention_dropout=0.1)
+FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+
+
+def step(monkeypatch, fusions, dtype=torch.float32, **fields):
+    """(loss, gradients, our operators) of one micro-batch."""
+    force(monkeypatch, fusions)
+    model = build(**fields).train().to(dtype)
+    with Operators() as seen:
+        loss = model(micro_batch(tokens()), None)
+        loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}, seen.calls
+
+
+@pytest.mark.parametrize("fields", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_equal_to_rounding(monkeypatch, fields):
+    """fp32 through three layers: a hundred roundings of 2^-24, of each tensor's largest gradient."""
+    loss, gradients, seen = step(monkeypatch, ALL, **fields)
+    plain, expected, unseen = step(monkeypatch, Fusions(), **fields)
+    assert seen and not unseen
+    torch.testing.assert_close(loss, plain, rtol=2e-6, atol=0)
+    for name, gradient in gradients.items():
+        largest = expected[name].abs().max().item()
+        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=2e-5 * largest, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recompute", [FULL, dict(recompute_granularity="selective")], ids=["full", "selective"])
+@pytest.mark.parametrize("fields", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_recomputation_repeats_every_bit(monkeypatch, fields, recompute, dtype):
+    loss, gradients, seen = step(monkeypatch, ALL, dtype, **fields, **DROPOUT)
+    assert seen["bias_dropout_add"] == 1 + 3 * 3  # the embedding; attention weights and two sums in each layer
+    again, repeated, more = step(monkeypatch, ALL, dtype, **fields, **DROPOUT, **recompute)
+    assert more["bias_dropout_add"] > seen["bias_dropout_add"]
+    assert torch.equal(loss, again)
+    assert all(torch.equal(gradients[name], repeated[name]) for name in gradients)
+
+
+@pytest.mark.parametrize("fields", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_each_fusion_runs_its_own_operators(monkeypatch, fields):
+    """What all fusions run is what each of them runs alone; none takes the place of another."""
+    together = step(monkeypatch, ALL, **fields, **DROPOUT)[2]
+    alone = {
+        name: step(monkeypatch, Fusions(**{name: True}), **fields, **DROPOUT)[2]
+        for name in choose.OPERATORS if name != "optimizer"
+    }
+    assert sum(alone.values(), start=type(together)()) == together
+    used = {name for name, calls in alone.items() if calls}
+    assert used == {*alone} - ({"rotary", "rms_norm"} if fields is GPT else {"layer_norm"})
+
+
+def test_evaluation_uses_the_kernels_too(monkeypatch):
+    force(monkeypatch, ALL)
+    model = build(**GPT, **DROPOUT).eval()
+    with torch.no_grad(), Operators() as seen:
+        loss = model(micro_batch(tokens()), None)
+    assert seen.calls and torch.isfinite(loss)
+    force(monkeypatch, Fusions())
+    with torch.no_grad():
+        torch.testing.assert_close(loss, build(**GPT, **DROPOUT).eval()(micro_batch(tokens()), None))
+
+
+def test_the_context_holds_what_the_flags_choose(monkeypatch):
+    found = library.Found(None, "host", "x86-64", "", object())
+    monkeypatch.setattr(library, "find", lambda device_type: found)
+    everywhere = choose.HostResult(choose.EVERY_TYPE, "")
+    monkeypatch.setattr(choose, "HOST_FASTER", dict.fromkeys(choose.OPERATORS, everywhere))
+    fields = dict(num_layers=1, hidden_size=32, num_attention_heads=4, seq_length=16, vocab_size=50)
+    topology = build().context  # any process alone
+
+    def fusions(**more) -> Fusions:
+        from megatron.parallel.topology import Layout, Topology
+
+        alone = Topology.from_layout(Layout(), 0, device=topology.parameters.device)
+        return layer_context(Config.create(**fields, **more), alone).fusions
+
+    assert fusions() == ALL
+    assert fusions(bias_dropout_fusion=False) == Fusions(**{n: n != "bias_dropout" for n in choose.OPERATORS})
