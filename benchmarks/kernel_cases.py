@@ -1,0 +1,435 @@
+"""What benchmarks/kernels.py measures: each fused operator, torch's operators in its place, other packages' kernels.
+
+An `Operator` makes its arguments for a shape and knows two closed forms of bytes: those the fused kernel moves (each
+input once, each output once) and those torch's sequence of operators moves (each operator reads its inputs and writes
+its outputs). Their quotient is the ratio to expect where memory is the limit.
+"""
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megatron.kernels.ops import activation, cross_entropy, dropout, norm, optimizer, rotary, softmax
+
+Tensor = torch.Tensor
+Shape = tuple[int, ...]
+Way = Callable[..., Any]
+EPSILON, SCALE, PROBABILITY, SEED = 1e-5, 0.125, 0.1, 1234
+
+
+@dataclass
+class Work:
+    """Arguments of one operator, and the ways to compute it from them.
+
+    Every way takes `arguments` and returns one result or a tuple of them. A gradient is asked for `leaves`, and there
+    is no backward pass without them. `others` makes the ways of other packages, or raises what stands in the way.
+    """
+
+    arguments: tuple[Any, ...]
+    ours: Way
+    torch: Way
+    leaves: list[Tensor] = field(default_factory=list)
+    others: dict[str, Callable[[], Way]] = field(default_factory=dict)
+    comparable: bool = True  # the results of ours and torch's are equal to rounding
+    exact: Way | None = None  # what to compare ours with in place of torch's
+
+
+@dataclass(frozen=True)
+class Operator:
+    """moved, eager: (shape, bytes of an element) -> bytes of the forward and of the backward pass."""
+
+    fusion: str  # the field of megatron.kernels.choose.Fusions
+    prepare: Callable[[Shape, torch.device, torch.dtype], Work]
+    moved: Callable[[Shape, int], tuple[float, float]]
+    eager: Callable[[Shape, int], tuple[float, float]]
+    host: tuple[Shape, Shape]  # GPT-2 124M's, and a large model's
+    gpu: tuple[Shape, ...]
+    types: tuple[torch.dtype, ...] | None = None  # None: any
+
+
+def elements(shape: Shape) -> int:
+    return math.prod(shape)
+
+
+def _times(forward: float, backward: float) -> Callable[[Shape, int], tuple[float, float]]:
+    """So many times the bytes of the elements of the shape."""
+    return lambda shape, e: (forward * elements(shape) * e, backward * elements(shape) * e)
+
+
+def _random(shape: Shape, device: torch.device, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    return (torch.randn(shape, device=device) * scale).to(dtype)
+
+
+def _leaf(shape: Shape, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return _random(shape, device, dtype).requires_grad_()
+
+
+def _foreign(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
+# ---- softmax of scores [b, heads, queries, keys] -------------------------------------------------------------------
+
+
+def _torch_softmax(scores: Tensor, hidden: Tensor) -> Tensor:
+    return (scores * SCALE).masked_fill(hidden, float("-inf")).softmax(-1)
+
+
+def _causal(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
+    x = _leaf(shape, device, dtype)
+    hidden = torch.ones(shape[-2:], dtype=torch.bool, device=device).triu_(1)
+
+    def apex() -> Way:
+        fused = _foreign("apex.transformer.functional.fused_softmax", "ScaledUpperTriangMaskedSoftmax")
+        return lambda x, _: fused.apply(x.flatten(0, 1), SCALE).view_as(x)
+
+    return Work((x, hidden), lambda x, _: softmax.causal_softmax(x, SCALE), _torch_softmax, [x], {"apex": apex})
+
+
+def _masked(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
+    """The mask of four documents in each sample; a random one would cost a CPU mispredicted branches on both sides."""
+    x = _leaf(shape, device, dtype)
+    ids = torch.arange(shape[-1], device=device) * 4 // shape[-1]
+    hidden = (ids[:, None] != ids).logical_or_(torch.ones(shape[-2:], dtype=torch.bool, device=device).triu_(1))
+    hidden = hidden.expand(shape[0], 1, *shape[2:]).contiguous()
+
+    def apex() -> Way:
+        fused = _foreign("apex.transformer.functional.fused_softmax", "ScaledMaskedSoftmax")
+        return lambda x, mask: fused.apply(x, mask, SCALE)
+
+    ours = lambda x, mask: softmax.masked_softmax(x, mask, SCALE)  # noqa: E731
+    return Work((x, hidden), ours, _torch_softmax, [x], {"apex": apex})
+
+
+def _causal_bytes(shape: Shape, e: int) -> tuple[float, float]:
+    """A row is read as far as it sees and written whole."""
+    queries, keys = shape[-2:]
+    seen = elements(shape[:-2]) * queries * (keys - (queries - 1) / 2)
+    return (seen + elements(shape)) * e, (2 * seen + elements(shape)) * e
+
+
+def _masked_bytes(shape: Shape, e: int) -> tuple[float, float]:
+    return 2 * elements(shape) * e + elements(shape) // shape[1], 3 * elements(shape) * e
+
+
+# ---- norms of [rows, h] --------------------------------------------------------------------------------------------
+
+
+def _layer_norm(shape: Shape, device: torch.device, dtype: torch.dtype, add: bool = False) -> Work:
+    h = shape[-1]
+    x, residual = (_leaf(shape, device, dtype) for _ in range(2))
+    weight, bias = (_leaf((h,), device, dtype) for _ in range(2))
+
+    def plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.layer_norm(x, (h,), weight, bias, EPSILON)
+
+    def added(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return plain(total, weight, bias), total
+
+    def apex() -> Way:
+        fused = _foreign("apex.normalization.fused_layer_norm", "fused_layer_norm_affine")
+        return lambda x, weight, bias: fused(x, weight, bias, (h,), EPSILON)
+
+    def liger() -> Way:
+        fused = _foreign("liger_kernel.transformers.functional", "liger_layer_norm")
+        return lambda x, weight, bias: fused(x, weight, bias, EPSILON)
+
+    def flash() -> Way:
+        fused = _foreign("flash_attn.ops.triton.layer_norm", "layer_norm_fn")
+        if add:
+            return lambda x, residual, weight, bias: fused(
+                x, weight, bias, residual=residual, eps=EPSILON, prenorm=True
+            )
+        return lambda x, weight, bias: fused(x, weight, bias, eps=EPSILON)
+
+    if add:
+        leaves = [x, residual, weight, bias]
+        ours = lambda *a: norm.add_layer_norm(*a, EPSILON)  # noqa: E731
+        return Work(tuple(leaves), ours, added, leaves, {"flash-attn": flash})
+    leaves = [x, weight, bias]
+    others = {"apex": apex, "liger": liger, "flash-attn": flash}
+    return Work(tuple(leaves), lambda *a: norm.layer_norm(*a, EPSILON), plain, leaves, others)
+
+
+def _rms_norm(shape: Shape, device: torch.device, dtype: torch.dtype, add: bool = False) -> Work:
+    h = shape[-1]
+    x, residual, weight = _leaf(shape, device, dtype), _leaf(shape, device, dtype), _leaf((h,), device, dtype)
+
+    def plain(x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (h,), weight, EPSILON)
+
+    def added(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return plain(total, weight), total
+
+    def apex() -> Way:
+        fused = _foreign("apex.normalization.fused_layer_norm", "fused_rms_norm_affine")
+        return lambda x, weight: fused(x, weight, (h,), EPSILON)
+
+    def liger() -> Way:
+        if add:
+            fused = _foreign("liger_kernel.transformers.functional", "liger_fused_add_rms_norm")
+            return lambda x, residual, weight: fused(x, residual, weight, EPSILON, in_place=False)
+        fused = _foreign("liger_kernel.transformers.functional", "liger_rms_norm")
+        return lambda x, weight: fused(x, weight, EPSILON, in_place=False)
+
+    def flash() -> Way:
+        fused = _foreign("flash_attn.ops.triton.layer_norm", "rms_norm_fn")
+        if add:
+            return lambda x, residual, weight: fused(x, weight, None, residual=residual, eps=EPSILON, prenorm=True)
+        return lambda x, weight: fused(x, weight, None, eps=EPSILON)
+
+    others = {"liger": liger, "flash-attn": flash} | ({} if add else {"apex": apex})
+    if add:
+        leaves = [x, residual, weight]
+        return Work(tuple(leaves), lambda *a: norm.add_rms_norm(*a, EPSILON), added, leaves, others)
+    return Work((x, weight), lambda *a: norm.rms_norm(*a, EPSILON), plain, [x, weight], others)
+
+
+# ---- bias and activation; bias, dropout and residual ---------------------------------------------------------------
+
+
+def _torch_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    return F.gelu(x + bias, approximate="tanh")
+
+
+def _torch_swiglu(x: Tensor, bias: Tensor) -> Tensor:
+    gate, value = (x + bias).chunk(2, dim=-1)
+    return F.silu(gate) * value
+
+
+def _torch_squared_relu(x: Tensor, bias: Tensor) -> Tensor:
+    return F.relu(x + bias).square()
+
+
+def _activation(kind: str, sequence: Way) -> Callable[[Shape, torch.device, torch.dtype], Work]:
+    def prepare(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
+        width = shape[-1] * (2 if kind == "swiglu" else 1)
+        x, bias = _leaf((*shape[:-1], width), device, dtype), _leaf((width,), device, dtype)
+
+        def liger() -> Way:
+            """Liger's takes gate and value apart, and no bias: it moves less."""
+            fused = _foreign("liger_kernel.transformers.functional", "liger_swiglu")
+            return lambda x, _: fused(*x.chunk(2, dim=-1))
+
+        others = {"liger, no bias": liger} if kind == "swiglu" else {}
+        return Work((x, bias), lambda x, bias: activation.bias_activation(x, bias, kind), sequence, [x, bias], others)
+
+    return prepare
+
+
+def _dropout(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
+    """Torch's sequence makes a mask from a seed, as the model does without a kernel; F.dropout cannot be repeated."""
+    x, residual, bias = _leaf(shape, device, dtype), _leaf(shape, device, dtype), _leaf(shape[-1:], device, dtype)
+    generator = torch.Generator(device)
+
+    def keyed(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+        generator.manual_seed(SEED)
+        keep = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1 - PROBABILITY, generator=generator)
+        return residual + (x + bias) * keep * (1 / (1 - PROBABILITY))
+
+    def unkeyed() -> Way:
+        return lambda x, bias, residual: residual + F.dropout(x + bias, PROBABILITY)
+
+    ours = lambda x, bias, residual: dropout.bias_dropout_add(x, bias, residual, PROBABILITY, SEED)  # noqa: E731
+    return Work((x, bias, residual), ours, keyed, [x, bias, residual], {"F.dropout": unkeyed}, comparable=False)
+
+
+# ---- rotary embedding of [s, b, heads, d] --------------------------------------------------------------------------
+
+
+def _rotate(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
+    """Queries as they lie in the fused qkv [s, b, heads, 3 d]."""
+    s, _, _, d = shape
+    x = _random((*shape[:-1], 3 * d), device, dtype)[..., :d].requires_grad_()
+    angles = torch.outer(torch.arange(s), 1e4 ** (-torch.arange(0, d, 2) / d)).float().to(device)
+    cos, sin = (f(angles)[:, None, None, :].contiguous() for f in (torch.cos, torch.sin))
+
+    def sequence(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        low, high = x.float().chunk(2, dim=-1)
+        return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+
+    def flash() -> Way:
+        """Batch before sequence."""
+        fused = _foreign("flash_attn.layers.rotary", "apply_rotary_emb")
+        narrow = [t[:, 0, 0].to(dtype) for t in (cos, sin)]
+        return lambda x, *_: fused(x.transpose(0, 1), *narrow).transpose(0, 1)
+
+    return Work((x, cos, sin), rotary.rotate, sequence, [x], {"flash-attn": flash})
+
+
+def _rotate_eager(shape: Shape, e: int) -> tuple[float, float]:
+    """fp32 inside: four products and two sums of halves, and the halves put together; casts where x is of 16 bits."""
+    n, cast = elements(shape), 0 if e == 4 else 4 + e
+    return (4 * 4 + 3 * 4 + 2 * 4 + cast) * n, (4 * 4 + 3 * 4 + 4 * 4 + cast) * n
+
+
+# ---- cross entropy of [tokens, vocabulary] -------------------------------------------------------------------------
+
+
+def _cross_entropy(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
+    logits = _leaf(shape, device, dtype) * 1.0  # no leaf, as in a model: ours would spare one from being overwritten
+    labels = torch.randint(shape[1], shape[:1], device=device)
+
+    def sequence(logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.float(), labels, reduction="none")
+
+    def liger() -> Way:
+        """Computes the gradient in its forward pass."""
+        fused = _foreign("liger_kernel.transformers.functional", "liger_cross_entropy")
+        return lambda logits, labels: fused(logits, labels, reduction="none")
+
+    def flash() -> Way:
+        fused = _foreign("flash_attn.ops.triton.cross_entropy", "cross_entropy_loss")
+        return lambda logits, labels: fused(logits, labels)[0]
+
+    others = {"liger": liger, "flash-attn": flash}
+    return Work((logits, labels), cross_entropy.cross_entropy, sequence, [logits], others)
+
+
+def _cross_entropy_eager(shape: Shape, e: int) -> tuple[float, float]:
+    """log_softmax in fp32; backward: zeros with one entry per row, log_softmax's, and the casts of 16-bit logits."""
+    n, cast = elements(shape), 0 if e == 4 else 4 + e
+    return (8 + cast) * n, (4 + 12 + cast) * n
+
+
+# ---- optimizer, over (tensors, elements of each) -------------------------------------------------------------------
+
+
+def _adamw(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
+    """fp32 masters, moments and gradients, and a copy of `dtype` of the new weights; none where it is fp32."""
+    count, size = shape
+    drawn = _random((size,), device, torch.float32, 1e-3)
+    parameters, gradients, first = ([drawn.clone() for _ in range(count)] for _ in range(3))
+    second = [x.square() for x in gradients]
+    copies = None if dtype == torch.float32 else [p.to(dtype) for p in parameters]
+    settings = {"lr": 1e-4, "weight_decay": 0.1, "eps": 1e-8, "betas": (0.9, 0.95)}
+
+    def ours(*_: Any) -> None:
+        optimizer.adamw_(
+            parameters, gradients, first, second, copies, lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1,
+            step=10,
+        )
+
+    def stepping(make: Callable[..., Any], **more: Any) -> Way:
+        for p, g in zip(parameters, gradients, strict=True):
+            p.grad = g
+        other = make(parameters, **settings, **more)
+
+        def step(*_: Any) -> None:
+            other.step()
+            if copies is not None:
+                torch._foreach_copy_(copies, parameters)
+
+        return step
+
+    others = {"apex": lambda: stepping(_foreign("apex.optimizers", "FusedAdam"), adam_w_mode=True)}
+    return Work((), ours, stepping(torch.optim.AdamW, fused=True), [], others, comparable=False)
+
+
+def _adamw_bytes(shape: Shape, e: int) -> tuple[float, float]:
+    return (28 + (e if e < 4 else 0)) * elements(shape), 0
+
+
+def _adamw_eager(shape: Shape, e: int) -> tuple[float, float]:
+    return (28 + (4 + e if e < 4 else 0)) * elements(shape), 0
+
+
+def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
+    """In fp64: torch's fp32 sum over 50 million elements is off by nearly 1 %."""
+    return torch.stack([t.double().square().sum() for t in tensors]).sum()
+
+
+def _scale_and_norm(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
+    count, size = shape
+    drawn = _random((size,), device, dtype)
+    tensors = [drawn.clone() for _ in range(count)]
+
+    def sequence(*_: Any) -> Tensor:
+        torch._foreach_mul_(tensors, 1.0)
+        return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).square().sum()
+
+    # As near to 1 as it can be without being 1, which would only read.
+    factor = 1.0 + 2.0**-23
+    exact = lambda *_: _sum_of_squares(tensors)  # noqa: E731
+    return Work((), lambda *_: optimizer.scale_and_norm_(tensors, factor), sequence, exact=exact)
+
+
+def _norm_only(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
+    count, size = shape
+    drawn = _random((size,), device, dtype)
+    tensors = [drawn.clone() for _ in range(count)]
+
+    def sequence(*_: Any) -> Tensor:
+        return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).square().sum()
+
+    def apex() -> Way:
+        applier = _foreign("apex.multi_tensor_apply", "multi_tensor_applier")
+        kernel = _foreign("amp_C", "multi_tensor_l2norm")
+        flag = torch.zeros(1, dtype=torch.int, device=device)
+        return lambda *_: applier(kernel, flag, [tensors], False)[0].square().sum()
+
+    exact = lambda *_: _sum_of_squares(tensors)  # noqa: E731
+    return Work((), lambda *_: optimizer.scale_and_norm_(tensors), sequence, [], {"apex": apex}, exact=exact)
+
+
+# ---- the table -----------------------------------------------------------------------------------------------------
+
+_NORM = {"host": ((1024, 768), (2048, 6144)), "gpu": ((8192, 4096), (4096, 12288))}
+_SOFTMAX = {"host": ((1, 12, 1024, 1024), (1, 8, 2048, 2048)), "gpu": ((1, 48, 2048, 2048),)}
+_WIDE = {"host": ((1024, 3072), (1024, 16384)), "gpu": ((8192, 4096), (4096, 12288))}
+_MASTERS = {"host": ((148, 840_000), (1, 50_000_000)), "gpu": ((100, 1_000_000), (1, 100_000_000))}
+
+OPERATORS: dict[str, Operator] = {
+    # torch: product, masked_fill, softmax; each reads and writes.
+    "causal_softmax": Operator("masked_softmax", _causal, _causal_bytes, _times(6, 7), **_SOFTMAX),
+    "masked_softmax": Operator("masked_softmax", _masked, _masked_bytes, _times(6, 7), **_SOFTMAX),
+    # torch's LayerNorm is one pass too; its RMSNorm on a CPU is square, mean, product and product.
+    "layer_norm": Operator("norm", _layer_norm, _times(2, 3), _times(2, 3), **_NORM),
+    "rms_norm": Operator("norm", _rms_norm, _times(2, 3), _times(7, 12), **_NORM),
+    "add_layer_norm": Operator(
+        "norm", lambda *a: _layer_norm(*a, add=True), _times(4, 4), _times(5, 6), **_NORM
+    ),
+    "add_rms_norm": Operator("norm", lambda *a: _rms_norm(*a, add=True), _times(4, 4), _times(10, 15), **_NORM),
+    "bias_gelu": Operator(
+        "bias_activation", _activation("gelu", _torch_gelu), _times(2, 3), _times(4, 4), **_WIDE
+    ),
+    # In elements of the output: x has two for each.
+    "bias_swiglu": Operator(
+        "bias_activation", _activation("swiglu", _torch_swiglu), _times(3, 5), _times(9, 15), **_WIDE
+    ),
+    "bias_squared_relu": Operator(
+        "bias_activation", _activation("squared_relu", _torch_squared_relu), _times(2, 3), _times(6, 8), **_WIDE
+    ),
+    # torch: sum, mask (one byte an element), product with the mask, product, sum.
+    "bias_dropout_add": Operator(
+        "bias_dropout", _dropout, _times(3, 2),
+        lambda shape, e: ((9 * e + 2) * elements(shape), (5 * e + 1) * elements(shape)), **_NORM
+    ),
+    "rotate": Operator(
+        "rotary", _rotate, _times(2, 2), _rotate_eager,
+        host=((1024, 1, 12, 64), (2048, 1, 48, 128)), gpu=((8192, 1, 32, 128),),
+    ),
+    "cross_entropy": Operator(
+        "cross_entropy", _cross_entropy, _times(1, 2), _cross_entropy_eager,
+        host=((1024, 50304), (512, 131072)), gpu=((8192, 50304),),
+    ),
+    "adamw": Operator("optimizer", _adamw, _adamw_bytes, _adamw_eager, **_MASTERS),
+    "gradient_norm": Operator("optimizer", _norm_only, _times(1, 0), _times(1, 0), **_MASTERS),
+    "scale_and_norm": Operator("optimizer", _scale_and_norm, _times(2, 0), _times(3, 0), **_MASTERS),
+}  # fmt: skip
+
+
+def enlarged(operator: Operator, shape: Shape, e: int, smallest_bytes: float) -> Shape:
+    """The shape with more rows (or elements), until a launch moves at least so many bytes."""
+    at = 1 if operator.fusion == "optimizer" else 0
+    while operator.moved(shape, e)[0] < smallest_bytes:
+        shape = (*shape[:at], 2 * shape[at], *shape[at + 1 :])
+    return shape
