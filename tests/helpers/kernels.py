@@ -1,0 +1,148 @@
+"""Builds the kernels for the simulator of GPU lanes (csrc/kernels/simulator.h) and runs numerical tests on them.
+
+A simulator library stands in for the host library, so the numerical tests need not know of it. They run in a process of
+their own: AddressSanitizer has to be loaded before Python, and misuse that the simulator finds ends the process.
+"""
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron.data.file_lock import FileLock, renamed_into
+from megatron.kernels.build import SOURCES, build, compiler, source_hash
+from megatron.kernels.library import OVERRIDE
+
+ROOT = Path(__file__).resolve().parents[2]
+NUMERICS = "tests/kernels/numerics"
+
+# The first compiles about twice as fast as -O1 and finds more: nothing is optimized away before it is checked. Null
+# pointers are AddressSanitizer's to find. Calls instead of inline checks let the simulator see the accesses to LDS.
+PLAIN = ("-O1",)
+ADDRESS = ("-O0", "-fsanitize=address", "--param", "asan-instrumentation-with-call-threshold=0")
+SANITIZED = (
+    *ADDRESS, "-fsanitize=undefined", "-fno-sanitize=null,object-size", "-fno-sanitize-recover=undefined",
+)  # fmt: skip
+
+needs_simulator = pytest.mark.skipif(
+    compiler("simulator") is None or sys.platform != "linux" or os.uname().machine != "x86_64",
+    reason="the simulator needs g++ on x86-64 Linux",
+)
+
+# Without this check a library that cannot be loaded would let every test pass, on torch's own operators.
+_START = """
+import sys, pytest
+from megatron.kernels.library import find
+print(find("cpu").line, flush=True)
+sys.exit(pytest.main(sys.argv[1:]) if find("cpu").target == "simulator" else 99)
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a process ended: its exit code (negative: the signal) and what it wrote."""
+
+    code: int
+    output: str
+
+    @property
+    def passed(self) -> bool:
+        return self.code == 0
+
+    @property
+    def end(self) -> str:
+        """The last lines, for messages."""
+        return "\n".join(self.output.splitlines()[-60:])
+
+
+def session_folder(factory: pytest.TempPathFactory) -> Path:
+    """A folder that all workers of this pytest session share."""
+    base = factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+def once(folder: Path, key: str, make: Callable[[Path], Path]) -> Path:
+    """make(a folder of its own) -> a file, called by one of the workers; all get the file."""
+    place = folder / key.replace("/", "_")[:200]
+    place.mkdir(parents=True, exist_ok=True)
+    lock, done = FileLock(place / "lock"), place / "done"
+    while not done.exists():
+        if lock.acquire():
+            try:
+                if not done.exists():
+                    made = make(place)
+                    with renamed_into(done) as file:
+                        file.write(str(made).encode())
+            finally:
+                lock.release()
+        else:
+            lock.wait(timeout_s=60)
+    return Path(done.read_text())
+
+
+def simulator_library(
+    folder: Path, wave: int, flags: Sequence[str], only: Sequence[str] = (), sources: Path = SOURCES
+) -> Path:
+    """The library for waves of `wave` lanes with these compiler flags, built at most once in `folder`.
+
+    `only` names the .cpp files to take. Raises BuildError.
+    """
+    key = "-".join([f"simulator{wave}", source_hash(sources), *only, *(flag.strip("-") for flag in flags)])
+    return once(
+        folder, key,
+        lambda place: build("simulator", [f"wave{wave}"], folder=place, sources=sources, only=only, extra=flags),
+    )  # fmt: skip
+
+
+@functools.cache
+def sanitizers() -> str:
+    """What LD_PRELOAD needs for a Python that loads a sanitized library."""
+    tool = compiler("simulator")
+    assert tool is not None, "tests that build a simulator are marked needs_simulator"
+    names = ("libasan.so", "libubsan.so")
+    return " ".join(
+        subprocess.run([tool, f"-print-file-name={n}"], capture_output=True, text=True, check=True).stdout.strip()
+        for n in names
+    )
+
+
+def environment(library: Path | None, flags: Sequence[str]) -> dict[str, str]:
+    """The variables of a process that uses this library, with the same random examples each time."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    variables |= {"CI": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    if library is not None:
+        variables[OVERRIDE] = str(library)
+    if any("-fsanitize" in flag for flag in flags):
+        variables |= {
+            "LD_PRELOAD": sanitizers(),
+            "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=86:detect_odr_violation=0",
+            "UBSAN_OPTIONS": "print_stacktrace=1",
+        }
+    return variables
+
+
+def run_process(command: Sequence[str], variables: dict[str, str], timeout_s: float = 240) -> Outcome:
+    """Run a command at the root of the repository; its errors and output come in one text."""
+    start = time.monotonic()
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=variables, timeout=timeout_s, text=True, errors="replace",
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        return Outcome(124, f"{error.output}\nstopped after {time.monotonic() - start:.0f} s")
+    return Outcome(done.returncode, done.stdout)
+
+
+def run_numerics(library: Path, flags: Sequence[str], *arguments: str, timeout_s: float = 240) -> Outcome:
+    """Run pytest with these arguments on a simulator library."""
+    # -s: what pytest captured would be lost when the simulator ends the process.
+    command = [sys.executable, "-c", _START, "-q", "-x", "-s", "-p", "no:cacheprovider", "-m", "not gpu", *arguments]
+    return run_process(command, environment(library, flags), timeout_s)

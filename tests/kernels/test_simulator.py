@@ -1,0 +1,235 @@
+"""The simulator of GPU lanes: every kernel's numerical tests on it, and whether it finds what it says it finds."""
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.kernels.build import SOURCES, compiler
+from tests.helpers.kernels import (
+    ADDRESS,
+    NUMERICS,
+    PLAIN,
+    ROOT,
+    SANITIZED,
+    environment,
+    needs_simulator,
+    once,
+    run_numerics,
+    run_process,
+    session_folder,
+    simulator_library,
+)
+
+pytestmark = [needs_simulator, pytest.mark.slow]
+
+# Test files and the .cpp files they need: the file of the same name, unless it is said here.
+NEEDS = {"optimizer": ("adamw", "scaling")}
+TOPICS = sorted(file.stem.removeprefix("test_") for file in (ROOT / NUMERICS).glob("test_*.py"))
+
+
+def test_every_kernel_has_numerical_tests() -> None:
+    tested = {name for topic in TOPICS for name in NEEDS.get(topic, (topic,))}
+    assert tested == {file.stem for file in SOURCES.glob("*.cpp")} - {"library"}
+
+
+@pytest.mark.parametrize(("wave", "flags"), [(64, SANITIZED), (32, PLAIN)], ids=["wave64-sanitized", "wave32"])
+@pytest.mark.parametrize("topic", TOPICS)
+def test_numerics(topic: str, wave: int, flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> None:
+    library = simulator_library(session_folder(tmp_path_factory), wave, flags, NEEDS.get(topic, (topic,)))
+    outcome = run_numerics(library, flags, f"{NUMERICS}/test_{topic}.py")
+    assert outcome.passed, outcome.end
+    assert " passed" in outcome.output
+
+
+@pytest.mark.parametrize("topic", ["softmax", "norm", "cross_entropy"])
+def test_wide_rows(topic: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Blocks of 512 and 1,024 lanes, which the numerical tests' widths do not need."""
+    library = simulator_library(session_folder(tmp_path_factory), 64, ADDRESS, (topic,))
+    outcome = run_numerics(library, ADDRESS, "tests/kernels/test_large.py", "-k", f"wide_{topic}")
+    assert outcome.passed and " passed" in outcome.output, outcome.end
+
+
+# ---- does it find anything? -----------------------------------------------------------------------------------------
+# Each kernel runs as one block of 128 threads over floats, and is named by the number after `case`.
+KERNELS = r"""
+#include "launch.h"
+struct Args { float *x; int n; };
+__global__ void sum_rows(Args a) {  // 0: as it should be
+    MK_SHARED(float, lds, MK_LDS_FLOATS);
+    LaneGroup<128, 1> g{lds, (int)threadIdx.x};
+    float first = a.x[threadIdx.x], second = 2 * first;
+    g.sum2(first, second);
+    a.x[threadIdx.x] = g.max(second);
+}
+__global__ void no_barrier(Args a) {  // 1
+    MK_SHARED(float, lds, 128);
+    lds[threadIdx.x] = 1;
+    a.x[threadIdx.x] = lds[127 - threadIdx.x];
+}
+__global__ void one_writer(Args a, unsigned writer, unsigned reader) {  // 2, 17: lanes run backwards after the barrier
+    MK_SHARED(float, lds, 128);
+    lds[threadIdx.x] = 1;
+    __syncthreads();
+    if (threadIdx.x == writer) lds[writer] = 2;
+    if (threadIdx.x == reader) a.x[reader] = lds[writer];
+}
+__global__ void two_writers(Args a) {  // 3
+    MK_SHARED(float, lds, 1);
+    lds[0] = a.x[threadIdx.x];
+}
+__global__ void never_written(Args a) {  // 4
+    MK_SHARED(float, lds, 128);
+    if (threadIdx.x != 5) lds[threadIdx.x] = 1;
+    __syncthreads();
+    a.x[threadIdx.x] = lds[threadIdx.x];
+}
+__global__ void past_the_array(Args a) {  // 5
+    MK_SHARED(float, lds, 128);
+    lds[threadIdx.x + 1] = a.x[threadIdx.x];
+}
+__global__ void lane_left(Args a) {  // 6
+    if (threadIdx.x == 77) return;
+    a.x[threadIdx.x] = LaneGroup<MK_WAVE, 1>{nullptr, (int)threadIdx.x}.sum(1);
+}
+__global__ void other_shuffle(Args a) {  // 7
+    const LaneGroup<MK_WAVE, 1> g{nullptr, (int)threadIdx.x};
+    if (threadIdx.x % 2) a.x[threadIdx.x] = g.sum(1);
+    else a.x[threadIdx.x] = g.sum(2);
+}
+__global__ void at_barrier(Args a) {  // 8
+    if (threadIdx.x % 2) a.x[threadIdx.x] = LaneGroup<MK_WAVE, 1>{nullptr, (int)threadIdx.x}.sum(1);
+    else __syncthreads();
+}
+__global__ void wave_left(Args a) {  // 9
+    if (threadIdx.x < MK_WAVE) __syncthreads();
+    a.x[threadIdx.x] = 1;
+}
+__global__ void other_barrier(Args a) {  // 10
+    if (threadIdx.x < MK_WAVE) __syncthreads();
+    else __syncthreads();
+    a.x[threadIdx.x] = 1;
+}
+__global__ void other_row(Args a) {  // 11: rows of 16 lanes
+    a.x[threadIdx.x] = MK_SHUFFLE_XOR(0xffffu << (threadIdx.x / 16 % 2 * 16), 1.0f, 16);
+}
+__global__ void too_much_lds(Args a) {  // 12
+    MK_SHARED(float, lds, 12289);
+    a.x[threadIdx.x] = lds[0];
+}
+__global__ void past_the_tensor(Args a) { a.x[threadIdx.x] = a.x[threadIdx.x + 1]; }  // 13
+__global__ void nothing(Args) {}
+
+int main(int, char **argv) {
+    Args a{(float *)calloc(128, 4), 0};
+    for (int i = 0; i < 128; ++i) a.x[i] = 1;
+    const dim3 one(1), block(128);
+    switch (atoi(argv[1])) {
+#define CASE(number, kernel) case number: MK_LAUNCH(kernel, one, block, nullptr, a); break
+    CASE(0, sum_rows); CASE(1, no_barrier); CASE(3, two_writers); CASE(4, never_written);
+    CASE(5, past_the_array); CASE(6, lane_left); CASE(7, other_shuffle); CASE(8, at_barrier); CASE(9, wave_left);
+    CASE(10, other_barrier); CASE(11, other_row); CASE(12, too_much_lds); CASE(13, past_the_tensor);
+    case 2: MK_LAUNCH(one_writer, one, block, nullptr, a, 64, 63); break;
+    case 17: MK_LAUNCH(one_writer, one, block, nullptr, a, 63, 64); break;
+    case 14: MK_LAUNCH(nothing, dim3(0), block, nullptr, a); break;
+    case 15: MK_LAUNCH(nothing, one, dim3(1025), nullptr, a); break;
+    case 16: MK_LAUNCH(nothing, dim3(1, 65536), block, nullptr, a); break;
+    }
+    printf("x[0] %g x[100] %g\n", fabs(a.x[0]), a.x[100]);
+    free(a.x);
+    return 0;
+}
+"""
+
+FOUND = {
+    1: "simulator: LDS is read that no lane of this block has written",
+    2: "simulator: LDS is read that another lane has written with no barrier between",
+    3: "simulator: two lanes write to the same place in LDS with no barrier between",
+    4: "simulator: LDS is read that no lane of this block has written",
+    5: "ERROR: AddressSanitizer: use-after-poison",
+    6: "simulator: a shuffle with a lane that has left",
+    7: "simulator: lanes of one row are at different shuffles or barriers",
+    8: "simulator: lanes of one row are at different shuffles or barriers",
+    9: "simulator: a lane has left before a barrier at which others wait",
+    10: "simulator: lanes of one block are at different barriers",
+    11: "simulator: a shuffle with a lane outside of the row",
+    12: "simulator: a block has no more than 48 KiB of shared memory",
+    13: "ERROR: AddressSanitizer: heap-buffer-overflow",
+    14: "simulator: an empty grid cannot be launched",
+    15: "simulator: a block has 1 to 1024 threads",
+    16: "simulator: a grid has at most 2^31-1 x 65,535 x 65,535 blocks",
+    17: "simulator: LDS is written that another lane has read with no barrier between",
+}
+
+
+def program(folder: Path, wave: int, flags: tuple[str, ...]) -> Path:
+    def make(place: Path) -> Path:
+        (place / "misuse.cpp").write_text(KERNELS)
+        command = [
+            str(compiler("simulator")), "-std=c++17", f"-DMK_SIMULATE={wave}", f"-I{SOURCES}", *flags, "-Wall",
+            "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function", str(place / "misuse.cpp"), "-o",
+            str(place / "misuse"),
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return place / "misuse"
+
+    return once(folder, f"misuse{wave}{flags[0]}", make)
+
+
+@pytest.mark.parametrize("case", FOUND)
+@pytest.mark.parametrize("wave", [64, 32])
+def test_misuse_is_found(wave: int, case: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    file = program(session_folder(tmp_path_factory), wave, ADDRESS)
+    outcome = run_process([str(file), str(case)], environment(None, ()))
+    assert not outcome.passed and FOUND[case] in outcome.output, outcome.end
+
+
+@pytest.mark.parametrize("flags", [ADDRESS, PLAIN, ("-O3",)], ids=["sanitized", "plain", "optimized"])
+@pytest.mark.parametrize("wave", [64, 32])
+def test_what_is_right_passes(wave: int, flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Also where each lane's sum has to cross waves: 128 lanes of 2."""
+    file = program(session_folder(tmp_path_factory), wave, flags)
+    outcome = run_process([str(file), "0"], environment(None, ()))
+    assert outcome.passed and "x[100] 256" in outcome.output, outcome.end
+
+
+def test_without_sanitizers_unwritten_lds_is_nan(tmp_path_factory: pytest.TempPathFactory) -> None:
+    file = program(session_folder(tmp_path_factory), 64, PLAIN)
+    outcome = run_process([str(file), "1"], environment(None, ()))
+    assert outcome.passed and "x[0] nan" in outcome.output, outcome.end
+
+
+def test_the_message_says_where(tmp_path_factory: pytest.TempPathFactory) -> None:
+    file = program(session_folder(tmp_path_factory), 64, ADDRESS)
+    output = run_process([str(file), "6"], environment(None, ())).output
+    assert "block 0,0,0 thread" in output and "(wave 1 lane" in output and "int main(int, char**)" in output
+
+
+# What lies behind a tensor of torch: a softmax is told of rows that are twice as long as they are.
+OVERRUN = """
+import torch
+from megatron.kernels.ops.softmax import _CAUSAL
+x = torch.zeros(8, 8)
+_CAUSAL(x, torch.zeros(8, 16), x, 8, 8, 16, 1.0)
+"""
+# A row number modulo no queries.
+DIVISION = """
+import torch
+from megatron.kernels.ops.softmax import _MASKED
+x, mask = torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, 8, dtype=torch.bool)
+_MASKED(x, torch.zeros_like(x), x, mask, 1, 0, 1, 8, 1.0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [(OVERRUN, "AddressSanitizer: heap-buffer-overflow"), (DIVISION, "runtime error: division by zero")],
+    ids=["address", "undefined"],
+)
+def test_sanitizers_see_tensors(script: str, message: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    library = simulator_library(session_folder(tmp_path_factory), 64, SANITIZED, ("softmax",))
+    outcome = run_process([sys.executable, "-c", script], environment(library, SANITIZED))
+    assert not outcome.passed and message in outcome.output, outcome.end
