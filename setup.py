@@ -40,11 +40,11 @@ class BuildKernels(Command):
 
     description = "compile csrc/kernels/ for GPUs or for this processor"
     user_options: ClassVar = [
-        ("target=", "t", "hip, cuda or host; several with commas; all whose compiler is there by default"),
-        ("arch=", "a", "e.g. gfx90a,gfx942; gfx90a, sm_90 or this processor by default"),
-        ("jobs=", "j", "compilers that run side by side; one per processor by default"),
-        ("output-dir=", "o", "where the libraries go; megatron/kernels/lib by default"),
-        ("force", "f", "build also what is up to date"),
+        ("target=", None, "hip, cuda or host; several with commas; all whose compiler is there by default"),
+        ("arch=", None, "e.g. gfx90a,gfx942; gfx90a, sm_90 or this processor by default"),
+        ("jobs=", None, "compilers that run side by side; one per processor by default"),
+        ("output-dir=", None, "where the libraries go; megatron/kernels/lib by default"),
+        ("force", None, "build also what is up to date"),
     ]  # fmt: skip
     boolean_options: ClassVar = ["force"]
 

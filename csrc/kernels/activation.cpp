@@ -41,7 +41,7 @@ struct Swiglu {
     FN float value(float a, float b) { return a * sigmoid(a) * b; }
     FN void gradient(float dy, float a, float b, float &da, float &db) {
         const Sigmoids s(a);
-        da = dy * b * (s.of * (1.0f + a * s.rest));
+        da = b * (dy * (s.of * (1.0f + a * s.rest)));  // dy * b may be infinite where the sigmoid is 0
         db = dy * (a * s.of);
     }
 };

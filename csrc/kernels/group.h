@@ -240,6 +240,27 @@ template <int VEC> struct HostGroup {
 
 #endif
 
+// A lane's share of a sum. On a GPU two chains of additions, to save registers. On the host 32, for vector instructions
+// and because one lane has the whole row: a chain of n additions would round n times.
+template <class G> struct Chains {
+    static constexpr int N = !MK_DEVICE ? 32 : G::V > 2 ? 2 : G::V;
+    float x[N];
+    MEMBER Chains() {
+        for (int k = 0; k < N; ++k) x[k] = 0;
+    }
+    // The chain of element k of the i-th pack.
+    MEMBER float &operator()(int i, int k) {
+        (void)i;
+        if constexpr (N > G::V) return x[i % (N / G::V) * G::V + k];
+        else return x[N == G::V ? k : k % N];
+    }
+    MEMBER float total() const {
+        float s = x[0];
+        UNROLL for (int k = 1; k < N; ++k) s += x[k];
+        return s;
+    }
+};
+
 // Sum or maximum of what the lanes of a group hold, V values each.
 template <class G> MEMBER float fold(const float *x) {
     float s = x[0];

@@ -3,12 +3,11 @@
 //   launch_rows(op, rows, n)        op(group, row)                 a group of lanes has a row
 //   launch_tiles(op, rows, n)       op(G(), row, column)           a lane has a pack; rows and columns are independent
 //   launch_tile_sums(op, ...)       op(G(), row, column, sums)     the same, and sums over the rows of a strip
-//   launch_flat(op, n)              op(G(), i)                     one long array
 //   launch_part_sums(...)           adds up what the strips left
 //
 // An operation is a struct whose WAVES says how many waves each SIMD of gfx90a must be able to hold: 512 / WAVES vector
 // registers are its budget. One for rows also says how many rows it HOLDS. Grids are capped and blocks loop, so no count
-// of rows or elements is too large.
+// of rows is too large; there are fewer than 2^28 columns.
 //
 // The build check (megatron/kernels/resources.py, make kernels-check) reads WAVES, and expects 16 bytes of every load and
 // store of a kernel whose packs have more than one element. Exceptions are announced by a comment line of their own,
@@ -195,22 +194,6 @@ template <class T> static int launch_part_sums(T *out, const float *partial, int
     return MK_LAST_ERROR();
 }
 
-// ---- one long array -------------------------------------------------------------------------------------------------
-template <class Op, int V> __global__ void MK_OCCUPANCY(BLOCK, Op::WAVES) flat_kernel(Op op, int64_t n) {
-    const int64_t stride = (int64_t)gridDim.x * BLOCK * V;
-    for (int64_t i = ((int64_t)blockIdx.x * BLOCK + threadIdx.x) * V; i < n; i += stride) op(Lane<V>(), i);
-}
-template <class T, class Op> static int launch_flat(const Op &op, int64_t n, bool wide, mk_stream stream) {
-    constexpr int V = Full<T>::V;
-    if (n == 0) return OK;
-    if (wide && n % V == 0) {
-        MK_LAUNCH((flat_kernel<Op, V>), dim3(blocks_for(n, BLOCK * V)), dim3(BLOCK), stream, op, n);
-    } else {
-        MK_LAUNCH((flat_kernel<Op, 1>), dim3(blocks_for(n, BLOCK)), dim3(BLOCK), stream, op, n);
-    }
-    return MK_LAST_ERROR();
-}
-
 #else  // host
 
 // A row is cut into packs of 32 elements, so that the compiler makes vector instructions; odd widths go one at a time.
@@ -280,15 +263,6 @@ template <class T> static int launch_part_sums(T *out, const float *partial, int
         for (int64_t p = 0; p < parts; ++p) sum += partial[p * n + c];
         out[c] = Rounded<T>::of(sum);
     }
-    return OK;
-}
-
-template <class T, class Op> static int launch_flat(const Op &op, int64_t n, bool wide, mk_stream) {
-    const int64_t whole = wide ? n / HOST_V * HOST_V : 0;
-#pragma omp parallel for schedule(static) if (n > HOST_GRAIN)
-    for (int64_t i = 0; i < whole; i += HOST_V) op(HostGroup<HOST_V>(), i);
-#pragma omp parallel for schedule(static) if (n - whole > HOST_GRAIN)
-    for (int64_t i = whole; i < n; ++i) op(HostGroup<1>(), i);
     return OK;
 }
 

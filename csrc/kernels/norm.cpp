@@ -3,27 +3,6 @@
 #include "api.h"
 #include "row_sums.h"
 
-// A lane's share of a sum. On a GPU two chains of additions, to save registers. On the host 32, for vector instructions
-// and because one lane has the whole row: a chain of n additions would round n times.
-template <class G> struct Chains {
-    static constexpr int N = !MK_DEVICE ? 32 : G::V > 2 ? 2 : G::V;
-    float x[N];
-    MEMBER Chains() {
-        for (int k = 0; k < N; ++k) x[k] = 0;
-    }
-    // The chain of element k of the i-th pack.
-    MEMBER float &operator()(int i, int k) {
-        (void)i;
-        if constexpr (N > G::V) return x[i % (N / G::V) * G::V + k];
-        else return x[N == G::V ? k : k % N];
-    }
-    MEMBER float total() const {
-        float s = x[0];
-        UNROLL for (int k = 1; k < N; ++k) s += x[k];
-        return s;
-    }
-};
-
 // y = (x - mean) * rstd * (weight + plus) + bias, RMS without mean and bias; of sum = x + residual, rounded, where
 // there is a residual: so the backward pass, which has only the rounded sum, sees what was normalised here.
 template <class T, bool RMS> struct Norm {

@@ -20,7 +20,8 @@ template <class T, class See> struct Softmax {
         T *const to = y + row * n;
         typename G::template Row<T> held;
         held.read(g, from, limit);
-        float v[G::V], best[G::V], sums[G::V];
+        float v[G::V], best[G::V];
+        Chains<G> sums;
         EACH(k) best[k] = -MK_INFINITY;
         PACKS(i, g, limit) {
             held.get(i, v);
@@ -30,13 +31,12 @@ template <class T, class See> struct Softmax {
         }
         const float top = g.max(fold_max<G>(best));
         const float shift = top == -MK_INFINITY ? 0.0f : top;  // nothing seen: exp(-inf - 0) is 0
-        EACH(k) sums[k] = 0;
         PACKS(i, g, limit) {
             held.get(i, v);
             seen.template hide<G>(g.column(i), v, scale);
-            EACH(k) sums[k] += exponential(v[k] - shift);
+            EACH(k) sums(i, k) += exponential(v[k] - shift);
         }
-        const float total = g.sum(fold<G>(sums));
+        const float total = g.sum(sums.total());
         const float share = total == 0.0f ? 0.0f : 1.0f / total;
         PACKS(i, g, n) {
             const int c = g.column(i);
@@ -104,20 +104,20 @@ template <class T> struct SoftmaxBackward {
         typename G::template Row<T> a, b;
         a.read(g, dy + at, limit);
         b.read(g, y + at, limit);
-        float u[G::V], v[G::V], sums[G::V];
-        EACH(k) sums[k] = 0;
+        float u[G::V], v[G::V];
+        Chains<G> sums;
         PACKS(i, g, limit) {
             a.get(i, u);
             b.get(i, v);
-            EACH(k) sums[k] += v[k] == 0.0f ? 0.0f : u[k] * v[k];
+            EACH(k) sums(i, k) += u[k] * v[k];
         }
-        const float dot = g.sum(fold<G>(sums));
+        const float dot = g.sum(sums.total());
         PACKS(i, g, n) {
             const int c = g.column(i);
             if (c < limit) {
                 a.get(i, u);
                 b.get(i, v);
-                EACH(k) u[k] = v[k] == 0.0f ? 0.0f : scale * v[k] * (u[k] - dot);
+                EACH(k) u[k] = scale * v[k] * (u[k] - dot);
             } else {
                 EACH(k) u[k] = 0;
             }

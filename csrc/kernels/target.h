@@ -65,9 +65,9 @@ typedef void *mk_stream;
 #define MK_LAUNCH(kernel, grid, block, stream, ...) kernel<<<grid, block, 0, stream>>>(__VA_ARGS__)
 #endif
 
-// The most blocks of a grid in one dimension; kernels loop over the rest.
+// The most blocks of a grid in one dimension, 2^31 threads (HIP counts them in 32 bits); kernels loop over the rest.
 #ifndef MK_MAX_BLOCKS
-#define MK_MAX_BLOCKS (1 << 22)
+#define MK_MAX_BLOCKS (1 << 21)
 #endif
 
 // An array that the lanes of a block share (LDS). Not a plain __shared__: the simulator counts, fills and watches it.

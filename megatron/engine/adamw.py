@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megatron.errors import KernelError
 from megatron.kernels.ops.optimizer import adamw_, scale_and_norm_
 
 
@@ -32,7 +33,13 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        # What connects it with other objects is not in a copy.
+        self.__dict__.setdefault("copies", {})
+        self.__dict__.setdefault("gradient_scale", None)
         for group in self.param_groups:
+            for option in ("maximize", "amsgrad"):
+                if group.get(option):
+                    raise KernelError(f"FusedAdamW has no {option}; use torch.optim.AdamW for this state")
             group.setdefault("step", 0)
             for p in group["params"]:
                 if "step" in self.state.get(p, {}):  # torch counts for each parameter

@@ -252,6 +252,8 @@ def install(folder: Path, *, alone: bool, say: Callable[[str], None] = print) ->
     wanted = os.environ.get(CHOICE, "").replace(",", " ").split()
     targets = [] if wanted == ["none"] else wanted or [t for t in TARGETS if compiler(t)]
     made: list[Path] = []
+    if "host" not in targets and not wanted:
+        say(f"note: {no_compiler('host')}")
     for target in targets:
         try:
             made += make([target], folder=folder, say=say)
@@ -284,11 +286,12 @@ def given(arguments: Sequence[str], option: str) -> list[str]:
 def _target_of(arch: str) -> str:
     if re.fullmatch(r"gfx[0-9a-f]{3,4}", arch):
         return "hip"
-    if re.fullmatch(r"sm_[0-9]{2,3}[af]?", arch):
+    if re.fullmatch(r"sm_[0-9]{2,3}", arch):
         return "cuda"
     if arch in (platform.machine(), "x86-64", *(name for name, _ in _LEVELS)) and arch != "x86_64":
         return "host"
     hint = ", without suffix: one library serves every XNACK and ECC mode" if arch.startswith("gfx") else ""
+    hint = ", without suffix: no kernel needs more" if arch.startswith("sm_") else hint
     raise BuildError(f"--arch {arch} is not known; gfx90a (hip), sm_90 (cuda) and x86-64-v3 (host) are examples{hint}")
 
 

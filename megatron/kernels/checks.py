@@ -39,6 +39,12 @@ def check_shape(operator: str, name: str, tensor: torch.Tensor | None, shape: tu
         raise KernelError(f"{operator}: {name} has shape {list(tensor.shape)}; it must be {list(shape)}")
 
 
+def check_columns(operator: str, name: str, tensor: torch.Tensor) -> None:
+    """At least one dimension, and fewer than 2^28 columns: GPUs count the threads of a grid in 32 bits."""
+    check(operator, tensor.dim() >= 1, f"{name} has no dimension; [.., n] is needed")
+    check(operator, tensor.shape[-1] < 2**28, f"{name} has {tensor.shape[-1]} columns; fewer than 2^28 are needed")
+
+
 def check(operator: str, condition: bool, message: str) -> None:
     """`condition`, else a KernelError with the operator's name before the message."""
     if not condition:

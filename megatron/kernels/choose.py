@@ -24,7 +24,7 @@ class Fusions:
     layer_norm, rms_norm  normalisation, with the residual sum before it
     rotary           rotary embedding
     cross_entropy    the local passes of the vocabulary-parallel cross entropy
-    optimizer        AdamW, and the norm and scale of gradients
+    optimizer        AdamW; in bf16 also the gradients' norm and clipping and the 16-bit weights
     apex_norm        normalisation goes through apex
     """
 
@@ -80,6 +80,7 @@ HOST_FASTER = {
 }
 """Whether a CPU gains by the kernel. On a GPU all of them do."""
 
+_APEX = "apex has it"
 _FLAGS = {
     "masked_softmax": ("masked_softmax_fusion", "--no-masked-softmax-fusion"),
     "bias_activation": ("bias_gelu_fusion", "--no-bias-gelu-fusion"),
@@ -111,12 +112,14 @@ def report(config: Config, device: torch.device) -> list[str]:
         return [found.line]
     reasons = {name: _reason(name, config, device.type) for name in OPERATORS}
     used = ", ".join(name for name, reason in reasons.items() if not reason)
+    by_apex = ", ".join(name for name, reason in reasons.items() if reason == _APEX)
     left: dict[str, list[str]] = {}
     for name, reason in reasons.items():
-        if reason:
+        if reason and reason != _APEX:
             left.setdefault(reason, []).append(name)
     others = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in left.items())
-    return [found.line, f"through fused kernels: {used or 'none'}" + (f"; through torch: {others}" if others else "")]
+    line = f"through fused kernels: {used or 'none'}" + (f"; through apex: {by_apex}" if by_apex else "")
+    return [found.line, line + (f"; through torch: {others}" if others else "")]
 
 
 def _reason(name: str, config: Config, device_type: str) -> str:
@@ -130,10 +133,22 @@ def _reason(name: str, config: Config, device_type: str) -> str:
         return f"--normalization {model.normalization}"
     if name == "optimizer" and config.optimizer.optimizer != "adam":
         return f"--optimizer {config.optimizer.optimizer}"
+    if name == "bias_dropout" and not _drops(config):
+        return "neither bias nor dropout"
     reason = _why_not(name, config.kernels, device_type, dtype_name)
-    if not reason and name in (*NORMS, "bias_dropout") and model.fp32_residual_connection and dtype_name != "float32":
-        return "--fp32-residual-connection" if name in NORMS else "--fp32-residual-connection, but for embeddings"
+    wider = model.fp32_residual_connection and dtype_name != "float32"
+    if wider and name in NORMS and reason in ("", _APEX):
+        return "--fp32-residual-connection"
+    if wider and name == "bias_dropout" and not reason:
+        return "--fp32-residual-connection, but for embeddings and attention weights"
     return reason
+
+
+def _drops(config: Config) -> bool:
+    """Whether there is a bias or a dropout for the operator that does both."""
+    model = config.model
+    unfused = config.kernels.attention_backend in UNFUSED_BACKENDS
+    return bool(model.add_bias_linear or model.hidden_dropout or (unfused and model.attention_dropout))
 
 
 def _why_not(name: str, kernels: KernelConfig, device_type: str, dtype_name: str) -> str:
@@ -147,7 +162,7 @@ def _why_not(name: str, kernels: KernelConfig, device_type: str, dtype_name: str
     if wish == "torch":
         return f"--{wished}-implementation torch"
     if wish == "apex" and (fused_norm if name in NORMS else fused_adam)(device_type).usable:
-        return "apex has it"
+        return _APEX
     if dtype_name not in EVERY_TYPE:
         return f"they do not compute in {dtype_name}"
     if library.find(device_type).handle is None:

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import struct
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,13 +147,16 @@ def _first(wanted: list[tuple[str, str]]) -> Found:
 def _load(path: Path, target: str | None) -> Found:
     """`target` None: whatever it was built for, and from whichever sources."""
     try:
+        missing = _missing_bytes(path)
+        if missing > 0:
+            return Found(None, target or "", "", f"{path.name} is cut off, {missing} bytes are missing")
         if target == "hip":
             _share_hip_runtime()
         handle = ctypes.CDLL(str(path))
         handle.mk_describe.restype = ctypes.c_char_p
         handle.mk_error.restype = ctypes.c_char_p
         built_for, arch, sources = handle.mk_describe().decode().split(" ")
-    except (OSError, AttributeError, ValueError) as error:
+    except (OSError, AttributeError, ValueError, struct.error) as error:
         return Found(None, target or "", "", f"{path.name} cannot be loaded ({_short(error)})")
     sources = sources.partition("-")[0]  # after it, a hash of the compiler's command
     if target is not None and built_for != target:
@@ -164,6 +168,19 @@ def _load(path: Path, target: str | None) -> Found:
     if problem:
         return Found(None, built_for, arch, f"{path.name} does not run on {torch.cuda.get_device_name()} ({problem})")
     return Found(path, built_for, arch, "", handle, sources)
+
+
+def _missing_bytes(path: Path) -> int:
+    """How much shorter a 64-bit ELF file is than its header says: mapped, it would end the process with a bus error.
+
+    The table of sections comes last in what linkers write (System V ABI, chapter 4: e_shoff, e_shentsize, e_shnum).
+    """
+    with path.open("rb") as file:
+        head = file.read(64)
+    if head[:5] != b"\x7fELF\x02":
+        return 0  # not ours: the loader says what it is
+    (at,), (size, count) = struct.unpack_from("<Q", head, 0x28), struct.unpack_from("<HH", head, 0x3A)
+    return int(at + size * count - path.stat().st_size)
 
 
 def _share_hip_runtime() -> None:

@@ -11,12 +11,23 @@ from typing import Any
 
 import torch
 
+from megatron.errors import KernelError
+
 _LIBRARY = torch.library.Library("megatron", "DEF")
+
+
+def _once(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            raise KernelError(f"{name} has no second derivative; use torch's own operators where one is needed")
+        return backward(ctx, *gradients)
+
+    return run
 
 
 def operator(
     schema: str, run: Callable[..., Any], shapes: Callable[..., Any], *,
-    save: Callable[..., None] | None = None, backward: Callable[..., Any] | None = None,
+    save: Callable[..., None] | None = None, backward: Callable[..., Any] | None = None, twice: bool = False,
 ) -> Any:
     """Define `megatron::<schema>` and return it, ready to call.
 
@@ -24,6 +35,8 @@ def operator(
     shapes    makes empty results of the right shape, dtype and device
     save      (ctx, inputs, output): keeps what the backward pass needs
     backward  (ctx, *gradients): one gradient or None for each input
+    twice     the backward pass has a gradient of its own; a second derivative of the others is an error, as torch would
+              take their results for constants
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
@@ -31,5 +44,6 @@ def operator(
         _LIBRARY.impl(name, run, key)
     torch.library.register_fake(f"megatron::{name}", shapes, lib=_LIBRARY)
     if backward is not None:
+        backward = backward if twice else _once(name, backward)
         torch.library.register_autograd(f"megatron::{name}", backward, setup_context=save, lib=_LIBRARY)
     return getattr(torch.ops.megatron, name).default

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import functools
 import os
 import re
 import shutil
@@ -229,13 +230,21 @@ def parse_assembly(text: str) -> list[Kernel]:
         if body[1] not in spills:
             continue  # a function that was not inlined
         widths = [_BYTES[name] for name in _ACCESS.findall(body[2])]
-        number = lambda key: int(re.search(rf"^; {key}: (\d+)", body[2], re.MULTILINE)[1])  # type: ignore[index]  # noqa: B023, E731
+        number = functools.partial(_number, body[2])
         found.append(Kernel(
             body[1], number("NumVgprs"), number("NumAgprs"), number("NumSgprs"), number("LDSByteSize"),
             number("ScratchSize"), spills[body[1]], number("Occupancy"),
             sum(w < WIDE for w in widths), sum(w >= WIDE for w in widths),
         ))  # fmt: skip
     return found
+
+
+def _number(text: str, key: str) -> int:
+    """What the compiler's comment says of a kernel. Raises BuildError where it does not."""
+    match = re.search(rf"^; {key}: (\d+)", text, re.MULTILINE)
+    if match is None:
+        raise BuildError(f"hipcc's assembly does not say {key}; only that for gfx90a and gfx942 can be read")
+    return int(match[1])
 
 
 def demangle(names: Iterable[str]) -> list[str]:
@@ -390,6 +399,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=(), metavar="FILE", help="names in csrc/kernels/, without .cpp")
     parser.add_argument("--jobs", type=int, default=2, help="compilers side by side (default: %(default)s)")
     chosen = parser.parse_args(arguments)
+    there = sorted(p.stem for p in SOURCES.glob("*.cpp"))
+    if unknown := sorted(set(chosen.only) - set(there)):
+        parser.error(f"--only {' '.join(unknown)}: there are {', '.join(there) or 'no kernels'}")
+    if chosen.jobs < 1:
+        parser.error(f"--jobs {chosen.jobs} must be above 0")
     try:
         rules = read_rules()
         kernels = compile_kernels(chosen.arch, only=chosen.only, jobs=chosen.jobs)

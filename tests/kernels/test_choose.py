@@ -121,7 +121,7 @@ def test_the_log_names_what_runs_and_why_not(monkeypatch: pytest.MonkeyPatch) ->
     config = Config.create(**MODEL, bf16=True, fp32_residual_connection=True, optimizer="sgd")
     line = choose.report(config, CUDA)[1]
     assert "layer_norm (--fp32-residual-connection)" in line and "optimizer (--optimizer sgd)" in line
-    assert "bias_dropout (--fp32-residual-connection, but for embeddings)" in line
+    assert "bias_dropout (--fp32-residual-connection, but for embeddings and attention weights)" in line
 
 
 def test_the_log_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

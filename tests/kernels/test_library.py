@@ -246,3 +246,20 @@ assert found.handle is not None and found.arch == "gfx90a", found
 """
     subprocess.run([sys.executable, "-c", program, str(built("hip")), runtime], check=True)
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_library_that_is_cut_off_is_not_mapped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Loading it would end the process with a bus error."""
+    tool = build.compiler("host")
+    if tool is None:
+        pytest.skip("no compiler")
+    path = tmp_path / "libmegatron-host-x86-64.so"
+    source = 'const char *mk_describe() { return "host x86-64 none"; } const char *mk_error(int c) { return ""; }'
+    subprocess.run([tool, "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)], input=source, text=True, check=True)
+    whole = path.read_bytes()
+    assert library._load(path, None).handle is not None
+    for size in (len(whole) - 1, len(whole) // 2, 100, 64, 10, 0):
+        cut = tmp_path / f"cut{size}.so"
+        cut.write_bytes(whole[:size])
+        found = library._load(cut, None)
+        assert found.handle is None and cut.name in found.reason

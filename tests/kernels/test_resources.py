@@ -165,7 +165,7 @@ template <class T> struct Good {
     static constexpr int WAVES = 8;
     T *y;
     const T *x;
-    template <class G> MEMBER void operator()(const G &, int64_t i) const {
+    template <class G> MEMBER void operator()(const G &, int64_t, int i) const {
         float v[G::V];
         load<G>(x + i, v);
         store<G>(y + i, v);
@@ -175,7 +175,7 @@ template <class T> struct Narrow {
     static constexpr int WAVES = 8;
     T *y;
     const volatile T *x;
-    template <class G> MEMBER void operator()(const G &, int64_t i) const {
+    template <class G> MEMBER void operator()(const G &, int64_t, int i) const {
         float v[G::V];
         EACH(k) v[k] = x[i + k];
         store<G>(y + i, v);
@@ -185,7 +185,7 @@ template <class T> struct Spilling {
     static constexpr int WAVES = 8;
     T *y;
     const T *x;
-    template <class G> MEMBER void operator()(const G &, int64_t i) const {
+    template <class G> MEMBER void operator()(const G &, int64_t, int i) const {
         float held[24][G::V];
         UNROLL for (int j = 0; j < 24; ++j) load<G>(x + i * (j + 3), held[j]);
         __syncthreads();
@@ -194,9 +194,9 @@ template <class T> struct Spilling {
 };
 MK_API mk_planted(void *y, const void *x, int64_t n, void *stream) {
     typedef float T;
-    int code = launch_flat<T>(Good<T>{(T *)y, (const T *)x}, n, true, (mk_stream)stream);
-    code |= launch_flat<T>(Narrow<T>{(T *)y, (const T *)x}, n, true, (mk_stream)stream);
-    return code | launch_flat<T>(Spilling<T>{(T *)y, (const T *)x}, n, true, (mk_stream)stream);
+    int code = launch_tiles<T>(Good<T>{(T *)y, (const T *)x}, 1, n, true, (mk_stream)stream);
+    code |= launch_tiles<T>(Narrow<T>{(T *)y, (const T *)x}, 1, n, true, (mk_stream)stream);
+    return code | launch_tiles<T>(Spilling<T>{(T *)y, (const T *)x}, 1, n, true, (mk_stream)stream);
 }
 """
 
@@ -244,3 +244,10 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.setenv("HIPCC", "nowhere")
     assert resources.main([]) == 1
     assert "error: no compiler for --target hip: $HIPCC is nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--only", "nonsense"], ["--jobs", "0"]])
+def test_arguments_that_check_nothing_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        resources.main(arguments)
+    assert stop.value.code == 2 and arguments[1] in capsys.readouterr().err

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from megatron.kernels.checks import check, check_device, check_shape, check_type
+from megatron.kernels.checks import check, check_columns, check_device, check_shape, check_type
 from megatron.kernels.library import Function, available
 from megatron.kernels.ops.column_sums import partial_sums
 from megatron.kernels.register import operator
@@ -32,10 +32,9 @@ def _check(name: str, x: torch.Tensor, bias: torch.Tensor | None, kind: str) -> 
     check(name, kind in KINDS, f"kind is {kind!r}; it must be one of {', '.join(KINDS)}")
     check_type(name, x=x, bias=bias)
     check_device(name, x=x, bias=bias)
-    check(name, x.dim() >= 1, "x has no dimension; [.., n] is needed")
+    check_columns(name, "x", x)
     width = x.shape[-1]
     check(name, width % _inputs(kind) == 0, f"x has {width} columns; {kind} needs an even number, gate before value")
-    check(name, width < 2**31, f"x has {width} columns; fewer than 2^31 are needed")
     check(name, x.is_contiguous(), f"x of strides {x.stride()} is not contiguous")
     check_shape(name, "bias", bias, (width,))
     check(name, bias is None or bias.is_contiguous(), "bias is not contiguous")

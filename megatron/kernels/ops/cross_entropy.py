@@ -199,12 +199,15 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, first: int = 0, re
     """-log softmax(logits)[label] of every token, fp32 [..], for a vocabulary that one rank holds.
 
     logits [.., v] of the entries first, first + 1, ..., of which the first `real` (None: all) exist; labels int64 [..],
-    each one of them: for another id the loss is wrong, but nothing outside of the logits is read.
+    each one of them: no id is ignored, for another one the loss is wrong, but nothing outside of the logits is read.
 
     The backward pass leaves the gradient in the place of the logits. So it runs once, and nobody may want the logits
-    after it: a second pass, or another one that saved them, raises RuntimeError. Logits that are a leaf with a gradient
-    of its own, or not contiguous, are copied first. Raises KernelError for other types, shapes or values of `real`.
+    after it: a second pass, or another one that saved them, raises RuntimeError, as do two calls on parts of one array
+    (copy the parts). Logits that are a leaf with a gradient of its own, a view of one, or not contiguous, are copied
+    first. Raises KernelError for other types, shapes or values of `real`.
     """
-    if logits.is_leaf and logits.requires_grad:
+    check("cross_entropy", logits.dim() >= 1, "logits have no dimension; [.., v] is needed")
+    whole = logits if logits._base is None else logits._base
+    if whole.is_leaf and logits.requires_grad:
         logits = logits.clone()
     return _cross_entropy(logits.contiguous(), labels, first, logits.shape[-1] if real is None else real)[0]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron.kernels.checks import check, check_device, check_shape, check_type
+from megatron.kernels.checks import check, check_columns, check_device, check_shape, check_type
 from megatron.kernels.library import Function, available
 from megatron.kernels.ops.column_sums import partial_sums
 from megatron.kernels.register import operator
@@ -33,8 +33,7 @@ def _check(name: str, probability: float, seed: int, **tensors: torch.Tensor | N
         if tensor is None:
             continue
         check(name, tensor.is_contiguous(), f"{argument} of strides {tensor.stride()} is not contiguous")
-        fits = tensor.dim() >= 1 and tensor.shape[-1] < 2**31
-        check(name, fits, f"{argument} has shape {list(tensor.shape)}; [.., n] is needed, n < 2^31")
+        check_columns(name, argument, tensor)
 
 
 def _law(probability: float) -> tuple[int, float, int]:
@@ -56,7 +55,9 @@ def reference(
     """What serves where there is no kernel: torch's operators, in fp32, with another mask of the same law."""
     wide = x.float() if bias is None else x.float() + bias.float()
     wide = _drop(wide, probability, seed)
-    return (wide if residual is None else residual.float() + wide).to(x.dtype)
+    if residual is not None:
+        wide = residual.float() + wide
+    return wide.to(x.dtype, copy=True)  # never x itself
 
 
 def _forward(

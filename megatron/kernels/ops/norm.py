@@ -15,11 +15,12 @@ On a CPU the rows stay in its cache from one reading to the next.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
 
-from megatron.kernels.checks import check, check_device, check_shape, check_type
+from megatron.kernels.checks import check, check_columns, check_device, check_shape, check_type
 from megatron.kernels.library import Function, available
 from megatron.kernels.register import operator
 
@@ -35,7 +36,7 @@ def _check(
     given = {"x": x, "residual": residual, "weight": weight, "bias": bias}
     check_type(name, **given)
     check_device(name, **given)
-    check(name, x.dim() >= 1, "x has no dimension; [.., h] is needed")
+    check_columns(name, "x", x)
     check_shape(name, "residual", residual, tuple(x.shape))
     check_shape(name, "weight", weight, (x.shape[-1],))
     check_shape(name, "bias", bias, (x.shape[-1],))
@@ -63,7 +64,7 @@ def reference(
 
 
 def _rows(x: torch.Tensor) -> int:
-    return x.shape[:-1].numel()
+    return math.prod(x.shape[:-1])  # not Size.numel(), which fixes the sizes of a compiled graph
 
 
 def _forward(

@@ -106,7 +106,7 @@ def _run_adamw(
 
 _adamw_ = operator(
     "adamw_(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-    "Tensor(d!)[] copies, float lr, float beta1, float beta2, float eps, float weight_decay, int step, "
+    "Tensor(d!)[] copies, float lr, float beta1, float beta2, float eps, float weight_decay, SymInt step, "
     "float gradient_scale) -> ()",
     _run_adamw, lambda *_: None,
 )  # fmt: skip
@@ -128,6 +128,8 @@ def adamw_(
 
     Tensors at one place of the lists have one shape; all are contiguous and on one device. Empty lists and tensors are
     allowed. Raises KernelError.
+
+    torch.compile takes lr and gradient_scale as constants and would compile again for each value: call it outside.
     """
     if parameters or gradients or exp_avgs or exp_avg_sqs or copies:
         check("adamw_", bool(parameters), "there are no parameters for the other lists")
@@ -178,7 +180,8 @@ def scale_and_norm_(tensors: Tensors, factor: float = 1.0) -> torch.Tensor:
     tensors  fp32, fp16 or bf16, all of one type, contiguous and on one device; some may be empty
 
     The sum is taken in fp64 and in a fixed order: the same bits every time. It comes as a 0-dimensional fp32 tensor on
-    the tensors' device, NaN or infinite where an element is; without a copy to the host. An empty list gives 0, on the
+    the tensors' device, NaN or infinite where an element is, and infinite above 3.4e38;
+    without a copy to the host. An empty list gives 0, on the
     CPU. With a factor of 1 nothing is written. Raises KernelError.
     """
     if not tensors:

@@ -22,7 +22,8 @@ def _check(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     check_type(name, x=x)
     check_device(name, x=x, cos=cos, sin=sin)
     check(name, x.dim() == 4, f"x has {x.dim()} dimensions; [s, b, heads, d] is needed")
-    check(name, x.stride(-1) == 1 or x.shape[-1] <= 1, f"x of strides {x.stride()}: the last one must be 1")
+    unit = x.stride(-1) == 1 or x.shape[-1] <= 1 or not x.numel()
+    check(name, unit, f"x of strides {x.stride()}: the last one must be 1")
     check(name, max(x.shape[1:]) < 2**31, f"x has shape {list(x.shape)}; b, heads and d must be below 2^31")
     for key, table in (("cos", cos), ("sin", sin)):
         check(name, table.dtype == torch.float32, f"{key} is {table.dtype}; it must be float32")
@@ -69,7 +70,7 @@ def _gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, Non
 
 _rotary = operator(
     "rotary(Tensor x, Tensor cos, Tensor sin, bool back) -> Tensor",
-    _rotate, lambda x, cos, sin, back: x.new_empty(x.shape), save=_save, backward=_gradient,
+    _rotate, lambda x, cos, sin, back: x.new_empty(x.shape), save=_save, backward=_gradient, twice=True,
 )
 
 

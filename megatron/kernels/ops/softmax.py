@@ -1,8 +1,10 @@
 """Softmax of attention scores, causal or masked, with the scale inside.
 
-Bytes moved for scores of N elements of e bytes: forward N e in and N e out, causal half of the N e in (a row is read as
-far as it sees); backward 2 N e in and N e out. Rows of more than 65,536 elements (fp32: 32,768; in the backward pass
-half of that on CUDA) do not fit into registers and are read up to three times.
+Bytes moved for scores of N elements of e bytes: forward N e in and N e out, and the mask, one byte an element, in each
+of three passes, of which the heads share what a cache holds; backward 2 N e in and N e out. A causal row is read as far
+as it sees: half of what goes in. Rows that are not made of full, aligned packs of 16 bytes go one element at a time and
+are read up to three times. So are, by packs, rows of more than 65,536 elements (fp32: 32,768; in the backward pass half
+of that on CUDA), which do not fit into registers.
 """
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron.kernels.checks import check, check_device, check_shape, check_type
+from megatron.kernels.checks import check, check_columns, check_device, check_shape, check_type
 from megatron.kernels.library import Function, available
 from megatron.kernels.register import operator
 
@@ -23,6 +25,7 @@ def _check(name: str, scores: torch.Tensor, mask: torch.Tensor | None = None) ->
     check_type(name, scores=scores)
     check_device(name, scores=scores, mask=mask)
     check(name, scores.is_contiguous(), f"scores of strides {scores.stride()} are not contiguous")
+    check_columns(name, "scores", scores)
     check(name, scores.dim() >= 2, f"scores have {scores.dim()} dimension(s); [.., queries, keys] is needed")
     if mask is None:
         return
@@ -45,8 +48,9 @@ def reference(scores: torch.Tensor, mask: torch.Tensor | None, scale: float) -> 
     wide = scores if scores.dtype == torch.float64 else scores.float()
     hidden = _hidden(scores, mask)
     out = (wide * scale).masked_fill(hidden, float("-inf")).softmax(-1)
-    # A row that sees nothing is all zero, rather than all NaN.
-    return out.masked_fill(hidden.all(-1, keepdim=True), 0.0).to(scores.dtype)
+    # A row that sees nothing above -infinity is all zero, rather than all NaN.
+    nothing = (hidden | (wide == float("-inf"))).all(-1, keepdim=True)
+    return out.masked_fill(nothing, 0.0).to(scores.dtype)
 
 
 def _causal(scores: torch.Tensor, scale: float) -> torch.Tensor:
@@ -77,6 +81,7 @@ def _backward(gradient: torch.Tensor, probabilities: torch.Tensor, scale: float,
     check_type(name, gradient=gradient, probabilities=probabilities)
     check_device(name, gradient=gradient, probabilities=probabilities)
     check_shape(name, "gradient", gradient, tuple(probabilities.shape))
+    check_columns(name, "gradient", gradient)
     check(name, gradient.is_contiguous() and probabilities.is_contiguous(), "arguments must be contiguous")
     if not available(gradient.device):
         g, y = gradient.float(), probabilities.float()
@@ -121,7 +126,8 @@ _masked_softmax = operator(
 def causal_softmax(scores: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """softmax(scale * scores) over the keys that a query may see; the others get exactly 0.
 
-    scores [.., queries, keys], contiguous or copied; query q sees keys 0 ... keys - queries + q. Raises KernelError for
+    scores [.., queries, keys], contiguous or copied; query q sees keys 0 ... keys - queries + q. A query that
+    sees nothing, or nothing above -infinity, gets all zeros. Raises KernelError for
     other types than fp32, fp16 and bf16.
     """
     return _causal_softmax(scores.contiguous(), scale)
@@ -130,7 +136,7 @@ def causal_softmax(scores: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
 def masked_softmax(scores: torch.Tensor, mask: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """softmax(scale * scores) over the keys where `mask` is False; the others get exactly 0.
 
-    scores [b, heads, queries, keys], mask bool [b or 1, 1, queries, keys]. A query that sees nothing gets all zeros and
-    no gradient. Raises KernelError for other types or shapes.
+    scores [b, heads, queries, keys], mask bool [b or 1, 1, queries, keys]. A query that sees nothing, or
+    nothing above -infinity, gets all zeros and no gradient. Raises KernelError for other types or shapes.
     """
     return _masked_softmax(scores.contiguous(), mask.contiguous(), scale)

@@ -1,0 +1,105 @@
+"""What holds of all operators: no second derivative that is silently wrong, only widths that can be launched."""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megatron.errors import KernelError
+from megatron.kernels import library
+from megatron.kernels.ops import dropout
+from megatron.kernels.ops.activation import bias_activation
+from megatron.kernels.ops.cross_entropy import cross_entropy
+from megatron.kernels.ops.norm import add_layer_norm, rms_norm
+from megatron.kernels.ops.rotary import rotate
+from megatron.kernels.ops.softmax import causal_softmax, masked_softmax, reference
+
+ONCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "causal_softmax": causal_softmax,
+    "masked_softmax": lambda x: masked_softmax(x.view(1, 1, 4, 8), torch.zeros(1, 1, 4, 8, dtype=torch.bool)),
+    "rms_norm": lambda x: rms_norm(x, torch.ones(8), 1e-5),
+    "add_layer_norm": lambda x: add_layer_norm(x, x, torch.ones(8), torch.zeros(8), 1e-5)[0],
+    "gelu": lambda x: bias_activation(x, None, "gelu"),
+    "swiglu": lambda x: bias_activation(x, None, "swiglu"),
+    "bias_dropout_add": lambda x: dropout.bias_dropout_add(x, None, None, 0.5, 3),
+}
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_second_derivatives_are_refused(name: str) -> None:
+    """torch would take the gradient for a constant and print a warning."""
+    x = torch.randn(4, 8, requires_grad=True)
+    y = ONCE[name](x * 1.0)
+    with pytest.raises(KernelError, match="has no second derivative; use torch's own operators"):
+        torch.autograd.grad(y.square().sum(), x, create_graph=True)
+
+
+def test_rotation_has_every_derivative() -> None:
+    x = torch.randn(3, 1, 2, 4, dtype=torch.float32, requires_grad=True)
+    angle = torch.rand(3, 1, 1, 2)
+    (first,) = torch.autograd.grad(rotate(x, angle.cos(), angle.sin()).pow(3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    wide, table = x.detach().double().requires_grad_(), angle.double()
+    low, high = wide.chunk(2, -1)
+    c, s = table.cos(), table.sin()
+    turned = torch.cat((low * c - high * s, high * c + low * s), -1)
+    (g,) = torch.autograd.grad(turned.pow(3).sum(), wide, create_graph=True)
+    torch.testing.assert_close(second.double(), torch.autograd.grad(g.sum(), wide)[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_parameter_is_never_overwritten() -> None:
+    """The gradient of the cross entropy takes the place of its logits; a view of a leaf is copied first."""
+    for part in (lambda w: w.view(2, 2, 8), lambda w: w[:2].view(1, 2, 8), lambda w: w.unsqueeze(0)):
+        w = torch.randn(4, 8, requires_grad=True)
+        before, logits = w.detach().clone(), part(w)
+        labels = torch.zeros(logits.shape[:-1], dtype=torch.int64)
+        cross_entropy(logits, labels).sum().backward()
+        wide = before.double().requires_grad_()
+        torch.nn.functional.cross_entropy(part(wide).flatten(0, 1), labels.flatten(), reduction="sum").backward()
+        assert torch.equal(w.detach(), before)
+        torch.testing.assert_close(w.grad.double(), wide.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_widths_that_no_grid_has() -> None:
+    wide = torch.empty(1, 2**28, dtype=torch.bfloat16)  # pages that nobody touches
+    for run in (causal_softmax, ONCE["gelu"], lambda x: dropout.bias_dropout_add(x, None, None, 0.1, 1)):
+        with pytest.raises(KernelError, match="has 268435456 columns"):
+            run(wide)
+
+
+def test_rows_of_minus_infinity_are_zero_everywhere() -> None:
+    scores = torch.full((1, 4, 4), float("-inf"))
+    assert torch.equal(causal_softmax(scores), torch.zeros(1, 4, 4))
+    assert torch.equal(reference(scores, None, 1.0), torch.zeros(1, 4, 4))
+
+
+def test_long_odd_rows_keep_their_accuracy() -> None:
+    """One lane adds up the whole row on a CPU: in chains, so that n roundings do not pile up."""
+    y = causal_softmax(torch.zeros(1, 1, 2_000_001))
+    assert abs(float(y.double().sum()) - 1.0) < 2.0**-16
+
+
+def test_finite_numbers_stay_finite_in_swiglu() -> None:
+    x = torch.tensor([[-100.0, 1e20]], requires_grad=True)
+    bias_activation(x, None, "swiglu").backward(torch.tensor([[1e20]]))
+    assert x.grad is not None and x.grad.isfinite().all()
+
+
+def test_the_result_is_never_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(4)
+    assert dropout.bias_dropout_add(x, None, None, 0.0, 1).data_ptr() != x.data_ptr()
+    monkeypatch.setattr(dropout, "available", lambda device: False)
+    assert dropout.bias_dropout_add(x, None, None, 0.0, 1).data_ptr() != x.data_ptr()
+
+
+def test_empty_gradients_pass() -> None:
+    x = torch.randn(0, 1, 1, 8, requires_grad=True)
+    table = torch.ones(0, 1, 1, 4)
+    rotate(x, table, table).sum().backward()
+    assert x.grad is not None and library.find("cpu").reason == ""
+
+
+def test_no_dimension_is_an_error_of_ours() -> None:
+    with pytest.raises(KernelError, match="no dimension"):
+        cross_entropy(torch.tensor(1.0), torch.tensor(0))
