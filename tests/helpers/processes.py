@@ -68,6 +68,8 @@ def run_processes_raw(
             # torch's store asks DNS for the name of ::ffff:127.0.0.1. A query lost on a busy machine would take five
             # seconds, longer than the time limits of some tests.
             "RES_OPTIONS": "timeout:1",
+            # The server has the environment of its own start, perhaps within a test that names another library.
+            "MEGATRON_KERNELS_LIBRARY": os.environ.get("MEGATRON_KERNELS_LIBRARY", ""),
             **(env or {}),
         }
         process = _context.Process(target=_body, args=(results, rank, variables, fn, args), daemon=True)
