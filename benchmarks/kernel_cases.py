@@ -392,12 +392,12 @@ OPERATORS: dict[str, Operator] = {
     "causal_softmax": Operator("masked_softmax", _causal, _causal_bytes, _times(6, 7), **_SOFTMAX),
     "masked_softmax": Operator("masked_softmax", _masked, _masked_bytes, _times(6, 7), **_SOFTMAX),
     # torch's LayerNorm is one pass too; its RMSNorm on a CPU is square, mean, product and product.
-    "layer_norm": Operator("norm", _layer_norm, _times(2, 3), _times(2, 3), **_NORM),
-    "rms_norm": Operator("norm", _rms_norm, _times(2, 3), _times(7, 12), **_NORM),
+    "layer_norm": Operator("layer_norm", _layer_norm, _times(2, 3), _times(2, 3), **_NORM),
+    "rms_norm": Operator("rms_norm", _rms_norm, _times(2, 3), _times(7, 12), **_NORM),
     "add_layer_norm": Operator(
-        "norm", lambda *a: _layer_norm(*a, add=True), _times(4, 4), _times(5, 6), **_NORM
+        "layer_norm", lambda *a: _layer_norm(*a, add=True), _times(4, 4), _times(5, 6), **_NORM
     ),
-    "add_rms_norm": Operator("norm", lambda *a: _rms_norm(*a, add=True), _times(4, 4), _times(10, 15), **_NORM),
+    "add_rms_norm": Operator("rms_norm", lambda *a: _rms_norm(*a, add=True), _times(4, 4), _times(10, 15), **_NORM),
     "bias_gelu": Operator(
         "bias_activation", _activation("gelu", _torch_gelu), _times(2, 3), _times(4, 4), **_WIDE
     ),

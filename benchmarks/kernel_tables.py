@@ -98,7 +98,8 @@ def roofline_table() -> Lines:
         line = [name]
         for m in models.values():
             shape: Shape = {
-                "masked_softmax": (1, m["heads"], 2048, 2048), "norm": (m["rows"], m["h"]),
+                "masked_softmax": (1, m["heads"], 2048, 2048), "layer_norm": (m["rows"], m["h"]),
+                "rms_norm": (m["rows"], m["h"]),
                 "bias_activation": (2048, m["ffn"]), "bias_dropout": (m["rows"], m["h"]),
                 "rotary": (2048, 1, m["heads"], 128), "cross_entropy": (2048, m["vocabulary"]),
                 "optimizer": (1, 100_000_000),
@@ -133,15 +134,15 @@ def verdict(ratios: list[float]) -> str:
 
 
 def judged(rows: list[Row]) -> list[str]:
-    """Each operator's verdict on a CPU, over its sizes and types, against what HOST_FASTER says of its fusion."""
-    ratios: dict[str, list[float]] = {}
+    """Each operator's verdict on a CPU, by type over its sizes, against what HOST_FASTER says of its fusion."""
+    ratios: dict[tuple[str, str], list[float]] = {}
     for row in rows:
-        ratios.setdefault(row.operator, []).append(row.ratios["torch"]["both"])
+        ratios.setdefault((row.operator, row.dtype), []).append(row.ratios["torch"]["both"])
     groups: dict[str, list[str]] = {"differs": [], "agrees": [], "even": []}
-    for name, found in ratios.items():
+    for (name, dtype), found in ratios.items():
         fusion, measured = OPERATORS[name].fusion, verdict(found)
-        stated = "faster" if HOST_FASTER[fusion].faster else "slower"
+        stated = "faster" if dtype in HOST_FASTER[fusion].types else "slower"
         spread = f"{statistics.geometric_mean(found):.2f} ({min(found):.2f} to {max(found):.2f}"
         kind = "even" if measured == "even" else "agrees" if measured == stated else "differs"
-        groups[kind].append(f"{name} {spread}; {fusion}: {stated})")
+        groups[kind].append(f"{name} {dtype} {spread}; {fusion}: {stated})")
     return [f"HOST_FASTER {kind}: {', '.join(texts) or 'nowhere'}" for kind, texts in groups.items()]

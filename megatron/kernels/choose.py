@@ -64,19 +64,20 @@ class HostResult:
 EVERY_TYPE = ("float32", "float16", "bfloat16")
 
 
+_NOT_FP16 = ("float32", "bfloat16")  # compilers make slow code of conversions from and to fp16
 HOST_FASTER = {
-    "masked_softmax": HostResult((), "torch's softmax is vectorised, too, and exponentials take most of the time"),
-    "bias_activation": HostResult(
-        ("float32", "bfloat16"), "one pass where torch makes one for the bias and one for the activation"
-    ),
+    "masked_softmax": HostResult(_NOT_FP16, "one pass where torch makes one each for scale, mask and softmax"),
+    "bias_activation": HostResult(_NOT_FP16, "one pass where torch makes one for the bias and one for the activation"),
     "bias_dropout": HostResult(EVERY_TYPE, "one pass and no mask in memory, where torch makes five passes"),
-    "layer_norm": HostResult((), "torch's layer_norm is one pass, too"),
-    "rms_norm": HostResult(EVERY_TYPE, "one pass where torch makes several"),
-    "rotary": HostResult((), "torch's passes over one layer's queries and keys stay in the cache"),
+    "layer_norm": HostResult(("bfloat16",), "torch's is one pass, too, but its backward pass is slow in bf16"),
+    "rms_norm": HostResult(_NOT_FP16, "one pass where torch makes several"),
+    "rotary": HostResult(EVERY_TYPE, "one pass where torch makes several, and no copy of a slice"),
     "cross_entropy": HostResult(
         EVERY_TYPE, "two passes and no copy of the logits, where torch makes a copy and six passes"
     ),
-    "optimizer": HostResult(EVERY_TYPE, "one pass for the update and the 16-bit copy, where torch makes two"),
+    "optimizer": HostResult(
+        ("bfloat16",), "norm, clipping, update and 16-bit weights in two passes; in other types it is torch's one pass"
+    ),
 }
 """Whether a CPU gains by the kernel. On a GPU all of them do."""
 
