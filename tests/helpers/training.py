@@ -16,7 +16,7 @@ from tests.helpers.groups import join
 BASE: dict[str, Any] = dict(
     num_layers=8, hidden_size=32, num_attention_heads=4, seq_length=16, max_position_embeddings=16, vocab_size=50,
     make_vocab_size_divisible_by=8, micro_batch_size=1, global_batch_size=8, hidden_dropout=0.0, attention_dropout=0.0,
-    lr=1e-2, weight_decay=0.1, clip_grad=0.5, adam_beta2=0.95, adam_eps=1e-5, init_method_std=0.1, seed=7,
+    lr=1e-2, weight_decay=0.1, clip_grad=0.5, adam_beta2=0.95, adam_eps=1e-3, init_method_std=0.1, seed=7,
 )
 STEPS = 5
 

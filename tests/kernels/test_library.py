@@ -245,7 +245,6 @@ found = library._load(path, "hip")
 assert found.handle is not None and found.arch == "gfx90a", found
 """
     subprocess.run([sys.executable, "-c", program, str(built("hip")), runtime], check=True)
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_library_that_is_cut_off_is_not_mapped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,9 +4,9 @@ The reference trains the same model by plain torch in this process: no DeepSpeed
 Clipping is active in every step, the embedding is tied, the vocabulary is padded on some layouts and not on others.
 
 Tolerances. Losses and norms differ by the order of fp32 sums: a few units in the last place of numbers near 4, and a
-relative 1e-5 of the norm. Parameters: Adam turns a gradient's relative rounding error into an absolute one of the size
-of the learning rate (1e-2) times that error; five steps at relative errors near 1e-4 in the
-smallest gradients give 1e-5.
+relative 1e-5 of the norm. Parameters: Adam turns a gradient's rounding error into one of the learning rate (1e-2) times
+that error over the gradient, or over epsilon where that is larger. Epsilon is 1e-3, about a gradient's size after
+clipping, so that gradients near 0 are not all rounding: errors of 1e-7 in a gradient give 1e-6 in a step.
 A wrong reduction or scale moves parameters by the order of the learning rate itself, a thousand times more.
 """
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.parity.cases import FULL, GRID, MIXTURES, SELECTIVE, layout, params
 
 LOSS_TOLERANCE = 5e-6
 NORM_TOLERANCE = 2e-5
-PARAMETER_TOLERANCE = 2e-5
+PARAMETER_TOLERANCE = 5e-6
 
 
 @functools.cache

@@ -15,6 +15,8 @@ from megatron.kernels.ops.norm import add_layer_norm, rms_norm
 from megatron.kernels.ops.rotary import rotate
 from megatron.kernels.ops.softmax import causal_softmax, masked_softmax, reference
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 ONCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "causal_softmax": causal_softmax,
     "masked_softmax": lambda x: masked_softmax(x.view(1, 1, 4, 8), torch.zeros(1, 1, 4, 8, dtype=torch.bool)),
