@@ -40,6 +40,13 @@ def random(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int, s
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype).to(device)
 
 
+def moved_on(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers one element further on: contiguous, and no address for wide accesses."""
+    room = x.new_empty(x.numel() + 1)
+    room[1:] = x.reshape(-1)
+    return room[1:].view(x.shape)
+
+
 def exact(x: torch.Tensor) -> torch.Tensor:
     """The same numbers in float64 on the CPU, as a leaf that wants a gradient."""
     return x.detach().double().cpu().requires_grad_()

@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from megatron.errors import KernelError
 from megatron.kernels.ops import activation
 from megatron.kernels.ops.activation import bias_activation
-from tests.kernels.numerics.reference import DEVICES, EXAMPLES, ROWS, TYPES, WIDTHS, assert_close, exact, random
+from tests.kernels.numerics.reference import (
+    DEVICES,
+    EXAMPLES,
+    ROWS,
+    TYPES,
+    WIDTHS,
+    assert_close,
+    exact,
+    moved_on,
+    random,
+)
 
 KINDS = ["gelu", "swiglu", "squared_relu"]
 LINEAR = 2 * math.sqrt(2 / math.pi)
@@ -80,13 +90,6 @@ def compare(x: torch.Tensor, bias: torch.Tensor | None, kind: str, seed: int) ->
         # One term after the other in fp32: each addition rounds what has been added by then.
         additions = x.shape[0] * 2.0**-24 * dx.abs().sum(0)
         assert_close(bias.grad, dx.sum(0), dtype, error.sum(0) + additions)
-
-
-def moved_on(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers one element further on: contiguous, and no address for wide accesses."""
-    room = x.new_empty(x.numel() + 1)
-    room[1:] = x.reshape(-1)
-    return room[1:].view(x.shape)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -16,7 +16,17 @@ from megatron.kernels.library import available
 from megatron.kernels.ops import dropout
 from megatron.kernels.ops.dropout import bias_dropout_add
 from tests.kernels.numerics import reference
-from tests.kernels.numerics.reference import DEVICES, EXAMPLES, ROWS, TYPES, WIDTHS, assert_close, exact, random
+from tests.kernels.numerics.reference import (
+    DEVICES,
+    EXAMPLES,
+    ROWS,
+    TYPES,
+    WIDTHS,
+    assert_close,
+    exact,
+    moved_on,
+    random,
+)
 
 SEEDS = st.one_of(st.integers(0, 9), st.integers(0, 2**63 - 1), st.just(2**63 - 1))
 PROBABILITIES = st.sampled_from([0.1, 0.5, 0.9, 2.0**-20])
@@ -95,13 +105,6 @@ def test_known_words_in_c(tmp_path: Path, arch: str) -> None:
     for i, first in enumerate(firsts):
         expected = words(seed, first, 32).tolist()
         assert found[len(KNOWN) + 4 * i : len(KNOWN) + 4 * i + 4] == [expected] * 4, f"elements from {first} on"
-
-
-def moved_on(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers one element further on: contiguous, and no address for wide accesses."""
-    room = x.new_empty(x.numel() + 1)
-    room[1:] = x.reshape(-1)
-    return room[1:].view(x.shape)
 
 
 @pytest.mark.parametrize("device", DEVICES)
