@@ -29,6 +29,8 @@ class Executor:
     weight_gradients  the queue in which linear layers leave their weight gradients; needed by 'zb-h1' only.
     after_backward    called after every backward pass, whole, of inputs or of weights: the place to add `.grad` to an
                       accumulator of higher precision.
+    before_backward   called before every backward pass with its stage, and True when it is the last pass of this step
+                      that adds to the gradients of the stage's weights: what is complete then can be reduced.
 
     Every rank of the pipeline must call `train` and `evaluate` in the same order with as many micro-batches.
     Gradients are added to the parameters' `.grad`; nothing is reduced and no parameter is changed.
@@ -44,6 +46,7 @@ class Executor:
         message_dtype: torch.dtype,
         weight_gradients: WeightGradients | None = None,
         after_backward: Callable[[], None] | None = None,
+        before_backward: Callable[[int, bool], None] | None = None,
     ) -> None:
         size, rank = topology.pipeline.size, topology.pipeline.rank
         wanted = [chunk * size + rank for chunk in range(num_chunks)]
@@ -63,6 +66,7 @@ class Executor:
         self.message_dtype = message_dtype
         self.weight_gradients = weight_gradients
         self.after_backward = after_backward
+        self.before_backward = before_backward
         self._instructions: dict[tuple[int, bool], tuple[Instruction, ...]] = {}
 
     @property
@@ -103,6 +107,15 @@ class Executor:
             schedule = build_schedule(self.schedule, pipeline.size, self.num_chunks, micro_batches, forward_only)
             self._instructions[key] = schedule[pipeline.rank]
         return self._instructions[key]
+
+
+_BACKWARD = frozenset((Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT))
+
+
+def _final_passes(instructions: Sequence[Instruction]) -> frozenset[Instruction]:
+    """For each stage the last instruction that adds to the gradients of its weights."""
+    last = {i.stage: i for i in instructions if i.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)}
+    return frozenset(last.values())
 
 
 class _Root(torch.autograd.Function):
@@ -157,15 +170,18 @@ class _Pass:
             Op.RECV_FORWARD: self._receive,
             Op.RECV_BACKWARD: self._receive,
         }
-        after_backward = self._executor.after_backward
+        after_backward, before_backward = self._executor.after_backward, self._executor.before_backward
+        final = _final_passes(instructions) if before_backward else frozenset()
         due = False
         for instruction in instructions:
             # The neighbour waits for the gradient and nobody for the accumulation, so the message goes first.
             if due and after_backward and instruction.op is not Op.SEND_BACKWARD:
                 after_backward()
                 due = False
+            if before_backward and instruction.op in _BACKWARD:
+                before_backward(instruction.stage, instruction in final)
             handlers[instruction.op](instruction)
-            due = due or instruction.op in (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+            due = due or instruction.op in _BACKWARD
         if due and after_backward:
             after_backward()
         self._exchange.finish()
