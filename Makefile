@@ -1,6 +1,7 @@
 # make train   set up, then train a small GPT on real text on this machine
 # make test    set up, then run all tests
 # make kernels compile csrc/kernels/ for every compiler that is there: GPUs and this processor
+# make bench   set up, then measure training beside public peers
 # make help    the other targets and the settings
 #
 # Settings, on the command line:
@@ -12,6 +13,7 @@
 #   SYSTEM_SITE  1: let a new environment see the system's packages, for a torch that is installed there (modules,
 #                containers)
 #   WORKERS      processes that run tests side by side
+#   BENCH        arguments of benchmarks/bench.py, e.g. make bench BENCH='--only W1'
 #   MEGATRON_KERNELS_TARGETS
 #                which kernels the set-up builds, e.g. host,hip; none; default: host, and the kind of GPU torch is for
 
@@ -20,17 +22,18 @@ VENV        ?= .venv
 TORCH       ?=
 SYSTEM_SITE ?=
 WORKERS     ?= 2
+BENCH       ?=
 
 PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.ready
 # What the environment is made from; a change makes it anew.
-MADE_FROM := pyproject.toml setup.py $(wildcard requirements/*.txt) \
+MADE_FROM := pyproject.toml setup.py $(filter-out requirements/bench.txt,$(wildcard requirements/*.txt)) \
              $(wildcard csrc/*.[ch]pp csrc/kernels/*.cpp csrc/kernels/*.h)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help setup train test quick lint kernels kernels-check clean
+.PHONY: help setup train test quick lint bench kernels kernels-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -38,13 +41,14 @@ help:
 	@echo 'make test    set up, then run all tests (about 13 minutes on 2 cores)'
 	@echo 'make quick   the fast tests only (under 2 minutes)'
 	@echo 'make lint    ruff, and mypy on megatron/'
+	@echo 'make bench   set up, then measure training beside public peers (about 10 minutes on 2 quiet cores); BENCH=--quick'
 	@echo 'make setup   only the virtual environment: $(VENV), with dependencies and csrc'
 	@echo 'make kernels compile csrc/kernels/, say what is there, and test it'
 	@echo 'make kernels-check'
 	@echo '             registers, LDS and occupancy of the kernels on gfx90a; fails where they break the rules (hipcc)'
 	@echo 'make clean   remove caches and built files; the environment and runs/ stay'
 	@echo
-	@echo 'Settings: PYTHON, VENV, TORCH, SYSTEM_SITE, WORKERS; see the head of the Makefile.'
+	@echo 'Settings: PYTHON, VENV, TORCH, SYSTEM_SITE, WORKERS, BENCH; see the head of the Makefile.'
 
 setup: $(STAMP)
 
@@ -64,6 +68,15 @@ quick: $(STAMP)
 lint: $(STAMP)
 	@$(PY) -m ruff check .
 	@$(PY) -m mypy megatron
+
+# Peers lie in a folder of their own, see requirements/bench.txt; without them (no network) their rows say so.
+PEERS := $(VENV)/peers/.ready
+
+$(PEERS): requirements/bench.txt | $(STAMP)
+	@$(PY) -m pip install -qq --no-deps --upgrade --target $(VENV)/peers -r $< && touch $@ || echo 'bench: no peers from PyPI'
+
+bench: $(STAMP) $(PEERS)
+	@$(PY) benchmarks/bench.py $(BENCH)
 
 kernels: $(STAMP)
 	@$(PY) setup.py -q build_kernels

@@ -30,6 +30,7 @@ _PLACES = {
     "megatron.engine.engine": ("Engine",),
     "megatron.engine.lr": ("LearningRateSchedule", "WeightDecaySchedule"),
     "megatron.training": ("pretrain",),
+    "megatron.training.allocator": ("tune_allocator",),
 }
 _MODULE_OF = {name: module for module, names in _PLACES.items() for name in names}
 

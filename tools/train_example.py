@@ -27,11 +27,6 @@ from megatron.training.metrics import read_metrics
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = ("def main(", "import ", '"""Return the')
-# Memory that is kept is several times faster than pages that are new for every tensor; glibc reads this at start.
-ALLOCATOR = (
-    "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=17179869184:"
-    "glibc.malloc.top_pad=268435456"
-)
 PEERS_LEAVE_S = 60.0  # how long the other processes may take to end after one failed
 
 
@@ -222,7 +217,6 @@ def environment(machine: Machine) -> dict[str, str]:
     env = dict(os.environ)
     if machine.device == "cpu":
         env.setdefault("OMP_NUM_THREADS", str(machine.threads))
-        env.setdefault("GLIBC_TUNABLES", ALLOCATOR)
     return env
 
 

@@ -67,41 +67,10 @@ MEMBER StripGroup<LANES, VEC, COUNT, true> whole(const StripGroup<LANES, VEC, CO
     return StripGroup<LANES, VEC, COUNT, true>(g.lds, g.lane);
 }
 #else
-// A strip that the nearest cache keeps. Packs need no alignment here and may end within the strip, so that rows of any
-// width go by vector instructions.
-template <class T, int VEC> struct [[gnu::may_alias]] LoosePack {
-    T v[VEC];
-};
-template <class G, class T, int VEC> struct StripRow {
-    const T *p;
-    int n;
-    MEMBER void read(const G &, const T *from, int columns) {
-        p = from;
-        n = columns;
-    }
-    MEMBER void get(int i, float *out) const {
-        const int c = i * VEC;
-        if (c + VEC <= n) {
-            const LoosePack<T, VEC> q = *reinterpret_cast<const LoosePack<T, VEC> *>(p + c);
-            UNROLL_PACK for (int k = 0; k < VEC; ++k) out[k] = to_float(q.v[k]);
-        } else {
-            for (int k = 0; k < VEC; ++k) out[k] = c + k < n ? to_float(p[c + k]) : 0.0f;
-        }
-    }
-    MEMBER void write(const G &, int i, int columns, T *to, const float *in) {
-        const int c = i * VEC;
-        if (c + VEC <= columns) {
-            LoosePack<T, VEC> q;
-            UNROLL_PACK for (int k = 0; k < VEC; ++k) q.v[k] = Rounded<T>::of(in[k]);
-            *reinterpret_cast<LoosePack<T, VEC> *>(to + c) = q;
-        } else {
-            for (int k = 0; c + k < columns; ++k) to[c + k] = Rounded<T>::of(in[k]);
-        }
-    }
-};
+// A strip that the nearest cache keeps.
 struct StripGroup : HostGroup<HOST_V> {
     static constexpr int WIDTH = 4096;
-    template <class T> using Row = StripRow<StripGroup, T, HOST_V>;
+    template <class T> using Row = LooseRow<StripGroup, T>;
 };
 FN StripGroup whole(const StripGroup &g) { return g; }
 #endif

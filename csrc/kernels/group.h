@@ -238,6 +238,39 @@ template <int VEC> struct HostGroup {
     template <class T> using Row = MemoryRow<HostGroup, T>;
 };
 
+// The same for rows of any width at any address: a pack may end within the row, so that odd widths go by vector
+// instructions, too. What is past the end reads as 0.
+template <class T, int VEC> struct [[gnu::may_alias]] LoosePack {
+    T v[VEC];
+};
+template <class G, class T> struct LooseRow {
+    const T *p;
+    int n;
+    MEMBER void read(const G &, const T *from, int columns) {
+        p = from;
+        n = columns;
+    }
+    MEMBER void get(int i, float *out) const {
+        const int c = i * G::V;
+        if (c + G::V <= n) {
+            const LoosePack<T, G::V> q = *reinterpret_cast<const LoosePack<T, G::V> *>(p + c);
+            EACH(k) out[k] = to_float(q.v[k]);
+        } else {
+            for (int k = 0; k < G::V; ++k) out[k] = c + k < n ? to_float(p[c + k]) : 0.0f;
+        }
+    }
+    MEMBER void write(const G &, int i, int columns, T *to, const float *in) {
+        const int c = i * G::V;
+        if (c + G::V <= columns) {
+            LoosePack<T, G::V> q;
+            EACH(k) q.v[k] = Rounded<T>::of(in[k]);
+            *reinterpret_cast<LoosePack<T, G::V> *>(to + c) = q;
+        } else {
+            for (int k = 0; c + k < columns; ++k) to[c + k] = Rounded<T>::of(in[k]);
+        }
+    }
+};
+
 #endif
 
 // A lane's share of a sum. On a GPU two chains of additions, to save registers. On the host 32, for vector instructions

@@ -48,6 +48,7 @@ FN float maximum(float a, float b) { return a > b ? a : b; }  // a NaN in a is l
 FN float exponential(float x) { return __expf(x); }  // 2 ulp near 0, relative error 2^-21 at |x| = 88
 FN float reciprocal(float x) { return __fdividef(1.0f, x); }
 FN float root(float x) { return sqrtf(x); }
+FN float logarithm(float x) { return __logf(x); }  // 2^-21 near 1, 3 ulp elsewhere
 #else
 // 2^i * 2^f with Cephes' polynomial for expf (Moshier, public domain): about 2 ulp, no branch, so it vectorises.
 // NaN passes; below -87.3 the result is 0, above 88.7 infinity.
@@ -70,6 +71,7 @@ FN float exponential(float x) {
 }
 FN float reciprocal(float x) { return 1.0f / x; }
 FN float root(float x) { return __builtin_sqrtf(x); }
+FN float logarithm(float x) { return __builtin_logf(x); }
 #endif
 
 #define MK_INFINITY as_float(0x7f800000u)

@@ -10,8 +10,9 @@ from typing import Any
 from megatron.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
-STATE, CONFIG, METADATA = "state.json", "config.json", ".metadata"
-FORMAT = 1
+STATE, CONFIG, METADATA, BOXES = "state.json", "config.json", ".metadata", "boxes.json"
+WHOLE, PIECES = 1, 2
+"""Formats: where the boxes are listed, METADATA or BOXES (boxes.py)."""
 
 
 def folder_name(iteration: int) -> str:
@@ -56,6 +57,8 @@ def find_folder(directory: str | os.PathLike[str], tag: str | int | None = None)
         there = sorted(p.name for p in root.glob("iter_*") if p.is_dir() and p.suffix == "")
         raise CheckpointError(f"no checkpoint {folder}; in {root} there is: {', '.join(there) or 'none'}")
     missing = [name for name in (METADATA, STATE, CONFIG) if not (folder / name).is_file()]
+    if METADATA in missing and (folder / BOXES).is_file():
+        missing.remove(METADATA)
     if missing:
         raise CheckpointError(
             f"{folder} is not a checkpoint of this program, or not all of one: {', '.join(missing)} missing"

@@ -13,7 +13,17 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron.checkpoint.folder import CONFIG, FORMAT, STATE, find_folder, folder_name, latest_iteration, read_json
+from megatron.checkpoint.boxes import read_boxes
+from megatron.checkpoint.folder import (
+    CONFIG,
+    PIECES,
+    STATE,
+    WHOLE,
+    find_folder,
+    folder_name,
+    latest_iteration,
+    read_json,
+)
 from megatron.checkpoint.planner import Shards, ShardsLoadPlanner, check_tensors
 from megatron.checkpoint.settings import check_architecture
 from megatron.checkpoint.tensors import clear_padding, parameters_of, tensors_to_load, weights_to_load
@@ -67,10 +77,11 @@ def load(directory: str | os.PathLike[str], engine: Engine, topology: Topology, 
                 f"{folder} was saved without the optimizer's state: use --no-load-optim or --finetune"
             )
         tensors = tensors_to_load(engine, optimizer)
-        _check(tensors, folder)
+        metadata = read_boxes(folder, tensors)
+        check_tensors(tensors, metadata, str(folder))
     with together(topology, what):
         clear_padding(engine, optimizer)
-        _read(tensors, folder)
+        _read(tensors, folder, metadata)
         if optimizer:
             engine.load_scalars(contents["engine"])
     engine.update_working_weights()
@@ -95,12 +106,13 @@ def load_weights(
     with together(topology, what):
         contents = _read_state(folder)
         tensors = weights_to_load(parameters)
-        _check(tensors, folder)
+        metadata = read_boxes(folder, tensors)
+        check_tensors(tensors, metadata, str(folder))
     with together(topology, what):
         for p in parameters:
             if tuple(p.shape) != sharding_of(p).extent:
                 p.detach().zero_()
-        _read(tensors, folder)
+        _read(tensors, folder, metadata)
     return LoadedState(int(contents["iteration"]), contents["state"], False, folder)
 
 
@@ -111,31 +123,34 @@ def read_config(directory: str | os.PathLike[str], tag: str | int | None = None)
 
 def _read_state(folder: Path) -> dict[str, Any]:
     contents = read_json(folder / STATE)
-    if contents.get("format") != FORMAT:
+    if contents.get("format") not in (WHOLE, PIECES):
         raise CheckpointError(
-            f"{folder / STATE} is of format {contents.get('format')!r}, this program reads {FORMAT}: use the version "
-            f"that wrote it"
+            f"{folder / STATE} is of format {contents.get('format')!r}, this program reads {WHOLE} and {PIECES}: "
+            f"use the version that wrote it"
         )
     return contents
 
 
-def _check(tensors: Mapping[str, Shards], folder: Path) -> None:
-    try:
-        metadata = dcp.FileSystemReader(folder).read_metadata()
-    except Exception as error:  # a damaged pickle can raise anything
-        raise CheckpointError(f"the metadata of {folder} cannot be read ({error}): load another checkpoint") from error
-    check_tensors(tensors, metadata, str(folder))
+class _Reader(dcp.FileSystemReader):
+    """torch's reader, with metadata that were read already."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self._metadata = metadata
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return self._metadata
 
 
-def _read(tensors: Mapping[str, Shards], folder: Path) -> None:
+def _read(tensors: Mapping[str, Shards], folder: Path, metadata: Metadata) -> None:
     """Every rank reads for itself what it needs; nothing is communicated, so that an error of one is its own."""
-    reader = dcp.FileSystemReader(folder)
+    reader = _Reader(folder, metadata)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch warns that ranks do not confer, which is what is meant
             dcp.load(dict(tensors), storage_reader=reader, planner=ShardsLoadPlanner(), no_dist=True)
     except CheckpointException as error:
-        damage = _damaged_files(folder, reader.read_metadata())
+        damage = _damaged_files(folder, metadata)
         # Without conferring, torch calls every rank 0.
         reasons = damage or [f"{type(e[0]).__name__}: {e[0]}" for e in error.failures.values()]
         raise CheckpointError(f"{'; '.join(reasons)}. Load another checkpoint with --load-tag") from error

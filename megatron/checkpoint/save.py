@@ -1,20 +1,33 @@
 """Saving a checkpoint."""
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
-import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
 
+from megatron.checkpoint.boxes import (
+    Stored,
+    check_complete,
+    gather,
+    in_pieces,
+    merged,
+    totals,
+    write_index,
+    write_piece,
+    write_whole,
+)
 from megatron.checkpoint.folder import (
     CONFIG,
-    FORMAT,
+    PIECES,
     STATE,
     TRACKER,
+    WHOLE,
     finish_folder,
     folder_name,
     start_folder,
@@ -52,7 +65,7 @@ def save(
     what = f"saving checkpoint {folder}"
     try:
         with together(topology, what):
-            contents = {"format": FORMAT, "iteration": iteration, "state": state}
+            contents = {"format": PIECES if in_pieces(topology) else WHOLE, "iteration": iteration, "state": state}
             contents |= {"engine": engine.scalars(), "optimizer": optimizer}
             texts = {
                 STATE: to_json(contents, "the state of the training loop"),
@@ -62,9 +75,21 @@ def save(
             if topology.world.is_first:
                 start_folder(folder)
         with together(topology, what):
-            _write(tensors, temporary, no_dist=not dist.is_initialized() or topology.world.size == 1)
+            mine = _write(tensors, temporary, topology.rank)
+        stored = merged(gather(mine, topology.data))
+        if in_pieces(topology):
+            with together(topology, what):
+                if topology.data.is_first:
+                    write_piece(temporary, topology.model.rank, stored)
+        everywhere = gather(totals(stored), topology.model) if topology.data.is_first else []
+        whole = gather(stored, topology.model) if topology.data.is_first and not in_pieces(topology) else []
         with together(topology, what):
             if topology.world.is_first:
+                check_complete(everywhere)
+                if in_pieces(topology):
+                    write_index(temporary, everywhere)
+                else:
+                    write_whole(temporary, merged(whole))
                 for name, text in texts.items():
                     write_text(temporary / name, text)
                 finish_folder(temporary, folder)
@@ -76,7 +101,18 @@ def save(
     return folder
 
 
-def _write(tensors: dict[str, Shards], folder: Path, *, no_dist: bool) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # one process: it is meant
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), planner=ShardsSavePlanner(), no_dist=no_dist)
+def _write(tensors: Mapping[str, Shards], folder: Path, rank: int) -> dict[str, Stored]:
+    """Write this rank's file; the boxes that are now in it. Nothing is communicated."""
+    writer, planner = dcp.FileSystemWriter(folder), ShardsSavePlanner()
+    planner.set_up_planner(tensors)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    # What torch's coordinator would say to this rank.
+    plan = dataclasses.replace(plan, storage_data=_StoragePrefix(f"__{rank}_"))
+    found: dict[str, Stored] = {}
+    for result in writer.write_data(plan, planner).wait():
+        name, offset, info = result.index.fqn, tuple(result.index.offset or ()), result.storage_data
+        view = tensors[name].pieces[offset]
+        dtype = str(view.dtype).removeprefix("torch.")
+        stored = found.setdefault(name, {"shape": tensors[name].shape, "dtype": dtype, "boxes": []})
+        stored["boxes"].append((offset, tuple(view.shape), info.relative_path, info.offset, info.length))
+    return found

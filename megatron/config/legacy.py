@@ -32,7 +32,7 @@ def _equal(a: str, b: str) -> bool:
 
 _NO_EXPERTS = "there are no experts (--num-experts is 1)"
 _RECOMPUTE = "recomputation is set by --recompute-granularity"
-_REDUCTION = "the engine reduces gradients once, after the last micro-batch"
+_REDUCTION = "gradients are reduced once in a step, in flat buckets, to the processes that own a part of them"
 _NO_TEACHER = "there is no distillation: remove it"
 
 ACCEPTED: Mapping[str, Legacy] = {
@@ -56,8 +56,6 @@ ACCEPTED: Mapping[str, Legacy] = {
     "--no-overlap-p2p-communication": Legacy("stages always send and receive while they compute"),
     "--use-cpu-initialization": Legacy("initial weights do not depend on the device or the layout"),
     "--empty-unused-memory-level": Legacy("the allocator keeps its cache", "1"),
-    "--overlap-grad-reduce": Legacy(_REDUCTION),
-    "--overlap-param-gather": Legacy("the engine gathers parameters once, in the optimizer step"),
     "--delay-grad-reduce": Legacy(_REDUCTION),
     # experts: without experts these say nothing
     "--expert-interval": Legacy(_NO_EXPERTS, "1"),

@@ -32,6 +32,13 @@ class ParallelConfig:
         True, "Overlap the all-reduce of input gradients with the weight gradient.",
         flags=(), off_flags=("--no-async-tensor-model-parallel-allreduce",),
     )
+    tp_comm_overlap: bool = option(
+        False, "Cut the products of tensor-parallel layers into chunks of tokens and send one chunk's message behind "
+        "the product of the next.", off_flags=("--no-tp-comm-overlap",),
+    )
+    tp_comm_overlap_chunks: int = option(
+        4, "Chunks of --tp-comm-overlap; fewer where a chunk would have under 256 tokens.", at_least=2
+    )
     distributed_backend: str | None = option(
         None, "Communication library.", choices=("nccl", "gloo"), hint="use gloo on a CPU",
         derived="nccl (RCCL on ROCm) on a GPU, gloo on a CPU",
@@ -99,11 +106,21 @@ class EngineConfig:
         choices=(0, 1), shortcuts={"--use-distributed-optimizer": 1},
         hint="stages 2 and 3 do not go with a pipeline; use --zero-stage 1 with more tensor or pipeline parallelism",
     )
+    overlap_grad_reduce: bool = option(
+        True, "Reduce gradients over the replicas while backward passes run.",
+        flags=("--overlap-grad-reduce",), off_flags=("--no-overlap-grad-reduce",),
+    )
+    overlap_param_gather: bool = option(
+        True, "Gather updated weights from the replicas while forward passes run.",
+        flags=("--overlap-param-gather",), off_flags=("--no-overlap-param-gather",),
+    )
     zero_reduce_bucket_size: int = option(
-        50_000_000, "Elements reduced in one message; 0 means the default.", at_least=0
+        0, "Most elements reduced, and gathered, in one message; 0: a million for each replica, at least 4 million.",
+        at_least=0,
     )
     zero_allgather_bucket_size: int = option(
-        50_000_000, "Elements gathered in one message; 0 means the default.", at_least=0
+        50_000_000, "Elements gathered in one message.", at_least=0,
+        inert="weights are gathered in the buckets in which gradients are reduced",
     )
     deepspeed: bool = option(False, "Accepted for existing scripts; the engine is always DeepSpeed.")
     deepspeed_config: str | None = option(

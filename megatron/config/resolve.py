@@ -73,6 +73,11 @@ def _parallel(s: Settings) -> None:
     if v["sequence_parallel"] and v["tensor_model_parallel_size"] == 1 and s.usable("tensor_model_parallel_size"):
         s.derive("sequence_parallel", False, "derived from tensor-model-parallel-size 1")
         s.notices.append("--sequence-parallel is off: it has no effect with --tensor-model-parallel-size 1")
+    if v["tp_comm_overlap"] and v["tensor_model_parallel_size"] == 1 and s.usable("tensor_model_parallel_size"):
+        s.derive("tp_comm_overlap", False, "derived from tensor-model-parallel-size 1")
+        s.notices.append("--tp-comm-overlap is off: it has no effect with --tensor-model-parallel-size 1")
+    elif "tp_comm_overlap_chunks" in s.given and not v["tp_comm_overlap"]:
+        s.notices.append("--tp-comm-overlap-chunks has no effect: --tp-comm-overlap is off")
     if v["enable_zbh1_pipeline"] and v["pipeline_model_parallel_size"] == 1:
         s.derive("enable_zbh1_pipeline", False, "derived from pipeline-model-parallel-size 1")
         s.notices.append("--enable-zbh1-pipeline is off: it has no effect with --pipeline-model-parallel-size 1")
@@ -125,9 +130,8 @@ def _rest(s: Settings) -> None:
         s.derive("recompute_method", "uniform", "derived from recompute-granularity full")
     if v["loss_scale"] == 0:
         s.derive("loss_scale", None, s.origins["loss_scale"])
-    for name in ("zero_reduce_bucket_size", "zero_allgather_bucket_size"):
-        if v[name] == 0:
-            s.derive(name, 50_000_000, "derived: 0 means the default")
+    if v["zero_allgather_bucket_size"] == 0:
+        s.derive("zero_allgather_bucket_size", 50_000_000, "derived: 0 means the default")
     if v["dataloader_type"] is None and "dataloader_type" not in s.bad:
         s.derive("dataloader_type", "single", "default")
     if v["data_packing"] == "best-fit" and v["mock_data"]:

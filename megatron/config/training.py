@@ -115,9 +115,10 @@ class KernelConfig:
     )
     attention_backend: str = option(
         "auto",
-        "auto takes flash-attn where it can run, else torch's scaled_dot_product_attention, as flash does; fused takes "
-        "torch's; unfused and local are an explicit softmax(q k^T) v.",
-        choices=("auto", "flash", "fused", "unfused", "local"),
+        "auto takes flash-attn where it can run, else blocked where it is faster (fp32 and bf16 on a CPU), else torch's "
+        "scaled_dot_product_attention; flash takes flash-attn or torch's; fused takes torch's; blocked is made of matrix "
+        "products of query blocks and keeps no scores; unfused and local are an explicit softmax(q k^T) v.",
+        choices=("auto", "flash", "fused", "blocked", "unfused", "local"),
     )
     masked_softmax_fusion: bool = option(
         True, "Scale, mask and softmax of --attention-backend unfused in one kernel.", flags=(),
@@ -132,8 +133,7 @@ class KernelConfig:
         off_flags=("--no-bias-dropout-fusion",),
     )
     gradient_accumulation_fusion: bool = option(
-        True, "Weight gradients added into the accumulator by the matrix product.",
-        inert="there is one implementation of it, with the same result",
+        True, "Weight gradients added into the fp32 sum by the matrix product, without a tensor of their own.",
         flags=(), off_flags=("--no-gradient-accumulation-fusion",),
     )
     persist_layer_norm: bool = option(
@@ -146,6 +146,10 @@ class KernelConfig:
     cross_entropy_loss_fusion: bool = option(
         True, "Cross entropy in two passes over the logits, which the gradient overwrites.", flags=(),
         off_flags=("--no-cross-entropy-loss-fusion",),
+    )
+    cross_entropy_chunk_tokens: int | None = option(
+        None, "Tokens whose logits exist at a time in training and evaluation; 0 takes a micro-batch at once.",
+        at_least=0, derived="512 on a CPU, 4096 on a GPU",
     )
     norm_implementation: str = option(
         "auto",
@@ -172,6 +176,10 @@ class TrainingConfig:
     exit_duration_in_mins: float | None = option(None, "End after this many minutes.", above=0, metavar="MINUTES")
     exit_signal_handler: bool = option(False, "Save and end on SIGTERM.")
     skip_train: bool = option(False, "Only evaluate.")
+    allocator_tuning: bool = option(
+        True, "On a CPU, malloc keeps the memory that a step frees for the next one.", flags=(),
+        off_flags=("--no-allocator-tuning",),
+    )
     kill_switch_file: str | None = option(None, "Save and end once this file exists.", metavar="FILE")
     manual_gc: bool = option(False, "Run Python's garbage collector at set iterations on all ranks.")
     manual_gc_interval: int = option(

@@ -1,17 +1,17 @@
-"""AdamW in one pass over all weights, and DeepSpeed's bf16 step with what surrounds it in the same pass."""
+"""AdamW in one pass over all weights."""
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+from megatron.engine.untraced import Untraced
 from megatron.errors import KernelError
-from megatron.kernels.ops.optimizer import adamw_, scale_and_norm_
+from megatron.kernels.ops.optimizer import adamw_
 
 
-class FusedAdamW(torch.optim.Optimizer):
+class FusedAdamW(Untraced, torch.optim.Optimizer):
     """torch.optim.AdamW through megatron.kernels.ops.optimizer: fp32 weights, gradients fp32 or 16 bit.
 
     params  as torch's optimizers take them; lr, betas, eps, weight_decay are numbers
@@ -80,53 +80,4 @@ class FusedAdamW(torch.optim.Optimizer):
             [s["exp_avg_sq"] for s in states], [self.copies[p] for p in parameters if p in self.copies], lr=group["lr"],
             beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"], step=group["step"],
             gradient_scale=scale,
-        )  # fmt: skip
-
-
-class OnePassStep:
-    """Makes DeepSpeed's BF16_Optimizer clip and write the bf16 weights within the pass of FusedAdamW.
-
-    outer  DeepSpeed's optimizer
-    inner  ours, on whose parameters it calls step()
-
-    DeepSpeed reads the gradients for their norm, multiplies all of them by the clip factor (8 bytes per weight of this
-    rank), updates its partition, and copies that to bf16 (6 bytes per weight of the partition). Here the factor goes
-    into the update, which writes the bf16 weights itself. The norm is one kernel for all gradients. How it is reduced
-    over model-parallel ranks, and when a step is skipped, stays with DeepSpeed.
-    """
-
-    def __init__(self, outer: Any, inner: FusedAdamW) -> None:
-        self._outer = outer
-        self._clip = float(outer.clip_grad)
-        self._gradients = outer.get_grads_for_norm
-        self._all_gather = importlib.import_module("deepspeed.runtime.utils").all_gather_dp_groups
-        ranks = [torch.distributed.get_rank(group) for group in outer.real_dp_process_group]
-        partitions = [parts[rank] for parts, rank in zip(outer.bf16_partitioned_groups, ranks, strict=True)]
-        inner.copies = dict(zip(outer.fp32_groups_flat_partition, partitions, strict=True))
-        inner.gradient_scale = self._clip_factor
-        outer.clip_grad = 0.0
-        outer.get_grads_for_norm = self._norm
-        outer.update_lp_params = self._share
-
-    def _norm(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
-        """What DeepSpeed takes the norm of: here one number, this rank's part of it."""
-        gradients, of_experts = self._gradients()
-        total = scale_and_norm_(gradients) if gradients else torch.zeros((), device=self._device())
-        return [total.sqrt()], of_experts
-
-    def _device(self) -> torch.device:
-        return self._outer.fp32_groups_flat_partition[0].device
-
-    def _clip_factor(self) -> float:
-        """As torch.nn.utils.clip_grad_norm_ has it; DeepSpeed has stored the norm before it calls the update."""
-        norm = float(self._outer._global_grad_norm)
-        return min(1.0, self._clip / (norm + 1e-6)) if self._clip > 0.0 else 1.0
-
-    def _share(self) -> None:
-        """Give this rank's new bf16 weights to the other data-parallel ranks, and get theirs."""
-        outer = self._outer
-        self._all_gather(
-            groups_flat=outer.bf16_groups_flat, partitioned_param_groups=outer.bf16_partitioned_groups,
-            dp_process_group=outer.real_dp_process_group, start_alignment_factor=outer.nccl_start_alignment_factor,
-            allgather_bucket_size=outer.allgather_bucket_size,
         )  # fmt: skip

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron.engine.engine import Engine
-from megatron.model.gpt import GPTChunk, hidden_dtype, hidden_shape
+from megatron.model.gpt import GPTChunk, hidden_dtype, hidden_shape, stages_of
 from megatron.parallel.topology import Topology
 from megatron.pipeline.executor import Executor
 
@@ -16,10 +16,9 @@ if TYPE_CHECKING:
 
 def build_executor(config: Config, topology: Topology, chunks: torch.nn.ModuleDict, engine: Engine) -> Executor:
     """Runs the schedule of `config` on `chunks` (from build_chunks); gradients add up where `engine` wants them."""
-    stages = {int(stage): chunk for stage, chunk in chunks.items()}
-    some = next(iter(stages.values()))
+    some = next(iter(chunks.values()))
     assert isinstance(some, GPTChunk), "chunks come from megatron.build_chunks"
     return Executor(
-        topology, stages, config.parallel.schedule, config.parallel.num_chunks, hidden_shape(config),
-        hidden_dtype(config), some.context.weight_gradients, engine.after_backward,
+        topology, stages_of(chunks), config.parallel.schedule, config.parallel.num_chunks, hidden_shape(config),
+        hidden_dtype(config), some.context.weight_gradients, before_training=engine.begin,
     )  # fmt: skip

@@ -29,9 +29,9 @@ def deepspeed_json(config: Any, partition_size: int, elements: int) -> dict[str,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {
             "stage": 1,
-            "reduce_bucket_size": min(int(engine.zero_reduce_bucket_size), even),
+            "reduce_bucket_size": min(int(engine.zero_reduce_bucket_size) or even, even),
             "allgather_bucket_size": min(_even(int(engine.zero_allgather_bucket_size)), even),
-            # Gradients of several micro-batches are complete only after the last: nothing can be overlapped here.
+            # The Engine reduces, in the buckets that the parameter groups are, and overlaps that itself.
             "overlap_comm": False,
             "contiguous_gradients": True,
             # The order of parameters in the flat buffers is the order of the parameter groups.

@@ -1,8 +1,9 @@
 """The optimizer's side of training: DeepSpeed's ZeRO-1 around this rank's pipeline chunks.
 
-The executor calls the chunks directly and `after_backward()` after each backward pass; `step()` then reduces the
-gradients, clips, updates and hands new weights to all ranks. DeepSpeed's own forward and backward are never called:
-they divide the gradients that enter each pipeline stage by the number of micro-batches.
+The executor calls the chunks directly; gradients add up in flat buckets, and go to the ranks that own them while the
+last backward passes run. `step()` waits for that, clips, updates, and begins to hand the new weights to all ranks; the
+forward passes that follow wait for theirs. DeepSpeed's own forward and backward are never called: they divide the
+gradients that enter each pipeline stage by the number of micro-batches.
 """
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron.engine.adamw import FusedAdamW, OnePassStep
+from megatron.engine.buckets import Bucket, bucket_elements
 from megatron.engine.deepspeed_json import deepspeed_json
 from megatron.engine.deepspeed_setup import ensure_process_group, import_deepspeed, start_engine
 from megatron.engine.fragments import Fragment, is_copy, mark_for_deepspeed
@@ -29,8 +30,11 @@ from megatron.engine.optimizer import (
     set_step,
     unique_parameters,
 )
+from megatron.engine.weights import WeightGather
+from megatron.engine.zero import ZeroStep
 from megatron.kernels.choose import choose_fusions
 from megatron.parallel.collectives import all_reduce
+from megatron.parallel.memory import release_free_memory
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
 
@@ -59,8 +63,12 @@ class Engine:
     config    reads .batch, .engine, .optimizer, .precision and, where they are there, .logging and .kernels
     chunks    this rank's model, with fp32 parameters that carry a Sharding each; they become fp16 or bf16 here
 
-    Stage 1 partitions the optimizer over the data-parallel ranks. Stage 0 is the same with partitions of one rank; the
-    gradients are then averaged over the data-parallel ranks here, in buckets, before DeepSpeed sees them.
+    Stage 1 partitions the optimizer over the data-parallel ranks. Stage 0 is the same with partitions of one rank, and
+    gradients that all ranks get the sum of.
+
+    With `config.engine.overlap_param_gather` weights arrive while the next forward passes run. Modules wait for theirs
+    (WeightGather); whoever reads `chunks.parameters()` in another way after `step()` calls `wait_for_weights()` before.
+
     The gradient is the mean over data-parallel ranks of what their backward passes sum up: the loss must be divided by
     the number of micro-batches of a rank and multiplied by `loss_scale`.
 
@@ -82,35 +90,36 @@ class Engine:
         for p in parameters:
             assert p.dtype == torch.float32, f"{sharding_of(p).name} is {p.dtype}: chunks arrive with fp32 parameters"
         mark_for_deepspeed(parameters, topology)
-        groups = parameter_groups(parameters, config.optimizer.weight_decay)
+        mpu = ModelParallelUnit(topology, self._stage)
+        limit = None
+        if topology.data.size > 1:
+            limit = bucket_elements(int(config.engine.zero_reduce_bucket_size), topology.data.size)
+        groups = parameter_groups(parameters, config.optimizer.weight_decay, limit)
         ensure_process_group(topology.device)
         check_groups(groups, topology)
         ordered = [p for g in groups for p in g["params"]]
 
         exact = self._exact_weights(ordered)
         deepspeed = import_deepspeed(topology.device)
-        mpu = ModelParallelUnit(topology, self._stage)
         self._basic = self._build_optimizer(config, groups)
         settings = deepspeed_json(config, mpu.partition.size, sum(p.numel() for p in ordered))
         self._engine = start_engine(
             deepspeed, topology, model=chunks, optimizer=self._basic, config=settings, mpu=mpu
         )
         self._optimizer = self._engine.optimizer
-        self._update_working_weights = self._optimizer.update_lp_params
-        if isinstance(self._basic, FusedAdamW) and self._dtype == torch.bfloat16:
-            OnePassStep(self._optimizer, self._basic)
-        self._bucket = max(1, int(config.engine.zero_reduce_bucket_size))
-        self._take_over(ordered)
-        self._gradients = Gradients(ordered, self._optimizer, self._dtype)
+        self._take_over()
+        self._zero = ZeroStep(
+            self._optimizer, self._basic, topology, self._dtype, mpu.partition.rank, mpu.partition.size,
+            kernels=getattr(getattr(config, "kernels", None), "optimizer_implementation", "torch") != "torch",
+        )  # fmt: skip
+        self._connect(config, parameters)
+        self._make_masters_exact(exact)
+        release_free_memory()  # the moments are larger than any hole that the weights of the start have left
         create_moments(self._basic, self._moments)
         self._scale = loss_scale_of(config.precision)
         if self._dtype == torch.float16:
             self._optimizer.loss_scaler = ScaleForDeepSpeed(self._scale)
         self._fragments = self._find_fragments(ordered)
-        for fragment in self._fragments:
-            if fragment.parameter in exact:
-                whole = exact[fragment.parameter].view(-1)
-                fragment.master.copy_(whole.narrow(0, fragment.start, fragment.numel))
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 
@@ -130,16 +139,43 @@ class Engine:
             return {}
         return {p: p.detach().cpu().contiguous() for p in parameters}
 
-    def _take_over(self, parameters: list[torch.nn.Parameter]) -> None:
+    def _make_masters_exact(self, exact: dict[torch.nn.Parameter, torch.Tensor]) -> None:
+        """Write the exact weights into the masters, and let go of each: the moments then take its memory."""
+        while exact:
+            p, weight = exact.popitem()
+            mapping = p._hp_mapping  # type: ignore[attr-defined]
+            if mapping is None:
+                continue  # another data-parallel rank holds all of it
+            local, held = mapping.lp_fragment_address, mapping.hp_fragment_address
+            flat = self._basic.param_groups[mapping.param_group_index]["params"][0].detach()
+            part = weight.view(-1).narrow(0, int(local.start), int(local.numel))
+            flat.narrow(0, held.start, held.numel).copy_(part)
+
+    def _take_over(self) -> None:
         """Leave to DeepSpeed only what `step` calls for."""
         # Hooks on parameters guess when a backward pass is over; hand-driven passes of a pipeline break the guess.
         for hook in getattr(self._optimizer, "_grad_acc_hooks", ()):
             hook.remove()
-        for p in parameters:
-            if self._dtype == torch.float16 and not hasattr(p, "grad_accum"):
-                p.grad_accum = None  # type: ignore[attr-defined]
         self._engine.set_gradient_accumulation_boundary(True)
         self._engine.enable_backward_allreduce = False
+
+    def _connect(self, config: Any, parameters: list[torch.nn.Parameter]) -> None:
+        """Hang the parameters, in the order of the model, on the buckets of the optimizer."""
+        place = {p: i for i, p in enumerate(parameters)}
+        buckets = self._zero.buckets
+        self._bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
+
+        def last_backward(bucket: Bucket) -> int:
+            return -min(place[p] for p in bucket.parameters)
+
+        direct = bool(getattr(getattr(config, "kernels", None), "gradient_accumulation_fusion", True))
+        self._gradients = Gradients(
+            sorted(buckets, key=last_backward), self.topology, bool(config.engine.overlap_grad_reduce), direct
+        )
+        self._weights = WeightGather(
+            sorted(buckets, key=last_backward, reverse=True), self.topology.data, self.chunks.children(),
+            bool(config.engine.overlap_param_gather),
+        )  # fmt: skip
 
     def _find_fragments(self, parameters: list[torch.nn.Parameter]) -> list[Fragment]:
         found = []
@@ -163,12 +199,22 @@ class Engine:
         """By this the loss is multiplied before the backward pass; 1 but in fp16."""
         return self._scale.scale
 
+    def begin(self, micro_batches: int) -> None:
+        """The backward passes of so many micro-batches follow: what is complete before the last can be reduced.
+
+        Not needed where nothing is to overlap. Raises ConfigError, on every rank, for a second call before `step`.
+        """
+        self._gradients.begin(micro_batches)
+
     def after_backward(self) -> None:
-        """Take the gradients of one backward pass (or of one weight-gradient pass) into the fp32 sums."""
-        self._gradients.accumulate()
+        """Take gradients that were put into `.grad` by hand; those of autograd and of our layers are taken already."""
+        self._gradients.collect()
 
     def gradient(self, p: torch.nn.Parameter) -> torch.Tensor:
-        """The fp32 gradient sum of a parameter since the last step, loss scale included, before any reduction."""
+        """The fp32 gradient sum of a parameter since the last step, loss scale included, before any reduction.
+
+        With overlap_grad_reduce the reduction begins during the backward passes: then nothing is promised after them.
+        """
         return self._gradients.of(p)
 
     def step(self, lr: float, weight_decay: float | None = None) -> StepResult:
@@ -182,14 +228,19 @@ class Engine:
             if weight_decay is not None and group["decays"]:
                 group["weight_decay"] = weight_decay
         scale = self._scale.scale
-        self._reduce()
+        self._gradients.collect()
+        self._gradients.reduce()
+        self._weights.wait()  # of the step before: some may not have been asked for
         num_zeros = self._count_zeros() if self.log_num_zeros else None
-        self._engine.step()
+        self._zero.step(self._engine)
+        self._gradients.renew()
         skipped = bool(self._optimizer.overflow)
+        if not skipped:
+            self._weights.start()
         self._scale.update(skipped)
         self.skipped_steps += skipped
         return StepResult(
-            grad_norm=None if skipped else float(self._engine.get_global_grad_norm()),
+            grad_norm=None if skipped else self._zero.grad_norm,
             skipped=skipped,
             loss_scale=scale,
             num_zeros=None if skipped else num_zeros,
@@ -197,45 +248,24 @@ class Engine:
         )
 
     def clear_gradients(self) -> None:
-        """Forget the gradients accumulated since the last step."""
+        """Forget the gradients accumulated since the last step. To be called on all ranks, as `step` is."""
         for p in self._gradients.parameters:
             p.grad = None
-        self._optimizer.zero_grad()
+        self._gradients.renew()
 
-    def _reduce(self) -> None:
-        gradients, topology = self._gradients, self.topology
-        gradients.accumulate()
-        gradients.all()  # a parameter that got no gradient on this rank takes part in the collectives all the same
-        gradients.reduce_model_parallel(topology)
-        if self._dtype != torch.float16:  # in fp16 DeepSpeed looks for overflow in every gradient
-            gradients.spread_invalid(topology)
-        if self._dtype == torch.bfloat16:
-            # In place: DeepSpeed would copy the whole flat buffer. Every gradient counts as present, also a zero one.
-            gradients.average(topology.data, self._bucket)
-            have = self._optimizer.fp32_groups_has_gradients
-            have[:] = [[True] * len(group) for group in self._optimizer.bf16_groups]
-            return
-        if self._stage == 0:
-            gradients.average(topology.data, self._bucket)
-        self._optimizer.setup_buckets()
-        self._engine.allreduce_gradients()
+    def wait_for_weights(self) -> None:
+        """Return when all weights of the last step are here: before they are read other than by a forward pass."""
+        self._weights.wait()
 
     # -- figures ---------------------------------------------------------------------------------------------------
 
     def _partition_gradients(self) -> list[tuple[Fragment, torch.Tensor]]:
         """This rank's fragments and the reduced gradient of each  # [numel], between reduction and step."""
-        if self._dtype == torch.bfloat16:
-            return [
-                (f, self._gradients.of(f.parameter).view(-1).narrow(0, f.start, f.numel)) for f in self._fragments
-            ]
-        lines: dict[int, torch.Tensor] = {}
         found = []
         for f in self._fragments:
-            mapping = f.parameter._hp_mapping  # type: ignore[attr-defined]
-            index = mapping.param_group_index
-            if index not in lines:
-                lines[index] = torch.cat([t.reshape(-1) for t in self._optimizer.averaged_gradients[index]])
-            found.append((f, lines[index].narrow(0, mapping.hp_fragment_address.start, f.numel)))
+            bucket = self._bucket_of[f.parameter]
+            start, stop = bucket.held(f.parameter)
+            found.append((f, bucket.own(bucket.gradients)[start:stop]))
         return found
 
     def _over_model(self, value: torch.Tensor) -> float:
@@ -277,6 +307,7 @@ class Engine:
 
     def fragments(self) -> list[Fragment]:
         """What this rank's optimizer holds, as views: writing to them changes the optimizer."""
+        self._weights.wait()  # in fp32 the master weights are part of what is being sent
         return self._fragments
 
     @property
@@ -301,4 +332,6 @@ class Engine:
 
     def update_working_weights(self) -> None:
         """Make the weights of forward and backward from the master weights, on all data-parallel ranks."""
-        self._update_working_weights()
+        self._weights.wait()
+        self._zero.update_working_weights()
+        self._weights.start()

@@ -1,7 +1,8 @@
-"""Gradients between the backward passes and the optimizer's step: fp32 sums, and their reduction over ranks.
+"""Gradients between the backward passes and the optimizer's step: fp32 sums in flat buckets, reduced over ranks.
 
-Where DeepSpeed keeps the sum depends on the precision: `p.grad` in fp32, `p.grad_accum` in fp16, a view of one flat
-buffer in bf16. Everything else asks `Gradients.of(p)`.
+Every parameter carries a sink into its bucket (megatron.parallel.sink). A bucket that is complete is sent to its
+owners while the backward pass goes on. Several ranks of a model-parallel group may hold terms of one sum; those are
+added up after the data-parallel reduction, on the owners alone, which have a data-parallel size'th of the elements.
 """
 from __future__ import annotations
 
@@ -10,123 +11,172 @@ from typing import Any
 
 import torch
 
-from megatron.engine.fragments import is_copy
-from megatron.parallel.collectives import all_reduce
+from megatron.engine.buckets import Bucket, reduce_to_owners
+from megatron.errors import ConfigError
+from megatron.parallel.collectives import all_reduce, all_reduce_async
 from megatron.parallel.sharding import sharding_of
+from megatron.parallel.sink import GradientSink
 from megatron.parallel.topology import Group, Topology
 
 
 class Gradients:
-    """The fp32 gradient sums of this rank's parameters.
+    """The gradient sums of this rank's parameters.
 
-    parameters  in the order of the optimizer's groups
-    optimizer   DeepSpeed's optimizer around ours
-    dtype       format in which backward passes leave `p.grad`
+    buckets   in the order in which backward passes complete them: the same on all data-parallel ranks
+    overlap   send a bucket as soon as it is complete, not only in `reduce`
+    direct    layers may add weight gradients to the sums themselves
+
+    A bucket is complete when each of its parameters got as many contributions as a step gives it. How many that are
+    for each micro-batch is counted in the first step, which therefore overlaps nothing; schedules that split the
+    backward pass, shared weights and layers that hand their gradient to autograd need no further care. Buckets are
+    sent in their order, so that all ranks post the same messages, also where a parameter gets no gradient: its bucket
+    and those behind it wait for `reduce`.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], optimizer: Any, dtype: torch.dtype) -> None:
-        self.parameters = list(parameters)
-        self._optimizer = optimizer
-        self._dtype = dtype
-        self._views: dict[torch.nn.Parameter, torch.Tensor] = {}
-        self.flat: list[torch.Tensor] = []
-        if dtype == torch.bfloat16:
-            self.flat = list(optimizer.fp32_groups_gradients_flat)
-            for group, views in zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True):
-                self._views.update((p, view.view(p.shape)) for p, view in zip(group, views, strict=True))
+    def __init__(self, buckets: Sequence[Bucket], topology: Topology, overlap: bool, direct: bool = True) -> None:
+        self.buckets = list(buckets)
+        self._topology = topology
+        self._overlap = overlap and topology.data.size > 1
+        self._sinks: dict[torch.nn.Parameter, GradientSink] = {}
+        self._bucket_of: dict[torch.nn.Parameter, int] = {}
+        added = self._added if self._overlap else None
+        for number, bucket in enumerate(self.buckets):
+            for p in bucket.parameters:
+                sink = GradientSink(p, bucket.gradient(p), added, direct)
+                p.gradient_sink = sink  # type: ignore[attr-defined]
+                p.register_post_accumulate_grad_hook(_take)
+                self._sinks[p], self._bucket_of[p] = sink, number
+        self._partial = self._owned([p for p in self._sinks if sharding_of(p).partial_gradient])
+        self._tied = self._owned([p for p in self._sinks if sharding_of(p).tied])
+        self._works: list[Any] = []
+        self._sent = 0  # buckets on their way
+        self._micro_batches = 0  # of the step that runs; 0: nobody said
+        self._per_micro_batch: dict[torch.nn.Parameter, int] = {}  # contributions; empty until the first step is over
+        self._seen = dict.fromkeys(self._sinks, 0)
+        self._missing: list[int] = []  # for each bucket parameters that are not complete; empty: nothing is sent early
+
+    @property
+    def parameters(self) -> Iterable[torch.nn.Parameter]:
+        return self._sinks
+
+    def _owned(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
+        return [part for bucket in self.buckets for part in bucket.reduced(parameters)]
+
+    # -- while backward passes run -------------------------------------------------------------------------------------
+
+    def begin(self, micro_batches: int) -> None:
+        """The backward passes of so many micro-batches follow, and then `reduce`.
+
+        Raises ConfigError, on every rank, for a second call before that, where the sums of the first were sent.
+        """
+        if self._missing:
+            raise ConfigError(
+                "the gradients of the micro-batches before are being reduced already: call Engine.step() after every "
+                "Executor.train(), or turn the overlap off with --no-overlap-grad-reduce"
+            )
+        self._micro_batches += micro_batches
+        if self._overlap and self._per_micro_batch:
+            self._missing = [len(bucket.parameters) for bucket in self.buckets]
+
+    def collect(self) -> None:
+        """Take gradients that were put into `.grad` by hand, where no hook sees them."""
+        for p, sink in self._sinks.items():
+            if p.grad is not None:
+                sink.add(p.grad)
+                p.grad = None
+
+    def _added(self, p: torch.nn.Parameter) -> None:
+        self._seen[p] += 1
+        if not self._missing:
+            return
+        due = self._per_micro_batch[p] * self._micro_batches
+        if self._seen[p] < due:
+            return
+        number = self._bucket_of[p]
+        if number < self._sent:
+            raise ConfigError(
+                f"{sharding_of(p).name} got a gradient more than the {due} that {self._micro_batches} micro-batches "
+                f"gave it in the first step, after their sum was sent: turn the overlap off with "
+                f"--no-overlap-grad-reduce where parameters are used in some micro-batches only"
+            )
+        if self._seen[p] == due:
+            self._missing[number] -= 1
+            while self._sent < len(self.buckets) and self._missing[self._sent] == 0:
+                self._send()
 
     @torch.no_grad()
-    def accumulate(self) -> None:
-        """Add what the last backward pass left in `p.grad` to the fp32 sums; nothing to do in fp32."""
-        if self._dtype == torch.float32:
-            return
-        for p in self.parameters:
-            if p.grad is None:
-                continue
-            if p in self._views:
-                self._views[p].add_(p.grad)
-            elif p.grad_accum is None:  # type: ignore[attr-defined]
-                p.grad_accum = p.grad.float()  # type: ignore[attr-defined]
-            else:
-                p.grad_accum.add_(p.grad)  # type: ignore[attr-defined]
-            p.grad = None
+    def _send(self) -> None:
+        bucket = self.buckets[self._sent]
+        for p in bucket.parameters:
+            self._sinks[p].complete()  # a parameter without any gradient counts as zero
+        if self._topology.data.size > 1:
+            self._works += reduce_to_owners(bucket, self._topology.data)
+        self._sent += 1
+
+    # -- between backward passes and the optimizer's step --------------------------------------------------------------
 
     def of(self, p: torch.nn.Parameter) -> torch.Tensor:
-        """The gradient sum of `p`, fp32, in the shape of `p`; zeros are made for a parameter that got none."""
-        if p in self._views:
-            return self._views[p]
-        name = "grad" if self._dtype == torch.float32 else "grad_accum"
-        found = getattr(p, name)
-        if found is None:
-            found = torch.zeros_like(p, dtype=torch.float32)
-            setattr(p, name, found)
-        return found
-
-    def all(self) -> list[torch.Tensor]:
-        return [self.of(p) for p in self.parameters]
+        """The fp32 gradient sum of `p` in its shape, zeros where nothing came; meaningless once it was sent."""
+        return self._sinks[p].complete()
 
     @torch.no_grad()
-    def reduce_model_parallel(self, topology: Topology) -> None:
-        """Complete the gradients that several model-parallel ranks hold terms of.
+    def reduce(self) -> None:
+        """Sum over all ranks what they hold terms of; each rank then has the sum of the parts that it owns.
 
-        Sums over the tensor group what was computed on sequence shards, and over the first and last stage the two
-        terms of a tied embedding.
+        Over data-parallel ranks it is the sum, not the mean: the factor is left to whoever reads it all next.
         """
-        if topology.tensor.size > 1:
-            partial = [self.of(p) for p in self.parameters if sharding_of(p).partial_gradient]
-            sum_over(partial, topology.tensor)
-        if topology.embedding is not None:
-            sum_over([self.of(p) for p in self.parameters if sharding_of(p).tied], topology.embedding)
+        if self._micro_batches and not self._per_micro_batch:
+            self._per_micro_batch = {p: _for_each(n, self._micro_batches) for p, n in self._seen.items()}
+        self._send_all()
+        topology = self._topology
+        embedding = topology.embedding
+        # The neighbour at the other end of the pipeline may still compute: ask early, wait late.
+        works = [] if embedding is None else [all_reduce_async(part, embedding) for part in self._tied]
+        sum_over(self._partial, topology.tensor)
+        for work in works:
+            work.wait()
 
-    @torch.no_grad()
-    def average(self, group: Group, bucket_elements: int) -> None:
-        """Replace the gradients by their mean over `group`."""
-        tensors = self.flat or self.all()
-        sum_over(tensors, group, bucket_elements)
-        if group.size > 1:
-            torch._foreach_mul_(tensors, 1.0 / group.size)
+    def _send_all(self) -> None:
+        while self._sent < len(self.buckets):
+            self._send()
+        for work in self._works:
+            work.wait()
+        self._works = []
 
-    @torch.no_grad()
-    def spread_invalid(self, topology: Topology) -> None:
-        """Let a NaN or infinity reach the gradient norm also where DeepSpeed does not look.
-
-        DeepSpeed counts replicated parameters on tensor rank 0 only. A bad value in another rank's copy would pass, and
-        the copies would part for good; so it is carried into an element that is counted.
-        """
-        counted = next((p for p in self.parameters if not is_copy(p, topology)), None)
-        copies = [self.of(p) for p in self.parameters if is_copy(p, topology)]
-        if counted is None or not copies:
-            return
-        # 0 times the sum is 0, or NaN where anything in the sum is NaN or infinite.
-        poison = torch.stack([g.sum() for g in copies]).sum().mul_(0.0)
-        self.of(counted).view(-1)[:1].add_(poison)
+    def renew(self) -> None:
+        """Begin new sums. What is on its way arrives first: all data-parallel ranks must call this."""
+        if self._missing:
+            self._send_all()  # the other ranks may have sent more or fewer, or wait for this one
+        self._sent, self._micro_batches, self._missing = 0, 0, []
+        for p, sink in self._sinks.items():
+            sink.renew()
+            self._seen[p] = 0
 
 
-def sum_over(tensors: Iterable[torch.Tensor], group: Group, bucket_elements: int = 1 << 26) -> None:
-    """Sum tensors over a group in place; small ones travel together in flat buckets of `bucket_elements`."""
-    if group.size == 1:
+_NEVER = 1 << 62
+
+
+def _for_each(contributions: int, micro_batches: int) -> int:
+    """Contributions for one micro-batch; more than ever come where they differ or there were none."""
+    count, rest = divmod(contributions, micro_batches)
+    return count if count and not rest else _NEVER
+
+
+@torch.no_grad()
+def _take(p: torch.Tensor) -> None:
+    """After autograd has passed by; it left no gradient where a layer has added its own."""
+    if p.grad is not None:
+        p.gradient_sink.add(p.grad)  # type: ignore[attr-defined]
+        p.grad = None
+
+
+def sum_over(tensors: Sequence[torch.Tensor], group: Group) -> None:
+    """Sum flat tensors over a group in place, in one message."""
+    if group.size == 1 or not tensors:
         return
-    waiting: list[torch.Tensor] = []
-    count = 0
-
-    def send() -> None:
-        if len(waiting) == 1 and waiting[0].is_contiguous():
-            all_reduce(waiting[0], group)
-        elif waiting:
-            flat = torch.cat([t.reshape(-1) for t in waiting])
-            all_reduce(flat, group)
-            parts = flat.split([t.numel() for t in waiting])
-            torch._foreach_copy_(waiting, [part.view(t.shape) for part, t in zip(parts, waiting, strict=True)])
-        waiting.clear()
-
-    for t in tensors:
-        if t.is_contiguous() and t.numel() >= bucket_elements:
-            for part in t.view(-1).split(bucket_elements):  # large ones go in place, in pieces
-                all_reduce(part, group)
-            continue
-        if count + t.numel() > bucket_elements:
-            send()
-            count = 0
-        waiting.append(t)
-        count += t.numel()
-    send()
+    if len(tensors) == 1:
+        all_reduce(tensors[0], group)
+        return
+    joined = torch.cat(list(tensors))
+    all_reduce(joined, group)
+    torch._foreach_copy_(list(tensors), list(joined.split([len(t) for t in tensors])))

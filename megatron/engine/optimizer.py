@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.engine.adamw import FusedAdamW
+from megatron.engine.untraced import SGD, AdamW
 from megatron.errors import ConfigError
 from megatron.kernels.availability import fused_adam
 from megatron.parallel.sharding import sharding_of
@@ -23,28 +24,43 @@ def unique_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [p for p in module.parameters() if p.requires_grad]
 
 
-def parameter_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """The parameters with weight decay, then those without; an empty group is left out.
+def parameter_groups(
+    parameters: Iterable[torch.nn.Parameter], weight_decay: float, bucket_elements: int | None = None
+) -> list[dict[str, Any]]:
+    """The parameters with weight decay, then those without, cut into buckets; an empty group is left out.
+
+    Each kind is in the reverse of the order given, which is about the order in which a backward pass makes gradients.
+    A group has at most `bucket_elements` unless one parameter has more; None: all of a kind are one group. The tied
+    embedding is a group of its own, so that the first and the last stage divide it alike over their data-parallel
+    ranks.
 
     Each group has a key `decays`, by which the Engine finds the ones whose weight decay follows the schedule.
     """
-    decaying: list[torch.nn.Parameter] = []
-    others: list[torch.nn.Parameter] = []
-    for p in parameters:
-        (decaying if sharding_of(p).decay else others).append(p)
-    groups = [
-        {"params": decaying, "weight_decay": weight_decay, "decays": True},
-        {"params": others, "weight_decay": 0.0, "decays": False},
-    ]
+    backward = list(parameters)[::-1]
+    groups = []
+    for decays in (True, False):
+        kind = [p for p in backward if bool(sharding_of(p).decay) == decays]
+        buckets = _cut([p for p in kind if not sharding_of(p).tied], bucket_elements)
+        for bucket in [*buckets, [p for p in kind if sharding_of(p).tied]]:
+            groups.append({"params": bucket, "weight_decay": weight_decay if decays else 0.0, "decays": decays})
     return [g for g in groups if g["params"]]
 
 
-def check_groups(groups: list[dict[str, Any]], topology: Topology) -> None:
-    """Raise ConfigError, on every rank, unless all model-parallel ranks have the same parameter groups.
+def _cut(parameters: list[torch.nn.Parameter], elements: int | None) -> list[list[torch.nn.Parameter]]:
+    buckets: list[list[torch.nn.Parameter]] = [[]]
+    count = 0
+    for p in parameters:
+        if elements is not None and count and count + p.numel() > elements:
+            buckets.append([])
+            count = 0
+        buckets[-1].append(p)
+        count += p.numel()
+    return buckets
 
-    DeepSpeed makes collective calls for each group: with different numbers some ranks would wait for ever.
-    """
-    mine = tuple(bool(g["decays"]) for g in groups)
+
+def check_groups(groups: list[dict[str, Any]], topology: Topology) -> None:
+    """Raise ConfigError, on every rank, unless all model-parallel ranks have the same kinds of parameter groups."""
+    mine = tuple(sorted({bool(g["decays"]) for g in groups}, reverse=True))
     found: list[Any] = [mine]
     if topology.model.size > 1:
         found = [None] * topology.model.size
@@ -70,14 +86,14 @@ def build_optimizer(
     fused           whether AdamW goes through our kernel (megatron.kernels.choose); else it is torch's fused one
     """
     if settings.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.sgd_momentum)
+        return SGD(groups, lr=settings.lr, momentum=settings.sgd_momentum)
     betas = (settings.adam_beta1, settings.adam_beta2)
     if implementation == "apex" and fused_adam(device.type).usable:
         apex_adam: Any = importlib.import_module("apex.optimizers").FusedAdam
         return apex_adam(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps, adam_w_mode=True)
     if fused:
         return FusedAdamW(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps)
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps, fused=True)
+    return AdamW(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps, fused=True)
 
 
 def create_moments(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:

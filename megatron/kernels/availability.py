@@ -17,7 +17,10 @@ FLASH_BACKENDS = ("auto", "flash")
 """Values of --attention-backend that let flash-attn compute attention."""
 UNFUSED_BACKENDS = ("unfused", "local")
 """Values of --attention-backend that mean an explicit softmax(q k^T) v."""
-UNFUSED = "an explicit softmax(q k^T) v"
+_NAMES = {
+    "flash": "flash-attn", "torch": "torch's scaled_dot_product_attention", "blocked": "matrix products of blocks",
+    "unfused": "an explicit softmax(q k^T) v",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Finding:
 
 def flash_attention(device_type: str, dtype_name: str) -> Finding:
     """Whether flash_attn can compute attention on `device_type` ("cuda" for CUDA and ROCm, "cpu") in `dtype_name`."""
-    package, fallback = "flash-attn", "torch's scaled_dot_product_attention"
+    package, fallback = "flash-attn", _NAMES["torch"]
     version = _version("flash_attn", "flash-attn")
     reason = ""
     if version is None:
@@ -59,16 +62,32 @@ def flash_attention(device_type: str, dtype_name: str) -> Finding:
 
 
 def choose_attention(kernels: KernelConfig, device: torch.device | None, dtype_name: str) -> str:
-    """What computes attention: "flash" (flash-attn), "torch" (scaled_dot_product_attention) or "unfused".
+    """What computes attention: "flash" (flash-attn), "torch" (scaled_dot_product_attention), "blocked" or "unfused".
 
     `device` None means the CPU. A wish for flash-attn that cannot be met is no error, because torch's attention
     computes the same; the log names what runs (see report).
     """
-    if kernels.attention_backend in UNFUSED_BACKENDS:
+    backend, device_type = kernels.attention_backend, device.type if device is not None else "cpu"
+    if backend in UNFUSED_BACKENDS:
         return "unfused"
-    if kernels.attention_backend not in FLASH_BACKENDS:
-        return "torch"
-    return "flash" if flash_attention(device.type if device is not None else "cpu", dtype_name).usable else "torch"
+    if backend == "blocked":
+        return "blocked"
+    if backend in FLASH_BACKENDS and flash_attention(device_type, dtype_name).usable:
+        return "flash"
+    return "blocked" if backend == "auto" and _blocks_are_faster(device_type, dtype_name) else "torch"
+
+
+def _blocks_are_faster(device_type: str, dtype_name: str) -> bool:
+    """Whether attention in blocks beats torch's: on a CPU that has our kernels, in fp32 and bf16.
+
+    Measured with benchmarks/attention.py. In fp16 torch's batched products have no fast path on most processors, and
+    without the kernels the passes over the scores cost what the products gain.
+    """
+    from megatron.kernels import library
+
+    if device_type != "cpu" or dtype_name not in ("float32", "bfloat16"):
+        return False
+    return library.find("cpu").handle is not None
 
 
 def fused_adam(device_type: str) -> Finding:
@@ -101,11 +120,13 @@ def _apex(part: str, extension: str, module: str, name: str, flag: str, device_t
 
 def report(kernels: KernelConfig, device_type: str, dtype_name: str) -> list[str]:
     """A line for each optional package that the configuration asks for, for the log."""
+    import torch
+
     flash, backend = flash_attention(device_type, dtype_name), kernels.attention_backend
-    if backend not in FLASH_BACKENDS:
-        fallback = UNFUSED if backend in UNFUSED_BACKENDS else flash.fallback
-        reason = f"ruled out by --attention-backend {backend}"
-        flash = Finding(flash.package, flash.version, False, reason, fallback)
+    chosen = choose_attention(kernels, torch.device(device_type), dtype_name)
+    if chosen != "flash":
+        reason = flash.reason if backend in FLASH_BACKENDS else f"ruled out by --attention-backend {backend}"
+        flash = Finding(flash.package, flash.version, False, reason, _NAMES[chosen])
     wished = [flash]
     if kernels.norm_implementation == "apex":
         wished.append(fused_norm(device_type))

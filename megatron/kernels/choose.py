@@ -5,7 +5,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.kernels.availability import UNFUSED_BACKENDS, fused_adam, fused_norm
+from megatron.kernels.availability import UNFUSED_BACKENDS, choose_attention, fused_adam, fused_norm
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 class Fusions:
     """Which operators go through the fused kernels; the others through torch's.
 
+    attention_block  softmax of a block of attention scores, and its gradient
     masked_softmax   scale, mask and softmax of attention scores
     bias_activation  bias and GELU, SwiGLU or squared ReLU
     bias_dropout     bias, dropout and residual
@@ -28,6 +29,7 @@ class Fusions:
     apex_norm        normalisation goes through apex
     """
 
+    attention_block: bool = False
     masked_softmax: bool = False
     bias_activation: bool = False
     bias_dropout: bool = False
@@ -40,8 +42,8 @@ class Fusions:
 
 
 OPERATORS = (
-    "masked_softmax", "bias_activation", "bias_dropout", "layer_norm", "rms_norm", "rotary", "cross_entropy",
-    "optimizer",
+    "attention_block", "masked_softmax", "bias_activation", "bias_dropout", "layer_norm", "rms_norm", "rotary",
+    "cross_entropy", "optimizer",
 )  # fmt: skip
 """The names of the operators, as Fusions has them."""
 
@@ -66,6 +68,7 @@ EVERY_TYPE = ("float32", "float16", "bfloat16")
 
 _NOT_FP16 = ("float32", "bfloat16")  # compilers make slow code of conversions from and to fp16
 HOST_FASTER = {
+    "attention_block": HostResult(EVERY_TYPE, "one pass over a block's scores, in their place, where torch makes many"),
     "masked_softmax": HostResult(_NOT_FP16, "one pass where torch makes one each for scale, mask and softmax"),
     "bias_activation": HostResult(_NOT_FP16, "one pass where torch makes one for the bias and one for the activation"),
     "bias_dropout": HostResult(EVERY_TYPE, "one pass and no mask in memory, where torch makes five passes"),
@@ -111,7 +114,8 @@ def report(config: Config, device: torch.device) -> list[str]:
     found = library.find(device.type)
     if found.handle is None:
         return [found.line]
-    reasons = {name: _reason(name, config, device.type) for name in OPERATORS}
+    attention = choose_attention(config.kernels, device, config.precision.dtype_name)
+    reasons = {name: _reason(name, config, device.type, attention) for name in OPERATORS}
     used = ", ".join(name for name, reason in reasons.items() if not reason)
     by_apex = ", ".join(name for name, reason in reasons.items() if reason == _APEX)
     left: dict[str, list[str]] = {}
@@ -123,10 +127,12 @@ def report(config: Config, device: torch.device) -> list[str]:
     return [found.line, line + (f"; through torch: {others}" if others else "")]
 
 
-def _reason(name: str, config: Config, device_type: str) -> str:
+def _reason(name: str, config: Config, device_type: str, attention: str) -> str:
     """Why an operator of this run does not go through its kernel; "" when it does."""
     model, dtype_name = config.model, config.precision.dtype_name
-    if name == "masked_softmax" and config.kernels.attention_backend not in UNFUSED_BACKENDS:
+    if name == "attention_block" and attention != "blocked":
+        return "only --attention-backend blocked has it"
+    if name == "masked_softmax" and attention != "unfused":
         return "only --attention-backend unfused has it"
     if name == "rotary" and model.position_embedding_type != "rope":
         return f"--position-embedding-type {model.position_embedding_type}"

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from megatron.layers.blocked_attention import blocked_attention
 from megatron.layers.context import CallContext, LayerContext
-from megatron.layers.documents import Documents, Groups
+from megatron.layers.documents import Documents
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.layers.masks import alibi_bias, alibi_slopes
 from megatron.layers.parameters import Fill
@@ -36,14 +37,6 @@ def _causal(
     return out.transpose(1, 2)
 
 
-def _batches(x: torch.Tensor, groups: Groups) -> list[torch.Tensor]:
-    """[s, b, heads, d] -> [documents, length, heads, d] for each batch of like length."""
-    rows = x.flatten(0, 1).index_select(0, groups.gather)
-    # The gradient of split is one concatenation; that of a slice would be as large as the whole, for each batch.
-    parts = rows.split([documents * length for documents, length in groups.shapes])
-    return [part.unflatten(0, shape) for part, shape in zip(parts, groups.shapes, strict=True)]
-
-
 def torch_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None,
     documents: Documents | None, dropout: float,
@@ -60,12 +53,12 @@ def torch_attention(
         return _causal(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), bias, dropout).transpose(0, 1)
     # Rows of a length that a kernel can load at once, also where a shorter document takes a corner.
     bias = None if slopes is None else alibi_bias(slopes, -(-documents.longest // 16) * 16, q.dtype)
-    groups, outs = documents.groups, []
-    for q_n, k_n, v_n in zip(_batches(q, groups), _batches(k, groups), _batches(v, groups), strict=True):
+    outs = []
+    for q_n, k_n, v_n in zip(*(documents.batches(x) for x in (q, k, v)), strict=True):
         length = q_n.shape[1]
         corner = None if bias is None else bias[:, :, :length, :length]
         outs.append(_causal(q_n, k_n, v_n, corner, dropout).flatten(0, 1))
-    return torch.cat(outs).index_select(0, groups.scatter).view(q.shape)
+    return torch.cat(outs).index_select(0, documents.groups.scatter).view(q.shape)
 
 
 def flash_attention(
@@ -87,7 +80,7 @@ def flash_attention(
 
 
 class SelfAttention(torch.nn.Module):
-    """[s(/tp), b, h] -> ([s(/tp), b, h], bias or None). `attention`: "flash", "torch" or "unfused" (choose_attention).
+    """[s(/tp), b, h] -> ([s(/tp), b, h], bias or None). `attention` names what computes it (choose_attention).
 
     The rows of the fused weight are ordered [key-value group][queries ..., key, value][head dimension], so a cut along
     them gives every rank whole groups (the order of Megatron checkpoints from version 2.0 on).
@@ -113,9 +106,11 @@ class SelfAttention(torch.nn.Module):
         if config.position_embedding_type == "alibi":
             self.slopes = alibi_slopes(heads).chunk(tp)[context.tensor.rank].to(context.parameters.device)
 
-    def _core(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents | None, seed: int | None
-    ) -> torch.Tensor:
+    def _core(self, documents: Documents | None, seed: int | None, *tensors: torch.Tensor) -> torch.Tensor:
+        if self.attention == "blocked":
+            fused = self.fusions.attention_block
+            return blocked_attention(tensors, self.slopes, documents, self.dropout, seed, fused)
+        q, k, v = tensors
         if self.attention == "unfused":
             return unfused_attention(q, k, v, self.slopes, documents, self.dropout, seed, self.fusions)
         core = flash_attention if self.attention == "flash" else torch_attention
@@ -128,17 +123,21 @@ class SelfAttention(torch.nn.Module):
         mixed = self.query_key_value(x)  # [s, b, groups/tp * (queries + 2) * d]
         s, b = mixed.shape[:2]
         mixed = mixed.view(s, b, self.groups, self.queries + 2, self.head_dim)
+        tensors = (mixed,) if self.rotary is None and self.attention == "blocked" else self._apart(mixed, call)
+        seed = call.dropout.at(self.layer, Site.ATTENTION, self.sharded) if call.dropout else None
+        if self.recompute and torch.is_grad_enabled():
+            out = checkpoint(self._core, call.documents, seed, *tensors, use_reentrant=False, preserve_rng_state=False)
+        else:
+            out = self._core(call.documents, seed, *tensors)
+        return self.dense(out.reshape(s, b, -1))
+
+    def _apart(self, mixed: torch.Tensor, call: CallContext) -> tuple[torch.Tensor, ...]:
+        """q [s, b, heads/tp, d], k and v [s, b, groups/tp, d] of the projection, turned by their positions."""
+        s, b = mixed.shape[:2]
         # The gradient of split is one concatenation; those of slices would each be as large as the whole.
         q, k, v = mixed.split((self.queries, 1, 1), dim=3)
         k, v = k.squeeze(3), v.squeeze(3)
         if self.rotary is not None:
-            angles = self.rotary.angles(s, call.position_ids, x.device)
-            q, k = self.rotary.rotate_groups(q, angles), self.rotary.rotate(k, angles)
-        else:
-            q = q.reshape(s, b, self.groups * self.queries, self.head_dim)
-        seed = call.dropout.at(self.layer, Site.ATTENTION, self.sharded) if call.dropout else None
-        if self.recompute and torch.is_grad_enabled():
-            out = checkpoint(self._core, q, k, v, call.documents, seed, use_reentrant=False, preserve_rng_state=False)
-        else:
-            out = self._core(q, k, v, call.documents, seed)
-        return self.dense(out.reshape(s, b, -1))
+            angles = self.rotary.angles(s, call.position_ids, mixed.device)
+            return self.rotary.rotate_groups(q, angles), self.rotary.rotate(k, angles), v
+        return q.reshape(s, b, self.groups * self.queries, self.head_dim), k, v

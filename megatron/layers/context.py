@@ -21,6 +21,7 @@ class LayerContext:
     parameters         makes this rank's shard of each parameter
     sequence_parallel  activations between the tensor-parallel regions are [s/tp, b, h]
     overlap            the input gradient of a column-parallel layer is reduced behind its weight gradient
+    chunks             pieces into which products are cut so that the message of one travels behind the next; 1: uncut
     weight_gradients   the queue that zero-bubble schedules use
     fusions            which operators go through the fused kernels; none unless somebody chose them
     """
@@ -29,6 +30,7 @@ class LayerContext:
     parameters: ParameterFactory
     sequence_parallel: bool = False
     overlap: bool = True
+    chunks: int = 1
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
     fusions: Fusions = NONE
 

@@ -92,3 +92,11 @@ class Documents:
         # From pageable memory the copies would wait for the work that is queued on the device.
         gather, scatter = (x.pin_memory().to(device, non_blocking=True) for x in (groups.gather, groups.scatter))
         return Groups(groups.shapes, gather, scatter)
+
+    def batches(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """x [s, b, ...] -> [documents, length, ...] for each batch of like length."""
+        shapes = self.groups.shapes
+        rows = x.flatten(0, 1).index_select(0, self.groups.gather)
+        # The gradient of split is one concatenation; that of a slice would be as large as the whole, for each batch.
+        parts = rows.split([documents * length for documents, length in shapes])
+        return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -1,13 +1,17 @@
 """Token and position embeddings; the token table is cut over the tensor-parallel group along the vocabulary."""
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from megatron.layers.context import LayerContext
 from megatron.layers.parameters import Fill
 from megatron.parallel.collectives import split_first
 from megatron.parallel.mappings import reduce_from_tensor_region
+from megatron.parallel.sink import sink_of
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 POSITION_EMBEDDINGS = "embedding.position_embeddings.weight"
@@ -21,6 +25,30 @@ def word_embedding_weight(
     return context.parameters.create(name, (vocab_size, hidden), 0, fill, padded=padded, tied=tied)
 
 
+class _LookUp(torch.autograd.Function):
+    """Rows of a table whose gradient has a sink: only the rows that were looked up are added there."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        ctx.weight = weight
+        ctx.save_for_backward(rows)
+        return F.embedding(rows, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
+        (rows,) = ctx.saved_tensors
+        sink = sink_of(ctx.weight)
+        assert sink is not None, "the sink of a table was taken away between a forward and its backward pass"
+        sink.add_rows(rows.reshape(-1), gradient.reshape(-1, gradient.shape[-1]))
+        return None, None
+
+
+def look_up(weight: torch.nn.Parameter, rows: torch.Tensor) -> torch.Tensor:
+    """Rows of the weight [n, h] for ids [..]: [.., h]."""
+    return F.embedding(rows, weight) if sink_of(weight) is None else _LookUp.apply(weight, rows)
+
+
 class VocabParallelEmbedding(torch.nn.Module):
     """tokens [b, s] -> [s(/tp), b, h]. A rank looks up the tokens of its rows; the sum over the ranks has them all."""
 
@@ -31,11 +59,11 @@ class VocabParallelEmbedding(torch.nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         tokens = tokens.t()  # [s, b]
         if self.context.tensor.size == 1:
-            return F.embedding(tokens, self.weight)
+            return look_up(self.weight, tokens)
         first = self.context.tensor.rank * self.weight.shape[0]
         local = tokens - first
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
-        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        found = look_up(self.weight, local.masked_fill(elsewhere, 0))
         found = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)  # [s, b, h], zero where another rank has the row
         return reduce_from_tensor_region(found, self.context.tensor, self.context.sequence_parallel)
 
@@ -56,4 +84,4 @@ class PositionEmbedding(torch.nn.Module):
         ids = position_ids.t()  # [s, b]
         if self.context.sequence_parallel:
             ids = split_first(ids, self.context.tensor)
-        return F.embedding(ids, self.weight)
+        return look_up(self.weight, ids)

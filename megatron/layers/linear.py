@@ -9,86 +9,120 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from megatron.layers.chunked_products import Messages, gathered_product, summed_product
 from megatron.layers.context import LayerContext
 from megatron.layers.parameters import Fill, constant
 from megatron.parallel import collectives
 from megatron.parallel.deferred import WeightGradients
-from megatron.parallel.mappings import reduce_from_tensor_region
-from megatron.parallel.topology import Group
+from megatron.parallel.sink import deliver, sink_of
+
+
+def _weight_gradient(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+    """dW [out, in] = sum over tokens of dy [.., out] times x [.., in], in the weight's shape.
+
+    None where the weight has a sink, which has it then.
+    """
+    dy, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+    sink = sink_of(weight)
+    if sink is None:
+        return (dy.t() @ x).view(weight.shape)
+    sink.add_product(dy, x)
+    return None
 
 
 @torch.no_grad()
-def _accumulate_deferred(parameter: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
-    gradient = _matmul_gradient(dy, x, parameter.shape)
-    if parameter.grad is None:
-        parameter.grad = gradient
-    else:
-        parameter.grad.add_(gradient)
-
-
-def _matmul_gradient(dy: torch.Tensor, x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """dW [out, in] = sum over tokens of dy [.., out] times x [.., in], in the weight's shape."""
-    return (dy.reshape(-1, dy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])).view(shape)
+def _deferred_weight_gradient(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, gathered: Any) -> None:
+    gathered.wait()
+    gradient = _weight_gradient(weight, dy, x)
+    if gradient is not None:
+        deliver(weight, gradient)
 
 
 class _Linear(torch.autograd.Function):
-    """y = x W^T, with the collectives of a column-parallel input and with a weight gradient that can wait.
+    """y = x W^T with the messages of its region and a weight gradient that can wait.
 
-    gather: x is this rank's [s/tp, b, h] of the sequence; the whole is gathered, again in the backward pass rather than
-    kept. reduce: x is the same on all ranks, so its gradient is a sum over them. Both may be off.
+    Column parallel: x is gathered, and its gradient is a sum over the ranks. Row parallel: y is a sum over the ranks,
+    and its gradient is gathered. A gathered x is not kept: it is gathered again in the backward pass.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: Group, gather: bool, reduce: bool, overlap: bool,
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, column: bool, messages: Messages, overlap: bool,
         queue: WeightGradients,
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
         # Not saved through autograd: recomputation would hand back a detached copy, and a deferred gradient must reach
         # the parameter itself.
         ctx.weight = weight
-        ctx.group, ctx.gather, ctx.reduce, ctx.overlap, ctx.queue = group, gather, reduce, overlap, queue
-        whole = collectives.gather_first(x, group) if gather else x
-        return F.linear(whole, weight.view(-1, weight.shape[-1]))
+        ctx.column, ctx.messages, ctx.overlap, ctx.queue = column, messages, overlap, queue
+        matrix = weight.view(-1, weight.shape[-1]).t()
+        if column:
+            return gathered_product(x, matrix, messages, keep=False)[0]
+        y, works = summed_product(x, matrix, messages)
+        _wait(works)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        weight = ctx.weight
+        dx, dw = (_Linear._column if ctx.column else _Linear._row)(ctx, x, dy)
+        return dx, dw, None, None, None, None
+
+    @staticmethod
+    def _column(ctx: Any, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """x is gathered behind dx' product, dx is summed behind dW's; but a dW that waits lets dx go first."""
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        whole, gathered = collectives.gather_first_async(x, ctx.group) if ctx.gather and needs_weight else (x, None)
-        dx, reduced = None, None
+        messages, now = ctx.messages, needs_weight and not ctx.queue.deferring
+        dx, dw, gathered = None, None, collectives.DONE
+        works: list[Any] = []
+        if now:
+            x, gathered = messages.gather_async(x)
         if needs_x:
-            dx = dy @ weight.view(-1, weight.shape[-1])
-        if gathered is not None:
+            dx, works = summed_product(dy, ctx.weight.view(-1, ctx.weight.shape[-1]), messages)
+        if not ctx.overlap:
+            _wait(works)
+        if now:
             gathered.wait()
-        if dx is not None and ctx.gather:
-            dx, reduced = collectives.reduce_scatter_first_async(dx, ctx.group)
-        elif dx is not None and ctx.reduce:
-            reduced = collectives.all_reduce_async(dx, ctx.group)
-        if reduced is not None and not ctx.overlap:
-            reduced.wait()
-        dw = None
-        if needs_weight and ctx.queue.deferring:
-            ctx.queue.add(partial(_accumulate_deferred, weight, dy, whole))
+            dw = _weight_gradient(ctx.weight, dy, x)
         elif needs_weight:
-            dw = _matmul_gradient(dy, whole, weight.shape)
-        if reduced is not None and ctx.overlap:
-            reduced.wait()
-        return dx, dw, None, None, None, None, None
+            x, gathered = messages.gather_async(x)
+            ctx.queue.add(partial(_deferred_weight_gradient, ctx.weight, dy, x, gathered))
+        _wait(works)
+        return dx, dw
+
+    @staticmethod
+    def _row(ctx: Any, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        dx, dw, gathered = None, None, collectives.DONE
+        if needs_x:
+            dx, whole = gathered_product(dy, ctx.weight.view(-1, ctx.weight.shape[-1]), ctx.messages, needs_weight)
+            dy = dy if whole is None else whole
+        elif needs_weight:
+            dy, gathered = ctx.messages.gather_async(dy)
+        if needs_weight and ctx.queue.deferring:
+            ctx.queue.add(partial(_deferred_weight_gradient, ctx.weight, dy, x, gathered))
+        elif needs_weight:
+            gathered.wait()
+            dw = _weight_gradient(ctx.weight, dy, x)
+        return dx, dw
+
+
+def _wait(works: list[Any]) -> None:
+    while works:
+        works.pop(0).wait()
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, context: LayerContext, column: bool) -> torch.Tensor:
+    messages = Messages(context.tensor, context.sequence_parallel, context.chunks)
+    return _Linear.apply(x, weight, column, messages, context.overlap, context.weight_gradients)
 
 
 def column_parallel_matmul(x: torch.Tensor, weight: torch.Tensor, context: LayerContext) -> torch.Tensor:
     """x [s(/tp), b, in] times this rank's rows of the weight [.., in]: [s, b, out/tp]."""
-    parallel = context.tensor.size > 1
-    gather = parallel and context.sequence_parallel
-    return _Linear.apply(
-        x, weight, context.tensor, gather, parallel and not gather, context.overlap, context.weight_gradients
-    )
+    return _linear(x, weight, context, column=True)
 
 
 class ColumnParallelLinear(torch.nn.Module):
@@ -134,6 +168,4 @@ class RowParallelLinear(torch.nn.Module):
             )
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        c = self.context
-        y = _Linear.apply(x, self.weight, c.tensor, False, False, c.overlap, c.weight_gradients)
-        return reduce_from_tensor_region(y, c.tensor, c.sequence_parallel), self.bias
+        return _linear(x, self.weight, self.context, column=False), self.bias

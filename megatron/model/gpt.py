@@ -1,6 +1,8 @@
 """A GPT, cut into pipeline stages. Read from top to bottom: embed, layers, head and loss."""
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +12,6 @@ from megatron.data.batch import MicroBatch
 from megatron.kernels.availability import choose_attention
 from megatron.kernels.choose import choose_fusions
 from megatron.layers.context import CallContext, LayerContext
-from megatron.layers.cross_entropy import vocab_parallel_cross_entropy
 from megatron.layers.documents import Documents
 from megatron.layers.dropout import keyed_dropout
 from megatron.layers.embedding import (
@@ -19,11 +20,11 @@ from megatron.layers.embedding import (
     VocabParallelEmbedding,
     word_embedding_weight,
 )
-from megatron.layers.linear import column_parallel_matmul
 from megatron.layers.norm import Norm
 from megatron.layers.parameters import ParameterFactory
 from megatron.layers.rotary import RotaryEmbedding
 from megatron.layers.transformer import TransformerLayer, weight_fills
+from megatron.layers.vocabulary_loss import Vocabulary, scores, vocabulary_loss
 from megatron.model.stages import assign_layers
 from megatron.parallel.random import DropoutKey, Site
 from megatron.parallel.sharding import sharding_of
@@ -41,6 +42,9 @@ class GPTChunk(torch.nn.Module):
 
     forward(batch, hidden) -> hidden [s(/tp), b, h] for the next stage, or on the last stage the scalar fp32 loss of the
     micro-batch: the mean over its unmasked tokens. `hidden` is None on the first stage.
+
+    forward(..., late_loss=True), for who needs the loss only after its backward pass (an executor does): it is NaN
+    until then, and the logits never exist as a whole (vocabulary_loss.py).
     """
 
     def __init__(
@@ -91,22 +95,31 @@ class GPTChunk(torch.nn.Module):
             else:
                 self.output_weight = vocabulary(tied=True)
 
-    def forward(self, batch: MicroBatch, hidden: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, batch: MicroBatch, hidden: torch.Tensor | None, late_loss: bool = False) -> torch.Tensor:
         hidden = self._hidden(batch, hidden)
         if not self.is_last:
             return hidden
         assert batch.labels is not None and batch.loss_mask is not None
-        losses = self._token_losses(self._head(hidden), batch.labels)
-        mask = batch.loss_mask.t()  # [s, b]
-        return (losses * mask).sum() / mask.sum().clamp(min=1.0)
+        x = self.final_layernorm(hidden)
+        return vocabulary_loss(x, batch.labels.t(), batch.loss_mask.t(), self._vocabulary(), late_loss)
 
-    def logits(self, batch: MicroBatch, hidden: torch.Tensor | None) -> torch.Tensor:
-        """Last stage only: this rank's fp32 scores [s, b, vocab/tp], padding entries included (-infinity)."""
+    def weight_users(self) -> list[tuple[torch.nn.Module, list[torch.nn.Parameter]]]:
+        """The modules that this chunk calls, in order, and the parameters that must be there before each call."""
+        embeddings = (self.word_embeddings, getattr(self, "position_embeddings", None)) if self.is_first else ()
+        found = [(m, list(m.parameters())) for m in (*embeddings, *self.layers) if m is not None]
+        if self.is_last:  # the norm is called right before the product with the output weight, which no module holds
+            found.append((self.final_layernorm, [*self.final_layernorm.parameters(), self.output_weight]))
+        return found
+
+    def logits(
+        self, batch: MicroBatch, hidden: torch.Tensor | None, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Last stage only: this rank's fp32 scores [s, b, vocab/tp], padding entries included (-infinity).
+
+        `positions` int64 [b]: only those of one position of each sample, [1, b, vocab/tp], and without gradients.
+        """
         assert self.is_last, "logits exist on the last stage"
-        scores = self._head(self._hidden(batch, hidden)).float()
-        real = sharding_of(self.output_weight).extent[0]
-        scores[..., real:] = float("-inf")
-        return scores
+        return scores(self.final_layernorm(self._hidden(batch, hidden)), self._vocabulary(), positions)
 
     def _hidden(self, batch: MicroBatch, hidden: torch.Tensor | None) -> torch.Tensor:
         call = self._call_context(batch)
@@ -166,16 +179,10 @@ class GPTChunk(torch.nn.Module):
                 hidden = run(hidden, unit)
         return hidden
 
-    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
-        return column_parallel_matmul(self.final_layernorm(hidden), self.output_weight, self.context)
-
-    def _token_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """[s, b, vocab/tp], [b, s] -> fp32 [s, b]. The logits are nobody else's: their gradient may overwrite them."""
+    def _vocabulary(self) -> Vocabulary:
         own = sharding_of(self.output_weight)
-        return vocab_parallel_cross_entropy(
-            logits, labels.t(), self.context.tensor, first=own.offset[0], real=own.extent[0],
-            fused=self.context.fusions.cross_entropy,
-        )
+        tokens = self.config.kernels.cross_entropy_chunk_tokens
+        return Vocabulary(self.output_weight, self.context, own.offset[0], own.extent[0], tokens)
 
 
 def layer_context(config: Config, topology: Topology, perform_initialization: bool = True) -> LayerContext:
@@ -187,6 +194,7 @@ def layer_context(config: Config, topology: Topology, perform_initialization: bo
         ),
         sequence_parallel=config.parallel.sequence_parallel and topology.tensor.size > 1,
         overlap=config.parallel.async_tensor_model_parallel_allreduce,
+        chunks=config.parallel.tp_comm_overlap_chunks if config.parallel.tp_comm_overlap else 1,
         fusions=choose_fusions(config.kernels, topology.device, config.precision.dtype_name),
     )
 
@@ -208,6 +216,11 @@ def build_chunks(config: Config, topology: Topology, context: LayerContext | Non
             config, context, stage, layers[stage], last=stage == stages - 1, tied_weight=shared
         )
     return torch.nn.ModuleDict(chunks)
+
+
+def stages_of(chunks: torch.nn.ModuleDict) -> dict[int, Callable[[MicroBatch, torch.Tensor | None], torch.Tensor]]:
+    """What an executor runs, by global stage: the chunks of build_chunks, their loss filled in by the backward pass."""
+    return {int(stage): partial(chunk, late_loss=True) for stage, chunk in chunks.items()}
 
 
 def hidden_shape(config: Config) -> tuple[int, int, int]:

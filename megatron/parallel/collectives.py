@@ -20,10 +20,13 @@ class _Done:
         return None
 
 
+DONE = _Done()
+
+
 def all_reduce_async(x: torch.Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Any:
     """Sum `x` over the group in place; call wait() on the result before reading `x`."""
     if group.size == 1:
-        return _Done()
+        return DONE
     return dist.all_reduce(x, op=op, group=group.handle, async_op=True)
 
 
@@ -37,7 +40,7 @@ def all_reduce(x: torch.Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> to
 def gather_first_async(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, Any]:
     """Concatenate the shards [n, ...] of all ranks along dimension 0: ([n * size, ...], work handle)."""
     if group.size == 1:
-        return x, _Done()
+        return x, DONE
     whole = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
     return whole, _all_gather(whole, x.contiguous(), group=group.handle, async_op=True)
 
@@ -52,9 +55,17 @@ def gather_first(x: torch.Tensor, group: Group) -> torch.Tensor:
 def reduce_scatter_first_async(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, Any]:
     """Sum [n, ...] over the ranks and keep this rank's part of dimension 0: ([n / size, ...], work handle)."""
     if group.size == 1:
-        return x, _Done()
+        return x, DONE
     part = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
-    return part, _reduce_scatter(part, x.contiguous(), group=group.handle, async_op=True)
+    return part, reduce_scatter_into_async(part, x, group)
+
+
+def reduce_scatter_into_async(part: torch.Tensor, x: torch.Tensor, group: Group) -> Any:
+    """Sum `x` [n, ...] over the ranks and put this rank's part of dimension 0 into `part` [n / size, ...].
+
+    For a group of more than one; `part` is contiguous. Returns the work handle.
+    """
+    return _reduce_scatter(part, x.contiguous(), group=group.handle, async_op=True)
 
 
 def reduce_scatter_first(x: torch.Tensor, group: Group) -> torch.Tensor:

@@ -14,7 +14,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _SOURCE_LINE = re.compile(r"\[\S+\.(cc|cpp):\d+\] ?")  # where gloo was compiled, which tells nobody anything
 _FOREVER = timedelta(days=20)  # longer ones do not fit torch's 31 bits of milliseconds
+_BATCH = 1024  # so many keys are asked for at once: the store's time for a question grows faster than its keys
 _NAMED = 64  # so many missing ranks are looked for; beyond, nobody reads on
 _LINGER_S = 5.0  # how long the rank that serves the store stays for the others at the end
 # Up to so many ranks gloo connects at the start; more would take minutes. When it connects on demand, it waits without
@@ -203,7 +204,7 @@ class Rendezvous:
         keys = [f"hello/{rank}" for rank in range(self.launch.world_size)]
         if not self._poll(keys, deadline):
             return self._absent()
-        hellos = [json.loads(self._store.get(key)) for key in keys]
+        hellos = [json.loads(value) for value in self._values(keys)]
         self._places = [f"{hello['node']}:{hello['device']}" for hello in hellos]
         self._store.set("places", json.dumps(self._places))
         users: dict[tuple[str, str], int] = {}
@@ -222,21 +223,27 @@ class Rendezvous:
         return ""
 
     def _poll(self, keys: Sequence[str], deadline: float) -> bool:
-        """Whether all keys exist before the deadline. Asks less often the more ranks ask."""
-        pause, longest = 0.005, max(0.2, self.launch.world_size / 4000)
-        while not self._store.check(list(keys)):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return False
-            time.sleep(min(pause, left))
-            pause = min(pause * 1.5, longest)
+        """Whether all keys exist before the deadline. The more other ranks ask, the less often each of them does."""
+        pause, longest = 0.005, 0.2 if self.launch.rank == 0 else max(0.2, self.launch.world_size / 4000)
+        for batch in _batches(keys):
+            while not self._store.check(batch):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                time.sleep(min(pause, left))
+                pause = min(pause * 1.5, longest)
         return True
+
+    def _values(self, keys: Sequence[str]) -> list[bytes]:
+        """What the store has under keys that exist."""
+        return [value for batch in _batches(keys) for value in self._store.multi_get(batch)]
 
     def _absent(self) -> str:
         missing = self._without_key("hello")
         within = show_duration(self.timeout)
         self._absentees = len(missing)
-        present = [rank for rank in range(self.launch.world_size) if rank not in set(missing)][:_NAMED]
+        absent = set(missing)
+        present = [rank for rank in range(self.launch.world_size) if rank not in absent][:_NAMED]
         known = [(rank, self._place(rank)) for rank in present if len(missing) < _NAMED]
         more = " and perhaps more" if len(missing) >= _NAMED else ""
         if not missing:
@@ -250,7 +257,8 @@ class Rendezvous:
     def _without_key(self, kind: str) -> list[int]:
         """Ranks without a key `kind/rank`, at most _NAMED of them; halves the range, so that few misses cost little."""
         found: list[int] = []
-        ranges = [(0, self.launch.world_size)]
+        size = self.launch.world_size
+        ranges = [(low, min(low + _BATCH, size)) for low in range(0, size, _BATCH)][::-1]
         while ranges and len(found) < _NAMED:
             low, high = ranges.pop()
             if self._store.check([f"{kind}/{rank}" for rank in range(low, high)]):
@@ -376,8 +384,8 @@ class Rendezvous:
             places = list_places([(rank, self._place(rank)) for rank in dead])
             return f"no sign of life from rank {compress_ranks(dead)}: died or was killed ({places})"
         where: dict[str, list[int]] = {}
-        for rank in ranks:
-            where.setdefault(self._store.get(f"answer/{rank}").decode(), []).append(rank)
+        for rank, answer in zip(ranks, self._values([f"answer/{rank}" for rank in ranks]), strict=True):
+            where.setdefault(answer.decode(), []).append(rank)
         gone = where.pop(_LEFT, [])
         found = [f"rank {compress_ranks(at)} in {place}" for place, at in where.items()]
         found += [f"rank {compress_ranks(gone)} ended"] if gone else []
@@ -457,3 +465,8 @@ class Rendezvous:
         while self._serves_store and gone < launch.world_size - self._absentees and time.monotonic() < deadline:
             time.sleep(0.02)
             gone = self._store.add("left", 0)
+
+
+def _batches(keys: Sequence[str]) -> Iterator[list[str]]:
+    for start in range(0, len(keys), _BATCH):
+        yield list(keys[start : start + _BATCH])

@@ -22,8 +22,10 @@ class Layout:
 
     >>> Layout(tensor=2, pipeline=2, data=2).coordinates(5)
     (1, 0, 1)
-    >>> Layout(tensor=2, pipeline=2, data=2).data_ranks(tensor=1, pipeline=1)
-    (5, 7)
+    >>> list(Layout(tensor=2, pipeline=2, data=2).data_ranks(tensor=1, pipeline=1))
+    [5, 7]
+
+    Lines of the grid are ranges, which take no memory: there are jobs of 75,000 ranks.
     """
 
     tensor: int = 1
@@ -56,14 +58,17 @@ class Layout:
         """(tensor, data, pipeline) coordinates of a global rank."""
         return rank % self.tensor, rank // self.tensor % self.data, rank // (self.tensor * self.data)
 
-    def tensor_ranks(self, *, data: int, pipeline: int) -> tuple[int, ...]:
-        return tuple(self.rank(tensor=t, data=data, pipeline=pipeline) for t in range(self.tensor))
+    def tensor_ranks(self, *, data: int, pipeline: int) -> range:
+        first = self.rank(tensor=0, data=data, pipeline=pipeline)
+        return range(first, first + self.tensor)
 
-    def data_ranks(self, *, tensor: int, pipeline: int) -> tuple[int, ...]:
-        return tuple(self.rank(tensor=tensor, data=d, pipeline=pipeline) for d in range(self.data))
+    def data_ranks(self, *, tensor: int, pipeline: int) -> range:
+        first = self.rank(tensor=tensor, data=0, pipeline=pipeline)
+        return range(first, first + self.tensor * self.data, self.tensor)
 
-    def pipeline_ranks(self, *, tensor: int, data: int) -> tuple[int, ...]:
-        return tuple(self.rank(tensor=tensor, data=data, pipeline=p) for p in range(self.pipeline))
+    def pipeline_ranks(self, *, tensor: int, data: int) -> range:
+        first = self.rank(tensor=tensor, data=data, pipeline=0)
+        return range(first, self.world_size, self.tensor * self.data)
 
     def model_ranks(self, *, data: int) -> tuple[int, ...]:
         """All ranks that together hold one replica of the model."""
@@ -79,7 +84,7 @@ class Group:
     `handle` is the torch process group; it is None for a group of one, which never communicates.
     """
 
-    ranks: tuple[int, ...]
+    ranks: Sequence[int]
     rank: int
     handle: Any = None
 
@@ -168,29 +173,29 @@ class Topology:
         """The view of `rank` on `layout`. Without `new_group` nothing communicates: for planning and tests."""
         t, d, p = layout.coordinates(rank)
 
-        def group(ranks: tuple[int, ...]) -> Group:
+        def group(ranks: Sequence[int]) -> Group:
             handle = new_group(ranks) if new_group is not None and len(ranks) > 1 else None
             return Group(ranks, ranks.index(rank), handle)
 
         # Every member creates its groups in this order, so overlapping groups meet without deadlock.
-        world = group(tuple(range(layout.world_size)))
+        world = group(range(layout.world_size))
         tensor = group(layout.tensor_ranks(data=d, pipeline=p))
         data = group(layout.data_ranks(tensor=t, pipeline=p))
         pipeline_ranks = layout.pipeline_ranks(tensor=t, data=d)
         pipeline = group(pipeline_ranks)
         model_ranks = layout.model_ranks(data=d)
-        known = {g.ranks: g for g in (tensor, pipeline)}
+        known = {tuple(g.ranks): g for g in (tensor, pipeline)}
         model = known.get(model_ranks) or group(model_ranks)
         embedding = None
         if tied_embeddings and layout.pipeline > 1 and p in (0, layout.pipeline - 1):
             ends = (pipeline_ranks[0], pipeline_ranks[-1])
-            embedding = pipeline if ends == pipeline_ranks else group(ends)
+            embedding = pipeline if layout.pipeline == 2 else group(ends)
         return cls(layout, rank, world, tensor, data, pipeline, model, embedding, device)
 
     def describe(self, places: Sequence[str] = ()) -> str:
         """The layout in a few lines; `places` names node and device of every rank, in rank order."""
 
-        def show(ranks: tuple[int, ...]) -> str:
+        def show(ranks: Sequence[int]) -> str:
             named = [f"{r} ({places[r]})" if r < len(places) else str(r) for r in ranks[:16]]
             return ", ".join(named) + (f", ... {len(ranks) - 16} more" if len(ranks) > 16 else "")
 

@@ -10,8 +10,8 @@ from megatron.errors import ConfigError
 from megatron.parallel.deferred import WeightGradients
 from megatron.parallel.topology import Topology
 from megatron.pipeline.exchange import Exchange
-from megatron.pipeline.instructions import Instruction, Op
-from megatron.pipeline.schedule import build_schedule
+from megatron.pipeline.instructions import COMPUTE, Instruction, Op
+from megatron.pipeline.schedule import build_rank_schedule
 
 Chunk = Callable[[Any, torch.Tensor | None], torch.Tensor]
 Shape = Sequence[int] | Callable[[Any], Sequence[int]]
@@ -23,14 +23,15 @@ class Executor:
     topology          gives the pipeline group, and the device on which received tensors are allocated.
     chunks            by global stage (chunk * pipeline size + pipeline rank): called as chunk(micro_batch, hidden). The
                       first stage gets hidden=None; the last stage returns the scalar loss of the micro-batch, the
-                      others a tensor of `message_shape` and `message_dtype`.
+                      others a tensor of `message_shape` and `message_dtype`. In training the value of the loss is
+                      read after its backward pass, which may be what fills it in.
     schedule          '1f1b', 'interleaved' or 'zb-h1' (schedule.py), with `num_chunks` chunks on every rank.
     message_shape     shape of the hidden state between stages, or a function of the micro-batch that returns it.
     weight_gradients  the queue in which linear layers leave their weight gradients; needed by 'zb-h1' only.
     after_backward    called after every backward pass, whole, of inputs or of weights: the place to add `.grad` to an
                       accumulator of higher precision.
-    before_backward   called before every backward pass with its stage, and True when it is the last pass of this step
-                      that adds to the gradients of the stage's weights: what is complete then can be reduced.
+    before_training   called by `train` with the number of micro-batches, before the first pass: whoever counts the
+                      gradients of a parameter knows from it which is the last.
 
     Every rank of the pipeline must call `train` and `evaluate` in the same order with as many micro-batches.
     Gradients are added to the parameters' `.grad`; nothing is reduced and no parameter is changed.
@@ -46,7 +47,7 @@ class Executor:
         message_dtype: torch.dtype,
         weight_gradients: WeightGradients | None = None,
         after_backward: Callable[[], None] | None = None,
-        before_backward: Callable[[int, bool], None] | None = None,
+        before_training: Callable[[int], None] | None = None,
     ) -> None:
         size, rank = topology.pipeline.size, topology.pipeline.rank
         wanted = [chunk * size + rank for chunk in range(num_chunks)]
@@ -57,7 +58,7 @@ class Executor:
             )
         if schedule == "zb-h1" and weight_gradients is None:
             raise ConfigError("schedule 'zb-h1' needs weight_gradients: the queue that the linear layers share with it")
-        build_schedule(schedule, size, num_chunks, 1)  # refuses what does not exist now, not in the first step
+        build_rank_schedule(schedule, size, num_chunks, 1, rank)  # refuses what does not exist before the first step
         self.topology = topology
         self.chunks = chunks
         self.schedule = schedule
@@ -66,7 +67,7 @@ class Executor:
         self.message_dtype = message_dtype
         self.weight_gradients = weight_gradients
         self.after_backward = after_backward
-        self.before_backward = before_backward
+        self.before_training = before_training
         self._instructions: dict[tuple[int, bool], tuple[Instruction, ...]] = {}
 
     @property
@@ -89,6 +90,8 @@ class Executor:
         weights = [1 / count] * count if loss_weights is None else list(loss_weights)
         if len(weights) != count:
             raise ConfigError(f"{len(weights)} loss weights for {count} micro-batches: give one per micro-batch")
+        if self.before_training:
+            self.before_training(count)
         return _Pass(self, micro_batches, [loss_scale * weight for weight in weights]).run(plan)
 
     def evaluate(self, micro_batches: Sequence[Any]) -> list[torch.Tensor]:
@@ -104,18 +107,13 @@ class Executor:
         key = (micro_batches, forward_only)
         if key not in self._instructions:
             pipeline = self.topology.pipeline
-            schedule = build_schedule(self.schedule, pipeline.size, self.num_chunks, micro_batches, forward_only)
-            self._instructions[key] = schedule[pipeline.rank]
+            self._instructions[key] = build_rank_schedule(
+                self.schedule, pipeline.size, self.num_chunks, micro_batches, pipeline.rank, forward_only
+            )
         return self._instructions[key]
 
 
 _BACKWARD = frozenset((Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT))
-
-
-def _final_passes(instructions: Sequence[Instruction]) -> frozenset[Instruction]:
-    """For each stage the last instruction that adds to the gradients of its weights."""
-    last = {i.stage: i for i in instructions if i.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)}
-    return frozenset(last.values())
 
 
 class _Root(torch.autograd.Function):
@@ -170,16 +168,13 @@ class _Pass:
             Op.RECV_FORWARD: self._receive,
             Op.RECV_BACKWARD: self._receive,
         }
-        after_backward, before_backward = self._executor.after_backward, self._executor.before_backward
-        final = _final_passes(instructions) if before_backward else frozenset()
+        after_backward = self._executor.after_backward
         due = False
         for instruction in instructions:
-            # The neighbour waits for the gradient and nobody for the accumulation, so the message goes first.
-            if due and after_backward and instruction.op is not Op.SEND_BACKWARD:
+            # Neighbours wait for the messages behind a backward pass, nobody for the accumulation: messages go first.
+            if due and after_backward and instruction.op in COMPUTE:
                 after_backward()
                 due = False
-            if before_backward and instruction.op in _BACKWARD:
-                before_backward(instruction.stage, instruction in final)
             handlers[instruction.op](instruction)
             due = due or instruction.op in _BACKWARD
         if due and after_backward:

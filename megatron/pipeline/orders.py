@@ -63,6 +63,11 @@ def _by_groups(rank: int, pipeline_size: int, chunks: int, micro_batches: int, o
     return passes
 
 
+def interleaved_warm_up(rank: int, pipeline_size: int, chunks: int, micro_batches: int) -> int:
+    """Forward passes of interleaved 1F1B before the first backward pass, where there are so many."""
+    return 2 * (pipeline_size - rank - 1) + (chunks - 1) * group_sizes(pipeline_size, micro_batches)[0]
+
+
 def interleaved(rank: int, pipeline_size: int, chunks: int, micro_batches: int) -> list[Instruction]:
     """Interleaved 1F1B (Narayanan et al., arXiv 2104.04473, section 2.2.2) for any number of micro-batches.
 
@@ -81,8 +86,7 @@ def interleaved(rank: int, pipeline_size: int, chunks: int, micro_batches: int) 
     """
     forward = _by_groups(rank, pipeline_size, chunks, micro_batches, Op.FORWARD)
     backward = _by_groups(rank, pipeline_size, chunks, micro_batches, Op.BACKWARD)
-    largest = group_sizes(pipeline_size, micro_batches)[0]
-    warm_up = min(len(forward), 2 * (pipeline_size - rank - 1) + (chunks - 1) * largest)
+    warm_up = min(len(forward), interleaved_warm_up(rank, pipeline_size, chunks, micro_batches))
     steady = len(forward) - warm_up
     order = forward[:warm_up]
     for pair in zip(forward[warm_up:], backward[:steady], strict=True):

@@ -13,12 +13,14 @@ from megatron.errors import ConfigError
 from megatron.pipeline import orders
 from megatron.pipeline.instructions import COMPUTE, RECEIVES, SENDS, Instruction, Op, Schedule
 from megatron.pipeline.messages import add_messages
+from megatron.pipeline.one_rank import with_messages
 
 __all__ = [
     "SCHEDULES",
     "Instruction",
     "Op",
     "Schedule",
+    "build_rank_schedule",
     "build_schedule",
     "count_messages",
     "peak_activations",
@@ -43,17 +45,39 @@ def build_schedule(
     """
     _check(name, pipeline_size, chunks, micro_batches)
     p, v, m = pipeline_size, chunks, micro_batches
-    if forward_only:
-        computations = [orders.forward_passes(rank, p, v, m) for rank in range(p)]
-    elif p == 1:
-        computations = [orders.one_rank(v, m)]
-    elif name == "interleaved":
-        computations = [orders.interleaved(rank, p, v, m) for rank in range(p)]
-    elif name == "zb-h1":
-        computations = [orders.zero_bubble_h1(rank, p, m) for rank in range(p)]
-    else:
-        computations = [orders.one_forward_one_backward(rank, p, m) for rank in range(p)]
+    computations = [_computations(name, rank, p, v, m, forward_only) for rank in range(p)]
     return Schedule(name, p, v, m, forward_only, add_messages(computations, p * v))
+
+
+def build_rank_schedule(
+    name: str, pipeline_size: int, chunks: int, micro_batches: int, rank: int, forward_only: bool = False
+) -> tuple[Instruction, ...]:
+    """`build_schedule(...)[rank]` without the lists of the other ranks: what a running job needs.
+
+    Time and memory grow with the passes of the pipeline as there, but with numbers in place of objects. Raises
+    ConfigError as build_schedule does.
+    """
+    _check(name, pipeline_size, chunks, micro_batches)
+    p, v, m = pipeline_size, chunks, micro_batches
+    assert 0 <= rank < p, f"pipeline rank {rank} of {p}"
+    if p > 1 and v > 1 and m < p:
+        # Fewer micro-batches than ranks: their last pass meets the first one coming round. The lists are short.
+        return build_schedule(name, p, v, m, forward_only)[rank]
+    order = _computations(name, rank, p, v, m, forward_only)
+    return with_messages(name, order, rank, p, v, m) if p > 1 else tuple(order)
+
+
+def _computations(name: str, rank: int, p: int, v: int, m: int, forward_only: bool) -> list[Instruction]:
+    """What `rank` of `p` computes, in order, in `v` chunks of `m` micro-batches."""
+    if forward_only:
+        return orders.forward_passes(rank, p, v, m)
+    if p == 1:
+        return orders.one_rank(v, m)
+    if name == "interleaved":
+        return orders.interleaved(rank, p, v, m)
+    if name == "zb-h1":
+        return orders.zero_bubble_h1(rank, p, m)
+    return orders.one_forward_one_backward(rank, p, m)
 
 
 def _check(name: str, pipeline_size: int, chunks: int, micro_batches: int) -> None:

@@ -119,13 +119,13 @@ class _Stages:
         window = [text[-self._longest :] for text in texts]
         batch = self._batch(window)
         hidden: torch.Tensor | None = None
+        ends = torch.tensor([len(text) - 1 for text in window], device=self._topology.device)
         for stage in range(self._last + 1):
-            hidden = self._stage(stage, batch, hidden)
+            hidden = self._stage(stage, batch, hidden, ends)
         if hidden is None:
             return None
-        ends = torch.tensor([len(text) - 1 for text in window], device=hidden.device)
-        local = hidden[ends, torch.arange(len(window), device=hidden.device)]  # [n, vocab/tp]
-        whole = collectives.gather_first(local.t().contiguous(), self._topology.tensor)  # [padded vocab, n]
+        local = hidden.squeeze(0).t().contiguous()  # [vocab/tp, n]
+        whole = collectives.gather_first(local, self._topology.tensor)  # [padded vocab, n]
         return whole[: self._config.model.vocab_size].t()
 
     def tell_all(self, chosen: torch.Tensor) -> torch.Tensor:
@@ -138,7 +138,9 @@ class _Stages:
         dist.broadcast(chosen, source, group=group.handle)
         return chosen
 
-    def _stage(self, stage: int, batch: MicroBatch, hidden: torch.Tensor | None) -> torch.Tensor | None:
+    def _stage(
+        self, stage: int, batch: MicroBatch, hidden: torch.Tensor | None, ends: torch.Tensor
+    ) -> torch.Tensor | None:
         """Run one stage where it lives; what it gives goes to the rank of the next. None on ranks without a part."""
         pipeline = self._topology.pipeline
         here, previous = stage % pipeline.size, (stage - 1) % pipeline.size
@@ -152,7 +154,7 @@ class _Stages:
             return None
         chunk = self._chunks[stage]
         assert isinstance(chunk, GPTChunk), "chunks come from build_chunks"
-        return chunk.logits(batch, hidden) if stage == self._last else chunk(batch, hidden)
+        return chunk.logits(batch, hidden, ends) if stage == self._last else chunk(batch, hidden)
 
     def _receive(self, batch: MicroBatch, source: int) -> torch.Tensor:
         model = self._config.model

@@ -7,10 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.folder import CONFIG, find_folder, latest_iteration, read_json
-from megatron.checkpoint.load import load
-from megatron.checkpoint.save import save
 from megatron.checkpoint.settings import ARCHITECTURE, plain
-from megatron.checkpoint.together import decided_by_first
 from megatron.config import Config
 from megatron.data.ledger import is_consumed
 from megatron.engine.engine import Engine
@@ -36,6 +33,8 @@ def checkpoint_to_load(config: Config, topology: Topology) -> Path | None:
     settings = config.checkpoint
     if not settings.load:
         return None
+    from megatron.checkpoint.together import decided_by_first  # with torch's checkpoints, which take long to import
+
     directory = settings.load
 
     def look() -> Path | None:
@@ -85,6 +84,8 @@ def load_checkpoint(
             reporter.say(f" no checkpoint in {settings.load} yet: starting from initial weights")
         return Progress()
     assert settings.load is not None, "a folder was found in it"
+    from megatron.checkpoint.load import load  # as above
+
     start = time.perf_counter()
     loaded = load(settings.load, engine, topology, config)
     reporter.say(
@@ -120,6 +121,8 @@ def save_checkpoint(
     directory, iteration = config.checkpoint.save, progress.iteration
     assert directory is not None, "a checkpoint is written only with --save"
     reporter.say(f"saving checkpoint at iteration {iteration:7d} to {directory}")
+    from megatron.checkpoint.save import save  # as above
+
     start = time.perf_counter()
     folder = save(directory, iteration, engine, topology, config, dataclasses.asdict(progress))
     seconds = time.perf_counter() - start

@@ -26,6 +26,7 @@ from megatron.model.gpt import build_chunks
 from megatron.parallel.launch import Launch, connect, detect_launch
 from megatron.parallel.topology import Topology
 from megatron.training import devices
+from megatron.training.allocator import tune_allocator
 from megatron.training.index_progress import told_if_slow
 from megatron.training.kernels import check_agreement, describe_kernels
 from megatron.training.loop import train
@@ -48,10 +49,10 @@ def run_training(config: Config, launch: Launch | None = None) -> None:
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     rendezvous = connect(launch, timeout, config.parallel.distributed_backend)
     try:
-        devices.share_cores(rendezvous.device, launch.local_world_size)
+        host = set_up_host(config, rendezvous.device, launch)
         # Only rank 0 prints them; thousands of ranks asking for the list would cost the store much.
         places = rendezvous.places if launch.rank == 0 else ()
-        run = assemble(config, rendezvous.device, places, timeout)
+        run = assemble(config, rendezvous.device, places, timeout, host)
         try:
             train(run)
         finally:
@@ -74,10 +75,23 @@ def is_lost_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and not isinstance(error, MegatronError) and any(s in text for s in signs)
 
 
-def assemble(config: Config, device: torch.device, places: Sequence[str], timeout: timedelta | None = None) -> Run:
+def set_up_host(config: Config, device: torch.device, launch: Launch) -> list[str]:
+    """Threads of this process, and on a CPU how it keeps memory; returns lines for the log."""
+    lines = [devices.share_cores(device, launch.local_world_size)]
+    if device.type == "cpu":
+        tuned = config.training.allocator_tuning
+        lines.append(tune_allocator() if tuned else "malloc: left as it is (--no-allocator-tuning)")
+    return lines
+
+
+def assemble(
+    config: Config, device: torch.device, places: Sequence[str], timeout: timedelta | None = None,
+    host: Sequence[str] = (),
+) -> Run:
     """This rank's parts of the run that `config` describes, over the initialised process group.
 
-    Rank 0 prints what the run is: layout, arguments, kernels, sizes. Raises MegatronError.
+    Rank 0 prints what the run is: layout, `host` (the lines of set_up_host), arguments, kernels, sizes. Raises
+    MegatronError.
     """
     parallel = config.parallel
     untied = config.model.untie_embeddings_and_output_weights and not config.checkpoint.use_checkpoint_args
@@ -92,7 +106,7 @@ def assemble(config: Config, device: torch.device, places: Sequence[str], timeou
     tokenizer = load_tokenizer(config)
     if tokenizer is not None:
         config = config.replace(vocab_size=tokenizer.vocab_size)
-    describe_setup(config, topology, places, reporter)
+    describe_setup(config, topology, places, reporter, host)
     check_agreement(config, topology)
 
     batches = BatchSchedule.from_config(config)
@@ -203,10 +217,14 @@ def rates(config: Config, topology: Topology) -> Rates:
     )
 
 
-def describe_setup(config: Config, topology: Topology, places: Sequence[str], reporter: Reporter) -> None:
+def describe_setup(
+    config: Config, topology: Topology, places: Sequence[str], reporter: Reporter, host: Sequence[str]
+) -> None:
     """Print where the run runs and with what settings."""
     reporter.say(topology.describe(places))
     reporter.say(f" device: {devices.describe(topology.device)}, {config.precision.dtype_name}")
+    for line in host:
+        reporter.say(f" {line}")
     reporter.say(render_config(config))
     for notice in config.notices:
         reporter.say(f" note: {notice}")

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
+from megatron.checkpoint import boxes
+from megatron.checkpoint import save as save_module
 from megatron.checkpoint.load import load, load_weights
 from megatron.checkpoint.save import save
 from megatron.engine.engine import Engine
@@ -65,9 +67,20 @@ def on_four(rank: int, root: str) -> dict[str, Any]:
     return {
         "saved": train_and_save(f"{root}/fp32", topology, {}),
         "saved fp16": train_and_save(f"{root}/fp16", Topology.create(1, 2), FP16),
+        "saved in pieces": in_pieces(lambda: train_and_save(f"{root}/pieces", topology, {})),
         "same layout": load_and_train(f"{root}/fp32", topology, {}),
+        "pieces, same layout": load_and_train(f"{root}/pieces", topology, {}),
         "tensor 2 x pipeline 2": load_and_train(f"{root}/fp32", Topology.create(2, 2), {}),
     }
+
+
+def in_pieces(action: Any) -> Any:
+    """What a job of thousands of ranks does: it lists the boxes in pieces."""
+    usual, boxes.WHOLE_UP_TO = boxes.WHOLE_UP_TO, 1
+    try:
+        return action()
+    finally:
+        boxes.WHOLE_UP_TO = usual
 
 
 def on_two(rank: int, root: str) -> dict[str, Any]:
@@ -75,6 +88,8 @@ def on_two(rank: int, root: str) -> dict[str, Any]:
     return {
         "pipeline 2, zero 0": load_and_train(f"{root}/fp32", topology, {"zero_stage": 0}),
         "tensor 2, zero 1": load_and_train(f"{root}/fp32", Topology.create(2, 1), {}),
+        "pieces, pipeline 2": load_and_train(f"{root}/pieces", topology, {}),
+        "errors of pieces": errors_of_pieces(f"{root}/broken", topology),
         "weights float32": weights_only(f"{root}/fp32", topology, "float32"),
         "weights bfloat16": weights_only(f"{root}/fp32", topology, "bfloat16"),
         "errors": errors(f"{root}/errors", Topology.create()),
@@ -88,6 +103,7 @@ def on_one(rank: int, root: str) -> dict[str, Any]:
     fp16 = FP16 | {"initial_loss_scale": 2.0}
     return {
         "one process": load_and_train(f"{root}/fp32", topology, {}),
+        "pieces, one process": load_and_train(f"{root}/pieces", topology, {}),
         "bf16": load_and_train(f"{root}/fp32", topology, {"precision": "bf16"}),
         "fp16": load_and_train(f"{root}/fp32", topology, {"precision": "fp16"}),
         "fp16 from fp16": load_and_train(f"{root}/fp16", topology, fp16),
@@ -132,6 +148,35 @@ def _message(action: Any) -> str:
     except CheckpointError as error:
         return str(error)
     return "no error"
+
+
+def errors_of_pieces(directory: str, topology: Topology) -> dict[str, Any]:
+    """A piece that cannot be written, one that is damaged, one that is gone. Each of the two stages has a piece."""
+    config = toy.config()
+    engine = Engine(config, topology, toy.build(topology))
+    out: dict[str, Any] = {}
+    write = save_module.write_piece
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    if topology.rank == 1:
+        save_module.write_piece = full  # type: ignore[assignment]
+    out["disk full"] = _message(lambda: in_pieces(lambda: save(directory, 1, engine, topology, config, {})))
+    torch.distributed.barrier()
+    out["half a checkpoint"] = sorted(os.listdir(directory))
+    torch.distributed.barrier()
+    save_module.write_piece = write
+    folder = in_pieces(lambda: save(directory, 1, engine, topology, config, {}))
+    out["files"] = sorted(os.listdir(folder))
+    piece = folder / "boxes_00001.json"
+    for name, text in (("no JSON", "rubbish"), ("no boxes", '{"master.norm": {}}'), ("gone", None)):
+        torch.distributed.barrier()
+        if topology.rank == 0:
+            piece.unlink() if text is None else piece.write_text(text)
+        torch.distributed.barrier()
+        out[name] = _message(lambda: load(directory, engine, topology, config))
+    return out
 
 
 def errors(directory: str, topology: Topology) -> dict[str, Any]:

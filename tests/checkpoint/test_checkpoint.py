@@ -3,13 +3,20 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed import checkpoint as dcp
 
+from megatron.checkpoint import boxes
+from megatron.checkpoint import load as load_module
+from megatron.checkpoint.planner import Shards
+from megatron.errors import CheckpointError
 from tests.checkpoint import cases
 from tests.engine import toy
 from tests.helpers.processes import run_processes
@@ -58,7 +65,10 @@ def saved(four: list[dict[str, Any]]) -> dict[str, np.ndarray]:
     return assembled([r["saved"] for r in four], "state")
 
 
-EXACT = ("same layout", "tensor 2 x pipeline 2", "pipeline 2, zero 0", "tensor 2, zero 1", "one process")
+EXACT = (
+    "same layout", "tensor 2 x pipeline 2", "pipeline 2, zero 0", "tensor 2, zero 1", "one process",
+    "pieces, same layout", "pieces, pipeline 2", "pieces, one process",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -115,6 +125,76 @@ def test_folder(root: Path, four: Any) -> None:
     stored = json.loads((directory / "iter_0000002" / "config.json").read_text())
     assert stored["optimizer"]["weight_decay"] == toy.DECAY
     assert stored["engine"]["extra"] == {}
+
+
+def test_pieces_say_what_the_whole_says(root: Path, four: Any) -> None:
+    """Two runs that do the same, one with .metadata, one in pieces: the same boxes in the same places of the files."""
+    whole, pieces = root / "fp32" / "iter_0000002", root / "pieces" / "iter_0000002"
+    assert not (pieces / ".metadata").exists() and not (whole / "boxes.json").exists()
+    assert sorted(p.name for p in pieces.glob("boxes_*")) == ["boxes_00000.json", "boxes_00001.json"]
+    expected = boxes.read_boxes(whole, ())
+    found = boxes.read_boxes(pieces, expected.state_dict_metadata)
+    assert found.state_dict_metadata.keys() == expected.state_dict_metadata.keys()
+    for name, tensor in expected.state_dict_metadata.items():
+        assert found.state_dict_metadata[name] == tensor, name
+    assert found.storage_data == expected.storage_data
+
+
+def test_only_the_pieces_of_the_wanted_tensors_are_read(root: Path, four: Any, tmp_path: Path) -> None:
+    """A tensor that is not cut is on the first tensor rank alone, so in one piece; the other one may be gone."""
+    folder = shutil.copytree(root / "pieces" / "iter_0000002", tmp_path / "copy")
+    (folder / "boxes_00001.json").unlink()
+    listed = json.loads((folder / "boxes.json").read_text())["pieces"]
+    alone = [name for name, pieces in listed.items() if pieces == [0]]
+    assert alone and len(alone) < len(listed)
+    assert boxes.read_boxes(folder, alone).state_dict_metadata.keys() == set(alone)
+    assert boxes.read_boxes(folder, ["unheard of"]).state_dict_metadata == {}
+    with pytest.raises(CheckpointError, match="boxes_00001"):
+        boxes.read_boxes(folder, listed)
+
+
+def test_torch_reads_what_we_write(root: Path, four: Any, saved: dict[str, np.ndarray]) -> None:
+    tensors = {name: torch.zeros(values.shape) for name, values in saved.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(root / "fp32" / "iter_0000002"), no_dist=True)
+    assert_same({name: tensor.double().numpy() for name, tensor in tensors.items()}, saved)
+
+
+def test_we_read_what_torch_writes(tmp_path: Path) -> None:
+    """Checkpoints of earlier versions of this program have a .metadata that torch's coordinator wrote."""
+    written = {"master.a": torch.arange(12.0).reshape(3, 4), "master.b": torch.arange(5.0)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(written, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    views = {"master.a": torch.zeros(2, 3), "master.b": torch.zeros(5)}
+    tensors = {
+        "master.a": Shards((3, 4), {(1, 1): views["master.a"]}), "master.b": Shards((5,), {(0,): views["master.b"]})
+    }  # fmt: skip
+    load_module._read(tensors, tmp_path, boxes.read_boxes(tmp_path, tensors))
+    assert torch.equal(views["master.a"], written["master.a"][1:, 1:])
+    assert torch.equal(views["master.b"], written["master.b"])
+
+
+def test_what_is_missing_or_double_is_seen() -> None:
+    part = {"w": {"shape": (4, 2), "dtype": "float32", "boxes": [((0, 0), (2, 2), "__0_0.distcp", 0, 16)]}}
+    rest = {"w": {"shape": (4, 2), "dtype": "float32", "boxes": [((2, 0), (2, 2), "__1_0.distcp", 0, 16)]}}
+    boxes.check_complete([boxes.totals(part), boxes.totals(rest)])
+    boxes.check_complete([boxes.totals(boxes.merged([part, rest]))])
+    assert len(part["w"]["boxes"]) == 1, "merging leaves its parts as they are"
+    for wrong in ([part], [part, rest, part]):
+        with pytest.raises(CheckpointError, match="no rank, or more than one, holds parts of w"):
+            boxes.check_complete([boxes.totals(p) for p in wrong])
+
+
+def test_errors_of_pieces(others: Any) -> None:
+    first, second = others["errors of pieces"]
+    assert first == second
+    assert "rank 1" in first["disk full"] and "No space left on device" in first["disk full"]
+    assert first["half a checkpoint"] == []
+    assert {"boxes.json", "boxes_00000.json", "boxes_00001.json"} < set(first["files"])
+    assert "boxes_00001.json" in first["no JSON"] and "boxes_00001.json" in first["gone"]
+    assert "does not fit" in first["no boxes"] or "damaged" in first["no boxes"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

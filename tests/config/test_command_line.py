@@ -132,7 +132,7 @@ def test_world_size():
 def test_settings_without_effect_say_so():
     given = [*BASE, "--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--wandb-project", "p"]
     assert {n.split(" has no effect: ")[0] for n in parse_command_line(given)[1]} == {
-        "--wandb-project p", "--no-gradient-accumulation-fusion",
+        "--wandb-project p",
     }
 
 
@@ -226,7 +226,6 @@ def test_a_frontier_script_runs_unchanged():
     assert config.parallel.master_addr == "10.128.0.1"
     assert {n.split()[0] for n in notices} == {
         "--data-impl", "--DDP-impl", "--deepspeed", "--deepspeed-activation-checkpointing", "--use-flash-attn",
-        "--no-gradient-accumulation-fusion",
     }
 
 

@@ -64,8 +64,14 @@ SETTINGS = """
 --local_rank 3
 --local-rank 3
 --no-async-tensor-model-parallel-allreduce => async_tensor_model_parallel_allreduce False
+--tp-comm-overlap
+--tp-comm-overlap-chunks 8
 --master-addr 10.0.0.1
 --use-distributed-optimizer => zero_stage 1
+--overlap-grad-reduce
+--no-overlap-grad-reduce => overlap_grad_reduce False
+--overlap-param-gather
+--no-overlap-param-gather => overlap_param_gather False
 --deepspeed
 --zero-stage 0
 --zero-stage 1.0 => zero_stage 1
@@ -142,6 +148,7 @@ SETTINGS = """
 --no-rope-fusion => rope_fusion False
 --cross-entropy-loss-fusion
 --no-cross-entropy-loss-fusion => cross_entropy_loss_fusion False
+--cross-entropy-chunk-tokens 256
 --norm-implementation apex
 --optimizer-implementation torch
 --data-path corpus => data_path ('corpus',)
@@ -268,8 +275,6 @@ ACCEPTED = """
 --expert-model-parallel-size 1
 --use-mcore-models
 --use-dist-ckpt
---overlap-grad-reduce
---overlap-param-gather
 --log-throughput
 --no-create-attention-mask-in-dataloader
 --moe-router-topk 2
@@ -401,6 +406,8 @@ model-parallel-size tiktoken-pattern tiktoken-num-special-tokens tiktoken-specia
 # What a flag needs beside it to make sense; a flag that maps to None is taken out of the base.
 BESIDE: dict[str, dict[str, str | None]] = {
     "--sequence-parallel": {"--tensor-model-parallel-size": "2"},
+    "--tp-comm-overlap": {"--tensor-model-parallel-size": "2"},
+    "--tp-comm-overlap-chunks": {"--tensor-model-parallel-size": "2", "--tp-comm-overlap": ""},
     "--enable-zbh1-pipeline": {"--pipeline-model-parallel-size": "2"},
     "--num-layers-per-virtual-pipeline-stage": {"--pipeline-model-parallel-size": "2"},
     "--pipeline-layout": {"--pipeline-model-parallel-size": "2"},

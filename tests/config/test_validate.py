@@ -167,12 +167,17 @@ def test_packed_documents_are_kept_apart():
 
 
 def test_settings_that_have_no_effect_are_turned_off_with_a_notice():
-    config = Config.create(**SIZES, sequence_parallel=True, enable_zbh1_pipeline=True)
-    assert not config.parallel.sequence_parallel
+    config = Config.create(**SIZES, sequence_parallel=True, tp_comm_overlap=True, enable_zbh1_pipeline=True)
+    assert not config.parallel.sequence_parallel and not config.parallel.tp_comm_overlap
     assert config.parallel.schedule == "1f1b"
-    assert [n.split()[0] for n in config.notices] == ["--sequence-parallel", "--enable-zbh1-pipeline"]
+    assert [n.split()[0] for n in config.notices] == [
+        "--sequence-parallel", "--tp-comm-overlap", "--enable-zbh1-pipeline",
+    ]
     wider = config.replace(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
-    assert wider.parallel.sequence_parallel and wider.parallel.schedule == "zb-h1" and wider.notices == ()
+    assert wider.parallel.sequence_parallel and wider.parallel.tp_comm_overlap
+    assert wider.parallel.schedule == "zb-h1" and wider.notices == ()
+    idle = wider.replace(tp_comm_overlap=False, tp_comm_overlap_chunks=8)
+    assert idle.notices == ("--tp-comm-overlap-chunks has no effect: --tp-comm-overlap is off",)
 
 
 @pytest.mark.parametrize(

@@ -148,9 +148,9 @@ def test_which_optimizer_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
             for fused in (True, False):
                 built = type(build_optimizer(groups(weights()), settings, cpu, implementation, fused))
                 apex = usable and implementation == "apex"
-                assert built is (FusedAdam if apex else FusedAdamW if fused else torch.optim.AdamW)
+                assert built is (FusedAdam if apex else FusedAdamW if fused else engine_optimizer.AdamW)
     sgd = dataclasses.replace(settings, optimizer="sgd")
-    assert type(build_optimizer(groups(weights()), sgd, cpu, "fused", True)) is torch.optim.SGD
+    assert type(build_optimizer(groups(weights()), sgd, cpu, "fused", True)) is engine_optimizer.SGD
 
 
 # -- under the engine --------------------------------------------------------------------------------------------------

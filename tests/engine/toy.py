@@ -97,6 +97,8 @@ class ToyEngine:
     zero_stage: int = 1
     zero_reduce_bucket_size: int = 40
     zero_allgather_bucket_size: int = 40
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = False
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 

@@ -17,6 +17,7 @@ BASE: dict[str, Any] = dict(
     num_layers=8, hidden_size=32, num_attention_heads=4, seq_length=16, max_position_embeddings=16, vocab_size=50,
     make_vocab_size_divisible_by=8, micro_batch_size=1, global_batch_size=8, hidden_dropout=0.0, attention_dropout=0.0,
     lr=1e-2, weight_decay=0.1, clip_grad=0.5, adam_beta2=0.95, adam_eps=1e-3, init_method_std=0.1, seed=7,
+    zero_reduce_bucket_size=9000,  # a layer has 12,704 elements: several buckets for each chunk
 )
 STEPS = 5
 
@@ -91,11 +92,14 @@ def train_in_process(
     poison = (step, rank): there one element of one gradient becomes infinite before the optimizer step.
     """
     from megatron.engine.engine import Engine
-    from megatron.model.gpt import build_chunks, hidden_dtype, hidden_shape, layer_context
+    from megatron.model.gpt import build_chunks, hidden_dtype, hidden_shape, layer_context, stages_of
     from megatron.pipeline.executor import Executor
 
     world_size = dist_world_size()
-    config = Config.create(**{**BASE, **fields, "world_size": world_size})
+    settings = {**BASE, **fields, "world_size": world_size}
+    if poison:  # a gradient is changed after the backward passes: it must not be on its way by then
+        settings["overlap_grad_reduce"] = False
+    config = Config.create(**settings)
     parallel = config.parallel
     topology = join(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
     context = layer_context(config, topology)
@@ -103,8 +107,8 @@ def train_in_process(
     chunks.train()
     engine = Engine(config, topology, chunks)
     executor = Executor(
-        topology, {int(k): c for k, c in chunks.items()}, parallel.schedule, parallel.num_chunks, hidden_shape(config),
-        hidden_dtype(config), context.weight_gradients, engine.after_backward,
+        topology, stages_of(chunks), parallel.schedule, parallel.num_chunks, hidden_shape(config),
+        hidden_dtype(config), context.weight_gradients, before_training=engine.begin,
     )
     history = []
     for step in range(steps):
@@ -113,6 +117,7 @@ def train_in_process(
         if losses:
             total += torch.stack(losses).double().mean() / parallel.data_parallel_size
         dist.all_reduce(total)  # only last stages contribute; every tensor rank of one has the same loss
+        engine.wait_for_weights()
         before = pieces(chunks.parameters()) if poison else None
         if poison == (step, rank):
             engine.gradient(next(chunks.parameters())).view(-1)[3] = float("inf")
@@ -122,6 +127,7 @@ def train_in_process(
             after = pieces(chunks.parameters())
             assert all(np.array_equal(before[n][1], after[n][1]) for n in before), "a skipped step moved a weight"
         history.append((total.item() / topology.tensor.size, result.grad_norm, result.skipped, scale))
+    engine.wait_for_weights()
     return {"history": history, "parameters": pieces(chunks.parameters()), "skipped": engine.skipped_steps}
 
 

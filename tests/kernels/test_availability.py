@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.config.training import KernelConfig
-from megatron.kernels import availability
+from megatron.kernels import availability, library
 
 NAMES = ("flash_attn", "apex", "amp_C", "fused_layer_norm_cuda")
 
@@ -79,7 +79,7 @@ def test_flash_attention_where_it_cannot_run(packages: Path, device: str, dtype:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("backend", ["auto", "flash", "unfused", "local", "fused"])
+@pytest.mark.parametrize("backend", ["auto", "flash", "blocked", "unfused", "local", "fused"])
 def test_flash_attention_that_works(packages: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, backend: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
@@ -87,8 +87,31 @@ def test_flash_attention_that_works(packages: Path, monkeypatch: pytest.MonkeyPa
     found = availability.flash_attention("cuda", dtype)
     assert found.usable and found.line == "flash-attn 2.8.3: used"
     chosen = availability.choose_attention(KernelConfig(attention_backend=backend), torch.device("cuda"), dtype)
-    expected = {"auto": "flash", "flash": "flash", "fused": "torch", "unfused": "unfused", "local": "unfused"}
+    expected = {
+        "auto": "flash", "flash": "flash", "fused": "torch", "blocked": "blocked", "unfused": "unfused",
+        "local": "unfused",
+    }
     assert chosen == expected[backend]
+
+
+def test_a_cpu_takes_blocks_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With our kernels, in fp32 and bf16; other values of the flag mean what they say."""
+    without(monkeypatch)
+    cpu = torch.device("cpu")
+
+    def chosen(backend: str, dtype: str) -> str:
+        return availability.choose_attention(KernelConfig(attention_backend=backend), cpu, dtype)
+
+    for handle, expected in ((object(), "blocked"), (None, "torch")):
+        found = library.Found(None, "host", "", "", handle)
+        monkeypatch.setattr(library, "find", lambda device_type, found=found: found)
+        assert [chosen("auto", dtype) for dtype in ("float32", "bfloat16", "float16")] == [expected, expected, "torch"]
+        assert [chosen(name, "float32") for name in ("flash", "fused", "blocked", "local")] == [
+            "torch", "torch", "blocked", "unfused"
+        ]
+        line = availability.report(KernelConfig(), "cpu", "bfloat16")[0]
+        name = "matrix products of blocks" if handle else "torch's scaled_dot_product_attention"
+        assert line == f"flash-attn: not found; in its place: {name}"
 
 
 def test_flash_attention_on_a_device_that_is_too_old(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:

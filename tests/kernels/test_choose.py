@@ -109,14 +109,16 @@ def test_the_log_names_what_runs_and_why_not(monkeypatch: pytest.MonkeyPatch) ->
     config = Config.create(**MODEL, persist_layer_norm=False, bf16=True)
     assert choose.report(config, CUDA) == [
         "fused kernels: hip gfx90a (/lib/l.so)",
-        "through fused kernels: bias_activation, bias_dropout, cross_entropy, optimizer; through torch: masked_softmax "
-        "(only --attention-backend unfused has it); layer_norm (--no-persist-layer-norm); rms_norm (--normalization "
-        "layernorm); rotary (--position-embedding-type learned_absolute)",
+        "through fused kernels: bias_activation, bias_dropout, cross_entropy, optimizer; through torch: "
+        "attention_block (only --attention-backend blocked has it); masked_softmax (only --attention-backend unfused "
+        "has it); layer_norm (--no-persist-layer-norm); rms_norm (--normalization layernorm); rotary "
+        "(--position-embedding-type learned_absolute)",
     ]
     config = Config.create(**MODEL, attention_backend="unfused", position_embedding_type="rope", bf16=True)
     assert choose.report(config, CUDA)[1] == (
         "through fused kernels: masked_softmax, bias_activation, bias_dropout, layer_norm, rotary, cross_entropy, "
-        "optimizer; through torch: rms_norm (--normalization layernorm)"
+        "optimizer; through torch: attention_block (only --attention-backend blocked has it); rms_norm "
+        "(--normalization layernorm)"
     )
     config = Config.create(**MODEL, bf16=True, fp32_residual_connection=True, optimizer="sgd")
     line = choose.report(config, CUDA)[1]

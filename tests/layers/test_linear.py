@@ -1,96 +1,207 @@
-"""Parallel linear layers against the plain product, with deferred weight gradients and both kinds of input."""
+"""Parallel linear layers against plain autograd in one process: messages, chunks, sinks, deferral, recomputation.
+
+All values are small multiples of 1/8, so that every sum is exact in any order and results are compared bit by bit.
+"""
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
+from megatron.layers import chunked_products
 from megatron.layers.context import LayerContext
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.layers.parameters import ParameterFactory, normal
+from megatron.parallel.sink import GradientSink
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 
-S, B, H, F = 8, 2, 12, 16
+S, B, H, FFN = 8, 2, 12, 8
+PASSES = 2
+
+
+class Case(NamedTuple):
+    sequence_parallel: bool = False
+    chunks: int = 1
+    overlap: bool = True
+    defer: bool = False
+    recompute: bool = False
+    sinks: str = ""  # "direct"; "autograd" as with --no-gradient-accumulation-fusion; "" for plain gradients
+
+
+CASES = [
+    Case(),
+    Case(overlap=False, defer=True, sinks="direct"),
+    Case(chunks=3, sinks="direct"),
+    Case(chunks=3, overlap=False, defer=True, sinks="autograd"),
+    Case(True),
+    Case(True, overlap=False, sinks="autograd"),
+    Case(True, defer=True, recompute=True),
+    Case(True, chunks=3, sinks="direct"),
+    Case(True, chunks=3, overlap=False, defer=True, sinks="direct"),
+    Case(True, chunks=2, recompute=True, sinks="autograd"),
+    Case(True, chunks=4, defer=True, recompute=True, sinks="direct"),
+]
+
+
+def eighths(*shape, seed=5):
+    return torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)).double() / 8
 
 
 def inputs():
-    g = torch.Generator().manual_seed(5)
-    return tuple(torch.randn(S, B, H, generator=g, dtype=torch.float64) for _ in range(2))
+    return eighths(S, B, H), eighths(S, B, H, seed=6)
 
 
 def block(context):
-    up = ColumnParallelLinear(context, "up", (F, H), normal(0.3), bias=True)
-    down = RowParallelLinear(context, "down", (H, F), normal(0.3), bias=True)
-    torch.nn.init.normal_(down.bias, generator=torch.Generator().manual_seed(1))
-    return up.double(), down.double()
+    up = ColumnParallelLinear(context, "up", (2, FFN, H), normal(0.3), bias=True).double()
+    down = RowParallelLinear(context, "down", (H, FFN), normal(0.3), bias=True).double()
+    with torch.no_grad():
+        for parameter in (up.weight, down.weight):
+            parameter.copy_((8 * parameter).round() / 8)
+        down.bias.copy_(eighths(H, seed=7))
+    return up, down
 
 
-def run(up, down, x, target, context, defer):
-    if defer:
-        context.weight_gradients.begin()
-    y, bias = down(torch.tanh(up(x)))
-    ((y + bias) * target).sum().backward()
-    if defer:
-        waiting = context.weight_gradients.take()
-        assert len(waiting) == 2
-        assert up.weight.grad is None
-        for compute in waiting:
-            compute()
+def gated(x):
+    gate, value = x.chunk(2, dim=-1)
+    return F.relu(gate) * value
+
+
+def parameters(up, down):
+    return [up.weight, up.bias, down.weight, down.bias]
+
+
+def hang_sinks(parameters, direct):
+    """What the engine does: a sink for each parameter, and a hook for what comes through autograd."""
+    added = []
+
+    def take(parameter):
+        if parameter.grad is None:  # the layer added it itself; autograd calls the hook all the same
+            return
+        parameter.gradient_sink.add(parameter.grad)
+        parameter.grad = None
+
+    for parameter in parameters:
+        total = torch.full(parameter.shape, torch.nan)
+        parameter.gradient_sink = GradientSink(parameter, total, added.append, direct)
+        parameter.register_post_accumulate_grad_hook(take)
+    return added
+
+
+def run(up, down, x, target, context, case):
+    queue = context.weight_gradients
+    for _ in range(PASSES):
+        if case.defer:
+            queue.begin()
+        body = lambda x: down(gated(up(x)))  # noqa: E731
+        y, bias = checkpoint(body, x, use_reentrant=False) if case.recompute else body(x)
+        ((y + bias) * target).sum().backward()
+        if case.defer:
+            waiting = queue.take()
+            assert len(waiting) == 2
+            for compute in waiting:
+                compute()
     return y + bias
 
 
-def body(rank, sequence_parallel, overlap, defer):
+def gradients(x, up, down):
+    def of(p):
+        return p.gradient_sink.total if hasattr(p, "gradient_sink") else p.grad
+
+    return [x.grad.numpy(), *(of(p).numpy() for p in parameters(up, down))]
+
+
+def results(x, target, context, case):
+    up, down = block(context)
+    added = hang_sinks(parameters(up, down), case.sinks == "direct") if case.sinks else []
+    x = x.clone().requires_grad_()
+    y = run(up, down, x, target, context, case)
+    assert len(added) == (4 * PASSES if case.sinks else 0)
+    if case.sinks:
+        assert all(p.grad is None for p in parameters(up, down))
+    return y.detach().numpy(), gradients(x, up, down)
+
+
+def body(rank):
     topology = join(tensor=2)
-    context = LayerContext(
-        topology.tensor, ParameterFactory(9, rank, 2, torch.device("cpu")), sequence_parallel, overlap
-    )
-    up, down = block(context)
-    x, target = inputs()
-    if sequence_parallel:
-        x, target = x.chunk(2)[rank].clone(), target.chunk(2)[rank]
-    x.requires_grad_()
-    y = run(up, down, x, target, context, defer)
-    gradients = [x.grad, up.weight.grad, up.bias.grad, down.weight.grad, down.bias.grad]
-    return y.detach().numpy(), [g.numpy() for g in gradients]
+    chunked_products.LEAST_TOKENS = 1
+    out = []
+    for case in CASES:
+        context = LayerContext(
+            topology.tensor, ParameterFactory(9, rank, 2, torch.device("cpu")), case.sequence_parallel, case.overlap,
+            case.chunks,
+        )
+        x, target = inputs()
+        if case.sequence_parallel:
+            x, target = x.chunk(2)[rank], target.chunk(2)[rank]
+        out.append(results(x, target, context, case))
+    return out
 
 
-@pytest.mark.parametrize(
-    ("sequence_parallel", "overlap", "defer"),
-    [(False, True, False), (False, False, True), (True, True, False), (True, False, False), (True, True, True)],
-)
-def test_two_ranks_equal_one(sequence_parallel, overlap, defer):
-    context = LayerContext.single(seed=9)
-    up, down = block(context)
+@pytest.fixture(scope="module")
+def two_ranks():
+    return run_processes(2, body)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """The same by plain torch operators: y, and the gradients of x, up.weight, up.bias, down.weight, down.bias."""
+    up, down = block(LayerContext.single(seed=9))
     x, target = inputs()
     x.requires_grad_()
-    y = run(up, down, x, target, context, defer=False)
-    ranks = run_processes(2, body, sequence_parallel, overlap, defer)
-    close = dict(rtol=1e-12, atol=1e-12)  # float64: only the order of sums differs
-    if sequence_parallel:
-        np.testing.assert_allclose(np.concatenate([r[0] for r in ranks]), y.detach().numpy(), **close)
-        np.testing.assert_allclose(np.concatenate([r[1][0] for r in ranks]), x.grad.numpy(), **close)
+    for _ in range(PASSES):
+        hidden = gated(F.linear(x, up.weight.view(2 * FFN, H), up.bias.view(-1)))
+        y = F.linear(hidden, down.weight, down.bias)
+        (y * target).sum().backward()
+    return y.detach().numpy(), gradients(x, up, down)
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=map(str, CASES))
+def test_two_ranks_equal_plain_autograd(index, two_ranks, plain):
+    y, expected = plain
+    ranks = [rank[index] for rank in two_ranks]
+    if CASES[index].sequence_parallel:
+        np.testing.assert_array_equal(np.concatenate([r[0] for r in ranks]), y)
+        np.testing.assert_array_equal(np.concatenate([r[1][0] for r in ranks]), expected[0])
         # Each rank has the part of its own tokens; the engine adds them up (partial_gradient).
-        np.testing.assert_allclose(ranks[0][1][4] + ranks[1][1][4], down.bias.grad.numpy(), **close)
+        np.testing.assert_array_equal(ranks[0][1][4] + ranks[1][1][4], expected[4])
     else:
-        for values, gradients in ranks:
-            np.testing.assert_allclose(values, y.detach().numpy(), **close)
-            np.testing.assert_allclose(gradients[0], x.grad.numpy(), **close)
-            np.testing.assert_allclose(gradients[4], down.bias.grad.numpy(), **close)
-    for i, axis, whole in ((1, 0, up.weight), (2, 0, up.bias), (3, 1, down.weight)):
-        np.testing.assert_allclose(np.concatenate([r[1][i] for r in ranks], axis), whole.grad.numpy(), **close)
+        for values, found in ranks:
+            np.testing.assert_array_equal(values, y)
+            np.testing.assert_array_equal(found[0], expected[0])
+            np.testing.assert_array_equal(found[4], expected[4])
+    for i, axis in ((1, 1), (2, 1), (3, 1)):
+        np.testing.assert_array_equal(np.concatenate([r[1][i] for r in ranks], axis), expected[i])
 
 
-def test_deferred_gradients_accumulate_and_misuse_is_caught():
+@pytest.mark.parametrize("case", [
+    Case(), Case(sinks="direct"), Case(sinks="autograd"), Case(sinks="direct", recompute=True, chunks=4),
+    Case(sinks="direct", defer=True), Case(sinks="autograd", defer=True, recompute=True), Case(defer=True),
+], ids=str)
+def test_one_rank_equals_plain_autograd(case, plain):
+    x, target = inputs()
+    y, found = results(x, target, LayerContext.single(seed=9), case)
+    np.testing.assert_array_equal(y, plain[0])
+    for mine, expected in zip(found, plain[1], strict=True):
+        np.testing.assert_array_equal(mine, expected)
+
+
+def test_frozen_weights_and_inputs_without_gradient():
     context = LayerContext.single(seed=9)
     up, down = block(context)
+    hang_sinks([up.weight, down.weight], direct=True)
+    up.weight.requires_grad_(False)
     x, target = inputs()
-    run(up, down, x, target, context, defer=True)
-    once = up.weight.grad.clone()
-    context.weight_gradients.begin()
-    y, bias = down(torch.tanh(up(x)))
-    ((y + bias) * target).sum().backward()
-    for compute in context.weight_gradients.take():
-        compute()
-    torch.testing.assert_close(up.weight.grad, 2 * once)
+    y, _ = down(gated(up(x)))
+    (y * target).sum().backward()
+    assert up.weight.gradient_sink.fresh and not down.weight.gradient_sink.fresh
+    assert x.grad is None
+
+
+def test_misuse_of_the_queue_is_caught():
+    context = LayerContext.single(seed=9)
     context.weight_gradients.begin()
     context.weight_gradients.add(lambda: None)
     with pytest.raises(AssertionError, match="never taken"):

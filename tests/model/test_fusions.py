@@ -12,6 +12,7 @@ from tests.helpers.fusions import Operators, force
 from tests.model.test_gpt import build, micro_batch, tokens
 
 GPT = dict(attention_backend="unfused")
+BLOCKED = dict(attention_backend="blocked")
 LLAMA = dict(
     attention_backend="local", num_key_value_heads=2, position_embedding_type="rope", normalization="rmsnorm",
     swiglu=True, add_bias_linear=False, untie_embeddings_and_output_weights=True,
@@ -54,7 +55,7 @@ def test_recomputation_repeats_every_bit(monkeypatch, fields, recompute, dtype):
     assert all(torch.equal(gradients[name], repeated[name]) for name in gradients)
 
 
-@pytest.mark.parametrize("fields", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("fields", [GPT, LLAMA, BLOCKED], ids=["gpt", "llama", "blocked"])
 def test_each_fusion_runs_its_own_operators(monkeypatch, fields):
     """What all fusions run is what each of them runs alone; none takes the place of another."""
     together = step(monkeypatch, ALL, **fields, **DROPOUT)[2]
@@ -64,7 +65,8 @@ def test_each_fusion_runs_its_own_operators(monkeypatch, fields):
     }
     assert sum(alone.values(), start=type(together)()) == together
     used = {name for name, calls in alone.items() if calls}
-    assert used == {*alone} - ({"rotary", "rms_norm"} if fields is GPT else {"layer_norm"})
+    unused = {"layer_norm"} if fields is LLAMA else {"rotary", "rms_norm"}
+    assert used == {*alone} - unused - {"masked_softmax" if fields is BLOCKED else "attention_block"}
 
 
 def test_evaluation_uses_the_kernels_too(monkeypatch):

@@ -28,18 +28,18 @@ def test_groups_are_the_lines_of_a_grid(sizes: tuple[int, int, int]) -> None:
     for (p, d, t), rank in np.ndenumerate(ranks):
         assert layout.rank(tensor=t, data=d, pipeline=p) == rank
         assert layout.coordinates(int(rank)) == (t, d, p)
-        assert layout.tensor_ranks(data=d, pipeline=p) == tuple(ranks[p, d, :])
-        assert layout.data_ranks(tensor=t, pipeline=p) == tuple(ranks[p, :, t])
-        assert layout.pipeline_ranks(tensor=t, data=d) == tuple(ranks[:, d, t])
+        assert tuple(layout.tensor_ranks(data=d, pipeline=p)) == tuple(ranks[p, d, :])
+        assert tuple(layout.data_ranks(tensor=t, pipeline=p)) == tuple(ranks[p, :, t])
+        assert tuple(layout.pipeline_ranks(tensor=t, data=d)) == tuple(ranks[:, d, t])
         assert layout.model_ranks(data=d) == tuple(ranks[:, d, :].ravel())
 
 
 def test_neighbours_talk_most() -> None:
     """Megatron's order on two nodes of eight: a tensor group stays within four neighbouring ranks."""
     layout = Layout(tensor=4, pipeline=2, data=2)
-    assert layout.tensor_ranks(data=1, pipeline=0) == (4, 5, 6, 7)
-    assert layout.data_ranks(tensor=0, pipeline=0) == (0, 4)
-    assert layout.pipeline_ranks(tensor=0, data=0) == (0, 8)
+    assert tuple(layout.tensor_ranks(data=1, pipeline=0)) == (4, 5, 6, 7)
+    assert tuple(layout.data_ranks(tensor=0, pipeline=0)) == (0, 4)
+    assert tuple(layout.pipeline_ranks(tensor=0, data=0)) == (0, 8)
 
 
 @pytest.mark.parametrize(("world", "tensor", "pipeline", "better"), [(6, 4, 1, 4), (2, 2, 2, 4), (9, 2, 2, 8)])
@@ -83,7 +83,16 @@ def test_the_embedding_group_joins_both_ends(sizes: tuple[int, int, int]) -> Non
             assert group is None
         else:
             assert group is not None
-            assert group.ranks == (ranks[0, d, t], ranks[-1, d, t])
+            assert tuple(group.ranks) == (ranks[0, d, t], ranks[-1, d, t])
+
+
+def test_a_rank_of_a_large_job_holds_no_list_of_all_ranks() -> None:
+    layout = Layout(tensor=8, pipeline=64, data=147)
+    topology = Topology.from_layout(layout, 40_000)
+    assert topology.world.ranks == range(75_264)
+    longest = max(len(g.ranks) for g in (topology.tensor, topology.data, topology.pipeline, topology.model))
+    assert longest == 8 * 64, "a replica of the model is the largest group beside the world"
+    assert isinstance(Topology.from_layout(Layout(data=75_264), 5).data.ranks, range)
 
 
 def test_description_names_places() -> None:

@@ -42,6 +42,8 @@ def plainly_fused(fields):
             layout(tp=2, pp=2, sp=True, schedule="interleaved", **LLAMA),
             layout(tp=2, dp=2, **UNFUSED, position_embedding_type="alibi", squared_relu=True),
             layout(pp=2, **UNFUSED, position_embedding_type="rope", apply_layernorm_1p=True, add_bias_linear=False),
+            layout(tp=2, pp=2, sp=True, schedule="zb-h1", recompute=SELECTIVE, attention_backend="blocked"),
+            layout(tp=2, attention_backend="blocked", **LLAMA),
         ],
         quick=(1,),
     ),

@@ -16,6 +16,7 @@ from megatron.model import stages
 from megatron.pipeline import orders
 from megatron.pipeline import schedule as schedule_module
 from megatron.pipeline.instructions import COMPUTE, RECEIVES, SENDS
+from megatron.pipeline.messages import planned_latency
 from megatron.pipeline.orders import group_sizes
 from megatron.pipeline.schedule import (
     Instruction,
@@ -232,7 +233,7 @@ def test_receive_buffers_are_bounded(schedule: Schedule) -> None:
 @settings(max_examples=200, deadline=None)
 def test_receives_are_posted_while_the_message_is_made(schedule: Schedule) -> None:
     """No later, so that a sender never waits for its receiver; and behind the last computation that ends earlier."""
-    timeline = simulate(schedule)
+    timeline = simulate(schedule, latency=planned_latency(schedule.chunks))
     ends = {span.instruction: span.end for spans in timeline.ranks for span in spans}
     for instructions in schedule:
         end_before, sent_since = 0.0, False

@@ -79,7 +79,7 @@ def reference_gradient(
     return torch.nn.functional.pad(out, (0, logits.shape[-1] - real)).to(logits.dtype)
 
 
-def _pieces(logits: torch.Tensor) -> Iterator[slice]:
+def pieces(logits: torch.Tensor) -> Iterator[slice]:
     """Rows that torch's operators take at a time."""
     step = max(1, _AT_A_TIME // max(1, logits.shape[-1]))
     for start in range(0, logits.shape[0], step):
@@ -104,7 +104,7 @@ def _local(
         _LOCAL(logits, maximum, total, target, logits, labels.contiguous(), rows, width, first, real)
     else:
         flat, flat_labels = logits.view(rows, width), labels.reshape(rows)
-        for part in _pieces(flat):
+        for part in pieces(flat):
             for whole, found in zip(out, reference(flat[part], flat_labels[part], first, real), strict=True):
                 whole.view(rows)[part] = found
     return out
@@ -124,7 +124,7 @@ def _gradient_in_place(
         _GRADIENT(logits, logits, labels, maximum, total, gradient, rows, width, first, real)
     else:
         flat = logits.view(rows, width)
-        for part in _pieces(flat):
+        for part in pieces(flat):
             flat[part] = reference_gradient(
                 flat[part], labels[part], maximum[part], total[part], gradient[part], first, real
             )

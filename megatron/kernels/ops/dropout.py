@@ -36,7 +36,7 @@ def _check(name: str, probability: float, seed: int, **tensors: torch.Tensor | N
         check_columns(name, argument, tensor)
 
 
-def _law(probability: float) -> tuple[int, float, int]:
+def law(probability: float) -> tuple[int, float, int]:
     """(bound of the words that are kept, scale, whether any is drawn), as the C interface takes them."""
     keep = min(int((1.0 - probability) * 2**32), 2**32 - 1)
     return keep, 1.0 / (1.0 - probability), int(probability > 0.0)
@@ -72,7 +72,7 @@ def _forward(
     out = torch.empty_like(x)
     if out.numel():
         n = x.shape[-1]
-        _FORWARD(x, out, x, bias, residual, x.numel() // n, n, seed, *_law(probability))
+        _FORWARD(x, out, x, bias, residual, x.numel() // n, n, seed, *law(probability))
     return out
 
 
@@ -90,7 +90,7 @@ def _backward(gradient: torch.Tensor, biased: bool, probability: float, seed: in
     rows = gradient.numel() // n
     if biased:
         parts, partial = partial_sums(rows, n, gradient)
-    _BACKWARD(gradient, dx, dbias if biased else None, partial, gradient, rows, n, parts, seed, *_law(probability))
+    _BACKWARD(gradient, dx, dbias if biased else None, partial, gradient, rows, n, parts, seed, *law(probability))
     return dx, dbias
 
 

@@ -1,0 +1,114 @@
+"""The machine under a benchmark: what it is, which versions run on it, and its ceiling, the rate of matrix products.
+
+    python benchmarks/machine.py ceiling THREADS PROCESSES [cpu|cuda]
+
+prints the rate of large matrix products by dtype as JSON, GFLOP/s of one process among PROCESSES that do the same at
+the same time. The output is written over and over, the inputs fit no cache: what a tuned product reaches in a program.
+"""
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("torch", "deepspeed", "transformers", "megatron-core", "numpy")
+SIZES = {"cpu": 4096, "cuda": 8192}
+CEILING_S = 0.8  # for each dtype: a few products
+
+
+def describe(peers: Path | None = None) -> dict[str, Any]:
+    """Processor, cores this process may use, memory; a run is compared with the last one of the same machine."""
+    return {
+        "processor": processor(), "threads": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "system": f"{platform.system()} {platform.release()}", "python": platform.python_version(),
+        "libc": " ".join(platform.libc_ver()), "load": round(os.getloadavg()[0], 2), "versions": versions(peers),
+    }  # fmt: skip
+
+
+def processor() -> str:
+    """The processor's name and its instruction sets for bf16, as Linux tells them."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    flags = [flag for flag in ("avx512_bf16", "amx_bf16") if flag in fields.get("flags", "").split()]
+    family = " ".join(f"{key} {fields[key]}" for key in ("cpu family", "model") if key in fields)
+    return f"{fields.get('model name', platform.machine())} ({', '.join([family, *flags])})"
+
+
+def versions(peers: Path | None) -> dict[str, str]:
+    """Versions of the packages; those of the peers' own folder count as well."""
+    found = {}
+    for name in PACKAGES:
+        places = [str(peers), *sys.path] if peers else sys.path
+        distribution = next(iter(importlib.metadata.distributions(name=name, path=places)), None)
+        found[name] = distribution.version if distribution else "absent"
+    return found
+
+
+def revision() -> dict[str, Any]:
+    """Git's revision, and whether tracked files differ from it."""
+
+    def git(*arguments: str) -> str:
+        result = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+        return result.stdout.strip() if result.returncode == 0 else ""
+
+    return {"revision": git("rev-parse", "HEAD") or "unknown", "changed": bool(git("status", "--porcelain", "-uno"))}
+
+
+def product_rates(threads: int, device: str) -> dict[str, float]:
+    """GFLOP/s of square products in fp32 and bf16, the best of those that fit into CEILING_S."""
+    import torch
+
+    torch.set_num_threads(threads)
+    n, rates = SIZES[device], {}
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+        out, best, began = torch.empty_like(a), float("inf"), time.perf_counter()
+        torch.mm(a, b, out=out)
+        while time.perf_counter() - began < CEILING_S:
+            best = min(best, _seconds(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device))
+        rates[name] = 2 * n**3 / (best if best < float("inf") else time.perf_counter() - began) / 1e9
+    return rates
+
+
+def _seconds(call: Any, device: str) -> float:
+    import torch
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def ceiling(threads: int, processes: int, environment: dict[str, str], device: str = "cpu") -> dict[str, float]:
+    """Product rates of `processes` processes of so many threads each, all at once, added up; GFLOP/s by dtype."""
+    command = [sys.executable, __file__, "ceiling", str(threads), str(processes), device]
+    children = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(processes)
+    ]
+    answers = [json.loads(child.communicate()[0]) for child in children]
+    return {name: sum(answer[name] for answer in answers) for name in answers[0]}
+
+
+def device_memory() -> tuple[str, int]:
+    """Name and bytes of the first GPU, asked in a process of its own; raises RuntimeError without one."""
+    code = "import torch; p = torch.cuda.get_device_properties(0); print(p.name, p.total_memory, sep='|')"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise RuntimeError("torch sees no GPU: " + result.stderr.strip().splitlines()[-1])
+    name, memory = result.stdout.strip().split("|")
+    return name, int(memory)
+
+
+if __name__ == "__main__":
+    print(json.dumps(product_rates(int(sys.argv[2]), sys.argv[4])))

@@ -1,0 +1,145 @@
+"""Peak memory of training: pretrain_gpt.py, and a model of it that is a fifth larger, beside a plain torch loop.
+
+    python benchmarks/memory.py [--only bf16-512 ...] [--steps 3] [--eager-only]
+
+GPT-2 124M (bench.py's W1) in one process. Every row is a process of its own with the same allocator and threads; memory
+is the peak resident size of the process, libraries and start-up included. The larger model has as many layers more as
+make at least 20 % more parameters. Beside the measured peak stands what must be held: weights, fp32 masters and
+gradients, AdamW's moments, and activations by megatron/model/formulas.py; the rest is the interpreter, libraries,
+temporary tensors and what an allocator cannot reuse.
+
+Exit code 1 where the larger model needs more than the plain loop, eager or compiled, with the smaller one.
+"""
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from sides import run
+from workloads import Case, Side
+
+from megatron.config.model import ModelConfig
+from megatron.model import formulas
+
+MIB = 2**20
+OURS = Side("ours")
+PLAIN = (Side("plain torch, eager", "plain.py"), Side("plain torch, compiled", "plain.py", compiled=True))
+CHUNK_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Row:
+    """One process. `needed_bytes` None: not known for a peer."""
+
+    name: str
+    parameters: int
+    peak_bytes: int | None
+    needed_bytes: float | None
+    reason: str = ""
+
+
+def case(dtype: str, sequence: int) -> Case:
+    """GPT-2 124M, micro-batches of 1024 tokens, two of them."""
+    return Case(
+        workload="memory", name=f"{dtype}-{sequence}", layers=12, hidden=768, heads=12, vocabulary=50304,
+        sequence=sequence, micro_batch=1024 // sequence, micro_batches=2, dtype=dtype, sides=(OURS, *PLAIN),
+    )
+
+
+def model_of(case: Case) -> ModelConfig:
+    return ModelConfig(
+        num_layers=case.layers, hidden_size=case.hidden, ffn_hidden_size=4 * case.hidden,
+        num_attention_heads=case.heads, num_key_value_heads=case.heads, kv_channels=case.hidden // case.heads,
+        seq_length=case.sequence, max_position_embeddings=case.sequence, vocab_size=case.vocabulary,
+    )
+
+
+def larger(case: Case, share: float = 0.2) -> Case:
+    """The case with the fewest layers that make at least `share` more parameters."""
+    model = model_of(case)
+    per_layer = formulas.layer_parameters(model).total
+    more = -(-formulas.total_parameters(model) * share // per_layer)
+    return replace(case, layers=case.layers + int(more))
+
+
+def state_bytes(parameters: int, dtype: str) -> int:
+    """Weights, fp32 gradients and AdamW's two moments; in 16 bit fp32 masters beside the weights."""
+    return parameters * (16 if dtype == "fp32" else 18)
+
+
+def needed_bytes(case: Case) -> float:
+    """State, activations of one micro-batch, and the logits of a chunk of tokens."""
+    model, size = model_of(case), 4 if case.dtype == "fp32" else 2
+    layers = case.layers * formulas.layer_activation_bytes(model, case.micro_batch, size)
+    head = formulas.head_activation_bytes(model, case.micro_batch, size)
+    logits = formulas.logits_bytes(model, CHUNK_TOKENS, size)
+    return state_bytes(formulas.total_parameters(model), case.dtype) + layers + head + logits
+
+
+def measure(case: Case, side: Side, steps: int, folder: Path) -> Row:
+    """One process. The first step is a warm-up."""
+    outcome = run(case, side, warm_up=1, steps=steps - 1, threads=os.cpu_count() or 1, folder=folder)
+    parameters = formulas.total_parameters(model_of(case))
+    needed = needed_bytes(case) if side is OURS else None
+    return Row(f"{side.name}, {case.layers} layers", parameters, outcome.memory_bytes, needed, outcome.reason)
+
+
+def table_of(case: Case, rows: list[Row]) -> Table:
+    table = Table(title=f"{case.dtype}, sequence {case.sequence}, micro-batch {case.micro_batch}", title_justify="left")
+    for column in ("", "parameters", "peak MiB", "must be held MiB", "rest MiB"):
+        table.add_column(column, justify="right" if column else "left")
+    for row in rows:
+        if row.peak_bytes is None:
+            table.add_row(row.name, f"{row.parameters / 1e6:.1f} M", row.reason or "not measured")
+            continue
+        cells = [row.name, f"{row.parameters / 1e6:.1f} M", f"{row.peak_bytes / MIB:.0f}"]
+        if row.needed_bytes is not None:
+            cells += [f"{row.needed_bytes / MIB:.0f}", f"{(row.peak_bytes - row.needed_bytes) / MIB:.0f}"]
+        table.add_row(*cells)
+    return table
+
+
+def verdict(rows: list[Row]) -> tuple[bool, str]:
+    """Whether the larger model, the second row, needs no more than any peer's, the rows after it."""
+    mine, peers = rows[1].peak_bytes, [r.peak_bytes for r in rows[2:] if r.peak_bytes is not None]
+    if mine is None or not peers:
+        return False, "no comparison: a side gave no figure"
+    more = 100 * (rows[1].parameters / rows[2].parameters - 1)
+    ratio = mine / min(peers)
+    return ratio <= 1, f"{more:.0f} % more parameters in {ratio:.2f} of the smallest peer's memory"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [f"{dtype}-{sequence}" for dtype in ("bf16", "fp32") for sequence in (512, 1024)]
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
+    parser.add_argument("--steps", type=int, default=3, help="at least 2")
+    parser.add_argument("--eager-only", action="store_true", help="leave out torch.compile, which takes a minute more")
+    chosen = parser.parse_args()
+    if chosen.steps < 2:
+        parser.error(f"--steps {chosen.steps}: at least 2, the first is a warm-up")
+    console, passed = Console(), True
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "logs"
+        folder.mkdir()
+        for key in chosen.only:
+            dtype, sequence = key.split("-")
+            small = case(dtype, int(sequence))
+            sides = PLAIN[:1] if chosen.eager_only else PLAIN
+            rows = [measure(c, OURS, chosen.steps, folder) for c in (small, larger(small))]
+            rows += [measure(small, side, chosen.steps, folder) for side in sides]
+            console.print(table_of(small, rows))
+            good, line = verdict(rows)
+            console.print(line + "\n")
+            passed = passed and good
+    sys.exit(0 if passed else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""What every peer is told and how it answers: a JSON object as first argument, one JSON line a step in a file.
+
+A peer trains on tokens drawn at random, which cost nothing to make, from the same ranges for every peer. A step's time
+is that from the end of the step before to its own end, as in the metrics file of pretrain_gpt.py; the loss is read in
+each step, as there.
+"""
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to train: a GPT-2 of these sizes, `steps` steps of `accumulation` micro-batches on each replica."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    sequence: int
+    micro_batch: int
+    accumulation: int
+    dtype: str
+    steps: int
+    output: str
+    tensor: int = 1
+    pipeline: int = 1
+    chunks: int = 1
+    device: str = "cpu"
+    compiled: bool = False
+    save: str = ""
+
+    @property
+    def bf16(self) -> bool:
+        return self.dtype == "bf16"
+
+
+LEARNING_RATE, WEIGHT_DECAY, BETAS, EPSILON, CLIP = 1e-4, 0.1, (0.9, 0.999), 1e-8, 1.0
+
+
+def read_task() -> Task:
+    """The task on the command line."""
+    return Task(**json.loads(sys.argv[1]))
+
+
+def world() -> tuple[int, int]:
+    """(rank, number of processes) as the launcher's variables say."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def micro_batch(task: Task) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets, [micro_batch, sequence] each."""
+    tokens = torch.randint(task.vocabulary, (task.micro_batch, task.sequence + 1), device=task.device)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def decay_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Parameter groups: matrices and embeddings decay, biases and norms do not."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def run_steps(
+    task: Task, step: Callable[[], tuple[float | None, float]], state: Callable[[], Any] | None = None
+) -> None:
+    """Call `step` task.steps times and write a line for each; rank 0 writes.
+
+    `step` returns the mean loss of the step (None where this process does not know it) and the time at which its
+    optimizer part began, by time.perf_counter. With task.save, rank 0 then stores what `state` returns, through
+    torch.save and to the disk, and writes a line with the seconds of that.
+    """
+    rank, _ = world()
+    cuda = torch.cuda if task.device == "cuda" else None
+    with open(task.output if rank == 0 else os.devnull, "w", buffering=1) as file:
+        before = time.perf_counter()
+        for index in range(task.steps):
+            loss, optimizer_began = step()
+            if cuda:
+                cuda.synchronize()
+            now = time.perf_counter()
+            record = {"step": index, "seconds": now - before, "optimizer_s": now - optimizer_began, "loss": loss}
+            record["time"] = time.time()
+            if cuda:
+                record["device_bytes"] = cuda.max_memory_allocated()
+            file.write(json.dumps(record) + "\n")
+            before = now
+        if task.save and state and rank == 0:
+            began = time.perf_counter()
+            with open(task.save, "wb") as stored:
+                torch.save(state(), stored)
+                os.fsync(stored.fileno())
+            file.write(json.dumps({"save_s": time.perf_counter() - began}) + "\n")

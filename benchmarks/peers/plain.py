@@ -1,0 +1,95 @@
+"""A plain PyTorch training loop: the shortest GPT-2 that trains well, eager or under torch.compile, DDP on several
+processes.
+
+fp32 weights under autocast, as small training loops do it; attention by scaled_dot_product_attention, AdamW fused over
+fp32 weights, gradients clipped. On several processes torch's DistributedDataParallel sums the gradients; every process
+then updates all weights (ZeRO-1 would divide that work).
+"""
+from __future__ import annotations
+
+import contextlib
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from common import BETAS, CLIP, EPSILON, LEARNING_RATE, Task, decay_groups, micro_batch, read_task, run_steps, world
+from torch import Tensor, nn
+
+
+class Layer(nn.Module):
+    """Attention and MLP, each behind a LayerNorm and with a residual."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        hidden = task.hidden
+        self.heads = task.heads
+        self.before_attention, self.before_mlp = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.query_key_value, self.attention_output = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.mlp_input, self.mlp_output = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:  # [b, s, h]
+        projected = self.query_key_value(self.before_attention(x))
+        heads = projected.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [3, b, n, s, d]
+        mixed = F.scaled_dot_product_attention(*heads.unbind(), is_causal=True)
+        x = x + self.attention_output(mixed.transpose(1, 2).flatten(2))
+        return x + self.mlp_output(F.gelu(self.mlp_input(self.before_mlp(x)), approximate="tanh"))
+
+
+class GPT(nn.Module):
+    """Mean cross entropy of the next token; the embedding is the output layer too."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self.words = nn.Embedding(task.vocabulary, task.hidden)
+        self.positions = nn.Embedding(task.sequence, task.hidden)
+        self.layers = nn.ModuleList(Layer(task) for _ in range(task.layers))
+        self.last_norm = nn.LayerNorm(task.hidden)
+        for parameter in self.parameters():
+            if parameter.dim() >= 2:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:  # [b, s] each
+        x = self.words(tokens) + self.positions.weight[: tokens.shape[1]]
+        for layer in self.layers:
+            x = layer(x)
+        logits = F.linear(self.last_norm(x), self.words.weight)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def main() -> None:
+    task = read_task()
+    rank, size = world()
+    torch.manual_seed(1)
+    with torch.device(task.device):
+        model = GPT(task)
+    optimizer = torch.optim.AdamW(decay_groups(model), lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, fused=True)
+    run: nn.Module = torch.compile(model) if task.compiled else model  # type: ignore[assignment]
+    if size > 1:
+        dist.init_process_group("gloo", rank=rank, world_size=size)
+        run = nn.parallel.DistributedDataParallel(run)
+    precision = torch.autocast(task.device, torch.bfloat16, enabled=task.bf16)
+
+    def step() -> tuple[float, float]:
+        total = torch.zeros((), device=task.device)
+        for index in range(task.accumulation):
+            tokens, targets = micro_batch(task)
+            alone = size > 1 and index < task.accumulation - 1
+            with run.no_sync() if alone else contextlib.nullcontext():  # type: ignore[operator]
+                with precision:
+                    loss = run(tokens, targets) / task.accumulation
+                loss.backward()
+            total += loss.detach()
+        began = time.perf_counter()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return total.item(), began
+
+    run_steps(task, step, lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    if size > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""Figures of `make bench`: medians with their spread, the JSON of a run, comparison with an earlier one, tables.
+
+A figure is {"median", "min", "max", "count", "spread"}. `spread` is the part of the median within which another run on
+the same machine should lie: half the range of the values, or FLOOR where that is more. Values of a few minutes do not
+show what differs between days (pages, temperature, neighbours on the same host); FLOOR stands for it. Fewer than FEW
+values show little of their range either, and the floor is twice as high.
+"""
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+FLOOR, FEW = 0.05, 3
+Figure = dict[str, float]
+Record = dict[str, Any]
+Table = list[list[str]]
+GIB = 2**30
+
+
+def figure(values: Sequence[float]) -> Figure:
+    """The figure of some values, of which there must be one.
+
+    >>> figure([1.0, 1.2, 1.4])["spread"] == (1.4 - 1.0) / 2 / 1.2
+    True
+    """
+    middle, low, high = statistics.median(values), min(values), max(values)
+    spread = (high - low) / 2 / middle if middle else 0.0
+    floor = FLOOR if len(values) >= FEW else 2 * FLOOR
+    return {"median": middle, "min": low, "max": high, "count": len(values), "spread": max(floor, spread)}
+
+
+def row_of(case: Any, side: Any, rounds: Sequence[Any], reference: Sequence[Any], ceiling: float | None) -> Record:
+    """The row of a side: `rounds` are its outcomes, `reference` those of the case's first side in the same rounds,
+    `ceiling` the FLOP/s of matrix products on all that the case uses.
+
+    ratio: seconds of a step over those of the reference in the same round, so that above 1 the reference is faster.
+    """
+    row: Record = {
+        "workload": case.workload, "case": case.name, "side": side.name, "dtype": case.dtype, "less": side.less,
+        "sequence": case.sequence, "processes": case.processes, "tokens": case.tokens, "flops": case.flops,
+        "parameters": case.parameters, "reason": next((o.reason for o in rounds if o.reason), ""),
+        "wall_s": sum(o.wall_s for o in rounds),
+    }  # fmt: skip
+    good = [(o, r) for o, r in zip(rounds, reference, strict=True) if o.step_s]
+    if not good:
+        return row
+    step = figure([s for o, _ in good for s in o.step_s])
+    row |= {"step_s": step, "tokens_per_s": case.tokens / step["median"], "flops_per_s": case.flops / step["median"]}
+    if ceiling:
+        row["share_of_ceiling"] = row["flops_per_s"] / ceiling
+    ratios = [statistics.median(o.step_s) / statistics.median(r.step_s) for o, r in good if r.step_s]
+    if ratios:
+        row["ratio"] = figure(ratios)
+    for name in ("start_s", "memory_bytes", "first_loss"):
+        values = [getattr(o, name) for o, _ in good if getattr(o, name) is not None]
+        if values:
+            row[name] = values[0] if name == "first_loss" else figure(values)
+    optimizer = [s for o, _ in good for s in o.optimizer_s]
+    if optimizer:
+        row["optimizer_s"] = figure(optimizer)
+    return row
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+
+def write(record: Record, folder: Path) -> Path:
+    """Store a run under the time it began."""
+    path = folder / f"{record['date'].replace(':', '').replace('-', '')}{'-quick' if record['quick'] else ''}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    return path
+
+
+def last_of(folder: Path, record: Record) -> Record | None:
+    """The newest run in the folder on the same machine (processor, threads, memory) that has a figure in common."""
+
+    def kind(r: Record) -> tuple[Any, ...]:
+        of_machine = [r.get("machine", {}).get(key) for key in ("processor", "threads", "memory_gib", "gpu")]
+        return (r.get("quick"), r.get("device"), r.get("threads"), *of_machine)
+
+    found = []
+    for path in folder.glob("*.json"):
+        try:
+            earlier = json.loads(path.read_text())
+        except (OSError, json.JSONDecodeError):
+            continue
+        older = earlier.get("date", "") < record["date"]
+        if older and kind(earlier) == kind(record) and figures_of(earlier).keys() & figures_of(record).keys():
+            found.append(earlier)
+    return max(found, key=lambda r: r["date"], default=None)
+
+
+def figures_of(record: Record) -> dict[str, tuple[Figure, bool]]:
+    """{name: (figure, whether less is better)} of everything in a run that another run can be compared with."""
+    found: dict[str, tuple[Figure, bool]] = {}
+    for name, value in record.get("ceiling", {}).items():
+        found[f"ceiling, {name}, GFLOP/s"] = (value, False)
+    for row in record.get("rows", []):
+        name = f"{row['workload']} {row['case']}, {row['side']}"
+        for key, unit in (("step_s", "s/step"), ("memory_bytes", "peak bytes"), ("start_s", "s to the first step")):
+            if key in row:
+                found[f"{name}, {unit}"] = (row[key], True)
+    for part in record.get("parts", []):
+        if "value" in part:
+            found[f"{part['name']}, {part['side']}, {part['unit']}"] = (part["value"], part["less_is_better"])
+    return found
+
+
+def compare(new: Record, old: Record) -> list[tuple[str, float, float, float, str]]:
+    """(name, old median, new median, change, verdict) of every figure that both runs have.
+
+    The change is new / old - 1. It is "within spread" up to the larger of the two stated spreads; beyond, "better" or
+    "worse". A machine whose ceiling moved beyond its spread is another machine that day: read the rest by that.
+    """
+    before, lines = figures_of(old), []
+    for name, (figure_now, less_is_better) in figures_of(new).items():
+        if name not in before or not before[name][0]["median"]:
+            continue
+        figure_then = before[name][0]
+        change = figure_now["median"] / figure_then["median"] - 1
+        verdict = "within spread"
+        if abs(change) > max(figure_now["spread"], figure_then["spread"]):
+            verdict = "better" if (change < 0) == less_is_better else "worse"
+        lines.append((name, figure_then["median"], figure_now["median"], change, verdict))
+    return lines
+
+
+# ---- tables --------------------------------------------------------------------------------------------------------
+
+
+def rate_table(rows: Iterable[Record]) -> Table:
+    """One line for each side of each case."""
+    table = [["case", "side", "ms/step", "±", "tokens/s", "of ceiling", "step / ours", "of W0",
+              "peak GiB", "to 1st step"]]  # fmt: skip
+    for row in rows:
+        head = [f"{row['workload']} {row['case']}", row["side"]]
+        if "step_s" not in row:
+            table.append([*head, row["reason"] or "no figures", *[""] * 7])
+            continue
+        step, share = row["step_s"], row.get("share_of_ceiling")
+        memory, start = row.get("memory_bytes"), row.get("start_s")
+        table.append([
+            *head, f"{1e3 * step['median']:,.0f}", f"{100 * step['spread']:.0f} %", f"{row['tokens_per_s']:,.0f}",
+            f"{100 * share:.1f} %" if share else "", f"{row['ratio']['median']:.2f}" if "ratio" in row else "",
+            f"{row['of_one_process']:.2f}" if "of_one_process" in row else "",
+            f"{memory['median'] / GIB:.2f}" if memory else "", f"{start['median']:.1f} s" if start else "",
+        ])  # fmt: skip
+    return table
+
+
+def part_table(parts: Iterable[Record]) -> Table:
+    """Start-up, optimizer step, cross entropy, save and data loading."""
+    table = [["part", "side", "value", "unit", "±", "note"]]
+    for part in parts:
+        value = part.get("value")
+        shown = ["", "", ""]
+        if value:
+            shown = [f"{value['median']:,.4g}", part["unit"], f"{100 * value['spread']:.0f} %"]
+        table.append([part["name"], part["side"], *shown, part.get("note", "")])
+    return table
+
+
+def ceiling_table(ceiling: dict[str, Figure]) -> Table:
+    """Measured rates of matrix products."""
+    table = [["matrix products", "GFLOP/s", "±"]]
+    for name, value in ceiling.items():
+        table.append([name, f"{value['median']:,.0f}", f"{100 * value['spread']:.0f} %"])
+    return table
+
+
+def comparison_table(lines: Iterable[tuple[str, float, float, float, str]], *, every: bool = False) -> Table:
+    """Lines of `compare`, those beyond the spread unless `every`."""
+    table = [["figure", "then", "now", "change", ""]]
+    for name, then, now, change, verdict in lines:
+        if every or verdict != "within spread":
+            table.append([name, f"{then:,.4g}", f"{now:,.4g}", f"{100 * change:+.1f} %", verdict])
+    return table
+
+
+def heading(record: Record) -> list[str]:
+    """What ran where, a few lines."""
+    machine, git = record["machine"], record["git"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    gpu = f", {machine['gpu']}" if machine.get("gpu") else ""
+    return [
+        f"{record['date']}, revision {git['revision'][:12]}{' with changes' if git['changed'] else ''}, "
+        f"{record['seconds'] / 60:.1f} minutes, {record['rounds']} round(s) of {record['steps']} steps after "
+        f"{record['warm_up']} that do not count",
+        f"{machine['processor']}{gpu}, {record['threads']} thread(s), {machine['memory_gib']} GiB, "
+        f"{machine['system']}, {machine['libc']}, load {machine['load']} at the start",
+        f"Python {machine['python']}, {versions}",
+    ]
+
+
+def notes(record: Record) -> list[str]:
+    """What a side does less than the others, and what was left out."""
+    lines = [f"{r['workload']} {r['case']}, {r['side']}: {r['less']}" for r in record["rows"] if r["less"]]
+    return lines + [f"not run: {name}: {why}" for name, why in record.get("left_out", {}).items()]
+
+
+def tables(record: Record) -> list[tuple[str, Table]]:
+    """The tables of a run, with their titles."""
+    return [
+        ("ceiling", ceiling_table(record["ceiling"])),
+        ("training", rate_table(record["rows"])),
+        ("parts", part_table(record["parts"])),
+    ]
+
+
+def markdown(record: Record) -> str:
+    """The run as it goes into docs/performance.md."""
+    text = [*heading(record), ""]
+    for title, table in tables(record):
+        if len(table) > 1:
+            text += [f"**{title}**", "", *markdown_table(table), ""]
+    return "\n".join([*text, *(f"- {note}" for note in notes(record))]) + "\n"
+
+
+def markdown_table(table: Table) -> list[str]:
+    """Lines of a table; columns after the second are numbers and stand at the right."""
+    rule = ["---" if index < 2 else "---:" for index in range(len(table[0]))]
+    return ["| " + " | ".join(cells) + " |" for cells in [table[0], rule, *table[1:]]]

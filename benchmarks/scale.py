@@ -1,0 +1,360 @@
+"""What start-up, a step and a checkpoint cost in Python when a job has thousands of ranks, without those ranks.
+
+    python benchmarks/scale.py [--only schedule] [--repeat 3] [--json FILE]
+
+One process stands for one rank of a large job (or, where the table says so, for the rank that has the most to do).
+Process groups are torch's fake ones, which do nothing: network time is not in these figures, only what every rank, or
+rank 0, computes and holds. The job is the 1T-parameter model (128 layers of 25,600) with tensor 8 and pipeline 64: at
+data 6 it has 3072 ranks, at data 147 the 75,264 of a full Frontier (9,408 nodes of 8). Each item runs in a process of
+its own, which reports seconds (the least of its repeats) and the memory that it added, in MB: what stays, and the peak.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+TENSOR, PIPELINE, LAYERS, HIDDEN, VOCABULARY, SEQUENCE = 8, 64, 128, 25600, 51200, 2048
+DATA = (6, 147)
+MICRO_BATCHES = 1600
+Row = tuple[str, float, float, float]  # what, seconds, MB kept, MB at the peak
+
+
+def _memory_mb(field: str) -> float:
+    text = Path("/proc/self/status").read_text()
+    return int(text.split(f"{field}:")[1].split()[0]) / 1024
+
+
+def measured(what: str, action: Callable[[], Any], repeat: int = 1) -> tuple[Row, Any]:
+    """The least time of `repeat` calls, and the resident memory that the first of them added."""
+    before = _memory_mb("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    start = time.perf_counter()
+    result = action()
+    seconds = time.perf_counter() - start
+    kept, peak = _memory_mb("VmRSS") - before, _memory_mb("VmHWM") - before
+    for _ in range(repeat - 1):
+        start = time.perf_counter()
+        action()
+        seconds = min(seconds, time.perf_counter() - start)
+    return (what, seconds, max(0.0, kept), max(0.0, peak)), result
+
+
+def fake_groups(data: int) -> None:
+    """torch.distributed as rank in the middle of the job; collectives return at once."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    world = TENSOR * PIPELINE * data
+    dist.init_process_group("fake", store=FakeStore(), rank=world // 2, world_size=world)
+
+
+def topology(data: int, repeat: int) -> list[Row]:
+    """Process groups and the printed layout."""
+    import torch.distributed as dist
+
+    from megatron.parallel.topology import Layout, Topology
+
+    layout = Layout(TENSOR, PIPELINE, data)
+    rank = layout.world_size // 2
+    first, _ = measured("torch's world group", lambda: fake_groups(data))
+    second, made = measured("the other groups", lambda: Topology.create(TENSOR, PIPELINE))
+    third, _ = measured("this rank's view", lambda: Topology.from_layout(layout, rank), repeat)
+    places = [f"frontier{r // 8:05d}:cuda:{r % 8}" for r in range(layout.world_size)]
+    fourth, _ = measured("printing the layout", lambda: made.describe(places), repeat)
+    dist.destroy_process_group()
+    return [first, second, third, fourth]
+
+
+def schedule(data: int, repeat: int) -> list[Row]:
+    """One rank's instructions of a step."""
+    from megatron.pipeline.schedule import build_rank_schedule, build_schedule
+
+    rows = []
+    for name, chunks in (("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)):
+        build = lambda name=name, chunks=chunks: build_rank_schedule(  # noqa: E731
+            name, PIPELINE, chunks, MICRO_BATCHES, PIPELINE // 2
+        )
+        rows.append(measured(f"{name}, {MICRO_BATCHES} micro-batches", build, repeat)[0])
+    evaluation = lambda: build_rank_schedule("1f1b", PIPELINE, 1, MICRO_BATCHES, PIPELINE // 2, True)  # noqa: E731
+    rows.append(measured("evaluation", evaluation, repeat)[0])
+    everything = lambda: build_schedule("1f1b", PIPELINE, 1, MICRO_BATCHES)  # noqa: E731
+    rows.append(measured("1f1b for all ranks (simulator)", everything)[0])
+    return rows
+
+
+def executor(data: int, repeat: int) -> list[Row]:
+    """A step's Python between the computations: chunks of one product of 4 numbers, messages that go nowhere."""
+    import torch
+
+    from megatron.parallel.topology import Topology
+    from megatron.pipeline.executor import Executor
+
+    fake_groups(data)
+    made = Topology.create(TENSOR, PIPELINE)
+    weight = torch.ones(4, requires_grad=True)
+    stage = made.pipeline.rank
+    run = Executor(made, {stage: lambda _, hidden: hidden * weight}, "1f1b", 1, (4,), torch.float32)
+    micro_batches = list(range(MICRO_BATCHES))
+    first, _ = measured(f"first step of {MICRO_BATCHES} micro-batches", lambda: run.train(micro_batches))
+    later, _ = measured("a later step", lambda: run.train(micro_batches), repeat)
+    autograd = measured("of which autograd alone", lambda: _products(weight), repeat)[0]
+    return [first, later, autograd]
+
+
+def _products(weight: Any) -> None:
+    import torch
+
+    for _ in range(MICRO_BATCHES):
+        hidden = torch.empty(4, requires_grad=True)
+        (hidden * weight).backward(torch.ones(4))
+
+
+def engine(data: int, repeat: int) -> list[Row]:
+    """Engine and optimizer of a stage of 2 small layers, over fake groups: what they cost apart from the numbers."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import torch
+
+    from megatron.config import Config
+    from megatron.engine.engine import Engine
+    from megatron.model.gpt import build_chunks
+    from megatron.parallel.topology import Topology
+
+    fake_groups(data)
+    made = Topology.create(TENSOR, PIPELINE)
+    config = Config.create(
+        num_layers=LAYERS, hidden_size=64, num_attention_heads=8, seq_length=16, max_position_embeddings=16,
+        vocab_size=512, micro_batch_size=1, global_batch_size=MICRO_BATCHES * data, lr=1e-4,
+        tensor_model_parallel_size=TENSOR, pipeline_model_parallel_size=PIPELINE, world_size=made.world.size,
+        train_iters=1,
+    )  # fmt: skip
+    chunks = build_chunks(config, made)
+    first, of_stage = measured("making the engine", lambda: Engine(config, made, chunks))
+
+    def step() -> None:
+        for p in chunks.parameters():
+            p.grad = torch.zeros_like(p)
+        of_stage.after_backward()
+        of_stage.step(1e-4)
+
+    step()
+    return [first, measured("a step of the optimizer", step, repeat)[0]]
+
+
+def order(data: int, repeat: int) -> list[Row]:
+    """Which samples this rank reads."""
+    import numpy as np
+
+    from megatron.data.sampler import sample_order
+
+    samples = 100_000_000
+    per_step = data * MICRO_BATCHES
+    mine = np.arange(MICRO_BATCHES, dtype=np.int64) * data + data // 2 + 1000 * per_step
+    rows = []
+    for kind in ("single", "cyclic"):
+        made = sample_order(kind, samples)
+        rows.append(measured(f"one step's samples, {kind}", lambda made=made: made.indices(mine), repeat)[0])
+    return rows
+
+
+def rendezvous(data: int, repeat: int) -> list[Row]:
+    """Rank 0 reads what every rank wrote to the store, which is in its own process."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    from megatron.parallel.launch import Launch
+    from megatron.parallel.rendezvous import Rendezvous
+
+    world = TENSOR * PIPELINE * data
+    meeting = Rendezvous(Launch(rank=0, world_size=world), torch.device("cpu"), timedelta(seconds=60))
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    meeting._store = dist.PrefixStore("job", store)
+    for rank in range(world):
+        hello = {"node": f"frontier{rank // 8:05d}", "pid": 1, "device": "cuda:0", "identity": str(rank % 8),
+                 "backend": "gloo"}  # fmt: skip
+        meeting._store.set(f"hello/{rank}", json.dumps(hello))
+    gather = lambda: meeting._gather_hellos(time.monotonic() + 60)  # noqa: E731
+    row, error = measured("rank 0 checks all hellos", gather, repeat)
+    assert not error, error
+    return [row]
+
+
+def stage_parameters(tensor: int, stage: int) -> list[tuple[str, tuple[int, ...], tuple[int, ...], int | None, bool]]:
+    """(name, global shape, local shape, cut dimension, whether weight decay applies) of a stage of the 1T model."""
+    h = HIDDEN
+    layer: list[tuple[str, tuple[int, ...], int | None, bool]] = [
+        ("input_norm.weight", (h,), None, False), ("input_norm.bias", (h,), None, False),
+        ("attention.query_key_value.weight", (3 * h, h), 0, True),
+        ("attention.query_key_value.bias", (3 * h,), 0, False),
+        ("attention.projection.weight", (h, h), 1, True), ("attention.projection.bias", (h,), None, False),
+        ("mlp_norm.weight", (h,), None, False), ("mlp_norm.bias", (h,), None, False),
+        ("mlp.up.weight", (4 * h, h), 0, True), ("mlp.up.bias", (4 * h,), 0, False),
+        ("mlp.down.weight", (h, 4 * h), 1, True), ("mlp.down.bias", (h,), None, False),
+    ]  # fmt: skip
+    per_stage = LAYERS // PIPELINE
+    found = []
+    if stage == 0:
+        found += [("word_embeddings", (VOCABULARY, h), 0, True), ("position_embeddings", (SEQUENCE, h), None, True)]
+    for number in range(stage * per_stage, (stage + 1) * per_stage):
+        found += [(f"layers.{number}.{name}", *rest) for name, *rest in layer]
+    if stage == PIPELINE - 1:
+        found += [("final_norm.weight", (h,), None, False), ("final_norm.bias", (h,), None, False)]
+    return [
+        (name, shape, tuple(n // TENSOR if d == dim else n for d, n in enumerate(shape)), dim, decay)
+        for name, shape, dim, decay in found
+    ]
+
+
+def written(tensor: int, stage: int, data_rank: int, data: int) -> dict[str, Any]:
+    """The boxes in the file of one rank: ZeRO cuts each parameter group, laid end to end, into equal stretches."""
+    from megatron.engine.fragments import boxes
+
+    rank = (stage * data + data_rank) * TENSOR + tensor
+    parameters = stage_parameters(tensor, stage)
+    found: dict[str, Any] = {}
+    at_byte = 0
+    for decays in (True, False):
+        group = [p for p in parameters if p[4] == decays]
+        each = -(-sum(math.prod(p[2]) for p in group) // data)
+        low, at = data_rank * each, 0
+        for name, shape, local, dim, _ in group:
+            size = math.prod(local)
+            held = boxes(min(max(low - at, 0), size), min(max(low + each - at, 0), size), local)
+            at += size
+            if not held or (dim is None and tensor):
+                continue
+            for kind in ("master", "exp_avg", "exp_avg_sq"):
+                rows = []
+                for offset, sizes in held:
+                    place = tuple(o + tensor * local[d] * (d == dim) for d, o in enumerate(offset))
+                    length = 4 * math.prod(sizes) + 1200
+                    rows.append((place, sizes, f"__{rank}_0.distcp", at_byte, length))
+                    at_byte += length
+                found[f"{kind}.{name}"] = {"shape": shape, "dtype": "float32", "boxes": rows}
+    return found
+
+
+def _all_written(data: int) -> Iterator[list[dict[str, Any]]]:
+    """What the ranks of each data-parallel group wrote, group by group in model-parallel order."""
+    for stage in range(PIPELINE):
+        for tensor in range(TENSOR):
+            yield [written(tensor, stage, d, data) for d in range(data)]
+
+
+def checkpoint(data: int, repeat: int) -> list[Row]:
+    """Who holds and writes what of the boxes: a rank, the first of a data group, rank 0, and a rank that loads.
+
+    The times of what goes over the network are those of pickling it.
+    """
+    import pickle
+
+    from megatron.checkpoint import boxes
+
+    world = TENSOR * PIPELINE * data
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        rows = [measured("save: a rank's own list", lambda: written(3, 31, data // 2, data), repeat)[0]]
+        wire = [pickle.dumps(part) for part in next(_all_written(data))]
+        row, _ = measured("save: first of a data group, all it does",
+                          lambda: _lead(folder, [pickle.loads(p) for p in wire], world), repeat)  # fmt: skip
+        rows.append(row)
+        if world > boxes.WHOLE_UP_TO:
+            sums = []
+            for number, parts in enumerate(_all_written(data)):
+                stored = boxes.merged(parts)
+                boxes.write_piece(folder, number, stored)
+                sums.append(pickle.dumps(boxes.totals(stored)))
+            rows.append(measured("save: rank 0, all it does", lambda: _finish_pieces(folder, sums), repeat)[0])
+        else:
+            lists = [pickle.dumps(boxes.merged(parts)) for parts in _all_written(data)]
+            rows.append(measured("save: rank 0, all it does", lambda: _finish_whole(folder, lists), repeat)[0])
+        size = sum(p.stat().st_size for p in folder.iterdir()) / 2**20
+        rows.append((f"files of boxes: {len(list(folder.iterdir()))}, MB in all", 0.0, size, size))
+        names = [f"{kind}.{p[0]}" for kind in ("master", "exp_avg", "exp_avg_sq") for p in stage_parameters(3, 31)]
+        rows.append(measured("load: a rank reads where its boxes are", lambda: boxes.read_boxes(folder, names))[0])
+    return rows
+
+
+def _lead(folder: Path, parts: list[dict[str, Any]], world: int) -> None:
+    from megatron.checkpoint import boxes
+
+    stored = boxes.merged(parts)
+    if world > boxes.WHOLE_UP_TO:
+        boxes.write_piece(folder, 0, stored)
+    boxes.totals(stored)
+
+
+def _finish_pieces(folder: Path, sums: list[bytes]) -> None:
+    import pickle
+
+    from megatron.checkpoint import boxes
+
+    found = [pickle.loads(s) for s in sums]
+    boxes.check_complete(found)
+    boxes.write_index(folder, found)
+
+
+def _finish_whole(folder: Path, lists: list[bytes]) -> None:
+    import pickle
+
+    from megatron.checkpoint import boxes
+
+    parts = [pickle.loads(part) for part in lists]
+    boxes.check_complete([boxes.totals(part) for part in parts])
+    boxes.write_whole(folder, boxes.merged(parts))
+
+
+ITEMS = {f.__name__: f for f in (topology, schedule, executor, engine, order, rendezvous, checkpoint)}
+
+
+def in_own_process(item: str, data: int, repeat: int) -> list[Row]:
+    """The rows of an item, or one that says why there are none."""
+    command = [sys.executable, __file__, "--item", item, "--data", str(data), "--repeat", str(repeat)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        return [(f"did not run: {reason[:90]}", math.nan, math.nan, math.nan)]
+    return [tuple(row) for row in json.loads(done.stdout.strip().splitlines()[-1])]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(ITEMS), default=list(ITEMS), help="items (default: all)")
+    parser.add_argument("--repeat", type=int, default=3, help="calls per row, of which the fastest counts (default 3)")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--item", choices=list(ITEMS), help=argparse.SUPPRESS)
+    parser.add_argument("--data", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.item:
+        print(json.dumps(ITEMS[args.item](args.data, args.repeat)))
+        return
+    worlds = [TENSOR * PIPELINE * data for data in DATA]
+    print(f"{'':54}" + "".join(f"{f'{world} ranks':>32}" for world in worlds) + f"{'growth':>9}")
+    print(f"{'':54}" + f"{'s':>14}{'MB':>9}{'peak':>9}" * len(worlds) + f"{'of s':>9}")
+    found: dict[str, list[list[Row]]] = {}
+    for item in args.only:
+        found[item] = [in_own_process(item, data, args.repeat) for data in DATA]
+        print(item)
+        for rows in zip(*found[item], strict=False):
+            cells = "".join(f"{s:14.5f}{kept:9.1f}{peak:9.1f}" for _, s, kept, peak in rows)
+            growth = f"{rows[-1][1] / rows[0][1]:9.1f}" if rows[0][1] else ""
+            print(f"  {rows[0][0]:52}{cells}{growth}", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps({"ranks": worlds, "rows": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

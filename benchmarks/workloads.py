@@ -1,0 +1,165 @@
+"""What `make bench` runs: models, batches and layouts (cases), and which programs take them (sides).
+
+W1  GPT-2 124M, one process on all threads: bf16 and fp32, sequences of 512 and 1024
+W2  tensor parallel, W3 pipeline parallel, W4 data parallel with ZeRO-1: 6 layers of 512 on two processes, which share
+    the threads; W0 is the same model and batch on one process, what two would reach without messages
+
+W2 to W4 have a vocabulary of 8,192: with 50,304 the output layer costs as much as 8 layers, and a pipeline of two would
+measure little but its last stage. All sides of a case train on the same number of tokens a step, with AdamW on
+fp32 master weights, gradient clipping and no dropout. FLOPs are counted by megatron/model/formulas.py for every side.
+"""
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.config.model import ModelConfig
+from megatron.model.formulas import model_flops_per_token, total_parameters
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One program on a case. `program`: pretrain_gpt.py or a file of benchmarks/peers.
+
+    `untouched`: nothing is set in its environment. `less`: what it does less than the others.
+    """
+
+    name: str
+    program: str = "pretrain_gpt.py"
+    flags: tuple[str, ...] = ()
+    compiled: bool = False
+    chunks: int = 1
+    untouched: bool = False
+    less: str = ""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a batch and a layout. `micro_batches` are those of one replica in a step; the first side is ours."""
+
+    workload: str
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    sequence: int
+    micro_batch: int
+    micro_batches: int
+    dtype: str
+    sides: tuple[Side, ...]
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    device: str = "cpu"
+
+    @property
+    def processes(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of a step."""
+        return self.micro_batch * self.micro_batches * self.data
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.global_batch * self.sequence
+
+    @property
+    def model(self) -> ModelConfig:
+        return ModelConfig(
+            num_layers=self.layers, hidden_size=self.hidden, ffn_hidden_size=4 * self.hidden,
+            num_attention_heads=self.heads, kv_channels=self.hidden // self.heads, num_key_value_heads=self.heads,
+            seq_length=self.sequence, max_position_embeddings=self.sequence, vocab_size=self.vocabulary,
+        )  # fmt: skip
+
+    @property
+    def parameters(self) -> int:
+        return total_parameters(self.model)
+
+    @property
+    def flops(self) -> float:
+        """Model FLOPs of a step; attention counts all pairs of positions, as in the log lines and in the papers."""
+        return model_flops_per_token(self.model) * self.tokens
+
+
+NO_MASTERS = "bf16 gradients are added up in bf16, DeepSpeed's default"
+ALL_WEIGHTS = "no ZeRO: every process updates all weights"
+OURS = Side("ours")
+UNTOUCHED = Side("ours, nothing set", untouched=True)
+EAGER, COMPILED = Side("torch, eager", "plain.py"), Side("torch, compiled", "plain.py", compiled=True)
+TRANSFORMERS = Side("transformers + DeepSpeed", "transformers_deepspeed.py", less=NO_MASTERS)
+MEGATRON_CORE = Side("megatron-core", "megatron_core.py")
+DDP = replace(EAGER, name="torch, DDP", less=ALL_WEIGHTS)
+# What PyPI has and is not run, with the reason, for the tables.
+LEFT_OUT = {
+    "torchtitan": "0.3.0 has language models of Llama's, Qwen's and DeepSeek's shapes only: not the work of a GPT-2",
+    "picotron, nanoGPT, Megatron-DeepSpeed": "not on PyPI; `torch, eager` and `torch, compiled` stand for nanoGPT",
+}
+GPT2 = dict(workload="W1", layers=12, hidden=768, heads=12, vocabulary=50304)
+SMALL = dict(layers=6, hidden=512, heads=8, vocabulary=8192, sequence=512, dtype="bf16")
+
+
+def cpu_cases() -> list[Case]:
+    """All cases of a run on CPUs. fp32 takes one micro-batch a step: it is four times as slow."""
+    interleaved = Side("ours, interleaved", flags=("--num-layers-per-virtual-pipeline-stage", "1"), chunks=3)
+    return [
+        Case(**GPT2, name="bf16 s=512", sequence=512, micro_batch=2, micro_batches=2, dtype="bf16",
+             sides=(OURS, UNTOUCHED, EAGER, COMPILED, TRANSFORMERS, MEGATRON_CORE)),
+        Case(**GPT2, name="bf16 s=1024", sequence=1024, micro_batch=1, micro_batches=2, dtype="bf16",
+             sides=(OURS, EAGER, COMPILED, TRANSFORMERS)),
+        Case(**GPT2, name="fp32 s=512", sequence=512, micro_batch=2, micro_batches=1, dtype="fp32",
+             sides=(OURS, EAGER, COMPILED)),
+        Case(**GPT2, name="fp32 s=1024", sequence=1024, micro_batch=1, micro_batches=1, dtype="fp32",
+             sides=(OURS, EAGER, COMPILED)),
+        Case(**SMALL, workload="W0", name="one process", micro_batch=2, micro_batches=4, sides=(OURS,)),
+        Case(**SMALL, workload="W2", name="TP=2", micro_batch=2, micro_batches=4, tensor=2,
+             sides=(OURS, MEGATRON_CORE)),
+        Case(**SMALL, workload="W3", name="PP=2", micro_batch=1, micro_batches=8, pipeline=2,
+             sides=(replace(OURS, name="ours, 1F1B"), interleaved,
+                    Side("ours, zero-bubble", flags=("--enable-zbh1-pipeline",)),
+                    replace(MEGATRON_CORE, name="megatron-core, 1F1B"),
+                    replace(MEGATRON_CORE, name="megatron-core, interleaved", chunks=3))),
+        Case(**SMALL, workload="W4", name="DP=2 ZeRO-1", micro_batch=2, micro_batches=2, data=2,
+             sides=(OURS, DDP, TRANSFORMERS, MEGATRON_CORE)),
+    ]  # fmt: skip
+
+
+def quick(case: Case) -> Case:
+    """The case with a tiny model, to see that everything runs."""
+    layers = min(case.layers, 6)
+    return replace(case, layers=layers, hidden=64, heads=4, vocabulary=512, sequence=case.sequence // 8)
+
+
+TORCH_KERNELS = ("--norm-implementation", "torch", "--optimizer-implementation", "torch", "--no-bias-gelu-fusion",
+                 "--no-bias-dropout-fusion", "--no-persist-layer-norm", "--no-cross-entropy-loss-fusion")  # fmt: skip
+CUDA_SIDES = (OURS, Side("ours, torch's kernels", flags=TORCH_KERNELS), EAGER, COMPILED)
+BYTES_PER_PARAMETER = 18  # bf16 weight, fp32 master, gradient and two moments
+ACTIVATIONS_SHARE = 0.35  # of the device's memory that the largest model leaves for everything else
+
+
+def cuda_cases(memory_bytes: int) -> list[Case]:
+    """Cases of one GPU with so much memory: 124M, 1.3B, and the largest of GPT-3's proportions that fits.
+
+    Where 1.3B does not fit it is left out, and the largest is smaller than it.
+    """
+    room = (1 - ACTIVATIONS_SHARE) * memory_bytes
+    both = dict(vocabulary=50304, sequence=1024, dtype="bf16", device="cuda", sides=CUDA_SIDES)
+    cases = [
+        Case(workload="G1", name="124M", layers=12, hidden=768, heads=12, micro_batch=16, micro_batches=2, **both),
+        Case(workload="G2", name="1.3B", layers=24, hidden=2048, heads=16, micro_batch=4, micro_batches=2, **both),
+    ]
+    largest = [
+        Case(workload="G3", name="largest", layers=n, hidden=2560, heads=20, micro_batch=1, micro_batches=2, **both)
+        for n in range(2, 129)
+    ]
+    fitting = [case for case in largest if case.parameters * BYTES_PER_PARAMETER <= room]
+    cases = [case for case in cases if case.parameters * BYTES_PER_PARAMETER <= room] + fitting[-1:]
+    return [replace(case, name=f"{case.name} ({case.parameters / 1e9:.2f}B)") for case in cases]

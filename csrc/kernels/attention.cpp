@@ -1,0 +1,253 @@
+// What is between the matrix products of causal attention in blocks: from scaled scores to softmax weights, and back
+// (Dao et al., arXiv 2205.14135, algorithms 1 and 4, with the logarithm of the softmax's denominator kept).
+//
+// A block holds scores of queries from `first` on and of keys from `key` on; its rows are [sample and group][position]
+// [query of the group]. Query heads of a group share their keys, so they are rows of one matrix.
+#include "api.h"
+#include "mask.h"
+
+#if MK_DEVICE
+template <class G, class T> struct BlockRow : G::template Row<T> {};
+template <class G, class T, class R> MEMBER void leave(const G &g, R &, int i, int, T *to, const float *in) {
+    store<G>(to + g.column(i), in);
+}
+// Nothing: exp is computed twice. That is cheaper than the registers of a second fp32 copy.
+template <class G> struct Kept {
+    MEMBER bool has(int) const { return false; }
+    MEMBER void put(int, const float *) {}
+    MEMBER void get(int, float *) const {}
+};
+template <class T, class Op> static int launch_block(const Op &op, int64_t rows, int64_t n, bool wide, mk_stream stream) {
+    return launch_rows<T>(op, rows, n, wide, stream);
+}
+// No lane needs another: tiles. Rows would cost a GPU more registers than there are.
+template <class T, class Op> static int launch_gradient(const Op &op, int64_t rows, int64_t n, bool wide, mk_stream stream) {
+    return launch_tiles<T>(op, rows, n, wide, stream);
+}
+#else
+template <class G, class T> struct BlockRow : LooseRow<G, T> {};
+template <class G, class T, class R> MEMBER void leave(const G &g, R &row, int i, int n, T *to, const float *in) {
+    row.write(g, i, n, to, in);
+}
+// The exponentials of a row, or of its first packs, in the nearest cache: they cost more than a load.
+template <class G> struct Kept {
+    static constexpr int ROOM = 4096 / G::V;
+    float x[ROOM][G::V];
+    MEMBER bool has(int i) const { return i < ROOM; }
+    MEMBER void put(int i, const float *in) {
+        if (has(i)) EACH(k) x[i][k] = in[k];
+    }
+    MEMBER void get(int i, float *out) const { EACH(k) out[k] = x[i][k]; }
+};
+template <class T, class Op> static int launch_block(const Op &op, int64_t rows, int64_t n, bool, mk_stream) {
+    if (rows && n) rows_on_host<HOST_V>(op, rows, n);
+    return OK;
+}
+template <class T, class Op> static int launch_gradient(const Op &op, int64_t rows, int64_t n, bool wide, mk_stream stream) {
+    return launch_block<T>(op, rows, n, wide, stream);
+}
+#endif
+
+// Where a block lies, and what its scores stand for: scale * score + slope * (key - query), an ALiBi bias (Press et
+// al., arXiv 2108.12409) where there are slopes.
+struct Block {
+    const float *slopes;  // [groups * share] or null
+    int rows, total;      // rows of a sample and group in the block and in all
+    int first_sample, first, key;
+    int length;           // of a row of the mask, at least the number of keys
+    int groups, share, n; // share: queries of a group; n: keys of the block
+    float scale;
+    struct Row {
+        int valid;    // keys of the block that the query sees
+        int64_t at;   // of all rows
+        float slope;
+        int query;    // counted from the block's first key on
+        template <class G> MEMBER void logits(int c, float *v, float scale) const {
+            EACH(k) v[k] = c + k < valid ? v[k] * scale + slope * (float)(c + k - query) : -MK_INFINITY;
+        }
+    };
+    MEMBER Row row(int64_t row) const {
+        const int nth = (int)(row / rows), i = (int)(row - (int64_t)nth * rows), sample = first_sample + nth;
+        const int position = first + i / share, seen = position + 1 - key, head = sample % groups * share + i % share;
+        return Row{seen < 0 ? 0 : seen < n ? seen : n, (int64_t)sample * total + (int64_t)first * share + i,
+                   slopes ? slopes[head] : 0.0f, position - key};
+    }
+    MEMBER static int limit(int valid, int pack, int n) {
+        const int up = (valid + pack - 1) / pack * pack;
+        return up < n ? up : n;
+    }
+};
+
+// scores -> softmax weights, with dropout, in their place; and the logarithm of each row's sum of exponentials. Needs
+// all keys that its queries see. A row whose scores are all -infinity gets zeros, and +infinity as its logarithm.
+template <class T> struct AttentionWeights {
+    static constexpr int WAVES = 4, HOLDS = 1;
+    // narrow: 2 (a row's logarithm and its head's slope)
+    T *scores;
+    float *logarithms;
+    Block block;
+    Mask mask;
+
+    template <class G> MEMBER void operator()(const G &g, int64_t row) const {
+        const Block::Row here = block.row(row);
+        const int n = block.n, limit = Block::limit(here.valid, G::V, n);
+        T *const p = scores + row * n;
+        BlockRow<G, T> held;
+        held.read(g, p, limit);
+        float v[G::V], best[G::V];
+        Chains<G> sums;
+        Kept<G> kept;
+        EACH(k) best[k] = -MK_INFINITY;
+        PACKS(i, g, limit) {
+            held.get(i, v);
+            here.template logits<G>(g.column(i), v, block.scale);
+            EACH(k) best[k] = maximum(v[k], best[k]);
+        }
+        const float top = g.max(fold_max<G>(best)), shift = top == -MK_INFINITY ? 0.0f : top;
+        PACKS(i, g, limit) {
+            held.get(i, v);
+            here.template logits<G>(g.column(i), v, block.scale);
+            EACH(k) v[k] = exponential(v[k] - shift);
+            EACH(k) sums(i, k) += v[k];
+            kept.put(i, v);
+        }
+        const float total = g.sum(sums.total());
+        const float denominator = total == 0.0f ? MK_INFINITY : shift + logarithm(total);
+        const float quotient = total == 0.0f ? 0.0f : 1.0f / total;
+        if (g.leads()) logarithms[here.at] = denominator;
+        PACKS(i, g, n) {
+            const int c = g.column(i);
+            if (c < limit) {
+                if (kept.has(i)) {
+                    kept.get(i, v);
+                    EACH(k) v[k] *= quotient;
+                } else {
+                    held.get(i, v);
+                    here.template logits<G>(c, v, block.scale);
+                    EACH(k) v[k] = exponential(v[k] - shift) * quotient;
+                }
+                mask.apply<G>(here.at * block.length + block.key + c, v);
+            } else {
+                EACH(k) v[k] = 0;
+            }
+            leave(g, held, i, n, p, v);
+        }
+    }
+};
+
+// Weights again, in the place of the scores, and the scores' gradient in the place of that of the weights:
+// scale * weight * (gradient - dot), where dot is the sum over the row of weight times gradient, which is that of the
+// output times its gradient (arXiv 2205.14135, appendix B.2).
+template <class T> struct AttentionGradient {
+    static constexpr int WAVES = 4;
+    // narrow: 3 (a row's logarithm, its dot and its head's slope)
+    T *scores, *gradients;
+    const float *logarithms, *dots;
+    Block block;
+    Mask mask;
+
+    // Of the pack from column c on: v from score to weight, u from the weight's gradient to the score's.
+    template <class G>
+    MEMBER void change(const Block::Row &here, float denominator, float dot, int c, float *v, float *u) const {
+        const float scale = block.scale;
+        float drop[G::V];
+        EACH(k) drop[k] = 1.0f;
+        mask.apply<G>(here.at * block.length + block.key + c, drop);
+        here.template logits<G>(c, v, scale);
+        EACH(k) v[k] = exponential(v[k] - denominator);
+        // What is not seen may be anything: it was never written.
+        EACH(k) u[k] = c + k < here.valid ? scale * v[k] * (u[k] * drop[k] - dot) : 0.0f;
+        EACH(k) v[k] *= drop[k];
+    }
+#if MK_DEVICE
+    template <class G> MEMBER void operator()(const G &, int64_t row, int c) const {
+        const Block::Row here = block.row(row);
+        const int64_t at = row * block.n + c;
+        float v[G::V], u[G::V];
+        if (c < here.valid) {
+            load<G>(scores + at, v);
+            load<G>(gradients + at, u);
+            change<G>(here, logarithms[here.at], dots[here.at], c, v, u);
+        } else {
+            EACH(k) v[k] = u[k] = 0;
+        }
+        store<G>(scores + at, v);
+        store<G>(gradients + at, u);
+    }
+#else
+    template <class G> MEMBER void operator()(const G &g, int64_t row) const {
+        const Block::Row here = block.row(row);
+        const int n = block.n, limit = Block::limit(here.valid, G::V, n);
+        T *const p = scores + row * n, *const d = gradients + row * n;
+        const float denominator = logarithms[here.at], dot = dots[here.at];
+        LooseRow<G, T> a, b;
+        a.read(g, p, limit);
+        b.read(g, d, limit);
+        float v[G::V], u[G::V];
+        PACKS(i, g, n) {
+            const int c = g.column(i);
+            if (c < limit) {
+                a.get(i, v);
+                b.get(i, u);
+                change<G>(here, denominator, dot, c, v, u);
+            } else {
+                EACH(k) v[k] = u[k] = 0;
+            }
+            a.write(g, i, n, p, v);
+            b.write(g, i, n, d, u);
+        }
+    }
+#endif
+};
+
+// The sum over a row of the products of two arrays.
+template <class T> struct RowDots {
+    static constexpr int WAVES = 4, HOLDS = 2;
+    // narrow: 1 (the result)
+    float *out;
+    const T *a, *b;
+    int n;
+
+    template <class G> MEMBER void operator()(const G &g, int64_t row) const {
+        BlockRow<G, T> x, y;
+        x.read(g, a + row * n, n);
+        y.read(g, b + row * n, n);
+        float u[G::V], v[G::V];
+        Chains<G> sums;
+        PACKS(i, g, n) {
+            x.get(i, u);
+            y.get(i, v);
+            EACH(k) sums(i, k) += u[k] * v[k];
+        }
+        const float total = g.sum(sums.total());
+        if (g.leads()) out[row] = total;
+    }
+};
+
+// rows: of the whole block; queries: of one sample and group in it; total: in all. random is 0 where nothing is dropped.
+MK_API mk_attention_weights(int type, void *scores, void *logarithms, const void *slopes, int64_t rows, int64_t queries,
+                            int64_t total, int64_t first_sample, int64_t first, int64_t length, int64_t groups, int64_t share,
+                            int64_t n, float scale, uint64_t seed, uint32_t keep, float kept_scale, int random, void *stream) {
+    const Block block{(const float *)slopes, (int)queries, (int)total, (int)first_sample, (int)first, 0, (int)length,
+                      (int)groups, (int)share, (int)n, scale};
+    const Mask mask{seed, keep, kept_scale, random != 0};
+    FOR_TYPE(type, launch_block<T>(AttentionWeights<T>{(T *)scores, (float *)logarithms, block, mask}, rows, n,
+                                   aligned(scores), (mk_stream)stream));
+}
+
+MK_API mk_attention_gradient(int type, void *scores, void *gradients, const void *logarithms, const void *dots,
+                             const void *slopes, int64_t rows, int64_t queries, int64_t total, int64_t first_sample,
+                             int64_t first, int64_t key, int64_t length, int64_t groups, int64_t share, int64_t n, float scale, uint64_t seed,
+                             uint32_t keep, float kept_scale, int random, void *stream) {
+    const Block block{(const float *)slopes, (int)queries, (int)total, (int)first_sample, (int)first, (int)key, (int)length,
+                      (int)groups, (int)share, (int)n, scale};
+    const Mask mask{seed, keep, kept_scale, random != 0};
+    FOR_TYPE(type, launch_gradient<T>(AttentionGradient<T>{(T *)scores, (T *)gradients, (const float *)logarithms,
+                                                           (const float *)dots, block, mask},
+                                      rows, n, aligned(scores, gradients), (mk_stream)stream));
+}
+
+MK_API mk_row_dots(int type, void *out, const void *a, const void *b, int64_t rows, int64_t n, void *stream) {
+    FOR_TYPE(type, launch_block<T>(RowDots<T>{(float *)out, (const T *)a, (const T *)b, (int)n}, rows, n, aligned(a, b),
+                                   (mk_stream)stream));
+}

@@ -1,0 +1,217 @@
+"""Causal attention in blocks: matrix products of many heads at once, and between them one pass over the scores.
+
+Scores live only for one block: of queries with all keys that they see in the forward pass, of keys with all queries
+that see them in the backward pass, which makes them again from the logarithms that were kept (Dao et al., arXiv
+2205.14135; the order of loops of algorithm 4). Nothing above the diagonal's blocks is computed. So memory grows with
+the sequence, not with its square, and on a CPU the products reach what large ones do.
+
+Queries, keys and values are read where the projection left them, and their gradients are written there. Products add
+up in fp32; in 16 bits the scores are rounded to the format, as in the explicit softmax, and the gradient of the
+queries, the only one that has a term from each block, is added up in fp32.
+"""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from megatron.kernels.ops import attention as kernel
+from megatron.layers.documents import Documents
+from megatron.parallel.random import mix
+
+# Measured on a CPU, sequences of 512 to 2048, heads of 64 and 128: smaller blocks leave out more above the diagonal,
+# larger ones make faster products; those of 16 bits need more of it.
+_LEAST = {torch.float32: 64}
+_LEAST_16_BIT, _MOST_TIMES, _BLOCKS = 128, 2, 8
+# Scores of this many elements at once: a buffer of some MiB however many heads and samples there are.
+_SCORES = 1 << 22
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """slopes fp32 [heads] or None; probability and seed of dropout (0 and 0: none); fused: through the kernels."""
+
+    slopes: torch.Tensor | None
+    probability: float
+    seed: int
+    fused: bool
+
+
+def block_length(length: int, dtype: torch.dtype) -> int:
+    """Positions of a block: a whole number of the kernel's tiles, at most twice the least, whatever the length."""
+    least = _LEAST.get(dtype, _LEAST_16_BIT)
+    wished = -(-length // (_BLOCKS * kernel.TILE)) * kernel.TILE
+    return max(least, min(wished, _MOST_TIMES * least))
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """[s, b, groups, share, d] -> [b groups, s share, d]: a view where share is 1, else a copy."""
+    return x.permute(1, 2, 0, 3, 4).reshape(x.shape[1] * x.shape[2], -1, x.shape[4])
+
+
+def _heads(x: torch.Tensor) -> torch.Tensor:
+    """[s, b, groups, d] -> [b groups, s, d]; a view where samples and groups have a common stride."""
+    return x.permute(1, 2, 0, 3).flatten(0, 1)
+
+
+def _transposed(x: torch.Tensor) -> torch.Tensor:
+    """[n, keys, d] -> [n, d, keys], as the second matrix of a product.
+
+    In 16 bits torch's product is at full speed with a transposed matrix only where it is the whole of a tensor.
+    """
+    return (x if x.dtype == torch.float32 else x.contiguous()).transpose(1, 2)
+
+
+def _parts(count: int, scores: int) -> list[slice]:
+    """Samples and groups, as many at once as have _SCORES scores in a block, but work for every thread."""
+    size = min(count, max(_SCORES // scores, torch.get_num_threads()))
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+class _Rows:
+    """A tensor of heads [s, b, groups, share, d] to be written as rows: in its place, or apart and then put there."""
+
+    def __init__(self, place: torch.Tensor) -> None:
+        s, b, groups, share, d = place.shape
+        merge = share == 1 and (1 in (b, groups) or place.stride(1) == groups * place.stride(2))
+        self.place, self.apart = place, not merge
+        self.rows = _rows(place) if merge else place.new_empty(b * groups, s * share, d)
+
+    def put(self) -> None:
+        """The rows to their place."""
+        if self.apart:
+            s, b, groups, share, d = self.place.shape
+            self.place.copy_(self.rows.view(b, groups, s, share, d).permute(2, 0, 1, 3, 4))
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, settings: _Settings
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [s, b, groups, share, d], k and v [s, b, groups, d] -> (out like q, logarithms [b groups, s share])."""
+    s, b, groups, share, d = q.shape
+    out = q.new_empty(q.shape)
+    queries, keys, values, result = _rows(q), _heads(k), _heads(v), _Rows(out)
+    logarithms = q.new_empty(b * groups, s * share, dtype=torch.promote_types(q.dtype, torch.float32))
+    weights = kernel.attention_weights_ if settings.fused else kernel.weights_reference
+    law = (share, 1.0 / math.sqrt(d), settings.probability, settings.seed)
+    block = block_length(s, q.dtype)
+    parts = _parts(b * groups, min(block, s) * share * s)
+    buffer = q.new_empty(parts[0].stop * min(block, s) * share * s)
+    for part in parts:
+        for first in range(0, s, block):
+            last = min(first + block, s)
+            rows, shape = slice(first * share, last * share), (part.stop - part.start, (last - first) * share, last)
+            scores = buffer[: math.prod(shape)].view(shape)
+            torch.bmm(queries[part, rows], _transposed(keys[part, :last]), out=scores)
+            weights(scores, logarithms, settings.slopes, part.start, first, *law)
+            torch.bmm(scores, values[part, :last], out=result.rows[part, rows])
+    result.put()
+    return out, logarithms
+
+
+def _backward(
+    dout: torch.Tensor, out: torch.Tensor, logarithms: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    settings: _Settings, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
+) -> None:
+    """Fills dq, dk and dv; dout and out are like q, contiguous."""
+    s, b, groups, share, d = q.shape
+    gradient = kernel.attention_gradient_ if settings.fused else kernel.gradient_reference
+    row_dots = kernel.row_dots if settings.fused else kernel.dots_reference
+    dots = _rows(row_dots(dout, out).unsqueeze(-1)).squeeze(-1).contiguous()
+    queries, keys, values, douts = _rows(q), _heads(k), _heads(v), _rows(dout)
+    to_queries, to_keys, to_values = _Rows(dq), _Rows(dk.unsqueeze(3)), _Rows(dv.unsqueeze(3))
+    law = (share, 1.0 / math.sqrt(d), settings.probability, settings.seed)
+    block = block_length(s, q.dtype)
+    parts = _parts(b * groups, min(block, s) * share * s)
+    buffers = q.new_empty(2, parts[0].stop * min(block, s) * share * s)
+    narrow = q.dtype in (torch.float16, torch.bfloat16)
+    sums = q.new_empty(parts[0].stop, s * share, d, dtype=torch.float32) if narrow else None
+    for part in parts:
+        n = part.stop - part.start
+        total = to_queries.rows[part] if sums is None else sums[:n]
+        for first in range(0, s, block):
+            last, row = min(first + block, s), first * share
+            shape = (n, s * share - row, last - first)
+            scores, dscores = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
+            torch.bmm(queries[part, row:], _transposed(keys[part, first:last]), out=scores)
+            torch.bmm(douts[part, row:], _transposed(values[part, first:last]), out=dscores)
+            gradient(scores, dscores, logarithms, dots, settings.slopes, part.start, first, first, *law)
+            torch.bmm(scores.transpose(1, 2), douts[part, row:], out=to_values.rows[part, first:last])
+            torch.bmm(dscores.transpose(1, 2), queries[part, row:], out=to_keys.rows[part, first:last])
+            _add_product(total[:, row:], dscores, keys[part, first:last], fresh=first == 0)
+        if sums is not None:
+            to_queries.rows[part] = total
+    for result in (to_queries, to_keys, to_values):
+        result.put()
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, fresh: bool) -> None:
+    """total (+)= a b; in 16 bits total is fp32 and a product is rounded before it is added."""
+    if total.dtype == a.dtype:
+        torch.baddbmm(total, a, b, beta=0.0 if fresh else 1.0, out=total)
+    elif fresh:
+        total.copy_(torch.bmm(a, b))
+    else:
+        total.add_(torch.bmm(a, b))
+
+
+def _split(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The parts of the projection, or three tensors as they are: q [.., groups, share, d], k and v [.., groups, d]."""
+    if len(tensors) == 1:
+        (mixed,) = tensors
+        return mixed[..., :-2, :], mixed[..., -2, :], mixed[..., -1, :]
+    q, k, v = tensors
+    return q.unflatten(2, (k.shape[2], -1)), k, v
+
+
+class _Attention(torch.autograd.Function):
+    """out [s, b, groups, share, d] of _split(tensors), whose gradients are written in the layout of the tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, settings: _Settings, *tensors: torch.Tensor) -> torch.Tensor:
+        out, logarithms = _forward(*_split(tensors), settings)
+        ctx.save_for_backward(out, logarithms, *tensors)
+        ctx.settings = settings
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        out, logarithms, *tensors = ctx.saved_tensors
+        gradients = tuple(torch.empty_like(x) for x in tensors)
+        _backward(
+            dout.contiguous(), out, logarithms, *_split(tuple(tensors)), ctx.settings, *_split(gradients)
+        )
+        return None, *gradients
+
+
+def blocked_attention(
+    tensors: tuple[torch.Tensor, ...], slopes: torch.Tensor | None, documents: Documents | None, dropout: float,
+    seed: int | None, fused: bool,
+) -> torch.Tensor:
+    """softmax(q k^T / sqrt(d)) v, causal and inside of documents: [s, b, heads, d].
+
+    tensors    the projection [s, b, groups, queries + 2, d] alone, in which a group's queries come before its key and
+               its value; or q [s, b, heads, d], k and v [s, b, groups, d]
+    slopes     of ALiBi, fp32 [heads], or None
+    dropout    of the weights, with masks by `seed` (megatron.parallel.random); no seed: none
+    fused      softmax and its gradient through the kernels, whose masks are their own
+    """
+    if dropout >= 1.0 and seed is not None:
+        q, k, _ = _split(tensors)
+        return (q * 0.0 + k.unsqueeze(3) * 0.0).flatten(2, 3)
+    probability = 0.0 if seed is None else dropout
+    fused = fused and tensors[0].dtype != torch.float64
+    if documents is None:
+        settings = _Settings(slopes, probability, seed or 0, fused)
+        return _Attention.apply(settings, *tensors).flatten(2, 3)
+    outs = []
+    for i, batch in enumerate(zip(*(documents.batches(x) for x in tensors), strict=True)):
+        settings = _Settings(slopes, probability, mix(seed or 0, i), fused)
+        out = _Attention.apply(settings, *(x.transpose(0, 1) for x in batch))
+        outs.append(out.transpose(0, 1).flatten(0, 1))
+    rows = torch.cat(outs).index_select(0, documents.groups.scatter)
+    return rows.view(*tensors[0].shape[:2], -1, tensors[0].shape[-1])

@@ -1,0 +1,233 @@
+"""Output layer and cross entropy together, over chunks of tokens, so that only one chunk's logits exist at a time.
+
+The logits of a chunk are turned into their gradient in place, and that into its part of the input's and the weight's
+gradient, before the next chunk takes their memory. All of it happens in the backward pass, because only there the
+gradient of the loss is known: a loss scale must be multiplied in before 16-bit rounding, the weight gradient goes
+straight into its fp32 sum, and a schedule may want it later. The logits are computed once. The price: the value of the
+loss exists only after the backward pass, which is all that a pipeline's executor needs (`late`).
+
+The alternatives were to compute gradients in the forward pass for a loss gradient of 1 and to scale them afterwards
+(Liger, Hsu et al., arXiv 2410.10989, section 3.2: an fp32 [vocabulary/tp, h] tensor that must wait and be read once
+more, and underflow in fp16), or to compute the logits a second time (a third more work in this layer).
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from megatron.layers.context import LayerContext
+from megatron.layers.cross_entropy import combine, gradient_, local_statistics, losses_of, vocab_parallel_cross_entropy
+from megatron.layers.linear import column_parallel_matmul
+from megatron.parallel import collectives
+from megatron.parallel.sink import deliver, sink_of
+
+CPU_TOKENS, GPU_TOKENS = 512, 4096
+"""Tokens of a chunk by default. Each chunk reads and writes the fp32 weight gradient once: 4 / tokens bytes per FLOP of
+that product, a few percent of its time at these sizes, at the product and memory rates of such devices."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The output layer's part on this rank.
+
+    weight   [vocab/tp, h], rows `first`, `first` + 1, ... of the vocabulary, of which the first `real` exist
+    context  the tensor-parallel group, the queue of deferred weight gradients, fusions
+    tokens   of a chunk; 0 all at once, None what suits the device
+    """
+
+    weight: torch.Tensor
+    context: LayerContext
+    first: int
+    real: int
+    tokens: int | None = None
+
+    def chunks(self, count: int) -> list[slice]:
+        """Parts of `count` tokens."""
+        default = CPU_TOKENS if self.weight.device.type == "cpu" else GPU_TOKENS
+        step = (default if self.tokens is None else self.tokens) or count
+        return [slice(start, min(start + step, count)) for start in range(0, count, step)]
+
+    def statistics(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return local_statistics(logits, labels, self.first, self.real, self.context.fusions.cross_entropy)
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """x [s(/tp), b, h] of all ranks: [s * b, h]."""
+        whole = collectives.gather_first(x, self.context.tensor) if self.context.sequence_parallel else x
+        return whole.reshape(-1, x.shape[-1])
+
+
+def vocabulary_loss(
+    x: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, vocabulary: Vocabulary, late: bool = False
+) -> torch.Tensor:
+    """The mean cross entropy of the unmasked tokens: scalar, fp32, the same on every rank of the tensor group.
+
+    x [s(/tp), b, h] in the weight's format, labels int64 [s, b], mask [s, b] of ones and zeros; 0 where all is masked.
+
+    Without gradients the logits are made chunk by chunk. With them, and without `late`, they are kept for the backward
+    pass, in the weight's format. With `late` they never exist as a whole, and the result is NaN until its backward pass
+    has been run, which fills in the value.
+    """
+    labels, mask = labels.reshape(-1), mask.reshape(-1).float()
+    v = vocabulary
+    if not torch.is_grad_enabled() or not (x.requires_grad or v.weight.requires_grad):
+        return _mean(_losses(x, labels, v), mask)
+    if late:
+        loss: torch.Tensor = _LateLoss.apply(x, v.weight, labels, mask, v)
+        return loss
+    logits = column_parallel_matmul(x, v.weight, v.context).flatten(0, 1)
+    losses = vocab_parallel_cross_entropy(
+        logits, labels, v.context.tensor, v.first, v.real, fused=v.context.fusions.cross_entropy
+    )
+    return _mean(losses, mask)
+
+
+def scores(x: torch.Tensor, v: Vocabulary, positions: torch.Tensor | None = None) -> torch.Tensor:
+    """This rank's fp32 logits [s, b, vocab/tp] of x [s(/tp), b, h]; -infinity where an entry does not exist.
+
+    positions int64 [b]: only those of one position of each sample, [1, b, vocab/tp], and without gradients.
+    """
+    if positions is None:
+        found = column_parallel_matmul(x, v.weight, v.context).float()
+    else:
+        with torch.no_grad():
+            whole = v.gather(x).view(-1, *x.shape[1:])
+            samples = torch.arange(len(positions), device=x.device)
+            found = F.linear(whole[positions, samples].unsqueeze(0), v.weight).float()
+    found[..., v.real :] = float("-inf")
+    return found
+
+
+def _mean(losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return (losses * mask).sum() / mask.sum().clamp(min=1.0)
+
+
+@torch.no_grad()
+def _losses(x: torch.Tensor, labels: torch.Tensor, v: Vocabulary) -> torch.Tensor:
+    """Of every token, fp32 [s * b], without a gradient. One message for all chunks."""
+    whole = v.gather(x)
+    found = [v.statistics(logits, labels[part]) for part, logits in _logits(whole, v, v.chunks(len(whole)))]
+    return losses_of(*combine(torch.cat(found, dim=1), v.context.tensor))
+
+
+def _logits(x: torch.Tensor, v: Vocabulary, chunks: list[slice]) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Chunk by chunk the logits [n, vocab/tp] of x [tokens, h]; each overwrites the one before."""
+    memory = x.new_empty(max((part.stop - part.start for part in chunks), default=0), v.weight.shape[0])
+    for part in chunks:
+        yield part, torch.mm(x[part], v.weight.t(), out=memory[: part.stop - part.start])
+
+
+class _LateLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, v: Vocabulary
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, labels, mask)
+        ctx.vocabulary = v
+        loss = x.new_full((), float("nan"), dtype=torch.float32)
+        ctx.loss = loss.view(())  # the same memory, but no reference to what holds this node
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, labels, mask = ctx.saved_tensors
+        v = ctx.vocabulary
+        token_gradients = mask * (gradient / mask.sum().clamp(min=1.0))
+        whole = v.gather(x)
+        task = _Backward(v, whole, labels, token_gradients, *ctx.needs_input_grad[:2])
+        losses = task.run()
+        ctx.loss.copy_(_mean(losses, mask))
+        dx = None if task.dx is None else task.dx.view(x.shape)
+        return dx, task.dw, None, None, None
+
+
+class _Backward:
+    """One backward pass over the chunks of x [tokens, h].
+
+    After run(), dx is this rank's gradient of its part of the input, summed over the ranks, and dw that of the weight,
+    None where it went into a sink or was deferred.
+    """
+
+    def __init__(
+        self, v: Vocabulary, x: torch.Tensor, labels: torch.Tensor, token_gradients: torch.Tensor, needs_x: bool,
+        needs_weight: bool,
+    ) -> None:
+        self.v, self.x, self.labels, self.token_gradients = v, x, labels, token_gradients
+        self.dx = torch.empty_like(x) if needs_x else None
+        self.dw: torch.Tensor | None = None
+        self._needs_weight = needs_weight
+        self._deferred = needs_weight and v.context.weight_gradients.deferring
+        self._sink = sink_of(v.weight)
+
+    def run(self) -> torch.Tensor:
+        """The losses, fp32 [tokens]."""
+        v, x = self.v, self.x
+        # A weight gradient that waits needs the logits' gradient of all tokens.
+        chunks = [slice(0, len(x))] if self._deferred else v.chunks(len(x))
+        losses = torch.empty_like(self.token_gradients)
+        sent = collectives.DONE
+        for part, logits in _logits(x, v, chunks):
+            last = part.stop == len(x)
+            losses[part] = self._logits_gradient(part, logits)
+            if self.dx is not None:
+                torch.mm(logits, v.weight, out=self.dx[part])
+            if last and self.dx is not None:
+                sent = self._send()
+            if self._deferred:
+                v.context.weight_gradients.add(partial(_deferred_weight_gradient, v.weight, logits, x))
+            elif self._needs_weight:
+                self._add(logits, x[part], last)
+        if self.dw is not None:
+            self.dw = self.dw.to(v.weight.dtype)
+        sent.wait()
+        return losses
+
+    def _logits_gradient(self, part: slice, logits: torch.Tensor) -> torch.Tensor:
+        """Turn the logits of a chunk into their gradient; the chunk's losses."""
+        v, labels = self.v, self.labels[part]
+        maximum, total, target = combine(v.statistics(logits, labels), v.context.tensor)
+        gradient_(
+            logits, labels, maximum, total, self.token_gradients[part], v.first, v.real,
+            v.context.fusions.cross_entropy,
+        )  # fmt: skip
+        return losses_of(maximum, total, target)
+
+    def _send(self) -> Any:
+        """Sum dx over the ranks, behind the last chunk's weight gradient."""
+        assert self.dx is not None
+        context = self.v.context
+        if context.sequence_parallel:
+            self.dx, work = collectives.reduce_scatter_first_async(self.dx, context.tensor)
+        else:
+            work = collectives.all_reduce_async(self.dx, context.tensor)
+        if not context.overlap:
+            work.wait()
+            return collectives.DONE
+        return work
+
+    def _add(self, dy: torch.Tensor, x: torch.Tensor, last: bool) -> None:
+        """Add dy^T x to the weight's gradient."""
+        if self._sink is not None:
+            self._sink.add_product(dy, x, last=last)
+            return
+        product = dy.t() @ x
+        if self.dw is None:
+            # Of several chunks the sum is taken in fp32 and rounded once.
+            self.dw = product if last else product.to(torch.promote_types(product.dtype, torch.float32))
+        else:
+            self.dw.add_(product)
+
+
+@torch.no_grad()
+def _deferred_weight_gradient(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
+    sink = sink_of(weight)
+    if sink is not None:
+        sink.add_product(dy, x)
+    else:
+        deliver(weight, dy.t() @ x)

@@ -1,0 +1,231 @@
+"""The pure parts of `make bench`: the same work on every side, figures, ratios and the comparison of two runs."""
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def benchmarks_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `import results` and its like find benchmarks/ and benchmarks/peers/."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "peers"))
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+
+def module(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def value_after(arguments: list[str], flag: str) -> str:
+    return arguments[arguments.index(flag) + 1]
+
+
+# ---- the same work -------------------------------------------------------------------------------------------------
+
+
+def test_flops_are_six_per_matrix_weight_and_token_and_twelve_per_layer_width_and_pair() -> None:
+    """The count that nanoGPT and PaLM (appendix B) give, from the sizes alone; biases, norms and positions left out."""
+    case = module("workloads").cpu_cases()[0]
+    matrices = 12 * 12 * 768**2 + 50304 * 768
+    assert case.tokens == 2 * 2 * 512
+    assert case.flops == pytest.approx((6 * matrices + 12 * 12 * 768 * 512) * case.tokens, rel=1e-12)
+
+
+def test_the_plain_loop_has_the_parameters_of_the_case() -> None:
+    """Same model: a closed form on our side, the number of weights torch holds on the peer's."""
+    workloads, sides, plain = module("workloads"), module("sides"), module("plain")
+    case = workloads.quick(workloads.cpu_cases()[0])
+    task = module("common").Task(**sides.peer_task(case, workloads.EAGER, 3, Path("out")))
+    assert sum(p.numel() for p in plain.GPT(task).parameters()) == case.parameters
+
+
+def test_the_plain_loop_starts_at_the_loss_of_a_uniform_guess() -> None:
+    """Small initial weights make every token about as likely: ln V, off by the logits' variance (their standard
+    deviation is about 0.02 sqrt(64) = 0.16, half its square is 0.013)."""
+    workloads, sides, plain = module("workloads"), module("sides"), module("plain")
+    case = workloads.quick(workloads.cpu_cases()[0])
+    task = module("common").Task(**sides.peer_task(case, workloads.EAGER, 3, Path("out")))
+    torch.manual_seed(0)
+    loss = plain.GPT(task)(*module("common").micro_batch(task)).item()
+    assert loss == pytest.approx(torch.tensor(512.0).log().item(), abs=0.05)
+
+
+def test_attention_of_the_plain_loop_is_causal() -> None:
+    """The hidden state at a position does not change with later tokens."""
+    workloads, sides, plain = module("workloads"), module("sides"), module("plain")
+    case = replace(workloads.quick(workloads.cpu_cases()[0]), layers=2, sequence=8)
+    layer = plain.Layer(module("common").Task(**sides.peer_task(case, workloads.EAGER, 3, Path("out"))))
+    x = torch.randn(1, 8, 64)
+    changed = torch.cat([x[:, :5], torch.randn(1, 3, 64)], 1)
+    torch.testing.assert_close(layer(x)[:, :5], layer(changed)[:, :5])
+    assert not torch.allclose(layer(x)[:, 5:], layer(changed)[:, 5:])
+
+
+@pytest.mark.parametrize("index", range(8))
+def test_every_side_takes_the_case_s_tokens_a_step(index: int) -> None:
+    workloads, sides = module("workloads"), module("sides")
+    case = workloads.cpu_cases()[index]
+    for side in case.sides:
+        if side.program == "pretrain_gpt.py":
+            arguments = sides.our_arguments(case, side, 3, Path("metrics"))
+            samples = int(value_after(arguments, "--global-batch-size"))
+            sequence = int(value_after(arguments, "--seq-length"))
+            assert ("--bf16" in arguments) == (case.dtype == "bf16")
+        else:
+            task = sides.peer_task(case, side, 3, Path("out"))
+            samples = task["micro_batch"] * task["accumulation"] * case.data
+            sequence = task["sequence"]
+            assert task["dtype"] == case.dtype
+        assert samples * sequence == case.tokens, side.name
+
+
+def test_our_command_lines_are_accepted() -> None:
+    """Every flag exists and the layouts divide: the parser checks both."""
+    from megatron.config import parse_args
+
+    workloads, sides = module("workloads"), module("sides")
+    for case in workloads.cpu_cases():
+        for side in case.sides:
+            if side.program == "pretrain_gpt.py":
+                config = parse_args(sides.our_arguments(case, side, 3, Path("metrics")), case.processes)
+                assert config.batch.global_batch_size == case.global_batch
+
+
+def test_two_process_cases_share_their_model_and_tokens() -> None:
+    """So that their rates can be divided by that of one process."""
+    small = [case for case in module("workloads").cpu_cases() if case.workload != "W1"]
+    assert {case.workload for case in small} == {"W0", "W2", "W3", "W4"}
+    assert len({(case.tokens, case.flops, case.dtype) for case in small}) == 1
+    assert {case.processes for case in small if case.workload != "W0"} == {2}
+
+
+@pytest.mark.parametrize("gib", [16, 64, 139])
+def test_gpu_models_leave_room_for_activations(gib: int) -> None:
+    cases = module("workloads").cuda_cases(gib * 2**30)
+    assert cases and all(18 * case.parameters <= 0.65 * gib * 2**30 for case in cases)
+
+
+# ---- processes -----------------------------------------------------------------------------------------------------
+
+
+def test_a_side_sees_no_launcher_and_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    sides = module("sides")
+    for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "OMP_NUM_THREADS", "GLIBC_TUNABLES"):
+        monkeypatch.setenv(name, "7")
+    env = sides.environment(1, Path("cache"))
+    assert not {"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"} & set(env)
+    assert (env["OMP_NUM_THREADS"], env["GLIBC_TUNABLES"]) == ("1", sides.ALLOCATOR)
+    assert not {"OMP_NUM_THREADS", "GLIBC_TUNABLES"} & set(sides.environment(1, Path("cache"), untouched=True))
+
+
+def test_launch_adds_up_peaks_and_returns_every_exit_code(tmp_path: Path) -> None:
+    """Rank 1 holds 200 MB more than an empty interpreter; the sum shows them. Pages and the interpreter itself take a
+    few MB, 50 at most are allowed for."""
+    code = (
+        "import os, time; r = int(os.environ['RANK']); kept = b'x' * (200_000_000 * r); time.sleep(0.5); "
+        "raise SystemExit(3 * r)"
+    )
+    waiting = [sys.executable, "-c", "import time; time.sleep(0.5)"]
+    _, one = module("sides").launch(waiting, {}, 1, tmp_path / "log")
+    _, empty = module("sides").launch(waiting, {}, 2, tmp_path / "log")
+    assert empty == pytest.approx(2 * one, rel=0.25)  # the same program twice
+    codes, peak = module("sides").launch([sys.executable, "-c", code], {}, 2, tmp_path / "log")
+    assert codes == [0, 3]
+    assert peak - empty == pytest.approx(200e6, abs=50e6)
+
+
+def test_launch_ends_what_does_not_end(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    codes, _ = module("sides").launch(command, {}, 2, tmp_path / "log", limit_s=0.5)
+    assert codes == [-9, -9]
+
+
+def test_warm_up_steps_do_not_count(tmp_path: Path) -> None:
+    sides, file = module("sides"), tmp_path / "metrics.jsonl"
+    records = [
+        {"event": "iteration", "time": 105.0 + i, "step_time_s": s, "lm_loss": 9.0 - i, "memory_bytes": 5}
+        for i, s in enumerate((4.0, 1.0, 2.0))
+    ]
+    file.write_text("".join(json.dumps(r) + "\n" for r in [{"event": "start"}, *records]))
+    outcome = sides.read(file, ours=True, warm_up=1, began_at=100.0)
+    assert (outcome.step_s, outcome.start_s, outcome.first_loss) == ([1.0, 2.0], 5.0, 9.0)
+    assert sides.read(file, ours=True, warm_up=3, began_at=100.0).reason
+    assert sides.read(tmp_path / "none", ours=True, warm_up=1, began_at=100.0).reason
+
+
+# ---- figures -------------------------------------------------------------------------------------------------------
+
+
+def outcomes(*rounds: list[float]) -> list[Any]:
+    return [module("sides").Outcome(step_s=steps, memory_bytes=2**30, start_s=3.0) for steps in rounds]
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    """A machine half as fast in the second round changes both sides and no ratio."""
+    results, case = module("results"), module("workloads").cpu_cases()[0]
+    ours, peer = outcomes([1.0, 1.0], [2.0, 2.0]), outcomes([1.5, 1.5], [3.0, 3.0])
+    row = results.row_of(case, case.sides[2], peer, ours, 1e12)
+    assert row["ratio"] == {"median": 1.5, "min": 1.5, "max": 1.5, "count": 2, "spread": 2 * results.FLOOR}
+    assert row["tokens_per_s"] == pytest.approx(case.tokens / 2.25)
+    assert row["share_of_ceiling"] == pytest.approx(case.flops / 2.25 / 1e12)
+
+
+def test_a_side_that_failed_is_a_row_with_the_reason() -> None:
+    results, case = module("results"), module("workloads").cpu_cases()[0]
+    row = results.row_of(case, case.sides[5], [module("sides").Outcome(reason="no network")], outcomes([1.0]), 1e12)
+    assert "step_s" not in row and row["reason"] == "no network"
+    assert any("no network" in cells for cells in results.rate_table([row]))
+
+
+def run_record(step: float, values: list[float], **more: Any) -> dict[str, Any]:
+    results, case = module("results"), module("workloads").cpu_cases()[0]
+    row = results.row_of(case, case.sides[0], outcomes([step * v for v in values]), outcomes([step]), 1e12)
+    machine = {"processor": "p", "threads": 2, "memory_gib": 8}
+    return {"date": "2026-01-02T00:00:00", "quick": False, "device": "cpu", "machine": machine, "ceiling": {},
+            "rows": [row], "parts": [], **more}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("step", "values", "verdict"),
+    [
+        (1.04, [1.0] * 3, "within spread"),  # the floor of 5 %
+        (1.06, [1.0] * 3, "worse"),
+        (0.90, [1.0] * 3, "better"),
+        (1.06, [1.0] * 2, "within spread"),  # two values: 10 %
+        (1.06, [0.9, 1.0, 1.1], "within spread"),  # half of its own range is 10 %
+    ],
+)
+def test_changes_within_the_larger_spread_are_no_changes(step: float, values: list[float], verdict: str) -> None:
+    results = module("results")
+    lines = {line[0]: line for line in results.compare(run_record(step, values), run_record(1.0, [1.0] * 3))}
+    *_, change, found = lines["W1 bf16 s=512, ours, s/step"]
+    assert found == verdict
+    assert change == pytest.approx(step - 1)
+
+
+def test_the_last_run_is_that_of_the_same_machine(tmp_path: Path) -> None:
+    results = module("results")
+    dates = {"a": "2026-01-01T00:00:00", "b": "2026-01-01T12:00:00", "c": "2026-01-01T23:00:00"}
+    for name, date in dates.items():
+        results.write(run_record(1.0, [1.0], date=date, quick=name == "b"), tmp_path)
+    other = run_record(1.0, [1.0], date="2026-01-01T23:30:00", machine={"processor": "q"})
+    results.write(other, tmp_path)
+    assert results.last_of(tmp_path, run_record(1.0, [1.0]))["date"] == dates["c"]
+    assert results.last_of(tmp_path, run_record(1.0, [1.0], quick=True))["date"] == dates["b"]
+
+
+def test_only_brings_the_case_to_compare_with_and_refuses_unknown_names() -> None:
+    bench, cases = module("bench"), module("workloads").cpu_cases()
+    assert {case.workload for case in bench.choose(cases, ["W2"])} == {"W0", "W2"}
+    assert bench.choose(cases, ["parts"]) == []
+    with pytest.raises(SystemExit, match="W9"):
+        bench.choose(cases, ["W9"])

@@ -1,0 +1,55 @@
+"""The simulated checkpoint of benchmarks/scale.py is a whole one, and a rank reads of it what its own stage has."""
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks import scale
+from megatron.checkpoint import boxes
+
+
+def of_stage(stage: int, data: int) -> list[dict[str, boxes.Stored]]:
+    """For each tensor rank of a stage what its data-parallel group wrote."""
+    return [
+        boxes.merged(scale.written(tensor, stage, d, data) for d in range(data)) for tensor in range(scale.TENSOR)
+    ]
+
+
+@pytest.mark.parametrize("stage", [0, 31, 63])
+@pytest.mark.parametrize("data", [1, 6, 147])
+def test_as_much_is_written_as_there_is(stage: int, data: int) -> None:
+    groups = of_stage(stage, data)
+    boxes.check_complete([boxes.totals(group) for group in groups])
+    for group in groups:
+        places = sorted((box[2], box[3], box[3] + box[4]) for stored in group.values() for box in stored["boxes"])
+        assert all(a[0] != b[0] or a[2] == b[1] for a, b in itertools.pairwise(places)), "one after another"
+
+
+def test_the_model_has_a_trillion_parameters() -> None:
+    local = sum(math.prod(p[1]) for stage in range(scale.PIPELINE) for p in scale.stage_parameters(0, stage))
+    # 12 h^2 per layer and h per word, the rest below a thousandth (Narayanan et al., arXiv 2104.04473, section 5.1)
+    expected = 12 * scale.LAYERS * scale.HIDDEN**2 + scale.VOCABULARY * scale.HIDDEN
+    assert expected == pytest.approx(local, rel=1e-3) and local > 1e12
+
+
+def test_a_rank_reads_the_pieces_of_its_stage_only(tmp_path: Path) -> None:
+    data, stages = 3, (30, 31)
+    totals = []
+    for position, stage in enumerate(stages):
+        for tensor, group in enumerate(of_stage(stage, data)):
+            boxes.write_piece(tmp_path, position * scale.TENSOR + tensor, group)
+            totals.append(boxes.totals(group))
+    boxes.write_index(tmp_path, totals)
+    for number in range(scale.TENSOR):  # stage 30
+        (tmp_path / f"boxes_{number:05d}.json").write_text("not to be read")
+    names = [f"exp_avg.{p[0]}" for p in scale.stage_parameters(5, 31)]
+    found = boxes.read_boxes(tmp_path, names)
+    assert list(found.state_dict_metadata) and set(found.state_dict_metadata) == set(names)
+    assert sum(len(t.chunks) for t in found.state_dict_metadata.values()) == len(found.storage_data)
+    listed = json.loads((tmp_path / "boxes.json").read_text())["pieces"]
+    # Row-parallel biases and norms are written by the first tensor rank alone.
+    assert {len(listed[name]) for name in names} == {1, scale.TENSOR}

@@ -1,0 +1,53 @@
+"""The optimizers are torch's, to the bit, and bring no compiler with them."""
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.engine import untraced
+from tests.helpers.launching import ROOT, TINY
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "AdamW": {"lr": 1e-2, "weight_decay": 0.1, "fused": True}, "SGD": {"lr": 1e-2, "momentum": 0.9},
+}  # fmt: skip
+
+
+def steps(optimizer: type[torch.optim.Optimizer], settings: dict[str, Any]) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    weights = [torch.randn(5, 3, requires_grad=True), torch.randn(7, requires_grad=True)]
+    made = optimizer([{"params": weights[:1]}, {"params": weights[1:], "lr": 0.1}], **settings)
+    for _ in range(3):
+        made.zero_grad()
+        torch.stack([(w**2).sum() for w in weights]).sum().backward()
+        made.step()
+    assert all(w.grad_fn is None and w.requires_grad for w in weights)
+    return [*weights, *(value for w in weights for value in made.state[w].values())]
+
+
+@pytest.mark.parametrize("name", sorted(SETTINGS))
+def test_same_as_torch(name: str) -> None:
+    ours = steps(getattr(untraced, name), SETTINGS[name])
+    theirs = steps(getattr(torch.optim, name), SETTINGS[name])
+    assert len(ours) > 2
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert issubclass(getattr(untraced, name), getattr(torch.optim, name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["torch", "fused"])
+def test_a_run_imports_only_what_it_needs(implementation: str) -> None:
+    """torch's compiler, and its distributed tensors with sympy (for checkpoints), each cost a start 0.4 s and more."""
+    arguments = [*TINY, "--train-iters", "1", "--optimizer-implementation", implementation]
+    code = f"""
+import sys
+from megatron import parse_args, pretrain
+pretrain(parse_args({arguments!r}))
+print("imported:", [name for name in ("torch._dynamo", "torch.distributed.tensor", "sympy") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120,
+                          check=True)  # fmt: skip
+    assert "imported: []" in done.stdout

@@ -1,0 +1,230 @@
+"""Weights of a block of attention scores, and the scores' gradients, against float64."""
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.errors import KernelError
+from megatron.kernels.ops.attention import TILE, attention_gradient_, attention_weights_, row_dots
+from megatron.kernels.ops.dropout import bias_dropout_add
+from tests.kernels.numerics.reference import (
+    DEVICES,
+    EXAMPLES,
+    SIMULATED,
+    TYPES,
+    WIDTHS,
+    assert_close,
+    exact,
+    moved_on,
+    random,
+)
+
+# The logarithm of a sum is good to 2^-20 and below 128 in size, so that its rounding is 2^-18; exp is good to 2^-21,
+# its argument to 2^-24 of a size below 128, and sums to 2^-20: together less than 2^-16 of a weight.
+RELATIVE = 2.0**-16
+# A weight below e^-87.3 is 0: 2^-125 of an absolute error, times what it is multiplied by, all below 2^5.
+LOST = 2.0**-120
+SCALE = 0.37
+
+
+class Case:
+    """Scores of all queries and keys of a small whole, of which the kernel gets blocks."""
+
+    def __init__(
+        self, device: str, dtype: torch.dtype, samples: int, groups: int, share: int, length: int, alibi: bool,
+        seed: int,
+    ) -> None:
+        self.device, self.dtype, self.share, self.length = device, dtype, share, length
+        self.samples = samples * groups
+        rows = length * share
+        self.scores = random((self.samples, rows, length), dtype, device, seed, scale=3.0)
+        self.gradients = random((self.samples, rows, length), dtype, device, seed + 1)
+        self.slopes = torch.rand(groups * share, generator=torch.Generator().manual_seed(seed)) if alibi else None
+        position = torch.arange(rows) // share
+        distance = torch.arange(length) - position.unsqueeze(1)
+        logits = exact(self.scores).detach() * SCALE
+        if self.slopes is not None:
+            head = self.slopes.double().view(groups, share).repeat(samples, length)  # [samples groups, rows]
+            logits = logits + head.unsqueeze(-1) * distance
+        self.hidden = (distance > 0).expand_as(logits)
+        logits = logits.masked_fill(self.hidden, float("-inf"))
+        self.weights, self.logarithms = logits.softmax(-1), logits.logsumexp(-1)
+        self.dots = random((self.samples, rows), torch.float32, device, seed + 2)
+        if self.slopes is not None:
+            self.slopes = self.slopes.to(device)
+
+    def cut(self, x: torch.Tensor, part: slice, queries: slice, keys: slice, moved: bool = False) -> torch.Tensor:
+        x = x[part, queries.start * self.share : queries.stop * self.share, keys]
+        return moved_on(x) if moved else x.clone(memory_format=torch.contiguous_format)
+
+    def weigh(self, part: slice, queries: slice, p: float = 0.0, seed: int = 0, moved: bool = False) -> tuple:
+        """(weights of the block as the kernel gives them, all logarithms, NaN where it has not been)."""
+        scores = self.cut(self.scores, part, queries, slice(0, queries.stop), moved)
+        logarithms = torch.full((self.samples, self.length * self.share), float("nan"), device=self.device)
+        law = (self.share, SCALE, p, seed)
+        attention_weights_(scores, logarithms, self.slopes, part.start, queries.start, *law)
+        return scores, logarithms
+
+    def differentiate(
+        self, part: slice, queries: slice, keys: slice, p: float = 0.0, seed: int = 0, moved: bool = False
+    ) -> tuple:
+        """(weights, gradients of the scores) of a block."""
+        scores = self.cut(self.scores, part, queries, keys, moved)
+        gradients = self.cut(self.gradients, part, queries, keys, moved)
+        logarithms = self.logarithms.float().to(self.device)
+        place = (part.start, queries.start, keys.start)
+        attention_gradient_(
+            scores, gradients, logarithms, self.dots, self.slopes, *place, self.share, SCALE, p, seed
+        )
+        return scores, gradients
+
+
+LENGTHS = WIDTHS.filter(lambda n: n <= (257 if SIMULATED else 520))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TYPES)
+@EXAMPLES
+@given(
+    samples=st.integers(1, 2), groups=st.integers(1, 3), share=st.integers(1, 3), length=LENGTHS, alibi=st.booleans(),
+    cut=st.integers(0, 9), moved=st.booleans(), seed=st.integers(0, 99),
+)
+def test_blocks(
+    device: str, dtype: torch.dtype, samples: int, groups: int, share: int, length: int, alibi: bool, cut: int,
+    moved: bool, seed: int,
+) -> None:
+    """A block of queries with all keys, then a block of keys with queries from anywhere, some of which see nothing."""
+    case = Case(device, dtype, samples, groups, share, length, alibi, seed)
+    tiles = -(-length // TILE)
+    queries = slice(cut % tiles * TILE, min(cut % tiles * TILE + (cut % 3 + 1) * TILE, length))
+    part = slice(cut % case.samples, case.samples)
+    everything = slice(0, queries.stop)
+    y, logarithms = case.weigh(part, queries, moved=moved)
+    want = case.cut(case.weights, part, queries, everything)
+    assert_close(y, want, dtype, RELATIVE * want + LOST)
+    assert not y.cpu()[case.cut(case.hidden, part, queries, everything)].any()
+    rows = slice(queries.start * share, queries.stop * share)
+    expected = case.logarithms[part, rows]
+    assert_close(logarithms[part, rows], expected, torch.float32, 2.0**-19 * (1 + expected.abs()))
+    outside = torch.ones_like(logarithms, dtype=torch.bool)
+    outside[part, rows] = False
+    assert logarithms[outside].isnan().all()
+
+    keys = slice(cut * 7 % tiles * TILE, length)
+    keys = slice(keys.start, min(keys.start + (cut % 2 + 1) * TILE, length))
+    weights, gradients = case.differentiate(part, queries, keys, moved=moved)
+    want = case.cut(case.weights, part, queries, keys)
+    assert_close(weights, want, dtype, RELATIVE * want + LOST)
+    g = case.cut(exact(case.gradients).detach(), part, queries, keys)
+    dots = exact(case.dots).detach()[part, rows].unsqueeze(-1)
+    size = SCALE * want * (g.abs() + dots.abs())  # of the terms that cancel
+    assert_close(gradients, SCALE * want * (g - dots), dtype, RELATIVE * size + LOST)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_not_seen_may_be_anything(device: str) -> None:
+    """Buffers are used again: behind the diagonal stands what was there before."""
+    case = Case(device, torch.float32, 1, 1, 1, 40, False, 1)
+    whole = slice(0, 40)
+    clean = [*case.weigh(slice(0, 1), whole), *case.differentiate(slice(0, 1), whole, whole)]
+    for dirt in (float("nan"), float("inf")):
+        case.scores.masked_fill_(case.hidden.to(device), dirt)
+        case.gradients.masked_fill_(case.hidden.to(device), dirt)
+        dirty = [*case.weigh(slice(0, 1), whole), *case.differentiate(slice(0, 1), whole, whole)]
+        assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("length", [37, 64])
+def test_dropout_is_the_same_however_it_is_cut(device: str, length: int) -> None:
+    """The mask is that of bias_dropout_add for the whole, in rows of whole tiles; the gradient has it, too."""
+    p, seed, share = 0.4, 2**40 + 5, 2
+    case = Case(device, torch.float32, 1, 2, share, length, False, 3)
+    padded = -(-length // TILE) * TILE
+    ones = torch.ones(case.samples, length * share, padded, device=device)
+    mask = bias_dropout_add(ones, None, None, p, seed)[..., :length].double().cpu()
+    for part in (slice(0, 2), slice(1, 2)):
+        for queries in (slice(0, length), slice(TILE, length)):
+            y, _ = case.weigh(part, queries, p, seed)
+            cut = (part, queries, slice(0, length))
+            want = case.cut(case.weights * mask, *cut)
+            assert_close(y, want, torch.float32, RELATIVE * want)
+            for keys in (slice(0, TILE), slice(TILE, length)):
+                cut = (part, queries, keys)
+                weights, gradients = case.differentiate(*cut, p, seed)
+                w, m = case.cut(case.weights, *cut), case.cut(mask, *cut)
+                assert_close(weights, w * m, torch.float32, RELATIVE * w * m)
+                rows = slice(queries.start * share, length * share)
+                g, dots = case.cut(case.gradients, *cut).double().cpu(), case.dots[part, rows].double().cpu()
+                want = SCALE * w * (m * g - dots.unsqueeze(-1))
+                assert_close(gradients, want, torch.float32, RELATIVE * w * (2 * g.abs() + dots.unsqueeze(-1).abs()))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_scores_without_bound(device: str) -> None:
+    """Large scores do not overflow; a row of -infinity is zero; an infinite or undefined score is a NaN that shows."""
+    scores = torch.tensor([[[3e38, 0, 0, 0], [-3e38, 3e38, 0, 0], [-math.inf] * 4, [1, 2, math.inf, 0]]], device=device)
+    undefined = torch.full((1, 4, 4), math.nan, device=device)
+    logarithms = torch.empty(1, 4, device=device)
+    again, gradients, dots = scores.clone(), torch.ones(1, 4, 4, device=device), torch.zeros(1, 4, device=device)
+    attention_weights_(scores, logarithms, None, 0, 0, 1, 1.0, 0.0, 0)
+    assert scores[0, :3].tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0] * 4] and scores[0, 3].isnan().any()
+    assert logarithms[0, 2] == math.inf
+    attention_gradient_(again, gradients, logarithms, dots, None, 0, 0, 0, 1, 1.0, 0.0, 0)
+    assert torch.equal(again[0, :3], scores[0, :3]) and torch.equal(gradients[0, 2], torch.zeros(4, device=device))
+    attention_weights_(undefined, logarithms, None, 0, 0, 1, 1.0, 0.0, 0)
+    assert undefined.isnan()[0].diagonal().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TYPES)
+@EXAMPLES
+@given(rows=st.integers(0, 70), n=LENGTHS, moved=st.booleans(), seed=st.integers(0, 99))
+def test_row_dots(device: str, dtype: torch.dtype, rows: int, n: int, moved: bool, seed: int) -> None:
+    a, b = (random((rows, n), dtype, device, seed + i) for i in range(2))
+    found = row_dots(moved_on(a), moved_on(b)) if moved else row_dots(a, b)
+    x, y = exact(a).detach(), exact(b).detach()
+    assert_close(found, (x * y).sum(-1), torch.float32, 2.0**-20 * (x * y).abs().sum(-1))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_long_rows(device: str) -> None:
+    """More exponentials than the host keeps."""
+    n, queries = 4608, 32
+    scores = random((1, queries, n), torch.float32, device, 4)
+    logits = exact(scores).detach().masked_fill(torch.ones(queries, n).triu(n - queries + 1).bool(), float("-inf"))
+    attention_weights_(scores, torch.empty(1, n, device=device), None, 0, n - queries, 1, 1.0, 0.0, 0)
+    assert_close(scores, logits.softmax(-1), torch.float32, RELATIVE * logits.softmax(-1))
+
+
+def test_what_is_refused() -> None:
+    scores, rows = torch.zeros(2, 6, 35), torch.zeros(2, 70)
+
+    def weights(scores=scores, rows=rows, slopes=None, sample=0, first=32, share=2, p=0.0, seed=1) -> None:
+        attention_weights_(scores, rows, slopes, sample, first, share, 1.0, p, seed)
+
+    weights()
+    for message, values in {
+        "scores is torch.float64; it must be": dict(scores=scores.double()),
+        "scores have 2 dimension": dict(scores=scores[0]),
+        "not contiguous": dict(scores=torch.zeros(2, 35, 6).transpose(1, 2)),
+        "there are 35 keys; queries up to 3 need": dict(first=0),
+        "first is 33; blocks start at multiples of 32": dict(first=33),
+        "logarithms is torch.float16": dict(rows=rows.half()),
+        "has 60 rows; the block has 6 from 64 on": dict(rows=rows[:, :60].contiguous()),
+        "has 2 samples; the block has 2 from 1 on": dict(sample=1),
+        "6 rows are not for 4 queries": dict(share=4),
+        r"slopes are torch.float32 \[3\]": dict(slopes=torch.zeros(3)),
+        "probability is 1.0": dict(p=1.0),
+        "seed is -1": dict(seed=-1),
+    }.items():
+        with pytest.raises(KernelError, match=message):
+            weights(**values)
+    with pytest.raises(KernelError, match=r"gradients has shape \[2, 6, 34\]"):
+        attention_gradient_(scores, scores[..., 1:], rows, rows, None, 0, 32, 0, 2, 1.0, 0.0, 1)
+    with pytest.raises(KernelError, match=r"b has shape \[3\]; it must be \[2\]"):
+        row_dots(torch.zeros(2), torch.zeros(3))

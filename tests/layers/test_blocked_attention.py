@@ -1,0 +1,202 @@
+"""--attention-backend blocked against a dense softmax in float64, and against torch's attention."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.config import Config
+from megatron.kernels.choose import ALL, Fusions
+from megatron.layers import blocked_attention as module
+from megatron.layers.attention import SelfAttention, torch_attention
+from megatron.layers.blocked_attention import block_length, blocked_attention
+from megatron.layers.context import CallContext
+from megatron.layers.masks import alibi_slopes
+from megatron.layers.parameters import normal
+from megatron.layers.rotary import RotaryEmbedding
+from megatron.parallel.random import DropoutKey
+from tests.helpers.fusions import Operators, context
+from tests.layers.test_attention import CASES, Largest, dense, documents_of, output_and_gradients
+
+NONE = Fusions()
+
+
+def projection(s: int, b: int, groups: int, share: int, d: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(s, b, groups, share + 2, d, generator=generator, dtype=torch.float64)
+    return x.to(dtype).requires_grad_()
+
+
+def dense_of(mixed, slopes, lengths):
+    return dense(mixed[..., :-2, :].flatten(2, 3), mixed[..., -2, :], mixed[..., -1, :], slopes, lengths)
+
+
+def compare(mixed, slopes, lengths, documents, fused, bound):
+    """Output and gradient within `bound` of float64, in the Frobenius norm relative to the whole."""
+    found = output_and_gradients(lambda x: blocked_attention((x,), slopes, documents, 0.0, None, fused), [mixed])
+    exact = mixed.detach().double().requires_grad_()
+    expected = output_and_gradients(lambda x: dense_of(x, slopes, lengths), [exact])
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == mixed.dtype and (a.double() - b).norm() <= bound * b.norm()
+
+
+# One block; blocks that end within a tile; several blocks, of which the last is short; blocks of more than the least.
+SHAPES = [(1, 1, 1, 1, 4), (5, 2, 3, 2, 3), (70, 2, 2, 3, 16), (131, 2, 3, 1, 8), (520, 1, 2, 1, 8)]
+
+
+@pytest.mark.parametrize("alibi", [False, True], ids=["plain", "alibi"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_in_float64(shape, alibi):
+    """The way of the blocks alone, through torch's operators: with the rounding of float64."""
+    s, b, groups, share, _ = shape
+    slopes = alibi_slopes(groups * share) if alibi else None
+    compare(projection(*shape, torch.float64), slopes, [[s]] * b, None, False, 1e-14)
+
+
+# fp32: sums of up to 520 terms, some units of 2^-24, through two products. 16 bits: scores, weights, their gradients
+# and the results are rounded to 2^-9 (2^-12) of themselves at most; a score of size 3 is an exponent, so that its
+# rounding, in the root mean square 2^-9 / 3^(1/2), comes up to 3 times into its weight: together less than 2^-7
+# (2^-10).
+BOUNDS = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("alibi", [False, True], ids=["plain", "alibi"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_in_every_format(shape, alibi, dtype, fused):
+    s, b, groups, share, _ = shape
+    slopes = alibi_slopes(groups * share) if alibi else None
+    with Operators() as seen:
+        compare(projection(*shape, dtype), slopes, [[s]] * b, None, fused, BOUNDS[dtype])
+    blocks = -(-s // block_length(s, dtype))
+    expected = {"attention_weights_": blocks, "attention_gradient_": blocks, "row_dots": 1} if fused else {}
+    assert dict(seen.calls) == expected
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])
+@pytest.mark.parametrize("alibi", [False, True], ids=["plain", "alibi"])
+@pytest.mark.parametrize("case", CASES)
+def test_documents(case, alibi, fused):
+    lengths, groups, share = CASES[case], 2, 3
+    slopes = alibi_slopes(groups * share) if alibi else None
+    dtype = torch.float32 if fused else torch.float64
+    mixed = projection(sum(lengths[0]), len(lengths), groups, share, 8, dtype)
+    compare(mixed, slopes, lengths, documents_of(lengths), fused, 2.0**-20 if fused else 1e-14)
+
+
+@pytest.mark.parametrize("share", [1, 2])
+def test_queries_keys_and_values_apart(share):
+    """As after a rotary embedding: the same numbers, gradients for each; also against torch's attention."""
+    s, b, groups, d = 140, 2, 2, 8
+    mixed = projection(s, b, groups, share, d, torch.float64).detach()
+    parts = [mixed[..., :-2, :].flatten(2, 3), mixed[..., -2, :], mixed[..., -1, :]]
+    assert not parts[1].is_contiguous()
+    parts = [x.requires_grad_() for x in parts]
+    apart = output_and_gradients(lambda *x: blocked_attention(x, None, None, 0.0, None, False), parts)
+    same = output_and_gradients(lambda *x: torch_attention(*x, None, None, 0.0), parts)
+    for a, b in zip(apart, same, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])
+@pytest.mark.parametrize("documents", [False, True])
+def test_parts_of_the_heads_change_nothing(monkeypatch, fused, documents):
+    """Heads come in parts where their scores would be many; ALiBi and dropout know which heads they are."""
+    lengths = CASES["two samples"] if documents else [[70], [70]]
+    packed = documents_of(lengths) if documents else None
+    mixed = projection(sum(lengths[0]), 2, 2, 2, 8, torch.float32)
+    monkeypatch.setattr(module.torch, "get_num_threads", lambda: 1)
+
+    def run() -> list[torch.Tensor]:
+        return output_and_gradients(
+            lambda x: blocked_attention((x,), alibi_slopes(4), packed, 0.3, 11, fused), [mixed]
+        )
+
+    whole = run()
+    monkeypatch.setattr(module, "_SCORES", 1)
+    assert len(module._parts(4, 70 * 64)) == 4
+    for a, b in zip(whole, run(), strict=True):  # products of one head may add up in another order than those of four
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])
+def test_dropout_acts_on_the_weights_and_repeats(fused):
+    """With equal scores and one-hot values the output is the weights: 1 / (keys seen), dropped or scaled up."""
+    p, s, b, heads = 0.25, 70, 2, 8
+    zeros = torch.zeros(s, b, heads, s)
+    values = torch.eye(s).view(s, 1, 1, s).expand(s, b, heads, s)
+    a, again, other = (
+        blocked_attention((zeros, zeros, values), None, None, p, seed, fused) for seed in (3, 3, 4)
+    )
+    assert torch.equal(a, again) and not torch.equal(a, other)
+    seen = torch.ones(s, s, dtype=torch.bool).tril()
+    weights = a.permute(1, 2, 0, 3)  # [b, heads, query, key]
+    assert not weights[..., ~seen].any()
+    full = (1 / torch.arange(1, s + 1) / (1 - p)).view(s, 1).expand(s, s)
+    torch.testing.assert_close(weights[weights != 0], full.expand_as(weights)[weights != 0], rtol=1e-5, atol=0)
+    kept = (weights != 0)[..., seen].double()
+    assert abs(kept.mean().item() - (1 - p)) < 5 * (p * (1 - p) / kept.numel()) ** 0.5
+    assert len({tuple(row) for row in kept.view(b * heads, -1).tolist()}) == b * heads
+    whole = blocked_attention((zeros, zeros, values), None, None, 1.0, 3, fused)
+    assert torch.equal(whole, torch.zeros_like(whole))
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])
+def test_gradients_with_dropout(fused):
+    """The mask is read off outputs for one-hot values; then autograd through a dense softmax with it, in float64."""
+    p, s, heads, d = 0.4, 75, 2, 75
+    mixed = projection(s, 1, heads, 1, d, torch.float32)
+    q, k = (mixed[..., i, :].detach() for i in range(2))
+    one_hot = torch.eye(s).view(s, 1, 1, s).expand(s, 1, heads, s)
+    dropped = blocked_attention((q, k, one_hot), None, None, p, 5, fused)
+    exact = mixed.detach().double().requires_grad_()
+
+    def reference(x: torch.Tensor) -> torch.Tensor:
+        scores = torch.einsum("ibhd,jbhd->bhij", x[..., 0, :], x[..., 1, :]) / d**0.5
+        hidden = torch.ones(s, s, dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        mask = (dropped.permute(1, 2, 0, 3) != 0) / (1 - p)
+        return torch.einsum("bhij,jbhd->ibhd", weights * mask, x[..., 2, :])
+
+    found = output_and_gradients(lambda x: blocked_attention((x,), None, None, p, 5, fused), [mixed])
+    for a, b in zip(found, output_and_gradients(reference, [exact]), strict=True):
+        assert (a.double() - b).norm() <= 2.0**-20 * b.norm()
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])
+def test_nothing_is_of_the_size_of_the_sample_squared(fused):
+    s = 1280
+    mixed = projection(s, 1, 2, 1, 4, torch.float32)
+    with Largest() as seen:
+        output_and_gradients(lambda x: blocked_attention((x,), None, None, 0.1, 3, fused), [mixed])
+    # The scores of a block, twice in the backward pass, for both heads.
+    assert seen.elements <= 2 * 2 * block_length(s, torch.float32) * s < s * s
+
+
+def test_blocks_are_whole_tiles_and_no_longer_than_twice_the_least():
+    for dtype, least in ((torch.float32, 64), (torch.bfloat16, 128), (torch.float16, 128)):
+        lengths = [block_length(s, dtype) for s in range(1, 9000, 7)]
+        assert min(lengths) == least and max(lengths) == 2 * least and not any(n % 32 for n in lengths)
+
+
+@pytest.mark.parametrize("rope", [False, True])
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("fusions", [ALL, NONE], ids=["fused", "torch"])
+def test_recomputing_attention_repeats_every_bit(fusions, documents, rope):
+    config = Config.create(
+        num_layers=1, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, seq_length=23, vocab_size=8,
+        attention_dropout=0.3, micro_batch_size=2, global_batch_size=2,
+    )
+    call = CallContext(documents=documents_of(CASES["two samples"]) if documents else None, dropout=DropoutKey(1, 2))
+    results = []
+    for recompute in (False, True):
+        rotary = RotaryEmbedding(8, 1e4, fusions.rotary) if rope else None
+        layer = SelfAttention(
+            context(fusions), "a", config.model, 0, normal(0.2), normal(0.2), rotary, recompute, "blocked"
+        )
+        x = torch.randn(23, 2, 32, generator=torch.Generator().manual_seed(5)).requires_grad_()
+        out, _ = layer(x, call)
+        weights = [layer.query_key_value.weight, layer.dense.weight]
+        results.append([out.detach(), *torch.autograd.grad(out, [x, *weights], out.detach().cos())])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)

@@ -1,0 +1,161 @@
+"""The order of messages and products in chunks, with messages that only write down when they were sent."""
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.layers import chunked_products
+from megatron.layers.chunked_products import Messages, gathered_product, summed_product
+from megatron.layers.context import LayerContext
+from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.layers.parameters import ParameterFactory, normal
+from megatron.parallel import collectives
+from megatron.parallel.topology import Group
+
+TP = 2
+IN, OUT = 4, 6
+
+
+class Log(TorchDispatchMode):
+    """What happened, in order: 'mm', and what the fake messages add."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is torch.ops.aten.mm:
+            self.lines.append("mm")
+        return func(*args, **(kwargs or {}))
+
+
+class Work:
+    def __init__(self, log, name):
+        self.log, self.name = log, name
+        log.lines.append(f"send {name}")
+
+    def wait(self):
+        self.log.lines.append(f"wait {self.name}")
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """Messages in which the other rank of two has the same tensors."""
+    log, sent = Log(), iter(range(100))
+
+    def gather(x, group):
+        return torch.cat([x, x]), Work(log, next(sent))
+
+    def scatter(part, x, group):
+        part.copy_(2 * x[: len(part)])
+        return Work(log, next(sent))
+
+    def reduce(x, group):
+        x.mul_(2)
+        return Work(log, next(sent))
+
+    monkeypatch.setattr(collectives, "gather_first_async", gather)
+    monkeypatch.setattr(collectives, "reduce_scatter_into_async", scatter)
+    monkeypatch.setattr(collectives, "all_reduce_async", reduce)
+    monkeypatch.setattr(chunked_products, "LEAST_TOKENS", 1)
+    return log
+
+
+def messages(sequence_parallel, chunks=3):
+    return Messages(Group((0, 1), 0), sequence_parallel, chunks)
+
+
+def tensors(rows):
+    g = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randint(-3, 4, shape, generator=g).double()  # noqa: E731
+    return draw(rows, 1, IN), draw(IN, OUT)
+
+
+def test_a_chunk_is_gathered_behind_the_product_of_the_one_before(log):
+    x, matrix = tensors(4)  # three chunks of 1, 1 and 2 rows of each rank
+    with log:
+        y, whole = gathered_product(x, matrix, messages(True), keep=True)
+    assert log.lines == ["send 0", "send 1", "wait 0", "mm", "send 2", "wait 1", "mm", "wait 2", "mm"]
+    assert torch.equal(whole, torch.cat([x, x])) and torch.equal(y, torch.cat([x, x]) @ matrix)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_a_chunk_is_summed_behind_the_product_of_the_next(log, sequence_parallel):
+    x, matrix = tensors(4)
+    if sequence_parallel:
+        x = torch.cat([x, x])
+    with log:
+        y, works = summed_product(x, matrix, messages(sequence_parallel))
+    assert log.lines == ["mm", "send 0", "mm", "send 1", "mm", "send 2"]
+    assert len(works) == 3
+    assert torch.equal(y, 2 * (x[:4] @ matrix))
+
+
+def test_small_products_stay_whole():
+    tokens = chunked_products.LEAST_TOKENS
+    four = messages(True, chunks=4)
+    assert four.bounds(512, 2 * tokens - 1) == [(0, 512)]
+    assert four.bounds(513, 2 * tokens) == [(0, 256), (256, 513)]
+    assert four.bounds(512, 100 * tokens) == [(0, 128), (128, 256), (256, 384), (384, 512)]
+    assert four.bounds(3, 100 * tokens) == [(0, 1), (1, 2), (2, 3)]
+    assert messages(True, chunks=1).bounds(512, 100 * tokens) == [(0, 512)]
+
+
+def layer(log, kind, sequence_parallel, overlap=True):
+    context = LayerContext(
+        Group((0, 1), 0), ParameterFactory(1, 0, TP, torch.device("cpu")), sequence_parallel, overlap, chunks=2
+    )
+    column = kind is ColumnParallelLinear
+    made = kind(context, "layer", (TP * OUT, IN) if column else (OUT, TP * IN), normal(1.0), False)
+    x = torch.ones(4 if sequence_parallel and column else 8, 1, IN, requires_grad=True)
+    with log:
+        y = made(x) if column else made(x)[0]
+        forward, log.lines[:] = log.lines[:], []
+        y.backward(torch.ones_like(y))
+    return forward, log.lines
+
+
+def test_the_weight_gradient_is_made_behind_the_last_message(log):
+    """Which messages are under way during which product; backward, the products are dx' two halves and dW."""
+    forward, backward = layer(log, ColumnParallelLinear, True)
+    assert forward == ["send 0", "send 1", "wait 0", "mm", "wait 1", "mm"]
+    assert backward == ["send 2", "mm", "send 3", "mm", "send 4", "wait 2", "mm", "wait 3", "wait 4"]
+
+
+def test_the_sum_of_a_row_parallel_layer_is_complete_when_it_returns(log):
+    forward, backward = layer(log, RowParallelLinear, True)
+    assert forward == ["mm", "send 0", "mm", "send 1", "wait 0", "wait 1"]
+    assert backward == ["send 2", "send 3", "wait 2", "mm", "wait 3", "mm", "mm"]
+
+
+def test_overlap_with_the_weight_gradient_can_be_turned_off(log):
+    _, backward = layer(log, ColumnParallelLinear, False)
+    assert backward == ["mm", "send 0", "mm", "send 1", "mm", "wait 0", "wait 1"]
+    _, backward = layer(log, ColumnParallelLinear, False, overlap=False)
+    assert backward == ["mm", "send 2", "mm", "send 3", "wait 2", "wait 3", "mm"]
+
+
+def test_a_weight_gradient_that_waits_gathers_its_input_last(log):
+    context = LayerContext(Group((0, 1), 0), ParameterFactory(1, 0, TP, torch.device("cpu")), True, chunks=2)
+    made = ColumnParallelLinear(context, "layer", (TP * OUT, IN), normal(1.0), False)
+    y = made(torch.ones(4, 1, IN, requires_grad=True))
+    log.lines.clear()
+    context.weight_gradients.begin()
+    with log:
+        y.backward(torch.ones_like(y))
+    assert log.lines == ["mm", "send 2", "mm", "send 3", "send 4", "wait 2", "wait 3"]
+    (compute,) = context.weight_gradients.take()
+    log.lines.clear()
+    with log:
+        compute()
+    assert log.lines == ["wait 4", "mm"]
+
+
+def test_an_input_without_gradient_still_gets_the_gradient_gathered(log):
+    context = LayerContext(Group((0, 1), 0), ParameterFactory(1, 0, TP, torch.device("cpu")), True, chunks=2)
+    made = RowParallelLinear(context, "layer", (OUT, TP * IN), normal(1.0), False)
+    y, _ = made(torch.ones(8, 1, IN))
+    log.lines.clear()
+    with log:
+        y.backward(torch.ones_like(y))
+    assert log.lines == ["send 2", "wait 2", "mm"]
+    assert torch.equal(made.weight.grad, torch.full((OUT, IN), 8.0))

@@ -1,0 +1,105 @@
+"""Token and position embeddings whose gradients have a sink, against autograd's dense gradients."""
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.layers.context import LayerContext
+from megatron.layers.embedding import PositionEmbedding, VocabParallelEmbedding, word_embedding_weight
+from megatron.layers.parameters import ParameterFactory, normal
+from megatron.parallel.sink import GradientSink
+from tests.helpers.groups import join
+from tests.helpers.processes import run_processes
+
+S, B, H, V = 6, 3, 4, 20
+
+
+def hang_sink(parameter):
+    done = []
+    sink = GradientSink(parameter, torch.full(parameter.shape, float("nan")), done.append)
+    parameter.gradient_sink = sink
+    return sink, done
+
+
+def data():
+    g = torch.Generator().manual_seed(2)
+    tokens = torch.randint(0, V, (B, S), generator=g)
+    tokens[0, :3] = 7  # a row that occurs several times
+    return tokens, torch.randn(S, B, H, generator=g)
+
+
+def modules(context):
+    words = VocabParallelEmbedding(context, word_embedding_weight(context, V, 24, H, normal(1.0)))
+    return words, PositionEmbedding(context, S, H, normal(1.0))
+
+
+def run(words, places, tokens, target, position_ids):
+    ((words(tokens) + places(S, position_ids)) * target).sum().backward()
+
+
+RESTARTING = torch.tensor([[0, 1, 2, 3, 4, 5], [0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 0, 0]])
+
+
+@pytest.mark.parametrize("position_ids", [None, RESTARTING])
+def test_rows_in_sinks_equal_dense_gradients(position_ids):
+    tokens, target = data()
+    dense = modules(LayerContext.single())
+    run(*dense, tokens, target, position_ids)
+    sunk = modules(LayerContext.single())
+    sinks = [hang_sink(m.weight) for m in sunk]
+    for passes in (1, 2):
+        run(*sunk, tokens, target, position_ids)
+        for (sink, done), module, other in zip(sinks, sunk, dense, strict=True):
+            assert module.weight.grad is None and done == [module.weight] * passes
+            # Sums of up to 9 numbers in fp32, perhaps in another order.
+            torch.testing.assert_close(sink.total, passes * other.weight.grad, rtol=1e-5, atol=1e-6)
+
+
+class Allocated(TorchDispatchMode):
+    """Elements of the largest tensor that operations return, but for those that lie in `known`."""
+
+    def __init__(self, *known):
+        super().__init__()
+        self.known, self.largest = {t.untyped_storage().data_ptr() for t in known}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in self.known:
+            self.largest = max(self.largest, result.numel())
+        return result
+
+
+def test_nothing_of_the_tables_size_is_made():
+    context = LayerContext.single()
+    words = VocabParallelEmbedding(context, word_embedding_weight(context, 1000, 1000, H, normal(1.0)))
+    sink, _ = hang_sink(words.weight)
+    tokens, target = data()
+    with Allocated(words.weight, sink.total) as seen:
+        (words(tokens) * target).sum().backward()
+    assert seen.largest == S * B * H
+
+
+def body(rank, sequence_parallel):
+    topology = join(tensor=2)
+    context = LayerContext(topology.tensor, ParameterFactory(1234, rank, 2, torch.device("cpu")))
+    context = dataclasses.replace(context, sequence_parallel=sequence_parallel)
+    words = modules(context)[0]
+    sink, _ = hang_sink(words.weight)
+    tokens, target = data()
+    if sequence_parallel:
+        target = target.chunk(2)[rank]
+    (words(tokens) * target).sum().backward()
+    return sink.total.numpy()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_two_ranks_equal_one(sequence_parallel):
+    tokens, target = data()
+    words = modules(LayerContext.single())[0]
+    (words(tokens) * target).sum().backward()
+    found = np.concatenate(run_processes(2, body, sequence_parallel))
+    np.testing.assert_allclose(found, words.weight.grad.numpy(), rtol=1e-5, atol=1e-6)

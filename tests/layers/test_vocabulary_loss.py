@@ -1,0 +1,239 @@
+"""Output layer with cross entropy, in chunks of tokens, against plain torch on the whole vocabulary in float64."""
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.kernels.choose import ALL, NONE
+from megatron.layers.context import LayerContext
+from megatron.layers.parameters import ParameterFactory
+from megatron.layers.vocabulary_loss import Vocabulary, scores, vocabulary_loss
+from megatron.parallel.sharding import shard
+from megatron.parallel.sink import GradientSink
+from tests.helpers.groups import join
+from tests.helpers.processes import run_processes
+
+S, B, H, V, PADDED = 8, 3, 16, 50, 64
+UPSTREAM = 3.0  # what stands for the loss scale and the micro-batch's weight
+# fp32: sums of up to 64 products of numbers up to about 4, each rounded by 2^-24 of the sum so far.
+CLOSE = dict(rtol=1e-5, atol=1e-5)
+
+
+def data():
+    g = torch.Generator().manual_seed(11)
+    x, weight = torch.randn(S, B, H, generator=g), torch.randn(V, H, generator=g)
+    labels = torch.randint(0, V, (S, B), generator=g)
+    mask = (torch.rand(S, B, generator=g) < 0.7).float()
+    assert 0 < mask.sum() < S * B
+    return x, weight, labels, mask
+
+
+def reference(x, weight, labels, mask):
+    """Loss, and the gradients of UPSTREAM times the loss."""
+    x, weight = x.double().requires_grad_(), weight.double().requires_grad_()
+    losses = cross_entropy((x @ weight.t()).flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+    loss = (losses * mask).sum() / mask.sum()
+    (loss * UPSTREAM).backward()
+    return loss.item(), x.grad, weight.grad
+
+
+def one_rank(fused=False, tokens=7, dtype=torch.float32):
+    """7 tokens: three whole chunks of the 24 and a rest."""
+    context = dataclasses.replace(LayerContext.single(), fusions=ALL if fused else NONE)
+    x, weight, labels, mask = data()
+    padded = torch.full((PADDED, H), 9.0)  # what stands in the padding must not matter
+    padded[:V] = weight
+    parameter = torch.nn.Parameter(padded.to(dtype))
+    return x.to(dtype).requires_grad_(), labels, mask, Vocabulary(parameter, context, 0, V, tokens)
+
+
+def hang_sink(parameter):
+    done = []
+    sink = GradientSink(parameter, torch.full(parameter.shape, float("nan")), done.append)  # fresh: never read
+    parameter.gradient_sink = sink
+    return sink, done
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("tokens", [7, 24, 0, 1000])
+@pytest.mark.parametrize("sunk", [False, True])
+def test_late_loss(fused, tokens, sunk):
+    x, labels, mask, v = one_rank(fused, tokens)
+    sink, done = hang_sink(v.weight) if sunk else (None, [])
+    expected = reference(*data())
+    loss = vocabulary_loss(x, labels, mask, v, late=True)
+    assert loss.shape == () and loss.dtype == torch.float32 and loss.isnan()
+    (loss * UPSTREAM).backward()
+    assert loss.item() == pytest.approx(expected[0], rel=1e-6)
+    torch.testing.assert_close(x.grad.double(), expected[1], **CLOSE)
+    if sunk:
+        assert v.weight.grad is None and done == [v.weight]  # one contribution, in however many parts
+    dw = sink.total if sunk else v.weight.grad
+    torch.testing.assert_close(dw[:V].double(), expected[2], **CLOSE)
+    assert not dw[V:].any()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_loss_at_once_and_without_gradients(fused):
+    expected = reference(*data())
+    x, labels, mask, v = one_rank(fused)
+    loss = vocabulary_loss(x, labels, mask, v)
+    assert loss.item() == pytest.approx(expected[0], rel=1e-6)
+    (loss * UPSTREAM).backward()
+    torch.testing.assert_close(x.grad.double(), expected[1], **CLOSE)
+    torch.testing.assert_close(v.weight.grad[:V].double(), expected[2], **CLOSE)
+    with torch.no_grad():
+        for late in (False, True):
+            assert vocabulary_loss(x, labels, mask, v, late).item() == pytest.approx(expected[0], rel=1e-6)
+    frozen = dataclasses.replace(v, weight=v.weight.detach())
+    assert vocabulary_loss(x.detach(), labels, mask, frozen, late=True).item() == pytest.approx(expected[0], rel=1e-6)
+
+
+def test_frozen_weight_and_input():
+    expected = reference(*data())
+    x, labels, mask, v = one_rank()
+    frozen = dataclasses.replace(v, weight=v.weight.detach())
+    (vocabulary_loss(x, labels, mask, frozen, late=True) * UPSTREAM).backward()
+    torch.testing.assert_close(x.grad.double(), expected[1], **CLOSE)
+    (vocabulary_loss(x.detach(), labels, mask, v, late=True) * UPSTREAM).backward()
+    torch.testing.assert_close(v.weight.grad[:V].double(), expected[2], **CLOSE)
+
+
+def test_everything_masked_gives_zero():
+    x, labels, mask, v = one_rank()
+    loss = vocabulary_loss(x, labels, torch.zeros_like(mask), v, late=True)
+    loss.backward()
+    assert loss.item() == 0.0 and not x.grad.any() and not v.weight.grad.any()
+
+
+class Products(TorchDispatchMode):
+    """Shape of each product, where the logits lie, and bytes of the largest tensor that an operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes, self.largest, self.places = [], 0, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.mm.out):
+            self.shapes.append(tuple(result.shape))
+            if result.shape[1] == 1024:
+                self.places.add(result.data_ptr())
+        for t in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(t, torch.Tensor):
+                self.largest = max(self.largest, t.numel() * t.element_size())
+        return result
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("late", [True, False])
+def test_only_one_chunk_of_logits_exists_and_is_computed_once(fused, late):
+    """With 1024 entries the logits of 7 tokens are the largest thing; the gradient of the weight is in its sink."""
+    context = dataclasses.replace(LayerContext.single(), fusions=ALL if fused else NONE)
+    weight = torch.nn.Parameter(torch.randn(1024, 2).bfloat16())
+    hang_sink(weight)
+    x = torch.randn(S, B, 2).bfloat16().requires_grad_()
+    labels, v = torch.randint(0, 1024, (S, B)), Vocabulary(weight, context, 0, 1024, 7)
+    with Products() as seen, torch.set_grad_enabled(late):
+        loss = vocabulary_loss(x, labels, torch.ones(S, B), v, late=True)
+        if late:
+            loss.backward()
+    # Torch's operators take a few rows in fp32 at a time; here a chunk is less than those.
+    assert seen.largest == 7 * 1024 * (2 if fused else 4)
+    assert [shape for shape in seen.shapes if shape[1] == 1024] == [(7, 1024)] * 3 + [(3, 1024)]
+    assert len(seen.shapes) == (12 if late else 4)
+    assert len(seen.places) == 1, "a chunk takes the memory of the one before"
+
+
+def test_fp16_needs_the_loss_scale_before_rounding():
+    """A gradient of 2^-26 per logit is below fp16's least number, 2^-24; the scale of 2^16 keeps it."""
+    context = LayerContext.single()
+    weight = torch.nn.Parameter(torch.eye(64).half())
+    x = torch.zeros(64, 1, 64).half().requires_grad_()  # all probabilities are 2^-6
+    v = Vocabulary(weight, context, 0, 64, 16)
+    weights = 2.0**-14  # of the micro-batch; with 64 tokens of probability 2^-6: 2^-26
+    hang_sink(weight)
+    loss = vocabulary_loss(x, torch.zeros(64, 1, dtype=torch.long), torch.ones(64, 1), v, late=True)
+    (loss * (weights * 2.0**16)).backward()
+    expected = torch.full((64, 1, 64), 2.0**-26)
+    expected[..., 0] -= 2.0**-20
+    torch.testing.assert_close(x.grad.float() * 2.0**-16, expected, rtol=2**-11, atol=0)
+
+
+def test_bf16_in_chunks_without_a_sink_is_rounded_once():
+    """The same products as with a sink, which adds in fp32: the same bits after one rounding."""
+    found = []
+    for sunk in (True, False):
+        x, labels, mask, v = one_rank(fused=True, tokens=3, dtype=torch.bfloat16)
+        sink = hang_sink(v.weight)[0] if sunk else None
+        vocabulary_loss(x, labels, mask, v, late=True).backward()
+        found.append(sink.total.bfloat16() if sink else v.weight.grad)
+    assert torch.equal(*found)
+
+
+def test_scores_of_positions():
+    x, _, _, v = one_rank()
+    positions = torch.tensor([4, 0, 7])
+    every, some = scores(x, v), scores(x, v, positions)
+    assert every.shape == (S, B, PADDED) and every[..., V:].eq(float("-inf")).all()
+    torch.testing.assert_close(some, every[positions, torch.arange(B)].unsqueeze(0))
+
+
+def body(rank, vocab_padding, cases):
+    """[(loss, dx, dw)] of the cases (sequence parallel, fused, deferred, overlap, sunk) on one of two ranks."""
+    topology = join(tensor=2)
+    found = []
+    for sequence_parallel, fused, deferred, overlap, sunk in cases:
+        context = LayerContext(
+            topology.tensor, ParameterFactory(1, rank, 2, torch.device("cpu")), sequence_parallel, overlap,
+            fusions=ALL if fused else NONE,
+        )
+        x, weight, labels, mask = data()
+        own = shard("x", (V, H), 0, rank, 2, padded=vocab_padding)
+        part = torch.full((vocab_padding // 2, H), 9.0)
+        part[: own.extent[0]] = weight[own.offset[0] : own.offset[0] + own.extent[0]]
+        parameter = torch.nn.Parameter(part)
+        sink = hang_sink(parameter)[0] if sunk else None
+        x = (x.chunk(2)[rank].clone() if sequence_parallel else x).requires_grad_()
+        v = Vocabulary(parameter, context, own.offset[0], own.extent[0], 7)
+        if deferred:
+            context.weight_gradients.begin()
+        loss = vocabulary_loss(x, labels, mask, v, late=True)
+        (loss * UPSTREAM).backward()
+        if deferred:
+            assert parameter.grad is None and (sink is None or sink.fresh)
+            (compute,) = context.weight_gradients.take()
+            compute()
+        with torch.no_grad():
+            evaluated = vocabulary_loss(x, labels, mask, v)
+        dw = parameter.grad if sink is None else sink.total
+        found.append((loss.item(), evaluated.item(), x.grad.numpy(), dw[: own.extent[0]].numpy()))
+    return found
+
+
+@pytest.mark.parametrize("padding", [64, 128])  # 128: the second rank has no entry of the vocabulary
+def test_two_ranks_equal_one(padding):
+    cases = [
+        # sequence parallel, fused, deferred, overlap, sunk
+        (False, True, False, True, True),
+        (False, False, False, False, False),
+        (False, True, True, True, False),
+        (True, True, False, True, True),
+        (True, False, True, False, True),
+    ]
+    expected = reference(*data())
+    ranks = run_processes(2, body, padding, cases)
+    for case, (first, second) in zip(cases, zip(*ranks, strict=True), strict=True):
+        for loss in (*first[:2], *second[:2]):
+            assert loss == pytest.approx(expected[0], rel=1e-6), case
+        assert first[0] == second[0], "all ranks add in the same order"
+        dx = np.concatenate([first[2], second[2]]) if case[0] else first[2]
+        np.testing.assert_allclose(dx, expected[1].numpy(), **CLOSE)
+        if not case[0]:
+            assert np.array_equal(first[2], second[2])
+        np.testing.assert_allclose(np.concatenate([first[3], second[3]]), expected[2].numpy(), **CLOSE)

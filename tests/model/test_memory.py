@@ -1,0 +1,84 @@
+"""What a training pass keeps, against the formulas."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.config import Config
+from megatron.data.batch import MicroBatch
+from megatron.kernels import library
+from megatron.model import formulas
+from megatron.model.gpt import build_chunks, stages_of
+from megatron.parallel.topology import Layout, Topology
+
+S, B, H, V = 128, 2, 64, 256
+FIELDS = dict(
+    hidden_size=H, num_attention_heads=4, seq_length=S, vocab_size=V, micro_batch_size=B, global_batch_size=B,
+    hidden_dropout=0.0, attention_dropout=0.0,
+)
+LLAMA = dict(
+    position_embedding_type="rope", normalization="rmsnorm", swiglu=True, add_bias_linear=False,
+    untie_embeddings_and_output_weights=True, num_key_value_heads=2, ffn_hidden_size=160,
+)
+
+
+def kept_bytes(dtype: torch.dtype, **fields: object) -> tuple[Config, int]:
+    """Bytes of the tensors that autograd saves in a forward pass, shared memory counted once, parameters not."""
+    config = Config.create(**{**FIELDS, **fields})
+    chunks = build_chunks(config, Topology.from_layout(Layout(), 0, device=torch.device("cpu"))).to(dtype)
+    parameters = {p.untyped_storage().data_ptr() for p in chunks.parameters()}
+    tokens = torch.randint(0, V, (B, S + 1))
+    batch = MicroBatch(
+        tokens=tokens[:, :-1], labels=tokens[:, 1:], loss_mask=torch.ones(B, S),
+        position_ids=torch.arange(S).expand(B, S), cu_seqlens=None, first_sample=0,
+    )  # fmt: skip
+    saved: dict[int, torch.Tensor] = {}
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        if x.is_floating_point() and x.untyped_storage().data_ptr() not in parameters:
+            saved[x.untyped_storage().data_ptr()] = x  # held, so that no other tensor takes its place
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        stages_of(chunks)[0](batch, None)
+    return config, sum(x.untyped_storage().nbytes() for x in saved.values())
+
+
+@pytest.mark.skipif(library.find("cpu").handle is None, reason="the formula is that of the fused kernels")
+@pytest.mark.parametrize("changes", [{}, {"hidden_dropout": 0.1}, {"recompute_granularity": "full"}, LLAMA])
+def test_a_layer_keeps_what_the_formula_says(changes: dict[str, object]) -> None:
+    """One layer more keeps its activations once, in bf16; where something is kept twice, the formula says so."""
+    dtype = dict(bf16=True)
+    config, two = kept_bytes(torch.bfloat16, num_layers=2, **dtype, **changes)
+    _, three = kept_bytes(torch.bfloat16, num_layers=3, **dtype, **changes)
+    granularity = config.recompute.recompute_granularity
+    assert three - two == formulas.layer_activation_bytes(config.model, B, 2, granularity=granularity)
+
+
+@pytest.mark.skipif(library.find("cpu").handle is None, reason="the formula is that of the fused kernels")
+def test_the_head_keeps_its_norm_and_no_logits() -> None:
+    config, one = kept_bytes(torch.bfloat16, num_layers=1, bf16=True)
+    layer = formulas.layer_activation_bytes(config.model, B, 2)
+    head = formulas.head_activation_bytes(config.model, B, 2)
+    statistics = 2 * 4 * S * B  # of the last norm
+    mask = 4 * S * B
+    assert one == layer + head + statistics + mask
+    assert formulas.logits_bytes(config.model, S * B, 2) > head
+
+
+def test_the_papers_formula() -> None:
+    """Korthikanti et al., table 2 and section 4: one layer of GPT-3 175B, s=2048, b=1, t=8: 5as/h = 80."""
+    config = Config.create(
+        num_layers=96, hidden_size=12288, num_attention_heads=96, seq_length=2048, vocab_size=51200,
+        micro_batch_size=1, global_batch_size=1,
+    )
+    sbh = 2048 * 12288
+    assert formulas.paper_activation_bytes(config.model, 1) == sbh * (34 + 80)
+    assert formulas.paper_activation_bytes(config.model, 1, 8) == sbh * (10 + 24 / 8 + 80 / 8)
+    assert formulas.paper_activation_bytes(config.model, 1, 8, sequence_parallel=True) == sbh * (34 + 80) / 8
+    selective = formulas.paper_activation_bytes(config.model, 1, 8, sequence_parallel=True, selective=True)
+    assert selective == sbh * 34 / 8
+    # Without its dropout masks (a byte each for the attention's and the MLP's output) that is what is kept here,
+    # but for statistics in fp32.
+    ours = formulas.layer_activation_bytes(config.model, 1, 2, tensor_size=8, sequence_parallel=True)
+    assert ours == pytest.approx(sbh * 32 / 8, rel=0.01)

@@ -1,0 +1,75 @@
+"""In which order the executor posts messages and lets gradients be added up. One process, a made-up neighbour."""
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.pipeline import executor as executor_module
+from megatron.pipeline.executor import Executor
+from megatron.pipeline.instructions import COMPUTE, Instruction, Op
+from megatron.pipeline.schedule import build_schedule
+
+_BACKWARD = (Op.BACKWARD, Op.BACKWARD_INPUT)
+
+
+class Recorder:
+    """In place of Exchange: writes down what is posted and waited for; what arrives are ones."""
+
+    log: list[Any]
+
+    def __init__(self, pipeline: Any) -> None:
+        pass
+
+    def send(self, instruction: Instruction, tensor: torch.Tensor) -> None:
+        self.log.append(instruction)
+
+    def receive(self, instruction: Instruction, *_: Any) -> None:
+        self.log.append(instruction)
+
+    def take(self, instruction: Instruction) -> torch.Tensor:
+        self.log.append(("take", instruction))
+        return torch.ones(3)
+
+    def finish(self) -> None:
+        self.log.append("finish")
+
+
+@pytest.mark.parametrize("name, chunks, rank", [("1f1b", 1, 1), ("interleaved", 2, 0), ("interleaved", 2, 3)])
+def test_messages_behind_a_backward_pass_are_posted_before_its_gradients_are_added_up(
+    name: str, chunks: int, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank of four: the log is its schedule, with the adding up just before the next computation or the end."""
+    log: list[Any] = []
+    monkeypatch.setattr(executor_module, "Exchange", Recorder)
+    monkeypatch.setattr(Recorder, "log", log, raising=False)
+    weight = torch.nn.Parameter(torch.ones(3))
+    last = 4 * chunks - 1
+
+    def stage(number: int) -> Any:
+        def run(_: Any, hidden: torch.Tensor | None) -> torch.Tensor:
+            output = weight * (torch.ones(3) if hidden is None else hidden)
+            return output.sum() if number == last else output
+
+        return run
+
+    topology: Any = SimpleNamespace(pipeline=SimpleNamespace(size=4, rank=rank), device=torch.device("cpu"))
+    stages = {c * 4 + rank: stage(c * 4 + rank) for c in range(chunks)}
+    executor = Executor(
+        topology, stages, name, chunks, (3,), torch.float32, after_backward=lambda: log.append("add up")
+    )
+    executor.train(list(range(8)))
+
+    expected: list[Any] = []
+    due = False
+    for instruction in build_schedule(name, 4, chunks, 8)[rank]:
+        if instruction.op in COMPUTE:
+            if due:
+                expected.append("add up")
+            due = instruction.op in _BACKWARD
+        else:
+            expected.append(instruction)
+    expected += ["add up", "finish"]
+    assert [entry for entry in log if not (isinstance(entry, tuple) and entry[0] == "take")] == expected

@@ -1,0 +1,54 @@
+"""The list that a rank builds for itself is the one that build_schedule gives it."""
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.errors import ConfigError
+from megatron.pipeline import schedule as schedule_module
+from megatron.pipeline.schedule import build_rank_schedule, build_schedule
+
+KINDS = [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 3)]
+
+
+@pytest.mark.parametrize(("name", "chunks"), KINDS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_every_rank_of_small_pipelines(name: str, chunks: int, size: int, forward_only: bool) -> None:
+    """Fewer micro-batches than ranks, as many, more, and numbers that leave groups of unequal sizes."""
+    for micro_batches in range(1, 2 * size + 4):
+        full = build_schedule(name, size, chunks, micro_batches, forward_only)
+        for rank in range(size):
+            own = build_rank_schedule(name, size, chunks, micro_batches, rank, forward_only)
+            assert own == full[rank], (micro_batches, rank)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from([*KINDS, ("interleaved", 5)]), st.integers(2, 24), st.integers(1, 75), st.booleans())
+def test_any_pipeline(kind: tuple[str, int], size: int, micro_batches: int, forward_only: bool) -> None:
+    full = build_schedule(kind[0], size, kind[1], micro_batches, forward_only)
+    for rank in {0, 1, size // 2, size - 2, size - 1}:
+        assert build_rank_schedule(kind[0], size, kind[1], micro_batches, rank, forward_only) == full[rank], rank
+
+
+def test_a_rank_does_without_the_lists_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("all ranks' lists were built")
+
+    monkeypatch.setattr(schedule_module, "build_schedule", refuse)
+    for name, chunks in KINDS:
+        assert build_rank_schedule(name, 4, chunks, 8, 1)
+        assert build_rank_schedule(name, 4, chunks, 8, 1, forward_only=True)
+
+
+REFUSED = [("1f1b", 2, 2, 4), ("interleaved", 2, 1, 4), ("2f2b", 2, 1, 4), ("1f1b", 2, 1, 0)]
+
+
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_what_does_not_exist_is_refused(arguments: tuple[str, int, int, int]) -> None:
+    with pytest.raises(ConfigError) as expected:
+        build_schedule(*arguments)
+    with pytest.raises(ConfigError) as found:
+        build_rank_schedule(*arguments, 0)
+    assert str(found.value) == str(expected.value)

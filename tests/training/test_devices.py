@@ -1,0 +1,87 @@
+"""How many threads a process takes."""
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Collection, Sequence
+
+import pytest
+import torch
+
+from megatron.training import devices
+from tests.helpers.launching import ROOT, TINY
+from tests.helpers.processes import run_processes
+
+NODE = range(64)
+
+
+@pytest.mark.parametrize(
+    ("mine", "masks", "local_world_size", "threads"),
+    [
+        (NODE, [NODE], 1, 64),
+        (NODE, [NODE], 8, 8),  # nobody else was asked
+        (NODE, [NODE] * 8, 8, 8),
+        (NODE, [NODE] * 3, 3, 21),
+        (range(7), [range(7 * i, 7 * i + 7) for i in range(8)], 8, 7),  # srun -c 7
+        (range(16), [range(16)] * 4 + [range(16, 32)] * 4, 8, 4),  # mpirun --bind-to numa
+        (range(2), [range(2)] * 8, 8, 1),
+        (range(4), [range(4), range(2)], 2, 3),
+        (range(2), [range(4), range(2)], 2, 1),
+    ],
+)
+def test_cores_are_shared_by_those_that_may_use_them(
+    mine: Collection[int], masks: Sequence[Collection[int]], local_world_size: int, threads: int
+) -> None:
+    assert devices.part_of_cores(mine, masks, local_world_size) == threads
+
+
+def bound_processes(rank: int) -> tuple[list[set[int]], str, int]:
+    torch.distributed.init_process_group("gloo")
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    os.environ.pop("OMP_NUM_THREADS") if rank == 0 else None  # which must not keep rank 1 waiting
+    masks = devices.masks_on_this_node(os.sched_getaffinity(0))
+    return masks, devices.share_cores(torch.device("cpu"), 2), torch.get_num_threads()
+
+
+def test_processes_tell_each_other_their_cores() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    masks = [{cores[0]}, {cores[1 % len(cores)]}]
+    first, second = run_processes(2, bound_processes)
+    assert first == (masks, "threads: 1 per process (1 core(s) allowed, 2 process(es) on the node)", 1)
+    assert second == (masks, "threads: 1 per process, as OMP_NUM_THREADS says", 1)
+
+
+def without_threads() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "GLIBC_TUNABLES")}
+
+
+@pytest.mark.parametrize("environment", [{}, {"OMP_NUM_THREADS": "1"}])
+def test_what_torchrun_chose_is_told_from_what_the_user_did(environment: dict[str, str]) -> None:
+    child = "from megatron.training.devices import torchrun_chose_threads as chose; print(chose())"
+    agent = f"""
+import os, subprocess, sys
+added = dict(OMP_NUM_THREADS="1", TORCHELASTIC_RUN_ID="none")
+subprocess.run([sys.executable, "-c", {child!r}], env={{**os.environ, **added}}, check=True)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", agent], env={**without_threads(), "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == str(not environment)
+
+
+@pytest.mark.slow
+def test_a_run_under_torchrun_says_what_it_set() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "pretrain_gpt.py", *TINY,
+         "--train-iters", "1"],
+        cwd=ROOT, env=without_threads(), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    cores = len(os.sched_getaffinity(0))
+    part = max(1, cores // 2)
+    assert f" threads: {part} per process ({cores} core(s) allowed, 2 process(es) on the node)\n" in done.stdout
+    assert f"device: CPU, {part} thread(s) per process" in done.stdout
+    assert done.stdout.count(" malloc: ") == 1
