@@ -92,10 +92,8 @@ def play(
         for name, rate in measure_ceilings(keys, threads, folder, options.device).items():
             ceilings.setdefault(name, []).append(rate)
         for case, side in keys if count % 2 == 0 else reversed(keys):
-            failed_before = any(o.reason for o in outcomes[case, side])
-            outcome = outcomes[case, side][0] if failed_before else run(
-                case, side, warm_up=WARM_UP, steps=options.steps, threads=threads, folder=folder
-            )  # fmt: skip
+            failed = next((o for o in outcomes[case, side] if o.reason), None)  # it is not tried again
+            outcome = failed or run(case, side, warm_up=WARM_UP, steps=options.steps, threads=threads, folder=folder)
             outcomes[case, side].append(outcome)
             console.print(line(count, case, side, outcome), highlight=False)
         count, last = count + 1, time.monotonic() - start
@@ -201,7 +199,9 @@ def main() -> int:
     small = [quick(case) for case in cases] if options.quick else cases
     folder = options.output.resolve() / "last"
     folder.mkdir(parents=True, exist_ok=True)
-    keys = [(case, side) for case in small for side in case.sides]
+    # What is told nothing takes all threads, which compares with others only where they have them, too.
+    fair = threads == about["threads"]
+    keys = [(case, side) for case in small for side in case.sides if fair or not side.untouched]
     if about["load"] > 0.5:
         console.print(f"warning: the load is {about['load']}: something else runs here, and figures will vary")
     outcomes, ceilings = play(keys, options, threads, folder, console)
@@ -218,8 +218,8 @@ def main() -> int:
             quick(first) if options.quick else first, quick=options.quick, threads=threads, folder=folder
         )
     record["seconds"] = time.monotonic() - began
+    path = results.write(record, options.output)  # before anything of other files is read
     earlier = results.last_of(options.output, record)
-    path = results.write(record, options.output)
     show(record, console)
     show_comparison(record, earlier, console)
     console.print(f"{path}; logs in {folder}", highlight=False, soft_wrap=True)

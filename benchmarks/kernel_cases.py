@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron.kernels.ops import activation, cross_entropy, dropout, norm, optimizer, rotary, softmax
+from megatron.kernels.ops import activation, attention, cross_entropy, dropout, norm, optimizer, rotary, softmax
 
 Tensor = torch.Tensor
 Shape = tuple[int, ...]
@@ -116,6 +116,77 @@ def _causal_bytes(shape: Shape, e: int) -> tuple[float, float]:
 
 def _masked_bytes(shape: Shape, e: int) -> tuple[float, float]:
     return 2 * elements(shape) * e + elements(shape) // shape[1], 3 * elements(shape) * e
+
+
+# ---- a block of causal attention: the last queries and all keys, [samples and heads, queries, keys] -----------------
+
+
+def _weigh(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
+    """Scores become weights in their place; what is there the next time are small scores."""
+    law = (None, 0, shape[2] - shape[1], 1, SCALE, 0.0, 0)
+
+    def way(operator: Way) -> Way:
+        scores, logarithms = drawn.clone(), torch.empty(shape[0], shape[2], device=device)
+
+        def call() -> tuple[Tensor, Tensor]:
+            operator(scores, logarithms, *law)
+            return scores, logarithms[:, -shape[1] :]
+
+        return call
+
+    drawn = _random(shape, device, dtype)
+    return Work((), way(attention.attention_weights_), way(attention.weights_reference))
+
+
+def _differentiate(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
+    """Weights and gradients take the place of scores and gradients, and neither vanishes with time."""
+    law = (None, 0, shape[2] - shape[1], 0, 1, SCALE, 0.0, 0)
+    ones = torch.ones(shape[0], shape[2], device=device)  # logarithms and dots
+
+    def way(operator: Way) -> Way:
+        scores, gradients = drawn.clone(), drawn.flip(0).contiguous()
+
+        def call() -> tuple[Tensor, Tensor]:
+            operator(scores, gradients, ones, ones, *law)
+            return scores, gradients
+
+        return call
+
+    drawn = _random(shape, device, dtype)
+    return Work((), way(attention.attention_gradient_), way(attention.gradient_reference))
+
+
+def _seen(shape: Shape) -> float:
+    """Scores of keys that are no later than their query."""
+    return elements(shape) - elements(shape[:1]) * shape[1] * (shape[1] - 1) / 2
+
+
+def _weigh_bytes(shape: Shape, e: int) -> tuple[float, float]:
+    return (_seen(shape) + elements(shape)) * e, 0
+
+
+def _weigh_eager(shape: Shape, e: int) -> tuple[float, float]:
+    """fp32 inside: product, mask, four passes of logsumexp, difference and exponential; then the copy, and a cast."""
+    return (8 * 2 + 6 * 4 + 2 * 8 + 4 + e + (0 if e == 4 else 4 + e)) * elements(shape), 0
+
+
+def _differentiate_bytes(shape: Shape, e: int) -> tuple[float, float]:
+    return 2 * (_seen(shape) + elements(shape)) * e, 0
+
+
+def _differentiate_eager(shape: Shape, e: int) -> tuple[float, float]:
+    """fp32 inside: product, mask, difference and exponential; difference, two products; two copies, and two casts."""
+    return (4 * 8 + 8 + 12 + 8 + 2 * (4 + e) + (0 if e == 4 else 2 * (4 + e))) * elements(shape), 0
+
+
+def _dots(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
+    a, b = (_random(shape, device, dtype) for _ in range(2))
+    return Work((a, b), attention.row_dots, attention.dots_reference)
+
+
+def _dots_eager(shape: Shape, e: int) -> tuple[float, float]:
+    """fp32 inside: product and sum, and casts where the arguments are of 16 bits."""
+    return (12 + 4 + (0 if e == 4 else 2 * (4 + e))) * elements(shape), 0
 
 
 # ---- norms of [rows, h] --------------------------------------------------------------------------------------------
@@ -387,7 +458,18 @@ _SOFTMAX = {"host": ((1, 12, 1024, 1024), (1, 8, 2048, 2048)), "gpu": ((1, 48, 2
 _WIDE = {"host": ((1024, 3072), (1024, 16384)), "gpu": ((8192, 4096), (4096, 12288))}
 _MASTERS = {"host": ((148, 840_000), (1, 50_000_000)), "gpu": ((100, 1_000_000), (1, 100_000_000))}
 
+# Blocks as megatron/layers/blocked_attention.py cuts them, the last of each sequence.
+_BLOCK = {"host": ((12, 128, 1024), (16, 128, 2048)), "gpu": ((96, 128, 2048),)}
+
 OPERATORS: dict[str, Operator] = {
+    "attention_weights": Operator("attention_block", _weigh, _weigh_bytes, _weigh_eager, **_BLOCK),
+    "attention_gradient": Operator(
+        "attention_block", _differentiate, _differentiate_bytes, _differentiate_eager, **_BLOCK
+    ),
+    "row_dots": Operator(
+        "attention_block", _dots, lambda shape, e: ((2 * e + 4 / shape[-1]) * elements(shape), 0), _dots_eager,
+        host=((1024, 12, 64), (2048, 16, 128)), gpu=((8192, 32, 128),),
+    ),
     # torch: product, masked_fill, softmax; each reads and writes.
     "causal_softmax": Operator("masked_softmax", _causal, _causal_bytes, _times(6, 7), **_SOFTMAX),
     "masked_softmax": Operator("masked_softmax", _masked, _masked_bytes, _times(6, 7), **_SOFTMAX),

@@ -97,13 +97,15 @@ def roofline_table() -> Lines:
     for name, operator in OPERATORS.items():
         line = [name]
         for m in models.values():
-            shape: Shape = {
+            shapes: dict[str, Shape] = {
+                "attention_block": (m["heads"], 128, 2048), "row_dots": (2048, m["heads"], 128),
                 "masked_softmax": (1, m["heads"], 2048, 2048), "layer_norm": (m["rows"], m["h"]),
                 "rms_norm": (m["rows"], m["h"]),
                 "bias_activation": (2048, m["ffn"]), "bias_dropout": (m["rows"], m["h"]),
                 "rotary": (2048, 1, m["heads"], 128), "cross_entropy": (2048, m["vocabulary"]),
                 "optimizer": (1, 100_000_000),
-            }[operator.fusion]  # fmt: skip
+            }  # fmt: skip
+            shape = shapes[name if name in shapes else operator.fusion]
             passes = [b for b in operator.moved(shape, 2) if b]
             line += [
                 shape_text(shape), " + ".join(f"{b / 1e6:.0f}" for b in passes),

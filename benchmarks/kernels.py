@@ -61,7 +61,10 @@ from megatron.kernels.ops import softmax
 
 Seconds = Callable[[], float]
 GPU_BYTES = 256e6  # of one launch, several times any L2 cache
-TINY: dict[str, Shape] = {"causal_softmax": (1, 1, 16, 16), "masked_softmax": (1, 1, 16, 16), "rotate": (2, 1, 2, 16)}
+TINY: dict[str, Shape] = {
+    "attention_weights": (1, 16, 16), "attention_gradient": (1, 16, 16), "causal_softmax": (1, 1, 16, 16),
+    "masked_softmax": (1, 1, 16, 16), "rotate": (2, 1, 2, 16),
+}  # fmt: skip
 
 
 # ---- timing --------------------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def needed_bytes(case: Case) -> float:
 
 def measure(case: Case, side: Side, steps: int, folder: Path) -> Row:
     """One process. The first step is a warm-up."""
-    outcome = run(case, side, warm_up=1, steps=steps - 1, threads=os.cpu_count() or 1, folder=folder)
+    outcome = run(case, side, warm_up=1, steps=steps - 1, threads=len(os.sched_getaffinity(0)), folder=folder)
     parameters = formulas.total_parameters(model_of(case))
     needed = needed_bytes(case) if side is OURS else None
     return Row(f"{side.name}, {case.layers} layers", parameters, outcome.memory_bytes, needed, outcome.reason)

@@ -85,7 +85,9 @@ def last_of(folder: Path, record: Record) -> Record | None:
     for path in folder.glob("*.json"):
         try:
             earlier = json.loads(path.read_text())
-        except (OSError, json.JSONDecodeError):
+        except (OSError, ValueError):
+            continue
+        if not isinstance(earlier, dict):
             continue
         older = earlier.get("date", "") < record["date"]
         if older and kind(earlier) == kind(record) and figures_of(earlier).keys() & figures_of(record).keys():
@@ -196,8 +198,12 @@ def heading(record: Record) -> list[str]:
 
 
 def notes(record: Record) -> list[str]:
-    """What a side does less than the others, and what was left out."""
+    """What a side does less than the others, which figures come from fewer rounds, and what was left out."""
     lines = [f"{r['workload']} {r['case']}, {r['side']}: {r['less']}" for r in record["rows"] if r["less"]]
+    lines += [
+        f"{r['workload']} {r['case']}, {r['side']}: failed in a later round: {r['reason']}"
+        for r in record["rows"] if r["reason"] and "step_s" in r
+    ]  # fmt: skip
     return lines + [f"not run: {name}: {why}" for name, why in record.get("left_out", {}).items()]
 
 

@@ -50,6 +50,11 @@ class Outcome:
     save: dict[str, float] | None = None
 
 
+SETTINGS = ("GLIBC_TUNABLES", "LD_PRELOAD", "PYTHONPATH", "THP_MEM_ALLOC_ENABLE")
+KINDS_OF_SETTINGS = ("GOMP_", "KMP_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_")
+"""What a shell may have set that changes speed; no side gets it."""
+
+
 def environment(threads: int, cache: Path, *, untouched: bool = False, peers: bool = False) -> dict[str, str]:
     """The environment of a side: this one without any launcher's variables, with threads and allocator unless
     `untouched`, with the peers' packages first for a peer, whose compiled code is kept in `cache` for the next run."""
@@ -57,8 +62,8 @@ def environment(threads: int, cache: Path, *, untouched: bool = False, peers: bo
         name: value for name, value in os.environ.items()
         if name not in LAUNCHED and not name.startswith(LAUNCHERS)
     }  # fmt: skip
-    for name in ("GLIBC_TUNABLES", "OMP_NUM_THREADS", "PYTHONPATH"):
-        env.pop(name, None)
+    for name in [name for name in env if name in SETTINGS or name.startswith(KINDS_OF_SETTINGS)]:
+        del env[name]
     if not untouched:
         env |= {"GLIBC_TUNABLES": ALLOCATOR, "OMP_NUM_THREADS": str(threads)}
     if peers:

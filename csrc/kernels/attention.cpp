@@ -81,7 +81,8 @@ struct Block {
 // scores -> softmax weights, with dropout, in their place; and the logarithm of each row's sum of exponentials. Needs
 // all keys that its queries see. A row whose scores are all -infinity gets zeros, and +infinity as its logarithm.
 template <class T> struct AttentionWeights {
-    static constexpr int WAVES = 4, HOLDS = 1;
+    // One row, but with it so much of the mask that CUDA has no registers left for eight packs.
+    static constexpr int WAVES = 4, HOLDS = 2;
     // narrow: 2 (a row's logarithm and its head's slope)
     T *scores;
     float *logarithms;
@@ -237,8 +238,8 @@ MK_API mk_attention_weights(int type, void *scores, void *logarithms, const void
 
 MK_API mk_attention_gradient(int type, void *scores, void *gradients, const void *logarithms, const void *dots,
                              const void *slopes, int64_t rows, int64_t queries, int64_t total, int64_t first_sample,
-                             int64_t first, int64_t key, int64_t length, int64_t groups, int64_t share, int64_t n, float scale, uint64_t seed,
-                             uint32_t keep, float kept_scale, int random, void *stream) {
+                             int64_t first, int64_t key, int64_t length, int64_t groups, int64_t share, int64_t n,
+                             float scale, uint64_t seed, uint32_t keep, float kept_scale, int random, void *stream) {
     const Block block{(const float *)slopes, (int)queries, (int)total, (int)first_sample, (int)first, (int)key, (int)length,
                       (int)groups, (int)share, (int)n, scale};
     const Mask mask{seed, keep, kept_scale, random != 0};

@@ -100,7 +100,7 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 # Entries that the engine or the loop decides itself: why the JSON's value has no effect. A whole subtree may be named.
 _OWN: Mapping[str, str] = {
-    "zero_optimization.overlap_comm": "gradients are reduced once, after the last micro-batch",
+    "zero_optimization.overlap_comm": "--overlap-grad-reduce and --no-overlap-grad-reduce decide",
     "zero_optimization.contiguous_gradients": "the engine sets it",
     "zero_optimization.reduce_scatter": "the engine sets it",
     "zero_optimization.round_robin_gradients": "the engine sets it",

@@ -67,7 +67,8 @@ class Engine:
     gradients that all ranks get the sum of.
 
     With `config.engine.overlap_param_gather` weights arrive while the next forward passes run. Modules wait for theirs
-    (WeightGather); whoever reads `chunks.parameters()` in another way after `step()` calls `wait_for_weights()` before.
+    (WeightGather), and so does `state_dict()`; whoever reads `chunks.parameters()` in another way after `step()`, or
+    after a checkpoint was loaded, calls `wait_for_weights()` before.
 
     The gradient is the mean over data-parallel ranks of what their backward passes sum up: the loss must be divided by
     the number of micro-batches of a rank and multiplied by `loss_scale`.

@@ -19,7 +19,8 @@ class WeightGather:
 
     A chunk says with `weight_users()` which modules it calls, and which parameters must be there for each: pairs of a
     module and its parameters, those of modules within included. Without, all of a chunk's weights are waited for
-    before it runs. Whoever reads weights in another way calls `wait` before.
+    before it runs. A state_dict of a chunk or of a module of it waits for all. Whoever reads weights in another way
+    calls `wait` before.
     """
 
     def __init__(
@@ -34,6 +35,8 @@ class WeightGather:
             users = getattr(chunk, "weight_users", None)
             for module, parameters in users() if users else [(chunk, list(chunk.parameters()))]:
                 module.register_forward_pre_hook(self._waits_for(parameters, of))
+            for module in chunk.modules():
+                module.register_state_dict_pre_hook(self._before_state_dict)
 
     def _waits_for(
         self, parameters: Sequence[torch.nn.Parameter], of: Mapping[torch.nn.Parameter, Bucket]
@@ -45,6 +48,9 @@ class WeightGather:
                 self._wait(needed)
 
         return before
+
+    def _before_state_dict(self, *_: Any) -> None:
+        self.wait()
 
     @torch.no_grad()
     def start(self) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.kernels.ops.activation import bias_activation
+from megatron.kernels.ops.attention import TILE, attention_gradient_, attention_weights_, row_dots
 from megatron.kernels.ops.cross_entropy import cross_entropy, gradient_, local_pass
 from megatron.kernels.ops.dropout import bias_dropout_add
 from megatron.kernels.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -109,6 +110,13 @@ def _compare(
 # ---- operators -------------------------------------------------------------------------------------------------------
 
 
+def _agrees(what: str, share: float, law: float, count: int) -> None:
+    """Of so many independent draws; five standard deviations. Raises ArithmeticError."""
+    margin = 5 * math.sqrt(law * (1 - law) / count)
+    if abs(share - law) > margin:
+        raise ArithmeticError(f"{what}: {share:.4f}, expected {law} +- {margin:.4f}")
+
+
 def _softmax_exact(x: Tensor, hidden: Tensor) -> Tensor:
     return (x * 0.7).masked_fill(hidden, -math.inf).softmax(-1).nan_to_num(0.0)
 
@@ -130,6 +138,51 @@ def _masked_softmax(dtype: torch.dtype, device: torch.device) -> Triples:
         triples += _compare(
             lambda x, m=mask: masked_softmax(x, m, 0.7), lambda x, h=hidden: _softmax_exact(x, h), [x]
         )
+    return triples
+
+
+def _attention_blocks(dtype: torch.dtype, device: torch.device) -> Triples:
+    """The last queries of three of four groups with all keys; then their gradients, keys in two blocks.
+
+    Two queries share a key, there are slopes, and weights are dropped: the mask is read off the weights.
+    """
+    scale, probability, seed, share, sample = 0.7, 0.2, 1234567890123, 2, 1
+    slopes = torch.tensor([1e-3, 2e-3, 0.0, 5e-4])
+    triples: Triples = []
+    for queries, first in ((32, 224), (9, 992), (3, 4064)):  # packs of 16 bytes, odd widths
+        keys, rows = first + queries, slice(first * share, (first + queries) * share)
+        x = _random((3, queries * share, keys), dtype, device, 40)
+        position = first + torch.arange(queries * share) // share
+        distance = torch.arange(keys) - position[:, None]
+        slope = slopes.view(2, share)[torch.arange(sample, sample + 3) % 2].double().repeat(1, queries)
+        logits = x.double().cpu() * scale + slope[..., None] * distance
+        logits.masked_fill_(distance > 0, -math.inf)
+
+        law = (share, scale, probability, seed)
+        scores, logarithms = x.clone(), torch.full((4, keys * share), -1.0, device=device)
+        attention_weights_(scores, logarithms, slopes.to(device), sample, first, *law)
+        factors = (scores != 0).double().cpu() / (1 - probability)
+        seen = (distance <= 0).expand_as(factors)
+        _agrees("share of weights kept", float((factors[seen] != 0).double().mean()), 0.8, int(seen.sum()))
+        weights, wanted = logits.softmax(-1), torch.full_like(logarithms, -1.0).double().cpu()
+        wanted[sample:, rows] = logits.logsumexp(-1)
+        triples += [("weights", scores, weights * factors), ("logarithms", logarithms, wanted)]
+
+        gradients, dots = _random(tuple(x.shape), dtype, device, 41), torch.zeros_like(logarithms)
+        dots[sample:, rows] = row_dots(scores, gradients)
+        wide = gradients.double().cpu()
+        exact_dots = (scores.double().cpu() * wide).sum(-1)
+        triples.append(("dots", dots[sample:, rows], exact_dots))
+        wide = scale * weights * (wide * factors - exact_dots[..., None])
+        cut = keys // 2 // TILE * TILE
+        for part in (slice(0, cut), slice(cut, keys)):
+            again, changed = x[..., part].contiguous(), gradients[..., part].contiguous()
+            attention_gradient_(
+                again, changed, logarithms, dots, slopes.to(device), sample, first, part.start, *law
+            )
+            triples += [
+                ("weights again", again, (weights * factors)[..., part]), ("gradient", changed, wide[..., part])
+            ]
     return triples
 
 
@@ -194,12 +247,9 @@ def _dropout(dtype: torch.dtype, device: torch.device) -> Triples:
         ones = torch.ones_like(x)
         kept = (bias_dropout_add(ones, None, None, probability, seed) != 0).double().cpu()
         other = (bias_dropout_add(ones, None, None, probability, seed + 1) != 0).double().cpu()
-        # Five standard deviations of a binomial share; two seeds agree as often as two independent masks.
-        agree = (kept == other).double().mean()
-        for what, share, law in (("share kept", kept.mean(), 0.8), ("masks of two seeds agree", agree, 0.68)):
-            margin = 5 * math.sqrt(law * (1 - law) / kept.numel())
-            if abs(float(share) - law) > margin:
-                raise ArithmeticError(f"{what}: {float(share):.4f}, expected {law} +- {margin:.4f}")
+        _agrees("share kept", float(kept.mean()), 0.8, kept.numel())
+        # Two seeds agree as often as two independent masks.
+        _agrees("masks of two seeds agree", float((kept == other).double().mean()), 0.68, kept.numel())
         triples += _compare(
             lambda x, bias, residual: bias_dropout_add(x, bias, residual, probability, seed),
             lambda x, bias, residual, k=kept: residual + (x + bias) * k / (1 - probability),
@@ -310,6 +360,7 @@ def _scale_and_norm(dtype: torch.dtype, device: torch.device) -> Triples:
 CASES: dict[str, Callable[[torch.dtype, torch.device], Triples]] = {
     "causal_softmax": _causal_softmax,
     "masked_softmax": _masked_softmax,
+    "attention_blocks": _attention_blocks,
     "layer_norm": _norm_case(rms=False, residual=False),
     "rms_norm": _norm_case(rms=True, residual=False),
     "add_layer_norm": _norm_case(rms=False, residual=True),

@@ -19,7 +19,7 @@ from typing import Any
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 # Blocks up to this size come from the heap and stay in it: activations and the logits of a chunk of tokens. Larger
 # ones are flat buffers, which are made once; in the heap they would only leave holes, and holes cost memory. GPT-2 124M
-# in bf16, sequence 512, has its peak at 3,165 MiB by glibc's own rules, at 3,069 with blocks up to 32 MiB kept, and at
+# in bf16, sequence 512, has its peak at 3,067 MiB by glibc's own rules, at 3,069 with blocks up to 32 MiB kept, and at
 # 3,105 with those up to 1 GiB. (With the logits of all tokens at once, in buffers of 100 and 200 MiB, it was 3,094,
 # 3,209 and 3,567.) glibc before 2.35 takes no size above half of its HEAP_MAX_SIZE, which is the second one here.
 KEEP_BLOCKS_BYTES = (256 << 20, 32 << 20)
@@ -41,8 +41,9 @@ def tune_allocator(environ: MutableMapping[str, str] | None = None, libc: Any = 
     """Set malloc up for training on a CPU; returns a line for the log that says what was done, or why nothing was.
 
     Works before and after torch is imported, and as often as it is called: the settings hold for blocks that are
-    allocated afterwards. Does nothing where malloc is not glibc's, as with a preloaded jemalloc. `environ` is
-    os.environ and `libc` the C library of the process; tests give others.
+    allocated afterwards. Huge pages come only where the process has made no tensor before: torch looks once. Does
+    nothing where malloc is not glibc's, as with a preloaded jemalloc. `environ` is os.environ and `libc` the C library
+    of the process; tests give others.
     """
     environ = os.environ if environ is None else environ
     libc = ctypes.CDLL(None) if libc is None else libc

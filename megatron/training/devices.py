@@ -43,7 +43,7 @@ def share_cores(device: torch.device, local_world_size: int) -> str:
     mine = os.sched_getaffinity(0)
     # Asked for whatever this process will do with it: the others may have another environment.
     masks = masks_on_this_node(mine) if dist.is_initialized() and dist.get_world_size() > 1 else [mine]
-    if "OMP_NUM_THREADS" in os.environ and not torchrun_chose_threads():
+    if os.environ.get("OMP_NUM_THREADS") and not torchrun_chose_threads():
         return f"threads: {torch.get_num_threads()} per process, as OMP_NUM_THREADS says"
     threads = part_of_cores(mine, masks, local_world_size)
     torch.set_num_threads(threads)

@@ -77,11 +77,11 @@ def is_lost_peer(error: BaseException) -> bool:
 
 def set_up_host(config: Config, device: torch.device, launch: Launch) -> list[str]:
     """Threads of this process, and on a CPU how it keeps memory; returns lines for the log."""
-    lines = [devices.share_cores(device, launch.local_world_size)]
-    if device.type == "cpu":
+    lines = []
+    if device.type == "cpu":  # first: torch looks once whether it may ask for huge pages, at the first tensor's memory
         tuned = config.training.allocator_tuning
         lines.append(tune_allocator() if tuned else "malloc: left as it is (--no-allocator-tuning)")
-    return lines
+    return [devices.share_cores(device, launch.local_world_size), *lines]
 
 
 def assemble(

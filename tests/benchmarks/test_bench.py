@@ -186,6 +186,20 @@ def test_a_side_that_failed_is_a_row_with_the_reason() -> None:
     assert any("no network" in cells for cells in results.rate_table([row]))
 
 
+def test_a_round_after_a_failure_repeats_no_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    bench, case = module("bench"), module("workloads").cpu_cases()[4]
+    good, bad = outcomes([1.0])[0], module("sides").Outcome(reason="killed")
+    answers = iter([good, bad])
+    monkeypatch.setattr(bench, "run", lambda *_, **__: next(answers))
+    monkeypatch.setattr(bench, "measure_ceilings", lambda *_: {})
+    key, options = (case, case.sides[0]), bench.parse(["--rounds", "3"])
+    found, _ = bench.play([key], options, 1, tmp_path, bench.Console(quiet=True))
+    assert found[key] == [good, bad, bad]
+    row = module("results").row_of(*key, found[key], found[key], None)
+    assert row["step_s"]["count"] == 1
+    assert any("killed" in note for note in module("results").notes({"rows": [row]}))
+
+
 def run_record(step: float, values: list[float], **more: Any) -> dict[str, Any]:
     results, case = module("results"), module("workloads").cpu_cases()[0]
     row = results.row_of(case, case.sides[0], outcomes([step * v for v in values]), outcomes([step]), 1e12)
@@ -219,6 +233,8 @@ def test_the_last_run_is_that_of_the_same_machine(tmp_path: Path) -> None:
         results.write(run_record(1.0, [1.0], date=date, quick=name == "b"), tmp_path)
     other = run_record(1.0, [1.0], date="2026-01-01T23:30:00", machine={"processor": "q"})
     results.write(other, tmp_path)
+    (tmp_path / "rows.json").write_text("[1]")  # other programs' files
+    (tmp_path / "bytes.json").write_bytes(b"\xff")
     assert results.last_of(tmp_path, run_record(1.0, [1.0]))["date"] == dates["c"]
     assert results.last_of(tmp_path, run_record(1.0, [1.0], quick=True))["date"] == dates["b"]
 

@@ -267,6 +267,18 @@ def test_any_module_waits_for_all_of_its_weights(monkeypatch: pytest.MonkeyPatch
     assert not chunk.weight.isnan().any()
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_state_dict_waits(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the model as of a module within: what is saved must not be the weights of the step before."""
+    monkeypatch.setattr(engine_weights, "gather_from_owners", lambda bucket, _: [Late(bucket)])
+    chunks = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(3, 2))])
+    gather = WeightGather(buckets_of(list(chunks.parameters())), Group((0, 1), 0), chunks, overlap=True)
+    gather.start()
+    assert all(p.isnan().any() for p in chunks.parameters())
+    found = (chunks if whole else chunks[0][0]).state_dict()
+    assert found and not any(value.isnan().any() for value in found.values())
+
+
 # -- norm --------------------------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.kernels import library
 from megatron.kernels.ops.activation import bias_activation
+from megatron.kernels.ops.attention import TILE, attention_gradient_, attention_weights_, row_dots
 from megatron.kernels.ops.cross_entropy import cross_entropy, gradient_, local_pass
 from megatron.kernels.ops.dropout import bias_dropout_add
 from megatron.kernels.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
@@ -91,6 +92,28 @@ def spread(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return cross_entropy(logits * 2.0, ids, 0, V - 3)
 
 
+def weigh(scores: torch.Tensor, logarithms: torch.Tensor, slopes: torch.Tensor | None) -> None:
+    attention_weights_(scores, logarithms, slopes, 1, TILE, 2, 0.5, 0.3, SEED)
+
+
+def differentiate(*tensors: torch.Tensor | None) -> None:
+    attention_gradient_(*tensors, 1, TILE, TILE, 2, 0.5, 0.3, SEED)
+
+
+def weigh_arguments(rows: int, alibi: bool = True) -> tuple[Any, ...]:
+    """Three samples and groups of five, two queries each, from the second tile of positions on."""
+    logarithms = torch.zeros(5, 2 * (rows + TILE))
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if alibi else None
+    return draw(3, 2 * rows, rows + TILE, grad=False), logarithms, slopes
+
+
+def differentiate_arguments(rows: int) -> tuple[Any, ...]:
+    """Keys from the second tile on."""
+    scores, gradients = (draw(3, 2 * rows, rows, seed=i, grad=False) for i in range(2))
+    logarithms = torch.full((5, 2 * (rows + TILE)), 3.0)
+    return scores, gradients, logarithms, draw(*logarithms.shape, grad=False), None
+
+
 def norm_arguments(count: int, bias: bool) -> Callable[[int], tuple[Any, ...]]:
     """`count` inputs of rows, a weight, and a bias where there is one."""
     return lambda rows: (
@@ -99,6 +122,10 @@ def norm_arguments(count: int, bias: bool) -> Callable[[int], tuple[Any, ...]]:
 
 
 PUBLIC = {
+    "attention_weights_": Public(weigh, functools.partial(weigh_arguments, alibi=False)),
+    "attention_weights_ alibi": Public(weigh, weigh_arguments),
+    "attention_gradient_": Public(differentiate, differentiate_arguments),
+    "row_dots": Public(row_dots, lambda rows: lists((rows, 3, H), (rows, 3, H))),
     "causal_softmax": Public(lambda x: causal_softmax(x, 0.5), lambda rows: (draw(2, rows, rows + 3),)),
     "masked_softmax": Public(
         lambda x, mask: masked_softmax(x, mask, 0.5), lambda rows: (draw(2, 3, rows, 9), hidden(2, rows, 9))
@@ -193,7 +220,11 @@ def test_inductor(name: str, kernels: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["layer_norm", "bias_dropout_add", "rotate a slice", "cross_entropy", "causal_softmax"]
+    "name",
+    [
+        "layer_norm", "bias_dropout_add", "rotate a slice", "cross_entropy", "causal_softmax", "attention_weights_",
+        "attention_gradient_", "row_dots",
+    ],
 )
 def test_any_number_of_rows(name: str, kernels: str) -> None:
     """One compilation serves all numbers of rows."""

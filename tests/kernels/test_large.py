@@ -8,6 +8,7 @@ import torch
 
 from megatron.kernels.library import available
 from megatron.kernels.ops.activation import bias_activation
+from megatron.kernels.ops.attention import attention_gradient_, attention_weights_, row_dots
 from megatron.kernels.ops.cross_entropy import cross_entropy, local_pass
 from megatron.kernels.ops.norm import layer_norm, rms_norm
 from megatron.kernels.ops.optimizer import scale_and_norm_
@@ -77,6 +78,31 @@ def test_softmax_backward_past_2_31(device: str) -> None:
         return torch.ops.megatron.softmax_backward(x, x, 0.5, False)
 
     assert torch.equal(run(x)[LOOKED_AT], run(x[LOOKED_AT]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_attention_past_2_31(device: str) -> None:
+    """Squares of scores before and after the boundary, with dropout, which knows its place in the whole, to the bit."""
+    scores = large(device).view(129, WIDTH, WIDTH)
+    gradients, law = scores.clone(), (1, 0.5, 0.25, 7)
+    logarithms, dots = (torch.full((129, WIDTH), fill, device=device) for fill in (3.0, 0.125))
+    few = {sample: (scores[sample, None].clone(), gradients[sample, None].clone()) for sample in (0, 127, 128)}
+    attention_gradient_(scores, gradients, logarithms, dots, None, 0, 0, 0, *law)
+    for sample, (weights, changed) in few.items():
+        attention_gradient_(weights, changed, logarithms, dots, None, sample, 0, 0, *law)
+        assert weights.any() and torch.equal(scores[sample], weights[0]) and torch.equal(gradients[sample], changed[0])
+        assert bool((weights == 0).tril().any())
+    few = {sample: scores[sample, None].clone() for sample in few}
+    attention_weights_(scores, logarithms, None, 0, 0, *law)
+    for sample, weights in few.items():
+        found = torch.empty_like(logarithms)
+        attention_weights_(weights, found, None, sample, 0, *law)
+        assert torch.equal(scores[sample], weights[0]) and torch.equal(logarithms[sample], found[sample])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_row_dots_past_2_31(device: str) -> None:
+    check_rows(lambda x: row_dots(x, x), device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -154,6 +180,33 @@ def test_wide_softmax(device: str, n: int, dtype: torch.dtype) -> None:
         p, g = exact(y).detach(), exact(dy).detach()
         size = 0.7 * p * (g.abs() + (p * g.abs()).sum(-1, keepdim=True))
         assert_close(dx, 0.7 * p * (g - (p * g).sum(-1, keepdim=True)), dtype, SUM * size)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@wide
+def test_wide_attention(device: str, n: int, dtype: torch.dtype) -> None:
+    """The last eight queries of a sequence with all their keys, then the gradients of the second half of the scores."""
+    queries = 8 - n % 2
+    n -= (n - queries) % 32  # so that the queries start where they may
+    scores, law = random((1, queries, n), dtype, device, 10, scale=3.0), (1, 0.7, 0.0, 0)
+    first, gradients = n - queries, random((1, queries, n), dtype, device, 11)
+    hidden = torch.arange(n) > first + torch.arange(queries).unsqueeze(1)
+    logits = (exact(scores).detach() * 0.7).masked_fill(hidden, float("-inf"))
+    want, logarithms = logits.softmax(-1), torch.empty(1, n, device=device)
+    y = scores.clone()
+    attention_weights_(y, logarithms, None, 0, first, *law)
+    # exp is good to 2^-21, the logarithm below to 2^-19: see numerics/test_attention.py.
+    assert_close(y, want, dtype, (SUM + 2.0**-16) * want)
+    assert_close(logarithms[:, first:], logits.logsumexp(-1), torch.float32, 2.0**-15)
+    dots = torch.full((1, n), 0.25, device=device)
+    half = slice(n // 64 * 32, n)
+    again, changed = scores[..., half].contiguous(), gradients[..., half].contiguous()
+    attention_gradient_(again, changed, logarithms, dots, None, 0, first, half.start, *law)
+    p, g = want[..., half], exact(gradients).detach()[..., half]
+    assert_close(again, p, dtype, 2.0**-14 * p)
+    assert_close(changed, 0.7 * p * (g - 0.25), dtype, 2.0**-14 * p * (g.abs() + 1))
+    found, size = row_dots(scores, gradients), exact(scores).detach() * exact(gradients).detach()
+    assert_close(found, size.sum(-1), torch.float32, SUM * size.abs().sum(-1))
 
 
 @pytest.mark.parametrize("device", DEVICES)

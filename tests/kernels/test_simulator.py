@@ -26,7 +26,7 @@ from tests.helpers.kernels import (
 pytestmark = [needs_simulator, pytest.mark.slow]
 
 # Test files and the .cpp files they need: the file of the same name, unless it is said here.
-NEEDS = {"optimizer": ("adamw", "scaling")}
+NEEDS = {"attention": ("attention", "dropout"), "optimizer": ("adamw", "scaling")}
 TOPICS = sorted(file.stem.removeprefix("test_") for file in (ROOT / NUMERICS).glob("test_*.py"))
 
 
@@ -44,7 +44,7 @@ def test_numerics(topic: str, wave: int, flags: tuple[str, ...], tmp_path_factor
     assert " passed" in outcome.output
 
 
-@pytest.mark.parametrize("topic", ["softmax", "norm", "cross_entropy"])
+@pytest.mark.parametrize("topic", ["attention", "softmax", "norm", "cross_entropy"])
 def test_wide_rows(topic: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Blocks of 512 and 1,024 lanes, which the numerical tests' widths do not need."""
     library = simulator_library(session_folder(tmp_path_factory), 64, ADDRESS, (topic,))

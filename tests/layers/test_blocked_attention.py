@@ -81,7 +81,12 @@ def test_documents(case, alibi, fused):
     slopes = alibi_slopes(groups * share) if alibi else None
     dtype = torch.float32 if fused else torch.float64
     mixed = projection(sum(lengths[0]), len(lengths), groups, share, 8, dtype)
-    compare(mixed, slopes, lengths, documents_of(lengths), fused, 2.0**-20 if fused else 1e-14)
+    packed = documents_of(lengths)
+    with Operators() as seen:
+        compare(mixed, slopes, lengths, packed, fused, 2.0**-20 if fused else 1e-14)
+    batches = len(packed.groups.shapes)  # each is no longer than a block
+    names = ("attention_weights_", "attention_gradient_", "row_dots")
+    assert dict(seen.calls) == (dict.fromkeys(names, batches) if fused else {})
 
 
 @pytest.mark.parametrize("share", [1, 2])
@@ -98,13 +103,108 @@ def test_queries_keys_and_values_apart(share):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+def test_kernels_have_no_float64():
+    """A check of the whole model in float64 takes torch's way, whatever was asked for."""
+    mixed = projection(5, 1, 1, 1, 4, torch.float64)
+    asked, other = (blocked_attention((mixed,), None, None, 0.0, None, fused) for fused in (True, False))
+    assert torch.equal(asked, other)
+
+
+def test_without_a_seed_nothing_is_dropped():
+    mixed = projection(5, 1, 1, 1, 4, torch.float32)
+    evaluated, plain = (blocked_attention((mixed,), None, None, p, None, True) for p in (0.5, 0.0))
+    assert torch.equal(evaluated, plain)
+
+
+def test_the_gradient_has_none():
+    mixed = projection(5, 1, 1, 1, 4, torch.float32)
+    out = blocked_attention((mixed,), None, None, 0.0, None, True)
+    (gradient,) = torch.autograd.grad(out.square().sum(), mixed, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 12])
+@pytest.mark.parametrize("threads", [1, 4])
+def test_parts(monkeypatch, count, threads):
+    """All samples and groups, once; as many at once as there is room for, but one for each thread."""
+    monkeypatch.setattr(module.torch, "get_num_threads", lambda: threads)
+    for room in (1, 2, 5, 99):
+        monkeypatch.setattr(module, "_SCORES", room * 100)
+        parts = module._parts(count, 100)
+        assert [i for part in parts for i in range(part.start, part.stop)] == list(range(count))
+        sizes = [part.stop - part.start for part in parts]
+        assert set(sizes[:-1]) <= {sizes[0]} and sizes[0] == min(count, max(room, threads))
+
+
+@pytest.mark.parametrize("share", [1, 3])
+def test_scores_of_a_part_fit(monkeypatch, share):
+    """Both passes make room for as many scores as are allowed at once, twice in the backward pass."""
+    s, groups = 130, 8
+    room = 2 * block_length(s, torch.float32) * share * s
+    monkeypatch.setattr(module, "_SCORES", room)
+    monkeypatch.setattr(module.torch, "get_num_threads", lambda: 1)
+    mixed = projection(s, 1, groups, share, 4, torch.float32)
+    with Largest() as seen, torch.no_grad():
+        blocked_attention((mixed,), None, None, 0.0, None, True)
+    assert seen.elements == room
+    with Largest() as seen:
+        output_and_gradients(lambda x: blocked_attention((x,), None, None, 0.0, None, True), [mixed])
+    assert seen.elements == 2 * room
+
+
+@pytest.mark.parametrize(
+    ("shape", "transposed", "apart"),
+    [
+        ((5, 2, 3, 1, 4), False, False), ((5, 1, 3, 1, 4), False, False), ((5, 2, 1, 1, 4), False, False),
+        ((5, 1, 3, 1, 4), True, False), ((5, 2, 1, 1, 4), True, False), ((5, 2, 3, 1, 4), True, True),
+        ((5, 2, 3, 2, 4), False, True), ((5, 1, 1, 2, 4), False, True),
+    ],
+)  # fmt: skip
+def test_rows_are_written_in_their_place_where_they_can_be(shape, transposed, apart):
+    """Not for several queries of a group, nor for samples that are no multiples of a common stride, as of documents."""
+    s, b, groups, share, d = shape
+    whole = torch.zeros((b, s, groups, share + 2, d) if transposed else (s, b, groups, share + 2, d))
+    place = (whole.transpose(0, 1) if transposed else whole)[..., :-2, :]
+    rows = module._Rows(place)
+    assert rows.apart == apart
+    rows.rows.copy_(torch.arange(float(place.numel())).view(rows.rows.shape))
+    rows.put()
+    expected = torch.arange(float(place.numel())).view(b, groups, s, share, d).permute(2, 0, 1, 3, 4)
+    assert torch.equal(place, expected) and whole.sum() == expected.sum()
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_gradient_of_queries_adds_up_in_fp32(monkeypatch, dtype, fused):
+    """Eight blocks of 32 keys; each but the first adds a quarter of the format's unit, which alone would be lost.
+
+    All scores are 0, so that the last query has weights of exactly 2^-8; values, and the weights' gradients, are 1 and
+    -1 in turn, their mean is 0, and with keys of the same sign each product is positive.
+    """
+    monkeypatch.setattr(module, "_LEAST_16_BIT", 32)
+    monkeypatch.setattr(module, "_MOST_TIMES", 1)
+    s, unit = 256, torch.finfo(dtype).eps / 4
+    sign = torch.ones(s).index_fill_(0, torch.arange(1, s, 2), -1.0)
+    q, k, v = (torch.zeros(s, 1, 1, 4, dtype=dtype) for _ in range(3))
+    k[:, 0, 0, 0] = sign * torch.full((s,), unit).index_fill_(0, torch.arange(32), 1.0)
+    v[:, 0, 0, 0] = sign
+    q.requires_grad_()
+    blocked_attention((q, k, v), None, None, 0.0, None, fused)[..., 0].sum().backward()
+    exact = torch.tensor(32 * 2.0**-8 / 2 * (1 + 7 * unit))  # 2: the root of the heads' dimension
+    assert q.grad[-1, 0, 0, 0] == exact.to(dtype) > torch.tensor(32 * 2.0**-8 / 2)
+
+
+# Products of one head may add up in another order than those of four: in fp32 some units of 2^-24. In bf16 a sum may
+# then be rounded to its neighbour: 2^-8 of it, after which scores of size 3 move weights by 3 times that at most.
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2.0**-20), (torch.bfloat16, 2.0**-6)], ids=str)
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])
 @pytest.mark.parametrize("documents", [False, True])
-def test_parts_of_the_heads_change_nothing(monkeypatch, fused, documents):
+def test_parts_of_the_heads_change_nothing(monkeypatch, fused, documents, dtype, bound):
     """Heads come in parts where their scores would be many; ALiBi and dropout know which heads they are."""
     lengths = CASES["two samples"] if documents else [[70], [70]]
     packed = documents_of(lengths) if documents else None
-    mixed = projection(sum(lengths[0]), 2, 2, 2, 8, torch.float32)
+    mixed = projection(sum(lengths[0]), 2, 2, 2, 8, dtype)
     monkeypatch.setattr(module.torch, "get_num_threads", lambda: 1)
 
     def run() -> list[torch.Tensor]:
@@ -113,10 +213,30 @@ def test_parts_of_the_heads_change_nothing(monkeypatch, fused, documents):
         )
 
     whole = run()
-    monkeypatch.setattr(module, "_SCORES", 1)
-    assert len(module._parts(4, 70 * 64)) == 4
-    for a, b in zip(whole, run(), strict=True):  # products of one head may add up in another order than those of four
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    for heads in (1, 3):
+        monkeypatch.setattr(module, "_parts", lambda n, _, m=heads: [slice(i, min(i + m, n)) for i in range(0, n, m)])
+        for a, b in zip(whole, run(), strict=True):
+            assert (a - b).double().norm() <= bound * a.double().norm()
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])
+def test_documents_have_masks_of_their_own(fused):
+    """Also those of different lengths, which come in different batches; other seeds give other masks."""
+    p, lengths, heads = 0.5, [[31, 20, 4], [31, 20, 4]], 2
+    s = sum(lengths[0])
+    zeros = torch.zeros(s, 2, heads, s)
+    values = torch.eye(s).view(s, 1, 1, s).expand(s, 2, heads, s)
+    packed = documents_of(lengths)
+    masks = []
+    for seed in (3, 4):
+        out = blocked_attention((zeros, zeros, values), None, packed, p, seed, fused).permute(1, 2, 0, 3)
+        for start, end in ((0, 31), (31, 51)):
+            # The first 20 queries and keys of each document and head, without the diagonals' upper side.
+            block = out[:, :, start:end, start:end][..., :20, :20] != 0
+            masks += [tuple(row) for row in block.reshape(2 * heads, -1).tolist()]
+    assert len(set(masks)) == len(masks) == 2 * 2 * 2 * heads
+    whole = blocked_attention((zeros, zeros, values), None, packed, 1.0, 3, fused)
+    assert torch.equal(whole, torch.zeros_like(whole))
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])

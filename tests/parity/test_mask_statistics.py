@@ -35,7 +35,7 @@ def body(rank, sequence_parallel):
     zeros = torch.zeros(s, 8, heads, s)
     values = torch.eye(s).view(s, 1, 1, s).expand(s, 8, heads, s)
     attention = chunk.layers[1].self_attention
-    weights = attention._core(zeros, zeros, values, None, call.dropout.at(1, Site.ATTENTION, attention.sharded))
+    weights = attention._core(None, call.dropout.at(1, Site.ATTENTION, attention.sharded), zeros, zeros, values)
     return hidden, (weights[-1] != 0).numpy()  # the last position sees all others: [b, heads, s]
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from megatron.training import allocator
-from tests.helpers.launching import ROOT
+from tests.helpers.launching import ROOT, TINY
+from tests.helpers.processes import free_port
 
 # Four blocks of 16 MiB are taken and given back, then one of 400 MiB is taken. glibc's own rules would have them mapped
 # or, once it has seen that size, give the end of the heap back above twice 16 MiB.
@@ -152,14 +153,8 @@ def test_an_old_glibc_gets_the_size_it_takes(monkeypatch: pytest.MonkeyPatch) ->
     assert settings == {-3: 32 << 20, -1: -1}  # -1: never, in mallopt(3)
 
 
-@pytest.mark.skipif(not os.path.exists("/sys/kernel/mm/transparent_hugepage"), reason="a kernel without huge pages")
-@pytest.mark.parametrize("tuned", [True, False])
-def test_torch_asks_for_huge_pages(tuned: bool) -> None:
-    """The mapping of a tensor that is made afterwards has the flag that madvise(MADV_HUGEPAGE) sets."""
-    code = f"""
-import torch
-from megatron.training.allocator import tune_allocator
-if {tuned}: tune_allocator()
+# Prints whether the mapping of a new tensor has the flag that madvise(MADV_HUGEPAGE) sets.
+HUGE = """
 tensor = torch.empty(64 << 20, dtype=torch.uint8)
 middle = tensor.data_ptr() + (32 << 20)
 inside = False
@@ -171,7 +166,39 @@ for line in open("/proc/self/smaps"):
     elif inside and first == "VmFlags:":
         print("hg" in line.split())
 """
+with_huge_pages = pytest.mark.skipif(
+    not os.path.exists("/sys/kernel/mm/transparent_hugepage"), reason="a kernel without huge pages"
+)
+
+
+def start(code: str, **environment: str) -> subprocess.Popen[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(SETTINGS)}
-    done = subprocess.run([sys.executable, "-c", code], env={**clean, "PYTHONPATH": str(ROOT)}, capture_output=True,
-                          text=True, timeout=60, check=True)  # fmt: skip
-    assert done.stdout.split() == [str(tuned)]
+    return subprocess.Popen(
+        [sys.executable, "-c", code], env={**clean, "PYTHONPATH": str(ROOT), **environment}, stdout=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+
+
+@with_huge_pages
+@pytest.mark.parametrize("tuned", [True, False])
+def test_torch_asks_for_huge_pages(tuned: bool) -> None:
+    code = f"import torch\nfrom megatron.training.allocator import tune_allocator\nif {tuned}: tune_allocator()\n{HUGE}"
+    assert start(code).communicate(timeout=60)[0].split() == [str(tuned)]
+
+
+@with_huge_pages
+def test_several_processes_ask_for_them_too() -> None:
+    """torch reads the variable once, for its first tensor: that must not be one of those that ask for others' cores."""
+    code = f"""
+import torch
+from megatron.config import parse_args
+from megatron.parallel.launch import connect, detect_launch
+from megatron.training.setup import set_up_host
+launch = detect_launch()
+with connect(launch, backend="gloo") as rendezvous:
+    set_up_host(parse_args({TINY!r}), rendezvous.device, launch)
+{HUGE}
+"""
+    places = dict(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    ranks = [start(code, RANK=str(rank), LOCAL_RANK=str(rank), **places) for rank in range(2)]
+    assert [rank.communicate(timeout=120)[0].split() for rank in ranks] == [["True"], ["True"]]

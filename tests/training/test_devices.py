@@ -53,6 +53,15 @@ def test_processes_tell_each_other_their_cores() -> None:
     assert second == (masks, "threads: 1 per process, as OMP_NUM_THREADS says", 1)
 
 
+def test_an_empty_setting_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenMP takes it for none, too."""
+    chosen: list[int] = []
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    assert "as OMP_NUM_THREADS says" not in devices.share_cores(torch.device("cpu"), 1)
+    assert chosen == [len(os.sched_getaffinity(0))]
+
+
 def without_threads() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "GLIBC_TUNABLES")}
 

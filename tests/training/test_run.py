@@ -178,8 +178,8 @@ def run_with_bad_micro_batch(rank: int, fields: dict[str, Any]) -> None:
 
     plain = gpt.GPTChunk.forward
 
-    def forward(self: Any, batch: Any, hidden: Any) -> Any:
-        out = plain(self, batch, hidden)
+    def forward(self: Any, batch: Any, hidden: Any, **options: Any) -> Any:
+        out = plain(self, batch, hidden, **options)
         return out * float("inf") if self.is_last and self.training and batch.first_sample == 5 else out
 
     gpt.GPTChunk.forward = forward  # type: ignore[method-assign]
