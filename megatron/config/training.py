@@ -115,9 +115,10 @@ class KernelConfig:
     )
     attention_backend: str = option(
         "auto",
-        "auto takes flash-attn where it can run, else blocked where it is faster (fp32 and bf16 on a CPU), else "
-        "torch's scaled_dot_product_attention; flash takes flash-attn or torch's; fused takes torch's; blocked is made "
-        "of matrix products of query blocks and keeps no scores; unfused and local are an explicit softmax(q k^T) v.",
+        "auto takes flash-attn where it can run, else blocked where it is faster (on a CPU: bf16, and fp32 up to "
+        "512 tokens), else torch's scaled_dot_product_attention; flash takes flash-attn or torch's; fused takes "
+        "torch's; blocked is made of matrix products of query blocks and keeps no scores; unfused and local are an "
+        "explicit softmax(q k^T) v.",
         choices=("auto", "flash", "fused", "blocked", "unfused", "local"),
     )
     masked_softmax_fusion: bool = option(

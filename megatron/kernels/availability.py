@@ -61,11 +61,13 @@ def flash_attention(device_type: str, dtype_name: str) -> Finding:
     return Finding(package, version, not reason, reason, fallback)
 
 
-def choose_attention(kernels: KernelConfig, device: torch.device | None, dtype_name: str) -> str:
+def choose_attention(
+    kernels: KernelConfig, device: torch.device | None, dtype_name: str, sequence: int = 0
+) -> str:
     """What computes attention: "flash" (flash-attn), "torch" (scaled_dot_product_attention), "blocked" or "unfused".
 
-    `device` None means the CPU. A wish for flash-attn that cannot be met is no error, because torch's attention
-    computes the same; the log names what runs (see report).
+    `device` None means the CPU, `sequence` 0 a short one. A wish for flash-attn that cannot be met is no error, because
+    torch's attention computes the same; the log names what runs (see report).
     """
     backend, device_type = kernels.attention_backend, device.type if device is not None else "cpu"
     if backend in UNFUSED_BACKENDS:
@@ -74,18 +76,25 @@ def choose_attention(kernels: KernelConfig, device: torch.device | None, dtype_n
         return "blocked"
     if backend in FLASH_BACKENDS and flash_attention(device_type, dtype_name).usable:
         return "flash"
-    return "blocked" if backend == "auto" and _blocks_are_faster(device_type, dtype_name) else "torch"
+    return "blocked" if backend == "auto" and _blocks_are_faster(device_type, dtype_name, sequence) else "torch"
 
 
-def _blocks_are_faster(device_type: str, dtype_name: str) -> bool:
-    """Whether attention in blocks beats torch's: on a CPU that has our kernels, in fp32 and bf16.
+_LONGEST_IN_FP32 = 512
 
-    Measured with benchmarks/attention.py. In fp16 torch's batched products have no fast path on most processors, and
-    without the kernels the passes over the scores cost what the products gain.
+
+def _blocks_are_faster(device_type: str, dtype_name: str, sequence: int) -> bool:
+    """Whether attention in blocks beats torch's: on a CPU that has our kernels, in bf16, and in fp32 where it is short.
+
+    Measured with benchmarks/attention.py: in bf16 1.9 to 2.8 times as fast at sequences of 512 to 2048; in fp32 1.2
+    times at 512, but 0.9 to 0.96 from 1024 on (with grouped queries 1.1), where torch's own blocks fill its products.
+    In fp16 torch's batched products have no fast path on most processors, and without the kernels the passes over the
+    scores cost what the products gain.
     """
     from megatron.kernels import library
 
     if device_type != "cpu" or dtype_name not in ("float32", "bfloat16"):
+        return False
+    if dtype_name == "float32" and sequence > _LONGEST_IN_FP32:
         return False
     return library.find("cpu").handle is not None
 
@@ -118,12 +127,12 @@ def _apex(part: str, extension: str, module: str, name: str, flag: str, device_t
     return Finding(f"apex {part}", version, not reason, reason, f"what --{flag}-implementation auto takes")
 
 
-def report(kernels: KernelConfig, device_type: str, dtype_name: str) -> list[str]:
+def report(kernels: KernelConfig, device_type: str, dtype_name: str, sequence: int = 0) -> list[str]:
     """A line for each optional package that the configuration asks for, for the log."""
     import torch
 
     flash, backend = flash_attention(device_type, dtype_name), kernels.attention_backend
-    chosen = choose_attention(kernels, torch.device(device_type), dtype_name)
+    chosen = choose_attention(kernels, torch.device(device_type), dtype_name, sequence)
     if chosen != "flash":
         reason = flash.reason if backend in FLASH_BACKENDS else f"ruled out by --attention-backend {backend}"
         flash = Finding(flash.package, flash.version, False, reason, _NAMES[chosen])

@@ -114,7 +114,7 @@ def report(config: Config, device: torch.device) -> list[str]:
     found = library.find(device.type)
     if found.handle is None:
         return [found.line]
-    attention = choose_attention(config.kernels, device, config.precision.dtype_name)
+    attention = choose_attention(config.kernels, device, config.precision.dtype_name, config.model.seq_length)
     reasons = {name: _reason(name, config, device.type, attention) for name in OPERATORS}
     used = ", ".join(name for name, reason in reasons.items() if not reason)
     by_apex = ", ".join(name for name, reason in reasons.items() if reason == _APEX)

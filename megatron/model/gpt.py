@@ -56,7 +56,9 @@ class GPTChunk(torch.nn.Module):
         self.config, self.context, self.stage = config, context, stage
         self.is_first, self.is_last = stage == 0, last
         fill, _ = weight_fills(model)
-        attention = choose_attention(config.kernels, context.parameters.device, config.precision.dtype_name)
+        attention = choose_attention(
+            config.kernels, context.parameters.device, config.precision.dtype_name, config.model.seq_length
+        )
         rotary = None
         if model.position_embedding_type == "rope":
             dimension = 2 * int(model.kv_channels * model.rotary_percent / 2)

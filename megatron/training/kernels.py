@@ -18,7 +18,8 @@ _SHOWN = 4
 def describe_kernels(config: Config, device: torch.device) -> list[str]:
     """Lines for the log: the kernel library and what goes through it, then the optional packages."""
     lines = choose.report(config, device)
-    return lines + availability.report(config.kernels, device.type, config.precision.dtype_name)
+    dtype_name, sequence = config.precision.dtype_name, config.model.seq_length
+    return lines + availability.report(config.kernels, device.type, dtype_name, sequence)
 
 
 def check_agreement(config: Config, topology: Topology) -> None:

@@ -95,12 +95,12 @@ def test_flash_attention_that_works(packages: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_cpu_takes_blocks_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With our kernels, in fp32 and bf16; other values of the flag mean what they say."""
+    """With our kernels, in bf16, in fp32 where sequences are short; other values of the flag mean what they say."""
     without(monkeypatch)
     cpu = torch.device("cpu")
 
-    def chosen(backend: str, dtype: str) -> str:
-        return availability.choose_attention(KernelConfig(attention_backend=backend), cpu, dtype)
+    def chosen(backend: str, dtype: str, sequence: int = 512) -> str:
+        return availability.choose_attention(KernelConfig(attention_backend=backend), cpu, dtype, sequence)
 
     for handle, expected in ((object(), "blocked"), (None, "torch")):
         found = library.Found(None, "host", "", "", handle)
@@ -109,6 +109,7 @@ def test_a_cpu_takes_blocks_where_they_are_faster(monkeypatch: pytest.MonkeyPatc
         assert [chosen(name, "float32") for name in ("flash", "fused", "blocked", "local")] == [
             "torch", "torch", "blocked", "unfused"
         ]
+        assert [chosen("auto", dtype, 1024) for dtype in ("float32", "bfloat16")] == ["torch", expected]
         line = availability.report(KernelConfig(), "cpu", "bfloat16")[0]
         name = "matrix products of blocks" if handle else "torch's scaled_dot_product_attention"
         assert line == f"flash-attn: not found; in its place: {name}"
