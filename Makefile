@@ -38,10 +38,10 @@ export PIP_NO_INPUT := 1
 
 help:
 	@echo 'make train   set up, then train a small GPT on text from this machine (about 5 minutes on 2 cores)'
-	@echo 'make test    set up, then run all tests (about 13 minutes on 2 cores)'
+	@echo 'make test    set up, then run all tests (about 12 minutes on 2 cores)'
 	@echo 'make quick   the fast tests only (under 2 minutes)'
 	@echo 'make lint    ruff, and mypy on megatron/'
-	@echo 'make bench   set up, then measure training beside public peers (about 10 minutes on 2 quiet cores); BENCH=--quick'
+	@echo 'make bench   set up, then measure training beside public peers (about 12 minutes on 2 quiet cores); BENCH=--quick'
 	@echo 'make setup   only the virtual environment: $(VENV), with dependencies and csrc'
 	@echo 'make kernels compile csrc/kernels/, say what is there, and test it'
 	@echo 'make kernels-check'
