@@ -33,7 +33,10 @@ def _weight_gradient(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) ->
 
 
 @torch.no_grad()
-def _deferred_weight_gradient(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, gathered: Any) -> None:
+def deferred_weight_gradient(
+    weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor, gathered: Any = collectives.DONE
+) -> None:
+    """Add dW of dy [.., out] and x [.., in] outside of a backward pass, once the message `gathered` has arrived."""
     gathered.wait()
     gradient = _weight_gradient(weight, dy, x)
     if gradient is not None:
@@ -89,7 +92,7 @@ class _Linear(torch.autograd.Function):
             dw = _weight_gradient(ctx.weight, dy, x)
         elif needs_weight:
             x, gathered = messages.gather_async(x)
-            ctx.queue.add(partial(_deferred_weight_gradient, ctx.weight, dy, x, gathered))
+            ctx.queue.add(partial(deferred_weight_gradient, ctx.weight, dy, x, gathered))
         _wait(works)
         return dx, dw
 
@@ -103,7 +106,7 @@ class _Linear(torch.autograd.Function):
         elif needs_weight:
             dy, gathered = ctx.messages.gather_async(dy)
         if needs_weight and ctx.queue.deferring:
-            ctx.queue.add(partial(_deferred_weight_gradient, ctx.weight, dy, x, gathered))
+            ctx.queue.add(partial(deferred_weight_gradient, ctx.weight, dy, x, gathered))
         elif needs_weight:
             gathered.wait()
             dw = _weight_gradient(ctx.weight, dy, x)

@@ -23,9 +23,9 @@ from torch.autograd.function import once_differentiable
 
 from megatron.layers.context import LayerContext
 from megatron.layers.cross_entropy import combine, gradient_, local_statistics, losses_of, vocab_parallel_cross_entropy
-from megatron.layers.linear import column_parallel_matmul
+from megatron.layers.linear import column_parallel_matmul, deferred_weight_gradient
 from megatron.parallel import collectives
-from megatron.parallel.sink import deliver, sink_of
+from megatron.parallel.sink import sink_of
 
 CPU_TOKENS, GPU_TOKENS = 512, 4096
 """Tokens of a chunk by default. Each chunk reads and writes the fp32 weight gradient once: 4 / tokens bytes per FLOP of
@@ -180,7 +180,7 @@ class _Backward:
             if last and self.dx is not None:
                 sent = self._send()
             if self._deferred:
-                v.context.weight_gradients.add(partial(_deferred_weight_gradient, v.weight, logits, x))
+                v.context.weight_gradients.add(partial(deferred_weight_gradient, v.weight, logits, x))
             elif self._needs_weight:
                 self._add(logits, x[part], last)
         if self.dw is not None:
@@ -222,12 +222,3 @@ class _Backward:
             self.dw = product if last else product.to(torch.promote_types(product.dtype, torch.float32))
         else:
             self.dw.add_(product)
-
-
-@torch.no_grad()
-def _deferred_weight_gradient(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
-    sink = sink_of(weight)
-    if sink is not None:
-        sink.add_product(dy, x)
-    else:
-        deliver(weight, dy.t() @ x)
