@@ -73,6 +73,19 @@ class CheckpointConfig:
 
     save: str | None = option(None, "Folder that checkpoints go to.", metavar="FOLDER")
     save_interval: int | None = option(None, "Iterations between checkpoints.", at_least=1)
+    save_interval_minutes: float | None = option(
+        None, "Minutes between checkpoints, beside --save-interval or instead of it.", above=0, metavar="MINUTES"
+    )
+    async_save: bool = option(
+        False, "Training stops only until the state is copied; threads write the copy while it goes on."
+    )
+    keep_last: int | None = option(
+        None, "Keep the newest so many checkpoints and remove older ones; without it none is removed.", at_least=1,
+    )
+    keep_every: int | None = option(
+        None, "With --keep-last, also keep those of iterations that are multiples of this.", at_least=1,
+        flags=("--keep-every", "--save-retain-interval"),
+    )
     no_save_optim: bool = option(False, "Leave the optimizer state out.")
     no_save_rng: bool = option(False, "Leave the random states out.", inert=_NO_RANDOM_STATES)
     load: str | None = option(None, "Folder to load the last checkpoint from.", metavar="FOLDER")
@@ -132,6 +145,10 @@ class LoggingConfig:
         0, "Detail of the timers: 0 none, 1 the parts of a step (2 gives the same).", choices=(0, 1, 2)
     )
     timing_log_option: str = option("minmax", "Timers over ranks.", choices=("max", "minmax", "all"))
+    straggler_report: bool = option(
+        False, "Each rank's own computing time at every log interval, and the ranks that are slow.",
+        flags=("--straggler-report", "--log-straggler"),
+    )
     wandb_project: str = option("", "Weights & Biases project.", inert=_NO_WANDB)
     wandb_exp_name: str = option("", "Weights & Biases run.", inert=_NO_WANDB)
     wandb_save_dir: str = option("", "Weights & Biases folder.", inert=_NO_WANDB, metavar="FOLDER")

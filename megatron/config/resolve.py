@@ -132,6 +132,10 @@ def _rest(s: Settings) -> None:
         s.derive("loss_scale", None, s.origins["loss_scale"])
     if v["zero_allgather_bucket_size"] == 0:
         s.derive("zero_allgather_bucket_size", 50_000_000, "derived: 0 means the default")
+    if v["exit_signal_handler"] is None and "exit_signal_handler" not in s.bad:
+        s.derive("exit_signal_handler", v["save"] is not None, "derived from save")
+    if v["max_consecutive_skips"] is None and "max_consecutive_skips" not in s.bad:
+        s.derive("max_consecutive_skips", 100 if v["fp16"] else 10, "derived from fp16")
     if v["dataloader_type"] is None and "dataloader_type" not in s.bad:
         s.derive("dataloader_type", "single", "default")
     if v["data_packing"] == "best-fit" and v["mock_data"]:

@@ -175,7 +175,28 @@ class TrainingConfig:
     eval_interval: int = option(1000, "Iterations between evaluations.", at_least=1)
     exit_interval: int | None = option(None, "End after an iteration that is a multiple of this.", at_least=1)
     exit_duration_in_mins: float | None = option(None, "End after this many minutes.", above=0, metavar="MINUTES")
-    exit_signal_handler: bool = option(False, "Save and end on SIGTERM.")
+    exit_signal_handler: bool = option(
+        None, "Save and end with exit code 0 on SIGTERM and SIGUSR1.", derived="on with --save"
+    )
+    walltime: str | None = option(
+        None, "When the job ends, counted from the start of the program: D-HH:MM:SS, HH:MM:SS, MM:SS or minutes. The "
+        "run saves and ends in time for it; 'none' lets it run on.", metavar="TIME",
+        derived="under Slurm, what squeue says is left of the job",
+    )
+    requeue: bool = option(False, "Put the Slurm job back into the queue when it ends before training is done.")
+    max_consecutive_skips: int = option(
+        None, "End with an error after so many steps in a row whose loss or gradients were not finite; 0: never.",
+        at_least=0, derived="10; in fp16 100",
+    )
+    loss_spike_factor: float | None = option(
+        None, "Go back to the last good checkpoint and leave out the samples of a step whose loss is more than so many "
+        "times the median of the last steps, or not finite; without it nothing is done.", above=1, metavar="FACTOR",
+    )
+    loss_spike_window: int = option(100, "Steps of the median of --loss-spike-factor.", at_least=2)
+    hang_timeout: float = option(
+        300.0, "Seconds without progress on a rank after which the job says who waits for whom and ends; 0: never.",
+        at_least=0, metavar="SECONDS",
+    )
     skip_train: bool = option(False, "Only evaluate.")
     allocator_tuning: bool = option(
         True, "On a CPU, malloc keeps the memory that a step frees for the next one.", flags=(),

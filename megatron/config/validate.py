@@ -401,6 +401,13 @@ def _blend(flag: str, words: tuple[str, ...]) -> Iterator[str]:
 def _checkpoints(v: dict[str, Any]) -> Iterator[str]:
     if v["save_interval"] is not None and v["save"] is None:
         yield f"--save-interval {v['save_interval']} has nowhere to save to: give --save FOLDER"
+    for name in ("save_interval_minutes", "async_save", "keep_last", "requeue"):
+        if v[name] and v["save"] is None:
+            yield f"{all_options()[name].flag} needs --save FOLDER"
+    if v["keep_every"] is not None and v["keep_last"] is None:
+        yield f"--keep-every {v['keep_every']} removes nothing without --keep-last N: give both"
+    if v["loss_spike_factor"] is not None and not (v["save"] and v["save"] == v["load"]):
+        yield "--loss-spike-factor goes back to checkpoints of this run: give --save and --load the same FOLDER"
     for name in ("finetune", "use_checkpoint_args", "exit_on_missing_checkpoint", "load_tag"):
         if v[name] and v["load"] is None:
             yield f"{all_options()[name].flag} needs --load FOLDER"
