@@ -104,7 +104,7 @@ def peer_task(case: Case, side: Side, steps: int, output: Path) -> dict[str, obj
         layers=case.layers, hidden=case.hidden, heads=case.heads, vocabulary=case.vocabulary, sequence=case.sequence,
         micro_batch=case.micro_batch, accumulation=case.micro_batches, dtype=case.dtype, steps=steps,
         output=str(output), tensor=case.tensor, pipeline=case.pipeline, chunks=side.chunks, device=case.device,
-        compiled=side.compiled,
+        compiled=side.compiled, defaults=side.defaults,
     )
 
 

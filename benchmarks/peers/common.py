@@ -19,7 +19,10 @@ import torch
 
 @dataclass(frozen=True)
 class Task:
-    """What to train: a GPT-2 of these sizes, `steps` steps of `accumulation` micro-batches on each replica."""
+    """What to train: a GPT-2 of these sizes, `steps` steps of `accumulation` micro-batches on each replica.
+
+    `defaults`: with the settings that the libraries have by default, also where they make it slower or do less.
+    """
 
     layers: int
     hidden: int
@@ -36,6 +39,7 @@ class Task:
     chunks: int = 1
     device: str = "cpu"
     compiled: bool = False
+    defaults: bool = False
     save: str = ""
 
     @property

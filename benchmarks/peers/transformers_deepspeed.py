@@ -1,8 +1,9 @@
 """Hugging Face's GPT-2 under DeepSpeed's ZeRO-1, as their documentation puts the two together.
 
 transformers' model with its scaled_dot_product_attention and torch's GELU (tanh form, the function of "gelu_new", which
-is a chain of operators); torch's fused AdamW inside ZeRO-1. DeepSpeed's start-up compiles an extension that no process
-here uses, unless it is told that no extension fits this machine.
+is a chain of operators); torch's fused AdamW inside ZeRO-1, which adds gradients up in fp32, as all other sides do. With
+`defaults` the activation is "gelu_new" and gradients are added up in bf16. DeepSpeed's start-up compiles an extension
+that no process here uses, unless it is told that no extension fits this machine.
 """
 from __future__ import annotations
 
@@ -46,6 +47,7 @@ def settings(task: Task, size: int) -> dict[str, object]:
         "gradient_clipping": CLIP,
         "bf16": {"enabled": task.bf16},
         "steps_per_print": 10**9,
+        **({} if task.defaults else {"data_types": {"grad_accum_dtype": "fp32"}}),
     }
 
 
@@ -61,8 +63,8 @@ def main() -> None:
     torch.manual_seed(1)
     config = GPT2Config(
         vocab_size=task.vocabulary, n_positions=task.sequence, n_embd=task.hidden, n_layer=task.layers,
-        n_head=task.heads, activation_function="gelu_pytorch_tanh", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        attn_implementation="sdpa", use_cache=False,
+        n_head=task.heads, activation_function="gelu_new" if task.defaults else "gelu_pytorch_tanh",
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="sdpa", use_cache=False,
     )  # fmt: skip
     model = GPT2LMHeadModel(config)
     optimizer = torch.optim.AdamW(decay_groups(model), lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, fused=True)
