@@ -2,6 +2,8 @@
 # make test    set up, then run all tests
 # make kernels compile csrc/kernels/ for every compiler that is there: GPUs and this processor
 # make bench   set up, then measure training beside public peers
+# make prove-resume
+#              kill runs with SIGKILL, resume them on the same layout and on others, compare
 # make help    the other targets and the settings
 #
 # Settings, on the command line:
@@ -14,6 +16,8 @@
 #                containers)
 #   WORKERS      processes that run tests side by side
 #   BENCH        arguments of benchmarks/bench.py, e.g. make bench BENCH='--only W1'
+#   FAULTS       arguments of benchmarks/fault_campaign.py, e.g. make faults FAULTS='--only kills --kills 20'
+#   RESUME       arguments of benchmarks/prove_resume.py, e.g. make prove-resume RESUME=--quick
 #   MEGATRON_KERNELS_TARGETS
 #                which kernels the set-up builds, e.g. host,hip; none; default: host, and the kind of GPU torch is for
 
@@ -23,6 +27,8 @@ TORCH       ?=
 SYSTEM_SITE ?=
 WORKERS     ?= 2
 BENCH       ?=
+FAULTS      ?=
+RESUME      ?=
 
 PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.ready
@@ -33,7 +39,7 @@ MADE_FROM := pyproject.toml setup.py $(filter-out requirements/bench.txt,$(wildc
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help setup train test quick lint bench kernels kernels-check clean
+.PHONY: help setup train test quick lint bench prove-resume faults kernels kernels-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -42,6 +48,9 @@ help:
 	@echo 'make quick   the fast tests only (under 2 minutes)'
 	@echo 'make lint    ruff, and mypy on megatron/'
 	@echo 'make bench   set up, then measure training beside public peers (about 12 minutes on 2 quiet cores); BENCH=--quick'
+	@echo 'make prove-resume'
+	@echo '             kill runs and resume them, also on other layouts; they must go on to the bit (about 2 minutes)'
+	@echo 'make faults  100 kills, damaged files, full disk, hangs, lost nodes: nothing may be lost (about 15 minutes)'
 	@echo 'make setup   only the virtual environment: $(VENV), with dependencies and csrc'
 	@echo 'make kernels compile csrc/kernels/, say what is there, and test it'
 	@echo 'make kernels-check'
@@ -77,6 +86,12 @@ $(PEERS): requirements/bench.txt | $(STAMP)
 
 bench: $(STAMP) $(PEERS)
 	@$(PY) benchmarks/bench.py $(BENCH)
+
+prove-resume: $(STAMP)
+	@$(PY) benchmarks/prove_resume.py $(RESUME)
+
+faults: $(STAMP)
+	@$(PY) benchmarks/fault_campaign.py $(FAULTS)
 
 kernels: $(STAMP)
 	@$(PY) setup.py -q build_kernels

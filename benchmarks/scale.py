@@ -239,7 +239,7 @@ def written(tensor: int, stage: int, data_rank: int, data: int) -> dict[str, Any
                 for offset, sizes in held:
                     place = tuple(o + tensor * local[d] * (d == dim) for d, o in enumerate(offset))
                     length = 4 * math.prod(sizes) + 1200
-                    rows.append((place, sizes, f"__{rank}_0.distcp", at_byte, length))
+                    rows.append((place, sizes, f"__{rank}_0.distcp", at_byte, length, f"{at_byte:032x}"))
                     at_byte += length
                 found[f"{kind}.{name}"] = {"shape": shape, "dtype": "float32", "boxes": rows}
     return found
@@ -260,6 +260,7 @@ def checkpoint(data: int, repeat: int) -> list[Row]:
     import pickle
 
     from megatron.checkpoint import boxes
+    from megatron.checkpoint.manifest import read_manifest
 
     world = TENSOR * PIPELINE * data
     with tempfile.TemporaryDirectory() as name:
@@ -267,52 +268,45 @@ def checkpoint(data: int, repeat: int) -> list[Row]:
         rows = [measured("save: a rank's own list", lambda: written(3, 31, data // 2, data), repeat)[0]]
         wire = [pickle.dumps(part) for part in next(_all_written(data))]
         row, _ = measured("save: first of a data group, all it does",
-                          lambda: _lead(folder, [pickle.loads(p) for p in wire], world), repeat)  # fmt: skip
+                          lambda: _lead(folder, [pickle.loads(p) for p in wire]), repeat)  # fmt: skip
         rows.append(row)
-        if world > boxes.WHOLE_UP_TO:
-            sums = []
-            for number, parts in enumerate(_all_written(data)):
-                stored = boxes.merged(parts)
-                boxes.write_piece(folder, number, stored)
-                sums.append(pickle.dumps(boxes.totals(stored)))
-            rows.append(measured("save: rank 0, all it does", lambda: _finish_pieces(folder, sums), repeat)[0])
-        else:
-            lists = [pickle.dumps(boxes.merged(parts)) for parts in _all_written(data)]
-            rows.append(measured("save: rank 0, all it does", lambda: _finish_whole(folder, lists), repeat)[0])
+        pieces, parts_of_all = world > boxes.WHOLE_UP_TO, []
+        for number, parts in enumerate(_all_written(data)):
+            stored = boxes.merged(parts)
+            named = boxes.write_piece(folder, number, stored)
+            parts_of_all.append(pickle.dumps((named, boxes.totals(stored), {} if pieces else stored)))
+        rows.append(measured("save: rank 0, all it does", lambda: _finish(folder, parts_of_all, pieces), repeat)[0])
         size = sum(p.stat().st_size for p in folder.iterdir()) / 2**20
         rows.append((f"files of boxes: {len(list(folder.iterdir()))}, MB in all", 0.0, size, size))
         names = [f"{kind}.{p[0]}" for kind in ("master", "exp_avg", "exp_avg_sq") for p in stage_parameters(3, 31)]
-        rows.append(measured("load: a rank reads where its boxes are", lambda: boxes.read_boxes(folder, names))[0])
+        row, _ = measured("load: a rank reads where its boxes are",
+                          lambda: boxes.read_stored(folder, names, read_manifest(folder)))  # fmt: skip
+        rows.append(row)
     return rows
 
 
-def _lead(folder: Path, parts: list[dict[str, Any]], world: int) -> None:
+def _lead(folder: Path, parts: list[dict[str, Any]]) -> None:
     from megatron.checkpoint import boxes
 
     stored = boxes.merged(parts)
-    if world > boxes.WHOLE_UP_TO:
-        boxes.write_piece(folder, 0, stored)
+    boxes.write_piece(folder, 0, stored)
     boxes.totals(stored)
 
 
-def _finish_pieces(folder: Path, sums: list[bytes]) -> None:
+def _finish(folder: Path, received: list[bytes], pieces: bool) -> None:
     import pickle
 
     from megatron.checkpoint import boxes
+    from megatron.checkpoint.folder import METADATA
+    from megatron.checkpoint.manifest import write_manifest
 
-    found = [pickle.loads(s) for s in sums]
-    boxes.check_complete(found)
-    boxes.write_index(folder, found)
-
-
-def _finish_whole(folder: Path, lists: list[bytes]) -> None:
-    import pickle
-
-    from megatron.checkpoint import boxes
-
-    parts = [pickle.loads(part) for part in lists]
-    boxes.check_complete([boxes.totals(part) for part in parts])
-    boxes.write_whole(folder, boxes.merged(parts))
+    parts = [pickle.loads(part) for part in received]
+    boxes.check_complete([totals for _, totals, _ in parts])
+    known = dict(named for named, _, _ in parts)
+    known.update([boxes.write_index(folder, [totals for _, totals, _ in parts])])
+    if not pieces:
+        boxes.write_whole(folder, boxes.merged(stored for _, _, stored in parts))
+    write_manifest(folder, [*known, *([] if pieces else [METADATA])], known)
 
 
 ITEMS = {f.__name__: f for f in (topology, schedule, executor, engine, order, rendezvous, checkpoint)}

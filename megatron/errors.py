@@ -27,3 +27,7 @@ class CheckpointError(MegatronError):
 
 class KernelError(MegatronError):
     """A fused operator that was given what it cannot take, or a kernel that could not be launched."""
+
+
+class TrainingError(MegatronError):
+    """A training that cannot go on: losses or gradients that are not finite, or a loss that will not come down."""

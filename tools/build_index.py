@@ -56,7 +56,7 @@ def read_config(flags: Sequence[str]) -> Config:
 
 def build(config: Config, workers: int) -> None:
     """Build what the run reads at its start, and after resuming from the checkpoint that --load names."""
-    from megatron.checkpoint.folder import STATE, find_folder, latest_iteration, read_json
+    from megatron.checkpoint.find import find, open_checkpoint, required
     from megatron.data.prebuild import prebuild
     from megatron.training.micro_batches import BatchSchedule, total_iterations
     from megatron.training.progress import Progress
@@ -66,11 +66,12 @@ def build(config: Config, workers: int) -> None:
 
     say = partial(print, flush=True)
     progress, load = Progress(), config.checkpoint.load
-    if load and (config.checkpoint.load_tag is not None or latest_iteration(load) is not None):
-        folder = find_folder(load, config.checkpoint.load_tag)
+    found = find(load, config.checkpoint.load_tag) if load else None
+    if load and found is not None and (found.folder is not None or found.rejected):
+        folder = required(load, found)
         config = with_checkpoint_settings(config, folder, Reporter(config, rank=1))
         if not (config.checkpoint.finetune or config.checkpoint.reset_iteration):
-            progress = progress_from(read_json(folder / STATE)["state"], folder)
+            progress = progress_from(open_checkpoint(folder).state["state"], folder)
     batches = BatchSchedule.from_config(config)
     planned = planned_samples(config, batches)
     listed = ", ".join(f"{name} {count}" for name, count in zip(("train", "valid", "test"), planned, strict=True))

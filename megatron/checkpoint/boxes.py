@@ -2,13 +2,14 @@
 
 A large job has hundreds of thousands of boxes. Were they all in one place, the rank that plans for everybody and each
 rank that reads the plan would spend minutes and gigabytes on it. So they are collected in two steps, from the ranks of
-a data-parallel group to its first, and from those to rank 0, and there are two forms:
+a data-parallel group to its first, and from those to rank 0:
 
-    .metadata            up to WHOLE_UP_TO ranks: all boxes, in torch's own form, which its tools read
-    boxes.json           above: the pieces in which each tensor's boxes are listed
+    boxes.json           the pieces in which each tensor's boxes are listed
     boxes_00017.json     a piece: the boxes written by the data-parallel group of model-parallel rank 17
+    .metadata            up to WHOLE_UP_TO ranks also all boxes, in torch's own form, for its tools
 
-A rank that loads reads the pieces of the tensors that it holds, and no others.
+A rank that loads reads the pieces of the tensors that it holds, and no others. Checkpoints of format 1 have .metadata
+alone, those of format 2 the pieces alone, without digests.
 """
 from __future__ import annotations
 
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -31,16 +31,18 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron.checkpoint.folder import BOXES, METADATA, read_json, write_text
+from megatron.checkpoint.folder import BOXES, METADATA, Written, read_json, write_text
+from megatron.checkpoint.manifest import Manifest
 from megatron.errors import CheckpointError
+from megatron.parallel.collectives import gather_objects
 from megatron.parallel.topology import Group, Topology
 
 WHOLE_UP_TO = 4096
 """Ranks of the largest job that writes .metadata: about 10 boxes per rank, 5 MB and a second of rank 0's time."""
 
 T = TypeVar("T")
-Box = tuple[tuple[int, ...], tuple[int, ...], str, int, int]
-"""Global offset, sizes; file, first byte and number of bytes in it."""
+Box = tuple[tuple[int, ...], tuple[int, ...], str, int, int, str | None]
+"""Global offset, sizes; file, first byte and number of bytes in it; digest of these bytes, None before format 3."""
 Stored = dict[str, Any]
 """A tensor by name: {"shape": [...], "dtype": "float32", "boxes": [Box, ...]}; plain values, ready for JSON."""
 Totals = dict[str, tuple[tuple[int, ...], int]]
@@ -49,11 +51,7 @@ Totals = dict[str, tuple[tuple[int, ...], int]]
 
 def gather(value: T, group: Group) -> list[T]:
     """The values of all ranks of a group, on its first rank; empty on the others. All ranks call it."""
-    if group.size == 1:
-        return [value]
-    found: list[Any] = [None] * group.size if group.is_first else []
-    dist.gather_object(value, found if group.is_first else None, dst=group.ranks[0], group=group.handle)
-    return found
+    return gather_objects(value, group, everywhere=False)
 
 
 def merged(parts: Iterable[Mapping[str, Stored]]) -> dict[str, Stored]:
@@ -71,6 +69,11 @@ def merged(parts: Iterable[Mapping[str, Stored]]) -> dict[str, Stored]:
 def totals(stored: Mapping[str, Stored]) -> Totals:
     """What there is of each tensor, to find out whether that is all of it."""
     return {name: (tuple(s["shape"]), sum(math.prod(box[1]) for box in s["boxes"])) for name, s in stored.items()}
+
+
+def stored_bytes(stored: Mapping[str, Stored]) -> int:
+    """Bytes of the data files that the boxes are in: these follow one another without gaps."""
+    return sum(box[4] for s in stored.values() for box in s["boxes"])
 
 
 def check_complete(parts: Iterable[Totals]) -> None:
@@ -92,18 +95,19 @@ def in_pieces(topology: Topology) -> bool:
     return topology.world.size > WHOLE_UP_TO
 
 
-def write_piece(folder: Path, number: int, stored: Mapping[str, Stored]) -> None:
-    """The boxes of one data-parallel group."""
-    write_text(folder / _piece_name(number), json.dumps(stored, separators=(",", ":")) + "\n")
+def write_piece(folder: Path, number: int, stored: Mapping[str, Stored]) -> tuple[str, Written]:
+    """Write the boxes of one data-parallel group; name of the file, its bytes and digest."""
+    name = piece_name(number)
+    return name, write_text(folder / name, json.dumps(stored, separators=(",", ":")) + "\n")
 
 
-def write_index(folder: Path, parts: list[Totals]) -> None:
-    """Which pieces list each tensor; `parts` is what each of them holds, in order of their numbers."""
+def write_index(folder: Path, parts: list[Totals]) -> tuple[str, Written]:
+    """Write which pieces list each tensor; `parts` is what each of them holds, in order of their numbers."""
     pieces: dict[str, list[int]] = {}
     for number, part in enumerate(parts):
         for name in part:
             pieces.setdefault(name, []).append(number)
-    write_text(folder / BOXES, json.dumps({"pieces": pieces}, separators=(",", ":")) + "\n")
+    return BOXES, write_text(folder / BOXES, json.dumps({"pieces": pieces}, separators=(",", ":")) + "\n")
 
 
 def write_whole(folder: Path, stored: Mapping[str, Stored]) -> None:
@@ -113,27 +117,81 @@ def write_whole(folder: Path, stored: Mapping[str, Stored]) -> None:
     dcp.FileSystemWriter(folder).finish(metadata, [results])
 
 
-def read_boxes(folder: Path, names: Iterable[str]) -> Metadata:
-    """Where at least the tensors `names` are, as far as the checkpoint has them. Raises CheckpointError."""
-    if not (folder / METADATA).is_file():
-        return _read_pieces(folder, names)
+def read_index(folder: Path, manifest: Manifest | None = None) -> dict[str, list[int]]:
+    """The pieces that list each tensor of a checkpoint of format 2 or 3, by name. Raises CheckpointError."""
+    try:
+        listed = _json(folder, BOXES, manifest)["pieces"]
+        return {str(name): [int(number) for number in numbers] for name, numbers in listed.items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _damaged(folder, error) from error
+
+
+def read_stored(folder: Path, names: Iterable[str] | None, manifest: Manifest | None) -> dict[str, Stored]:
+    """Where the tensors `names` (None: all) are, as far as the checkpoint has them, of any format.
+
+    manifest   what read_manifest says. With one, every file is compared with it before it is used, and only JSON is
+               read; without one, a .metadata that is there is taken, which is a pickle
+
+    Raises CheckpointError.
+    """
+    if manifest is None and (folder / METADATA).is_file():
+        stored = from_metadata(_read_whole(folder))
+        return stored if names is None else {name: stored[name] for name in names if name in stored}
+    listed = read_index(folder, manifest)
+    wanted = set(listed if names is None else names)
+    numbers = sorted({number for name in wanted for number in listed.get(name, ())})
+    pieces = [_json(folder, piece_name(number), manifest) for number in numbers]
+    try:
+        return merged({name: _checked(piece[name]) for name in wanted if name in piece} for piece in pieces)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise _damaged(folder, error) from error
+
+
+def _read_whole(folder: Path) -> Metadata:
     try:
         return dcp.FileSystemReader(folder).read_metadata()
     except Exception as error:  # a damaged pickle can raise anything
         raise CheckpointError(f"the metadata of {folder} cannot be read ({error}): load another checkpoint") from error
 
 
-def _read_pieces(folder: Path, names: Iterable[str]) -> Metadata:
-    wanted = set(names)
-    try:
-        listed = read_json(folder / BOXES)["pieces"]
-        numbers = sorted({number for name in wanted for number in listed.get(name, ())})
-        pieces = [read_json(folder / _piece_name(number)) for number in numbers]
-        return to_metadata(merged({name: piece[name] for name in wanted if name in piece} for piece in pieces))
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise CheckpointError(
-            f"the list of boxes in {folder} is damaged ({type(error).__name__}: {error}): load another checkpoint"
-        ) from error
+def _json(folder: Path, name: str, manifest: Manifest | None) -> dict[str, Any]:
+    return read_json(folder / name) if manifest is None else manifest.read_json(name)
+
+
+def _checked(stored: Any) -> Stored:
+    """A tensor's entry as JSON gave it, with tuples where `Stored` has them; raises where it is none."""
+    boxes = []
+    for offset, sizes, file, start, length, *rest in stored["boxes"]:
+        value = rest[0] if rest else None
+        boxes.append((tuple(map(int, offset)), tuple(map(int, sizes)), str(file), int(start), int(length), value))
+    if not isinstance(getattr(torch, stored["dtype"], None), torch.dtype):
+        raise ValueError(f"{stored['dtype']!r} is no dtype")
+    return {"shape": tuple(map(int, stored["shape"])), "dtype": stored["dtype"], "boxes": boxes}
+
+
+def _damaged(folder: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"the list of boxes in {folder} is damaged ({type(error).__name__}: {error}): load another checkpoint"
+    )
+
+
+def from_metadata(metadata: Metadata) -> dict[str, Stored]:
+    """The tensors of torch's form; what else it lists is left out. There are no digests."""
+    found: dict[str, Stored] = {}
+    for name, tensor in metadata.state_dict_metadata.items():
+        if isinstance(tensor, TensorStorageMetadata):
+            dtype = str(tensor.properties.dtype).removeprefix("torch.")
+            found[name] = {"shape": tuple(tensor.size), "dtype": dtype, "boxes": []}
+            sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in tensor.chunks}
+            found[name]["sizes"] = sizes
+    for index, info in (metadata.storage_data or {}).items():
+        if index.fqn in found:
+            offset = tuple(index.offset or ())
+            box = (offset, found[index.fqn]["sizes"][offset], info.relative_path, info.offset, info.length, None)
+            found[index.fqn]["boxes"].append(box)
+    for stored in found.values():
+        del stored["sizes"]
+    return found
 
 
 def to_metadata(stored: Mapping[str, Stored]) -> Metadata:
@@ -145,7 +203,7 @@ def to_metadata(stored: Mapping[str, Stored]) -> Metadata:
         dtype = getattr(torch, s["dtype"])
         tensor = TensorStorageMetadata(TensorProperties(dtype), torch.Size(s["shape"]), [])
         tensors[name] = tensor
-        for offset, sizes, file, start, length in s["boxes"]:
+        for offset, sizes, file, start, length, *_ in s["boxes"]:
             key = (tuple(offset), tuple(sizes))
             chunk = chunks.get(key)
             if chunk is None:
@@ -155,5 +213,10 @@ def to_metadata(stored: Mapping[str, Stored]) -> Metadata:
     return Metadata(tensors, storage_data=files)
 
 
-def _piece_name(number: int) -> str:
+def piece_name(number: int) -> str:
+    """The file of a piece.
+
+    >>> piece_name(17)
+    'boxes_00017.json'
+    """
     return f"boxes_{number:05d}.json"

@@ -1,18 +1,24 @@
 """Names and files of a checkpoint directory."""
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.digest import digest
 from megatron.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE, CONFIG, METADATA, BOXES = "state.json", "config.json", ".metadata", "boxes.json"
-WHOLE, PIECES = 1, 2
-"""Formats: where the boxes are listed, METADATA or BOXES (boxes.py)."""
+MANIFEST, PASSPORT = "manifest.json", "passport.json"
+WHOLE, PIECES, CHECKED = FORMATS = 1, 2, 3
+"""Formats: the boxes are listed in METADATA; in BOXES and its pieces; in these, with digests and a manifest."""
+
+Written = tuple[int, str]
+"""Bytes and digest of a file that was written."""
 
 
 def folder_name(iteration: int) -> str:
@@ -22,48 +28,6 @@ def folder_name(iteration: int) -> str:
     'iter_0000100'
     """
     return f"iter_{iteration:07d}"
-
-
-def latest_iteration(directory: str | os.PathLike[str]) -> int | None:
-    """The iteration of the last complete checkpoint; None where there is none. Raises CheckpointError."""
-    tracker = Path(directory) / TRACKER
-    try:
-        text = tracker.read_text().strip()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise CheckpointError(f"cannot read {tracker}: {error}") from error
-    if not text.isdigit():
-        raise CheckpointError(
-            f"{tracker} holds {text[:40]!r} where an iteration is expected: write the number of one of the iter_ "
-            f"folders into it, or name a folder with --load-tag"
-        )
-    return int(text)
-
-
-def find_folder(directory: str | os.PathLike[str], tag: str | int | None = None) -> Path:
-    """The checkpoint to load: `tag` (an iteration or a folder's name), or the last one. Raises CheckpointError."""
-    root = Path(directory)
-    if tag is None:
-        iteration = latest_iteration(root)
-        if iteration is None:
-            raise CheckpointError(
-                f"no checkpoint in {root}: it has no {TRACKER}. Check --load, or name a folder with --load-tag"
-            )
-        folder = root / folder_name(iteration)
-    else:
-        folder = root / (folder_name(int(tag)) if str(tag).isdigit() else str(tag))
-    if not folder.is_dir():
-        there = sorted(p.name for p in root.glob("iter_*") if p.is_dir() and p.suffix == "")
-        raise CheckpointError(f"no checkpoint {folder}; in {root} there is: {', '.join(there) or 'none'}")
-    missing = [name for name in (METADATA, STATE, CONFIG) if not (folder / name).is_file()]
-    if METADATA in missing and (folder / BOXES).is_file():
-        missing.remove(METADATA)
-    if missing:
-        raise CheckpointError(
-            f"{folder} is not a checkpoint of this program, or not all of one: {', '.join(missing)} missing"
-        )
-    return folder
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -87,15 +51,17 @@ def to_json(value: Any, what: str) -> str:
         ) from error
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file so that at any moment it is absent, old or complete."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w") as f:
-        f.write(text)
+def write_text(path: Path, text: str) -> Written:
+    """Write a file and wait until it is on the disk; bytes and digest of it. Raises OSError.
+
+    For files of a folder, or with a name, that nobody looks for yet: a crash may leave half of one.
+    """
+    data = text.encode()
+    with open(path, "wb") as f:
+        f.write(data)
         f.flush()
         os.fsync(f.fileno())
-    os.replace(temporary, path)
-    _sync_directory(path.parent)
+    return len(data), digest(data)
 
 
 def start_folder(folder: Path) -> Path:
@@ -106,18 +72,41 @@ def start_folder(folder: Path) -> Path:
     return temporary
 
 
-def finish_folder(temporary: Path, folder: Path) -> None:
-    """Give a complete folder its final name; one of that name from before is replaced."""
-    old = folder.with_name(folder.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    temporary.rename(folder)
-    _sync_directory(folder.parent)
+def commit_folder(temporary: Path, folder: Path, iteration: int) -> None:
+    """Give a complete folder its final name and write the tracker file. Raises OSError; then both are as before.
+
+    One of that name from before is replaced. At no moment does the tracker name what is not there.
+    """
+    tracker = folder.parent / TRACKER
+    renewed, old = tracker.with_name(TRACKER + ".tmp"), folder.with_name(folder.name + ".old")
+    try:
+        write_text(renewed, f"{iteration}\n")  # while nothing has been renamed: the disk may be full
+        sync_directory(temporary)
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            folder.rename(old)
+        temporary.rename(folder)
+        sync_directory(folder.parent)
+        os.replace(renewed, tracker)
+    except OSError:
+        _undo(temporary, folder, old, renewed)
+        raise
+    sync_directory(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _sync_directory(path: Path) -> None:
+def _undo(temporary: Path, folder: Path, old: Path, renewed: Path) -> None:
+    with contextlib.suppress(OSError):
+        renewed.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        if not temporary.exists() and folder.exists():
+            folder.rename(temporary)
+    with contextlib.suppress(OSError):
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+
+
+def sync_directory(path: Path) -> None:
     """Make renames in a directory last over a crash of the machine."""
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -1,41 +1,57 @@
-"""Loading a checkpoint, on the layout that wrote it or on any other."""
+"""Loading a checkpoint, on the layout that wrote it or on any other.
+
+Damage and misfit are told apart. Where bytes are missing or are not those that were written, the checkpoint before it
+is taken, and the result says so. Where a sound checkpoint does not fit the model, that is an error: an older one of
+the same run would not fit either.
+"""
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron.checkpoint.boxes import read_boxes
-from megatron.checkpoint.folder import (
-    CONFIG,
-    PIECES,
-    STATE,
-    WHOLE,
+from megatron.checkpoint.boxes import Stored, gather, read_index, read_stored
+from megatron.checkpoint.find import (
+    Checkpoint,
+    Found,
+    Rejected,
+    find,
     find_folder,
-    folder_name,
-    latest_iteration,
-    read_json,
+    iteration_of,
+    open_checkpoint,
+    required,
 )
-from megatron.checkpoint.planner import Shards, ShardsLoadPlanner, check_tensors
+from megatron.checkpoint.fit import check_names, check_tensors, incomplete, named
+from megatron.checkpoint.folder import METADATA
+from megatron.checkpoint.planner import Shards
+from megatron.checkpoint.reader import read_into
 from megatron.checkpoint.settings import check_architecture
-from megatron.checkpoint.tensors import clear_padding, parameters_of, tensors_to_load, weights_to_load
+from megatron.checkpoint.tensors import (
+    MASTER,
+    clear_padding,
+    engine_kinds,
+    parameters_of,
+    tensors_to_load,
+    weights_to_load,
+)
 from megatron.checkpoint.together import decided_by_first, together
 from megatron.engine.engine import Engine
 from megatron.errors import CheckpointError
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
 
-__all__ = ["LoadedState", "find_folder", "folder_name", "latest_iteration", "load", "load_weights", "read_config"]
+__all__ = ["LoadedState", "load", "load_weights", "read_config"]
 
-_NAMED = 3  # so many damaged files are listed
+Alive = Callable[[], None]
+
+
+def _nothing() -> None:
+    """Nobody watches."""
 
 
 @dataclass(frozen=True)
@@ -46,48 +62,62 @@ class LoadedState:
     state       what the caller gave to `save`; empty when fine-tuning
     optimizer   whether the optimizer's state was loaded
     folder      what was loaded
+    rejected    newer checkpoints that are broken, newest first
+    checked     whether it has digests, so that every byte that was loaded was verified (format 3)
     """
 
     iteration: int
     state: dict[str, Any] = field(default_factory=dict)
     optimizer: bool = True
     folder: Path | None = None
+    rejected: tuple[Rejected, ...] = ()
+    checked: bool = True
 
 
-def load(directory: str | os.PathLike[str], engine: Engine, topology: Topology, config: Any) -> LoadedState:
+def load(
+    directory: str | os.PathLike[str], engine: Engine, topology: Topology, config: Any, folder: Path | None = None,
+    alive: Alive = _nothing,
+) -> LoadedState:
     """Load weights and optimizer from DIRECTORY into an engine of any layout, ZeRO stage and precision.
 
     All ranks call it.
 
-    config   .checkpoint.load_tag names a checkpoint instead of the last; .checkpoint.no_load_optim and .finetune leave
-             the optimizer as it is; .model is compared with the checkpoint's
+    config   .checkpoint.load_tag names a checkpoint, which then must be good; without it the newest good one is loaded.
+             .checkpoint.no_load_optim and .finetune leave the optimizer as it is; .model is compared with the
+             checkpoint's
+    folder   the newest good one, where `find` was asked before
+    alive    called after every box that was read
 
-    Raises CheckpointError, on every rank, when there is none, when it does not fit, or when it cannot be read. After an
+    Raises CheckpointError, on every rank, when there is none, when it does not fit, or when none can be read. After an
     error while reading, the engine's weights are undefined.
     """
     settings = config.checkpoint
-    folder = decided_by_first(topology, lambda: find_folder(directory, settings.load_tag))
-    what = f"loading checkpoint {folder}"
     optimizer = not (settings.no_load_optim or settings.finetune)
-    with together(topology, what):
-        contents = _read_state(folder)
-        check_architecture(read_json(folder / CONFIG), config, str(folder))
-        if optimizer and not contents["optimizer"]:
-            raise CheckpointError(
-                f"{folder} was saved without the optimizer's state: use --no-load-optim or --finetune"
-            )
-        tensors = tensors_to_load(engine, optimizer)
-        metadata = read_boxes(folder, tensors)
-        check_tensors(tensors, metadata, str(folder))
-    with together(topology, what):
+    kinds = engine_kinds(engine, optimizer)
+    tensors = tensors_to_load(engine, optimizer)
+    parameters = [sharding_of(p).name for p in parameters_of(engine.chunks)]
+
+    def attempt(checkpoint: Checkpoint) -> str | None:
+        where = str(checkpoint.folder)
+        with together(topology, f"loading checkpoint {where}"):
+            check_architecture(checkpoint.config, config, where)
+            if optimizer and not checkpoint.state["optimizer"]:
+                raise CheckpointError(
+                    f"{where} was saved without the optimizer's state: use --no-load-optim or --finetune"
+                )
         clear_padding(engine, optimizer)
-        _read(tensors, folder, metadata)
-        if optimizer:
-            engine.load_scalars(contents["engine"])
+        reason = _read(checkpoint, tensors, parameters, kinds, topology, alive)
+        if reason is None and optimizer:
+            engine.load_scalars(checkpoint.state["engine"])
+        return reason
+
+    checkpoint, rejected = _newest_that_loads(directory, topology, settings.load_tag, folder, attempt)
     engine.update_working_weights()
+    checked = checkpoint.manifest is not None
     if settings.finetune:
-        return LoadedState(0, {}, False, folder)
-    return LoadedState(int(contents["iteration"]), contents["state"], optimizer, folder)
+        return LoadedState(0, {}, False, checkpoint.folder, rejected, checked)
+    state = checkpoint.state["state"]
+    return LoadedState(checkpoint.iteration, state, optimizer, checkpoint.folder, rejected, checked)
 
 
 def load_weights(
@@ -96,79 +126,129 @@ def load_weights(
     """Load only the weights, into parameters of any dtype, without an Engine: to evaluate or to generate text.
 
     chunks   the model of this rank; its parameters carry a Sharding each
-    tag      an iteration or the name of a folder instead of the last checkpoint
+    tag      an iteration or the name of a folder instead of the newest good checkpoint
 
     All ranks of the topology call it. Raises CheckpointError as `load` does.
     """
-    folder = decided_by_first(topology, lambda: find_folder(directory, tag))
-    what = f"loading weights from {folder}"
     parameters = parameters_of(chunks)
-    with together(topology, what):
-        contents = _read_state(folder)
-        tensors = weights_to_load(parameters)
-        metadata = read_boxes(folder, tensors)
-        check_tensors(tensors, metadata, str(folder))
-    with together(topology, what):
+    tensors = weights_to_load(parameters)
+    names = [sharding_of(p).name for p in parameters]
+
+    def attempt(checkpoint: Checkpoint) -> str | None:
         for p in parameters:
             if tuple(p.shape) != sharding_of(p).extent:
                 p.detach().zero_()
-        _read(tensors, folder, metadata)
-    return LoadedState(int(contents["iteration"]), contents["state"], False, folder)
+        return _read(checkpoint, tensors, names, (MASTER,), topology, _nothing)
+
+    checkpoint, rejected = _newest_that_loads(directory, topology, tag, None, attempt)
+    checked = checkpoint.manifest is not None
+    return LoadedState(checkpoint.iteration, checkpoint.state["state"], False, checkpoint.folder, rejected, checked)
 
 
 def read_config(directory: str | os.PathLike[str], tag: str | int | None = None) -> dict[str, Any]:
     """The configuration, section by section, with which a checkpoint was written. Raises CheckpointError."""
-    return read_json(find_folder(directory, tag) / CONFIG)
+    return open_checkpoint(find_folder(directory, tag)).config
 
 
-def _read_state(folder: Path) -> dict[str, Any]:
-    contents = read_json(folder / STATE)
-    if contents.get("format") not in (WHOLE, PIECES):
-        raise CheckpointError(
-            f"{folder / STATE} is of format {contents.get('format')!r}, this program reads {WHOLE} and {PIECES}: "
-            f"use the version that wrote it"
-        )
-    return contents
+def _newest_that_loads(
+    directory: str | os.PathLike[str],
+    topology: Topology,
+    tag: str | int | None,
+    folder: Path | None,
+    attempt: Callable[[Checkpoint], str | None],
+) -> tuple[Checkpoint, tuple[Rejected, ...]]:
+    """Give checkpoints to `attempt`, newest first, until one is not damaged; that one, and what was rejected before it.
+
+    attempt   loads a checkpoint; returns what is damaged, the same on all ranks, or None
+
+    All ranks call it and get the same. Raises CheckpointError where none is left, or where `tag` names a damaged one.
+    """
+    found = Found(folder) if folder is not None else decided_by_first(topology, lambda: find(directory, tag))
+    rejected = found.rejected
+    while True:
+        at = required(directory, Found(found.folder, rejected))
+        opened = decided_by_first(topology, lambda at=at: _opened(at))  # type: ignore[misc]
+        if isinstance(opened, str):
+            reason: str | None = opened
+        elif (reason := attempt(opened)) is None:
+            return opened, rejected
+        assert reason is not None
+        number = iteration_of(at)
+        if tag is not None or number is None:
+            raise CheckpointError(f"checkpoint {at} is broken: {reason}. Name another one with --load-tag")
+        found = decided_by_first(topology, lambda number=number: find(directory, before=number))  # type: ignore[misc]
+        rejected = (*rejected, Rejected(at, reason), *found.rejected)
 
 
-class _Reader(dcp.FileSystemReader):
-    """torch's reader, with metadata that were read already."""
-
-    def __init__(self, folder: Path, metadata: Metadata) -> None:
-        super().__init__(folder)
-        self._metadata = metadata
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        return self._metadata
-
-
-def _read(tensors: Mapping[str, Shards], folder: Path, metadata: Metadata) -> None:
-    """Every rank reads for itself what it needs; nothing is communicated, so that an error of one is its own."""
-    reader = _Reader(folder, metadata)
+def _opened(folder: Path) -> Checkpoint | str:
+    """The small files of a checkpoint, or what is damaged."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch warns that ranks do not confer, which is what is meant
-            dcp.load(dict(tensors), storage_reader=reader, planner=ShardsLoadPlanner(), no_dist=True)
-    except CheckpointException as error:
-        damage = _damaged_files(folder, metadata)
-        # Without conferring, torch calls every rank 0.
-        reasons = damage or [f"{type(e[0]).__name__}: {e[0]}" for e in error.failures.values()]
-        raise CheckpointError(f"{'; '.join(reasons)}. Load another checkpoint with --load-tag") from error
+        return open_checkpoint(folder)
+    except CheckpointError as error:
+        return str(error)
 
 
-def _damaged_files(folder: Path, metadata: Metadata) -> list[str]:
-    """The files of a checkpoint that are missing or shorter than what is said to be in them; the first few."""
-    ends: dict[str, int] = {}
-    for info in (metadata.storage_data or {}).values():
-        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    found = []
-    for name, end in sorted(ends.items()):
-        path = folder / name
+def _read(
+    checkpoint: Checkpoint,
+    tensors: dict[str, Shards],
+    parameters: Iterable[str],
+    kinds: Iterable[str],
+    topology: Topology,
+    alive: Alive,
+) -> str | None:
+    """Fill `tensors` on all ranks; what is damaged, or None. Raises CheckpointError where the tensors do not fit.
+
+    Every rank reads for itself what it needs.
+    """
+    folder, stored, names = checkpoint.folder, dict[str, Stored](), list[str]()
+
+    def read_lists() -> None:
+        stored.update(read_stored(folder, tensors, checkpoint.manifest))
+        lacking = incomplete(stored)
+        if lacking:
+            raise CheckpointError(f"parts are missing of {named(lacking)}")
+        if topology.world.is_first:
+            names.extend(_all_names(checkpoint))
+
+    damage = partial(_damage, topology, checked=checkpoint.manifest is not None)
+    reason = damage(f"reading the lists of {folder}", read_lists)
+    if reason is not None:
+        return reason
+    whole = topology.tensor.is_first and topology.data.is_first  # one pipeline's ranks hold every parameter
+    listed = gather(list(parameters), topology.pipeline) if whole else []
+    with together(topology, f"loading {folder}"):
+        check_tensors(tensors, stored, str(folder))
+        if topology.world.is_first:
+            check_names((name for part in listed for name in part), names, kinds, str(folder))
+    return damage(f"reading {folder}", lambda: read_into(tensors, folder, stored, alive))
+
+
+def _all_names(checkpoint: Checkpoint) -> Iterable[str]:
+    """The names of all tensors of a checkpoint."""
+    if checkpoint.manifest is None and (checkpoint.folder / METADATA).is_file():
+        return read_stored(checkpoint.folder, None, None)
+    return read_index(checkpoint.folder, checkpoint.manifest)
+
+
+def _damage(topology: Topology, what: str, action: Callable[[], None], *, checked: bool) -> str | None:
+    """Run `action` on all ranks; on all, what its CheckpointErrors say, or None. Other errors become errors of all.
+
+    checked   whether `action` works with verified lists; those of older formats may lead to any error when damaged
+    """
+    mine: str | None = None
+    with together(topology, what):
         try:
-            size = path.stat().st_size
-        except OSError as error:
-            found.append(f"{path} cannot be read ({error.strerror})")
-            continue
-        if size < end:
-            found.append(f"{path} has {size} bytes where {end} were written")
-    return found[:_NAMED]
+            action()
+        except CheckpointError as error:
+            mine = str(error)
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+            if checked:
+                raise
+            mine = f"the lists of boxes are damaged ({type(error).__name__}: {error})"
+    try:
+        with together(topology, what):
+            if mine is not None:
+                raise CheckpointError(mine)
+    except CheckpointError as error:
+        return str(error)
+    return None

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.errors import CheckpointError
+from megatron.parallel.collectives import all_reduce, broadcast_object, gather_objects
 from megatron.parallel.topology import Topology
 
 T = TypeVar("T")
@@ -58,12 +59,9 @@ def _all_errors(topology: Topology, mine: str | None) -> list[tuple[int, str]]:
     if world.size == 1:
         return [] if mine is None else [(world.rank, mine)]
     failed = torch.tensor([mine is not None], dtype=torch.int32, device=topology.device)
-    dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=world.handle)
-    if not failed.item():
+    if not all_reduce(failed, world, dist.ReduceOp.MAX).item():
         return []
-    found: list[Any] = [None] * world.size
-    dist.all_gather_object(found, mine, group=world.handle)
-    return [(rank, error) for rank, error in enumerate(found) if error is not None]
+    return [(rank, error) for rank, error in enumerate(gather_objects(mine, world)) if error is not None]
 
 
 def decided_by_first(topology: Topology, decide: Callable[[], T]) -> T:
@@ -71,14 +69,14 @@ def decided_by_first(topology: Topology, decide: Callable[[], T]) -> T:
 
     File systems do not show every node the same at the same moment: one rank looks, so that all load the same.
     """
-    outcome: list[Any] = [None, None]
+    outcome: tuple[Any, str | None] = None, None
     if topology.world.is_first:
         try:
-            outcome[0] = decide()
+            outcome = decide(), None
         except CheckpointError as error:
-            outcome[1] = str(error)
-    if topology.world.size > 1:
-        dist.broadcast_object_list(outcome, src=0, group=topology.world.handle)
-    if outcome[1] is not None:
-        raise CheckpointError(outcome[1])
-    return outcome[0]
+            outcome = None, str(error)
+    result, failure = broadcast_object(outcome, topology.world)
+    if failure is not None:
+        raise CheckpointError(failure)
+    decided: T = result
+    return decided

@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from megatron.config.duration import duration_s
 from megatron.config.resolve import layout_counts
 from megatron.config.settings import Settings, all_options
 
@@ -408,11 +409,24 @@ def _checkpoints(v: dict[str, Any]) -> Iterator[str]:
         yield f"--keep-every {v['keep_every']} removes nothing without --keep-last N: give both"
     if v["loss_spike_factor"] is not None and not (v["save"] and v["save"] == v["load"]):
         yield "--loss-spike-factor goes back to checkpoints of this run: give --save and --load the same FOLDER"
-    for name in ("finetune", "use_checkpoint_args", "exit_on_missing_checkpoint", "load_tag"):
+    for name in ("finetune", "reset_iteration", "use_checkpoint_args", "exit_on_missing_checkpoint", "load_tag"):
         if v[name] and v["load"] is None:
             yield f"{all_options()[name].flag} needs --load FOLDER"
+    for name in ("finetune", "reset_iteration"):
+        if v[name] and v["load"] is not None and v["load"] == v["save"]:
+            yield (
+                f"{all_options()[name].flag} would begin at iteration 0 again at each start, from its own checkpoints: "
+                f"give --save another FOLDER than --load {v['load']}, and resume from that one without the flag"
+            )
     if v["override_opt_param_scheduler"] and v["use_checkpoint_opt_param_scheduler"]:
         yield "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler contradict each other"
+
+
+@check("walltime")
+def _walltime(v: dict[str, Any]) -> Iterator[str]:
+    given = v["walltime"]
+    if given not in (None, "none") and not duration_s(given):
+        yield f"--walltime {given}: give D-HH:MM:SS, HH:MM:SS, MM:SS, minutes or none"
 
 
 @check()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +26,12 @@ _SHOWN = 6  # so many sources are listed in a line
 @dataclass
 class Consumed:
     """What has been taken of one source. Tokens are those trained on, without padding; an epoch is all of its tokens
-    in this split, so that epochs grow by fractions."""
+    in this split, so that epochs grow by fractions. `left_out` are samples that the training went around."""
 
     samples: int = 0
     tokens: int = 0
     epochs: float = 0.0
+    left_out: int = 0
 
     @property
     def epoch(self) -> int:
@@ -71,9 +72,26 @@ class Ledger:
         short = short_names(self.counts) if begun else {}
         return [(short[name], epoch) for name, epoch in begun.items()]
 
+    def rolled_back(
+        self, order: SampleOrder, consumed_samples: int, carried: Mapping[str, Mapping[str, Any]],
+        left_out: npt.NDArray[np.int64],
+    ) -> Ledger:
+        """The ledger of a run that went back to `consumed_samples`, where its checkpoint holds `carried`, and leaves
+        out these samples of the data set beside those that it left out before."""
+        back = Ledger(self._dataset, order, consumed_samples, carried)
+        for name, count in self.counts.items():
+            back.counts.setdefault(name, Consumed()).left_out = count.left_out
+        for source, samples in self._by_source(left_out):
+            back.counts[source.name].left_out += len(samples)
+        return back
+
     def record(self) -> dict[str, dict[str, Any]]:
-        """{source: {samples, tokens, epochs}}, for the checkpoint and the metrics file."""
-        return {name: dataclasses.asdict(count) for name, count in self.counts.items()}
+        """{source: {samples, tokens, epochs}}, and left_out where there is any, for checkpoint and metrics file."""
+        records = {name: dataclasses.asdict(count) for name, count in self.counts.items()}
+        for record in records.values():
+            if not record["left_out"]:
+                del record["left_out"]
+        return records
 
     def epochs(self) -> dict[str, float]:
         """How often each source has been gone through, by its short name."""
@@ -88,32 +106,42 @@ class Ledger:
         if rest:
             parts.append(f"{len(rest)} more {rest[-1]:.3f} to {rest[0]:.3f}")
         tokens = sum(count.tokens for count in self.counts.values())
-        return f" data: {tokens} tokens, epochs of each source: {', '.join(parts)}"
+        left_out = sum(count.left_out for count in self.counts.values())
+        end = f"; {left_out} samples left out" if left_out else ""
+        return f" data: {tokens} tokens, epochs of each source: {', '.join(parts)}{end}"
 
     def _count(self, indices: npt.NDArray[np.int64]) -> None:
+        for source, samples in self._by_source(indices):
+            self._add(source, samples)
+
+    def _by_source(self, indices: npt.NDArray[np.int64]) -> Iterator[tuple[Source, npt.NDArray[np.int64]]]:
+        """The samples of a data set, by the source that they are of and as it numbers them."""
         # What a checkpoint without a record consumed may go beyond the data set of a run that has nothing left to do.
         indices = indices[indices < len(self._dataset)]
         if not isinstance(self._dataset, BlendedDataset):
-            self._add(self._dataset, indices)
+            yield self._dataset, indices
             return
         which, samples = self._dataset.locate(indices)
         by_source = np.argsort(which, kind="stable")
         ends = np.cumsum(np.bincount(which, minlength=len(self._dataset.datasets)))
         for source, part in zip(self._dataset.datasets, np.split(samples[by_source], ends[:-1]), strict=True):
             if len(part):
-                self._add(source, part)
+                yield source, part
 
     def _add(self, source: Source, samples: npt.NDArray[np.int64]) -> None:
         count, carried = self.counts[source.name], self._carried[source.name]
         count.samples += len(samples)
         count.tokens += source.tokens_in(samples)
-        count.epochs = carried.epochs + (count.tokens - carried.tokens) / source.tokens_per_epoch
+        if carried.epochs == carried.tokens / source.tokens_per_epoch:  # rounded once, however often it was resumed
+            count.epochs = count.tokens / source.tokens_per_epoch
+        else:
+            count.epochs = carried.epochs + (count.tokens - carried.tokens) / source.tokens_per_epoch
 
 
 def is_consumed(record: Any) -> bool:
     """Whether this is what `Ledger.record` writes for one source."""
     names = {field.name for field in dataclasses.fields(Consumed)}
-    return isinstance(record, dict) and record.keys() == names and all(
+    return isinstance(record, dict) and record.keys() | {"left_out"} == names and all(
         isinstance(value, int | float) for value in record.values()
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ import torch
 
 from megatron.data.batch import MicroBatch, make_micro_batch
 from megatron.data.gpt_dataset import TokenDataset
+from megatron.data.left_out import Range, around, merged
 from megatron.data.permutation import permute
 from megatron.errors import ConfigError, DataError
 
@@ -76,12 +77,49 @@ class CyclicOrder:
         return found
 
 
-def sample_order(dataloader_type: str | None, total: int) -> SampleOrder:
-    """The order of --dataloader-type, None meaning single, for `total` samples. Raises ConfigError for another type."""
+@dataclass(frozen=True)
+class OrderAround:
+    """An order that goes around some of its positions; still a function of how many samples were consumed.
+
+    left_out  ranges of positions of `order`, ascending and apart (megatron.data.left_out.merged)
+    total     samples of an order that ends. The run needs as many as before, so those that were left out are replaced,
+              at the end, by the first ones of the order. None for an order without end.
+    """
+
+    order: SampleOrder
+    left_out: tuple[Range, ...]
+    total: int | None = None
+
+    def check(self, stop: int) -> None:
+        if self.total is not None and stop and self.left_out[0][0] == 0 and self.left_out[0][1] >= self.total:
+            raise DataError(f"all {self.total} samples of the data set are left out: begin anew, with other data")
+        self.order.check(stop)
+
+    def original(self, positions: Indices) -> Indices:
+        """The positions of `order` at these positions; one from `total` on is a replacement."""
+        return around(positions, self.left_out)
+
+    def indices(self, positions: Indices) -> Indices:
+        found = self.original(positions)
+        while self.total is not None and (beyond := found >= self.total).any():
+            found[beyond] = self.original(found[beyond] - self.total)
+        return self.order.indices(found)
+
+
+def sample_order(
+    dataloader_type: str | None, total: int, left_out: Iterable[Sequence[int]] = ()
+) -> SampleOrder:
+    """The order of --dataloader-type, None meaning single, for `total` samples, around what is `left_out`.
+
+    Raises ConfigError for another type.
+    """
+    ranges = merged(left_out)
     if dataloader_type in (None, "single"):
-        return SequentialOrder(total)
+        order: SampleOrder = SequentialOrder(total)
+        return OrderAround(order, ranges, total) if ranges else order
     if dataloader_type == "cyclic":
-        return CyclicOrder(total)
+        order = CyclicOrder(total)
+        return OrderAround(order, ranges) if ranges else order
     raise ConfigError(f"--dataloader-type {dataloader_type!r}: choose one of {', '.join(DATALOADER_TYPES)}")
 
 
@@ -96,7 +134,8 @@ class MicroBatchStream:
     `prefetch` the file system is told of the samples beyond those. The order and content are the same in any case.
     `take` is for one thread.
 
-    consumed_samples counts the samples that all ranks together have taken. The options of make_micro_batch pass
+    consumed_samples counts the samples that all ranks together have taken; what is `left_out`, ranges of positions, is
+    not taken and not counted. The options of make_micro_batch pass
     through; those about documents hold where the data set does not keep pieces apart itself.
     """
 
@@ -117,10 +156,11 @@ class MicroBatchStream:
         reset_attention_mask: bool = False,
         eod_mask_loss: bool = False,
         vocab_size: int | None = None,
+        left_out: Iterable[Sequence[int]] = (),
     ) -> None:
         self.consumed_samples = consumed_samples
         self._dataset = dataset
-        self._order = sample_order(dataloader_type, len(dataset))
+        self._order = sample_order(dataloader_type, len(dataset), left_out)
         self._device = torch.device(device)
         self._chunk = micro_batch_size * data_size
         self._own = np.arange(micro_batch_size, dtype=np.int64) + micro_batch_size * data_rank

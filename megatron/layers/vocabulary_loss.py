@@ -130,7 +130,7 @@ class _LateLoss(torch.autograd.Function):
         ctx.save_for_backward(x, labels, mask)
         ctx.vocabulary = v
         loss = x.new_full((), float("nan"), dtype=torch.float32)
-        ctx.loss = loss.view(())  # the same memory, but no reference to what holds this node
+        ctx.loss = loss.detach()  # the same memory; a view would hold the output for good, and that holds this node
         return loss
 
     @staticmethod
@@ -142,8 +142,13 @@ class _LateLoss(torch.autograd.Function):
         whole = v.gather(x)
         task = _Backward(v, whole, labels, token_gradients, *ctx.needs_input_grad[:2])
         losses = task.run()
-        ctx.loss.copy_(_mean(losses, mask))
+        loss = _mean(losses, mask)
+        ctx.loss.copy_(loss)
         dx = None if task.dx is None else task.dx.view(x.shape)
+        if dx is not None:
+            # A loss may be infinite where its gradient is not. One value of the gradient tells the optimizer, which
+            # skips the step then; nothing else has to be read or agreed on.
+            dx[:1, :1, :1].add_(0.0 * loss)
         return dx, task.dw, None, None, None
 
 

@@ -2,7 +2,9 @@
 
 Every rank writes a hello to a store that rank 0 (or the launcher) serves; rank 0 checks them and publishes a verdict.
 Afterwards a daemon thread of each rank waits on a key of its own, at no cost, and answers when somebody calls the
-roll: a rank that does not answer is dead, and the others can name it.
+roll: a rank that does not answer is dead, and the others can name it. What was found out is told to all at once: a rank
+that sees the failure last, when the store is gone, names the rank that died and not the one that it waited for. Calls
+are numbered, so that a watchdog may ask as often as it likes.
 """
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.errors import LaunchError
+from megatron.parallel.flight import FlightRecorder
+from megatron.parallel.flight_file import FlightFile, open_flight_file
 from megatron.parallel.nodelist import compress_ranks
+from megatron.parallel.processes import process_start
 from megatron.parallel.report import (
     bounded,
     device_identity,
@@ -47,6 +52,7 @@ _LINGER_S = 5.0  # how long the rank that serves the store stays for the others 
 _FULL_MESH = 1024
 _LEFT = "left"  # the answer to a roll call of a rank that ended by itself
 _ANSWER_S = 5.0  # how long a rank may take to answer a roll call
+_ROLL, _INQUIRY, _STOP, _NOTHING = "roll", "inquiry", "stop", "nothing"  # what a call may be
 
 
 class Rendezvous:
@@ -54,6 +60,8 @@ class Rendezvous:
 
     launch, device, backend   what it was made from and what torch.distributed runs on
     places                    "node:device" of every rank, in rank order
+    flight, flight_file       this rank's flight recorder, and its node's file of them (None where none can be made)
+    on_inquiry                called in a thread of its own with the number of an inquiry and a connection to the store
     """
 
     def __init__(self, launch: Launch, device: torch.device, timeout: timedelta) -> None:
@@ -72,6 +80,13 @@ class Rendezvous:
         self._absentees = 0
         self._store_lost = False
         self._alarm = threading.Event()  # another rank failed, or the store is gone
+        self._call, self._deaf = 1, False  # the call that is waited for; whether no more are answered
+        self._heard = ""  # what a roll call brought to light
+        self.flight_file: FlightFile | None = None
+        self.flight = FlightRecorder()
+        self.on_inquiry: Callable[[int, Any], None] | None = None
+        self.judged = threading.Event()  # cleared while a watchdog finds out whether the job hangs
+        self.judged.set()
 
     @classmethod
     def join(cls, launch: Launch, device: torch.device, timeout: timedelta) -> Rendezvous:
@@ -85,6 +100,7 @@ class Rendezvous:
         self = cls(launch, device, timeout)
         deadline = time.monotonic() + timeout.total_seconds()
         self._store = self._within(deadline, lambda: self._open_store(deadline))
+        self._open_flight()
         atexit.register(self._leave)
         try:
             self._within(deadline, lambda: self._say_hello(deadline))
@@ -104,7 +120,24 @@ class Rendezvous:
             raise explanation from error
         return self
 
+    def _open_flight(self) -> None:
+        place = f"{self.launch.node}:{device_name(self.device)}"
+        self.flight_file = open_flight_file(self.launch)
+        if self.flight_file is not None:
+            self.flight = self.flight_file.recorder
+        self.flight.describe(self.launch.rank, os.getpid(), place, process_start(os.getpid()))
+
     # -- meeting ---------------------------------------------------------------------------------------------------
+
+    @property
+    def store(self) -> Any:
+        """This job's part of the store. Another host may never answer: put what is asked of it into `bounded`."""
+        return self._store
+
+    @property
+    def serves_store(self) -> bool:
+        """Whether the store ends with this process."""
+        return self._serves_store
 
     @property
     def _serves_store(self) -> bool:
@@ -346,15 +379,20 @@ class Rendezvous:
         """
         if self._explained is None:
             self._failed = True
+            self.judged.wait(2 * _ANSWER_S)  # a watchdog that finds a hang ends this process, and knows more
             symptom = (_SOURCE_LINE.sub("", str(error)).splitlines() or [""])[0].split(". ")[0]
             seen = f"{type(error).__name__}: {symptom}"
             try:
-                text = self._store_gone() if self._store_lost else bounded(lambda: self._diagnose(seen), 4 * _ANSWER_S)
+                text = self._last_word() if self._store_lost else bounded(lambda: self._diagnose(seen), 4 * _ANSWER_S)
             except (RuntimeError, LaunchError):
                 self._store_lost = True
-                text = self._store_gone()
+                text = self._last_word()
             self._explained = LaunchError(f"{self._myself}: {text}. Seen here as {seen}")
         return self._explained
+
+    def _last_word(self) -> str:
+        """What is known without the store."""
+        return self._heard or self._store_gone()
 
     def _store_gone(self) -> str:
         if self.launch.store_served:
@@ -368,15 +406,20 @@ class Rendezvous:
             self._store.set("findings", self._call_roll(seen))
         elif not self._poll(["findings"], time.monotonic() + 2 * _ANSWER_S):
             return "no rank has found out why"
+        return self._findings()
+
+    def _findings(self) -> str:
+        """What the rank that called the roll found, or what failed ranks said themselves."""
         failed = {rank: text for rank, text in self.failures().items() if rank != self.launch.rank}
         if failed:
             return "; ".join(f"rank {rank} ({self._place(rank)}) failed: {text}" for rank, text in failed.items())
-        return self._store.get("findings").decode()
+        findings: bytes = self._store.get("findings")
+        return findings.decode()
 
     def _call_roll(self, seen: str) -> str:
         """Ask every rank for a sign of life, and where it is in the code."""
         ranks = range(self.launch.world_size)
-        self._store.multi_set([f"call/{rank}" for rank in ranks], ["roll"] * len(ranks))
+        self._call_all(_ROLL)
         self._poll([f"answer/{rank}" for rank in ranks], time.monotonic() + _ANSWER_S)
         dead = self._without_key("answer")
         self._absentees = len(dead)
@@ -402,20 +445,52 @@ class Rendezvous:
             return
         prefix = f"megatron/{self.launch.job}/{self.launch.world_size}"
         store = dist.PrefixStore(prefix, self._client(serve=False))
-        rank, main = self.launch.rank, threading.main_thread().ident
 
-        def answer() -> None:
+        def listen() -> None:
             try:
-                store.wait([f"call/{rank}"], _FOREVER)
-                if store.get(f"call/{rank}") == b"roll":
-                    store.set(f"answer/{rank}", position(main))
-                    self._alarm.set()
+                while not self._deaf and self._answer(store):
+                    self._call += 1
             except RuntimeError:
                 self._store_lost = True
                 self._alarm.set()
 
-        self._watcher = threading.Thread(target=answer, name="rendezvous", daemon=True)
+        self._watcher = threading.Thread(target=listen, name="rendezvous", daemon=True)
         self._watcher.start()
+
+    def _answer(self, store: Any) -> bool:
+        """Wait for the next call and answer it; whether there may be another one."""
+        key = f"call/{self.launch.rank}/{self._call}"
+        store.wait([key], _FOREVER)
+        call = store.get(key).decode()
+        if call == _ROLL:
+            store.set(f"answer/{self.launch.rank}", position(threading.main_thread().ident))
+            self._alarm.set()
+            self._listen_to_findings(store)
+        elif call == _INQUIRY and self.on_inquiry is not None:
+            self.on_inquiry(self._call, store)
+        return call != _STOP
+
+    def _listen_to_findings(self, store: Any) -> None:
+        """Keep what the roll call brings to light: the store may be gone when this rank sees the failure."""
+        deadline, pause = time.monotonic() + 2 * _ANSWER_S, max(0.1, self.launch.world_size / 4000)
+        while not self._deaf and time.monotonic() < deadline:
+            if store.check(["findings"]):
+                self._heard = self._findings()
+                return
+            time.sleep(pause)
+
+    def inquire(self) -> int:
+        """Ask all ranks to answer for a watchdog (see on_inquiry). Returns the number of the inquiry."""
+        return self._call_all(_INQUIRY)
+
+    def _call_all(self, call: str) -> int:
+        """Every rank answers the calls in the order of their numbers."""
+        ranks, number = range(self.launch.world_size), self._store.add("calls", 1)
+        for earlier in range(1, number):  # a caller may have died after it took its number
+            if not self._store.check([f"call/0/{earlier}"]):
+                self._store.multi_set([f"call/{rank}/{earlier}" for rank in ranks], [_NOTHING] * len(ranks))
+        self._store.multi_set([f"call/{rank}/{number}" for rank in ranks], [call] * len(ranks))
+        return number
 
     def __enter__(self) -> Rendezvous:
         return self
@@ -452,6 +527,8 @@ class Rendezvous:
         self._try(self._write_left, 2 * _LINGER_S)
         if self._watcher is not None and not self._store_lost:
             self._watcher.join(timeout=_ANSWER_S)
+        if self.flight_file is not None:
+            self.flight_file.close()
 
     def _write_left(self) -> None:
         launch = self.launch
@@ -459,7 +536,8 @@ class Rendezvous:
             return
         # First the answer: a roll call must not wait for this rank longer than this rank stays to serve the store.
         self._store.set(f"answer/{launch.rank}", _LEFT)
-        self._store.set(f"call/{launch.rank}", "stop")
+        self._deaf = True
+        self._store.set(f"call/{launch.rank}/{self._call}", _STOP)
         gone = self._store.add("left", 1)
         deadline = time.monotonic() + _LINGER_S
         while self._serves_store and gone < launch.world_size - self._absentees and time.monotonic() < deadline:

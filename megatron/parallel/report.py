@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -21,6 +22,7 @@ _NOT_SHOWN = (
     __file__,
     os.path.join(os.path.dirname(__file__), "rendezvous.py"),
 )
+_OWN_THREADS = ("bounded", "rendezvous", "watchdog")
 
 
 def bounded(
@@ -44,7 +46,7 @@ def bounded(
             outcome.append((False, error))
         wake.set()
 
-    threading.Thread(target=body, daemon=True).start()
+    threading.Thread(target=body, name="bounded", daemon=True).start()
     woken = wake.wait(seconds)
     if not outcome:
         raise LaunchError(f"{failure}: another rank failed" if woken else f"{failure} within {seconds:g} s")
@@ -62,6 +64,30 @@ def position(thread: int | None) -> str:
     if frame is None:
         return "an unknown place"
     return f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
+
+
+def python_stacks(limit: int = 2900) -> str:
+    """Where all threads of this process are: the main thread's frames, one a line and the innermost last, and after an
+    empty line one line for each other thread. Of a text longer than `limit` the outer frames are left out."""
+    frames = sys._current_frames()
+    main, here = threading.main_thread().ident, threading.get_ident()
+    walk = traceback.walk_stack(frames[main]) if main in frames else ()
+    lines = [_frame(frame, line) for frame, line in walk][::-1]
+    others = [
+        f"thread {thread.name}: {_frame(frames[thread.ident], frames[thread.ident].f_lineno)}"
+        for thread in threading.enumerate()
+        if thread.ident in frames and thread.ident not in (main, here) and thread.name not in _OWN_THREADS
+    ][:8]
+    tail = "\n\n" + "\n".join(others) if others else ""
+    left_out = 0
+    while len(lines) > 1 and sum(len(line) + 1 for line in lines) + len(tail) + 40 > limit:
+        del lines[0]
+        left_out += 1
+    return "\n".join([f"({left_out} outer frames)", *lines] if left_out else lines) + tail
+
+
+def _frame(frame: Any, line: int) -> str:
+    return f"{os.sep.join(frame.f_code.co_filename.split(os.sep)[-3:])}:{line} {frame.f_code.co_name}"
 
 
 def list_places(places: Sequence[tuple[int, str]]) -> str:

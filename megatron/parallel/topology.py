@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.errors import ConfigError
+from megatron.parallel.flight import FlightRecorder
 from megatron.parallel.nodelist import compress_ranks
 
 _LATE_S = 5.0  # torch's own message, which says more, may come that late
@@ -81,12 +82,15 @@ class Layout:
 class Group:
     """Some ranks that communicate, seen from one of them.
 
-    `handle` is the torch process group; it is None for a group of one, which never communicates.
+    `handle` is the torch process group; it is None for a group of one, which never communicates. Whoever communicates
+    over the group says so to `flight`, under the group's `kind` (one of flight.KINDS).
     """
 
     ranks: Sequence[int]
     rank: int
     handle: Any = None
+    kind: str = "other"
+    flight: FlightRecorder = field(default_factory=FlightRecorder, compare=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -121,6 +125,11 @@ class Topology:
     embedding: Group | None
     device: Any
 
+    @property
+    def flight(self) -> FlightRecorder:
+        """What this rank does right now, for others to read when it hangs."""
+        return self.world.flight
+
     @classmethod
     def create(
         cls,
@@ -130,10 +139,12 @@ class Topology:
         device: Any = None,
         timeout: datetime.timedelta | None = None,
         tied_embeddings: bool = True,
+        flight: FlightRecorder | None = None,
     ) -> Topology:
         """Build the groups of this process over the initialised default process group (or over none: one process).
 
-        `tied_embeddings` False saves the group that only a tied embedding needs.
+        `tied_embeddings` False saves the group that only a tied embedding needs. `flight` records what this rank waits
+        in (Rendezvous.flight); without it, a record is kept that nobody reads.
 
         Raises ConfigError when the world does not divide.
         """
@@ -163,33 +174,37 @@ class Topology:
             return bounded(meet, seconds, f"ranks {compress_ranks(ranks)} did not form a group")
 
         factory = new_group if running else None
-        return cls.from_layout(layout, rank, device=device, new_group=factory, tied_embeddings=tied_embeddings)
+        return cls.from_layout(
+            layout, rank, device=device, new_group=factory, tied_embeddings=tied_embeddings, flight=flight
+        )  # fmt: skip
 
     @classmethod
     def from_layout(
         cls, layout: Layout, rank: int, *, device: Any = None, new_group: GroupFactory | None = None,
-        tied_embeddings: bool = True,
+        tied_embeddings: bool = True, flight: FlightRecorder | None = None,
     ) -> Topology:
         """The view of `rank` on `layout`. Without `new_group` nothing communicates: for planning and tests."""
         t, d, p = layout.coordinates(rank)
+        recorder = flight or FlightRecorder()
+        recorder.set_layout(layout.tensor, layout.pipeline, layout.data)
 
-        def group(ranks: Sequence[int]) -> Group:
+        def group(kind: str, ranks: Sequence[int]) -> Group:
             handle = new_group(ranks) if new_group is not None and len(ranks) > 1 else None
-            return Group(ranks, ranks.index(rank), handle)
+            return Group(ranks, ranks.index(rank), handle, kind, recorder)
 
         # Every member creates its groups in this order, so overlapping groups meet without deadlock.
-        world = group(range(layout.world_size))
-        tensor = group(layout.tensor_ranks(data=d, pipeline=p))
-        data = group(layout.data_ranks(tensor=t, pipeline=p))
+        world = group("world", range(layout.world_size))
+        tensor = group("tensor", layout.tensor_ranks(data=d, pipeline=p))
+        data = group("data", layout.data_ranks(tensor=t, pipeline=p))
         pipeline_ranks = layout.pipeline_ranks(tensor=t, data=d)
-        pipeline = group(pipeline_ranks)
+        pipeline = group("pipeline", pipeline_ranks)
         model_ranks = layout.model_ranks(data=d)
         known = {tuple(g.ranks): g for g in (tensor, pipeline)}
-        model = known.get(model_ranks) or group(model_ranks)
+        model = known.get(model_ranks) or group("model", model_ranks)
         embedding = None
         if tied_embeddings and layout.pipeline > 1 and p in (0, layout.pipeline - 1):
             ends = (pipeline_ranks[0], pipeline_ranks[-1])
-            embedding = pipeline if layout.pipeline == 2 else group(ends)
+            embedding = pipeline if layout.pipeline == 2 else group("embedding", ends)
         return cls(layout, rank, world, tensor, data, pipeline, model, embedding, device)
 
     def describe(self, places: Sequence[str] = ()) -> str:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron.errors import LaunchError
 from megatron.parallel.topology import Group
-from megatron.pipeline.instructions import Instruction
+from megatron.pipeline.instructions import SENDS, Instruction
 
 # Sent tensors are kept until they have left. Some backends (gloo) only say so when asked to wait, so the oldest is
 # waited for when this many are on their way. Waiting cannot deadlock: the schedules run even where every send blocks.
@@ -42,21 +42,21 @@ class Exchange:
         """Start to send `tensor`; it is kept alive until it has left and must not change until then."""
         tensor = tensor.contiguous()
         self._release(SENDS_IN_FLIGHT - 1)
-        with self._blame(instruction):
+        with self._recorded(instruction, tensor):
             work = dist.isend(tensor, self._peer(instruction), group=self._pipeline.handle)
         self._sent.append(_Message(instruction, work, tensor))
 
     def receive(self, instruction: Instruction, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         """Post a receive; `take` with the same instruction hands over the tensor."""
         buffer = torch.empty(tuple(shape), dtype=dtype, device=device)
-        with self._blame(instruction):
+        with self._recorded(instruction, buffer):
             work = dist.irecv(buffer, self._peer(instruction), group=self._pipeline.handle)
         self._received[instruction] = _Message(instruction, work, buffer)
 
     def take(self, instruction: Instruction) -> torch.Tensor:
         """The tensor of a posted receive, once it is there."""
         message = self._received.pop(instruction)
-        with self._blame(instruction):
+        with self._recorded(instruction, message.tensor):
             message.work.wait()
         return message.tensor
 
@@ -69,15 +69,26 @@ class Exchange:
         while self._sent:
             oldest = self._sent[0]
             with self._blame(oldest.instruction):
-                if not oldest.work.is_completed():
-                    if len(self._sent) <= keep:
-                        return
+                left = oldest.work.is_completed()
+            if not left:
+                if len(self._sent) <= keep:
+                    return
+                with self._recorded(oldest.instruction, oldest.tensor):
                     oldest.work.wait()
             self._sent.popleft()
 
     def _peer(self, instruction: Instruction) -> int:
         """Global rank at the other end."""
         return self._pipeline.ranks[instruction.peer_stage % self._pipeline.size]
+
+    @contextmanager
+    def _recorded(self, instruction: Instruction, tensor: torch.Tensor) -> Iterator[None]:
+        """A message that may hold up this rank; an error names the neighbour."""
+        flight, call = self._pipeline.flight, b"send" if instruction.op in SENDS else b"receive"
+        flight.enter_message(call, self._pipeline.kind, tensor.nbytes, self._peer(instruction))
+        with self._blame(instruction):
+            yield
+        flight.leave()
 
     @contextmanager
     def _blame(self, instruction: Instruction) -> Iterator[None]:

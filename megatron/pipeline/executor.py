@@ -114,6 +114,7 @@ class Executor:
 
 
 _BACKWARD = frozenset((Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT))
+_NAMES = {op: op.name.encode() for op in Op}  # as the flight recorder takes them
 
 
 class _Root(torch.autograd.Function):
@@ -168,18 +169,22 @@ class _Pass:
             Op.RECV_FORWARD: self._receive,
             Op.RECV_BACKWARD: self._receive,
         }
-        after_backward = self._executor.after_backward
+        after_backward, flight = self._executor.after_backward, self._executor.topology.flight
         due = False
         for instruction in instructions:
             # Neighbours wait for the messages behind a backward pass, nobody for the accumulation: messages go first.
             if due and after_backward and instruction.op in COMPUTE:
                 after_backward()
                 due = False
+            flight.instruction(_NAMES[instruction.op], instruction.stage, instruction.micro_batch)
             handlers[instruction.op](instruction)
+            if instruction.op in COMPUTE:
+                flight.computed()
             due = due or instruction.op in _BACKWARD
         if due and after_backward:
             after_backward()
         self._exchange.finish()
+        flight.schedule_ends()
         return [self._losses[i] for i in sorted(self._losses)]
 
     def _receive(self, instruction: Instruction) -> None:

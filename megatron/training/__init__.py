@@ -4,7 +4,10 @@ Importing this package does not import torch: a mistake on the command line is r
 """
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
+
+from megatron.training.signals import Signals
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -17,9 +20,11 @@ def pretrain(config: Config, launch: Launch | None = None) -> None:
     `launch` says which process this is (default: read from the environment). Raises MegatronError for what a user can
     mend; the peers of a process that fails hear of it through the rendezvous.
     """
-    from megatron.training.setup import run_training
+    started = time.monotonic()
+    with Signals(config.training.exit_signal_handler) as signals:  # before torch is imported, which takes seconds
+        from megatron.training.setup import run_training
 
-    run_training(config, launch)
+        run_training(config, launch, signals, started)
 
 
 __all__ = ["pretrain"]

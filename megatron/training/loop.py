@@ -3,72 +3,119 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 
 from megatron.data.batch import MicroBatch
 from megatron.data.gpt_dataset import TokenDataset
+from megatron.errors import TrainingError
 from megatron.parallel import collectives
 from megatron.training.devices import peak_memory_bytes
 from megatron.training.evaluate import mean_loss
 from megatron.training.metrics import StepRecord, local_loss
+from megatron.training.rollback import roll_back
 from megatron.training.run import Run
+from megatron.training.spikes import Spike
+from megatron.training.stopping import Stop
 from megatron.training.streams import open_stream
 
 
-def train(run: Run) -> None:
-    """Train to the last iteration or to a reason to stop; measure, report and save on the way."""
-    progress, reason = run.progress, None
+def train(run: Run) -> Stop | None:
+    """Train to the last iteration or to a reason to stop, which is returned; measure, report and save on the way.
+
+    Raises CheckpointError at the end when the last checkpoint could not be written.
+    """
+    progress, stop = run.progress, None
     if not run.config.training.skip_train:
-        with run.stop:  # a signal neither ends the evaluation before the first step nor the save after the last
-            if progress.iteration == 0:
-                validate(run)  # the loss that training starts from
-            if progress.iteration >= run.total_iterations:
-                run.reporter.say(f" nothing left to train: iteration {progress.iteration} of {run.total_iterations}")
-            run.reporter.console.begin(progress.iteration, run.total_iterations)
-            reason = train_steps(run)
-            run.reporter.console.end()
-            if len(run.interval):
-                report(run)
-            save(run)
-            run.account_data()
-    if reason is None:
+        if progress.iteration >= run.total_iterations:
+            run.reporter.say(f" nothing left to train: iteration {progress.iteration} of {run.total_iterations}")
+        run.reporter.console.begin(progress.iteration, run.total_iterations)
+        with run.topology.flight.phase("training"), saving_what_is_under_way(run):
+            stop = train_steps(run)
+        run.reporter.console.end()
+        if len(run.interval):
+            report(run)
+        save(run, last=True)
+        run.account_data()
+    if stop is None:
         final_evaluations(run)
     else:
-        run.reporter.say(reason)
+        run.reporter.say(stop.reason)
     run.reporter.metrics.write(
         "end", iteration=progress.iteration, consumed_samples=progress.consumed_samples,
-        skipped_iterations=progress.skipped_iterations, reason=reason or "done",
+        skipped_iterations=progress.skipped_iterations, reason=stop.reason if stop else "done",
     )  # fmt: skip
+    if run.saves is not None:
+        with run.topology.flight.phase("saving"):
+            run.saves.close()
+        run.saves.check()
+    return stop
 
 
-def train_steps(run: Run) -> str | None:
-    """Steps up to the last iteration; the reason when it ends before."""
-    training, save_interval = run.config.training, run.config.checkpoint.save_interval
+def train_steps(run: Run) -> Stop | None:
+    """Steps up to the last iteration; why to stop when it ends before."""
+    training, progress = run.config.training, run.progress
     if training.manual_gc:
         gc.disable()
+    stop = run.stop.ask(progress.iteration, run.agreement.take())  # what happened while the run was put together
+    if stop is None and progress.iteration == 0:
+        validate(run)  # the loss that training starts from
+        stop = run.stop.ask(progress.iteration, run.agreement.take())
     run.watch.lap()
-    while run.progress.iteration < run.total_iterations:
-        train_step(run)
-        iteration = run.progress.iteration
-        if iteration % run.config.logging.log_interval == 0:
+    while stop is None and progress.iteration < run.total_iterations:
+        spike = train_step(run)
+        if run.watchdog is not None:
+            run.watchdog.start()  # not before: a first step may compile, or connect thousands of ranks
+        if spike is not None and went_back(run, spike):
+            continue
+        iteration = progress.iteration
+        if iteration % run.config.logging.log_interval == 0 and len(run.interval):
             report(run)
         if iteration % training.eval_interval == 0:
             validate(run)
-        if save_interval and iteration % save_interval == 0:
-            save(run)
         if training.manual_gc and training.manual_gc_interval and iteration % training.manual_gc_interval == 0:
             gc.collect()
-        reason = run.stop.check(iteration)
-        if reason is not None:
-            return reason
-    return None
+        stop = between_steps(run)
+    return stop
 
 
-def train_step(run: Run) -> None:
-    """One global batch: forward and backward through the pipeline, then the optimizer."""
-    progress, batches = run.progress, run.batches
+def went_back(run: Run, spike: Spike) -> bool:
+    """After a loss spike: report up to it, and go back to before it where that is possible."""
+    report(run)
+    with run.watch.paused(), run.topology.flight.phase("loading"):
+        return roll_back(run, spike)
+
+
+def between_steps(run: Run) -> Stop | None:
+    """Agree on what to do before the next step: complete a save in the background, save, end."""
+    iteration, agreed = run.progress.iteration, run.agreement.take()
+    stop = run.stop.check(iteration, agreed)
+    if run.saves is not None:
+        if run.saves.under_way:
+            with run.watch.paused(), run.topology.flight.phase("saving"):
+                run.saves.commit_written(agreed)
+        if stop is None and run.saves.is_due(iteration, agreed):  # before it ends, a run saves anyway
+            save(run)
+    return stop
+
+
+@contextmanager
+def saving_what_is_under_way(run: Run) -> Iterator[None]:
+    """When training cannot go on, which every rank knows, complete the save that is still being written."""
+    try:
+        yield
+    except TrainingError:
+        if run.saves is not None:
+            run.saves.settle()
+        raise
+
+
+def train_step(run: Run) -> Spike | None:
+    """One global batch: forward and backward through the pipeline, then the optimizer; the loss spike that it is."""
+    progress, batches, start = run.progress, run.batches, time.perf_counter()
+    run.topology.flight.step(progress.iteration)
     run.profile_step()
     with run.timers("data-wait"):
         micro_batches = run.train_stream.take(batches.num_micro_batches(progress.consumed_samples))
@@ -79,17 +126,24 @@ def train_step(run: Run) -> None:
     lr, weight_decay = run.learning_rate.lr(*at), run.weight_decay.weight_decay(*at)
     with run.timers("optimizer"):
         result = run.engine.step(lr, weight_decay)
+    run.skips.after_step(run, micro_batches, losses, result, weights)
     samples = batches.global_batch_size(progress.consumed_samples)
     progress.advance(samples, run.config.model.seq_length, skipped=result.skipped)
     run.count_data()
-    run.interval.add(
-        StepRecord(
-            progress.iteration, progress.consumed_samples, progress.consumed_tokens, samples, lr,
-            local_loss(losses, weights, run.topology), result.skipped, result.loss_scale, result.grad_norm,
-            result.num_zeros, result.params_norm,
-        )
+    step = StepRecord(
+        progress.iteration, progress.consumed_samples, progress.consumed_tokens, samples, lr,
+        local_loss(losses, weights, run.topology), result.skipped, result.loss_scale, result.grad_norm,
+        result.num_zeros, result.params_norm,
     )  # fmt: skip
+    run.interval.add(step)
     run.reporter.console.update(progress.iteration)
+    if run.wall_time is not None:
+        run.wall_time.after_step(
+            time.perf_counter() - start,
+            evaluates_next=(progress.iteration + 1) % run.config.training.eval_interval == 0,
+            saves_ahead=run.saves.ahead(progress.iteration) if run.saves is not None else 0,
+        )
+    return run.spikes.add(step)
 
 
 def token_weights(run: Run, micro_batches: Sequence[MicroBatch]) -> list[float] | None:
@@ -110,10 +164,13 @@ def report(run: Run) -> None:
     """Reduce the figures of the interval over the ranks and write them down."""
     losses = run.interval.reduce_losses()  # waits for the device
     elapsed_s = run.watch.lap()
-    times_ms = run.timers.collect(len(run.interval))
+    steps = len(run.interval)
+    times_ms = run.timers.collect(steps)
     memory = peak_memory_bytes(run.topology.device)
     epochs = None if run.ledger is None else run.ledger.epochs()
     run.reporter.iteration(run.interval.report(losses, run.total_iterations, elapsed_s, memory), times_ms, epochs)
+    if run.stragglers is not None:
+        run.reporter.stragglers(run.progress.iteration, run.stragglers.report(steps))
 
 
 def validate(run: Run) -> None:
@@ -127,13 +184,15 @@ def validate(run: Run) -> None:
 
 
 def final_evaluations(run: Run) -> None:
-    """Validation and test loss at the end of the run."""
+    """Validation and test loss at the end of the run, unless a signal asks for its end: all is saved by then."""
     if not run.config.training.eval_iters:
         return
     for name, label, dataset in (
         ("valid", "validation", run.datasets.valid), ("test", "test", run.datasets.test)
     ):  # fmt: skip
-        if dataset is not None:
+        if run.stop.signalled(run.agreement.take()):
+            run.reporter.say(f" note: no evaluation on {label} data, because a signal asks for the end")
+        elif dataset is not None:
             prefix = f"iteration {run.progress.iteration} on {run.eval_samples}-sample draw from {label} set"
             evaluate(run, name, dataset, prefix, advance=False)
 
@@ -144,7 +203,8 @@ def evaluate(run: Run, name: str, dataset: TokenDataset, prefix: str, *, advance
     position = progress.consumed_valid_samples if name == "valid" else 0
     if position + run.eval_samples > len(dataset):
         position = 0  # a longer run than the data set was made for begins it anew
-    with run.watch.paused():
+    not_counted = run.stragglers.paused() if run.stragglers is not None else nullcontext()
+    with run.watch.paused(), run.topology.flight.phase("evaluation"), not_counted:
         if run.config.training.manual_gc:
             gc.collect()
         stream = open_stream(run.config, run.topology, dataset, position, run.eod)
@@ -161,10 +221,17 @@ def evaluate(run: Run, name: str, dataset: TokenDataset, prefix: str, *, advance
             progress.consumed_valid_samples = position + run.eval_samples
         seconds = time.perf_counter() - start
         run.reporter.validation(prefix, progress, name, loss, run.eval_samples, seconds)
+        if run.wall_time is not None:
+            run.wall_time.after_evaluation(seconds)
 
 
-def save(run: Run) -> None:
-    """Write a checkpoint, unless there is no --save folder or this iteration is saved already."""
-    with run.watch.paused():
-        if run.save_checkpoint():
-            run.account_data()
+def save(run: Run, *, last: bool = False) -> None:
+    """Save what the steps so far led to, unless there is no --save folder or it is saved already. The `last` save of a
+    run is complete when this returns; others may go on in the background."""
+    if run.saves is None:
+        return
+    with run.watch.paused(), run.topology.flight.phase("saving"):
+        if run.config.training.manual_gc:
+            gc.collect()
+        run.saves.save(run.progress.iteration, run.state(), last=last)
+        run.account_data()

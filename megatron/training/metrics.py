@@ -170,11 +170,11 @@ def local_loss(losses: list[torch.Tensor], weights: list[float] | None, topology
 class MetricsFile:
     """Appends one JSON object a line: {"event": ..., "time": seconds since 1970, ...}, numbers unrounded.
 
-    Events: start, iteration, validation, data, checkpoint, generate, end. A resumed run appends to the same file. Every
-    record is written at once, so that a run that is killed leaves all that it reported. NaN and infinity are written
-    as null, which JSON has; the count of nan iterations tells of them. Raises ConfigError when the file cannot be
-    opened; the message names `flag`, which chose the place. A disk that fills up later loses records, not the run:
-    `warn` is told once.
+    Events: start, iteration, validation, data, stragglers, checkpoint, checkpoint_failed, rejected_checkpoint,
+    not_finite, loss_spike, generate, end. A resumed run appends to the same file. Every record is written at once, so
+    that a run that is killed leaves all that it reported. NaN and infinity are written as null, which JSON has; the
+    count of nan iterations tells of them. Raises ConfigError when the file cannot be opened; the message names `flag`,
+    which chose the place. A disk that fills up later loses records, not the run: `warn` is told once.
     """
 
     def __init__(

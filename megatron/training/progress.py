@@ -18,6 +18,9 @@ class Progress:
                               advance, as in Megatron
     sources                   what was taken of each source of training data, see megatron.data.ledger; as of the
                               checkpoint that was loaded or is written
+    left_out                  ranges [start, stop) of positions in the order of samples that the run goes around after
+                              loss spikes; consumed samples are counted without them
+    recent_losses             of the last steps, the oldest first: what --loss-spike-factor compares with
     """
 
     iteration: int = 0
@@ -29,6 +32,8 @@ class Progress:
     scheduled_samples: int = 0
     scheduled_tokens: int = 0
     sources: dict[str, dict[str, Any]] = field(default_factory=dict)
+    left_out: list[list[int]] = field(default_factory=list)
+    recent_losses: list[float] = field(default_factory=list)
 
     @property
     def schedule_position(self) -> tuple[int, int, int]:

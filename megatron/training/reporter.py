@@ -12,6 +12,7 @@ from megatron.training.devices import PLAUSIBLE_UTILISATION
 from megatron.training.log_line import format_iteration, format_timers, format_validation, perplexity
 from megatron.training.metrics import IterationReport, MetricsFile
 from megatron.training.progress import Progress
+from megatron.training.stragglers import StragglerReport
 from megatron.training.tensorboard import TensorBoard
 
 
@@ -74,6 +75,14 @@ class Reporter:
         self.metrics.write(
             "data", iteration=progress.iteration, consumed_samples=progress.consumed_samples, sources=ledger.record()
         )
+
+    def stragglers(self, iteration: int, found: StragglerReport | None) -> None:
+        """What each rank needed for its own computations; None on all ranks but the first."""
+        if found is None:
+            return
+        for line in found.lines:
+            self.say(line)
+        self.metrics.write("stragglers", iteration=iteration, **found.record)
 
     def close(self) -> None:
         self.console.end()

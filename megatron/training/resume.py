@@ -3,13 +3,17 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.folder import CONFIG, find_folder, latest_iteration, read_json
+from megatron.checkpoint.find import Found, Rejected, find, required
+from megatron.checkpoint.folder import CONFIG, read_json
+from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.settings import ARCHITECTURE, plain
 from megatron.config import Config
 from megatron.data.ledger import is_consumed
+from megatron.data.left_out import are_ranges
 from megatron.engine.engine import Engine
 from megatron.errors import CheckpointError
 from megatron.parallel.topology import Topology
@@ -24,10 +28,11 @@ SCHEDULE = (
 )  # fmt: skip
 
 
-def checkpoint_to_load(config: Config, topology: Topology) -> Path | None:
-    """The checkpoint that --load names; None without --load and where there is none yet.
+def checkpoint_to_load(config: Config, topology: Topology, reporter: Reporter | None = None) -> Path | None:
+    """The checkpoint that --load names: the newest good one; None without --load and where there is none at all.
 
-    Rank 0 looks, all ranks get its answer. Raises CheckpointError where --load-tag or --exit-on-missing-checkpoint
+    Rank 0 looks, all ranks get its answer. What is broken, and where the tracker file is wrong, the reporter says.
+    Raises CheckpointError where all that are there are broken, and where --load-tag or --exit-on-missing-checkpoint
     asks for one that does not exist.
     """
     settings = config.checkpoint
@@ -37,13 +42,27 @@ def checkpoint_to_load(config: Config, topology: Topology) -> Path | None:
 
     directory = settings.load
 
-    def look() -> Path | None:
-        wanted = settings.load_tag is not None or settings.exit_on_missing_checkpoint
-        if not wanted and latest_iteration(directory) is None:
-            return None
-        return find_folder(directory, settings.load_tag)
+    def look() -> Found:
+        found = find(directory, settings.load_tag)
+        if found.rejected or settings.exit_on_missing_checkpoint:
+            required(directory, found)
+        return found
 
-    return decided_by_first(topology, look)
+    found = decided_by_first(topology, look)
+    if reporter is not None:
+        for note in found.notes:
+            reporter.say(f" note: {note}")
+        say_rejected(found.rejected, found.folder, reporter)
+    return found.folder
+
+
+def say_rejected(rejected: Iterable[Rejected], instead: Path | None, reporter: Reporter) -> None:
+    """Report checkpoints that are broken, so that nobody overlooks it."""
+    for one in rejected:
+        reporter.say(f"WARNING: broken checkpoint {one}\nWARNING: {instead} is loaded instead of it")
+        reporter.metrics.write(
+            "rejected_checkpoint", folder=str(one.folder), reason=one.reason, instead=str(instead)
+        )
 
 
 def with_checkpoint_settings(config: Config, folder: Path | None, reporter: Reporter) -> Config:
@@ -53,7 +72,7 @@ def with_checkpoint_settings(config: Config, folder: Path | None, reporter: Repo
     """
     if folder is None:
         return config
-    stored, taken = read_json(folder / CONFIG), dict[str, Any]()
+    stored, taken = _settings_of(folder), dict[str, Any]()
     if not all(isinstance(stored.get(section), dict) for section in ("model", "optimizer")):
         raise CheckpointError(f"{folder / CONFIG} does not hold the settings of a run: load another checkpoint")
     if config.checkpoint.use_checkpoint_args:
@@ -74,6 +93,12 @@ def with_checkpoint_settings(config: Config, folder: Path | None, reporter: Repo
     return config.replace(**taken) if taken else config
 
 
+def _settings_of(folder: Path) -> dict[str, Any]:
+    """The configuration in a checkpoint, compared with its digest where it has one. Raises CheckpointError."""
+    manifest = read_manifest(folder)
+    return read_json(folder / CONFIG) if manifest is None else manifest.read_json(CONFIG)
+
+
 def load_checkpoint(
     config: Config, topology: Topology, engine: Engine, folder: Path | None, reporter: Reporter
 ) -> Progress:
@@ -87,52 +112,36 @@ def load_checkpoint(
     from megatron.checkpoint.load import load  # as above
 
     start = time.perf_counter()
-    loaded = load(settings.load, engine, topology, config)
+    loaded = load(settings.load, engine, topology, config, folder, topology.flight.alive)
+    assert loaded.folder is not None, "it raises when there is nothing to load"
+    say_rejected(loaded.rejected, loaded.folder, reporter)
     reporter.say(
-        f" loaded checkpoint {folder} in {time.perf_counter() - start:.2f} s"
+        f" loaded checkpoint {loaded.folder} in {time.perf_counter() - start:.2f} s"
         + ("" if loaded.optimizer else ", without optimizer state")
     )
+    if not loaded.checked:
+        reporter.say(f" note: {loaded.folder} is of an older format without checksums: its content was not verified")
     if settings.finetune or settings.reset_iteration:
         return Progress()
-    return progress_from(loaded.state, folder)
+    return progress_from(loaded.state, loaded.folder)
 
 
 def progress_from(state: dict[str, Any], folder: Path) -> Progress:
-    """The counters that `save_checkpoint` wrote. Raises CheckpointError when they are not there."""
-    names = {field.name for field in dataclasses.fields(Progress)} - {"sources"}
+    """The counters that a run saved. Raises CheckpointError when they are not there."""
+    lists = ("sources", "left_out", "recent_losses")  # older checkpoints have none
+    names = {field.name for field in dataclasses.fields(Progress)} - set(lists)
     if not names <= state.keys():
         raise CheckpointError(
             f"{folder} does not say how far its run came ({', '.join(sorted(names - state.keys()))} missing): load it "
             f"with --finetune"
         )
-    sources = state.get("sources", {})  # older checkpoints have none
+    sources, left_out, losses = state.get("sources", {}), state.get("left_out", []), state.get("recent_losses", [])
     if not isinstance(sources, dict) or not all(is_consumed(record) for record in sources.values()):
         raise CheckpointError(f"{folder} holds a damaged list of data sources: load another checkpoint with --load-tag")
-    return Progress(**{name: int(state[name]) for name in names}, sources=sources)
-
-
-def save_checkpoint(
-    config: Config, topology: Topology, engine: Engine, reporter: Reporter, progress: Progress
-) -> None:
-    """Write a checkpoint of this iteration into the --save folder. All ranks call it. Raises CheckpointError.
-
-    Dropout masks and the order of the data are functions of seed and position, so no generator state is kept.
-    """
-    directory, iteration = config.checkpoint.save, progress.iteration
-    assert directory is not None, "a checkpoint is written only with --save"
-    reporter.say(f"saving checkpoint at iteration {iteration:7d} to {directory}")
-    from megatron.checkpoint.save import save  # as above
-
-    start = time.perf_counter()
-    folder = save(directory, iteration, engine, topology, config, dataclasses.asdict(progress))
-    seconds = time.perf_counter() - start
-    reporter.say(f"  successfully saved checkpoint at iteration {iteration:7d} to {directory}")
-    if topology.world.is_first:
-        size = sum(file.stat().st_size for file in folder.iterdir())
-        reporter.say(
-            f"Checkpoint Save GB: {size / 1e9:.3f}, GB/Sec: {size / 1e9 / seconds:.2f}, Latency(second): {seconds:.3f}"
+    if not are_ranges(left_out) or not isinstance(losses, list) or not all(isinstance(x, float) for x in losses):
+        raise CheckpointError(
+            f"{folder} holds a damaged list of left-out samples or of losses: load another checkpoint with --load-tag"
         )
-        reporter.metrics.write(
-            "checkpoint", iteration=iteration, folder=str(folder), size_bytes=size, elapsed_s=seconds
-        )
-
+    return Progress(
+        **{name: int(state[name]) for name in names}, sources=sources, left_out=left_out, recent_losses=losses
+    )

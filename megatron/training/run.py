@@ -1,8 +1,9 @@
 """A run: everything that the loop works with, put together by setup.py."""
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -14,19 +15,31 @@ from megatron.engine.engine import Engine
 from megatron.engine.lr import LearningRateSchedule, WeightDecaySchedule
 from megatron.parallel.topology import Topology
 from megatron.pipeline.executor import Executor
+from megatron.training.agreement import Agreement
 from megatron.training.metrics import Interval
 from megatron.training.micro_batches import BatchSchedule
 from megatron.training.profiling import Profiler
 from megatron.training.progress import Progress
 from megatron.training.reporter import Reporter
+from megatron.training.saving import Saves
+from megatron.training.skips import SkipRules
+from megatron.training.spikes import SpikeRule
 from megatron.training.stopping import StopRules
+from megatron.training.stragglers import Stragglers
 from megatron.training.streams import Stream
 from megatron.training.timers import Stopwatch, Timers
+from megatron.training.walltime import WallTime
+from megatron.training.watchdog import Watchdog
 
 
 @dataclass
 class Run:
-    """The parts of a run on this rank. `total_iterations` is where it ends; `progress` is where it stands."""
+    """The parts of a run on this rank. `total_iterations` is where it ends; `progress` is where it stands.
+
+    saves       None without --save
+    wall_time   None where nothing says when the job ends
+    watchdog    starts after the first step; None with --hang-timeout 0
+    """
 
     config: Config
     topology: Topology
@@ -44,12 +57,17 @@ class Run:
     ledger: Ledger | None
     interval: Interval
     reporter: Reporter
+    agreement: Agreement
     stop: StopRules
+    skips: SkipRules
+    spikes: SpikeRule
+    saves: Saves | None
+    wall_time: WallTime | None
     timers: Timers
+    stragglers: Stragglers | None
     profiler: Profiler
-    write_checkpoint: Callable[[Progress], None]
     watch: Stopwatch = field(default_factory=Stopwatch)
-    saved_iteration: int | None = None
+    watchdog: Watchdog | None = None
     accounted_iteration: int | None = None
 
     @property
@@ -62,16 +80,14 @@ class Run:
         """Samples of one evaluation."""
         return self.config.training.eval_iters * self.batches.global_batch_size_at_end
 
-    def save_checkpoint(self) -> bool:
-        """Write a checkpoint of this iteration if --save is given and there is none yet; whether it was written. All
-        ranks call it."""
-        if not self.config.checkpoint.save or self.saved_iteration == self.progress.iteration:
-            return False
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of `progress`, a copy.
+
+        Dropout masks and the order of the data are functions of seed and position, so no generator state is kept.
+        """
         if self.ledger is not None:
             self.progress.sources = self.ledger.record()
-        self.write_checkpoint(self.progress)
-        self.saved_iteration = self.progress.iteration
-        return True
+        return dataclasses.asdict(self.progress)
 
     def count_data(self) -> None:
         """Enter the samples of the last step into the ledger, and say which sources are begun anew."""
@@ -93,8 +109,12 @@ class Run:
 
     def close(self) -> None:
         """Close files and stop reading ahead."""
+        if self.watchdog is not None:
+            self.watchdog.stop()
         line = self.profiler.finish()
         if line:
             self.reporter.say(line)
+        if self.wall_time is not None:
+            self.wall_time.close()
         self.train_stream.close()
         self.reporter.close()

@@ -1,9 +1,13 @@
 """Puts a run together in the order in which it reads: processes, layout, tokenizer, data, model, engine, checkpoint."""
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import platform
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
@@ -11,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import Config, render_config
+from megatron.config.duration import duration_s
 from megatron.data.datasets import Datasets, build_datasets
 from megatron.data.ledger import Ledger, sources
 from megatron.data.packing import PackedDataset
@@ -20,41 +25,61 @@ from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.engine.assemble import build_executor
 from megatron.engine.engine import Engine
 from megatron.engine.lr import LearningRateSchedule, WeightDecaySchedule
+from megatron.engine.optimizer import MOMENTS
 from megatron.errors import ConfigError, LaunchError, MegatronError
 from megatron.model import formulas
 from megatron.model.gpt import build_chunks
+from megatron.parallel.flight import FlightRecorder
 from megatron.parallel.launch import Launch, connect, detect_launch
+from megatron.parallel.rendezvous import Rendezvous
 from megatron.parallel.topology import Topology
 from megatron.training import devices
-from megatron.training.allocator import tune_allocator
+from megatron.training.agreement import Agreement
+from megatron.training.allocator import mapped_blocks, tune_allocator
 from megatron.training.index_progress import told_if_slow
 from megatron.training.kernels import check_agreement, describe_kernels
 from megatron.training.loop import train
 from megatron.training.metrics import Interval, Rates
 from megatron.training.micro_batches import BatchSchedule, total_iterations
+from megatron.training.passport import Passport
 from megatron.training.profiling import Profiler
 from megatron.training.progress import Progress
-from megatron.training.reporter import Reporter
-from megatron.training.resume import checkpoint_to_load, load_checkpoint, save_checkpoint, with_checkpoint_settings
+from megatron.training.reporter import Reporter, metrics_path
+from megatron.training.requeue import requeue
+from megatron.training.resume import checkpoint_to_load, load_checkpoint, with_checkpoint_settings
 from megatron.training.run import Run
+from megatron.training.saving import Saves
+from megatron.training.signals import Signals
+from megatron.training.skips import SkipRules
+from megatron.training.spikes import SpikeRule
 from megatron.training.stage_data import staged_locations
 from megatron.training.stopping import StopRules
+from megatron.training.stragglers import Stragglers
 from megatron.training.streams import PlaceholderStream, Stream, open_stream
 from megatron.training.timers import Timers
+from megatron.training.walltime import Clock, FixedEnd, SlurmEnd, Unwatched, WallTime
+from megatron.training.watchdog import Watchdog
 
 
-def run_training(config: Config, launch: Launch | None = None) -> None:
-    """Connect, assemble, train, disconnect. See megatron.training.pretrain."""
+def run_training(
+    config: Config, launch: Launch | None = None, signals: Signals | None = None, started: float | None = None
+) -> None:
+    """Connect, assemble, train, disconnect. See megatron.training.pretrain.
+
+    `signals` are entered already; `started` is when the program began, by time.monotonic, for --walltime.
+    """
     launch = launch or detect_launch()
+    start = Start(signals or Signals(enabled=False), time.monotonic() if started is None else started)
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     rendezvous = connect(launch, timeout, config.parallel.distributed_backend)
     try:
         host = set_up_host(config, rendezvous.device, launch)
         # Only rank 0 prints them; thousands of ranks asking for the list would cost the store much.
         places = rendezvous.places if launch.rank == 0 else ()
-        run = assemble(config, rendezvous.device, places, timeout, host)
+        run = assemble(config, rendezvous.device, places, timeout, host, start, rendezvous.flight)
+        run.watchdog = build_watchdog(config, run.topology, rendezvous)
         try:
-            train(run)
+            stop = train(run)
         finally:
             run.close()
     except BaseException as error:
@@ -64,6 +89,16 @@ def run_training(config: Config, launch: Launch | None = None) -> None:
         raise
     finally:
         rendezvous.close()
+    if config.training.requeue and stop is not None and stop.requeue and launch.rank == 0:
+        requeue(os.environ, run.reporter.say)  # last, because Slurm ends all processes at once
+
+
+@dataclass(frozen=True)
+class Start:
+    """What began before the run was put together: the signals so far, and when the program did (time.monotonic)."""
+
+    signals: Signals
+    at_s: float
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -86,7 +121,7 @@ def set_up_host(config: Config, device: torch.device, launch: Launch) -> list[st
 
 def assemble(
     config: Config, device: torch.device, places: Sequence[str], timeout: timedelta | None = None,
-    host: Sequence[str] = (),
+    host: Sequence[str] = (), start: Start | None = None, flight: FlightRecorder | None = None,
 ) -> Run:
     """This rank's parts of the run that `config` describes, over the initialised process group.
 
@@ -97,11 +132,11 @@ def assemble(
     untied = config.model.untie_embeddings_and_output_weights and not config.checkpoint.use_checkpoint_args
     topology = Topology.create(
         parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, device=device, timeout=timeout,
-        tied_embeddings=not untied,
+        tied_embeddings=not untied, flight=flight,
     )  # fmt: skip
     torch.manual_seed(config.training.seed)
     reporter = Reporter(config, topology.rank)
-    checkpoint = checkpoint_to_load(config, topology)
+    checkpoint = checkpoint_to_load(config, topology, reporter)
     config = with_checkpoint_settings(config, checkpoint, reporter)
     tokenizer = load_tokenizer(config)
     if tokenizer is not None:
@@ -116,14 +151,21 @@ def assemble(
     with told_if_slow(reporter.say):
         datasets = build(*samples)
     describe_data(config, datasets, reporter)
-    chunks = build_chunks(config, topology)
-    describe_model(config, chunks, reporter)
-    engine = Engine(config, topology, chunks)
+    with set_up_memory(config, device):
+        chunks = build_chunks(config, topology)
+        describe_model(config, chunks, reporter)
+        engine = Engine(config, topology, chunks)
     chunks.train()
-    progress = load_checkpoint(config, topology, engine, checkpoint, reporter)
+    with topology.flight.phase("loading"):
+        progress = load_checkpoint(config, topology, engine, checkpoint, reporter)
+    loaded_here = progress.iteration if checkpoint and config.checkpoint.load == config.checkpoint.save else None
     end = total_iterations(config, batches, progress.iteration, progress.consumed_samples)
     datasets = extended(config, batches, datasets, build, samples, progress, end)
     write_start(config, topology, places, reporter, progress)
+    start = start or Start(Signals(enabled=False), time.monotonic())
+    agreement = Agreement(topology)
+    saves = run_saves(config, topology, engine, reporter, agreement, Passport(config, topology, places), loaded_here)
+    wall_time = job_time(config, topology, reporter, start, saves)
     return Run(
         config=config,
         topology=topology,
@@ -141,13 +183,75 @@ def assemble(
         ledger=training_ledger(config, datasets, progress),
         interval=Interval(topology, rates(config, topology)),
         reporter=reporter,
-        stop=StopRules(config, topology),
+        agreement=agreement,
+        stop=StopRules(config, agreement, start.signals, wall_time),
+        skips=SkipRules(config, topology),
+        spikes=SpikeRule(config, topology, progress),
+        saves=saves,
+        wall_time=wall_time,
         timers=Timers(topology, config.logging.timing_log_level),
+        stragglers=Stragglers(topology, topology.flight, places) if config.logging.straggler_report else None,
         profiler=Profiler(config, topology.rank),
-        write_checkpoint=partial(save_checkpoint, config, topology, engine, reporter),
-        saved_iteration=progress.iteration if checkpoint and config.checkpoint.load == config.checkpoint.save else None,
         accounted_iteration=progress.iteration,
     )
+
+
+def build_watchdog(config: Config, topology: Topology, rendezvous: Rendezvous) -> Watchdog | None:
+    """What ends the job when it hangs; None with --hang-timeout 0."""
+    if not config.training.hang_timeout:
+        return None
+    path = metrics_path(config)
+    folder = path.parent if path is not None else None
+    return Watchdog(rendezvous.flight, rendezvous, topology, config.training.hang_timeout, folder)
+
+
+def run_saves(
+    config: Config, topology: Topology, engine: Engine, reporter: Reporter, agreement: Agreement, passport: Passport,
+    saved_iteration: int | None,
+) -> Saves | None:
+    """When and how the run saves; None without --save."""
+    if not config.checkpoint.save:
+        return None
+    from megatron.checkpoint.save import Saver  # with torch's checkpoints, which take long to import
+
+    saver = Saver(config.checkpoint.save, topology, config, topology.flight.alive)
+    return Saves(
+        config, saver, agreement, reporter, engine=engine, passport=passport, saved_iteration=saved_iteration
+    )
+
+
+def job_time(
+    config: Config, topology: Topology, reporter: Reporter, start: Start, saves: Saves | None
+) -> WallTime | None:
+    """What --walltime or, where there is something to save, Slurm say of the job's end; None where neither does.
+
+    Rank 0 watches the clock for all.
+    """
+    given = config.training.walltime
+    slurm = Agreement(topology)
+    slurm.add_first("job", lambda: "SLURM_JOB_ID" in os.environ)
+    if given == "none" or (given is None and (saves is None or not slurm.take()["job"])):
+        return None
+    clock: Clock = Unwatched()
+    if given is not None:
+        seconds = duration_s(given)
+        assert seconds is not None, "the command line was checked"
+        clock = FixedEnd(seconds, start.at_s)
+    elif topology.world.is_first:
+        clock = SlurmEnd(os.environ, reporter.say)
+    state_bytes = checkpoint_bytes(config) / topology.world.size if saves is not None else 0.0
+    wall_time = WallTime(clock, state_bytes, config.training.eval_iters)
+    if saves is not None:
+        saves.after_save = wall_time.after_save
+    reporter.say(f" wall time: the run saves and ends in time. Until its first save is measured, one is taken to need "
+                 f"{wall_time.save_s:.0f} s")  # fmt: skip
+    return wall_time
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """Bytes of a checkpoint: an fp32 number for each weight and, with the optimizer, for each of its moments."""
+    moments = 0 if config.checkpoint.no_save_optim else len(MOMENTS[config.optimizer.optimizer])
+    return 4 * (1 + moments) * formulas.total_parameters(config.model)
 
 
 def load_tokenizer(config: Config) -> Tokenizer | None:
@@ -192,14 +296,14 @@ def training_stream(
     if datasets.train is None:
         return PlaceholderStream(config.batch.micro_batch_size, topology.data.rank, topology.data.size)
     eod = tokenizer.eod if tokenizer is not None else None
-    return open_stream(config, topology, datasets.train, progress.consumed_samples, eod)
+    return open_stream(config, topology, datasets.train, progress.consumed_samples, eod, progress.left_out)
 
 
 def training_ledger(config: Config, datasets: Datasets, progress: Progress) -> Ledger | None:
     """The count of what the run takes of each source of training data, continued; None where nothing is trained."""
     if datasets.train is None or config.training.skip_train:
         return None
-    order = sample_order(config.data.dataloader_type, len(datasets.train))
+    order = sample_order(config.data.dataloader_type, len(datasets.train), progress.left_out)
     return Ledger(datasets.train, order, progress.consumed_samples, progress.sources)
 
 
@@ -251,6 +355,12 @@ def describe_data(config: Config, datasets: Datasets, reporter: Reporter) -> Non
             reporter.say(f" > packed by best fit: {share} are padding")
     if datasets.valid is None and config.training.eval_iters:
         reporter.say(" note: no validation data, so no validation loss: see --split and --valid-data-path")
+
+
+def set_up_memory(config: Config, device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Around the set-up of model and optimizer: on a CPU the buffers that stay are kept out of the steps' heap."""
+    tuned = device.type == "cpu" and config.training.allocator_tuning
+    return mapped_blocks() if tuned else contextlib.nullcontext()
 
 
 def describe_model(config: Config, chunks: torch.nn.ModuleDict, reporter: Reporter) -> None:

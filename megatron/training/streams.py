@@ -1,6 +1,7 @@
 """The micro-batches of this rank: from a data set where the stage reads it, empty ones where it does not."""
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -48,9 +49,11 @@ def reads_data(config: Config, topology: Topology) -> bool:
 
 
 def open_stream(
-    config: Config, topology: Topology, dataset: TokenDataset, consumed_samples: int, eod: int | None
+    config: Config, topology: Topology, dataset: TokenDataset, consumed_samples: int, eod: int | None,
+    left_out: Iterable[Sequence[int]] = (),
 ) -> Stream:
-    """This rank's micro-batches of `dataset` after the first `consumed_samples`. Close it when done."""
+    """This rank's micro-batches of `dataset` after the first `consumed_samples`, around the positions that are
+    `left_out`. Close it when done."""
     data, size = config.data, config.batch.micro_batch_size
     group = topology.data
     if not reads_data(config, topology):
@@ -59,5 +62,5 @@ def open_stream(
         dataset, size, group.rank, group.size, consumed_samples, topology.device,
         dataloader_type=data.dataloader_type, num_workers=data.num_workers, prefetch=not data.mmap_bin_files, eod=eod,
         reset_position_ids=data.reset_position_ids, reset_attention_mask=data.reset_attention_mask,
-        eod_mask_loss=data.eod_mask_loss, vocab_size=config.model.vocab_size,
+        eod_mask_loss=data.eod_mask_loss, vocab_size=config.model.vocab_size, left_out=left_out,
     )  # fmt: skip

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 
 from megatron.checkpoint import boxes
 from megatron.checkpoint import save as save_module
@@ -195,18 +194,18 @@ def errors(directory: str, topology: Topology) -> dict[str, Any]:
     out["nothing saved"] = (root / "a" / "iter_0000001").exists()
 
     # One rank alone cannot write: the disk of its node is full.
-    whole = dcp.FileSystemWriter.write_data
+    write = save_module.write_tensors
 
-    def full(self: Any, plan: Any, planner: Any) -> Any:
+    def full(*_: Any) -> Any:
         raise OSError(28, "No space left on device")
 
     if rank == 1:
-        dcp.FileSystemWriter.write_data = full  # type: ignore[method-assign]
+        save_module.write_tensors = full
     out["disk full"] = _message(lambda: save(root / "a", 1, engine, topology, config, {}))
     torch.distributed.barrier()
     out["half a checkpoint"] = sorted(os.listdir(root / "a"))
     torch.distributed.barrier()  # the next save makes that folder anew: not before every rank has looked
-    dcp.FileSystemWriter.write_data = whole  # type: ignore[method-assign]
+    save_module.write_tensors = write
 
     save(root / "a", 1, engine, topology, config, {})
     save(root / "a", 1, engine, topology, config, {"again": True})  # the same iteration replaces itself

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 
 import numpy as np
 import pytest
@@ -102,6 +103,17 @@ def test_frozen_weight_and_input():
     torch.testing.assert_close(x.grad.double(), expected[1], **CLOSE)
     (vocabulary_loss(x.detach(), labels, mask, v, late=True) * UPSTREAM).backward()
     torch.testing.assert_close(v.weight.grad[:V].double(), expected[2], **CLOSE)
+
+
+def test_the_graph_goes_with_the_loss():
+    """What a node of autograd keeps goes with it; a node held by a cycle in C++ is found by no garbage collector, and a
+    few of them in every step cost memory for good, themselves and as pins in the heap."""
+    x, labels, mask, v = one_rank()
+    loss = vocabulary_loss(x, labels, mask, v, late=True)
+    kept = weakref.ref(v)  # an attribute of the node
+    loss.backward()
+    del loss, v
+    assert kept() is None
 
 
 def test_everything_masked_gives_zero():

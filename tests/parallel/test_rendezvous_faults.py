@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -186,6 +187,30 @@ def test_a_roll_call_does_not_wait_for_a_rank_that_has_left() -> None:
     """Rank 0 serves the store for five more seconds, in which the others have to learn why it failed."""
     outcomes = run_processes_raw(2, explain_after_rank_0_left, timeout_s=60)
     check(outcomes, 0, 4.0, "rank 0 (", "failed: DataError: corpus.bin is truncated")
+
+
+def die_or_wait(rank: int) -> str:
+    """Rank 2 dies, rank 0 waits for it; rank 1 is busy until rank 0 and its store are gone, then waits for it."""
+    rendezvous._ANSWER_S, rendezvous._LINGER_S = 1.0, 0.5
+    meeting = connect(detect_launch(), timedelta(seconds=60))
+    dist.barrier()
+    if rank == 2:
+        die()
+    try:
+        if rank == 1:
+            time.sleep(5)
+        dist.recv(torch.zeros(1), 2 if rank == 0 else 0)
+    except RuntimeError as error:
+        return str(meeting.explain(error))
+    finally:
+        meeting.close()
+    return "received"
+
+
+def test_who_sees_a_death_last_names_the_dead_and_not_the_one_it_waited_for() -> None:
+    outcomes = run_processes_raw(3, die_or_wait, timeout_s=60)
+    for _, text in outcomes[:2]:
+        assert "no sign of life from rank 2: died or was killed" in text, text
 
 
 def test_bounded_gives_up_in_time_and_when_woken() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.parallel.flight import FlightRecorder
 from megatron.pipeline import executor as executor_module
 from megatron.pipeline.executor import Executor
 from megatron.pipeline.instructions import COMPUTE, Instruction, Op
@@ -55,7 +56,9 @@ def test_messages_behind_a_backward_pass_are_posted_before_its_gradients_are_add
 
         return run
 
-    topology: Any = SimpleNamespace(pipeline=SimpleNamespace(size=4, rank=rank), device=torch.device("cpu"))
+    topology: Any = SimpleNamespace(
+        pipeline=SimpleNamespace(size=4, rank=rank), device=torch.device("cpu"), flight=FlightRecorder()
+    )
     stages = {c * 4 + rank: stage(c * 4 + rank) for c in range(chunks)}
     executor = Executor(
         topology, stages, name, chunks, (3,), torch.float32, after_backward=lambda: log.append("add up")

@@ -40,8 +40,9 @@ def store(folder: Path, stored: Config) -> Path:
     checkpoint = folder / "iter_0000005"
     checkpoint.mkdir(parents=True)
     (checkpoint / "config.json").write_text(json.dumps(plain(stored)))
-    for name in (".metadata", "state.json"):
-        (checkpoint / name).write_text("{}")
+    (checkpoint / ".metadata").write_text("{}")
+    contents = {"format": 1, "iteration": 5, "optimizer": True, "state": {}, "engine": {}}
+    (checkpoint / "state.json").write_text(json.dumps(contents))
     (folder / "latest_checkpointed_iteration.txt").write_text("5\n")
     return checkpoint
 

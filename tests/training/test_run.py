@@ -232,8 +232,8 @@ def test_a_signal_during_the_first_evaluation_is_not_lost(tmp_path: Path) -> Non
     fields = dict(save=str(tmp_path), exit_signal_handler=True, train_iters=7)
     run_processes(1, run_and_signal_before_the_first_step, fields)
     found = records(tmp_path)
-    assert values(found["end"], "iteration", "reason") == [(1, "exiting program after receiving SIGTERM")]
-    assert values(found["checkpoint"], "iteration") == [(1,)]
+    assert values(found["end"], "iteration", "reason") == [(0, "exiting program after receiving SIGTERM")]
+    assert values(found["checkpoint"], "iteration") == [(0,)]
 
 
 def run_and_fail(rank: int, fields: dict[str, Any]) -> None:

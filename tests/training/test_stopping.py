@@ -3,14 +3,20 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from megatron.parallel.topology import Layout, Topology
-from megatron.training.stopping import StopRules
+from megatron.training.agreement import Agreement
+from megatron.training.signals import Signals
+from megatron.training.stopping import Stop, StopRules
+from megatron.training.walltime import FixedEnd, WallTime
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 
@@ -22,18 +28,35 @@ def settings(**changes: Any) -> Any:
     return SimpleNamespace(training=SimpleNamespace(**{**values, **changes}))
 
 
+class Rules:
+    """StopRules with an agreement of their own."""
+
+    def __init__(
+        self, topology: Topology = SINGLE, signals: Signals | None = None, wall_time: WallTime | None = None,
+        clock: Callable[[], float] = lambda: 0.0, **changes: Any,
+    ) -> None:
+        self.agreement = Agreement(topology)
+        signals = signals or Signals(enabled=False)
+        self.rules = StopRules(settings(**changes), self.agreement, signals, wall_time, clock)
+
+    def check(self, iteration: int) -> str | None:
+        stop = self.rules.check(iteration, self.agreement.take())
+        return None if stop is None else stop.reason
+
+
 def test_no_rule_never_stops() -> None:
-    assert all(StopRules(settings(), SINGLE).check(i) is None for i in range(1, 20))
+    assert all(Rules().check(i) is None for i in range(1, 20))
 
 
-def test_exit_interval() -> None:
-    rules = StopRules(settings(exit_interval=5), SINGLE)
+def test_exit_interval_counts_finished_steps() -> None:
+    rules = Rules(exit_interval=5)
     assert [i for i in range(1, 12) if rules.check(i)] == [5, 10]
+    assert rules.rules.ask(5, rules.agreement.take()) is None
 
 
 def test_duration_is_counted_from_the_beginning() -> None:
     now = [100.0]
-    rules = StopRules(settings(exit_duration_in_mins=2), SINGLE, clock=lambda: now[0])
+    rules = Rules(exit_duration_in_mins=2, clock=lambda: now[0])
     now[0] += 119
     assert rules.check(1) is None
     now[0] += 2
@@ -42,33 +65,73 @@ def test_duration_is_counted_from_the_beginning() -> None:
 
 def test_kill_switch(tmp_path: Path) -> None:
     switch = tmp_path / "stop"
-    rules = StopRules(settings(kill_switch_file=str(switch)), SINGLE)
+    rules = Rules(kill_switch_file=str(switch))
     assert rules.check(1) is None
     switch.touch()
     assert str(switch) in str(rules.check(2))
+    stop = rules.rules.check(2, rules.agreement.take())
+    assert stop is not None and not stop.requeue  # somebody wants the run to end, not to begin again
 
 
 def test_signals_are_caught_only_inside_the_block_and_only_when_asked() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    rules = StopRules(settings(exit_signal_handler=True), SINGLE)
-    with rules:
+    with Signals() as signals:
+        rules = Rules(signals=signals)
+        assert rules.check(2) is None
         os.kill(os.getpid(), signal.SIGTERM)
         assert rules.check(3) == "exiting program after receiving SIGTERM"
     assert signal.getsignal(signal.SIGTERM) is before
-    with StopRules(settings(), SINGLE):
+    with Signals(enabled=False):
         assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_only_the_first_signal_counts() -> None:
+    with Signals() as signals:
+        for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        rules = Rules(signals=signals)
+        stop = rules.rules.check(1, rules.agreement.take())
+        assert stop == Stop("exiting program after receiving SIGUSR1", requeue=True)
+
+
+def test_outside_of_the_main_thread_signals_stay_as_they_are() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    inside: list[Any] = []
+
+    def body() -> None:
+        with Signals():
+            inside.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert inside == [before]
+
+
+@pytest.mark.parametrize(
+    ("left_s", "stopped"),
+    [(1000.0, False), (100.0, True)],  # 20 s of a step, 1.5 * 50 s of a save and 30 s of margin are 125
+)
+def test_the_end_of_the_job_is_a_reason_to_go_on_in_another(left_s: float, stopped: bool) -> None:
+    wall_time = WallTime(FixedEnd(left_s, 0.0, lambda: 0.0), 0.0)
+    wall_time.after_step(20.0)
+    wall_time.after_save(50.0)
+    rules = Rules(wall_time=wall_time)
+    stop = rules.rules.check(7, rules.agreement.take())
+    said = "exiting program at iteration 7: 1:40 left of the job, a step takes up to 20.0 s and a save 50.0 s"
+    assert stop == (Stop(said, requeue=True) if stopped else None)
 
 
 def stop_together(rank: int, switch: str) -> list[Any]:
     """A signal on rank 1 alone, then a file that only rank 0 may decide on."""
     topology = join()
-    signalled = StopRules(settings(exit_signal_handler=True), topology)
-    with signalled:
+    with Signals() as signals:
+        signalled = Rules(topology, signals)
         if rank == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
-        seen = [signalled.check(1)]
+        seen: list[Any] = [signalled.check(1)]
     # Ranks look for different files: rank 0's answer must win over rank 1's own view.
-    killed = StopRules(settings(kill_switch_file=switch if rank == 0 else os.devnull), topology)
+    killed = Rules(topology, kill_switch_file=switch if rank == 0 else os.devnull)
     seen.append(killed.check(2))
     if rank == 0:
         Path(switch).touch()

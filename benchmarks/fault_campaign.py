@@ -1,0 +1,128 @@
+"""Does anything get lost? Runs of pretrain_gpt.py are hurt in every way that is known, and looked at afterwards.
+
+    python benchmarks/fault_campaign.py [--only kills damage disk hang slurm] [--kills 100] [--flips 3] [--seed N]
+
+kills    SIGKILL at random moments of training, saves, renames, loads, start-up; of one rank or of all
+damage   bits flipped, files cut, emptied, zeroed, lost: each file of a checkpoint, and the tracker
+disk     a full disk, a folder that became read-only (root)
+hang     SIGSTOP on one rank: the report has to name it
+slurm    a node lost, USR1 before the time limit, a time limit without a signal (root, Slurm's programs)
+
+After each the run is resumed. It has to go on from a checkpoint that is whole, to have lost no more than the steps
+since the last save, and to compute what a run computes that nobody disturbed, to the bit. Prints a row for each part;
+the exit code is 1 when anything was wrong. What cannot run here is left out, with the reason.
+"""
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.faults import damage, disk, hang, kills, slurm  # noqa: E402
+
+T = TypeVar("T")
+Rows = list[tuple[str, str, list[str]]]
+"""What was done, what came of it, what was wrong."""
+
+
+def do_kills(folder: Path, chance: random.Random, options: argparse.Namespace) -> Rows:
+    """As many kills on each layout."""
+    rows: Rows = []
+    share, rest = divmod(options.kills, len(kills.CHAINS))
+    for number, chain in enumerate(kills.CHAINS):
+        count = share + (number < rest)
+        if not count:
+            continue
+        outcome = kills.run_chain(chain, count, folder / str(number), chance, say)
+        kinds = ", ".join(f"{kind} {n}" for kind, n in sorted(outcome.by_kind().items()))
+        lost = outcome.lost or [0]
+        notes = (
+            f"{kinds}; lost {sum(lost) / len(lost):.1f} steps on average, {max(lost)} at most, a save every "
+            f"{kills.SAVE_INTERVAL}; {outcome.steps_compared} losses compared"
+        )
+        rows.append((f"{count} kills, {chain.name}", notes, outcome.wrong))
+    return rows
+
+
+def do_damage(folder: Path, chance: random.Random, options: argparse.Namespace) -> Rows:
+    """One row for all damages: there are dozens."""
+    found = list(told(damage.campaign(folder, chance, options.flips), lambda d: f"{d.file} {d.what}: {d.resumed}"))
+    taken = ", ".join(f"{n} from {i}" for i, n in sorted(Counter(d.resumed for d in found).items(), key=str))
+    wrong = [f"{d.file} {d.what}: {fault}" for d in found for fault in d.faults]
+    return [(f"{len(found)} damaged files", f"resumed: {taken}; {len({d.file for d in found})} files", wrong)]
+
+
+def do_disk(folder: Path, chance: random.Random, options: argparse.Namespace) -> Rows:
+    reason = disk.missing()
+    if reason:
+        return [("disk", f"left out: {reason}", [])]
+    return [(d.what, d.notes, list(d.faults)) for d in told(disk.campaign(folder), lambda d: d.what)]
+
+
+def do_hang(folder: Path, chance: random.Random, options: argparse.Namespace) -> Rows:
+    found = told(hang.campaign(folder, chance), lambda h: h.what)
+    return [(h.what, f"ended after {h.seconds:.1f} s: {h.conclusion}", list(h.faults)) for h in found]
+
+
+def do_slurm(folder: Path, chance: random.Random, options: argparse.Namespace) -> Rows:
+    reason = slurm.missing()
+    if reason:
+        return [("slurm", f"left out: missing {reason}", [])]
+    return [(s.what, s.notes, list(s.faults)) for s in told(slurm.campaign(folder), lambda s: s.what)]
+
+
+PARTS: dict[str, Callable[[Path, random.Random, argparse.Namespace], Rows]] = {
+    "kills": do_kills, "damage": do_damage, "disk": do_disk, "hang": do_hang, "slurm": do_slurm,
+}  # fmt: skip
+
+
+def told(items: Iterable[T], text: Callable[[T], str]) -> Iterator[T]:
+    """The items, each of them said as it comes."""
+    for item in items:
+        say(text(item))
+        yield item
+
+
+def say(text: str) -> None:
+    print(f"  {text}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run")
+    parser.add_argument("--kills", type=int, default=100, help="kills in all")
+    parser.add_argument("--flips", type=int, default=3, help="bit flips in each file")
+    parser.add_argument("--seed", type=int, default=None, help="of all chances; printed, default: random")
+    parser.add_argument("--folder", type=Path, help="where the runs are kept; a temporary one otherwise")
+    options = parser.parse_args()
+    seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
+    print(f"seed {seed}", flush=True)
+    rows: Rows = []
+    with tempfile.TemporaryDirectory(prefix="fault_campaign_") as temporary:
+        for part in options.only:
+            start = time.monotonic()
+            # A seed for each part: it does the same alone and with others.
+            found = PARTS[part]((options.folder or Path(temporary)) / part, random.Random(f"{seed} {part}"), options)
+            say(f"{part}: {time.monotonic() - start:.0f} s")
+            rows += found
+    print()
+    for what, notes, wrong in rows:
+        print(f"{'WRONG' if wrong else 'ok':6}{what}: {notes}")
+        for fault in wrong:
+            print(f"      - {fault}")
+    count = sum(len(wrong) for _, _, wrong in rows)
+    print(f"\n{count} faults found, seed {seed}")
+    return 1 if count else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

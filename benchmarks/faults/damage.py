@@ -1,0 +1,147 @@
+"""Bits that flip and files that are cut, emptied or lost: in every file of the newest checkpoint, and the tracker.
+
+After each, pretrain_gpt.py is started as after a crash. It has to say which file is damaged, take the checkpoint before
+it, and go on with the losses of a run that nobody disturbed; or, where only the tracker is damaged, say so and take the
+newest checkpoint, which is whole.
+"""
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.faults import history
+from benchmarks.faults.job import MOCK, TINY, run_job
+
+TRACKER = "latest_checkpointed_iteration.txt"
+SAVES, SAVE_INTERVAL, MORE = 3, 4, 3
+
+
+def flip(file: Path, chance: random.Random) -> str:
+    """Change one bit."""
+    content = bytearray(file.read_bytes())
+    at, bit = chance.randrange(len(content)), chance.randrange(8)
+    content[at] ^= 1 << bit
+    file.write_bytes(content)
+    return f"bit {bit} of byte {at} flipped"
+
+
+def cut(file: Path, chance: random.Random) -> str:
+    """Leave only the beginning of it."""
+    left = chance.randrange(1, max(2, file.stat().st_size))
+    file.write_bytes(file.read_bytes()[:left])
+    return f"cut to {left} bytes"
+
+
+def empty(file: Path, chance: random.Random) -> str:
+    file.write_bytes(b"")
+    return "emptied"
+
+
+def lose(file: Path, chance: random.Random) -> str:
+    file.unlink()
+    return "removed"
+
+
+def zero(file: Path, chance: random.Random) -> str:
+    """As some file systems leave a file after a crash: right size, no content."""
+    file.write_bytes(bytes(file.stat().st_size))
+    return "zeroed"
+
+
+KINDS: dict[str, Callable[[Path, random.Random], str]] = {
+    "flip": flip, "cut": cut, "empty": empty, "lose": lose, "zero": zero,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One damaged file: what was done to it, which checkpoint the run took, and what was wrong with that."""
+
+    file: str
+    what: str
+    resumed: int | None
+    faults: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """An undisturbed run, and a folder with its checkpoints up to where others resume."""
+
+    folder: Path
+    whole: dict[int, history.Step]
+    ranks: int
+
+    def arguments(self, save: Path, iterations: int) -> list[str]:
+        return [
+            *TINY, *MOCK, "--train-iters", str(iterations), "--lr-decay-style", "constant", "--save", str(save),
+            "--load", str(save), "--save-interval", str(SAVE_INTERVAL),
+        ]  # fmt: skip
+
+
+def train(folder: Path, ranks: int = 2) -> Trained:
+    """The undisturbed run: three checkpoints, and some steps after them in a copy."""
+    trained = Trained(folder, {}, ranks)
+    last = SAVES * SAVE_INTERVAL
+    for name, iterations in (("before", last), ("whole", last + MORE)):
+        if name == "whole":
+            shutil.copytree(folder / "before", folder / name)
+        job = run_job(ranks, trained.arguments(folder / name, iterations), folder / f"logs_{name}")
+        if any(process.returncode for process in job.processes):
+            raise RuntimeError(f"the undisturbed run failed:\n{job.outputs()}")
+    return Trained(folder, dict(history.steps(folder / "whole")), ranks)
+
+
+def files_of(trained: Trained) -> list[str]:
+    """The files of the newest checkpoint, and the tracker."""
+    return [*sorted(path.name for path in history.newest(trained.folder / "before").iterdir()), TRACKER]
+
+
+def hurt(trained: Trained, name: str, kind: str, number: int, seed: int) -> Damage:
+    """Damage a copy, resume from it, look at what the run took and computed."""
+    place = trained.folder / f"damage_{number}"
+    shutil.copytree(trained.folder / "before", place)
+    newest, last = history.newest(place), SAVES * SAVE_INTERVAL
+    file = place / name if name == TRACKER else newest / name
+    what = KINDS[kind](file, random.Random(seed))
+    (place / "metrics.jsonl").unlink()
+    job = run_job(trained.ranks, trained.arguments(place, last + MORE), trained.folder / f"logs_{number}")
+    output, codes = job.outputs(), [process.returncode for process in job.processes]
+    faults, resumed = [], None
+    if any(codes):
+        faults.append(f"ended with exit codes {codes}: {job.tail()}")
+    else:
+        found = history.steps(place)
+        resumed = found[0][0] - 1
+        different = history.differing(found, trained.whole)
+        if different:
+            faults.append(f"silently wrong: losses of steps {different} differ")
+        # A tracker that is damaged may name an older checkpoint, which is whole, but no newer one.
+        if name == TRACKER and resumed != last and str(resumed) not in file_text(output):
+            faults.append(f"took iteration {resumed} although {last} is whole")
+        if name != TRACKER and resumed != last - SAVE_INTERVAL:
+            faults.append(f"took iteration {resumed}, not {last - SAVE_INTERVAL}")
+    if name not in output:
+        faults.append(f"the log does not name {name}")
+    shutil.rmtree(place)
+    return Damage(name, what, resumed, tuple(faults))
+
+
+def file_text(output: str) -> str:
+    """The lines of a log that speak of checkpoints."""
+    return "\n".join(line for line in output.splitlines() if "checkpoint" in line)
+
+
+def campaign(folder: Path, chance: random.Random, flips: int = 1, jobs: int = 2) -> Iterator[Damage]:
+    """Every kind of damage to every file, several flips each."""
+    trained = train(folder)
+    wanted = [
+        (name, kind) for name in files_of(trained) for kind in KINDS for _ in range(flips if kind == "flip" else 1)
+    ]
+    seeds = [chance.randrange(2**32) for _ in wanted]
+    with ThreadPoolExecutor(jobs) as pool:
+        numbered = zip(wanted, range(len(wanted)), seeds, strict=True)
+        yield from pool.map(lambda case: hurt(trained, *case[0], case[1], case[2]), numbered)

@@ -1,0 +1,151 @@
+"""A disk that is full, and a folder that became read-only, under a run that goes on.
+
+Both need root: the folder of the checkpoints is a small tmpfs, which is made, filled, remounted and removed here.
+"""
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.faults import history
+from benchmarks.faults.job import MOCK, TINY, Job, run_job
+
+SAVE_INTERVAL, ITERATIONS = 5, 40
+
+
+@dataclass(frozen=True)
+class Disk:
+    """One fault of the disk, and what was wrong with how the run took it."""
+
+    what: str
+    notes: str
+    faults: tuple[str, ...]
+
+
+def missing() -> str:
+    """Why this cannot run here; empty where it can."""
+    mount = shutil.which("mount")
+    if mount is None:
+        return "there is no mount"
+    done = subprocess.run(["unshare", "--mount", mount, "-t", "tmpfs", "none", "/mnt"], capture_output=True, text=True)
+    return "" if done.returncode == 0 else "a tmpfs cannot be mounted, which needs root"
+
+
+@contextlib.contextmanager
+def tmpfs(folder: Path, size_bytes: int) -> Iterator[Path]:
+    """A file system of this size in memory."""
+    folder.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "none", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def remount(folder: Path, options: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], check=True)
+
+
+def arguments(save: Path, metrics: Path, *more: str) -> list[str]:
+    """Metrics go elsewhere: they have to be whole where the disk is not."""
+    metrics.mkdir(parents=True, exist_ok=True)
+    return [
+        *TINY, *MOCK, "--train-iters", str(ITERATIONS), "--save-interval", str(SAVE_INTERVAL), "--save", str(save),
+        "--load", str(save), "--metrics-file", str(metrics / "metrics.jsonl"), *more,
+    ]  # fmt: skip
+
+
+def campaign(folder: Path, ranks: int = 2) -> Iterator[Disk]:
+    """Each fault, with synchronous and with asynchronous saves."""
+    whole = folder / "whole"
+    job = run_job(ranks, arguments(whole, whole), folder / "logs_whole")
+    if any(process.returncode for process in job.processes):
+        raise RuntimeError(f"the undisturbed run failed:\n{job.outputs()}")
+    reference = dict(history.steps(whole))
+    size = sum(file.stat().st_blocks * 512 for file in history.newest(whole).iterdir())
+    for flags in ((), ("--async-save",)):
+        name = "asynchronous" if flags else "synchronous"
+        for fault in (full, read_only):
+            place = folder / f"{fault.__name__}_{name}"
+            yield fault(place, ranks, size, reference, flags, name)
+
+
+def full(
+    folder: Path, ranks: int, size: int, reference: dict[int, history.Step], flags: tuple[str, ...], name: str
+) -> Disk:
+    """Room for two checkpoints and a half; then, for a second start, for all."""
+    faults: list[str] = []
+    metrics = folder / "metrics"
+    with tmpfs(folder / "disk", int(2.5 * size)) as disk:
+        job = run_job(ranks, arguments(disk, metrics, *flags), folder / "logs")
+        faults += after_failed_saves(job, "No space left", disk, metrics)
+        kept = sorted(path.name for path in disk.glob("iter_*"))
+        if len(kept) != 2:
+            faults.append(f"2 checkpoints fit, there are {kept}")
+        remount(disk, f"size={50 * size}")
+        faults += resumed(ranks, disk, metrics, flags, 2 * SAVE_INTERVAL, reference, folder)
+    return Disk(f"full disk, {name} saves", f"{', '.join(kept)} stayed", tuple(faults))
+
+
+def read_only(
+    folder: Path, ranks: int, size: int, reference: dict[int, history.Step], flags: tuple[str, ...], name: str
+) -> Disk:
+    """The folder cannot be written any more from some step after the second save on."""
+    faults: list[str] = []
+    metrics = folder / "metrics"
+    with tmpfs(folder / "disk", 50 * size) as disk:
+        with Job(ranks, arguments(disk, metrics, *flags), folder / "logs") as job:
+            job.wait_for(rf"successfully saved checkpoint at iteration +{2 * SAVE_INTERVAL} ")
+            # A file that is being written keeps the file system from becoming read-only; the next save is soon over.
+            for _ in range(200):
+                if subprocess.run(["mount", "-o", "remount,ro", str(disk)], capture_output=True).returncode == 0:
+                    break
+            job.wait()
+        faults += after_failed_saves(job, "Read-only file system", disk, metrics)
+        last = int(history.newest(disk).name.removeprefix("iter_"))
+        remount(disk, "rw")
+        faults += resumed(ranks, disk, metrics, flags, last, reference, folder)
+    return Disk(f"read-only folder, {name} saves", f"resumed from {last}", tuple(faults))
+
+
+def after_failed_saves(job: Job, reason: str, disk: Path, metrics: Path) -> list[str]:
+    """What is wrong with a run of which saves failed: it has to train to the end, to say so, and not to end well."""
+    faults = []
+    if history.steps(metrics)[-1][0] != ITERATIONS:
+        faults.append(f"training ended at step {history.steps(metrics)[-1][0]}: {job.tail()}")
+    if reason not in job.output():
+        faults.append(f"the log says nothing of {reason!r}")
+    codes = [process.returncode for process in job.processes]
+    if not all(codes) or any(code < 0 for code in codes):
+        faults.append(f"exit codes {codes}, although the last save failed")
+    left = [path.name for path in disk.iterdir() if re.search(r"\.tmp|\.old|\.removed", path.name)]
+    if left and "Read-only" not in reason:
+        faults.append(f"left over: {left}")
+    return faults
+
+
+def resumed(
+    ranks: int, disk: Path, metrics: Path, flags: tuple[str, ...], wanted: int, reference: dict[int, history.Step],
+    folder: Path,
+) -> list[str]:
+    """What is wrong with the next start, for which the disk is good again."""
+    before = len(history.steps(metrics))
+    job = run_job(ranks, arguments(disk, metrics, *flags), folder / "logs_resumed")
+    codes = [process.returncode for process in job.processes]
+    if any(codes):
+        return [f"could not be resumed, exit codes {codes}: {job.tail()}"]
+    found = history.steps(metrics)
+    faults = []
+    if found[before][0] != wanted + 1:
+        faults.append(f"went on with step {found[before][0]}, not {wanted + 1}")
+    different = history.differing(found, reference)
+    if different:
+        faults.append(f"losses of steps {different} are not those of the undisturbed run")
+    if history.newest(disk).name != f"iter_{ITERATIONS:07d}":
+        faults.append(f"the newest checkpoint is {history.newest(disk).name}")
+    return faults

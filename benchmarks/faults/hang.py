@@ -1,0 +1,83 @@
+"""A rank that stands still: SIGSTOP. The others have to say which one, and to end, so that a scheduler starts anew."""
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from signal import SIGSTOP
+
+from benchmarks.faults import history
+from benchmarks.faults.job import MOCK, TINY, Job, run_job
+
+SAVE_INTERVAL, ITERATIONS, TIMEOUT_S = 5, 60, 4.0
+# The time-out, as much again for the answers of the ranks, and what a loaded machine adds.
+SOON_S = 2 * TIMEOUT_S + 20.0
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "DP2": (2, ()),
+    "PP2 zero-bubble": (2, ("--pipeline-model-parallel-size", "2", "--enable-zbh1-pipeline")),
+    "TP2 DP2": (4, ("--tensor-model-parallel-size", "2")),
+}
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A rank that was stopped: what the report said, how long it took, and what was wrong."""
+
+    what: str
+    conclusion: str
+    seconds: float
+    faults: tuple[str, ...]
+
+
+def stop_one(folder: Path, layout: str, victim: int, chance: random.Random) -> Hang:
+    """Stop a rank in some step, read the report, resume."""
+    ranks, flags = LAYOUTS[layout]
+    save = folder / "run"
+    arguments = [
+        *TINY, *MOCK, *flags, "--train-iters", str(ITERATIONS), "--save-interval", str(SAVE_INTERVAL), "--save",
+        str(save), "--load", str(save), "--hang-timeout", str(TIMEOUT_S),
+    ]  # fmt: skip
+    faults: list[str] = []
+    whole = folder / "whole"
+    reference = run_job(ranks, [a if a != str(save) else str(whole) for a in arguments], folder / "logs_whole")
+    if any(process.returncode for process in reference.processes):
+        raise RuntimeError(f"the undisturbed run failed:\n{reference.outputs()}")
+    with Job(ranks, arguments, folder / "logs") as job:
+        job.wait_for(rf"(?m)^ iteration +{chance.randint(SAVE_INTERVAL + 1, ITERATIONS // 2)}/")
+        time.sleep(chance.uniform(0, 0.02))
+        job.signal(SIGSTOP, [victim])
+        stopped, others = time.monotonic(), [rank for rank in range(ranks) if rank != victim]
+        while set(job.running()) & set(others) and time.monotonic() - stopped < SOON_S:
+            time.sleep(0.05)
+        seconds = time.monotonic() - stopped
+        left = sorted(set(job.running()) & set(others))
+        if left:
+            faults.append(f"ranks {left} still run after {seconds:.0f} s")
+        codes = [job.processes[rank].poll() for rank in others]
+        if not left and not all(codes):
+            faults.append(f"exit codes {codes}")
+    output = job.outputs()
+    conclusion = next((line for line in output.splitlines() if re.search(rf"rank {victim}\b.*stopped", line)), "")
+    if not conclusion:
+        faults.append(f"nobody says that rank {victim} is stopped")
+    reports = list(save.glob("hang_report*.txt"))
+    if not reports or not re.search(rf"rank {victim}\b.*stopped", reports[0].read_text()):
+        faults.append("no hang_report.txt in the folder of the run says it")
+    if output.count(conclusion) > 1 and conclusion:
+        faults.append("the report is printed more than once")
+    again = run_job(ranks, arguments, folder / "logs_again")
+    if any(process.returncode for process in again.processes):
+        faults.append(f"could not be resumed: {again.tail()}")
+    elif history.differing(history.steps(save), dict(history.steps(whole))):
+        faults.append("losses are not those of the undisturbed run")
+    return Hang(f"SIGSTOP on rank {victim} of {layout}", conclusion.strip(), seconds, tuple(faults))
+
+
+def campaign(folder: Path, chance: random.Random) -> Iterator[Hang]:
+    """Each layout with rank 0, which serves the store, and with another."""
+    for number, layout in enumerate(LAYOUTS):
+        for victim in (0, LAYOUTS[layout][0] - 1):
+            yield stop_one(folder / f"{number}_{victim}", layout, victim, chance)

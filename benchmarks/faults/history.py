@@ -1,0 +1,107 @@
+"""What a run did, from its metrics file and its checkpoints, and how two runs differ.
+
+The files are read without the code that is under test: metrics are JSON lines, and tensors are read by
+torch.distributed.checkpoint's own reader.
+"""
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import checkpoint as dcp
+
+Step = tuple[float, float | None, int]
+"""Loss, norm of the gradient, consumed samples."""
+
+
+def records(folder: Path, event: str | None = None) -> list[dict[str, Any]]:
+    """The records of FOLDER/metrics.jsonl in order; a line that a kill cut off is left out."""
+    found = []
+    for line in (folder / "metrics.jsonl").read_text(errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and event in (None, record.get("event")):
+            found.append(record)
+    return found
+
+
+def steps(folder: Path) -> list[tuple[int, Step]]:
+    """(iteration, what happened) in the order of the file: an iteration that was done again is there again."""
+    return [
+        (record["iteration"], (record["lm_loss"], record["grad_norm"], record["consumed_samples"]))
+        for record in records(folder, "iteration")
+    ]
+
+
+def differing(found: Iterable[tuple[int, Step]], reference: dict[int, Step]) -> list[int]:
+    """The iterations of which any figure is not that of the reference, to the bit."""
+    return sorted({iteration for iteration, step in found if reference.get(iteration) != step})
+
+
+def largest_difference(found: Iterable[tuple[int, Step]], reference: dict[int, Step]) -> float:
+    """The largest relative difference of a loss; infinite where one is missing or no number."""
+    worst = 0.0
+    for iteration, step in found:
+        ours, theirs = step[0], reference[iteration][0] if iteration in reference else math.nan
+        apart = abs(ours - theirs) / abs(theirs)
+        worst = max(worst, apart if apart == apart else math.inf)
+    return worst
+
+
+def last_sources(folder: Path) -> Any:
+    """What the run has taken of each source of data, as its ledger said at the end."""
+    return records(folder, "data")[-1]["sources"]
+
+
+def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, whole: weights, masters and moments by name."""
+    reader = dcp.FileSystemReader(checkpoint)
+    described = reader.read_metadata().state_dict_metadata
+    found = {name: torch.empty(tuple(m.size), dtype=m.properties.dtype) for name, m in described.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that this is one process, which is what is meant
+        dcp.load(found, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
+    return found
+
+
+def tensors_that_differ(ours: Path, theirs: Path) -> list[str]:
+    """Names of the tensors that are not the same to the bit, or are in one checkpoint only."""
+    one, two = tensors(ours), tensors(theirs)
+    return sorted(
+        name for name in one.keys() | two.keys()
+        if name not in one or name not in two or not torch.equal(bits(one[name]), bits(two[name]))
+    )
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, so that -0.0 is not 0.0 and a NaN is itself."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def largest_tensor_difference(ours: Path, theirs: Path) -> float:
+    """The largest norm of a tensor's difference over the norm of that tensor."""
+    one, two = tensors(ours), tensors(theirs)
+    if one.keys() != two.keys():
+        return math.inf
+    worst = 0.0
+    for name, a in one.items():
+        b = two[name].double()
+        worst = max(worst, ((a.double() - b).norm() / b.norm().clamp(min=1e-30)).item())
+    return worst
+
+
+def state(checkpoint: Path) -> Any:
+    """The counters that a checkpoint holds."""
+    return json.loads((checkpoint / "state.json").read_text())
+
+
+def newest(folder: Path) -> Path:
+    """The checkpoint that the tracker names."""
+    return folder / f"iter_{int((folder / 'latest_checkpointed_iteration.txt').read_text()):07d}"

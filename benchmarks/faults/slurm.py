@@ -1,0 +1,227 @@
+"""Faults that only a scheduler makes, on a real Slurm on this machine (tests/helpers/slurm_testbed.sh).
+
+A lost node with requeueing, USR1 before the time limit, and a time limit without a signal, of jobs on two nodes.
+"""
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from benchmarks.faults import history
+from benchmarks.faults.job import MOCK, ROOT, TINY, Overdue, free_port, run_job
+
+SCRIPT = ROOT / "tests" / "helpers" / "slurm_testbed.sh"
+SAVE_INTERVAL = 20
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """One fault under Slurm: what happened, and what was wrong."""
+
+    what: str
+    notes: str
+    faults: tuple[str, ...]
+
+
+def missing() -> str:
+    """What is missing for the testbed; empty where it runs."""
+    done = subprocess.run(["bash", str(SCRIPT), "missing"], capture_output=True, text=True)
+    return ", ".join(done.stdout.split("\n")).strip(", ") or done.stderr.strip()
+
+
+class Testbed:
+    """A Slurm of two nodes, while the block lasts."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._env = {
+            **os.environ, "TESTBED_DIR": str(folder), "TESTBED_NODES": "2", "TESTBED_PORT": str(free_port()),
+            "SLURM_CONF": str(folder / "etc" / "slurm.conf"),
+        }  # fmt: skip
+
+    def __enter__(self) -> Testbed:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.control("start")
+        except subprocess.SubprocessError:
+            self.control("stop")
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.control("stop")
+
+    def control(self, *words: str) -> None:
+        """A command of slurm_testbed.sh."""
+        # Its daemons would keep a pipe open.
+        with open(self._folder.with_suffix(".log"), "ab") as log:
+            subprocess.run(
+                ["bash", str(SCRIPT), *words], env=self._env, check=True, stdout=log, stderr=log, timeout=120
+            )
+
+    def ask(self, *command: str) -> str:
+        """One of Slurm's own commands."""
+        done = subprocess.run(command, env=self._env, capture_output=True, text=True, timeout=60)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+        return done.stdout.strip()
+
+    def submit(self, folder: Path, arguments: Sequence[str], *flags: str) -> str:
+        """A job of one task on each node; its output goes to FOLDER/job.log. Returns the job's number."""
+        folder.mkdir(parents=True, exist_ok=True)
+        script = folder / "job.sh"
+        command = " ".join(f"'{word}'" for word in [sys.executable, "pretrain_gpt.py", *arguments])
+        script.write_text(
+            "#!/bin/bash\n"
+            f"cd {ROOT}\n"
+            f"export OMP_NUM_THREADS=1 COLUMNS=100\n"
+            "echo start ${SLURM_RESTART_COUNT:-0}\n"
+            f"srun --kill-on-bad-exit=1 {command}\n"
+            'code=$?; echo "end with code $code"; exit $code\n'
+        )
+        return self.ask(
+            "sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", "--open-mode=append", *flags,
+            f"--output={folder / 'job.log'}", str(script),
+        )  # fmt: skip
+
+    def state(self, job: str) -> str:
+        """PENDING, RUNNING, COMPLETED, ... as Slurm tells it, and how often it was started again."""
+        found = re.search(r"JobState=(\S+)", self.ask("scontrol", "show", "job", job))
+        return found.group(1) if found else ""
+
+    def wait_for_log(self, log: Path, pattern: str, timeout_s: float = 90.0) -> None:
+        """Until the job has said this. Raises Overdue."""
+        end = time.monotonic() + timeout_s
+        while not (log.exists() and re.search(pattern, log.read_text(errors="replace"))):
+            if time.monotonic() > end:
+                said = log.read_text(errors="replace")[-2500:] if log.exists() else ""
+                raise Overdue(f"the job did not say {pattern!r} within {timeout_s:.0f} s:\n{said}")
+            time.sleep(0.05)
+
+    def wait_for_state(self, job: str, *states: str, timeout_s: float = 120.0) -> str:
+        """Until the job is in one of these states. Raises Overdue."""
+        end = time.monotonic() + timeout_s
+        while (state := self.state(job)) not in states:
+            if time.monotonic() > end:
+                raise Overdue(f"job {job} is {state}, not {' or '.join(states)}, after {timeout_s:.0f} s")
+            time.sleep(0.1)
+        return state
+
+
+def training(save: Path, iterations: int) -> list[str]:
+    """A run that goes on by itself."""
+    return [
+        *TINY, *MOCK, "--train-iters", str(iterations), "--lr-decay-style", "constant", "--save-interval",
+        str(SAVE_INTERVAL), "--save", str(save), "--load", str(save),
+    ]  # fmt: skip
+
+
+def lose_a_node(testbed: Testbed, folder: Path, iterations: int = 400) -> Scheduled:
+    """A node dies in the middle; Slurm puts the job back into the queue, and it goes on."""
+    save, log = folder / "run", folder / "job.log"
+    job = testbed.submit(folder, training(save, iterations), "--requeue", "--time=10")
+    testbed.wait_for_log(log, rf"(?m)^ iteration +{iterations // 4}\d*/")
+    testbed.control("lose-node", "node02")
+    testbed.control("add-node", "node02")
+    testbed.control("hurry", job)
+    state = testbed.wait_for_state(job, "COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "CANCELLED")
+    text = log.read_text(errors="replace")
+    faults = [f"the job ended as {state}: {text[-1500:]}"] if state != "COMPLETED" else []
+    if "start 1" not in text:
+        faults.append("the job was not started again")
+    return Scheduled("a node lost, requeued by Slurm", *judge(folder, save, iterations, faults))
+
+
+def judge(folder: Path, save: Path, iterations: int, faults: list[str]) -> tuple[str, tuple[str, ...]]:
+    """What was resumed from, and whether all losses are those of an undisturbed run on the same layout."""
+    starts = [record["iteration"] for record in history.records(save, "start")]
+    found = history.steps(save)
+    again = [n for n in range(1, len(found)) if found[n][0] != found[n - 1][0] + 1]
+    lost = [found[n - 1][0] - found[n][0] + 1 for n in again]
+    notes = f"started at {', '.join(str(start) for start in starts)}; steps lost: {lost or 0}"
+    if len(starts) < 2:
+        faults.append("it was not resumed")
+    if max(lost, default=0) > SAVE_INTERVAL:
+        faults.append(f"lost {lost} steps with a save every {SAVE_INTERVAL}")
+    whole, last = folder / "whole", found[-1][0]
+    job = run_job(2, [*training(whole, iterations), "--exit-interval", str(last)], folder / "logs_whole", timeout_s=300)
+    if any(process.returncode for process in job.processes):
+        raise RuntimeError(f"the undisturbed run failed:\n{job.outputs()}")
+    different = history.differing(found, dict(history.steps(whole)))
+    if different:
+        faults.append(f"losses of steps {different[:8]} are not those of the undisturbed run")
+    return notes, tuple(faults)
+
+
+def near_the_limit(
+    testbed: Testbed, folder: Path, *flags: str, clock: bool, reason: str, what: str, at_once: bool = False
+) -> Scheduled:
+    """A job of one minute that would train for hours: it saves, ends, goes back into the queue, and goes on.
+
+    clock     whether the program itself looks at the time that is left
+    at_once   it gets its USR1 after some steps, from scancel
+
+    Then it is cancelled, which is a SIGTERM: it saves again, and must not go back into the queue.
+    """
+    save, log, iterations = folder / "run", folder / "job.log", 1_000_000
+    arguments = [*training(save, iterations), "--requeue", *([] if clock else ["--walltime", "none"])]
+    job = testbed.submit(folder, arguments, "--time=1", "--requeue", *flags)
+    faults: list[str] = []
+    testbed.wait_for_log(log, r"(?m)^ iteration +\d+/")
+    if at_once:
+        testbed.ask("scancel", "--signal=USR1", job)
+    state = testbed.wait_for_state(job, "PENDING", "COMPLETED", "FAILED", "TIMEOUT", timeout_s=150.0)
+    text = log.read_text(errors="replace")
+    if state != "PENDING":
+        faults.append(f"the job is {state}, not back in the queue: {text[-1500:]}")
+        return Scheduled(what, "", tuple(faults))
+    if not re.search(reason, text):
+        faults.append(f"the log does not say {reason!r}")
+    reached = max(int(i) for i in re.findall(r"(?m)^ iteration +(\d+)/", text))
+    if int(history.newest(save).name.removeprefix("iter_")) != reached:
+        faults.append(f"step {reached} was reached, {history.newest(save).name} is the newest checkpoint")
+    testbed.control("hurry", job)
+    testbed.wait_for_log(log, rf"(?m)^ iteration +{reached + 1}/")
+    testbed.ask("scancel", job)
+    testbed.wait_for_state(job, "CANCELLED", "COMPLETED", "PENDING")
+    time.sleep(3)
+    if testbed.state(job) == "PENDING":
+        faults.append("a job that was cancelled went back into the queue")
+    reached = history.steps(save)[-1][0]
+    if int(history.newest(save).name.removeprefix("iter_")) != reached:
+        faults.append(f"scancel came at step {reached}, {history.newest(save).name} is the newest checkpoint")
+    return Scheduled(what, *judge(folder, save, iterations, faults))
+
+
+def usr1(testbed: Testbed, folder: Path) -> Scheduled:
+    """--signal=USR1@45 of sbatch: to every task. Slurm looks at its clock every 30 s, so that 15 to 45 s are left."""
+    what = "USR1 before the time limit, requeued by the program"
+    return near_the_limit(testbed, folder, "--signal=USR1@45", clock=False, reason="SIGUSR1", what=what)
+
+
+def usr1_at_once(testbed: Testbed, folder: Path) -> Scheduled:
+    """The same signal without the waiting."""
+    what = "USR1 from scancel, requeued by the program"
+    return near_the_limit(testbed, folder, clock=False, reason="SIGUSR1", what=what, at_once=True)
+
+
+def no_signal(testbed: Testbed, folder: Path) -> Scheduled:
+    """The program asks Slurm itself how much time is left."""
+    what = "time limit without a signal, requeued by the program"
+    return near_the_limit(testbed, folder, clock=True, reason=r"exiting program .* left of the job", what=what)
+
+
+def campaign(folder: Path) -> Iterator[Scheduled]:
+    """All of them, on one testbed."""
+    with Testbed(folder / "testbed") as testbed:
+        for number, fault in enumerate((lose_a_node, usr1, no_signal)):
+            yield fault(testbed, folder / f"job_{number}")

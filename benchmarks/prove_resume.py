@@ -1,0 +1,246 @@
+"""Proof that a run which was killed and resumed is the run that was never killed; `make prove-resume` calls this.
+
+    python benchmarks/prove_resume.py [--folder DIR] [--iterations 24] [--seed N] [--quick]
+
+A small GPT learns real text with dropout, validation and asynchronous saves in between. For each layout and precision
+it is trained twice: once undisturbed, and once killed with SIGKILL, all ranks at once, at a random moment of a random
+step. From a copy of what the kill left, the run is then resumed on the same layout and on others.
+
+same layout    every loss, gradient norm, validation loss, weight, master weight and moment, to the bit
+other layout   the same samples by the ledger; losses and tensors within the rounding of another order of sums, whose
+               bounds are below, beside their argument
+
+Prints a row for each resumption; the exit code is 1 when any of them differs.
+"""
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.faults import history  # noqa: E402
+from benchmarks.faults.corpus import make_corpus  # noqa: E402
+from benchmarks.faults.job import TINY, Job, run_job  # noqa: E402
+
+# Another layout sums the same terms in another order. fp32: an ulp is 6e-8, and Adam with an epsilon of 1e-3 passes on
+# relative differences without magnifying them, so some dozens of steps stay some ulps apart; a wrong sample, mask or
+# moment moves a loss by 1e-3 and more. bf16: activations and working weights are rounded to 2^-9 = 2e-3 relative; a
+# sum of another order may fall to the neighbour, in a few places of many, which average out in the loss.
+LOSS = {"fp32": 2e-6, "bf16": 2e-3}
+# Norm of a tensor's difference over its norm. A moment is a mean of gradients, each a sum of terms of both signs that
+# is some 10 to 100 times smaller than they are, so its rounding is that much larger than that of a loss.
+TENSOR = {"fp32": 1e-4, "bf16": 5e-2}
+SAVE_INTERVAL, EVAL_INTERVAL = 4, 5
+ATTEMPTS = 5
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks and flags, as a user would give them."""
+
+    name: str
+    ranks: int
+    flags: tuple[str, ...] = ()
+
+
+ONE = Layout("1 process", 1)
+DATA = Layout("DP2", 2)
+TENSOR2 = Layout("TP2", 2, ("--tensor-model-parallel-size", "2"))
+PIPELINE = Layout("PP2", 2, ("--pipeline-model-parallel-size", "2"))
+INTERLEAVED = Layout(
+    "PP2 interleaved", 2, ("--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1")
+)
+ZERO_BUBBLE = Layout("PP2 zero-bubble", 2, ("--pipeline-model-parallel-size", "2", "--enable-zbh1-pipeline"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run that is killed on one layout and resumed on each of `resumed`."""
+
+    dtype: str
+    killed: Layout
+    resumed: tuple[Layout, ...]
+    asynchronous: bool = False
+    flags: tuple[str, ...] = ()
+
+    @property
+    def arguments(self) -> list[str]:
+        found = [*TINY, "--num-layers", "4", *self.flags]
+        found += ["--bf16"] if self.dtype == "bf16" else []
+        return found + (["--async-save"] if self.asynchronous else [])
+
+    @property
+    def name(self) -> str:
+        return f"{self.dtype}, {'asynchronous' if self.asynchronous else 'synchronous'} saves"
+
+
+# A mask over attention heads depends on the tensor-parallel size, so resumptions on TP keep only the other masks.
+NO_HEAD_MASKS = ("--attention-dropout", "0")
+CASES = (
+    Case("fp32", ONE, (ONE, DATA, PIPELINE, INTERLEAVED)),
+    Case("fp32", DATA, (DATA, ONE, ZERO_BUBBLE), asynchronous=True),
+    Case("fp32", PIPELINE, (PIPELINE, TENSOR2), asynchronous=True, flags=NO_HEAD_MASKS),
+    Case("bf16", ONE, (ONE, DATA), asynchronous=True),
+    Case("bf16", TENSOR2, (TENSOR2, PIPELINE), flags=NO_HEAD_MASKS),
+)
+QUICK = (
+    Case("fp32", DATA, (DATA, PIPELINE), asynchronous=True),
+    Case("bf16", ONE, (ONE,), asynchronous=True),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One resumption: what was compared and whether it held."""
+
+    case: Case
+    resumed: Layout
+    killed_in: int
+    resumed_from: int
+    loss_difference: float
+    tensor_difference: float
+    faults: tuple[str, ...]
+
+    def cells(self) -> tuple[str, ...]:
+        same = self.case.killed == self.resumed
+        return (
+            self.case.name, self.case.killed.name, str(self.killed_in), self.resumed.name, str(self.resumed_from),
+            "bit-identical" if same and not self.faults else f"{self.loss_difference:.1e}",
+            "bit-identical" if same and not self.faults else f"{self.tensor_difference:.1e}",
+            "; ".join(self.faults) or "ok",
+        )  # fmt: skip
+
+
+HEAD = ("run", "killed on", "in step", "resumed on", "from", "losses differ by", "tensors differ by", "result")
+
+
+def prove(case: Case, folder: Path, data: list[str], iterations: int, chance: random.Random) -> Iterator[Row]:
+    """Train undisturbed, kill, resume and compare."""
+    whole, killed = folder / "whole", folder / "killed"
+    common = [
+        *case.arguments, *data, "--train-iters", str(iterations), "--lr-decay-style", "cosine", "--min-lr", "1e-3",
+        "--save-interval", str(SAVE_INTERVAL), "--eval-interval", str(EVAL_INTERVAL), "--eval-iters", "1",
+    ]  # fmt: skip
+    run_checked(case.killed, [*common, "--save", str(whole)], folder / "logs_whole")
+    done = kill(case, killed, common, iterations, chance, folder / "logs_killed")
+    for number, layout in enumerate(case.resumed):
+        copy = folder / f"resumed_{number}"
+        shutil.copytree(killed, copy)
+        run_checked(layout, [*common, "--save", str(copy), "--load", str(copy)], folder / f"logs_{number}")
+        yield compare(case, layout, whole, copy, done, iterations)
+
+
+def kill(
+    case: Case, save: Path, common: list[str], iterations: int, chance: random.Random, logs: Path
+) -> int:
+    """Start a run and kill it in some step after its first save; the number of steps that it finished.
+
+    On a busy machine the kill may come before a checkpoint is there, or after the last one: then once more.
+    """
+    for _ in range(ATTEMPTS):
+        shutil.rmtree(save, ignore_errors=True)
+        step = chance.randint(SAVE_INTERVAL + 2, iterations - 2)
+        with Job(case.killed.ranks, [*common, *case.killed.flags, "--save", str(save)], logs) as job:
+            job.wait_for(rf"(?m)^ iteration +{step - 1}/")
+            time.sleep(chance.uniform(0, 0.01))
+            job.kill()
+            job.wait()
+        tracker = save / "latest_checkpointed_iteration.txt"
+        if tracker.exists() and 0 < int(tracker.read_text()) < iterations:
+            return history.steps(save)[-1][0]
+    raise SystemExit(f"no kill in {ATTEMPTS} came between the first save and the last:\n{job.outputs()}")
+
+
+def run_checked(layout: Layout, arguments: list[str], logs: Path) -> None:
+    """A whole run, which must succeed."""
+    job = run_job(layout.ranks, [*arguments, *layout.flags], logs)
+    if any(process.returncode for process in job.processes):
+        raise SystemExit(f"a run on {layout.name} failed:\n{job.outputs()}")
+
+
+def compare(case: Case, layout: Layout, whole: Path, resumed: Path, killed_in: int, iterations: int) -> Row:
+    """The undisturbed run against the one that was killed after `killed_in` finished steps and resumed."""
+    reference, found = dict(history.steps(whole)), history.steps(resumed)
+    # The second record of "start" is that of the resumption.
+    resumed_from = [record["iteration"] for record in history.records(resumed, "start")][-1]
+    faults: list[str] = []
+    # An asynchronous save may still be on its way when the next one is due, and not longer.
+    if not killed_in - SAVE_INTERVAL * (2 if case.asynchronous else 1) <= resumed_from <= killed_in:
+        faults.append(f"resumed from {resumed_from}, killed after {killed_in}")
+    # What the killed run did before, and at the end everything from where it was resumed.
+    expected = [*range(1, killed_in + 1), *range(resumed_from + 1, iterations + 1)]
+    if [iteration for iteration, _ in found] != expected:
+        faults.append("steps are missing or were taken twice")
+    if [step[2] for _, step in found] != [reference[i][2] for i in expected]:
+        faults.append("consumed samples differ")
+    if history.last_sources(resumed) != history.last_sources(whole):
+        faults.append("the ledger differs")
+    losses = history.largest_difference(found, reference)
+    evaluations = history.largest_difference(validations(resumed), dict(validations(whole)))
+    ends = history.newest(resumed), history.newest(whole)
+    tensors = history.largest_tensor_difference(*ends)
+    if layout == case.killed:
+        different = history.differing(found, reference)
+        different += history.differing(validations(resumed), dict(validations(whole)))
+        if different:
+            faults.append(f"figures of steps {different[:5]} differ")
+        names = history.tensors_that_differ(*ends)
+        if names:
+            faults.append(f"{len(names)} tensors differ, e.g. {names[0]}")
+        if history.state(ends[0]) != history.state(ends[1]):
+            faults.append("the counters differ")
+    elif max(losses, evaluations) > LOSS[case.dtype] or tensors > TENSOR[case.dtype]:
+        faults.append(f"beyond rounding ({LOSS[case.dtype]:.0e}, {TENSOR[case.dtype]:.0e})")
+    return Row(case, layout, killed_in, resumed_from, max(losses, evaluations), tensors, tuple(faults))
+
+
+def validations(folder: Path) -> list[tuple[int, history.Step]]:
+    """The validation losses inside the loop, as steps."""
+    found = history.records(folder, "validation")
+    return [(r["iteration"], (r["lm_loss"], None, r["samples"])) for r in found if r["dataset"] == "valid"]
+
+
+def show(rows: list[tuple[str, ...]]) -> str:
+    """Columns of text."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, help="where the runs are kept; a temporary one otherwise")
+    parser.add_argument("--iterations", type=int, default=24, help="steps of each run")
+    parser.add_argument("--seed", type=int, default=None, help="of the steps that are killed; printed, default: random")
+    parser.add_argument("--quick", action="store_true", help="two cases instead of five")
+    options = parser.parse_args()
+    if options.iterations < SAVE_INTERVAL + 3:
+        parser.error(f"--iterations {options.iterations}: at least {SAVE_INTERVAL + 3}, so that a save comes first")
+    seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
+    print(f"seed {seed}; {options.iterations} steps, a checkpoint every {SAVE_INTERVAL}", flush=True)
+    chance, rows, start = random.Random(seed), list[Row](), time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="prove_resume_") as temporary:
+        folder = options.folder or Path(temporary)
+        data = make_corpus(folder / "data")
+        for number, case in enumerate(QUICK if options.quick else CASES):
+            place = folder / f"case_{number}"
+            shutil.rmtree(place, ignore_errors=True)
+            for row in prove(case, place, data, options.iterations, chance):
+                print("  ".join(row.cells()), flush=True)
+                rows.append(row)
+    failed = sum(bool(row.faults) for row in rows)
+    print("\n" + show([HEAD, *(row.cells() for row in rows)]))
+    print(f"\n{len(rows)} resumptions, {failed} of them wrong, {time.monotonic() - start:.0f} s, seed {seed}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

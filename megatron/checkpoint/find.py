@@ -1,0 +1,295 @@
+"""Which checkpoint to load: the newest good one, or the one that is asked for.
+
+A good checkpoint has its final name, a sound manifest, and every small file as the manifest has it. The bytes in data
+files are checked by the ranks that read them (reader.py). The tracker file says where the run stands, but it
+may be lost: the folders are enough, because a folder gets its name only when all of it is on disk.
+"""
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.folder import BOXES, CHECKED, CONFIG, FORMATS, METADATA, STATE, TRACKER, folder_name, read_json
+from megatron.checkpoint.manifest import Manifest, read_manifest
+from megatron.errors import CheckpointError
+
+_NAME = re.compile(r"iter_(\d{7,})(\.old)?")
+_FOREIGN = re.compile(r"global_step\d+|latest|release|mp_rank_\d+.*")
+_CONVERT = "tools/convert_checkpoint.py reads those of Megatron and DeepSpeed"
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A checkpoint that was passed over, and why."""
+
+    folder: Path
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.folder}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What there is to load.
+
+    folder     the newest good checkpoint; None where there is none
+    rejected   newer ones that are broken, newest first
+    notes      what else the user should know, one sentence each
+    """
+
+    folder: Path | None = None
+    rejected: tuple[Rejected, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The small files of a checkpoint, checked.
+
+    manifest   None for formats 1 and 2, which have no checksums
+    state      counters of the training loop ("state") and of the optimizer ("engine"), "iteration", "optimizer"
+    config     the configuration, section by section
+    """
+
+    folder: Path
+    manifest: Manifest | None
+    state: dict[str, Any] = field(repr=False)
+    config: dict[str, Any] = field(repr=False)
+
+    @property
+    def iteration(self) -> int:
+        return int(self.state["iteration"])
+
+    def __post_init__(self) -> None:
+        expected = {"iteration": int, "optimizer": bool, "state": dict, "engine": dict}
+        wrong = [name for name, kind in expected.items() if not isinstance(self.state.get(name), kind)]
+        if wrong:
+            raise CheckpointError(f"{self.folder / STATE} is damaged: {', '.join(wrong)} missing or of the wrong kind")
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """The tracker file of a folder.
+
+    iteration   what it names; None where it names none
+    problem     what is wrong with it; None where it is sound, and where there is none
+    written     its time of change in nanoseconds
+    """
+
+    path: Path
+    iteration: int | None = None
+    problem: str | None = None
+    written: int = 0
+
+    def left_behind(self, folder: Path) -> bool:
+        """Whether a checkpoint is of a later iteration, but older than the tracker: of another run, or before a user
+        or a rollback went back by writing the tracker. One that is newer missed the tracker because its save died."""
+        if self.iteration is None or number_of(folder) <= self.iteration:
+            return False
+        try:
+            return (folder / STATE).stat().st_mtime_ns < self.written
+        except OSError:
+            return True
+
+
+def read_tracker(directory: str | os.PathLike[str]) -> Tracker:
+    """What the tracker file says; whatever is wrong with it is said in the result."""
+    path = Path(directory) / TRACKER
+    try:
+        text, written = path.read_bytes().decode(errors="replace").strip(), path.stat().st_mtime_ns
+    except (FileNotFoundError, NotADirectoryError):
+        return Tracker(path)
+    except OSError as error:
+        return Tracker(path, None, f"cannot be read ({error.strerror or error})")
+    if re.fullmatch("[0-9]{1,18}", text):
+        return Tracker(path, int(text), None, written)
+    return Tracker(path, None, f"holds {text[:40]!r} where an iteration is expected" if text else "is empty")
+
+
+def iteration_of(folder: Path) -> int | None:
+    """The iteration in a folder's name; None for what is no finished checkpoint's name.
+
+    >>> iteration_of(Path("run/iter_0000100")), iteration_of(Path("run/iter_0000100.tmp"))
+    (100, None)
+    """
+    match = _NAME.fullmatch(folder.name)
+    return int(match[1]) if match and folder.name.removesuffix(".old") == folder_name(int(match[1])) else None
+
+
+def number_of(folder: Path) -> int:
+    """The iteration of a folder that `folders` lists."""
+    iteration = iteration_of(folder)
+    assert iteration is not None, f"{folder} is not named as a checkpoint"
+    return iteration
+
+
+def folders(directory: str | os.PathLike[str]) -> list[Path]:
+    """The folders with the name of a finished checkpoint, newest first. Raises CheckpointError.
+
+    One that was about to be replaced when its run died has the name ".old" alone (folder.commit_folder): it is as good.
+    """
+    names = set(_names(Path(directory)))
+    found = [Path(directory) / name for name in names if name.removesuffix(".old") not in names - {name}]
+    numbered = [folder for folder in found if iteration_of(folder) is not None and folder.is_dir()]
+    return sorted(numbered, key=number_of, reverse=True)
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """The small files of a checkpoint, each checked. Raises CheckpointError, naming the file, when one is damaged."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is no folder")
+    try:
+        if not (folder / STATE).is_file() or not (folder / CONFIG).is_file():
+            raise CheckpointError(_what_is_missing(folder))
+        manifest = read_manifest(folder)
+        if manifest is None:
+            return _open_old(folder)
+        lacking = {STATE, CONFIG, BOXES} - manifest.files.keys()
+        if lacking:
+            raise CheckpointError(f"{', '.join(sorted(lacking))} are not in the manifest of {folder}")
+        for name in manifest.files:
+            manifest.check(name)
+        return Checkpoint(folder, manifest, _checked_state(folder, manifest), manifest.read_json(CONFIG))
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}") from error
+
+
+def find(directory: str | os.PathLike[str], tag: str | int | None = None, before: int | None = None) -> Found:
+    """The newest good checkpoint of a folder, or the one that `tag` (an iteration or a folder's name) names.
+
+    before   only checkpoints of earlier iterations, without notes
+
+    A `tag` that does not exist or is broken raises CheckpointError; so does a folder that holds checkpoints of other
+    programs only.
+    """
+    root = Path(directory)
+    if tag is not None:
+        return Found(_tagged(root, str(tag)))
+    there, tracker = folders(root), read_tracker(root)
+    missing = None if tracker.iteration is None else root / folder_name(tracker.iteration)
+    if any(number_of(folder) == tracker.iteration for folder in there):
+        missing = None
+    # A tracker that names what is not there may be damaged itself, e.g. cut to fewer digits: it says nothing of others.
+    left_behind = [] if missing else [folder for folder in there if tracker.left_behind(folder)]
+    rejected: list[Rejected] = []
+    good = None
+    if missing and before is None:
+        rejected.append(Rejected(missing, f"the folder is missing, though {tracker.path} names it"))
+    for folder in there:
+        if folder in left_behind or (before is not None and number_of(folder) >= before):
+            continue
+        try:
+            open_checkpoint(folder)
+        except CheckpointError as error:
+            rejected.append(Rejected(folder, str(error)))
+            continue
+        good = folder
+        break
+    if before is not None:
+        return Found(good, tuple(rejected))
+    if not there and not rejected:
+        _check_foreign(root)
+        if tracker.problem is not None:  # something was here
+            rejected.append(Rejected(tracker.path, tracker.problem))
+    return Found(good, tuple(rejected), tuple(_notes(tracker, good, left_behind)))
+
+
+def required(directory: str | os.PathLike[str], found: Found) -> Path:
+    """The folder that was found. Raises CheckpointError, naming what is broken, where there is none."""
+    if found.folder is not None:
+        return found.folder
+    if found.rejected:
+        listed = "; ".join(map(str, found.rejected))
+        raise CheckpointError(
+            f"no good checkpoint in {directory}: {listed}. A run is not started anew beside broken checkpoints: "
+            f"restore or remove them, or name another folder"
+        )
+    raise CheckpointError(
+        f"no checkpoint in {directory}: it has no {TRACKER} and no {folder_name(100)} or the like. Check --load"
+    )
+
+
+def find_folder(directory: str | os.PathLike[str], tag: str | int | None = None) -> Path:
+    """The newest good checkpoint, or the one that `tag` names. Raises CheckpointError where there is none."""
+    return required(directory, find(directory, tag))
+
+
+def _names(root: Path) -> list[str]:
+    try:
+        return os.listdir(root)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"cannot list {root}: {error.strerror or error}. Check --load") from error
+
+
+def _tagged(root: Path, tag: str) -> Path:
+    folder = root / (folder_name(int(tag)) if tag.isdigit() else tag)
+    if not folder.is_dir():
+        there = [f.name for f in folders(root)]
+        raise CheckpointError(f"no checkpoint {folder}; in {root} there is: {', '.join(sorted(there)) or 'none'}")
+    try:
+        open_checkpoint(folder)
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint {folder}, which --load-tag names, is broken: {error}") from error
+    return folder
+
+
+def _notes(tracker: Tracker, good: Path | None, left_behind: list[Path]) -> Iterator[str]:
+    if left_behind:
+        listed = ", ".join(folder.name for folder in left_behind)
+        yield (
+            f"{tracker.path} names iteration {tracker.iteration} and was written after {listed}: left aside, "
+            f"--load-tag takes one of them"
+        )
+    if good is None:
+        return
+    if tracker.iteration is None:
+        yield f"{tracker.path} {tracker.problem or 'is missing'}: the newest good checkpoint was found without it"
+    elif number_of(good) > tracker.iteration:
+        yield f"{tracker.path} names iteration {tracker.iteration}, but {good} is complete and was written later"
+
+
+def _check_foreign(root: Path) -> None:
+    """Raise CheckpointError where a folder without checkpoints of ours holds something else of the kind."""
+    names = _names(root)
+    if STATE in names and CONFIG in names:
+        raise CheckpointError(
+            f"{root} is a checkpoint, not a folder of checkpoints: give --load {root.parent} --load-tag {root.name}"
+        )
+    foreign = [name for name in sorted(names) if _FOREIGN.fullmatch(name)]
+    if foreign:
+        raise CheckpointError(
+            f"{root} has no checkpoint of this program, but {', '.join(foreign[:4])}, which look like another's: "
+            f"{_CONVERT}; name an empty folder to start anew"
+        )
+
+
+def _what_is_missing(folder: Path) -> str:
+    names = _names(folder)
+    missing = [name for name in (STATE, CONFIG) if name not in names]
+    foreign = any(_FOREIGN.fullmatch(name) for name in names)
+    more = f". It looks like another program's: {_CONVERT}" if foreign else ""
+    return f"{folder} is not a checkpoint of this program, or not all of one: {', '.join(missing)} missing{more}"
+
+
+def _open_old(folder: Path) -> Checkpoint:
+    """Formats 1 and 2: nothing says what should be in the files."""
+    if not (folder / METADATA).is_file() and not (folder / BOXES).is_file():
+        raise CheckpointError(f"{folder} is not all of a checkpoint: {METADATA} missing")
+    return Checkpoint(folder, None, _checked_state(folder, None), read_json(folder / CONFIG))
+
+
+def _checked_state(folder: Path, manifest: Manifest | None) -> dict[str, Any]:
+    state = read_json(folder / STATE) if manifest is None else manifest.read_json(STATE)
+    if state.get("format") not in FORMATS or (state["format"] == CHECKED) != (manifest is not None):
+        raise CheckpointError(
+            f"{folder / STATE} is of format {state.get('format')!r}, this program reads "
+            f"{', '.join(map(str, FORMATS))}: use the version that wrote it"
+        )
+    return state

@@ -1,0 +1,104 @@
+"""Reading foreign pickles: nothing in them is executed, and no module is imported for them.
+
+torch.load(weights_only=True) makes tensors and plain values. Foreign checkpoints hold objects besides: the namespace of
+arguments, enumerations, loss scalers. Each of these classes, known by the beginning of its name, is read as a `Record`,
+which has the object's content and no behaviour. A file that names anything else is refused.
+"""
+from __future__ import annotations
+
+import pickle
+import re
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.errors import CheckpointError
+
+PLAIN = (
+    "argparse.Namespace", "types.SimpleNamespace", "signal.Signals", "datetime.timedelta", "pathlib.PosixPath",
+    "pathlib.PurePosixPath", "numpy.ndarray", "numpy.dtype", "numpy.core.multiarray.", "numpy._core.multiarray.",
+    "deepspeed.", "megatron.",
+)  # fmt: skip
+"""Classes of which a Record is made: whole names, or beginnings that end in a dot."""
+
+_LEGACY = (
+    "argparse.Namespace", "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler", "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address", "megatron.model.enums.AttnMaskType",
+    "megatron.model.enums.ModelType", "megatron.core.enums.ModelType", "numpy.ndarray", "numpy.dtype",
+    "numpy.core.multiarray._reconstruct",
+)  # fmt: skip
+"""Classes expected in files from before torch 1.6, which do not list theirs."""
+
+
+class Record:
+    """What an object of a foreign class held: its attributes, and `arguments_`, with which it was made."""
+
+    arguments_: tuple[Any, ...]
+
+    def __new__(cls, *arguments: Any) -> Record:
+        made = super().__new__(cls)
+        made.__dict__["arguments_"] = arguments
+        return made
+
+    def __init__(self, *arguments: Any) -> None:
+        """Everything is in __new__, which alone is called for some pickled objects."""
+
+    def __setstate__(self, state: Any) -> None:
+        for part in state if isinstance(state, tuple) else (state,):
+            if isinstance(part, dict):
+                self.__dict__.update({str(name): value for name, value in part.items()})
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """The attributes of a Record or the entries of a dict; empty for anything else."""
+    if isinstance(value, Record):
+        return {name: item for name, item in vars(value).items() if name != "arguments_"}
+    return dict(value) if isinstance(value, dict) else {}
+
+
+def load_file(path: Path, plain: Iterable[str] = ()) -> dict[str, Any]:
+    """The dict that torch.save wrote to `path`. Tensors stay in the file, mapped into memory, until they are read.
+
+    plain   further names of classes to be read as Records
+
+    Raises CheckpointError, naming the file, when it is missing, damaged, holds no dict, or holds other objects.
+    """
+    try:
+        zipped = zipfile.is_zipfile(path)
+        if zipped:
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        else:
+            names = [*_LEGACY, *plain]
+        refused = sorted(name for name in names if not _is_plain(name, (*PLAIN, *plain)))
+        if refused:
+            raise CheckpointError(_refusal(path, ", ".join(refused)))
+        with torch.serialization.safe_globals([(Record, name) for name in names]):
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing: the checkpoint is not complete") from error
+    except pickle.UnpicklingError as error:
+        # torch advises to load the file with weights_only=False, which is not passed on.
+        if named := re.search(r"GLOBAL ([\w.]+)", str(error)):
+            raise CheckpointError(_refusal(path, named[1])) from error
+        raise CheckpointError(f"{path} cannot be read: it is damaged, or no file that torch.save wrote") from error
+    except (OSError, RuntimeError, ValueError, TypeError, EOFError, KeyError, AttributeError) as error:
+        reason = str(error).strip().split("\n")[0][:200]
+        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {reason})") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds a {type(found).__name__} where a dict is expected: is it a checkpoint?")
+    return found
+
+
+def _refusal(path: Path, names: str) -> str:
+    return (
+        f"{path} holds objects that are not read, for a pickle can run anything: {names}. If these classes only hold "
+        f"settings, give their names with --plain-class: then they are read as plain values"
+    )
+
+
+def _is_plain(name: str, allowed: Iterable[str]) -> bool:
+    return any(name == entry or (entry.endswith(".") and name.startswith(entry)) for entry in allowed)

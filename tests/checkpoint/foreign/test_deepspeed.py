@@ -1,0 +1,327 @@
+"""Checkpoints that DeepSpeed itself wrote, converted and loaded: state, logits and the next step are DeepSpeed's."""
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.checkpoint.find import find_folder
+from megatron.checkpoint.foreign.convert import Plan, convert, find_source, plan_conversion, read_source
+from megatron.checkpoint.foreign.names import ours
+from megatron.errors import CheckpointError, MegatronError
+from tests.checkpoint.foreign import runs, theirs
+from tests.checkpoint.foreign.whole import whole_tensors
+from tests.helpers.launching import ROOT, launch
+from tests.helpers.processes import run_processes
+
+
+def converted(source: Path, target: Path, **settings: Any) -> Plan:
+    plan = plan_conversion(read_source(find_source(source)), settings)
+    convert(plan, target)
+    return plan
+
+
+def load_tool(name: str) -> Any:
+    specification = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def model_of(style: str, masters: dict[str, np.ndarray]) -> theirs.GPTModel:
+    """Their model in fp32 with the master weights."""
+    model = theirs.GPTModel(theirs.arguments(style))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(torch.from_numpy(masters[name]))
+    return model
+
+
+def check_state(folder: Path, style: str, state: dict[str, dict[str, np.ndarray]]) -> None:
+    """Every tensor in our checkpoint is, to the bit, what DeepSpeed says it has; and there are no others."""
+    a, found = theirs.arguments(style), whole_tensors(find_folder(folder))
+    expected = {
+        f"{kind}.{ours(name)}": theirs.whole_in_our_shape(name, torch.from_numpy(value), a)
+        for kind, values in state.items()
+        for name, value in values.items()
+    }
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == torch.float32
+        assert torch.equal(found[name], value), name
+
+
+def check_logits(result: dict[str, Any], style: str, masters: dict[str, np.ndarray]) -> None:
+    vocab = theirs.ARGUMENTS[style]["vocab_size"]
+    t = theirs.tokens(77, 2, vocab)[:, :-1]
+    with torch.no_grad():
+        expected = model_of(style, masters)(t)[..., :vocab].numpy()
+    # Two layers in fp32 by other kernels: some rounding errors of 1e-7 of values up to 5.
+    np.testing.assert_allclose(result["logits"], expected, rtol=2e-5, atol=2e-5)
+    assert np.abs(expected).max() > 0.5, "logits that are all small would agree with anything"
+
+
+def test_fp32_of_two_data_parallel_ranks_and_the_next_step(tmp_path: Path) -> None:
+    theirs_, _ = run_processes(2, runs.without_pipeline, str(tmp_path / "old"), "llama", "fp32")
+    plan = converted(tmp_path / "old", tmp_path / "new")
+    assert (plan.source.optimizer_step, plan.source.data_size, plan.notes) == (2, 2, [])
+    check_state(tmp_path / "new", "llama", theirs_["state"])
+    (result,) = run_processes(1, runs.ours_after, str(tmp_path / "new"), "llama", True)
+    assert result["optimizer"] and result["iteration"] == 2
+    assert result["scalars"]["optimizer_step"] == 2
+    assert result["state"]["consumed_samples"] == 12 and result["state"]["consumed_tokens"] == 12 * theirs.S
+    check_logits(result, "llama", theirs_["state"]["master"])
+    a, moved = theirs.arguments("llama"), 0.0
+    for name, value in theirs_["next"].items():
+        expected = theirs.whole_in_our_shape(name, torch.from_numpy(value), a).numpy()
+        before = theirs.whole_in_our_shape(name, torch.from_numpy(theirs_["state"]["master"][name]), a).numpy()
+        moved = max(moved, float(np.abs(expected - before).max()))
+        # Gradients agree to 1e-6 of their size; Adam divides by sqrt(v) + 1e-3 and multiplies by lr = 1e-2.
+        np.testing.assert_allclose(result["next"][ours(name)], expected, rtol=0, atol=2e-6, err_msg=name)
+    assert moved > 1e-3, "a step that moves nothing proves nothing"
+
+
+@pytest.fixture(scope="module")
+def over_data_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """A folder that two data-parallel ranks wrote, and what they had."""
+    folder = tmp_path_factory.mktemp("data") / "old"
+    return folder, run_processes(2, runs.without_pipeline, str(folder), "gpt", "bf16")
+
+
+def test_bf16_of_two_data_parallel_ranks_with_padding(
+    tmp_path: Path, over_data_ranks: tuple[Path, list[Any]]
+) -> None:
+    folder, results = over_data_ranks
+    plan = converted(folder, tmp_path / "new")
+    assert plan.source.data_size == 2
+    assert any("14 of 64 rows" in note for note in plan.notes)
+    check_state(tmp_path / "new", "gpt", results[0]["state"])
+    (result,) = run_processes(1, runs.ours_after, str(tmp_path / "new"), "gpt", False)
+    check_logits(result, "gpt", results[0]["state"]["master"])
+
+
+@pytest.fixture(scope="module")
+def over_tensor_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """A folder that two tensor-parallel ranks wrote, and what they had."""
+    folder = tmp_path_factory.mktemp("tensor") / "old"
+    return folder, run_processes(2, runs.over_tensor_ranks, str(folder), "mixed", "bf16")
+
+
+def test_bf16_over_tensor_ranks(tmp_path: Path, over_tensor_ranks: tuple[Path, list[Any]]) -> None:
+    """The whole state is that of torch's AdamW on the whole model with the same gradients."""
+    folder, results = over_tensor_ranks
+    converted(folder, tmp_path / "new")
+    a = theirs.arguments("mixed")
+    model = theirs.GPTModel(a)
+    theirs.initialise(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.bfloat16().float())  # DeepSpeed makes its masters of the bf16 weights
+    optimizer = torch.optim.AdamW(theirs.groups(model), foreach=False, **theirs.RATES)
+    for step in range(2):
+        for name, gradient in runs.given_gradients(a, step).items():
+            model.get_parameter(name).grad = gradient.float()
+        optimizer.step()
+    named = dict(model.named_parameters())
+    state = {"master": {name: p.detach().numpy() for name, p in named.items()}}
+    for kind in ("exp_avg", "exp_avg_sq"):
+        state[kind] = {name: optimizer.state[p][kind].numpy() for name, p in named.items()}
+    for t, result in enumerate(results):  # that this is what DeepSpeed had, part by part
+        for kind, values in result["state"].items():
+            for name, value in values.items():
+                part = theirs.shard_of(name, torch.from_numpy(state[kind][name]), a, t, 2)
+                assert np.array_equal(value, part.numpy()), (kind, name)
+    check_state(tmp_path / "new", "mixed", state)
+    (result,) = run_processes(1, runs.ours_after, str(tmp_path / "new"), "mixed", False)
+    check_logits(result, "mixed", state["master"])
+
+
+def test_fp16_pipeline_over_two_stages(tmp_path: Path) -> None:
+    results = run_processes(4, runs.over_stages, str(tmp_path / "old"), "fp16")
+    assert {"layer_01-model_01-model_states.pt", "mp_rank_03_model_states.pt"} <= set(results[0]["files"])
+    plan = converted(tmp_path / "old", tmp_path / "new")
+    assert (plan.source.tensor_size, plan.source.pipeline_size) == (2, 2)
+    a, found = theirs.arguments("gpt"), whole_tensors(find_folder(tmp_path / "new"))
+    seen = set()
+    for rank, result in enumerate(results):  # what the conversion joined, cut again, is what each rank had
+        for kind, values in result["state"].items():
+            for name, value in values.items():
+                whole = found[f"{kind}.{ours(name)}"]
+                padded = torch.from_numpy(value)
+                if "word_embeddings" in name:
+                    whole = torch.cat((whole, whole.new_zeros(64 - 50, theirs.HIDDEN)))
+                    padded[max(0, 50 - 32 * (rank % 2)) :] = 0.0
+                assert torch.equal(theirs.shard_of(name, whole, a, rank % 2, 2), padded), (kind, name)
+                seen.add(f"{kind}.{ours(name)}")
+    assert seen == found.keys()
+    masters = {name: found[f"master.{ours(name)}"] for r in results for name in r["state"]["master"]}
+    table = "language_model.embedding.word_embeddings.weight"
+    masters[table] = torch.cat((masters[table], torch.zeros(14, theirs.HIDDEN)))
+    assert plan.source.loss_scale == {"scale": 256.0, "good_steps": 2, "allowance": 2}
+    (result,) = run_processes(1, runs.ours_after, str(tmp_path / "new"), "gpt", False)
+    check_logits(result, "gpt", {name: x.numpy() for name, x in masters.items()})
+
+
+def test_a_model_of_our_own_names(tmp_path: Path) -> None:
+    (result,) = run_processes(1, runs.of_our_own_names, str(tmp_path / "old"))
+    settings = {"num_attention_heads": 4, "seq_length": theirs.S, "vocab_size": 50, "swiglu": True}
+    plan = converted(tmp_path / "old", tmp_path / "new", **settings, ffn_hidden_size=48)
+    assert not plan.config.model.untie_embeddings_and_output_weights
+    found = whole_tensors(find_folder(tmp_path / "new"))
+    for kind, values in result["state"].items():
+        for name, value in values.items():
+            # named_parameters gives the tied embedding once, under the name of the head.
+            own = "embedding.word_embeddings.weight" if name == "output_weight" else ours(name)
+            expected = torch.from_numpy(value)[:50] if name == "output_weight" else torch.from_numpy(value)
+            assert torch.equal(found.pop(f"{kind}.{own}"), expected), name
+    assert not found
+
+
+def remove(name: str) -> Any:
+    return lambda folder: (folder / name).unlink()
+
+
+def cut_file(name: str, keep: float) -> Any:
+    def action(folder: Path) -> None:
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[: int(len(data) * keep)])
+
+    return action
+
+
+def change(name: str, edit: Any) -> Any:
+    """Edit what is in a file of theirs; the tests made it, so it may be unpickled."""
+
+    def action(folder: Path) -> None:
+        content = torch.load(folder / name, weights_only=False)
+        edit(content)
+        torch.save(content, folder / name)
+
+    return action
+
+
+def other_group(state: dict[str, Any]) -> None:
+    """One number of the masters of a shard is of another step."""
+    state["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].detach()[5] += 0.25
+
+
+def other_step(state: dict[str, Any]) -> None:
+    state["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["step"] = torch.tensor(7.0)
+
+
+MODEL_0, MODEL_1 = "mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"
+SHARD_1 = "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt"
+DAMAGE = [
+    ("weights missing", remove(MODEL_1), (MODEL_1, "missing", "tensor-parallel size 2")),
+    ("shard missing", remove(SHARD_1), ("model-parallel rank 1", "_mp_rank_01_optim_states.pt", "--no-optim")),
+    ("cut in the middle", cut_file(MODEL_1, 0.5), (MODEL_1, "cannot be read")),
+    ("empty", cut_file(SHARD_1, 0.0), (SHARD_1, "cannot be read")),
+    ("mixed iterations", change(MODEL_1, lambda s: s.update(iteration=4)), ("different iterations", MODEL_1, "4")),
+    (
+        "wrong tensor size", change(MODEL_0, lambda s: vars(s["args"]).update(tensor_model_parallel_size=1)),
+        ("tensor-parallel size 1", f"{MODEL_1} too many"),
+    ),
+    (
+        "another data-parallel size",
+        change(SHARD_1, lambda s: s["optimizer_state_dict"].update(partition_count=[2, 2])),
+        ("zero_pp_rank_1_mp_rank_01", "missing"),
+    ),
+    ("masters of another step", change(SHARD_1, other_group), ("does not round", "--no-optim")),
+    (
+        "another step count", change(SHARD_1, other_step), ("different steps", "2", "7"),
+    ),
+    (
+        "a tensor more", change(MODEL_0, lambda s: s["module"].update(
+            {"language_model.pooler.weight": torch.ones(2)})), ("pooler.weight",),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "words"), [case[1:] for case in DAMAGE], ids=[case[0] for case in DAMAGE])
+def test_damage_is_named_and_nothing_is_written(
+    tmp_path: Path, over_tensor_ranks: tuple[Path, list[Any]], damage: Any, words: tuple[str, ...]
+) -> None:
+    shutil.copytree(over_tensor_ranks[0], tmp_path / "old")
+    damage(tmp_path / "old" / "global_step2")
+    with pytest.raises(CheckpointError) as caught:
+        converted(tmp_path / "old", tmp_path / "new")
+    for word in words:
+        assert word in str(caught.value)
+    assert not (tmp_path / "new").exists() or not list((tmp_path / "new").iterdir())
+
+
+def test_without_optimizer(tmp_path: Path, over_tensor_ranks: tuple[Path, list[Any]]) -> None:
+    """Shards that are missing do not matter then; the masters are the bf16 weights."""
+    folder, results = over_tensor_ranks
+    shutil.copytree(folder, tmp_path / "old")
+    (tmp_path / "old" / "global_step2" / SHARD_1).unlink()
+    plan = plan_conversion(read_source(find_source(tmp_path / "old"), optimizer=False), {})
+    convert(plan, tmp_path / "new")
+    found = whole_tensors(find_folder(tmp_path / "new"))
+    assert all(name.startswith("master.") for name in found)
+    name = "language_model.encoder.layers.1.self_attention.dense.weight"
+    parts = [torch.from_numpy(r["state"]["master"][name]).bfloat16().float() for r in results]
+    assert torch.equal(found["master.layers.1.self_attention.dense.weight"], torch.cat(parts, 1))
+
+
+def test_a_model_of_other_settings(over_tensor_ranks: tuple[Path, list[Any]]) -> None:
+    source = read_source(find_source(over_tensor_ranks[0]))
+    for settings, words in (
+        ({"ffn_hidden_size": 64}, ("mlp.dense_h_to_4h.weight is (2, 48, 32) there", "(2, 64, 32)")),
+        ({"num_layers": 3}, ("it has no layers.2.input_layernorm.weight",)),
+        ({"untie_embeddings_and_output_weights": False}, ("output_layer.weight", "--untie-embeddings")),
+        ({"vocab_size": 65}, ("64 rows", "--vocab-size")),
+        ({"num_attention_heads": 5}, ("num_attention_heads 5",)),
+    ):
+        with pytest.raises(MegatronError) as caught:
+            plan_conversion(source, settings)
+        for word in words:
+            assert word.replace("num_attention_heads", "num-attention-heads") in str(caught.value)
+
+
+def test_files_that_say_less(tmp_path: Path, over_data_ranks: tuple[Path, list[Any]]) -> None:
+    """Without arguments, and as older versions of DeepSpeed wrote shards: without the places of parameters."""
+    folder, results = over_data_ranks
+    shutil.copytree(folder, tmp_path / "old")
+    step = tmp_path / "old" / "global_step2"
+    for path in step.glob("*_optim_states.pt"):
+        change(path.name, lambda s: s["optimizer_state_dict"].pop("param_slice_mappings"))(step)
+    change("mp_rank_00_model_states.pt", lambda s: [s.pop(key) for key in ("args", "checkpoint_version")])(step)
+    source = read_source(find_source(tmp_path / "old"))
+    with pytest.raises(CheckpointError, match=r"--num-attention-heads, --seq-length, --vocab-size"):
+        plan_conversion(source, {})
+    plan = plan_conversion(source, {"num_attention_heads": 4, "seq_length": theirs.S, "vocab_size": 50})
+    assert not plan.config.model.untie_embeddings_and_output_weights and plan.config.model.add_bias_linear
+    convert(plan, tmp_path / "new")
+    check_state(tmp_path / "new", "gpt", results[0]["state"])
+
+
+def test_program(tmp_path: Path, over_data_ranks: tuple[Path, list[Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    """tools/convert_checkpoint.py, and pretrain_gpt.py that goes on from what it wrote."""
+    main, (folder, _) = load_tool("convert_checkpoint").main, over_data_ranks
+    assert main([str(folder), "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    for words in ("DeepSpeed 0.", "Adam, step 2, 2 data-parallel shards", "tensor 1 x pipeline 1", "14 of 64"):
+        assert words in said
+    assert main([str(folder)]) == 2 and "TARGET" in capsys.readouterr().err
+    assert main([str(folder), str(tmp_path / "new"), "--vocab-size", "10", "--numlayers", "2"]) == 2
+    assert "--num-layers" in capsys.readouterr().err
+    assert main([str(tmp_path), str(tmp_path / "new")]) == 2 and "--load-tag" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+    assert main([str(folder), str(tmp_path / "new")]) == 0
+    assert main([str(folder), str(tmp_path / "new")]) == 2 and "--overwrite" in capsys.readouterr().err
+    assert main([str(folder), str(tmp_path / "new"), "--overwrite"]) == 0
+    flags = (
+        f"--load {tmp_path / 'new'} --use-checkpoint-args --num-layers 9 --hidden-size 8 --num-attention-heads 2 "
+        f"--seq-length {theirs.S} --micro-batch-size 2 --lr 1e-3 --train-iters 4 --mock-data --log-interval 1 "
+        f"--eval-iters 0 --num-workers 0 --vocab-size 50"
+    )
+    (outcome,) = launch(1, flags.split())
+    assert outcome is not None and outcome.code == 0, outcome
+    assert "iteration        3/       4" in outcome.output and "iteration        2/       4" not in outcome.output

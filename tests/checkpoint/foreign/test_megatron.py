@@ -1,0 +1,192 @@
+"""Folders as Megatron writes them without DeepSpeed, made here from whole tensors by the rules of its layouts."""
+from __future__ import annotations
+
+import argparse
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.checkpoint.find import find_folder
+from megatron.checkpoint.foreign.convert import convert, find_source, plan_conversion, read_source
+from megatron.errors import CheckpointError
+from tests.checkpoint.foreign import theirs
+from tests.checkpoint.foreign.whole import whole_tensors
+
+Tensors = dict[str, torch.Tensor]
+
+
+def whole_model(a: argparse.Namespace, seed: int) -> Tensors:
+    model = theirs.GPTModel(a)
+    theirs.initialise(model, seed)
+    return {name.removeprefix("language_model."): p.detach() for name, p in model.named_parameters()}
+
+
+def in_version(name: str, part: torch.Tensor, version: float) -> torch.Tensor:
+    """Rows of query_key_value as older versions of Megatron ordered them, one row after another."""
+    if "query_key_value" not in name or version >= 2.0:
+        return part
+    d, heads = theirs.HIDDEN // theirs.HEADS, part.shape[0] // (3 * theirs.HIDDEN // theirs.HEADS)
+    out = torch.empty_like(part)
+    for head in range(heads):
+        for kind in range(3):
+            for i in range(d):
+                old = (kind * heads + head) * d + i if version == 0 else (head * d + i) * 3 + kind
+                out[old] = part[(head * 3 + kind) * d + i]
+    return out
+
+
+def nested(flat: Tensors) -> dict[str, Any]:
+    """As Megatron's state_dict_for_save_checkpoint nests it."""
+    out: dict[str, Any] = {"language_model": {"embedding": {}, "encoder": {}}}
+    m = out["language_model"]
+    for name, x in flat.items():
+        if name.startswith("embedding."):
+            _, kind, weight = name.split(".")
+            m["embedding"][kind] = {weight: x}
+        elif name.startswith("output_layer"):
+            m["output_layer"] = {"weight": x}
+        elif name.startswith("word_embeddings_for_head"):
+            out["word_embeddings_for_head"] = {"weight": x}
+        else:
+            m["encoder"][name.removeprefix("encoder.")] = x
+    return out
+
+
+def stages(whole: Tensors, a: argparse.Namespace, pipeline: int, chunks: int) -> dict[tuple[int, int], Tensors]:
+    """(pipeline rank, virtual stage) -> its parameters; layers are counted from 0 in each."""
+    each = a.num_layers // (pipeline * chunks)
+    out: dict[tuple[int, int], Tensors] = {}
+    for chunk in range(chunks):
+        for p in range(pipeline):
+            first = (chunk * pipeline + p) * each
+            part = out[p, chunk] = {}
+            if first == 0:
+                part |= {n: x for n, x in whole.items() if n.startswith("embedding.")}
+            for i in range(each):
+                old = f"encoder.layers.{first + i}."
+                part |= {f"encoder.layers.{i}.{n.removeprefix(old)}": x for n, x in whole.items() if n.startswith(old)}
+            if first + each == a.num_layers:
+                part |= {n: x for n, x in whole.items() if n.startswith(("encoder.final", "output_layer"))}
+                if not a.untie_embeddings_and_output_weights and pipeline > 1:
+                    part["word_embeddings_for_head.weight"] = whole["embedding.word_embeddings.weight"]
+    return out
+
+
+def optimizer_state(kinds: dict[str, Tensors], half: bool) -> dict[str, Any]:
+    """Megatron's: without names, in two groups."""
+    names = list(kinds["master"])
+    decay = [[n for n in names if (kinds["master"][n].dim() > 1) == wanted] for wanted in (True, False)]
+    order = [n for group in decay for n in group]
+    moments = {n: {kind: kinds[kind][n] for kind in ("exp_avg", "exp_avg_sq")} for n in order}
+    state = {i: {"step": torch.tensor(5.0), **moments[n]} for i, n in enumerate(order)}
+    numbers = [list(range(len(decay[0]))), list(range(len(decay[0]), len(order)))]
+    base = {"state": state, "param_groups": [{"lr": 1e-3, "params": n} for n in numbers]}
+    if not half:
+        return base
+    scaler = {"scale": torch.tensor([512.0]), "growth_tracker": 3, "hysteresis_tracker": 2}
+    masters = [[kinds["master"][n] for n in group] for group in decay]
+    return {"optimizer": base, "grad_scaler": scaler, "fp32_from_fp16_params": masters}
+
+
+def write(
+    root: Path, style: str, tensor: int, pipeline: int, chunks: int, version: float, half: bool, **more: Any
+) -> tuple[argparse.Namespace, dict[str, Tensors]]:
+    """A Megatron folder; the arguments and whole tensors that are in it."""
+    a = theirs.arguments(
+        style, num_layers=4, tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline, **more
+    )
+    kinds = {kind: whole_model(a, seed) for kind, seed in (("master", 3), ("exp_avg", 4), ("exp_avg_sq", 5))}
+    for t in range(tensor):
+        cut = {
+            kind: {n: in_version(n, theirs.shard_of(n, x, a, t, tensor), version) for n, x in whole.items()}
+            for kind, whole in kinds.items()
+        }
+        each = {kind: stages(parts, a, pipeline, chunks) for kind, parts in cut.items()}
+        for p in range(pipeline):
+            dtype = torch.float16 if half else torch.float32
+            models = [nested({n: x.to(dtype) for n, x in each["master"][p, c].items()}) for c in range(chunks)]
+            mine = {
+                kind: {f"{c}{n}": x for c in range(chunks) for n, x in each[kind][p, c].items()} for kind in kinds
+            }
+            content = {
+                "args": a, "checkpoint_version": version, "iteration": 5, "tokens": 60 * theirs.S,
+                **({"model": models[0]} if chunks == 1 else {f"model{c}": m for c, m in enumerate(models)}),
+                "optimizer": optimizer_state(mine, half), "opt_param_scheduler": {"num_steps": 48, "max_lr": 1e-3},
+                "rng_state": [{"random_rng_state": random.getstate(), "np_rng_state": np.random.get_state()}],
+            }  # fmt: skip
+            folder = root / "iter_0000005" / (f"mp_rank_{t:02d}" + (f"_{p:03d}" if pipeline > 1 else ""))
+            folder.mkdir(parents=True)
+            torch.save(content, folder / "model_optim_rng.pt")
+    (root / "latest_checkpointed_iteration.txt").write_text("5")
+    return a, kinds
+
+
+@pytest.mark.parametrize(
+    ("style", "tensor", "pipeline", "chunks", "version", "half"),
+    [
+        ("gpt", 1, 1, 1, 0, True), ("gpt", 2, 1, 1, 0, False), ("gpt", 2, 2, 1, 1.0, True),
+        ("mixed", 2, 2, 2, 3.0, True), ("llama", 1, 2, 2, 2.0, False),
+    ],
+)  # fmt: skip
+def test_all_of_it_is_converted(
+    tmp_path: Path, style: str, tensor: int, pipeline: int, chunks: int, version: float, half: bool
+) -> None:
+    a, kinds = write(tmp_path / "old", style, tensor, pipeline, chunks, version, half)
+    plan = plan_conversion(read_source(find_source(tmp_path / "old")), {})
+    assert (plan.source.tensor_size, plan.source.pipeline_size, plan.source.optimizer_step) == (tensor, pipeline, 5)
+    assert plan.source.loss_scale == ({"scale": 512.0, "good_steps": 3, "allowance": 2} if half else None)
+    counters = plan.source.counters
+    assert (counters["consumed_samples"], counters["scheduled_samples"]) == (12, 48)
+    assert (counters["consumed_tokens"], counters["scheduled_tokens"]) == (60 * theirs.S, 48 * theirs.S)
+    convert(plan, tmp_path / "new")
+    found = whole_tensors(find_folder(tmp_path / "new"))
+    expected = {
+        f"{kind}.{name.removeprefix('encoder.')}": theirs.whole_in_our_shape(name, x, a)
+        for kind, whole in kinds.items()
+        for name, x in whole.items()
+    }
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_an_optimizer_that_is_not_that_of_the_weights(tmp_path: Path) -> None:
+    """Its tensors have no names: those that do not round to the weights are not taken."""
+    write(tmp_path / "old", "gpt", 1, 1, 1, 3.0, True)
+    path = tmp_path / "old" / "iter_0000005" / "mp_rank_00" / "model_optim_rng.pt"
+    content = torch.load(path, weights_only=False)
+    group = content["optimizer"]["fp32_from_fp16_params"][1]
+    group[0], group[1] = group[1], group[0]
+    torch.save(content, path)
+    source = read_source(find_source(tmp_path / "old"))
+    assert source.optimizer_step is None and any("do not round" in note for note in source.notes)
+
+
+def test_errors(tmp_path: Path) -> None:
+    write(tmp_path / "old", "gpt", 2, 2, 1, 3.0, True, vocab_size=None)
+    source = read_source(find_source(tmp_path / "old"))
+    with pytest.raises(CheckpointError, match=r"--vocab-size.*at most 64"):
+        plan_conversion(source, {})
+    assert plan_conversion(source, {"vocab_size": 60}).shapes["embedding.word_embeddings.weight"] == (60, 32)
+    last = tmp_path / "old" / "iter_0000005" / "mp_rank_01_001" / "model_optim_rng.pt"
+    last.rename(tmp_path / "hidden")
+    with pytest.raises(CheckpointError, match=r"mp_rank_01_001/model_optim_rng\.pt is missing"):
+        read_source(find_source(tmp_path / "old"))
+    (tmp_path / "old" / "latest_checkpointed_iteration.txt").write_text("6")
+    with pytest.raises(CheckpointError, match=r"iter_0000006 does not exist.*iter_0000005"):
+        find_source(tmp_path / "old")
+    with pytest.raises(CheckpointError, match=r"holds neither"):
+        read_source(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "setting", [{"num_experts": [8]}, {"qk_layernorm": True}, {"position_embedding_type": "relative"}]
+)
+def test_models_that_this_program_has_not(tmp_path: Path, setting: dict[str, Any]) -> None:
+    write(tmp_path / "old", "gpt", 1, 1, 1, 3.0, True, **setting)
+    with pytest.raises(CheckpointError, match=next(iter(setting))):
+        plan_conversion(read_source(find_source(tmp_path / "old")), {})

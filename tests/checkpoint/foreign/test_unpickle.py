@@ -1,0 +1,83 @@
+"""Nothing in a foreign pickle is executed, and what is not known is refused by name."""
+from __future__ import annotations
+
+import argparse
+import collections
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.checkpoint.foreign.unpickle import Record, attributes, load_file
+from megatron.errors import CheckpointError
+
+
+class Runs:
+    """Unpickles to the result of a call."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = (function, arguments)
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+@pytest.mark.parametrize("function", [os.system, subprocess.getoutput, eval, exec])
+def test_calls_are_refused_and_not_made(tmp_path: Path, function: Any) -> None:
+    trace = tmp_path / "trace"
+    text = f"touch {trace}" if function in (os.system, subprocess.getoutput) else f"open({str(trace)!r}, 'w')"
+    torch.save({"module": {}, "args": Runs(function, text)}, tmp_path / "file.pt")
+    with pytest.raises(CheckpointError, match=rf"file\.pt.*not read.*\.{function.__name__}\.") as caught:
+        load_file(tmp_path / "file.pt")
+    # Not even where a user says that it is plain: then it is read as a value, or refused still.
+    name = re.search(r"anything: ([\w.]+)\.", str(caught.value))
+    assert name is not None
+    if function is os.system:
+        with pytest.raises(CheckpointError, match="not read"):
+            load_file(tmp_path / "file.pt", [name[1]])
+    else:
+        assert type(load_file(tmp_path / "file.pt", [name[1]])["args"]) is Record
+    assert not trace.exists()
+
+
+def test_classes_of_theirs_become_records(tmp_path: Path) -> None:
+    arguments = argparse.Namespace(num_layers=2, dtype=torch.bfloat16)
+    content = {"args": arguments, "rng": np.random.get_state(), "w": torch.ones(3)}
+    torch.save(content, tmp_path / "file.pt")
+    found = load_file(tmp_path / "file.pt")
+    assert type(found["args"]) is Record
+    assert attributes(found["args"]) == {"num_layers": 2, "dtype": torch.bfloat16}
+    assert torch.equal(found["w"], content["w"])
+
+
+def test_unknown_classes_are_named_and_may_be_allowed(tmp_path: Path) -> None:
+    torch.save({"args": collections.UserDict(a=1)}, tmp_path / "file.pt")
+    with pytest.raises(CheckpointError, match=r"collections\.UserDict.*--plain-class"):
+        load_file(tmp_path / "file.pt")
+    assert attributes(load_file(tmp_path / "file.pt", ["collections.UserDict"])["args"]) == {"data": {"a": 1}}
+
+
+def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"absent\.pt is missing"):
+        load_file(tmp_path / "absent.pt")
+    (tmp_path / "text.pt").write_text("not a pickle")
+    with pytest.raises(CheckpointError, match=r"text\.pt cannot be read"):
+        load_file(tmp_path / "text.pt")
+    torch.save([1], tmp_path / "list.pt")
+    with pytest.raises(CheckpointError, match=r"list\.pt holds a list"):
+        load_file(tmp_path / "list.pt")
+
+
+def test_files_from_before_torch_1_6(tmp_path: Path) -> None:
+    content = {"args": argparse.Namespace(num_layers=2), "w": torch.arange(4.0)}
+    torch.save(content, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    found = load_file(tmp_path / "old.pt")
+    assert attributes(found["args"]) == {"num_layers": 2} and torch.equal(found["w"], content["w"])
+    torch.save({"args": Runs(eval, "1")}, tmp_path / "bad.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match=r"bad\.pt.*not read.*eval"):
+        load_file(tmp_path / "bad.pt")

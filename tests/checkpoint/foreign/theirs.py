@@ -1,0 +1,301 @@
+"""A GPT under Megatron-DeepSpeed's names and shapes, in plain torch, that DeepSpeed's own engine trains and saves."""
+from __future__ import annotations
+
+import argparse
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+S, HIDDEN, HEADS, LAYERS = 16, 32, 4, 2
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    # Learned positions, LayerNorm, GELU, biases, tied head; 50 tokens padded to 64.
+    "gpt": dict(
+        ffn_hidden_size=128, num_key_value_heads=4, swiglu=False, add_bias_linear=True, normalization="layernorm",
+        untie_embeddings_and_output_weights=False, use_rotary_position_embeddings=False, add_position_embedding=True,
+        vocab_size=50, padded_vocab_size=64,
+    ),
+    # Rotary positions, RMSNorm, SwiGLU, grouped queries, no biases, a head of its own; nothing is padded.
+    "llama": dict(
+        ffn_hidden_size=48, num_key_value_heads=2, swiglu=True, add_bias_linear=False, normalization="rmsnorm",
+        untie_embeddings_and_output_weights=True, use_rotary_position_embeddings=True, add_position_embedding=False,
+        vocab_size=64, padded_vocab_size=64,
+    ),
+    # What has all of it at once: SwiGLU and grouped queries with biases, padding, LayerNorm, rotary.
+    "mixed": dict(
+        ffn_hidden_size=48, num_key_value_heads=2, swiglu=True, add_bias_linear=True, normalization="layernorm",
+        untie_embeddings_and_output_weights=True, use_rotary_position_embeddings=True, add_position_embedding=False,
+        vocab_size=50, padded_vocab_size=64,
+    ),
+}  # fmt: skip
+RATES = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-3)
+WEIGHT_DECAY = 0.1
+
+
+def arguments(style: str, **more: Any) -> argparse.Namespace:
+    """What Megatron-DeepSpeed keeps of its command line, as far as a conversion looks at it, and some of the rest."""
+    common = dict(
+        num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, kv_channels=HIDDEN // HEADS, seq_length=S,
+        max_position_embeddings=S, make_vocab_size_divisible_by=32, layernorm_epsilon=1e-5, bias_gelu_fusion=True,
+        tensor_model_parallel_size=1, pipeline_model_parallel_size=1, params_dtype=torch.bfloat16, lr=RATES["lr"],
+        adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-3, weight_decay=WEIGHT_DECAY, clip_grad=0.0, attention_dropout=0.0,
+        hidden_dropout=0.0, rotary_position_embeddings_theta=10000, rotary_percent=1.0, num_experts=[1],
+        consumed_train_samples=12, consumed_valid_samples=4,
+    )  # fmt: skip
+    return argparse.Namespace(**{**common, **ARGUMENTS[style], **more})
+
+
+TENSOR: Any = None
+"""The group over which layers are cut (Shoeybi et al., arXiv 1909.08053, section 3), where a process sets one."""
+
+
+class _Sum(torch.autograd.Function):
+    """Terms of a sum on every rank -> the sum; its gradient is each term's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        dist.all_reduce(x, group=TENSOR)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        return dy
+
+
+class _Copy(torch.autograd.Function):
+    """The other way round."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        dy = dy.clone()
+        dist.all_reduce(dy, group=TENSOR)
+        return dy
+
+
+class _Gather(torch.autograd.Function):
+    """Parts along the last dimension -> all of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(TENSOR))]
+        dist.all_gather(parts, x.contiguous(), group=TENSOR)
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        return dy.chunk(dist.get_world_size(TENSOR), -1)[dist.get_rank(TENSOR)]
+
+
+def to_all(function: Any, x: torch.Tensor) -> torch.Tensor:
+    return x if TENSOR is None else function.apply(x)
+
+
+def row_parallel(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    y = to_all(_Sum, F.linear(x, layer.weight))
+    return y if layer.bias is None else y + layer.bias
+
+
+def scores(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return to_all(_Gather, F.linear(to_all(_Copy, x), weight))
+
+
+class RMSNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(HIDDEN))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.float()
+        return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype) * self.weight
+
+
+def norm(a: argparse.Namespace) -> nn.Module:
+    return RMSNorm() if a.normalization == "rmsnorm" else nn.LayerNorm(HIDDEN, eps=1e-5)
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    """Rotary positions in halves; x [b, heads, s, d]."""
+    d = x.shape[-1]
+    angle = torch.arange(x.shape[2])[:, None] * 10000.0 ** (-torch.arange(0, d, 2) / d)
+    angle = torch.cat((angle, angle), -1)
+    rotated = torch.cat((-x[..., d // 2 :], x[..., : d // 2]), -1)
+    return (x.float() * angle.cos() + rotated.float() * angle.sin()).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, a: argparse.Namespace) -> None:
+        super().__init__()
+        self.groups, self.rotary = a.num_key_value_heads, a.use_rotary_position_embeddings
+        d = HIDDEN // HEADS
+        self.query_key_value = nn.Linear(HIDDEN, (HEADS + 2 * self.groups) * d, bias=a.add_bias_linear)
+        self.dense = nn.Linear(HIDDEN, HIDDEN, bias=a.add_bias_linear)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, s, _ = x.shape
+        d, share = HIDDEN // HEADS, HEADS // self.groups
+        mixed = self.query_key_value(to_all(_Copy, x)).view(b, s, -1, share + 2, d)
+        q = mixed[..., :share, :].reshape(b, s, -1, d).transpose(1, 2)
+        k, v = (mixed[..., share + i, :].repeat_interleave(share, 2).transpose(1, 2) for i in (0, 1))
+        if self.rotary:
+            q, k = turned(q), turned(k)
+        attention = (q @ k.transpose(2, 3)).float() / math.sqrt(d)
+        attention = attention.masked_fill(torch.ones(s, s, dtype=torch.bool).triu(1), -math.inf)
+        return row_parallel(self.dense, (attention.softmax(-1).to(v.dtype) @ v).transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, a: argparse.Namespace) -> None:
+        super().__init__()
+        self.swiglu = a.swiglu
+        self.dense_h_to_4h = nn.Linear(HIDDEN, a.ffn_hidden_size * (2 if a.swiglu else 1), bias=a.add_bias_linear)
+        self.dense_4h_to_h = nn.Linear(a.ffn_hidden_size, HIDDEN, bias=a.add_bias_linear)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.dense_h_to_4h(to_all(_Copy, x))
+        if self.swiglu:
+            gate, value = y.chunk(2, -1)
+            return row_parallel(self.dense_4h_to_h, F.silu(gate) * value)
+        return row_parallel(self.dense_4h_to_h, F.gelu(y, approximate="tanh"))
+
+
+class Layer(nn.Module):
+    def __init__(self, a: argparse.Namespace) -> None:
+        super().__init__()
+        self.input_layernorm, self.self_attention = norm(a), Attention(a)
+        self.post_attention_layernorm, self.mlp = norm(a), MLP(a)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.self_attention(self.input_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Embedding(nn.Module):
+    def __init__(self, a: argparse.Namespace) -> None:
+        super().__init__()
+        self.word_embeddings = nn.Embedding(a.padded_vocab_size, HIDDEN)
+        if a.add_position_embedding:
+            self.position_embeddings = nn.Embedding(S, HIDDEN)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        table = self.word_embeddings.weight
+        rows = tokens if TENSOR is None else tokens - len(table) * dist.get_rank(TENSOR)
+        elsewhere = (rows < 0) | (rows >= len(table))
+        x = F.embedding(rows.masked_fill(elsewhere, 0), table)
+        x = to_all(_Sum, x.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+        return x + self.position_embeddings.weight[: tokens.shape[1]] if hasattr(self, "position_embeddings") else x
+
+
+class Encoder(nn.Module):
+    def __init__(self, a: argparse.Namespace) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(a) for _ in range(a.num_layers))
+        self.final_layernorm = norm(a)
+
+
+class LanguageModel(nn.Module):
+    def __init__(self, a: argparse.Namespace) -> None:
+        super().__init__()
+        self.embedding, self.encoder = Embedding(a), Encoder(a)
+        if a.untie_embeddings_and_output_weights:
+            self.output_layer = nn.Linear(HIDDEN, a.padded_vocab_size, bias=False)
+
+
+class GPTModel(nn.Module):
+    """The model without pipeline: tokens [b, s] -> logits [b, s, padded vocabulary]."""
+
+    def __init__(self, a: argparse.Namespace) -> None:
+        super().__init__()
+        self.language_model = LanguageModel(a)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        m = self.language_model
+        x = m.embedding(tokens)
+        for layer in m.encoder.layers:
+            x = layer(x)
+        x = m.encoder.final_layernorm(x)
+        return scores(x, m.output_layer.weight if hasattr(m, "output_layer") else m.embedding.word_embeddings.weight)
+
+
+def pipeline_layers(a: argparse.Namespace) -> list[Any]:
+    """The same model for DeepSpeed's pipeline, its layers numbered as in Megatron-DeepSpeed's GPTModelPipe."""
+    from deepspeed.pipe import LayerSpec, TiedLayerSpec
+
+    def head(embedding: Embedding, x: torch.Tensor) -> torch.Tensor:
+        return scores(x, embedding.word_embeddings.weight)
+
+    def tied(**more: Any) -> Any:
+        return TiedLayerSpec("embed", Embedding, a, tied_weight_attr="word_embeddings.weight", **more)
+
+    return [
+        lambda tokens: tokens, tied(), *(LayerSpec(Layer, a) for _ in range(a.num_layers)),
+        LayerSpec(nn.LayerNorm, HIDDEN), tied(forward_fn=head), lambda logits: logits.float(),
+    ]  # fmt: skip
+
+
+def initialise(model: nn.Module, seed: int = 3) -> None:
+    """Every value drawn by its name: no weight, no gain and no bias is as another."""
+    for name, p in sorted(model.named_parameters()):
+        generator = torch.Generator().manual_seed(seed + sum(map(ord, name)) % 997)
+        gain = 1.0 if p.dim() == 1 and "bias" not in name else 0.0
+        p.data.copy_(gain + 0.15 * torch.randn(p.shape, generator=generator))
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Megatron's two groups: matrices with weight decay, then vectors without."""
+    decay = [p for p in model.parameters() if p.dim() > 1]
+    return [
+        {"params": decay, "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+
+
+def tokens(seed: int, rows: int, vocab: int) -> torch.Tensor:
+    """[rows, S + 1]"""
+    return torch.randint(0, vocab, (rows, S + 1), generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
+def shard_of(name: str, whole: torch.Tensor, a: argparse.Namespace, t: int, tp: int) -> torch.Tensor:
+    """What tensor rank t of tp holds in Megatron: its heads, its columns of gate and of value, its tokens."""
+    if "query_key_value" in name:
+        return whole.view(a.num_key_value_heads, -1, *whole.shape[1:]).chunk(tp)[t].flatten(0, 1)
+    if "dense_h_to_4h" in name and a.swiglu:
+        gate, value = whole.chunk(2)
+        return torch.cat((gate.chunk(tp)[t], value.chunk(tp)[t]))
+    if "dense_h_to_4h" in name or "word_embeddings" in name or "output_layer" in name:
+        return whole.chunk(tp)[t]
+    if name.endswith(("self_attention.dense.weight", "dense_4h_to_h.weight")):
+        return whole.chunk(tp, 1)[t]
+    return whole
+
+
+def cut(model: nn.Module, a: argparse.Namespace, t: int, tp: int) -> None:
+    """Leave of every parameter what tensor rank t holds. The model can no longer compute."""
+    for name, p in list(model.named_parameters()):
+        owner = model.get_submodule(name.rpartition(".")[0])
+        part = nn.Parameter(shard_of(name, p.detach(), a, t, tp).contiguous())
+        part.tensor_model_parallel = part.shape != p.shape  # type: ignore[attr-defined]
+        setattr(owner, name.rpartition(".")[2], part)
+
+
+def to_ours(name: str) -> str:
+    """Our name of a parameter of GPTModel."""
+    return name.removeprefix("language_model.").removeprefix("encoder.")
+
+
+def whole_in_our_shape(name: str, tensor: torch.Tensor, a: argparse.Namespace) -> torch.Tensor:
+    """A parameter of GPTModel as ours is: gate and value apart, without padding."""
+    if "dense_h_to_4h" in name and a.swiglu:
+        return torch.stack(tensor.chunk(2))
+    return tensor[: a.vocab_size] if "word_embeddings" in name or "output_layer" in name else tensor

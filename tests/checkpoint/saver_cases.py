@@ -1,0 +1,292 @@
+"""What the processes of the tests of saving do."""
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.checkpoint import save as save_module
+from megatron.checkpoint.load import load
+from megatron.checkpoint.save import Saved, Saver, save
+from megatron.checkpoint.tensors import tensors_to_save
+from megatron.checkpoint.writer import write_tensors
+from megatron.engine.engine import Engine
+from megatron.errors import CheckpointError
+from megatron.parallel.topology import Topology
+from tests.engine import toy
+from tests.helpers.groups import join
+
+
+@dataclasses.dataclass(frozen=True)
+class Keeping(toy.ToyCheckpoint):
+    load: str | None = None
+    keep_last: int | None = None
+    keep_every: int | None = None
+
+
+class Gate:
+    """Writers wait at it, in their threads, until it is opened."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+
+    def __enter__(self) -> Gate:
+        save_module.write_tensors = self._write
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._open.set()
+        save_module.write_tensors = write_tensors
+
+    def open(self) -> None:
+        self._open.set()
+
+    def _write(self, tensors: Any, folder: Path, rank: int, alive: Callable[[], None]) -> Any:
+        while not self._open.wait(0.01):
+            alive()
+        return write_tensors(tensors, folder, rank, alive)
+
+
+class FullDisk:
+    """On one rank every byte that goes to the data file meets the system's own 'No space left on device'."""
+
+    def __init__(self, here: bool) -> None:
+        self._here = here
+
+    def __enter__(self) -> None:
+        if self._here:
+            save_module.write_tensors = self._write
+
+    def __exit__(self, *_: Any) -> None:
+        save_module.write_tensors = write_tensors
+
+    @staticmethod
+    def _write(tensors: Any, folder: Path, rank: int, alive: Callable[[], None]) -> Any:
+        (folder / f"__{rank}_0.distcp").symlink_to("/dev/full")
+        return write_tensors(tensors, folder, rank, alive)
+
+
+def message(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def listed(root: Path) -> list[str]:
+    """The names in a folder, looked at by all ranks at a time when none changes them."""
+    dist.barrier()
+    found = sorted(p.name for p in root.iterdir())
+    dist.barrier()
+    return found
+
+
+def tracker(root: Path) -> str:
+    return (root / "latest_checkpointed_iteration.txt").read_text()
+
+
+class Training:
+    """A toy engine that takes steps."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology, self.config, self.steps = topology, toy.config(), 0
+        self.engine = Engine(self.config, topology, toy.build(topology))
+
+    def step(self) -> None:
+        toy.backward(self.engine, self.topology, self.steps)
+        self.engine.step(toy.LR)
+        self.steps += 1
+
+    def saver(self, root: Path, alive: Callable[[], None] = lambda: None, **checkpoint: Any) -> Saver:
+        config = dataclasses.replace(self.config, checkpoint=Keeping(**checkpoint))
+        return Saver(root, self.topology, config, alive)
+
+    def loaded(self, root: Path) -> dict[str, Any]:
+        """The state that another engine loads."""
+        engine = Engine(self.config, self.topology, toy.build(self.topology))
+        found = load(root, engine, self.topology, self.config)
+        return {"state": toy.state_pieces(engine), "scalars": engine.scalars(), "client": found.state}
+
+
+def on_two(rank: int, root: str, names: list[str]) -> dict[str, Any]:
+    """The cases of these names, one after another, on two data-parallel ranks."""
+    training = Training(join())
+    training.step()
+    return {name: globals()[name](Path(root) / name, training) for name in names}
+
+
+def facts(saved: Saved) -> dict[str, Any]:
+    size = sum(p.stat().st_size for p in saved.folder.iterdir())
+    return {
+        "name": saved.folder.name, "iteration": saved.iteration, "bytes": saved.bytes, "size": size,
+        "times": 0 < saved.stall_s <= saved.elapsed_s,
+    }  # fmt: skip
+
+
+def synchronous(root: Path, training: Training) -> dict[str, Any]:
+    callers: list[str] = []
+    saver = training.saver(root, lambda: callers.append(threading.current_thread().name))
+    saved = saver.start(7, training.engine, {"samples": 3}, {"who": f"rank {training.topology.rank}"})
+    assert saved is not None and not saver.pending and saver.finish() is None
+    return facts(saved) | {"callers": sorted(set(callers)), "calls": len(callers), "copied": saver.snapshot_bytes}
+
+
+def consistent(root: Path, training: Training) -> dict[str, Any]:
+    """Training goes on while the copy waits to be written; a synchronous save of the same moment says what it is."""
+    before = {"state": toy.state_pieces(training.engine), "scalars": training.engine.scalars()}
+    save(root / "sync", 5, training.engine, training.topology, training.config, {"n": 1})
+    callers: list[str] = []
+    saver = training.saver(root / "async", lambda: callers.append(threading.current_thread().name))
+    with Gate() as gate:
+        none = saver.start(5, training.engine, {"n": 1}, {}, background=True)
+        early = {"none": none, "pending": saver.pending, "written": saver.written, "there": listed(root / "async")}
+        for _ in range(3):
+            training.step()
+        gate.open()
+        saved = saver.commit()
+    file = f"__{training.topology.rank}_0.distcp"
+    same = (root / "sync/iter_0000005" / file).read_bytes() == (root / "async/iter_0000005" / file).read_bytes()
+    return facts(saved) | {
+        "before": before, "after": toy.state_pieces(training.engine), "loaded": training.loaded(root / "async"),
+        "early": early, "same": same, "pending": saver.pending, "copied": saver.snapshot_bytes,
+        "callers": sorted(set(callers)), "there": listed(root / "async"),
+    }  # fmt: skip
+
+
+def waits(root: Path, training: Training) -> dict[str, Any]:
+    """A second save, started while the first is being written, and the end of the run with one pending."""
+    saver = training.saver(root)
+    with Gate() as gate:
+        saver.start(1, training.engine, {}, {}, background=True)
+        memory = saver._snapshot._memory
+        states = [toy.state_pieces(training.engine)]
+        training.step()
+        states.append(toy.state_pieces(training.engine))
+        threading.Timer(0.2, gate.open).start()
+        saver.start(2, training.engine, {}, {}, background=True)
+        after_second = listed(root)
+    last = saver.finish()
+    assert last is not None
+    out: dict[str, Any] = {"after second": after_second, "last": last.iteration, "states": states}
+    out["there"], out["reused"] = listed(root), saver._snapshot._memory is memory
+    out["loaded"] = training.loaded(root)
+    # Without background while one is pending: that one first.
+    saver.start(3, training.engine, {}, {}, background=True)
+    saver.start(4, training.engine, {}, {})
+    return out | {"in the end": listed(root), "tracker": tracker(root)}
+
+
+def keeps(root: Path, training: Training) -> dict[str, Any]:
+    """--keep-last and --keep-every, with a checkpoint of --load-tag, and left-overs of a killed save."""
+    saver = training.saver(root, keep_last=2, keep_every=40, load=str(root), load_tag="iter_0000010")
+    if training.topology.rank == 0:
+        (root / "iter_0000099.tmp").mkdir(parents=True)
+    found = []
+    for iteration in (10, 20, 30, 40, 50):
+        saver.start(iteration, training.engine, {}, {}, background=iteration % 20 == 0)
+        saver.finish()
+        found.append(listed(root))
+    saver.start(60, training.engine, {}, {})
+    saver.finish()
+    return {"found": found, "in the end": listed(root)}
+
+
+def fails(root: Path, training: Training) -> dict[str, Any]:
+    """Errors of one rank at each stage of a save, each with a good checkpoint of before."""
+    rank, saver = training.topology.rank, training.saver(root, keep_last=1)
+    saver.start(1, training.engine, {"good": 1}, {})
+    out: dict[str, Any] = {}
+
+    def attempt(name: str, here: bool, attribute: str, error: Exception) -> None:
+        usual = getattr(save_module, attribute)
+
+        def fail(*_: Any, **__: Any) -> Any:
+            raise error
+
+        if here:
+            setattr(save_module, attribute, fail)
+        try:
+            out[name] = message(lambda: saver.start(2, training.engine, {}, {}))
+        finally:
+            setattr(save_module, attribute, usual)
+        out[f"{name}: there"], out[f"{name}: tracker"] = listed(root), tracker(root)
+
+    with FullDisk(here=rank == 1):
+        out["full"] = message(lambda: saver.start(2, training.engine, {}, {}))
+    out["full: there"], out["full: tracker"] = listed(root), tracker(root)
+    quota = OSError(122, "Disk quota exceeded")
+    attempt("piece", rank == 0, "write_piece", quota)
+    attempt("index", rank == 0, "write_index", quota)
+    attempt("manifest", rank == 0, "write_manifest", quota)
+    attempt("commit", rank == 0, "commit_folder", quota)
+    attempt("tensors", rank == 1, "tensors_to_save", MemoryError("no memory"))
+    save_module.tensors_to_save = (lambda *_: {}) if rank == 1 else tensors_to_save
+    out["parts"] = message(lambda: saver.start(2, training.engine, {}, {}))
+    save_module.tensors_to_save = tensors_to_save
+    out["parts: there"], out["parts: tracker"] = listed(root), tracker(root)
+    saver.start(2, training.engine, {}, {})
+    saver.finish()
+    return out | {"in the end": listed(root), "at last": tracker(root)}
+
+
+def fails_in_the_background(root: Path, training: Training) -> dict[str, Any]:
+    rank, saver = training.topology.rank, training.saver(root, keep_last=1)
+    saver.start(1, training.engine, {}, {})
+    with FullDisk(here=rank == 1):
+        saver.start(2, training.engine, {}, {}, background=True)
+        found = message(saver.commit)
+    out = {"message": found, "there": listed(root), "tracker": tracker(root), "pending": saver.pending}
+    with FullDisk(here=rank == 1):
+        saver.start(2, training.engine, {}, {}, background=True)
+        out["second"] = message(lambda: saver.start(3, training.engine, {}, {}, background=True))
+    out["then pending"] = saver.pending
+    saver.start(3, training.engine, {}, {}, background=True)
+    saver.finish()
+    return out | {"in the end": listed(root), "at last": tracker(root)}
+
+
+def dropped(root: Path, training: Training) -> dict[str, Any]:
+    saver = training.saver(root)
+    with Gate():
+        saver.start(1, training.engine, {}, {}, background=True)
+        saver.drop()
+    out = {"there": listed(root), "pending": saver.pending}
+    saver.drop()  # there is none: nothing happens
+    saver.start(2, training.engine, {}, {}, background=True)
+    last = saver.finish()
+    return out | {"last": last and last.iteration, "in the end": os.listdir(root), "nothing": saver.finish()}
+
+
+def peak_of_a_save(rank: int, root: str, megabytes: int, background: bool) -> tuple[int, int]:
+    """Bytes by which the resident memory of a process grows in a save, and those of its state."""
+    from megatron.checkpoint.planner import Shards
+
+    topology = Topology.create()
+    state = torch.ones(megabytes << 18)
+    parts = state.view(4, -1)
+    tensors = {f"w{i}": Shards((parts.shape[1],), {(0,): parts[i]}) for i in range(4)}
+    save_module.tensors_to_save = lambda *_: tensors  # type: ignore[assignment]
+
+    class Scalars:
+        def scalars(self) -> dict[str, Any]:
+            return {}
+
+    saver = Saver(root, topology, toy.config())
+    saver.start(1, Scalars(), {}, {})  # type: ignore[arg-type]  # what is imported late is not counted
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = resident("VmRSS")
+    saver.start(2, Scalars(), {}, {}, background=background)  # type: ignore[arg-type]
+    saver.finish()
+    return resident("VmHWM") - before, state.nbytes
+
+
+def resident(name: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024

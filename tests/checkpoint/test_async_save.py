@@ -1,0 +1,74 @@
+"""Saving in the background: the copy is of one moment, one save is under way at a time, and errors reach all ranks."""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.checkpoint import saver_cases
+from tests.engine import toy
+from tests.helpers.processes import run_processes
+
+NAMES = ["consistent", "waits", "fails_in_the_background", "dropped"]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    root: Path = tmp_path_factory.mktemp("async")
+    return run_processes(2, saver_cases.on_two, str(root), NAMES)
+
+
+def assert_same(found: list[Any], expected: list[Any]) -> None:
+    a, b = toy.assemble(found), toy.assemble(expected)
+    assert a.keys() == b.keys()
+    for name in b:
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+def test_the_copy_is_of_the_moment_it_was_asked_for(two: Any) -> None:
+    found = [r["consistent"] for r in two]
+    assert_same([f["loaded"]["state"] for f in found], [f["before"]["state"] for f in found])
+    changed, before = toy.assemble([f["after"] for f in found]), toy.assemble([f["before"]["state"] for f in found])
+    assert any((changed[name] != before[name]).any() for name in before), "training went on meanwhile"
+    for f in found:
+        assert f["loaded"]["scalars"] == f["before"]["scalars"] and f["loaded"]["client"] == {"n": 1}
+        assert f["same"], "the file is that of a synchronous save, to the byte"
+
+
+def test_a_checkpoint_appears_with_its_commit(two: Any) -> None:
+    for f in (r["consistent"] for r in two):
+        assert f["early"] == {"none": None, "pending": True, "written": False, "there": ["iter_0000005.tmp"]}
+        assert f["there"] == ["iter_0000005", "latest_checkpointed_iteration.txt"] and not f["pending"]
+        assert (f["iteration"], f["bytes"]) == (5, f["size"]) and f["times"]
+        assert set(f["callers"]) <= {"MainThread"}, "the thread's work is told by who waits for it"
+        assert f["copied"] > 0
+
+
+def test_one_at_a_time(two: Any) -> None:
+    found = [r["waits"] for r in two]
+    tracker = "latest_checkpointed_iteration.txt"
+    for f in found:
+        assert "iter_0000001" in f["after second"] and "iter_0000002" not in f["after second"]
+        assert f["last"] == 2 and f["there"] == ["iter_0000001", "iter_0000002", tracker]
+        assert f["reused"], "the memory of the copy is kept"
+        assert f["in the end"] == [f"iter_000000{i}" for i in (1, 2, 3, 4)] + [tracker] and f["tracker"] == "4\n"
+    assert_same([f["loaded"]["state"] for f in found], [f["states"][1] for f in found])
+
+
+def test_a_thread_that_fails(two: Any) -> None:
+    first, second = (r["fails_in_the_background"] for r in two)
+    assert first == second
+    before = ["iter_0000001", "latest_checkpointed_iteration.txt"]
+    for text in (first["message"], first["second"]):
+        assert "rank 1: OSError: [Errno 28] No space left on device" in text and "iter_0000002" in text
+    assert (first["there"], first["tracker"], first["pending"], first["then pending"]) == (before, "1\n", False, False)
+    assert first["in the end"] == ["iter_0000003", before[1]] and first["at last"] == "3\n"
+
+
+def test_giving_up(two: Any) -> None:
+    for found in (r["dropped"] for r in two):
+        assert found["there"] == [] and found["pending"] is False and found["nothing"] is None
+        assert found["last"] == 2
+        assert sorted(found["in the end"]) == ["iter_0000002", "latest_checkpointed_iteration.txt"]

@@ -1,0 +1,99 @@
+"""A checkpoint written by one process, tensor by tensor, is like one that a run wrote."""
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpoint import offline
+from megatron.checkpoint.boxes import read_stored
+from megatron.checkpoint.find import find_folder
+from megatron.checkpoint.folder import CONFIG, PASSPORT, STATE
+from megatron.checkpoint.manifest import read_manifest
+from megatron.checkpoint.offline import write_offline
+from megatron.config import Config
+from megatron.errors import CheckpointError
+from tests.checkpoint.foreign.whole import whole_tensors
+
+SHAPES = {"a": (7, 5), "b": (3,), "c": (2, 6, 4), "d": (1,), "e": (4, 3)}
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    return {
+        f"master.{name}": torch.randn(shape, generator=torch.Generator().manual_seed(i))
+        for i, (name, shape) in enumerate(SHAPES.items())
+    }
+
+
+def write(directory: Path, given: Any, iteration: int = 3) -> Path:
+    config = Config.create(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=16, vocab_size=50)
+    return write_offline(
+        directory, iteration, given, config=config, state={"iteration": iteration}, scalars={"optimizer_step": 2},
+        optimizer=False, passport={"from": "a test"},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("box", "file"), [(1 << 20, 1 << 30), (24, 1 << 30), (80, 100), (1, 1)])
+def test_boxes_and_files_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, box: int, file: int) -> None:
+    monkeypatch.setattr(offline, "BOX_BYTES", box)
+    monkeypatch.setattr(offline, "FILE_BYTES", file)
+    folder = write(tmp_path, tensors().items())
+    assert folder == find_folder(tmp_path) == tmp_path / "iter_0000003"
+    found = whole_tensors(folder)
+    assert found.keys() == tensors().keys()
+    assert all(torch.equal(found[name], value) for name, value in tensors().items())
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    for name in manifest.files:
+        manifest.check(name)
+    assert manifest.read_json(STATE)["state"] == {"iteration": 3} and manifest.read_json(PASSPORT) == {"from": "a test"}
+    assert manifest.read_json(CONFIG)["model"]["num_layers"] == 2
+    stored = read_stored(folder, None, manifest)
+    for entry in stored.values():
+        for _, sizes, _, _, _, digest in entry["boxes"]:
+            assert torch.Size(sizes).numel() * 4 <= max(box, 4) and digest is not None
+    files = {box[2] for entry in stored.values() for box in entry["boxes"]}
+    assert len(files) == (1 if file == 1 << 30 else 3 if file == 100 else 5)
+    assert {p.name for p in folder.iterdir()} == {*manifest.files, *files, "manifest.json"}
+
+
+def test_one_tensor_at_a_time(tmp_path: Path) -> None:
+    """What was yielded is let go before the next is made."""
+    import weakref
+
+    alive: list[Any] = []
+
+    def given() -> Iterator[tuple[str, torch.Tensor]]:
+        for i in range(4):
+            assert sum(ref() is not None for ref in alive) <= 1
+            tensor = torch.full((8,), float(i))
+            alive.append(weakref.ref(tensor))
+            yield f"master.{i}", tensor
+            del tensor
+
+    write(tmp_path, given())
+
+
+def test_after_an_error_all_is_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, tensors().items())
+    before = sorted(p.name for p in tmp_path.iterdir())
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "master.a", torch.ones(3)
+        raise CheckpointError("a shard is damaged")
+
+    with pytest.raises(CheckpointError, match="a shard is damaged"):
+        write(tmp_path, broken(), 4)
+    monkeypatch.setattr(offline, "write_manifest", full)
+    with pytest.raises(CheckpointError, match=r"iter_0000004 failed.*No space left"):
+        write(tmp_path, tensors().items(), 4)
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+    assert json.loads((tmp_path / "latest_checkpointed_iteration.txt").read_text()) == 3
+
+
+def full(*_: Any) -> None:
+    raise OSError(28, "No space left on device")

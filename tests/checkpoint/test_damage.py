@@ -1,0 +1,195 @@
+"""Checkpoints that were damaged in every way and place: nothing of them is used, and the one before is loaded."""
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from megatron.checkpoint.load import load, load_weights
+from megatron.checkpoint.save import save
+from megatron.engine.engine import Engine
+from megatron.errors import CheckpointError
+from megatron.parallel.topology import Topology
+from tests.engine import toy
+from tests.helpers.groups import join
+from tests.helpers.processes import run_processes
+
+
+def flip(at: float) -> Callable[[Path], None]:
+    """Changes one bit, `at` that share of the file."""
+
+    def damage(path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[int(at * (len(data) - 1))] ^= 1 << (len(data) % 8)
+        path.write_bytes(data)
+
+    return damage
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size * 2 // 3)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def swap(path: Path) -> None:
+    """The file of the checkpoint before: sound in itself, but of another state."""
+    shutil.copyfile(path.parent.parent / "iter_0000001" / path.name, path)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "first bit": flip(0.0), "bit at a third": flip(0.33), "bit at two thirds": flip(0.67), "last bit": flip(1.0),
+    "cut": cut, "empty": empty, "gone": Path.unlink, "swapped": swap,
+}  # fmt: skip
+
+
+def on_two_stages(rank: int, directory: str) -> dict[str, Any]:
+    """Two checkpoints; then each file of the newer one is damaged in each way, loaded, and mended again."""
+    topology, root = join(1, 2), Path(directory)
+    config = toy.config()
+    engine = Engine(config, topology, toy.build(topology))
+    states = {}
+    for iteration in (1, 2):
+        toy.backward(engine, topology, iteration)
+        engine.step(toy.LR)
+        save(root, iteration, engine, topology, config, {"at": iteration})
+        states[iteration] = toy.state_pieces(engine)
+    newest, kept = root / "iter_0000002", root.parent / "kept"
+    if rank == 0:
+        shutil.copytree(newest, kept)
+    dist.barrier()
+    out: dict[str, Any] = {"files": sorted(os.listdir(newest)), "found": {}}
+    other = engine_of_other_weights(topology)
+    for name in out["files"]:
+        for how, damage in DAMAGES.items():
+            if rank == 0:
+                damage(newest / name)
+            dist.barrier()
+            found = load(root, other, topology, config)
+            same = same_pieces(toy.state_pieces(other), states[found.iteration])
+            rejected = [(r.folder.name, r.reason) for r in found.rejected]
+            out["found"][name, how] = (found.iteration, found.state, same, rejected)
+            dist.barrier()
+            if rank == 0:
+                shutil.copyfile(kept / name, newest / name)
+    dist.barrier()
+    found = load(root, other, topology, config)
+    out["mended"] = (found.iteration, len(found.rejected), same_pieces(toy.state_pieces(other), states[2]))
+    return out | hopeless(root, topology, config, other)
+
+
+def engine_of_other_weights(topology: Topology) -> Engine:
+    engine = Engine(toy.config(), topology, toy.build(topology))
+    for f in engine.fragments():
+        for flat in (f.master, *f.moments.values()):
+            flat.fill_(77.0)
+    return engine
+
+
+def same_pieces(found: Any, expected: Any) -> bool:
+    return found.keys() == expected.keys() and all(
+        a[0] == b[0] and np.array_equal(a[1], b[1])
+        for name in expected
+        for a, b in zip(found[name], expected[name], strict=True)
+    )
+
+
+def hopeless(root: Path, topology: Topology, config: Any, engine: Engine) -> dict[str, Any]:
+    """A damaged checkpoint that is asked for by name; a run's weights only; nothing sound left."""
+
+    def message(action: Callable[[], Any]) -> str:
+        try:
+            action()
+        except CheckpointError as error:
+            return str(error)
+        return "no error"
+
+    out: dict[str, Any] = {}
+    fewer = toy.build(topology)
+    for chunk in fewer.values():
+        chunk._parameters.pop("mixed", None)  # of the second stage
+    out["superfluous"] = message(lambda: load_weights(root, fewer, topology))
+    dist.barrier()
+    if topology.rank == 0:
+        flip(0.5)(root / "iter_0000002" / "__1_0.distcp")
+    dist.barrier()
+    tagged = dataclasses.replace(config, checkpoint=toy.ToyCheckpoint(load_tag="2"))
+    out["tag"] = message(lambda: load(root, engine, topology, tagged))
+    chunks = toy.build(topology)
+    weights = []
+    for damage in (None, empty):
+        if damage is not None and topology.rank == 0:
+            damage(root / "iter_0000002" / "__1_0.distcp")
+        dist.barrier()
+        found = load_weights(root, chunks, topology)
+        weights.append((found.iteration, [r.folder.name for r in found.rejected]))
+        dist.barrier()
+    out["weights"] = weights
+    if topology.rank == 0:
+        (root / "iter_0000001" / "boxes.json").unlink()
+    dist.barrier()
+    out["nothing left"] = message(lambda: load(root, engine, topology, config))
+    return out
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_processes(2, on_two_stages, str(tmp_path_factory.mktemp("damage") / "run"))
+
+
+def test_every_file_was_damaged(ranks: Any) -> None:
+    """What a checkpoint of two ranks consists of; a passport is there where the run gives one."""
+    expected = {".metadata", "__0_0.distcp", "__1_0.distcp", "boxes.json", "boxes_00000.json", "boxes_00001.json",
+                "config.json", "manifest.json", "state.json"}  # fmt: skip
+    assert set(ranks[0]["files"]) - {"passport.json"} == expected
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_damage_is_named_and_the_checkpoint_before_is_loaded(ranks: Any, how: str) -> None:
+    for name in ranks[0]["files"]:
+        first, second = (r["found"][name, how] for r in ranks)
+        assert first == second, "the ranks tell different stories"
+        iteration, state, same, rejected = first
+        if how == "swapped" and not rejected:
+            # The same tensors in the same places and the same settings: these files are equal in both.
+            assert name in ("config.json", "boxes.json", "passport.json") and (iteration, same) == (2, True), name
+            continue
+        assert (iteration, state, same) == (1, {"at": 1}, True), name
+        ((folder, reason),) = rejected
+        assert folder == "iter_0000002"
+        # A manifest from elsewhere is sound in itself: it blames the first file that is not of its checkpoint.
+        assert name in reason or (name, how) == ("manifest.json", "swapped"), reason
+
+
+def test_what_is_sound_is_loaded(ranks: Any) -> None:
+    """Weights alone are not hurt by a damaged moment."""
+    assert all(r["mended"] == (2, 0, True) for r in ranks)
+    assert "exp_avg" in ranks[0]["tag"]
+    assert all(r["weights"] == [(2, []), (1, ["iter_0000002"])] for r in ranks)
+
+
+def test_tensors_that_the_model_has_not_are_an_error(ranks: Any) -> None:
+    """Not those of the optimizer, which is not loaded; and not a reason to load an older checkpoint."""
+    first, second = (r["superfluous"] for r in ranks)
+    assert first == second and "it has master.mixed, which this model has not" in first
+    assert "exp_avg" not in first and "iter_0000001" not in first
+
+
+def test_errors_where_nothing_sound_is_left(ranks: Any) -> None:
+    first, second = ranks
+    for case in ("tag", "nothing left"):
+        assert first[case] == second[case], "the ranks tell different stories"
+    assert "iter_0000002 is broken" in first["tag"] and "__1_0.distcp is damaged" in first["tag"]
+    assert "rank 1" in first["tag"], "only the second stage reads that file"
+    text = first["nothing left"]
+    assert "no good checkpoint" in text and "__1_0.distcp has 0 bytes" in text
+    assert "iter_0000001" in text and "boxes.json" in text

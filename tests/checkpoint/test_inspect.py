@@ -1,0 +1,235 @@
+"""What is said of a checkpoint's contents, of its damage, and of two that differ."""
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.checkpoint.compare import ABSENT, TensorDifference, changes, compare, tensor_difference
+from megatron.checkpoint.inspect import contents, locate, matching, norms
+from megatron.checkpoint.manifest import write_manifest
+from megatron.checkpoint.reader import read_whole
+from megatron.checkpoint.verify import incomplete_or_double, verify, verify_tracker
+from megatron.errors import CheckpointError
+from tests.checkpoint.made import PASSPORT, make, tensors
+
+VALUES = tensors()
+
+
+@pytest.mark.parametrize("form", [1, 2, 3])
+def test_contents_of_every_format(tmp_path: Path, form: int) -> None:
+    found = contents(make(tmp_path, 7, VALUES, form))
+    assert found.checkpoint.iteration == 7 and (found.checkpoint.manifest is not None) == (form == 3)
+    shapes = {name: tuple(value.shape) for name, value in VALUES.items()}
+    assert {name: tuple(s["shape"]) for name, s in found.stored.items()} == shapes
+    assert found.weights == 30 + 7 + 24
+    assert found.parameters["embedding.weight"] == ("master", "exp_avg", "exp_avg_sq")
+    assert found.passport == PASSPORT and found.layout["data"] == 2
+    for name, value in VALUES.items():
+        assert torch.equal(read_whole(found.folder, name, found.stored), value)
+    assert verify(found.folder) == []
+
+
+def test_norms_are_those_of_numpy(tmp_path: Path) -> None:
+    values = {**VALUES, "master.odd": torch.tensor([3.0, math.nan, -4.0, math.inf])}
+    found = contents(make(tmp_path, 1, values))
+    read = []
+    measured = dict(norms(found, list(found.stored), read.append))
+    for name, value in VALUES.items():
+        exact = value.double().numpy()
+        # float64 sums of a few dozen squares: rounding stays far below 1e-12 of the sum.
+        assert measured[name].norm == pytest.approx(np.sqrt((exact**2).sum()), rel=1e-12)
+        assert measured[name].largest == abs(exact).max() and measured[name].not_finite == 0
+    assert (measured["master.odd"].norm, measured["master.odd"].largest, measured["master.odd"].not_finite) == (5, 4, 2)
+    assert sum(read) == sum(box[4] for s in found.stored.values() for box in s["boxes"])
+
+
+def test_patterns_match_tensors_and_parameters(tmp_path: Path) -> None:
+    found = contents(make(tmp_path, 1, VALUES))
+    assert matching(found, "embedding.*") == [f"{k}.embedding.weight" for k in ("exp_avg", "exp_avg_sq", "master")]
+    assert matching(found, "master.*norm*") == ["master.layers.0.norm.weight"]
+    assert matching(found, None) == sorted(VALUES) and matching(found, "nothing") == []
+
+
+def test_a_path_means_a_checkpoint_or_the_newest_in_it(tmp_path: Path) -> None:
+    first, second = make(tmp_path, 1, VALUES), make(tmp_path, 2, VALUES)
+    assert locate(first) == first and locate(tmp_path) == second and locate(tmp_path, "1") == first
+    copied = shutil.copytree(first, tmp_path / "best")
+    assert locate(copied) == copied
+    (second / "state.json").unlink()
+    assert locate(second) == second, "a damaged one is still what the path means"
+    assert locate(tmp_path) == first
+
+
+# --- verification
+
+
+def test_every_bit_is_looked_at(tmp_path: Path) -> None:
+    """One bit of every byte of the manifest, which vouches for the rest, and of every eleventh of each other file."""
+    folder = make(tmp_path, 1, {"master.w": VALUES["master.layers.0.norm.weight"]}, files=1)
+    tried = 0
+    for path in sorted(folder.iterdir()):
+        whole = path.read_bytes()
+        for at in range(0, len(whole), 1 if path.name == "manifest.json" else 11):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
+            problems = verify(folder)
+            assert problems and path.name in problems[0], (path.name, at)
+            tried += 1
+        path.write_bytes(whole)
+    assert tried > 500 and verify(folder) == []
+
+
+def test_what_is_missing_or_superfluous_is_named(tmp_path: Path) -> None:
+    folder = make(tmp_path, 1, VALUES)
+    data = folder / "__1_0.distcp"
+    whole = data.read_bytes()
+    data.write_bytes(whole + b"more")
+    assert verify(folder) == [f"{data} has bytes {len(whole)} to {len(whole) + 4} that belong to no tensor"]
+    data.unlink()
+    assert verify(folder) == [f"{data} is missing"]
+    data.write_bytes(b"")
+    problems = verify(folder)
+    assert len(problems) == 4 and "has 0 bytes where" in problems[0]
+    assert problems[-1] == f"{data} has 9 damaged boxes of 9"
+    data.write_bytes(whole)
+    (folder / "__7_0.distcp").write_bytes(b"")
+    assert verify(folder) == [f"{folder} has files that belong to no checkpoint: __7_0.distcp"]
+    (folder / "__7_0.distcp").unlink()
+    for name in ("manifest.json", "state.json", "boxes_00000.json", "passport.json"):
+        kept = (folder / name).read_bytes()
+        (folder / name).unlink()
+        (problem,) = verify(folder)
+        assert name in problem
+        (folder / name).write_bytes(kept)
+
+
+def test_several_problems_are_all_told(tmp_path: Path) -> None:
+    folder = make(tmp_path, 1, VALUES)
+    for name in ("state.json", "passport.json"):
+        (folder / name).write_text("{}")
+    data = bytearray((folder / "__0_0.distcp").read_bytes())
+    data[100] ^= 1
+    (folder / "__0_0.distcp").write_bytes(data)
+    problems = "\n".join(verify(folder))
+    assert all(name in problems for name in ("state.json", "passport.json", "__0_0.distcp is damaged: bytes 0 to"))
+
+
+def test_boxes_that_do_not_make_a_tensor(tmp_path: Path) -> None:
+    """A manifest and digests can be sound around lists that a faulty writer made."""
+    folder = make(tmp_path, 1, VALUES)
+    path = folder / "boxes_00000.json"
+    listed = json.loads(path.read_text())
+    del listed["master.layers.0.norm.weight"]["boxes"][0]
+    listed["exp_avg.layers.0.norm.weight"]["boxes"][1][0] = [1]
+    listed["exp_avg_sq.layers.0.norm.weight"]["boxes"][1][0] = [5]
+    path.write_text(json.dumps(listed))
+    names = [p.name for p in folder.iterdir() if p.suffix == ".json" and p.name != "manifest.json"]
+    write_manifest(folder, names)
+    problems = verify(folder)
+    assert "master.layers.0.norm.weight has 4 of its 7 elements" in problems
+    assert "exp_avg.layers.0.norm.weight has elements that are stored twice" in problems
+    assert "exp_avg_sq.layers.0.norm.weight has boxes outside of its shape (7,)" in problems
+    assert any("belong to no tensor" in problem for problem in problems), "the box that was taken out"
+
+
+def test_boxes_of_every_cut_are_complete() -> None:
+    """Cut along both dimensions; then with one moved onto its neighbour."""
+    cells = [((i, j), (2, 3), "f", 0, 0, None) for i in (0, 2) for j in (0, 3, 6)]
+    assert list(incomplete_or_double({"w": {"shape": (4, 9), "boxes": cells}})) == []
+    moved = [*cells[:-1], ((2, 5), (2, 3), "f", 0, 0, None)]
+    (problem,) = incomplete_or_double({"w": {"shape": (4, 9), "boxes": moved}})
+    assert problem == "w has elements that are stored twice"
+
+
+@pytest.mark.parametrize("form", [1, 2])
+def test_older_formats_as_far_as_can_be_told(tmp_path: Path, form: int) -> None:
+    folder = make(tmp_path, 1, VALUES, form)
+    data = folder / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:-100])
+    assert any("__0_0.distcp has" in problem for problem in verify(folder))
+    lists = folder / (".metadata" if form == 1 else "boxes_00000.json")
+    lists.write_bytes(lists.read_bytes()[:-20])
+    assert verify(folder)
+
+
+def test_the_tracker_is_checked(tmp_path: Path) -> None:
+    assert verify_tracker(tmp_path) == []
+    make(tmp_path, 1, VALUES)
+    assert verify_tracker(tmp_path) == []
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    for text, words in (("2", "whose folder is missing"), ("x", "holds 'x'"), ("", "is empty")):
+        tracker.write_text(text)
+        assert words in verify_tracker(tmp_path)[0]
+    tracker.unlink()
+    assert "is missing" in verify_tracker(tmp_path)[0]
+
+
+# --- comparison
+
+
+def test_layout_and_format_are_no_difference(tmp_path: Path) -> None:
+    first = contents(make(tmp_path / "a", 1, VALUES, 3, files=2))
+    second = contents(make(tmp_path / "b", 1, VALUES, 1, files=3))
+    found = compare(first, second)
+    assert found.same and found.equal == len(VALUES) and not found.tensors and not found.settings
+
+
+def test_differences_are_measured(tmp_path: Path) -> None:
+    changed = dict(VALUES)
+    changed["master.embedding.weight"] = VALUES["master.embedding.weight"].clone()
+    changed["master.embedding.weight"][3, 1] += 0.5
+    changed["master.new"] = torch.zeros(2)
+    del changed["exp_avg.embedding.weight"]
+    changed["exp_avg.layers.0.norm.weight"] = torch.zeros(8)
+    changed["exp_avg_sq.layers.0.norm.weight"] = VALUES["exp_avg_sq.layers.0.norm.weight"].double()
+    first = contents(make(tmp_path / "a", 1, VALUES, config={"model": {"swiglu": True}, "training": {"seed": 1}}))
+    second = contents(
+        make(tmp_path / "b", 2, changed, config={"model": {"swiglu": True}, "training": {"seed": 2}}, files=3)
+    )
+    found = compare(first, second)
+    assert not found.same
+    assert (found.only_first, found.only_second) == (["exp_avg.embedding.weight"], ["master.new"])
+    assert [name for name, _, _ in found.kinds] == ["exp_avg.layers.0.norm.weight", "exp_avg_sq.layers.0.norm.weight"]
+    assert list(found.tensors) == ["master.embedding.weight"]
+    apart = found.tensors["master.embedding.weight"]
+    exact = [v["master.embedding.weight"].double().numpy() for v in (VALUES, changed)]
+    assert (apart.elements, apart.of) == (1, 30)
+    assert apart.largest == abs(exact[0] - exact[1]).max()
+    expected = np.linalg.norm(exact[0] - exact[1]) / np.linalg.norm(exact[0])
+    assert apart.relative == pytest.approx(expected, rel=1e-12)  # float64 on both sides
+    assert found.settings == [("training.seed", 1, 2)]
+    assert found.state == [("iteration", 1, 2), ("state.iteration", 1, 2)]
+    assert compare(first, second, "layers.0.mlp*").tensors == {}
+
+
+def test_bits_are_compared() -> None:
+    nan, inf = math.nan, math.inf
+    a = torch.tensor([0.0, 1.0, nan, inf, 5.0])
+    assert tensor_difference(a, a.clone()) is None
+    assert tensor_difference(a, torch.tensor([-0.0, 1.0, nan, inf, 5.0])) == TensorDifference(1, 5, 0.0, inf)
+    assert tensor_difference(a, torch.tensor([0.0, 1.0, 2.0, inf, 5.0])) == TensorDifference(1, 5, inf, inf)
+    b = torch.tensor([3.0, 4.0], dtype=torch.bfloat16)
+    assert tensor_difference(b, torch.tensor([3.0, 4.5], dtype=torch.bfloat16)) == TensorDifference(1, 2, 0.5, 0.1)
+    assert tensor_difference(torch.zeros(2), torch.tensor([0.0, 2.0])) == TensorDifference(1, 2, 2.0, inf)
+    assert tensor_difference(torch.zeros(0), torch.zeros(0)) is None
+
+
+def test_settings_that_are_there_once_only() -> None:
+    found = changes({"a": {}, "b": [1, 2]}, {"a": {"x": None}, "b": [1, 2]})
+    assert found == [("a", {}, ABSENT), ("a.x", ABSENT, None)]
+
+
+def test_damage_ends_a_comparison(tmp_path: Path) -> None:
+    first, second = (contents(make(tmp_path / name, 1, VALUES)) for name in "ab")
+    data = bytearray((second.folder / "__1_0.distcp").read_bytes())
+    data[-10] ^= 4
+    (second.folder / "__1_0.distcp").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"b/iter_0000001/__1_0.distcp is damaged"):
+        compare(first, second)
+    with pytest.raises(CheckpointError, match=r"__1_0.distcp is damaged"):
+        dict(norms(second, list(second.stored)))

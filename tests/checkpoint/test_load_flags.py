@@ -1,0 +1,186 @@
+"""The flags of loading, and their combinations, through pretrain_gpt.py: what a run has after its first step.
+
+The step has a learning rate that is lost in rounding, so that the weights that were loaded are found in the next
+checkpoint; the optimizer's own count of steps says whether its state was loaded.
+"""
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from megatron.checkpoint.find import find_folder, open_checkpoint
+from megatron.checkpoint.inspect import contents
+from megatron.checkpoint.reader import read_whole
+from megatron.training.metrics import read_metrics
+from tests.helpers.processes import run_processes
+
+SMALL = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 "
+    "--micro-batch-size 2 --global-batch-size 4 --mock-data --tokenizer-type NullTokenizer --vocab-size 30 "
+    "--make-vocab-size-divisible-by 8 --log-interval 1 --eval-iters 0 --num-workers 0"
+).split()
+STEP = ["--lr", "1e-30", "--min-lr", "0"]
+OPTIMIZER, ITERATION = ["--no-load-optim"], ["--reset-iteration"]
+
+RUNS: dict[str, tuple[list[str], list[str]]] = {
+    # name: (how long, flags)
+    "plain": (["5"], []),
+    "no rng": (["5"], ["--no-load-rng"]),
+    "tag": (["3"], ["--load-tag", "2"]),
+    "no optim": (["5"], OPTIMIZER),
+    "reset": (["1"], ITERATION),
+    "reset, no optim": (["1"], ITERATION + OPTIMIZER),
+    "finetune": (["1"], ["--finetune"]),
+    "finetune, tag": (["1"], ["--finetune", "--load-tag", "iter_0000002"]),
+    "finetune, all others": (["1"], ["--finetune", *OPTIMIZER, *ITERATION, "--no-load-rng"]),
+    "args":
+        (["5"], ["--use-checkpoint-args", "--exit-on-missing-checkpoint", "--hidden-size", "24", "--num-layers", "3"]),
+    "args, finetune": (["1"], ["--use-checkpoint-args", "--ffn-hidden-size", "40", "--finetune"]),
+    "other sizes": (["5"], ["--hidden-size", "24", "--swiglu"]),
+    "other sizes, finetune": (["1"], ["--num-layers", "1", "--finetune"]),
+}  # fmt: skip
+
+
+class Ended(NamedTuple):
+    code: int
+    output: str
+
+
+def started(root: Path, name: str, flags: list[str]) -> Ended:
+    """A run in this process, its output kept."""
+    import pretrain_gpt
+
+    log = root / f"{name.replace(' ', '_')}.log"
+    kept = os.dup(1), os.dup(2)
+    with open(log, "w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    try:
+        code = pretrain_gpt.main([*SMALL, *flags])
+    finally:
+        sys.stdout.flush()
+        for stream, old in zip((1, 2), kept, strict=True):
+            os.dup2(old, stream)
+    return Ended(code, log.read_text())
+
+
+def all_runs(rank: int, directory: str) -> dict[str, Ended]:
+    root = Path(directory)
+    base = ["--save", str(root / "base"), "--save-interval", "2", "--train-iters", "4", "--lr", "1e-2"]
+    ended = {"base": started(root, "base", base)}
+    load = ["--load", str(root / "base")]
+    for name, (length, flags) in RUNS.items():
+        save = ["--save", str(root / name), "--train-iters", *length]
+        ended[name] = started(root, name, [*load, *save, *STEP, *flags])
+
+    def again(name: str, folder: Path, *flags: str) -> None:
+        ended[name] = started(root, name, ["--load", str(folder), "--train-iters", "5", *STEP, *flags])
+
+    (root / "empty").mkdir()
+    again("empty", root / "empty")
+    again("absent, exit", root / "absent", "--exit-on-missing-checkpoint")
+    again("empty, exit", root / "empty", "--exit-on-missing-checkpoint")
+    again("no such tag", root / "base", "--load-tag", "3")
+    broken = shutil.copytree(root / "base", root / "broken")
+    file = broken / "iter_0000004" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 3] ^= 16
+    file.write_bytes(data)
+    again("broken", broken, "--metrics-file", str(root / "broken.jsonl"))
+    again("broken, tag", broken, "--load-tag", "4")
+    (broken / "iter_0000004" / "state.json").write_text("{}")
+    again("broken state", broken)
+    (broken / "iter_0000002" / "manifest.json").unlink()
+    again("all broken", broken)
+    return ended
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("flags")
+
+
+@pytest.fixture(scope="module")
+def ended(root: Path) -> dict[str, Ended]:
+    (found,) = run_processes(1, all_runs, str(root), timeout_s=240)
+    return found
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    found = contents(folder)
+    return {n: read_whole(folder, n, found.stored) for n in found.stored if n.startswith("master.")}
+
+
+def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
+
+
+@pytest.mark.parametrize(("name", "iteration", "steps", "loaded"), [
+    # What the run has done when its one step is over: iterations; steps of the optimizer, where it was loaded beyond 1.
+    ("plain", 5, 5, 4), ("no rng", 5, 5, 4), ("tag", 3, 3, 2), ("no optim", 5, 1, 4), ("reset", 1, 5, 4),
+    ("reset, no optim", 1, 1, 4), ("finetune", 1, 1, 4), ("finetune, tag", 1, 1, 2), ("finetune, all others", 1, 1, 4),
+    ("args", 5, 5, 4), ("args, finetune", 1, 1, 4),
+])  # fmt: skip
+def test_what_is_loaded(root: Path, ended: Any, name: str, iteration: int, steps: int, loaded: int) -> None:
+    assert ended[name].code == 0, ended[name].output
+    folder = find_folder(root / name)
+    state = open_checkpoint(folder).state
+    assert state["iteration"] == state["state"]["iteration"] == iteration
+    assert state["state"]["consumed_samples"] == 4 * iteration
+    assert state["engine"]["optimizer_step"] == steps
+    assert_same(weights(folder), weights(root / "base" / f"iter_{loaded:07d}"))
+    assert ("without optimizer state" in ended[name].output) == (steps == 1)
+
+
+def test_runs_without_random_states_are_the_same_run(root: Path, ended: Any) -> None:
+    """Dropout and order are functions of the position: --no-load-rng changes nothing, and the log says why."""
+    losses = [[line.split("lm loss: ")[1].split()[0] for line in ended[name].output.splitlines() if "lm loss" in line]
+              for name in ("plain", "no rng")]  # fmt: skip
+    assert losses[0] == losses[1] != []
+    assert "no_load_rng" in ended["no rng"].output or "--no-load-rng" in ended["no rng"].output
+
+
+def test_another_architecture_is_refused_with_the_list(ended: Any) -> None:
+    code, output = ended["other sizes"]
+    assert code == 2 and "Traceback" not in output
+    for words in ("--hidden-size is 16 there and 24 here", "--swiglu is False there and True here",
+                  "--use-checkpoint-args", "iter_0000004"):  # fmt: skip
+        assert words in output
+    code, output = ended["other sizes, finetune"]
+    assert code == 2 and "--num-layers is 2 there and 1 here" in output
+
+
+def test_missing_checkpoints(ended: Any) -> None:
+    assert ended["empty"].code == 0 and "starting from initial weights" in ended["empty"].output
+    for name in ("absent, exit", "empty, exit"):
+        assert ended[name].code == 2 and "CheckpointError: no checkpoint in" in ended[name].output
+    assert ended["no such tag"].code == 2
+    assert "in" in ended["no such tag"].output and "iter_0000002, iter_0000004" in ended["no such tag"].output
+
+
+def test_a_broken_checkpoint_is_told_and_the_one_before_is_taken(root: Path, ended: Any) -> None:
+    code, output = ended["broken"]
+    assert code == 0 and "iteration        3/       5" in output
+    (warning,) = [line for line in output.splitlines() if "broken checkpoint" in line]
+    assert "iter_0000004" in warning and "__0_0.distcp is damaged" in warning
+    (record,) = read_metrics(root / "broken.jsonl", "rejected_checkpoint")
+    assert record["folder"].endswith("iter_0000004") and record["instead"].endswith("iter_0000002")
+    assert "__0_0.distcp" in record["reason"]
+    assert ended["broken, tag"].code == 2 and "__0_0.distcp is damaged" in ended["broken, tag"].output
+    code, output = ended["broken state"]
+    assert code == 0 and "iteration        3/       5" in output and "iter_0000004/state.json" in output
+    code, output = ended["all broken"]
+    assert code == 2 and "no good checkpoint" in output and "iter_0000002/manifest.json is missing" in output
+    assert "Traceback" not in output and "starting from initial weights" not in output
+
+
+def test_settings_of_the_checkpoint_are_in_the_next_one(root: Path, ended: Any) -> None:
+    stored = json.loads((find_folder(root / "args") / "config.json").read_text())["model"]
+    assert (stored["hidden_size"], stored["num_layers"]) == (16, 2)

@@ -1,0 +1,118 @@
+"""Digests and the manifest: whatever byte of a file changes, is lost or is added, the file is named."""
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from megatron.checkpoint import digest as digest_module
+from megatron.checkpoint.digest import digest, file_digest
+from megatron.checkpoint.folder import MANIFEST
+from megatron.checkpoint.manifest import Manifest, read_manifest, write_manifest
+from megatron.errors import CheckpointError
+
+STATE = {"format": 3, "iteration": 4}
+
+
+def checkpoint(folder: Path) -> Manifest:
+    folder.mkdir(exist_ok=True)
+    (folder / "state.json").write_text(json.dumps(STATE))
+    (folder / "list.json").write_text("[1, 2]")
+    (folder / "raw").write_bytes(bytes(range(256)))
+    write_manifest(folder, ["state.json", "list.json", "raw"])
+    found = read_manifest(folder)
+    assert found is not None
+    return found
+
+
+def test_digest_is_xxh3_and_files_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The XXH3_128bits test vector for the empty input, seed 0 (xxHash, tests/sanity_test_vectors.h).
+    assert digest(b"") == "99aa06d3014798d86001c324468d497f"
+    monkeypatch.setattr(digest_module, "_CHUNK", 7)
+    for size in (0, 1, 7, 8, 50):
+        data = random.Random(size).randbytes(size)
+        (tmp_path / "f").write_bytes(data)
+        assert file_digest(tmp_path / "f") == (size, xxhash.xxh3_128(data).hexdigest()) == (size, digest(data))
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    found = checkpoint(tmp_path)
+    assert set(found.files) == {"state.json", "list.json", "raw"}
+    assert found.read_json("state.json") == STATE and found.read_bytes("raw") == bytes(range(256))
+    for name in found.files:
+        found.check(name)
+    with pytest.raises(CheckpointError, match=r"list\.json holds no JSON object"):
+        found.read_json("list.json")
+    with pytest.raises(CheckpointError, match=r"does not list other\.json"):
+        found.check("other.json")
+
+
+def test_every_bit_of_the_manifest_counts(tmp_path: Path) -> None:
+    checkpoint(tmp_path)
+    path = tmp_path / MANIFEST
+    sound = path.read_bytes()
+    for at in range(len(sound)):
+        for bit in range(8):
+            path.write_bytes(sound[:at] + bytes([sound[at] ^ 1 << bit]) + sound[at + 1 :])
+            with pytest.raises(CheckpointError, match=r"manifest\.json"):
+                read_manifest(tmp_path)
+    for length in range(len(sound)):
+        path.write_bytes(sound[:length])
+        with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
+            read_manifest(tmp_path)
+    for other in (sound + b" ", b"[]", b"null", b'{"digest": 3}', b"\xff\xfe"):
+        path.write_bytes(other)
+        with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
+            read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["state.json", "raw"])
+def test_every_bit_of_a_file_counts(tmp_path: Path, name: str) -> None:
+    found = checkpoint(tmp_path)
+    path = tmp_path / name
+    sound = path.read_bytes()
+    flips = [sound[:at] + bytes([sound[at] ^ 1 << at % 8]) + sound[at + 1 :] for at in range(len(sound))]
+    cuts = [sound[:length] for length in range(len(sound))]
+    for broken in (*flips, *cuts, sound + b"\0"):
+        path.write_bytes(broken)
+        for action in (found.check, found.read_bytes, found.read_json):
+            with pytest.raises(CheckpointError, match=name):
+                action(name)
+    path.unlink()
+    for action in (found.check, found.read_bytes):
+        with pytest.raises(CheckpointError, match=f"cannot read .*{name}: No such file"):
+            action(name)
+
+
+def test_a_file_that_changed_on_its_way_to_the_disk_is_found(tmp_path: Path) -> None:
+    """What the writer of a file says of it is believed, not what lies there afterwards."""
+    (tmp_path / "a").write_bytes(b"what arrived")
+    write_manifest(tmp_path, ["a"], {"a": (12, digest(b"what was sent"[:12]))})
+    found = read_manifest(tmp_path)
+    assert found is not None
+    with pytest.raises(CheckpointError, match="a is damaged"):
+        found.check("a")
+
+
+def test_without_a_manifest(tmp_path: Path) -> None:
+    """Older formats have none; one that should be there and is not, is missing."""
+    assert read_manifest(tmp_path) is None
+    (tmp_path / "state.json").write_text('{"format": 1}')
+    assert read_manifest(tmp_path) is None
+    (tmp_path / "state.json").write_text('{"format": 3}')
+    with pytest.raises(CheckpointError, match=r"manifest\.json is missing"):
+        read_manifest(tmp_path)
+    (tmp_path / "state.json").write_text('{"form')
+    with pytest.raises(CheckpointError, match=r"state\.json"):
+        read_manifest(tmp_path)
+
+
+def test_a_later_format_is_called_so(tmp_path: Path) -> None:
+    rest = {"format": 4, "files": {}}
+    own = digest(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
+    (tmp_path / MANIFEST).write_text(json.dumps(rest | {"digest": own}, indent=1, sort_keys=True) + "\n")
+    with pytest.raises(CheckpointError, match=r"format 4, this program reads 1, 2, 3: use the version that wrote it"):
+        read_manifest(tmp_path)

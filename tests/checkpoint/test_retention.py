@@ -1,0 +1,106 @@
+"""Which checkpoints go, and that nothing else does."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.checkpoint.folder import folder_name
+from megatron.checkpoint.manifest import write_manifest
+from megatron.checkpoint.retention import clear, good_iterations, left_over, retire, to_remove
+
+
+@pytest.mark.parametrize(
+    ("there", "newest", "last", "every", "keep", "gone"),
+    [
+        ([100, 200, 300], 300, None, None, (), []),
+        ([100, 200, 300], 300, 2, None, (), [100]),
+        ([100, 200, 300], 300, 1, None, (), [100, 200]),
+        ([100, 200, 300, 400], 400, 1, 200, (), [100, 300]),
+        ([300, 100, 200], 300, 1, None, (100,), [200]),
+        ([100], 100, 5, None, (), []),
+        # The run went back to 100 and came to 150: 200 and 300 are of before, and none of its business.
+        ([100, 150, 200, 300], 150, 1, None, (), [100]),
+        ([0, 100], 100, 1, 1000, (), []),  # 0 is a multiple of everything
+    ],
+)
+def test_which(
+    there: list[int], newest: int, last: int | None, every: int | None, keep: tuple[int, ...], gone: list[int]
+) -> None:
+    assert to_remove(there, newest, last, every, keep) == gone
+
+
+NUMBERS = st.integers(0, 60)
+
+
+@given(
+    st.sets(NUMBERS, min_size=1), st.none() | st.integers(1, 5), st.none() | st.integers(1, 10), st.sets(NUMBERS),
+    st.data(),
+)  # fmt: skip
+def test_what_must_stay_stays(
+    there: set[int], last: int | None, every: int | None, keep: set[int], data: st.DataObject
+) -> None:
+    newest = data.draw(st.sampled_from(sorted(there)))
+    gone = to_remove(there, newest, last, every, keep)
+    stays = there - set(gone)
+    assert gone == sorted(set(gone)) and set(gone) < there
+    assert newest in stays and keep & there <= stays and {i for i in there if i > newest} <= stays
+    if last is None:
+        assert not gone
+        return
+    older = sorted(i for i in there if i <= newest)
+    assert set(older[-last:]) <= stays
+    assert every is None or {i for i in there if i % every == 0} <= stays
+    # And nothing more than that.
+    reasons = set(older[-last:]) | keep | {i for i in there if i > newest}
+    assert stays <= reasons | {i for i in there if every and i % every == 0}
+
+
+def checkpoint(root: Path, iteration: int) -> Path:
+    folder = root / folder_name(iteration)
+    folder.mkdir()
+    (folder / "state.json").write_text(json.dumps({"format": 3}))
+    write_manifest(folder, ["state.json"])
+    return folder
+
+
+def test_only_good_checkpoints_are_counted(tmp_path: Path) -> None:
+    for iteration in (10, 20, 30, 40):
+        checkpoint(tmp_path, iteration)
+    (tmp_path / "iter_0000020" / "manifest.json").write_text("rubbish")
+    (tmp_path / "iter_0000030" / "manifest.json").unlink()
+    old = tmp_path / "iter_0000005"  # of format 1
+    old.mkdir()
+    (old / "state.json").write_text('{"format": 1}')
+    for other in ("iter_0000050.tmp", "iter_60", "iter_0000070x", "release"):
+        (tmp_path / other).mkdir()
+    assert good_iterations(tmp_path) == [5, 10, 40]
+
+
+def test_removal_is_a_renaming_first(tmp_path: Path) -> None:
+    for iteration in (10, 20, 30):
+        checkpoint(tmp_path, iteration)
+    (tmp_path / "iter_0000010.removed").mkdir()  # of a removal that was killed
+    renamed = retire(tmp_path, [10, 20, 99])
+    assert [p.name for p in renamed] == ["iter_0000010.removed", "iter_0000020.removed"]
+    assert good_iterations(tmp_path) == [30]
+    assert all((p / "manifest.json").exists() for p in renamed)
+    clear(renamed)
+    assert [p.name for p in tmp_path.iterdir()] == ["iter_0000030"]
+
+
+def test_left_overs(tmp_path: Path) -> None:
+    for iteration in (10, 20):
+        checkpoint(tmp_path, iteration)
+    (tmp_path / "iter_0000020").rename(tmp_path / "iter_0000020.old")
+    mine = ("iter_0000010.old", "iter_0000030.tmp", "iter_0000005.removed")
+    others = ("iter_0000040.tmp", "iter_3.tmp", "notes.tmp", "latest_checkpointed_iteration.txt.tmp")
+    for name in (*mine, *others):
+        (tmp_path / name).mkdir()
+    found = left_over(tmp_path, current=tmp_path / "iter_0000040.tmp")
+    assert sorted(p.name for p in found) == sorted(mine)
+    # Killed between the two renames of a replacement: the old one is the only one.
+    assert good_iterations(tmp_path) == [10, 20]

@@ -1,0 +1,204 @@
+"""Saving while training waits: what is in a folder, what fails without a trace, and how much memory it takes."""
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+
+from megatron.checkpoint import folder as folder_module
+from megatron.checkpoint import writer as writer_module
+from megatron.checkpoint.digest import file_digest
+from megatron.checkpoint.folder import commit_folder
+from megatron.checkpoint.writer import BoxWriter
+from tests.checkpoint import saver_cases
+from tests.helpers.processes import run_processes
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("save")
+
+
+@pytest.fixture(scope="module")
+def two(root: Path) -> list[dict[str, Any]]:
+    return run_processes(2, saver_cases.on_two, str(root), ["synchronous", "fails", "keeps"])
+
+
+@pytest.fixture(scope="module")
+def folder(root: Path, two: Any) -> Path:
+    return root / "synchronous" / "iter_0000007"
+
+
+def test_contents(folder: Path, two: Any) -> None:
+    small = {"state.json", "config.json", "passport.json", "boxes.json", "boxes_00000.json", ".metadata"}
+    data = {"__0_0.distcp", "__1_0.distcp"}
+    assert {p.name for p in folder.iterdir()} == {"manifest.json", *small, *data}
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["files"] == {name: list(file_digest(folder / name)) for name in small}
+    state = json.loads((folder / "state.json").read_text())
+    assert (state["format"], state["iteration"], state["state"]) == (3, 7, {"samples": 3})
+    assert json.loads((folder / "passport.json").read_text()) == {"who": "rank 0"}
+
+
+def test_every_byte_of_the_data_files_has_a_digest(folder: Path) -> None:
+    """Recomputed from the files by xxhash itself: boxes lie end to end from the first byte to the last."""
+    ends = {"__0_0.distcp": 0, "__1_0.distcp": 0}
+    listed = json.loads((folder / "boxes_00000.json").read_text())
+    every = [box for stored in listed.values() for box in stored["boxes"]]
+    for _, sizes, file, start, length, digest in sorted(every, key=lambda box: (box[2], box[3])):
+        assert start == ends[file]
+        data = (folder / file).read_bytes()[start : start + length]
+        assert xxhash.xxh3_128_hexdigest(data) == digest
+        tensor = torch.load(io.BytesIO(data), weights_only=True)
+        assert list(tensor.shape) == sizes and tensor.untyped_storage().nbytes() == tensor.nbytes
+        ends[file] += length
+    assert ends == {name: (folder / name).stat().st_size for name in ends} and all(ends.values())
+
+
+def test_what_is_returned(two: Any) -> None:
+    for found in (r["synchronous"] for r in two):
+        assert (found["name"], found["iteration"], found["bytes"]) == ("iter_0000007", 7, found["size"])
+        assert found["times"] and found["callers"] == ["MainThread"] and found["calls"] > 10
+        assert found["copied"] == 0, "no copy of the state"
+
+
+BEFORE = ["iter_0000001", "latest_checkpointed_iteration.txt"]
+
+
+def test_a_failure_anywhere_leaves_no_trace(two: Any) -> None:
+    first, second = (r["fails"] for r in two)
+    assert first == second
+    reasons = {
+        "full": "rank 1: OSError: [Errno 28] No space left", "tensors": "rank 1: MemoryError: no memory",
+        "parts": "no rank, or more than one, holds parts of",
+    }  # fmt: skip
+    for name in ("full", "piece", "index", "manifest", "commit", "tensors", "parts"):
+        assert "saving checkpoint" in first[name] and "iter_0000002" in first[name]
+        assert reasons.get(name, "Disk quota exceeded") in first[name]
+        assert first[f"{name}: there"] == BEFORE and first[f"{name}: tracker"] == "1\n"
+    assert first["in the end"] == ["iter_0000002", BEFORE[1]] and first["at last"] == "2\n"
+
+
+def test_retention(two: Any) -> None:
+    first, second = (r["keeps"] for r in two)
+    assert first == second
+    kept = [[int(name[5:]) for name in names if name.startswith("iter")] for names in first["found"]]
+    # 10 is what --load-tag names; two are kept, and the multiples of 40.
+    assert kept == [[10], [10, 20], [10, 20, 30], [10, 30, 40], [10, 40, 50]]
+    assert first["in the end"] == ["iter_0000010", "iter_0000040", "iter_0000050", "iter_0000060", BEFORE[1]]
+
+
+@pytest.mark.parametrize("exists", [False, True])
+@pytest.mark.parametrize("stage", ["tracker.tmp", "tracker", "folder"])
+def test_a_commit_that_fails_is_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, exists: bool
+) -> None:
+    """An error of the file system at each of its steps, with and without an older checkpoint of that iteration."""
+    final, temporary = tmp_path / "iter_0000005", tmp_path / "iter_0000005.tmp"
+    temporary.mkdir()
+    (temporary / "new").touch()
+    if exists:
+        final.mkdir()
+        (final / "old").touch()
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    tracker.write_text("4\n")
+    rename = Path.rename
+
+    def failing(what: Any, to: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    def failing_rename(self: Path, to: Path) -> Path:
+        if stage == "folder" and to == final and self == temporary:
+            raise OSError(13, "Permission denied")
+        return rename(self, to)
+
+    if stage == "tracker.tmp":
+        monkeypatch.setattr(folder_module, "write_text", failing)
+    elif stage == "tracker":
+        monkeypatch.setattr(folder_module.os, "replace", failing)
+    monkeypatch.setattr(Path, "rename", failing_rename)
+    with pytest.raises(OSError, match="No space|Permission"):
+        commit_folder(temporary, final, 5)
+    monkeypatch.undo()
+    assert tracker.read_text() == "4\n" and (temporary / "new").exists()
+    assert (final / "old").exists() == exists and final.exists() == exists
+    assert not final.with_name(final.name + ".old").exists()
+    commit_folder(temporary, final, 5)
+    assert tracker.read_text() == "5\n" and [p.name for p in final.iterdir()] == ["new"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [final.name, tracker.name]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64", "int64", "bool", "complex64"])
+def test_any_tensor(tmp_path: Path, dtype: str) -> None:
+    whole = (torch.arange(24) % 5).to(getattr(torch, dtype)).view(4, 6)
+    views = {"rows": whole[1:3], "columns": whole[:, 2:4], "one": whole[2, 3], "turned": whole.t(), "none": whole[:0]}
+    with BoxWriter(tmp_path, 3) as writer:
+        for name, view in views.items():
+            writer.add(name, (9,) * view.dim(), (1,) * view.dim(), view)
+        stored = writer.finish()
+    data = (tmp_path / "__3_0.distcp").read_bytes()
+    for name, view in views.items():
+        (offset, sizes, _, start, length, _), = stored[name]["boxes"]
+        found = torch.load(io.BytesIO(data[start : start + length]), weights_only=True)
+        assert found.dtype == view.dtype and torch.equal(found, view) and found.shape == view.shape == sizes
+        assert offset == (1,) * view.dim() and stored[name]["dtype"] == dtype
+
+
+def test_the_setting_of_torch_save_is_given_back(tmp_path: Path) -> None:
+    for usual in (True, False):
+        torch.serialization.set_crc32_options(usual)
+        try:
+            with BoxWriter(tmp_path, 0) as writer:
+                writer.add("w", (3,), (0,), torch.ones(3))
+                assert torch.serialization.get_crc32_options() is usual
+        finally:
+            torch.serialization.set_crc32_options(True)
+
+
+def test_contiguous_views_are_not_copied() -> None:
+    whole = torch.arange(24.0).view(4, 6)
+    taken = writer_module._with_own_storage(whole[1:3])
+    assert taken.data_ptr() == whole[1].data_ptr() and taken.untyped_storage().nbytes() == taken.nbytes
+    assert writer_module._with_own_storage(whole[:, 1:3]).data_ptr() != whole[:, 1:3].data_ptr()
+
+
+@pytest.mark.parametrize("elements", [10, 1 << 20], ids=["in the buffer", "larger than it"])
+def test_a_full_disk_is_called_so(tmp_path: Path, elements: int) -> None:
+    (tmp_path / "__0_0.distcp").symlink_to("/dev/full")
+
+    def write() -> None:
+        with BoxWriter(tmp_path, 0) as writer:
+            writer.add("w", (elements,), (0,), torch.zeros(elements))
+            writer.finish()
+
+    with pytest.raises(OSError, match="No space left on device"):
+        write()
+
+
+def test_no_file_without_boxes_and_signs_of_life_in_large_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    with BoxWriter(tmp_path, 0) as writer:
+        assert writer.finish() == {}
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(writer_module, "_CHUNK", 1000)
+    monkeypatch.setattr(writer_module, "_SYNC", 5000)
+    with BoxWriter(tmp_path, 0, lambda: calls.append(0)) as writer:
+        writer.add("w", (2500,), (0,), torch.arange(2500.0))  # 10,000 bytes
+        stored = writer.finish()
+    (box,) = stored["w"]["boxes"]
+    assert len(calls) >= 10 + 2 + 1
+    data = (tmp_path / "__0_0.distcp").read_bytes()
+    assert len(data) == box[4] and xxhash.xxh3_128_hexdigest(data) == box[5]
+    assert torch.equal(torch.load(io.BytesIO(data), weights_only=True), torch.arange(2500.0))
+
+
+@pytest.mark.parametrize(("background", "share"), [(False, 0.0), (True, 1.0)])
+def test_memory(tmp_path: Path, background: bool, share: float) -> None:
+    """A save takes no copy of the state; one in the background takes one. A tenth for buffers, lists and the rest."""
+    ((grown, state),) = run_processes(1, saver_cases.peak_of_a_save, str(tmp_path), 100, background)
+    assert abs(grown / state - share) < 0.1

@@ -1,0 +1,55 @@
+"""What an engine holds: every byte of its tensors is one that training needs, and none exists twice."""
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from megatron.engine.engine import Engine
+from megatron.parallel.sharding import attach, shard
+from tests.engine import toy
+from tests.helpers.groups import join
+from tests.helpers.processes import run_processes
+
+SHAPES = {"up": (96, 64), "down": (64, 96), "norm": (512,)}
+ELEMENTS = sum(torch.Size(shape).numel() for shape in SHAPES.values())
+LEAST = 1024  # bytes: what is smaller is a number or two
+# Of each element: weight, fp32 master weight where the weight is not that, fp32 gradient sum, two fp32 moments.
+BYTES = {"fp32": 4 + 0 + 4 + 8, "bf16": 2 + 4 + 4 + 8, "fp16": 2 + 4 + 4 + 8}
+DIVIDED = {"fp32": 8, "bf16": 4 + 8, "fp16": 4 + 8}  # of which ZeRO gives each of the data-parallel ranks a part
+
+
+def storages() -> dict[int, int]:
+    """Bytes by address of the memory of all tensors that are alive."""
+    gc.collect()
+    found = [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]
+    found += [t.grad for t in found if t.is_leaf and t.grad is not None]
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found if t.device.type == "cpu"}
+    return {address: size for address, size in sizes.items() if size >= LEAST}
+
+
+def held(rank: int, precision: str, stage: int) -> int:
+    topology = join()
+    chunk = torch.nn.Module()
+    for name, shape in SHAPES.items():
+        p = torch.nn.Parameter(torch.ones(shape))
+        chunk.register_parameter(name, attach(p, shard(name, shape, None, 0, 1, decay=name != "norm"), 1))
+    chunks = torch.nn.ModuleDict({"0": chunk})
+    del p
+    before = set(storages()) - {p.untyped_storage().data_ptr() for p in chunks.parameters()}
+    engine = Engine(toy.config(precision, stage, zero_reduce_bucket_size=10**6), topology, chunks)
+    for p in chunks.parameters():
+        engine.gradient(p).fill_(1.0)
+    engine.step(0.1)  # which is when others would make what they put off
+    return sum(size for address, size in storages().items() if address not in before)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "precision", "stage"), [(1, "fp32", 1), (1, "bf16", 1), (1, "fp16", 1), (2, "bf16", 1), (2, "fp32", 0)]
+)
+def test_nothing_is_held_twice(ranks: int, precision: str, stage: int) -> None:
+    """DeepSpeed rounds the length of a group up to an even number for each rank: here it is one already."""
+    divided = ELEMENTS * DIVIDED[precision]
+    expected = ELEMENTS * BYTES[precision] - (divided - divided // ranks if stage == 1 else 0)
+    assert run_processes(ranks, held, precision, stage) == [expected] * ranks

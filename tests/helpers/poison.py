@@ -1,0 +1,73 @@
+"""Runs with one bad value: hooks that a test puts on a model after it is built, while training goes its usual way.
+
+As a program it is pretrain_gpt.py with the poison that the variable POISON holds as JSON.
+"""
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+
+# 'what': weight, forward or backward; 'module': its global name; 'rank': where; 'step': from which on; 'times': how
+# often a hook strikes (0: always).
+
+
+def poisoned(poison: dict[str, Any]) -> None:
+    """From now on `train` of this process strikes as `poison` says."""
+    from megatron.training import setup
+
+    plain = setup.train
+
+    def train(run: Any) -> Any:
+        if run.topology.rank == poison["rank"]:
+            install(run, poison)
+        return plain(run)
+
+    setup.train = train  # type: ignore[assignment]
+
+
+def install(run: Any, poison: dict[str, Any]) -> None:
+    what, left = poison["what"], [poison.get("times", 0) or 1 << 30]
+
+    def strikes() -> bool:
+        due = run.progress.iteration + 1 >= poison["step"] and left[0] > 0
+        left[0] -= due
+        return due
+
+    def spoil(x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        x.view(-1)[3] = float("nan")
+        return x
+
+    def after(module: Any, inputs: Any, outputs: Any) -> Any:
+        first = outputs[0] if isinstance(outputs, tuple) else outputs
+        if what == "backward":
+            first.register_hook(lambda gradient: spoil(gradient) if strikes() else gradient)
+            return outputs
+        if module.training and torch.is_grad_enabled() and strikes():
+            first = first + spoil(torch.zeros_like(first))
+        return (first, *outputs[1:]) if isinstance(outputs, tuple) else first
+
+    def before(module: Any, inputs: Any) -> None:
+        if strikes():
+            with torch.no_grad():
+                module.weight.view(-1)[0] = float("nan")
+
+    _, index, *path = poison["module"].split(".")
+    for chunk in run.chunks.values():
+        for layer in chunk.layers:
+            if layer.index == int(index):
+                module = layer.get_submodule(".".join(path))
+                module.register_forward_pre_hook(before) if what == "weight" else module.register_forward_hook(after)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.getcwd())
+    import pretrain_gpt
+    from megatron.training.failures import leave
+
+    poisoned(json.loads(os.environ["POISON"]))
+    leave(pretrain_gpt.main(sys.argv[1:]))

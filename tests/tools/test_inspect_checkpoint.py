@@ -1,0 +1,160 @@
+"""tools/inspect_checkpoint.py: what it prints, as tables and as JSON, and how it ends."""
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.made import make, tensors
+from tests.helpers.launching import ROOT
+
+VALUES = tensors()
+
+
+def tool() -> Any:
+    specification = importlib.util.spec_from_file_location("inspect_checkpoint", ROOT / "tools/inspect_checkpoint.py")
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+Run = Any  # Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Call the tool: (exit code, output)."""
+    main = tool().main
+
+    def call(*arguments: object) -> tuple[int, str]:
+        code = main([str(a) for a in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    return call
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_contents(tmp_path: Path, run: Run) -> None:
+    folder = make(tmp_path, 100, VALUES)
+    code, output = run(folder)
+    assert code == 0
+    lines = output.splitlines()
+    (row,) = [line for line in lines if "layers.0.mlp.weight" in line]
+    expected = "layers.0.mlp.weight 4 x 2 x 3 float32 master, exp_avg, exp_avg_sq 6 __0_0.distcp, __1_0.distcp"
+    assert row.split() == expected.split()
+    assert any(line.split() == ["parameters", "61"] for line in lines)
+    assert any(line.split() == ["iteration", "100"] for line in lines)
+    assert '"torch": "1.2"' not in output and '"torch": "1.2"' in run(folder, "--passport")[1]
+    code, output = run(folder, "--json")
+    found = json.loads(output)
+    assert found["checkpoint"]["passport"]["versions"] == {"torch": "1.2"}
+    assert found["tensors"]["master.embedding.weight"]["shape"] == [10, 3]
+
+
+def test_a_folder_of_checkpoints(tmp_path: Path, run: Run) -> None:
+    make(tmp_path, 100, VALUES)
+    newest = make(tmp_path, 200, VALUES)
+    (newest / "state.json").write_text("{}")
+    code, output = run(tmp_path)
+    assert code == 0 and "iter_0000200" in output and "state.json has 2 bytes where" in output.replace("\n", " ")
+    found = json.loads(run(tmp_path, "--json")[1])
+    assert found["checkpoint"]["iteration"] == 100
+    assert [c["problem"] is None for c in found["checkpoints"]] == [False, True]
+    assert run(newest)[0] == 1
+    assert run(tmp_path, "--tag", "200")[0] == 1
+    assert run(tmp_path, "--tag", 100, "--json")[0] == 0
+
+
+def test_norms(tmp_path: Path, run: Run) -> None:
+    folder = make(tmp_path, 1, {**VALUES, "master.bad": torch.tensor([3.0, math.nan, 4.0])})
+    code, output = run(folder, "--norms", "--match", "master.*")
+    (row,) = [line for line in output.splitlines() if "master.bad" in line]
+    assert code == 0 and row.split() == ["master.bad", "3", "float32", "5", "4", "1"]
+    assert "exp_avg." not in output
+    found = json.loads(run(folder, "--norms", "--json")[1])
+    exact = VALUES["exp_avg.embedding.weight"].double().norm().item()
+    # Both in float64; the order of 30 additions differs.
+    assert found["tensors"]["exp_avg.embedding.weight"]["norm"] == pytest.approx(exact, rel=1e-14)
+    damage(folder / "__1_0.distcp")
+    code, output = run(folder, "--norms")
+    assert code == 1 and "damaged: " in output and "__1_0.distcp" in output
+
+
+def test_verification(tmp_path: Path, run: Run) -> None:
+    old, folder = make(tmp_path, 50, VALUES, form=1), make(tmp_path, 100, VALUES)
+    code, output = run(tmp_path, "--verify")
+    assert (code, output.splitlines()) == (
+        0, ["iter_0000100: sound", "iter_0000050: sound, as far as can be told: its format has no checksums"],
+    )  # fmt: skip
+    damage(folder / "__0_0.distcp")
+    for arguments in ((tmp_path,), (folder,), (tmp_path, "--tag", "100")):
+        code, output = run(*arguments, "--verify")
+        assert code == 1 and f"iter_0000100: {folder}/__0_0.distcp is damaged" in output
+    assert run(old, "--verify")[0] == 0
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    found = json.loads(run(tmp_path, "--verify", "--json")[1])["problems"]
+    assert "whose folder is missing" in found["tracker"][0] and found["iter_0000050"] == []
+
+
+def test_difference(tmp_path: Path, run: Run) -> None:
+    changed = {**VALUES, "master.embedding.weight": VALUES["master.embedding.weight"] * 1.5}
+    first = make(tmp_path / "a", 1, VALUES, config={"training": {"seed": 1}})
+    same = make(tmp_path / "b", 1, VALUES, config={"training": {"seed": 2}}, files=3)
+    other = make(tmp_path / "c", 1, changed)
+    code, output = run("--diff", first, same)
+    assert code == 0 and "training.seed" in output and "9 tensors are equal to the bit, 0 are not" in output
+    code, output = run("--diff", tmp_path / "a", tmp_path / "c")
+    (row,) = [line for line in output.splitlines() if "master.embedding.weight" in line]
+    assert code == 1 and "30 of 30" in row and row.split()[-1] == "0.5"
+    found = json.loads(run("--diff", first, other, "--json")[1])
+    assert found["same"] is False and list(found["tensors"]) == ["master.embedding.weight"]
+    # Each product is rounded to float32 once: relative 2**-24, over the half that the difference is.
+    assert found["tensors"]["master.embedding.weight"]["relative"] == pytest.approx(0.5, rel=2**-23)
+    assert run("--diff", first, other, "--match", "layers.*")[0] == 0
+    damage(other / "__0_0.distcp")
+    assert run("--diff", first, other)[0] == 1
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    ((), "give the PATH"), (("--diff", ".", ".", "."), "give the PATH"), (("/does/not/exist",), "is no folder"),
+    (("--diff", ".", "/does/not/exist"), "is no folder"), (("--diff", ".", ".", "--verify"), "--diff goes with"),
+])  # fmt: skip
+def test_errors(run: Run, arguments: tuple[str, ...], words: str) -> None:
+    code, output = run(*arguments)
+    assert code == 2 and words in output and "Traceback" not in output
+
+
+def test_folders_without_checkpoints(tmp_path: Path, run: Run) -> None:
+    for flags in ((), ("--verify",), ("--json",)):
+        code, output = run(tmp_path, *flags)
+        assert code == 2 and "no checkpoint in" in output
+    (tmp_path / "latest").write_text("global_step3")
+    code, output = run(tmp_path)
+    assert code == 2 and "convert_checkpoint" in output
+    assert run(tmp_path, "--tag", "3", "--verify")[0] == 2
+
+
+def test_as_a_program(tmp_path: Path) -> None:
+    """Without a process group, and without the engine's imports."""
+    folder = make(tmp_path, 1, VALUES)
+    code = (
+        "import runpy, sys; sys.argv = ['x', sys.argv[1]]\n"
+        "try: runpy.run_path('tools/inspect_checkpoint.py', run_name='__main__')\n"
+        "except SystemExit as e: print('deepspeed' in sys.modules, e.code)"
+    )
+    command = [sys.executable, "-c", code, str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "False 0", done.stderr

@@ -1,0 +1,274 @@
+"""Runs that are told to end, that cannot save, and whose job ends: what they leave behind."""
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config import Config
+from megatron.training import pretrain
+from megatron.training.metrics import read_metrics
+from tests.helpers.processes import run_processes, run_processes_raw
+from tests.training.test_run import FIELDS, records, run, values
+
+SMALL = {**FIELDS, "num_layers": 2, "eval_iters": 0, "log_interval": 1}
+
+
+def iterations(folder: Path) -> list[int]:
+    """Of the checkpoints that are there."""
+    return sorted(int(path.name.removeprefix("iter_")) for path in folder.glob("iter_*") if not path.suffix)
+
+
+def losses(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    return {
+        event: [(r["iteration"], r["lm_loss"]) for r in read_metrics(folder / "metrics.jsonl", event)]
+        for event in ("iteration", "validation")
+    }
+
+
+# -- saves that fail ---------------------------------------------------------------------------------------------------
+
+
+def run_on_full_disk(rank: int, fields: dict[str, Any], broken: list[int]) -> str | None:
+    """Rank 0 cannot begin a checkpoint of the `broken` iterations; what the run raises at its end."""
+    from megatron.checkpoint import save
+    from megatron.errors import CheckpointError
+
+    plain = save.start_folder
+
+    def start_folder(folder: Path) -> Path:
+        if int(folder.name.removeprefix("iter_")) in broken:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+        return plain(folder)
+
+    save.start_folder = start_folder
+    try:
+        run(rank, {**SMALL, **fields})
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_training_goes_on_when_a_save_fails(tmp_path: Path, background: bool) -> None:
+    fields = dict(save=str(tmp_path), save_interval=2, train_iters=5, async_save=background)
+    assert run_processes(2, run_on_full_disk, fields, [4]) == [None, None]
+    found = records(tmp_path)
+    assert values(found["checkpoint"], "iteration") == [(2,), (5,)]
+    (failed,) = found["checkpoint_failed"]
+    assert failed["iteration"] == 4 and "No space left" in failed["reason"]
+    assert iterations(tmp_path) == [2, 5] and not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_run_whose_last_save_failed_ends_with_an_error_and_keeps_the_old_checkpoint(tmp_path: Path) -> None:
+    fields = dict(save=str(tmp_path), save_interval=2, train_iters=3)
+    errors = run_processes(2, run_on_full_disk, fields, [3])
+    assert errors[0] == errors[1]
+    assert "up to iteration 3 is not saved, the last good one is of iteration 2" in errors[0]
+    assert "No space left" in errors[0]
+    found = records(tmp_path)
+    assert values(found["end"], "iteration", "reason") == [(3, "done")]
+    assert iterations(tmp_path) == [2]
+    run_processes(1, run, dict(SMALL, save=str(tmp_path), load=str(tmp_path), train_iters=3))  # goes on from there
+    assert iterations(tmp_path) == [2, 3]
+
+
+def run_and_give_up(rank: int, fields: dict[str, Any]) -> str:
+    """The third step cannot be taken, on any rank."""
+    from megatron.errors import TrainingError
+    from megatron.training.skips import SkipRules
+
+    def after_step(self: SkipRules, run: Any, *_: Any) -> None:
+        if run.progress.iteration == 2:
+            raise TrainingError("not finite")
+
+    SkipRules.after_step = after_step  # type: ignore[method-assign, assignment]
+    with pytest.raises(TrainingError) as caught:
+        run(rank, {**SMALL, **fields})
+    return str(caught.value)
+
+
+def test_a_save_under_way_is_completed_when_training_cannot_go_on(tmp_path: Path) -> None:
+    fields = dict(save=str(tmp_path), save_interval=2, train_iters=5, async_save=True)
+    assert run_processes(1, run_and_give_up, fields) == ["not finite"]
+    assert iterations(tmp_path) == [2]
+
+
+# -- exact resume ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", [{}, pytest.param(dict(bf16=True), marks=pytest.mark.slow)])
+def test_saves_in_the_background_and_resumption_change_no_bit(tmp_path: Path, precision: dict[str, Any]) -> None:
+    """With dropout and validation between; two jobs in a row, the first in a folder that is not there yet."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    fields = dict(log_interval=1, train_iters=7, **precision)
+    run_processes(2, run, dict(fields, save=str(whole)))
+    again = dict(fields, save=str(parts), load=str(parts), save_interval=2, async_save=True)
+    run_processes(2, run, dict(again, exit_interval=3))
+    run_processes(2, run, again)
+    assert losses(parts) == losses(whole)
+    assert values(records(parts)["checkpoint"], "iteration") == [(2,), (3,), (4,), (6,), (7,)]
+    assert sorted(r["background"] for r in records(parts)["checkpoint"]) == [False, False, True, True, True]
+
+
+# -- signals -----------------------------------------------------------------------------------------------------------
+
+
+def run_and_signal(rank: int, fields: dict[str, Any], where: str, number: int) -> int | None:
+    """The signal comes twice on the last rank, in the function `where` of a module; the exit code."""
+    import importlib
+
+    from megatron.training.failures import run_guarded
+
+    module, _, name = where.rpartition(".")
+    holder: Any = importlib.import_module(module)
+    plain, calls = getattr(holder, name), [0]
+
+    def signalled(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if rank == int(os.environ["WORLD_SIZE"]) - 1 and calls[0] == 1:
+            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)
+        return plain(*args, **kwargs)
+
+    setattr(holder, name, signalled)
+    world = int(os.environ["WORLD_SIZE"])
+    return run_guarded(lambda: pretrain(Config.create(**{**SMALL, **fields}, world_size=world)), rank)
+
+
+@pytest.mark.parametrize(
+    ("where", "iteration"),
+    [
+        ("megatron.training.setup.build_datasets", 0),  # before the first step
+        ("megatron.training.setup.connect", 0),
+        ("megatron.checkpoint.save.check_complete", 2),  # while the checkpoint of 2 is completed, noticed after step 3
+    ],
+)
+def test_a_signal_at_any_time_saves_and_ends_with_exit_code_0(tmp_path: Path, where: str, iteration: int) -> None:
+    fields = dict(save=str(tmp_path), save_interval=2, train_iters=50)
+    number = signal.SIGUSR1 if iteration else signal.SIGTERM
+    # check_complete runs on rank 0 alone.
+    codes = run_processes(1 if iteration else 2, run_and_signal, fields, where, int(number))
+    assert set(codes) == {0}
+    (end,) = records(tmp_path)["end"]
+    stopped = iteration + 1 if iteration else 0
+    assert (end["iteration"], end["reason"]) == (stopped, f"exiting program after receiving {number.name}")
+    assert iterations(tmp_path)[-1] == stopped
+
+
+def test_a_signal_in_the_last_evaluation_costs_nothing_but_evaluations(tmp_path: Path) -> None:
+    fields = dict(save=str(tmp_path), train_iters=2, eval_iters=1, eval_interval=99)
+    where = "megatron.training.loop.final_evaluations"
+    assert run_processes(1, run_and_signal, fields, where, int(signal.SIGTERM)) == [0]
+    found = records(tmp_path)
+    assert values(found["end"], "iteration", "reason") == [(2, "done")] and iterations(tmp_path) == [2]
+    assert values(found["validation"], "iteration") == [(0,)]
+
+
+# -- the end of the job ------------------------------------------------------------------------------------------------
+
+
+def slurm(folder: Path, left: str) -> dict[str, str]:
+    """An environment in which squeue says `left`, and scontrol notes what it is asked for."""
+    answers = {"squeue": f'case "$*" in *%L*) echo {left};; *) echo RUNNING None;; esac', "scontrol": ""}
+    for name, body in answers.items():
+        script = folder / name
+        script.write_text(f"#!/bin/sh\necho {name} $@ >> {folder}/asked\n{body}\n")
+        script.chmod(0o755)
+    return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_ID": "4711"}
+
+
+def test_a_job_that_ends_saves_and_goes_back_into_the_queue(tmp_path: Path) -> None:
+    save, environment = tmp_path / "run", slurm(tmp_path, "0:25")
+    fields = dict(SMALL, save=str(save), train_iters=3000, requeue=True)
+    run_processes(2, run, fields, env=environment)
+    (end,) = records(save)["end"]
+    assert "left of the job" in end["reason"] and end["iteration"] < 3000
+    assert iterations(save) == [end["iteration"]]
+    assert (tmp_path / "asked").read_text().splitlines()[-1] == "scontrol requeue 4711"
+
+
+def test_a_job_with_time_left_goes_on_and_is_not_put_back_when_it_is_done(tmp_path: Path) -> None:
+    save, environment = tmp_path / "run", slurm(tmp_path, "2:00:00")
+    run_processes(1, run, dict(SMALL, save=str(save), train_iters=3, requeue=True), env=environment)
+    assert values(records(save)["end"], "iteration", "reason") == [(3, "done")]
+    assert "scontrol" not in (tmp_path / "asked").read_text()
+
+
+def test_a_given_wall_time_counts_from_the_start(tmp_path: Path) -> None:
+    """29 s are less than the margin: not even the first evaluation is begun, and nothing asks Slurm."""
+    save, environment = tmp_path / "run", slurm(tmp_path, "2:00:00")
+    run_processes(1, run, dict(SMALL, save=str(save), walltime="0:29", eval_iters=1), env=environment)
+    (end,) = records(save)["end"]
+    assert "validation" not in records(save)
+    assert end["iteration"] == 0 and "left of the job" in end["reason"] and not (tmp_path / "asked").exists()
+
+
+def test_a_run_that_saves_nothing_asks_nobody_for_its_time(tmp_path: Path) -> None:
+    metrics, environment = tmp_path / "metrics.jsonl", slurm(tmp_path, "0:25")
+    run_processes(1, run, dict(SMALL, metrics_file=str(metrics), train_iters=2), env=environment)
+    assert values(records(tmp_path)["end"], "iteration") == [(2,)] and not (tmp_path / "asked").exists()
+
+
+def test_a_failed_last_save_keeps_the_job_out_of_the_queue(tmp_path: Path) -> None:
+    """It would lose the same steps again and again."""
+    save, environment = tmp_path / "run", slurm(tmp_path, "0:25")
+    fields = dict(save=str(save), train_iters=3000, requeue=True)
+    outcomes = run_processes_raw(1, run_on_full_disk, fields, list(range(3000)), env=environment)
+    assert outcomes[0][0] and "is not saved, there is none" in outcomes[0][1]
+    assert "scontrol" not in (tmp_path / "asked").read_text()
+
+
+# -- what others make of a run -----------------------------------------------------------------------------------------
+
+
+def test_computing_times_of_ranks_are_reported_without_those_of_evaluations(tmp_path: Path) -> None:
+    fields = dict(save=str(tmp_path), train_iters=4, log_interval=2, straggler_report=True)
+    run_processes(2, run, {**SMALL, **fields})
+    found = records(tmp_path)["stragglers"]
+    assert values(found, "iteration") == [(2,), (4,)]
+    assert all(0 < r["min_ms"] <= r["max_ms"] for r in found)
+    # Far more is computed in evaluations than in steps: 20 batches after each.
+    evaluating = dict(train_iters=8, load=str(tmp_path), eval_iters=20, eval_interval=1)
+    run_processes(2, run, {**SMALL, **fields, **evaluating})
+    steps = {r["iteration"]: 1000 * r["step_time_s"] for r in records(tmp_path)["iteration"]}
+    later = records(tmp_path)["stragglers"][2:]
+    assert values(later, "iteration") == [(6,), (8,)]
+    assert all(r["max_ms"] <= steps[r["iteration"]] for r in later)  # whose clock stands still during evaluations
+
+
+def run_and_note_the_watchdog(rank: int, fields: dict[str, Any]) -> list[str]:
+    """When a step begins, and when the watchdog starts and stops."""
+    from megatron.training import loop
+    from megatron.training.watchdog import Watchdog
+
+    noted: list[str] = []
+    plain = loop.train_step
+
+    def step(of: Any) -> Any:
+        noted.append("step")
+        return plain(of)
+
+    loop.train_step = step  # type: ignore[assignment]
+    Watchdog.start = lambda self: noted.append("start")  # type: ignore[method-assign]
+    Watchdog.stop = lambda self: noted.append("stop")  # type: ignore[method-assign]
+    run(rank, {**SMALL, **fields})
+    return noted
+
+
+def test_the_watchdog_watches_from_the_first_finished_step_to_the_end(tmp_path: Path) -> None:
+    (noted,) = run_processes(1, run_and_note_the_watchdog, dict(train_iters=2))
+    assert noted == ["step", "start", "step", "start", "stop"]
+    (noted,) = run_processes(1, run_and_note_the_watchdog, dict(train_iters=2, hang_timeout=0.0))
+    assert noted == ["step", "step"]
+
+
+def test_a_checkpoint_carries_its_passport(tmp_path: Path) -> None:
+    run_processes(2, run, dict(SMALL, save=str(tmp_path), train_iters=1))
+    passport = json.loads((tmp_path / "iter_0000001" / "passport.json").read_text())
+    assert passport["iteration"] == 1 and passport["layout"]["data"] == 2 and passport["data"] == []

@@ -1,0 +1,158 @@
+"""From what ranks were seen to do to who is at fault, for cases that are known."""
+from __future__ import annotations
+
+from megatron.parallel.flight import KINDS, Call, FlightState
+from megatron.parallel.processes import GONE, STOPPED
+from megatron.parallel.topology import Layout
+from megatron.training.hangs import Seen, group_members, judge, report
+
+LIMIT = 30.0
+
+
+def seen(
+    rank: int, call: Call | None = None, quiet_s: float = 40.0, process: str = "sleeping", answered: bool = True,
+    stack: str = "", **posted: int,
+) -> Seen:
+    counts = tuple(posted.get(kind, 0) for kind in KINDS)
+    state = FlightState(
+        rank, 100 + rank, 1, f"n{rank // 2}:cuda:{rank % 2}", (1, 1, 1), 16, "training",
+        "FORWARD of stage 0, micro-batch 2", quiet_s, call, quiet_s, quiet_s, counts, 1, 0.0, 0, "",
+    )  # fmt: skip
+    return Seen(state, process, answered, stack)
+
+
+def receive(peer: int) -> Call:
+    return Call("receive", "pipeline", peer, 64, 0)
+
+
+def collective(kind: str, number: int, name: str = "all_reduce", size: int = 8) -> Call:
+    return Call(name, kind, -1, size, number)
+
+
+def test_groups_are_those_of_the_topology() -> None:
+    layout = Layout(tensor=2, pipeline=2, data=2)
+    assert group_members("tensor", 5, layout) == (4, 5)
+    assert group_members("data", 5, layout) == (5, 7)
+    assert group_members("pipeline", 5, layout) == (1, 5)
+    assert group_members("embedding", 5, layout) == (1, 5)
+    assert group_members("model", 5, layout) == (0, 1, 4, 5)
+    assert group_members("world", 5, layout) == tuple(range(8))
+    assert group_members("other", 5, layout) == ()
+
+
+def test_the_end_of_a_chain_of_waits_is_at_fault() -> None:
+    layout = Layout(pipeline=4)
+    ranks = {0: seen(0, receive(1)), 1: seen(1, receive(2)), 3: seen(3, receive(2))}
+    ranks[2] = seen(2, process=STOPPED, answered=False)
+    verdict = judge(ranks, layout, LIMIT, {})
+    assert verdict.hang and verdict.culprits == (2,)
+    assert verdict.conclusion == (
+        "rank 2 (n1:cuda:0, process 102) is stopped (SIGSTOP) since step 17, in FORWARD of stage 0, micro-batch 2 "
+        "(training), 40 s ago; ranks 0-1, 3 wait for it"
+    )
+
+
+def test_who_has_not_come_to_a_collective_is_at_fault() -> None:
+    layout = Layout(data=4)
+    ranks = {r: seen(r, collective("data", 5), data=5) for r in (0, 1, 3)}
+    ranks[2] = seen(2, data=4, stack="train.py:1 main\ndata.py:7 read")
+    verdict = judge(ranks, layout, LIMIT, {})
+    assert verdict.hang and verdict.culprits == (2,)
+    assert "makes no progress" in verdict.conclusion and "at data.py:7 read" in verdict.conclusion
+    assert "ranks 0-1, 3 wait for it" in verdict.conclusion
+
+
+def test_who_is_at_work_is_waited_for() -> None:
+    layout = Layout(data=2)
+    ranks = {0: seen(0, collective("data", 5), data=5), 1: seen(1, quiet_s=10.0, data=4)}
+    verdict = judge(ranks, layout, LIMIT, {})
+    assert not verdict.hang and verdict.retry_s == 20.0
+
+
+def test_a_rank_that_stopped_a_moment_ago_is_given_its_time_but_one_that_died_is_not() -> None:
+    layout = Layout(data=2)
+    waiting = seen(0, collective("data", 5), data=5)
+    for process, hang in ((STOPPED, False), (GONE, True)):
+        ranks = {0: waiting, 1: seen(1, quiet_s=10.0, process=process, answered=False, data=4)}
+        assert judge(ranks, layout, LIMIT, {}).hang == hang
+
+
+def test_a_node_without_a_sign_of_life_is_named_by_its_places() -> None:
+    layout = Layout(data=4)
+    ranks = {r: seen(r, collective("world", 9), world=9) for r in (0, 1)}
+    verdict = judge(ranks, layout, LIMIT, {2: "n7:cuda:0", 3: "n7:cuda:1"})
+    assert verdict.hang and verdict.culprits == (2, 3)
+    assert verdict.conclusion.startswith("ranks 2-3 (on n7) gave no sign of life")
+
+
+def test_a_lost_process_explains_more_than_one_that_is_stuck() -> None:
+    layout = Layout(data=3)
+    ranks = {
+        0: seen(0, collective("data", 5), data=5),
+        1: seen(1, data=4, stack="distributed_c10d.py\ntorch/distributed/distributed_c10d.py:3 barrier"),
+        2: seen(2, process=STOPPED, answered=False, data=4),
+    }
+    assert judge(ranks, layout, LIMIT, {}).culprits == (2,)
+    ranks[1] = seen(1, data=4, stack="loop.py:9 item")  # it may wait for a device that waits for rank 2
+    assert judge(ranks, layout, LIMIT, {}).culprits == (2,)
+    ranks[1] = seen(1, data=4, stack="torch/distributed/distributed_c10d.py:3 barrier")
+    ranks[2] = seen(2, data=4, stack="model.py:3 forward")
+    assert judge(ranks, layout, LIMIT, {}).culprits == (2,)  # of rank 1 it is not known whom it waits for
+
+
+def test_different_calls_under_one_number() -> None:
+    layout = Layout(data=2)
+    ranks = {0: seen(0, collective("data", 5), data=5), 1: seen(1, collective("data", 5, "reduce", 4), data=5)}
+    verdict = judge(ranks, layout, LIMIT, {})
+    assert verdict.hang and "different calls as number 5" in verdict.conclusion
+    assert "rank 0 in all_reduce of 8 bytes" in verdict.conclusion
+    assert "rank 1 in reduce of 4 bytes" in verdict.conclusion
+
+
+def test_a_circle_of_waits() -> None:
+    layout = Layout(pipeline=3)
+    ranks = {0: seen(0, receive(1)), 1: seen(1, receive(2)), 2: seen(2, receive(1))}
+    verdict = judge(ranks, layout, LIMIT, {})
+    assert verdict.hang and verdict.culprits == (1, 2)
+    assert "rank 1 waits in receive of 64 bytes from rank 2 for rank 2" in verdict.conclusion
+
+
+def test_a_collective_that_all_have_entered_and_none_leaves() -> None:
+    layout = Layout(data=2)
+    ranks = {r: seen(r, collective("data", 5), data=5) for r in (0, 1)}
+    verdict = judge(ranks, layout, LIMIT, {})
+    assert verdict.hang and "look at network and devices" in verdict.conclusion
+    ranks[1] = seen(1, collective("data", 5), quiet_s=1.0, data=5)  # it has only just come
+    assert not judge(ranks, layout, LIMIT, {}).hang
+
+
+def test_a_rank_that_nobody_waits_for_yet_hangs_too() -> None:
+    layout = Layout(data=2)
+    ranks = {0: seen(0, quiet_s=1.0), 1: seen(1)}
+    assert judge(ranks, layout, LIMIT, {}).culprits == (1,)
+
+
+def test_the_report_puts_equal_stacks_together_and_survives_the_store() -> None:
+    layout = Layout(data=4)
+    stack = "loop.py:1 train\n\nthread x: y.py:2 z"
+    ranks = {r: seen(r, collective("data", 5), data=5, stack=stack) for r in (0, 1, 3)}
+    ranks[2] = seen(2, process=STOPPED, answered=False, data=4)
+    ranks = {rank: Seen.from_json(of.to_json()) for rank, of in ranks.items()}
+    text = report(judge(ranks, layout, LIMIT, {}), ranks, layout)
+    assert text.splitlines()[0].startswith("the job hangs: rank 2 (n1:cuda:0, process 102) is stopped")
+    assert (
+        "  rank 0: step 17, training; FORWARD of stage 0, micro-batch 2, begun 40 s ago; in all_reduce of 8 bytes over "
+        "its data group (number 5) for 40 s, waits for rank 2"
+    ) in text.splitlines()
+    assert text.count("loop.py:1 train") == 1 and "Python stacks of ranks 0-1, 3, innermost call last:" in text
+
+
+def test_a_report_of_thousands_of_ranks_shows_the_culprit_and_is_short() -> None:
+    size = 5000
+    layout = Layout(data=size)
+    ranks = {r: seen(r, collective("data", 5), data=5, stack=f"loop.py:{r} train") for r in range(size)}
+    ranks[4321] = seen(4321, process=STOPPED, answered=False, data=4)
+    verdict = judge(ranks, layout, LIMIT, {})
+    text = report(verdict, ranks, layout)
+    assert verdict.culprits == (4321,) and "ranks 0-4320, 4322-4999 wait for it" in verdict.conclusion
+    assert "  rank 4321: " in text and len(text.splitlines()) < 200

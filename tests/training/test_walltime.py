@@ -1,0 +1,143 @@
+"""The time that a job has left: what Slurm says, and what is enough."""
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron.training.requeue import requeue
+from megatron.training.walltime import FixedEnd, SlurmEnd, WallTime
+
+Command = Callable[[str, str], Path]
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
+    """Puts a shell script of that name before all others; what it was called with is in the file that is returned."""
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin")
+
+    def write(name: str, body: str) -> Path:
+        script, called = tmp_path / name, tmp_path / f"{name}.called"
+        script.write_text(f'#!/bin/sh\necho "$@" >> {called}\n{body}\n')
+        script.chmod(0o755)
+        return called
+
+    yield write
+
+
+def asked_once(environ: dict[str, str]) -> tuple[SlurmEnd, list[str]]:
+    """After the first answer, with everything said; no second question follows."""
+    said: list[str] = []
+    before = set(threading.enumerate())
+    end = SlurmEnd({"SLURM_JOB_ID": "4711", **environ}, said.append, clock=lambda: 1000.0, every_s=3600)
+    (thread,) = set(threading.enumerate()) - before
+    end.close()
+    thread.join(20)
+    assert not thread.is_alive()
+    return end, said
+
+
+def test_squeue_says_what_is_left_of_this_job(command: Command) -> None:
+    called = command("squeue", "echo 1-02:00:30")
+    end, said = asked_once({})
+    assert called.read_text() == "-h -j 4711 -o %L\n"
+    assert end.left_s() == 93630 and said == [" wall time: job 4711 has 1-02:00:30 left"]
+
+
+def test_the_last_answer_counts_down_and_a_new_one_counts_more(command: Command) -> None:
+    command("squeue", "echo 10:00")
+    now, said = [0.0], list[str]()
+    end = SlurmEnd({"SLURM_JOB_ID": "1"}, said.append, clock=lambda: now[0], every_s=3600)
+    deadline = time.monotonic() + 20
+    while end.left_s() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    now[0] = 100.0
+    assert end.left_s() == 500
+    command("squeue", "echo 30:00")  # somebody extended the job
+    end.ask()
+    assert end.left_s() == 1800
+    command("squeue", "echo slurm_load_jobs error: Unable to contact slurm controller >&2; exit 1")
+    for _ in range(3):
+        now[0] += 100
+        end.ask()
+    assert end.left_s() == 1500
+    end.close()
+    assert said[1:] == [
+        " warning: squeue failed: slurm_load_jobs error: Unable to contact slurm controller; job 1 is taken to have "
+        "28:20 left, as last heard of"
+    ]
+
+
+@pytest.mark.parametrize("answer", ["INVALID", "NOT_SET", "", "later"])
+def test_an_answer_that_says_nothing_is_told(command: Command, answer: str) -> None:
+    command("squeue", f"echo '{answer}'")
+    end, said = asked_once({})
+    assert end.left_s() is None and len(said) == 1 and f"squeue says {answer or 'nothing'}" in said[0]
+
+
+def test_an_unlimited_job_has_no_end_and_nothing_is_said(command: Command) -> None:
+    command("squeue", "echo UNLIMITED")
+    end, said = asked_once({})
+    assert end.left_s() is None and said == []
+
+
+def test_without_squeue_slurms_promise_is_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    end, said = asked_once({})
+    assert end.left_s() is None and "squeue is not there" in said[0] and "--walltime" in said[0]
+    end, said = asked_once({"SLURM_JOB_END_TIME": str(int(time.time()) + 600)})
+    left = end.left_s()
+    assert left is not None and 590 < left <= 600 and "squeue is not there" in said[0]
+
+
+def test_what_must_be_left() -> None:
+    now = [0.0]
+    wall_time = WallTime(FixedEnd(1000.0, 100.0, lambda: now[0]), checkpoint_bytes=2e9, eval_iters=10)
+    # Nothing is known but the size: 2 GB at 100 MB/s are 20 s, 1.5 times that, and 30 s of margin.
+    assert wall_time.needed_s == 60.0 and "guessed" in str(wall_time)
+    wall_time.after_step(4.0)
+    wall_time.after_step(2.0)
+    assert wall_time.needed_s == 64.0  # the longest step lately
+    wall_time.after_step(2.0, evaluates_next=True)
+    assert wall_time.needed_s == 104.0  # ten iterations, as long as steps
+    wall_time.after_evaluation(7.0)
+    assert wall_time.needed_s == 71.0
+    wall_time.after_save(10.0)
+    wall_time.after_save(8.0)
+    wall_time.after_step(2.0, saves_ahead=2)
+    assert wall_time.needed_s == 64.0  # 4 + 2 * 15 + 30: a save is due, or under way, and then comes the last
+    now[0] = 1036.0
+    assert not wall_time.is_ending()
+    now[0] = 1036.5
+    assert wall_time.is_ending()
+    for _ in range(100):
+        wall_time.after_step(1.0)
+    assert wall_time.needed_s == 46.0  # steps of long ago are forgotten
+
+
+def test_a_job_goes_back_into_the_queue(command: Command) -> None:
+    command("squeue", "echo RUNNING None")
+    called, said = command("scontrol", "exit 0"), list[str]()
+    assert requeue({"SLURM_JOB_ID": "4711"}, said.append)
+    assert called.read_text() == "requeue 4711\n" and said == [" job 4711 is back in the queue"]
+
+
+@pytest.mark.parametrize(("state", "goes"), [("COMPLETING None", False), ("COMPLETING TimeLimit", True)])
+def test_a_job_that_somebody_cancelled_stays_cancelled(command: Command, state: str, goes: bool) -> None:
+    command("squeue", f"echo {state}")
+    called, said = command("scontrol", "exit 0"), list[str]()
+    assert requeue({"SLURM_JOB_ID": "4711"}, said.append) == goes == called.exists()
+
+
+def test_what_keeps_a_job_out_of_the_queue_is_told(command: Command) -> None:
+    said: list[str] = []
+    assert not requeue({}, said.append)
+    assert said == [" note: --requeue does nothing: this is no Slurm job"]
+    command("squeue", "exit 1")
+    command("scontrol", "echo 'Job may not be requeued: Operation disabled' >&2; exit 1")
+    assert not requeue({"SLURM_JOB_ID": "4711"}, said.append)
+    assert said[1].startswith(" ERROR: job 4711 could not be put back") and "Operation disabled" in said[1]
