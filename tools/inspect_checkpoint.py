@@ -142,7 +142,11 @@ def overview(directory: Path) -> list[dict[str, Any]]:
             open_checkpoint(folder)
         except CheckpointError as error:
             problem = str(error)
-        size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+        size = 0
+        try:
+            size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+        except OSError as error:
+            problem = problem or f"{folder} cannot be read: {error.strerror or error}"
         out.append({"name": folder.name, "bytes": size, "problem": problem})
     return out
 

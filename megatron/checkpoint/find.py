@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -139,11 +139,32 @@ def folders(directory: str | os.PathLike[str]) -> list[Path]:
     return sorted(numbered, key=number_of, reverse=True)
 
 
+def overtaken(numbered: Iterable[Path]) -> list[Path]:
+    """Those checkpoints that are older than one of an earlier iteration: the run went back before them and left them.
+
+    As they are from before what it went back for, they do not stand in for a broken one. The times are those within
+    the checkpoints, which a copy keeps; without them, as in formats 1 and 2, nothing is known.
+    """
+    found: list[Path] = []
+    latest = 0.0
+    for folder in sorted(numbered, key=number_of):
+        try:
+            saved = read_json(folder / STATE).get("saved_at_s")
+        except CheckpointError:  # it is damaged, and told so where it is opened
+            continue
+        if not isinstance(saved, float):
+            continue
+        if saved < latest:
+            found.append(folder)
+        latest = max(latest, saved)
+    return found
+
+
 def open_checkpoint(folder: Path) -> Checkpoint:
     """The small files of a checkpoint, each checked. Raises CheckpointError, naming the file, when one is damaged."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder")
     try:
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} is no folder")
         if not (folder / STATE).is_file() or not (folder / CONFIG).is_file():
             raise CheckpointError(_what_is_missing(folder))
         manifest = read_manifest(folder)
@@ -176,6 +197,9 @@ def find(directory: str | os.PathLike[str], tag: str | int | None = None, before
         missing = None
     # A tracker that names what is not there may be damaged itself, e.g. cut to fewer digits: it says nothing of others.
     left_behind = [] if missing else [folder for folder in there if tracker.left_behind(folder)]
+    left_behind += [
+        folder for folder in overtaken(there) if folder not in left_behind and number_of(folder) != tracker.iteration
+    ]
     rejected: list[Rejected] = []
     good = None
     if missing and before is None:

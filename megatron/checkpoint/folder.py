@@ -4,6 +4,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 from pathlib import Path
 from typing import Any
@@ -65,9 +66,12 @@ def write_text(path: Path, text: str) -> Written:
 
 
 def start_folder(folder: Path) -> Path:
-    """An empty folder beside `folder`, under a temporary name, in which to write."""
-    temporary = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    """An empty folder beside `folder`, under a temporary name, in which to write.
+
+    No other save has that name: two runs that save to one directory, e.g. a requeued job beside one that has not ended,
+    would else write into each other's folders, and give half of a checkpoint its final name.
+    """
+    temporary = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.tmp")
     temporary.mkdir(parents=True)
     return temporary
 

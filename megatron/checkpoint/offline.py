@@ -65,13 +65,14 @@ def write_offline(
         CONFIG: to_json(plain(config), "the configuration"),
         PASSPORT: to_json(dict(passport), "the passport"),
     }
-    temporary = folder.with_name(folder.name + ".tmp")
+    temporary = None
     try:
-        start_folder(folder)
+        temporary = start_folder(folder)
         _fill(temporary, tensors, texts)
         commit_folder(temporary, folder, iteration)
     except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full of it
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full of it
         if isinstance(error, OSError):
             raise CheckpointError(f"writing checkpoint {folder} failed: {error}") from error
         raise

@@ -1,7 +1,7 @@
 """Reading the tensors of a checkpoint: every box is compared with its digest before anything of it is used.
 
-A box lies in a data file as torch.save wrote it. Checkpoints before format 3 have no digests: of those the sizes, the
-shapes and the checksums of torch's own zip records are all that is checked.
+A box lies in a data file as torch.save wrote it. Checkpoints before format 3 have no digests: of those only sizes and
+shapes are checked. torch.load does not compare the checksums of zip records, so a flipped bit in a value is not seen.
 """
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Which old checkpoints are removed, and how: renamed first, so that no half of one has a checkpoint's name."""
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -12,7 +13,7 @@ from megatron.checkpoint.manifest import read_manifest
 from megatron.errors import CheckpointError
 
 _CHECKPOINT = re.compile(r"iter_(\d{7,})")
-_LEFT_OVER = re.compile(r"iter_\d{7,}\.(tmp|old|removed)")
+_LEFT_OVER = re.compile(r"iter_\d{7,}(\.[0-9a-f]{8})?\.(tmp|old|removed)")
 
 
 def to_remove(
@@ -21,6 +22,7 @@ def to_remove(
     keep_last: int | None,
     keep_every: int | None = None,
     keep: Collection[int] = (),
+    left_behind: Collection[int] = (),
 ) -> list[int]:
     """Iterations whose checkpoints go, oldest first.
 
@@ -29,6 +31,7 @@ def to_remove(
     keep_last     so many stay, `newest_good` included; None: all do
     keep_every    multiples of it stay, beside the last ones
     keep          these stay whatever else is said
+    left_behind   these do not count as the last ones: the run went back before them and has written others since
 
     >>> to_remove([100, 150, 200, 250, 300], newest_good=300, keep_last=2, keep_every=200)
     [100, 150]
@@ -37,7 +40,7 @@ def to_remove(
         return []
     assert keep_last >= 1, "a run keeps at least its last checkpoint"
     older = sorted({i for i in iterations if i <= newest_good})
-    kept = {newest_good, *older[-keep_last:], *keep}
+    kept = {newest_good, *[i for i in older if i not in left_behind][-keep_last:], *keep}
     return [i for i in older if i not in kept and not (keep_every and i % keep_every == 0)]
 
 
@@ -79,7 +82,9 @@ def retire(directory: Path, iterations: Iterable[int]) -> list[Path]:
 def left_over(directory: Path, current: Path | None = None) -> list[Path]:
     """Folders under temporary names of saves and removals that were killed; `current` is being written and is none.
 
-    A checkpoint that was to be replaced by one of the same iteration, which then did not come, gets its name back.
+    A checkpoint that was to be replaced by one of the same iteration, which then did not come, gets its name back. What
+    another run may still be writing loses its name before anything in it is deleted: it can no longer become half of
+    a checkpoint, that run's save fails instead.
     """
     found = []
     for path in sorted(directory.iterdir()):
@@ -88,6 +93,9 @@ def left_over(directory: Path, current: Path | None = None) -> list[Path]:
         final = path.with_suffix("")
         if path.suffix == ".old" and not final.exists():
             os.rename(path, final)
+        elif path.suffix == ".tmp":
+            with contextlib.suppress(OSError):  # it has got its final name meanwhile, or goes the next time
+                found.append(path.rename(path.with_suffix(".removed")))
         else:
             found.append(path)
     return found

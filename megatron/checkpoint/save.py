@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from megatron.checkpoint.boxes import (
     write_whole,
 )
 from megatron.checkpoint.digest import file_digest
+from megatron.checkpoint.find import folders, number_of, overtaken
 from megatron.checkpoint.folder import (
     CHECKED,
     CONFIG,
@@ -136,8 +137,9 @@ class Saver:
                 if background:
                     tensors = self._snapshot.take(tensors)
                 if self._topology.world.is_first:
-                    start_folder(folder)
+                    pending.temporary = start_folder(folder)
                     self._clean(left_over(self._directory, pending.temporary))
+            pending.temporary = decided_by_first(self._topology, lambda: pending.temporary)
         except CheckpointError:
             self._remove(pending)
             raise
@@ -157,7 +159,7 @@ class Saver:
         assert pending is not None, "a save was started in the background before it is committed"
         at = time.perf_counter()
         try:
-            with together(self._topology, pending.what):
+            with together(self._topology, pending.what), _own_folder(pending):
                 mine = pending.writer.result(self._alive)
             size = self._complete(pending, mine)
         except CheckpointError:
@@ -192,7 +194,7 @@ class Saver:
         """The small files that are known when a save starts."""
         contents = {
             "format": CHECKED, "iteration": pending.iteration, "state": state, "engine": engine.scalars(),
-            "optimizer": pending.optimizer,
+            "optimizer": pending.optimizer, "saved_at_s": time.time(),
         }  # fmt: skip
         return {
             STATE: to_json(contents, "the state of the training loop"),
@@ -205,7 +207,7 @@ class Saver:
         topology = self._topology
         stored = merged(gather(mine, topology.data))
         piece: tuple[str, Written] | None = None
-        with together(topology, pending.what):
+        with together(topology, pending.what), _own_folder(pending):
             if topology.data.is_first:
                 piece = write_piece(pending.temporary, topology.model.rank, stored)
                 self._alive()
@@ -218,8 +220,9 @@ class Saver:
 
         def complete() -> int:
             try:
-                size = self._write_small(pending, parts)
-                commit_folder(pending.temporary, pending.folder, pending.iteration)
+                with _own_folder(pending):
+                    size = self._write_small(pending, parts)
+                    commit_folder(pending.temporary, pending.folder, pending.iteration)
             except Exception as error:
                 raise CheckpointError(f"{pending.what} failed: {describe(error)}") from error
             self._retire(pending)
@@ -243,10 +246,12 @@ class Saver:
     def _retire(self, pending: _Pending) -> None:
         """On rank 0, after a commit: take older checkpoints out of the list, to be deleted."""
         settings = self._config.checkpoint
-        with contextlib.suppress(OSError):  # the checkpoint is there; what is too much goes after the next one
+        # The checkpoint is there; what is too much goes after the next one.
+        with contextlib.suppress(OSError, CheckpointError):
             old = to_remove(
                 good_iterations(self._directory), pending.iteration, getattr(settings, "keep_last", None),
                 getattr(settings, "keep_every", None), self._named(),
+                left_behind=[number_of(folder) for folder in overtaken(folders(self._directory))],
             )  # fmt: skip
             self._clean(retire(self._directory, old))
 
@@ -268,7 +273,7 @@ class Saver:
 
     def _remove(self, pending: _Pending) -> None:
         """After a failure: the disk may be full of what was written."""
-        if self._topology.world.is_first:
+        if self._topology.world.is_first and pending.temporary != Path():
             shutil.rmtree(pending.temporary, ignore_errors=True)
 
 
@@ -301,7 +306,7 @@ class _Pending:
 
     def __init__(self, folder: Path, iteration: int, begun: float, optimizer: bool) -> None:
         self.folder = folder
-        self.temporary = folder.with_name(folder.name + ".tmp")
+        self.temporary = Path()  # until rank 0 has made it
         self.iteration = iteration
         self.begun = begun
         self.optimizer = optimizer
@@ -309,6 +314,19 @@ class _Pending:
         self.texts: dict[str, str] = {}
         self.stall_s = 0.0
         self.writer: _Writer
+
+
+@contextlib.contextmanager
+def _own_folder(pending: _Pending) -> Iterator[None]:
+    """Say of a temporary folder that has disappeared what that may mean."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        if pending.temporary.exists():
+            raise
+        raise CheckpointError(
+            f"{pending.temporary} was removed while it was written ({error}): is another run saving to the same folder?"
+        ) from error
 
 
 class _Stopped(Exception):

@@ -65,18 +65,19 @@ def _all_errors(topology: Topology, mine: str | None) -> list[tuple[int, str]]:
 
 
 def decided_by_first(topology: Topology, decide: Callable[[], T]) -> T:
-    """The result of `decide` on rank 0, on all ranks; its CheckpointError is raised on all.
+    """The result of `decide` on rank 0, on all ranks; what it raises becomes a CheckpointError of all.
 
     File systems do not show every node the same at the same moment: one rank looks, so that all load the same.
     """
     outcome: tuple[Any, str | None] = None, None
+    caught: Exception | None = None
     if topology.world.is_first:
         try:
             outcome = decide(), None
-        except CheckpointError as error:
-            outcome = None, str(error)
+        except Exception as error:  # whatever it is, the others wait for an answer
+            outcome, caught = (None, describe(error)), error
     result, failure = broadcast_object(outcome, topology.world)
     if failure is not None:
-        raise CheckpointError(failure)
+        raise CheckpointError(failure) from caught
     decided: T = result
     return decided

@@ -82,8 +82,13 @@ class RecomputeConfig:
     title: ClassVar[str] = "recomputation"
 
     recompute_granularity: str | None = option(
-        None, "Recompute whole layers, or only the attention core.", choices=("full", "selective"),
+        None, "Recompute whole layers, or only --recompute-modules of them.", choices=("full", "selective"),
         shortcuts={"--checkpoint-activations": "full", "--recompute-activations": "selective"},
+    )
+    recompute_modules: tuple[str, ...] = option(
+        None, "What --recompute-granularity selective makes again: core_attn the scores of attention; mlp_act the "
+        "output of the activation function, layernorm that of the norms, each for a percent of a step or less.",
+        choices=("core_attn", "mlp_act", "layernorm"), metavar="MODULE ...", derived="core_attn",
     )
     recompute_method: str | None = option(
         None, "uniform: groups of recompute-num-layers layers; block: that many first layers of each stage.",

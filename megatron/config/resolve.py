@@ -128,6 +128,8 @@ def _rest(s: Settings) -> None:
     v = s.values
     if v["recompute_granularity"] == "full" and v["recompute_method"] is None and "recompute_method" not in s.bad:
         s.derive("recompute_method", "uniform", "derived from recompute-granularity full")
+    if v["recompute_modules"] is None and "recompute_modules" not in s.bad:
+        s.derive("recompute_modules", ("core_attn",), "default")
     if v["loss_scale"] == 0:
         s.derive("loss_scale", None, s.origins["loss_scale"])
     if v["zero_allgather_bucket_size"] == 0:

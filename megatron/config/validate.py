@@ -329,6 +329,9 @@ def _recompute(v: dict[str, Any]) -> Iterator[str]:
     if granularity != "full" and method is not None:
         given = f"is {granularity}" if granularity else "is absent"
         yield f"--recompute-method {method} needs --recompute-granularity full, which {given}"
+    if granularity != "selective" and v["recompute_modules"] not in (None, ("core_attn",)):
+        listed = " ".join(v["recompute_modules"])
+        yield f"--recompute-modules {listed} needs --recompute-granularity selective"
     layers, pp, chunks = v["num_layers"], v["pipeline_model_parallel_size"], v["virtual_pipeline_model_parallel_size"]
     if granularity == "full" and layers is not None and pp is not None and number > layers:
         yield f"--recompute-num-layers {number} is more than --num-layers {layers}"

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.layers.blocked_attention import blocked_attention
 from megatron.layers.context import CallContext, LayerContext
 from megatron.layers.documents import Documents
-from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.layers.linear import Again, ColumnParallelLinear, RowParallelLinear
 from megatron.layers.masks import alibi_bias, alibi_slopes
 from megatron.layers.parameters import Fill
 from megatron.layers.rotary import RotaryEmbedding
@@ -119,8 +119,11 @@ class SelfAttention(torch.nn.Module):
         with seeded(q.device, seed):
             return core(q, k, v, self.slopes, documents, self.dropout)
 
-    def forward(self, x: torch.Tensor, call: CallContext) -> tuple[torch.Tensor, torch.Tensor | None]:
-        mixed = self.query_key_value(x)  # [s, b, groups/tp * (queries + 2) * d]
+    def forward(
+        self, x: torch.Tensor, call: CallContext, again: Again = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`again` makes x."""
+        mixed = self.query_key_value(x, again)  # [s, b, groups/tp * (queries + 2) * d]
         s, b = mixed.shape[:2]
         mixed = mixed.view(s, b, self.groups, self.queries + 2, self.head_dim)
         tensors = (mixed,) if self.rotary is None and self.attention == "blocked" else self._apart(mixed, call)

@@ -5,6 +5,7 @@ Row parallel: the weight is cut along `in`; every rank sees its part of the inpu
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -43,6 +44,10 @@ def deferred_weight_gradient(
         deliver(weight, gradient)
 
 
+Again = Callable[[], torch.Tensor] | None
+"""How to make a layer's input again, to the same bits, in the backward pass; then the layer does not keep it."""
+
+
 class _Linear(torch.autograd.Function):
     """y = x W^T with the messages of its region and a weight gradient that can wait.
 
@@ -53,9 +58,11 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, column: bool, messages: Messages, overlap: bool,
-        queue: WeightGradients,
+        queue: WeightGradients, again: Again,
     ) -> torch.Tensor:
-        ctx.save_for_backward(x)
+        if again is None:
+            ctx.save_for_backward(x)
+        ctx.again = again
         # Not saved through autograd: recomputation would hand back a detached copy, and a deferred gradient must reach
         # the parameter itself.
         ctx.weight = weight
@@ -70,9 +77,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
+        (x,) = ctx.saved_tensors if ctx.again is None else (ctx.again(),)
         dx, dw = (_Linear._column if ctx.column else _Linear._row)(ctx, x, dy)
-        return dx, dw, None, None, None, None
+        return dx, dw, None, None, None, None, None
 
     @staticmethod
     def _column(ctx: Any, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -118,14 +125,18 @@ def _wait(works: list[Any]) -> None:
         works.pop(0).wait()
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, context: LayerContext, column: bool) -> torch.Tensor:
+def _linear(
+    x: torch.Tensor, weight: torch.Tensor, context: LayerContext, column: bool, again: Again
+) -> torch.Tensor:
     messages = Messages(context.tensor, context.sequence_parallel, context.chunks)
-    return _Linear.apply(x, weight, column, messages, context.overlap, context.weight_gradients)
+    return _Linear.apply(x, weight, column, messages, context.overlap, context.weight_gradients, again)
 
 
-def column_parallel_matmul(x: torch.Tensor, weight: torch.Tensor, context: LayerContext) -> torch.Tensor:
+def column_parallel_matmul(
+    x: torch.Tensor, weight: torch.Tensor, context: LayerContext, again: Again = None
+) -> torch.Tensor:
     """x [s(/tp), b, in] times this rank's rows of the weight [.., in]: [s, b, out/tp]."""
-    return _linear(x, weight, context, column=True)
+    return _linear(x, weight, context, True, again)
 
 
 class ColumnParallelLinear(torch.nn.Module):
@@ -142,13 +153,13 @@ class ColumnParallelLinear(torch.nn.Module):
         self.weight = make(f"{name}.weight", shape, len(shape) - 2, fill)
         self.bias = make(f"{name}.bias", shape[:-1], len(shape) - 2, constant(0.0), decay=False) if bias else None
 
-    def apart(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def apart(self, x: torch.Tensor, again: Again = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The product and the bias [out/tp] that is still to be added to it, for a kernel that does both and more."""
-        y = column_parallel_matmul(x, self.weight, self.context)
+        y = column_parallel_matmul(x, self.weight, self.context, again)
         return y, None if self.bias is None else self.bias.view(-1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y, bias = self.apart(x)
+    def forward(self, x: torch.Tensor, again: Again = None) -> torch.Tensor:
+        y, bias = self.apart(x, again)
         return y if bias is None else y + bias
 
 
@@ -170,5 +181,5 @@ class RowParallelLinear(torch.nn.Module):
                 f"{name}.bias", shape[:1], None, constant(0.0), decay=False, partial_gradient=partial_gradient
             )
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return _linear(x, self.weight, self.context, column=False), self.bias
+    def forward(self, x: torch.Tensor, again: Again = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return _linear(x, self.weight, self.context, False, again), self.bias

@@ -1,6 +1,7 @@
 """The feed-forward part of a layer: h -> ffn -> h."""
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 
 from megatron.kernels.ops.activation import bias_activation
 from megatron.layers.context import LayerContext
-from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.layers.linear import Again, ColumnParallelLinear, RowParallelLinear
 from megatron.layers.parameters import Fill
 
 if TYPE_CHECKING:
@@ -32,19 +33,36 @@ def activate(x: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 class MLP(torch.nn.Module):
-    """[s(/tp), b, h] -> ([s(/tp), b, h], bias or None)."""
+    """[s(/tp), b, h] -> ([s(/tp), b, h], bias or None).
 
-    def __init__(self, context: LayerContext, name: str, config: ModelConfig, fill: Fill, output_fill: Fill) -> None:
+    activation_again  the output of the activation function is made again in the backward pass instead of being kept
+    """
+
+    def __init__(
+        self, context: LayerContext, name: str, config: ModelConfig, fill: Fill, output_fill: Fill,
+        activation_again: bool = False,
+    ) -> None:
         super().__init__()
         hidden, ffn = config.hidden_size, config.ffn_hidden_size
         self.activation, self.fused = config.activation, context.fusions.bias_activation
+        self.activation_again = activation_again
         up = (2, ffn, hidden) if self.activation == "swiglu" else (ffn, hidden)
         bias = config.add_bias_linear
         self.dense_h_to_4h = ColumnParallelLinear(context, f"{name}.dense_h_to_4h", up, fill, bias)
         self.dense_4h_to_h = RowParallelLinear(context, f"{name}.dense_4h_to_h", (hidden, ffn), output_fill, bias)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self.fused:
-            up, bias = self.dense_h_to_4h.apart(x)
-            return self.dense_4h_to_h(bias_activation(up, bias, self.activation))
-        return self.dense_4h_to_h(activate(self.dense_h_to_4h(x), self.activation))
+    def forward(self, x: torch.Tensor, again: Again = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`again` makes x."""
+        up, bias = self.dense_h_to_4h.apart(x, again) if self.fused else (self.dense_h_to_4h(x, again), None)
+        activated = self._activate(up, bias)
+        if not self.activation_again:
+            return self.dense_4h_to_h(activated)
+        # The gradient of the activation function keeps `up` anyway.
+        return self.dense_4h_to_h(activated, partial(self._activate_again, up.detach(), bias))
+
+    def _activate(self, up: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return bias_activation(up, bias, self.activation) if self.fused else activate(up, self.activation)
+
+    @torch.no_grad()
+    def _activate_again(self, up: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return self._activate(up, bias)

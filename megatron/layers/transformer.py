@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +11,7 @@ import torch
 from megatron.layers.attention import SelfAttention
 from megatron.layers.context import CallContext, LayerContext
 from megatron.layers.dropout import bias_dropout_add
+from megatron.layers.linear import Again
 from megatron.layers.mlp import MLP
 from megatron.layers.norm import Norm
 from megatron.layers.parameters import Fill, normal, xavier_uniform
@@ -31,11 +34,14 @@ def weight_fills(config: ModelConfig) -> tuple[Fill, Fill]:
 
 
 class TransformerLayer(torch.nn.Module):
-    """[s(/tp), b, h] -> [s(/tp), b, h]. `index` counts from 0 over the whole model."""
+    """[s(/tp), b, h] -> [s(/tp), b, h]. `index` counts from 0 over the whole model.
+
+    recompute  which of core_attn, mlp_act and layernorm are made again in the backward pass instead of being kept
+    """
 
     def __init__(
         self, context: LayerContext, config: ModelConfig, index: int, rotary: RotaryEmbedding | None = None, *,
-        recompute_attention: bool = False, attention: str = "torch",
+        recompute: Collection[str] = (), attention: str = "torch",
     ) -> None:
         super().__init__()
         name = f"layers.{index}"
@@ -50,17 +56,20 @@ class TransformerLayer(torch.nn.Module):
         self.index, self.dropout = index, config.hidden_dropout
         self.sharded, self.fused_dropout = context.sequence_parallel, context.fusions.bias_dropout
         self.residual_after_norm = config.apply_residual_connection_post_layernorm
+        # The residual stream would keep the norm's output anyway.
+        self.norms_again = "layernorm" in recompute and not self.residual_after_norm
         self.input_layernorm = norm("input_layernorm")
         self.self_attention = SelfAttention(
-            context, f"{name}.self_attention", config, index, fill, output_fill, rotary, recompute_attention, attention
+            context, f"{name}.self_attention", config, index, fill, output_fill, rotary, "core_attn" in recompute,
+            attention,
         )
         self.post_attention_layernorm = norm("post_attention_layernorm")
-        self.mlp = MLP(context, f"{name}.mlp", config, fill, output_fill)
+        self.mlp = MLP(context, f"{name}.mlp", config, fill, output_fill, "mlp_act" in recompute)
 
     def forward(self, x: torch.Tensor, call: CallContext) -> torch.Tensor:
         normed = self.input_layernorm(x)
         residual = normed if self.residual_after_norm else x
-        out, bias = self.self_attention(normed, call)
+        out, bias = self.self_attention(normed, call, self._again(self.input_layernorm, x))
         seed = self._seed(call, Site.ATTENTION_OUTPUT)
         if bias is None and seed is None and not self.residual_after_norm:
             normed, x = self.post_attention_layernorm.add(out, residual)  # one kernel, where there is one
@@ -68,10 +77,14 @@ class TransformerLayer(torch.nn.Module):
             x = bias_dropout_add(out, bias, residual, self.dropout, seed, self.fused_dropout)
             normed = self.post_attention_layernorm(x)
         residual = normed if self.residual_after_norm else x
-        out, bias = self.mlp(normed)
+        out, bias = self.mlp(normed, self._again(self.post_attention_layernorm, x))
         return bias_dropout_add(
             out, bias, residual, self.dropout, self._seed(call, Site.MLP_OUTPUT), self.fused_dropout
         )
+
+    def _again(self, norm: Norm, x: torch.Tensor) -> Again:
+        """How to make norm(x) again, where that is wanted; the norm's gradient keeps x anyway."""
+        return partial(torch.no_grad()(norm), x.detach()) if self.norms_again else None
 
     def _seed(self, call: CallContext, site: Site) -> int | None:
         """The seed of a dropout mask; None where nothing is dropped."""

@@ -8,7 +8,7 @@ L layers, B global batch size.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -168,14 +168,16 @@ def model_flops_per_token(model: ModelConfig, vocab_size: int | None = None, *, 
 
 
 def recompute_flops_per_token(
-    model: ModelConfig, granularity: str | None, recomputed_layers: int | None = None, *, causal: bool = False
+    model: ModelConfig, granularity: str | None, recomputed_layers: int | None = None, *, causal: bool = False,
+    modules: Collection[str] = ("core_attn",),
 ) -> float:
     """FLOPs per token that recomputation adds.
 
-    granularity        None, "full" (the whole forward of a layer) or "selective" (its attention core)
+    granularity        None, "full" (the whole forward of a layer) or "selective" (its attention core, where that is
+                       among `modules`; activation functions and norms are not counted anywhere)
     recomputed_layers  how many layers of the model are recomputed under "full"; None: all
     """
-    if granularity is None:
+    if granularity is None or (granularity == "selective" and "core_attn" not in modules):
         return 0.0
     if granularity == "selective":
         return model.num_layers * attention_score_flops(model, causal=causal)
@@ -191,9 +193,10 @@ def hardware_flops_per_token(
     vocab_size: int | None = None,
     *,
     causal: bool = False,
+    modules: Collection[str] = ("core_attn",),
 ) -> float:
     """FLOPs per token that the devices are asked for: the model's and those of recomputation."""
-    extra = recompute_flops_per_token(model, granularity, recomputed_layers, causal=causal)
+    extra = recompute_flops_per_token(model, granularity, recomputed_layers, causal=causal, modules=modules)
     return model_flops_per_token(model, vocab_size, causal=causal) + extra
 
 
@@ -254,7 +257,7 @@ def utilization(flops: float, seconds: float, devices: int, peak: float | None) 
 
 def layer_activation_bytes(
     model: ModelConfig, micro_batch_size: int, dtype_bytes: int, *, tensor_size: int = 1,
-    sequence_parallel: bool = False, granularity: str | None = None,
+    sequence_parallel: bool = False, granularity: str | None = None, modules: Collection[str] = (),
 ) -> float:
     """Bytes that one layer keeps of a micro-batch for its backward pass on one tensor rank, with fused kernels.
 
@@ -263,7 +266,8 @@ def layer_activation_bytes(
     activation; in fp32 the statistics of the norms and the softmax. Dropout masks are functions of keys and not kept,
     attention scores are made again. With rotary embedding rotated queries and keys are kept beside the projection.
 
-    granularity None or "selective" (the same here: attention keeps no scores anyway), or "full": the input alone.
+    granularity None or "selective" (with mlp_act among `modules` without the values after the activation, with
+    layernorm without the norms' outputs; attention keeps no scores anyway), or "full": the input alone.
     """
     h, d, n, g = model.hidden_size, model.kv_channels, model.num_attention_heads, model.num_key_value_heads
     tokens = model.seq_length * micro_batch_size
@@ -272,9 +276,11 @@ def layer_activation_bytes(
         return float(tokens * h * dtype_bytes) / parts
     f = model.ffn_hidden_size
     rotated = (n + g) * d if model.position_embedding_type == "rope" else 0
-    divided = (2 * n + 2 * g) * d + rotated + (3 * f if model.swiglu else 2 * f)
+    inner = (2 if model.swiglu else 1) + (0 if granularity and "mlp_act" in modules else 1)
+    divided = (2 * n + 2 * g) * d + rotated + inner * f
+    norms = 2 * h if granularity and "layernorm" in modules else 4 * h
     statistics = 2 * (2 if model.normalization == "layernorm" else 1) / parts + n / tensor_size
-    return tokens * ((4 * h / parts + divided / tensor_size) * dtype_bytes + 4 * statistics)
+    return tokens * ((norms / parts + divided / tensor_size) * dtype_bytes + 4 * statistics)
 
 
 def head_activation_bytes(

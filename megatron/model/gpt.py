@@ -79,8 +79,9 @@ class GPTChunk(torch.nn.Module):
                     context, model.max_position_embeddings, model.hidden_size, fill
                 )
         selective = config.recompute.recompute_granularity == "selective"
+        again = frozenset(config.recompute.recompute_modules if selective else ())
         self.layers = torch.nn.ModuleList(
-            TransformerLayer(context, model, i, rotary, recompute_attention=selective, attention=attention)
+            TransformerLayer(context, model, i, rotary, recompute=again, attention=attention)
             for i in layers
         )
         if self.is_last:

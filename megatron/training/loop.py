@@ -28,6 +28,8 @@ def train(run: Run) -> Stop | None:
     Raises CheckpointError at the end when the last checkpoint could not be written.
     """
     progress, stop = run.progress, None
+    if run.watchdog is not None:
+        run.watchdog.start()
     if not run.config.training.skip_train:
         if progress.iteration >= run.total_iterations:
             run.reporter.say(f" nothing left to train: iteration {progress.iteration} of {run.total_iterations}")
@@ -64,10 +66,10 @@ def train_steps(run: Run) -> Stop | None:
         validate(run)  # the loss that training starts from
         stop = run.stop.ask(progress.iteration, run.agreement.take())
     run.watch.lap()
+    run.done_before(False)  # a first step may compile, or connect thousands of ranks
     while stop is None and progress.iteration < run.total_iterations:
         spike = train_step(run)
-        if run.watchdog is not None:
-            run.watchdog.start()  # not before: a first step may compile, or connect thousands of ranks
+        run.done_before(True)
         if spike is not None and went_back(run, spike):
             continue
         iteration = progress.iteration
@@ -203,6 +205,14 @@ def evaluate(run: Run, name: str, dataset: TokenDataset, prefix: str, *, advance
     position = progress.consumed_valid_samples if name == "valid" else 0
     if position + run.eval_samples > len(dataset):
         position = 0  # a longer run than the data set was made for begins it anew
+
+    def forward(micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+        losses = run.executor.evaluate(micro_batches)
+        if run.watchdog is not None and run.watchdog.patient:  # until all stages have done it
+            collectives.all_reduce(torch.zeros((), device=run.topology.device), run.topology.world).item()
+            run.done_before(True)
+        return losses
+
     not_counted = run.stragglers.paused() if run.stragglers is not None else nullcontext()
     with run.watch.paused(), run.topology.flight.phase("evaluation"), not_counted:
         if run.config.training.manual_gc:
@@ -211,7 +221,7 @@ def evaluate(run: Run, name: str, dataset: TokenDataset, prefix: str, *, advance
         run.chunks.eval()
         try:
             loss = mean_loss(
-                run.executor.evaluate, stream, run.topology, run.config.training.eval_iters,
+                forward, stream, run.topology, run.config.training.eval_iters,
                 run.batches.eval_micro_batches, per_token=run.config.batch.calculate_per_token_loss,
             )  # fmt: skip
         finally:

@@ -1,6 +1,7 @@
 """--requeue: the job goes back into Slurm's queue."""
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Callable, Mapping
 
@@ -13,7 +14,7 @@ def requeue(environ: Mapping[str, str], say: Callable[[str], object]) -> bool:
     Called by one rank as the last thing it does: Slurm ends the processes of the job at once. A job that somebody
     cancelled is not running any more and stays cancelled; one that ran into its time limit goes back.
     """
-    job = environ.get("SLURM_JOB_ID")
+    job = job_name(environ)
     if not job:
         say(" note: --requeue does nothing: this is no Slurm job")
         return False
@@ -22,7 +23,7 @@ def requeue(environ: Mapping[str, str], say: Callable[[str], object]) -> bool:
         say(f" note: job {job} is not put back into the queue: it is {ended}, so somebody ended it")
         return False
     try:
-        answer = _ask("scontrol", "requeue", job)
+        answer = ask_slurm("scontrol", "requeue", job)
         reason = (answer.stderr.strip() or f"exit code {answer.returncode}") if answer.returncode else None
     except FileNotFoundError:
         reason = "scontrol is not there"
@@ -39,7 +40,7 @@ def requeue(environ: Mapping[str, str], say: Callable[[str], object]) -> bool:
 def _why_ended(job: str) -> str | None:
     """The state of a job that is not running any more; None while it runs, and when squeue does not say."""
     try:
-        answer = _ask("squeue", "-h", "-j", job, "-o", "%T %r")
+        answer = ask_slurm("squeue", "-h", "-j", job, "-o", "%T %r")
     except (OSError, subprocess.SubprocessError):
         return None
     state, _, why = answer.stdout.strip().partition(" ")
@@ -48,5 +49,18 @@ def _why_ended(job: str) -> str | None:
     return state
 
 
-def _ask(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S, stdin=subprocess.DEVNULL)
+def job_name(environ: Mapping[str, str]) -> str | None:
+    """What Slurm's commands call the job of this process; None where it is none. One of the tasks of a job array has
+    the array's own number, which stands for all of its tasks: there, array and task are named."""
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID") or None
+
+
+def ask_slurm(*command: str, timeout_s: float = _ANSWER_S) -> subprocess.CompletedProcess[str]:
+    """Run one of Slurm's commands. Raises OSError and SubprocessError."""
+    # squeue takes formats and filters from variables too, which are not meant for our questions.
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
+    return subprocess.run(
+        command, capture_output=True, encoding="utf-8", errors="replace", timeout=timeout_s, env=environ,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip

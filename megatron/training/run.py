@@ -38,7 +38,7 @@ class Run:
 
     saves       None without --save
     wall_time   None where nothing says when the job ends
-    watchdog    starts after the first step; None with --hang-timeout 0
+    watchdog    patient up to the end of the first step; None with --hang-timeout 0
     """
 
     config: Config
@@ -106,6 +106,11 @@ class Run:
         line = self.profiler.step(self.progress.iteration)
         if line:
             self.reporter.say(line)
+
+    def done_before(self, before: bool) -> None:
+        """Tell the watchdog whether what comes next was done before, so that nothing in it has to take long."""
+        if self.watchdog is not None:
+            self.watchdog.patient = not before
 
     def close(self) -> None:
         """Close files and stop reading ahead."""

@@ -60,6 +60,8 @@ from megatron.training.timers import Timers
 from megatron.training.walltime import Clock, FixedEnd, SlurmEnd, Unwatched, WallTime
 from megatron.training.watchdog import Watchdog
 
+_FIRST_SHARE = 0.9  # of --distributed-timeout-minutes
+
 
 def run_training(
     config: Config, launch: Launch | None = None, signals: Signals | None = None, started: float | None = None
@@ -202,7 +204,9 @@ def build_watchdog(config: Config, topology: Topology, rendezvous: Rendezvous) -
         return None
     path = metrics_path(config)
     folder = path.parent if path is not None else None
-    return Watchdog(rendezvous.flight, rendezvous, topology, config.training.hang_timeout, folder)
+    # What is done for the first time may take as long as torch waits, nearly: to name who is waited for is better.
+    first_s = 60 * _FIRST_SHARE * config.parallel.distributed_timeout_minutes
+    return Watchdog(rendezvous.flight, rendezvous, topology, config.training.hang_timeout, folder, first_s)
 
 
 def run_saves(
@@ -311,7 +315,9 @@ def rates(config: Config, topology: Topology) -> Rates:
     """FLOPs of one sample from the formulas, and the peak of this rank's device."""
     model, recompute, parallel = config.model, config.recompute, config.parallel
     layers = recompute.recompute_num_layers * parallel.num_stages if recompute.recompute_method == "block" else None
-    hardware = formulas.hardware_flops_per_token(model, recompute.recompute_granularity, layers)
+    hardware = formulas.hardware_flops_per_token(
+        model, recompute.recompute_granularity, layers, modules=recompute.recompute_modules
+    )
     return Rates(
         world_size=topology.world.size,
         seq_length=model.seq_length,

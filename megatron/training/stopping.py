@@ -48,11 +48,18 @@ class StopRules:
     def check(self, iteration: int, agreed: Mapping[str, int]) -> Stop | None:
         """Why to stop after `iteration`, given what the ranks agreed on; None to go on."""
         if self._interval and iteration % self._interval == 0:
-            return self.ask(iteration, agreed) or Stop(f"exiting program at iteration {iteration}")
-        return self.ask(iteration, agreed)
+            return self._ask(iteration, agreed) or Stop(f"exiting program at iteration {iteration}")
+        return self._ask(iteration, agreed)
 
     def ask(self, iteration: int, agreed: Mapping[str, int]) -> Stop | None:
-        """Like `check`, before the first step of a run: without --exit-interval, which counts finished steps."""
+        """Like `check`, before the first step of a run: without --exit-interval, which counts finished steps. A job
+        whose time is not enough for a step does not go back into the queue, where it would come and go for ever."""
+        stop = self._ask(iteration, agreed)
+        if stop is None or self.signalled(agreed) or not stop.requeue:
+            return stop
+        return Stop(f"{stop.reason}: not enough for one step, so that another job like it would not help either")
+
+    def _ask(self, iteration: int, agreed: Mapping[str, int]) -> Stop | None:
         if self.signalled(agreed):
             return Stop(f"exiting program after receiving {signal.Signals(agreed[_SIGNAL]).name}", requeue=True)
         if agreed[_KILLED]:

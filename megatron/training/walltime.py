@@ -1,7 +1,6 @@
 """How much time the job has left, and whether that is still enough for another step."""
 from __future__ import annotations
 
-import os
 import subprocess
 import threading
 import time
@@ -10,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from megatron.config.duration import duration_s, show_duration
+from megatron.training.requeue import ask_slurm, job_name
 
 _ASK_EVERY_S = 60.0  # a job may be extended, or cut
 _ANSWER_S = 30.0  # a busy controller takes long to answer
@@ -63,7 +63,7 @@ class SlurmEnd:
         self, environ: Mapping[str, str], say: Callable[[str], object], *,
         clock: Callable[[], float] = time.monotonic, every_s: float = _ASK_EVERY_S,
     ) -> None:
-        self._job, self._say, self._clock, self._every_s = environ["SLURM_JOB_ID"], say, clock, every_s
+        self._job, self._say, self._clock, self._every_s = job_name(environ) or "", say, clock, every_s
         self._end: float | None = None
         self._told = False
         self._closed = threading.Event()
@@ -94,12 +94,7 @@ class SlurmEnd:
 
     def ask(self) -> None:
         """One question to squeue. Raises OSError and SubprocessError."""
-        command = ["squeue", "-h", "-j", self._job, "-o", "%L"]
-        # squeue takes formats and filters from variables too, which are not meant for this question.
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
-        answer = subprocess.run(
-            command, capture_output=True, text=True, timeout=_ANSWER_S, env=environ, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+        answer = ask_slurm("squeue", "-h", "-j", self._job, "-o", "%L", timeout_s=_ANSWER_S)
         if answer.returncode:
             said = (answer.stderr.strip() or answer.stdout.strip()).splitlines()
             self._failed(f"squeue failed: {said[-1] if said else f'exit code {answer.returncode}'}")

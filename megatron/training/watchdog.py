@@ -52,18 +52,21 @@ class Watchdog:
 
     timeout_s  seconds without progress; greater than 0
     folder     where hang_report.txt goes; None: it is printed only
+    first_s    seconds without progress while `patient`, where that is more than `timeout_s`
+    patient    whether the ranks do something for the first time, which compiles and connects and so may take long
 
-    Start it on all ranks after the first step: what a first step compiles or connects may take long. Progress is
-    whatever is written to the flight record: instructions, collectives, steps, phases and `flight.alive()`.
+    Start it on all ranks when they begin to work together, patient as it is then. Progress is whatever is written to
+    the flight record: instructions, collectives, steps, phases and `flight.alive()`.
     """
 
     def __init__(
         self, recorder: FlightRecorder, rendezvous: Rendezvous, topology: Topology, timeout_s: float,
-        folder: Path | None = None,
+        folder: Path | None = None, first_s: float = 0.0,
     ) -> None:
         assert recorder is topology.flight, "the record that the groups write to"
         self._recorder, self._rendezvous, self._topology = recorder, rendezvous, topology
-        self._timeout_s, self._folder = timeout_s, folder
+        self._shortest_s, self._first_s, self._folder = timeout_s, max(first_s, timeout_s), folder
+        self.patient = True
         self._stopped, self._cleared, self._leaving = threading.Event(), threading.Event(), threading.Lock()
         self._collecting, self._fired = False, False
         self._inquiry = _ALONE  # the one that is being answered
@@ -99,8 +102,12 @@ class Watchdog:
 
     # -- watching ------------------------------------------------------------------------------------------------------
 
+    @property
+    def _timeout_s(self) -> float:
+        return self._first_s if self.patient else self._shortest_s
+
     def _watch(self) -> None:
-        pause = min(self._timeout_s / 10, _LONGEST_PAUSE_S)
+        pause = min(self._shortest_s / 10, _LONGEST_PAUSE_S)
         last, quiet_s, at = self._recorder.progress(), 0.0, time.monotonic()
         while not self._stopped.wait(pause):
             now, progress = time.monotonic(), self._recorder.progress()

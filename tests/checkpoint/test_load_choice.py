@@ -139,7 +139,9 @@ def test_the_folder_that_the_tracker_names_is_missed(tmp_path: Path) -> None:
         find_folder(tmp_path)
 
 
-@pytest.mark.parametrize("names", [(), ("iter_0000100.tmp",), ("iter_0000100x.old", "iter_100", "iter_0000100.removed")])
+@pytest.mark.parametrize(
+    "names", [(), ("iter_0000100.tmp",), ("iter_0000100x.old", "iter_100", "iter_0000100.removed")]
+)
 def test_nothing_there_is_no_error_yet(tmp_path: Path, names: tuple[str, ...]) -> None:
     """Only what a killed first save left: the run starts from the beginning."""
     for name in names:

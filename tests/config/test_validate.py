@@ -93,6 +93,7 @@ CASES = [
      dict(weight_decay_incr_style="cosine")),
     (dict(start_weight_decay=0.2, end_weight_decay=0.1, weight_decay_incr_style="linear"), ["0.2", "0.1"],
      dict(end_weight_decay=0.2)),
+    (dict(recompute_modules=("mlp_act",)), ["--recompute-granularity selective"], dict(recompute_granularity="selective")),
     (dict(recompute_method="block"), ["--recompute-granularity full"], dict(recompute_granularity="full")),
     (dict(recompute_method="uniform", recompute_granularity="selective"), ["is selective"],
      dict(recompute_granularity="full")),

@@ -22,6 +22,23 @@ LLAMA = dict(
 )
 
 
+def again(*modules: str) -> dict[str, object]:
+    return dict(recompute_granularity="selective", recompute_modules=modules)
+
+
+def gradients(dtype: torch.dtype, **fields: object) -> dict[str, torch.Tensor]:
+    """Of all parameters, after one micro-batch."""
+    config = Config.create(**{**FIELDS, "num_layers": 2, **fields})
+    chunks = build_chunks(config, Topology.from_layout(Layout(), 0, device=torch.device("cpu"))).to(dtype)
+    tokens = torch.randint(0, V, (B, S + 1), generator=torch.Generator().manual_seed(5))
+    batch = MicroBatch(
+        tokens=tokens[:, :-1], labels=tokens[:, 1:], loss_mask=torch.ones(B, S),
+        position_ids=torch.arange(S).expand(B, S), cu_seqlens=None, first_sample=0,
+    )  # fmt: skip
+    stages_of(chunks)[0](batch, None).backward()
+    return {name: p.grad for name, p in chunks.named_parameters() if p.grad is not None}
+
+
 def kept_bytes(dtype: torch.dtype, **fields: object) -> tuple[Config, int]:
     """Bytes of the tensors that autograd saves in a forward pass, shared memory counted once, parameters not."""
     config = Config.create(**{**FIELDS, **fields})
@@ -45,14 +62,30 @@ def kept_bytes(dtype: torch.dtype, **fields: object) -> tuple[Config, int]:
 
 
 @pytest.mark.skipif(library.find("cpu").handle is None, reason="the formula is that of the fused kernels")
-@pytest.mark.parametrize("changes", [{}, {"hidden_dropout": 0.1}, {"recompute_granularity": "full"}, LLAMA])
+@pytest.mark.parametrize("changes", [
+    {}, {"hidden_dropout": 0.1}, {"recompute_granularity": "full"}, LLAMA, again("mlp_act"), again("layernorm"),
+    LLAMA | again("mlp_act", "layernorm"),
+])
 def test_a_layer_keeps_what_the_formula_says(changes: dict[str, object]) -> None:
     """One layer more keeps its activations once, in bf16; where something is kept twice, the formula says so."""
     dtype = dict(bf16=True)
     config, two = kept_bytes(torch.bfloat16, num_layers=2, **dtype, **changes)
     _, three = kept_bytes(torch.bfloat16, num_layers=3, **dtype, **changes)
-    granularity = config.recompute.recompute_granularity
-    assert three - two == formulas.layer_activation_bytes(config.model, B, 2, granularity=granularity)
+    recompute = config.recompute
+    assert three - two == formulas.layer_activation_bytes(
+        config.model, B, 2, granularity=recompute.recompute_granularity, modules=recompute.recompute_modules
+    )
+
+
+@pytest.mark.parametrize(
+    "model", [{}, {"hidden_dropout": 0.1}, LLAMA, {"apply_residual_connection_post_layernorm": True}]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_is_made_again_is_the_same_to_the_bit(model: dict[str, object], dtype: torch.dtype) -> None:
+    """Also where a kernel adds the residual and normalises in one pass."""
+    kept, made = (gradients(dtype, **model, **more) for more in ({}, again("mlp_act", "layernorm")))
+    assert kept.keys() == made.keys() and len(kept) > 10
+    assert all(torch.equal(kept[name], made[name]) for name in kept)
 
 
 @pytest.mark.skipif(library.find("cpu").handle is None, reason="the formula is that of the fused kernels")

@@ -10,6 +10,7 @@ FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_
 FULL2 = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)
 BLOCK = dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=1)
 SELECTIVE = dict(recompute_granularity="selective")
+CHEAP = dict(recompute_granularity="selective", recompute_modules=("mlp_act", "layernorm"))
 NONE: dict[str, Any] = {}
 
 
@@ -27,7 +28,8 @@ def layout(
         fields["num_layers_per_virtual_pipeline_stage"] = layers // (2 * pp)
     elif schedule == "zb-h1":
         fields["enable_zbh1_pipeline"] = True
-    kind = recompute.get("recompute_method") or recompute.get("recompute_granularity") or "none"
+    modules = "_".join(recompute.get("recompute_modules", ()))
+    kind = modules or recompute.get("recompute_method") or recompute.get("recompute_granularity") or "none"
     extra = "".join(f"-{k}={v}" for k, v in more.items())
     name = f"tp{tp}{'sp' if sp else ''}-pp{pp}-dp{dp}-{schedule}-zero{zero}-recompute_{kind}{extra}"
     return name, tp * pp * dp, fields
@@ -49,6 +51,7 @@ GRID = [
     layout(recompute=FULL2),
     layout(recompute=BLOCK),
     layout(recompute=SELECTIVE),
+    layout(recompute=CHEAP),
     # two
     layout(tp=2),
     layout(tp=2, sp=True),
@@ -63,6 +66,7 @@ GRID = [
     layout(dp=2, zero=1),
     # four
     layout(tp=4),
+    layout(tp=2, pp=2, sp=True, schedule="zb-h1", recompute=CHEAP),
     layout(tp=4, sp=True, recompute=SELECTIVE),
     layout(tp=2, pp=2),
     layout(tp=2, pp=2, schedule="interleaved"),

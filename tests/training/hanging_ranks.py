@@ -102,13 +102,17 @@ def train(rank: int, tensor: int, pipeline: int, victim: int, way: str, folder: 
 def steps(toy: Toy, meeting: Rendezvous, folder: Path) -> None:
     topology = toy.topology
     toy.run(0)
-    watch = Watchdog(topology.flight, meeting, topology, TIMEOUT_S, folder)
+    watch = Watchdog(topology.flight, meeting, topology, TIMEOUT_S, folder, first_s=1000.0)
     watch.start()
+    watch.patient = False
     for step in range(1, 6):
         toy.run(step)
     if toy.way == "slow" and toy.victim:  # longer than the limit, but with signs of life
         for _ in range(8):
             time.sleep(TIMEOUT_S / 3)
             topology.flight.alive()
+    if toy.way == "first":  # for the first time, and so without signs of life
+        watch.patient = True
+        time.sleep(2 * TIMEOUT_S if toy.victim else 0)
     all_reduce(torch.ones(1), topology.world)
     watch.stop()

@@ -243,27 +243,37 @@ def test_computing_times_of_ranks_are_reported_without_those_of_evaluations(tmp_
 
 
 def run_and_note_the_watchdog(rank: int, fields: dict[str, Any]) -> list[str]:
-    """When a step begins, and when the watchdog starts and stops."""
-    from megatron.training import loop
+    """When a batch is trained on or evaluated, whether that may take long, and when the watchdog starts and stops."""
+    from megatron.pipeline.executor import Executor
     from megatron.training.watchdog import Watchdog
 
-    noted: list[str] = []
-    plain = loop.train_step
+    noted, watching = list[str](), list[Watchdog]()
 
-    def step(of: Any) -> Any:
-        noted.append("step")
-        return plain(of)
+    def note(what: str, plain: Any) -> Any:
+        def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+            noted.append(f"{what}, patiently" if watching and watching[0].patient else what)
+            return plain(self, *args, **kwargs)
 
-    loop.train_step = step  # type: ignore[assignment]
-    Watchdog.start = lambda self: noted.append("start")  # type: ignore[method-assign]
+        return noting
+
+    def start(self: Watchdog) -> None:
+        noted.append("start")
+        watching.append(self)
+
+    Executor.train = note("step", Executor.train)  # type: ignore[method-assign]
+    Executor.evaluate = note("evaluation", Executor.evaluate)  # type: ignore[method-assign]
+    Watchdog.start = start  # type: ignore[method-assign]
     Watchdog.stop = lambda self: noted.append("stop")  # type: ignore[method-assign]
     run(rank, {**SMALL, **fields})
     return noted
 
 
-def test_the_watchdog_watches_from_the_first_finished_step_to_the_end(tmp_path: Path) -> None:
-    (noted,) = run_processes(1, run_and_note_the_watchdog, dict(train_iters=2))
-    assert noted == ["step", "start", "step", "start", "stop"]
+def test_the_watchdog_watches_all_and_is_patient_with_what_is_done_for_the_first_time(tmp_path: Path) -> None:
+    first = ["start", "evaluation, patiently", "evaluation", "step, patiently", "step"]
+    both = run_processes(2, run_and_note_the_watchdog, dict(train_iters=2, eval_iters=2, eval_interval=2))
+    assert both == [[*first, *["evaluation"] * (len(noted) - 6), "stop"] for noted in both]
+    (noted,) = run_processes(1, run_and_note_the_watchdog, dict(skip_train=True, train_iters=2, eval_iters=2))
+    assert noted[:3] == ["start", "evaluation, patiently", "evaluation"]
     (noted,) = run_processes(1, run_and_note_the_watchdog, dict(train_iters=2, hang_timeout=0.0))
     assert noted == ["step", "step"]
 

@@ -139,6 +139,21 @@ def stop_together(rank: int, switch: str) -> list[Any]:
     return seen
 
 
+def test_a_job_too_short_for_a_step_does_not_come_back() -> None:
+    """It would come and go for ever. A signal before the first step is another matter: the node is wanted elsewhere."""
+    wall_time = WallTime(FixedEnd(20.0, 0.0, lambda: 0.0), checkpoint_bytes=0.0)
+    rules = Rules(wall_time=wall_time)
+    stop = rules.rules.ask(7, rules.agreement.take())
+    assert stop is not None and not stop.requeue and "not enough for one step" in stop.reason
+    later = rules.rules.check(8, rules.agreement.take())
+    assert later is not None and later.requeue
+    with Signals() as signals:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        rules = Rules(signals=signals, wall_time=wall_time)
+        stop = rules.rules.ask(7, rules.agreement.take())
+    assert stop is not None and stop.requeue and "SIGUSR1" in stop.reason
+
+
 def test_all_ranks_decide_alike(tmp_path: Path) -> None:
     results = run_processes(2, stop_together, str(tmp_path / "stop"))
     assert results[0] == results[1] == ["exiting program after receiving SIGUSR1", None, True]

@@ -79,6 +79,23 @@ def test_an_answer_that_says_nothing_is_told(command: Command, answer: str) -> N
     assert end.left_s() is None and len(said) == 1 and f"squeue says {answer or 'nothing'}" in said[0]
 
 
+def test_an_answer_that_is_no_text_is_told(command: Command) -> None:
+    command("squeue", r"printf '\377\376 10:00'")
+    end, said = asked_once({})
+    assert end.left_s() is None and len(said) == 1 and "squeue says" in said[0]
+
+
+def test_of_a_job_array_its_own_task_is_asked_for(command: Command) -> None:
+    """One task has the number of the array, of which squeue tells all tasks, and scontrol puts back all."""
+    task = {"SLURM_JOB_ID": "4711", "SLURM_ARRAY_JOB_ID": "4711", "SLURM_ARRAY_TASK_ID": "3"}
+    called = command("squeue", '[ "$3" = 4711 ] && echo 2:00:00; echo 1:00')
+    end, _ = asked_once(task)
+    assert called.read_text() == "-h -j 4711_3 -o %L\n" and end.left_s() == 60
+    command("squeue", "echo RUNNING None")
+    called = command("scontrol", "exit 0")
+    assert requeue(task, [].append) and called.read_text() == "requeue 4711_3\n"
+
+
 def test_an_unlimited_job_has_no_end_and_nothing_is_said(command: Command) -> None:
     command("squeue", "echo UNLIMITED")
     end, said = asked_once({})
@@ -131,6 +148,14 @@ def test_a_job_that_somebody_cancelled_stays_cancelled(command: Command, state: 
     command("squeue", f"echo {state}")
     called, said = command("scontrol", "exit 0"), list[str]()
     assert requeue({"SLURM_JOB_ID": "4711"}, said.append) == goes == called.exists()
+
+
+def test_what_slurm_says_need_not_be_text(command: Command) -> None:
+    command("squeue", r"printf '\377 None'; exit 1")
+    command("scontrol", r"printf '\377 no' >&2; exit 1")
+    said: list[str] = []
+    assert not requeue({"SLURM_JOB_ID": "4711"}, said.append)
+    assert len(said) == 1 and "could not be put back" in said[0]
 
 
 def test_what_keeps_a_job_out_of_the_queue_is_told(command: Command) -> None:

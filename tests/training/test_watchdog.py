@@ -92,7 +92,8 @@ def test_each_node_reports_for_itself_where_the_store_is_silent(tmp_path: Path) 
     assert sum("the store, which rank 0 serves, does not answer" in line for line in conclusions) == 1
 
 
-def test_a_rank_that_is_slow_but_alive_is_no_hang(tmp_path: Path) -> None:
-    text, ends = hang(tmp_path, 3, 1, 1, 1, "slow")
+@pytest.mark.parametrize("way", ["slow", "first"])
+def test_a_rank_that_is_slow_but_alive_is_no_hang(tmp_path: Path, way: str) -> None:
+    text, ends = hang(tmp_path, 3, 1, 1, 1, way)
     assert text == ""
     assert ends == ["done"] * 3
