@@ -17,6 +17,10 @@ class LaunchError(MegatronError):
     """Processes that did not come together: a missing rank, contradictory launcher variables, a dead peer."""
 
 
+class LostRankError(LaunchError):
+    """A rank that died, hung or was cut off while the run went on: nothing to mend, to be started again."""
+
+
 class DataError(MegatronError):
     """Data that is missing, truncated or of the wrong kind."""
 

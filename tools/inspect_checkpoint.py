@@ -85,17 +85,20 @@ def show(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     if there and not args.json:
         rows = [(c["name"], c["problem"] or "sound as far as small files tell", c["bytes"]) for c in there]
         table(f"checkpoints in {args.path}", ("name", "state", "bytes"), rows)
+    if args.tag is not None:
+        tagged(args.path, args.tag)
     try:
         folder = locate(args.path, args.tag)
         found = contents(folder)
     except CheckpointError as error:
-        if not args.json:
-            print(f"damaged: {error}")
         # Where there is nothing at all, nothing is damaged.
         if not there and not is_checkpoint(args.path):
             raise
+        if not args.json:
+            print(f"damaged: {error}")
         return report | {"problem": str(error)}, DAMAGED
     names = matching(found, args.match)
+    check_match(args.match, names)
     described = describe(found)
     if not args.json:
         shown = {k: v for k, v in described.items() if k != "passport" or args.passport}
@@ -129,6 +132,12 @@ def show(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
 def read_bytes(found: Any, names: Iterable[str]) -> int:
     """Bytes that reading some tensors takes."""
     return sum(box[4] for name in names for box in found.stored[name]["boxes"])
+
+
+def check_match(pattern: str | None, names: Sequence[str]) -> None:
+    """Raise ConfigError where a pattern means nothing: that two checkpoints are equal in no tensor says nothing."""
+    if pattern is not None and not names:
+        raise ConfigError(f"--match {pattern} fits no tensor: give the whole name or * for the rest of it")
 
 
 def overview(directory: Path) -> list[dict[str, Any]]:
@@ -233,7 +242,7 @@ def tagged(directory: Path, tag: str) -> Path:
     """A checkpoint of a folder, be it damaged. Raises CheckpointError where it does not exist."""
     from megatron.checkpoint.folder import folder_name
 
-    folder = directory / (folder_name(int(tag)) if tag.isdigit() else tag)
+    folder = directory / (folder_name(int(tag)) if tag.isdecimal() else tag)
     if not folder.is_dir():
         raise CheckpointError(f"no checkpoint {folder}")
     return folder
@@ -247,8 +256,11 @@ def show_difference(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     from megatron.checkpoint.compare import compare
     from megatron.checkpoint.inspect import contents, locate, matching
 
+    for path in args.diff if args.tag is not None else ():
+        tagged(path, args.tag)
     try:
         first, second = (contents(locate(path, args.tag)) for path in args.diff)
+        check_match(args.match, [*matching(first, args.match), *matching(second, args.match)])
         size = sum(read_bytes(each, matching(each, args.match)) for each in (first, second))
         with Progress("read of both", size) as progress:
             found = compare(first, second, args.match, progress.add)

@@ -2,8 +2,8 @@
 
 transformers' model with its scaled_dot_product_attention and torch's GELU (tanh form, the function of "gelu_new", which
 is a chain of operators); torch's fused AdamW inside ZeRO-1, which adds gradients up in fp32, as all other sides do.
-With `defaults` the activation is "gelu_new" and gradients are added up in bf16. DeepSpeed's start-up compiles an extension
-that no process here uses, unless it is told that no extension fits this machine.
+With `defaults` the activation is "gelu_new" and gradients are added up in bf16. DeepSpeed's start-up compiles an
+extension that no process here uses, unless it is told that no extension fits this machine.
 """
 from __future__ import annotations
 

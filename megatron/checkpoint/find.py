@@ -253,7 +253,7 @@ def _names(root: Path) -> list[str]:
 
 
 def _tagged(root: Path, tag: str) -> Path:
-    folder = root / (folder_name(int(tag)) if tag.isdigit() else tag)
+    folder = root / (folder_name(int(tag)) if tag.isdecimal() else tag)
     if not folder.is_dir():
         there = [f.name for f in folders(root)]
         raise CheckpointError(f"no checkpoint {folder}; in {root} there is: {', '.join(sorted(there)) or 'none'}")

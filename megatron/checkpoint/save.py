@@ -269,7 +269,7 @@ class Saver:
         if load is None or tag is None or Path(load).resolve() != self._directory.resolve():
             return ()
         number = str(tag).removeprefix("iter_")
-        return (int(number),) if number.isdigit() else ()
+        return (int(number),) if number.isdecimal() else ()
 
     def _remove(self, pending: _Pending) -> None:
         """After a failure: the disk may be full of what was written."""

@@ -183,7 +183,10 @@ class TrainingConfig:
         "run saves and ends in time for it; 'none' lets it run on.", metavar="TIME",
         derived="under Slurm, what squeue says is left of the job",
     )
-    requeue: bool = option(False, "Put the Slurm job back into the queue when it ends before training is done.")
+    requeue: bool = option(
+        False, "Put the Slurm job back into the queue when a signal or the end of its time ends it before training is "
+        "done."
+    )
     max_consecutive_skips: int = option(
         None, "End with an error after so many steps in a row whose loss or gradients were not finite; 0: never.",
         at_least=0, derived="10; in fp16 100",
@@ -194,7 +197,8 @@ class TrainingConfig:
     )
     loss_spike_window: int = option(100, "Steps of the median of --loss-spike-factor.", at_least=2)
     hang_timeout: float = option(
-        300.0, "Seconds without progress on a rank after which the job says who waits for whom and ends; 0: never.",
+        300.0, "Seconds without progress on a rank after which the job says who waits for whom and ends; 0: never. In "
+        "the first step and evaluation batch 0.9 of --distributed-timeout-minutes, where that is more.",
         at_least=0, metavar="SECONDS",
     )
     skip_train: bool = option(False, "Only evaluate.")

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megatron.errors import LaunchError
+from megatron.errors import LaunchError, LostRankError
 from megatron.parallel.flight import FlightRecorder
 from megatron.parallel.flight_file import FlightFile, open_flight_file
 from megatron.parallel.nodelist import compress_ranks
@@ -75,6 +75,8 @@ class Rendezvous:
         self._watcher: threading.Thread | None = None
         self._previous: dict[str, str | None] = {}
         self._explained: LaunchError | None = None
+        self._reported = False  # a rank said why it failed
+        self.speaks = False  # whether this rank is the one that acts on what `explain` found
         self._failed = False
         self._closed = False
         self._absentees = 0
@@ -375,7 +377,8 @@ class Rendezvous:
     def explain(self, error: BaseException) -> LaunchError:
         """What a failed or timed-out collective means: the ranks that failed or died, as far as it can be known.
 
-        Takes some seconds. `raise rendezvous.explain(error) from error`.
+        Takes some seconds. `raise rendezvous.explain(error) from error`. A LostRankError, unless a rank said itself why
+        it failed.
         """
         if self._explained is None:
             self._failed = True
@@ -387,7 +390,10 @@ class Rendezvous:
             except (RuntimeError, LaunchError):
                 self._store_lost = True
                 text = self._last_word()
-            self._explained = LaunchError(f"{self._myself}: {text}. Seen here as {seen}")
+            if self._store_lost:  # with the rank that served it
+                self.speaks = self.launch.rank == 1
+            kind = LaunchError if self._reported else LostRankError
+            self._explained = kind(f"{self._myself}: {text}. Seen here as {seen}")
         return self._explained
 
     def _last_word(self) -> str:
@@ -402,7 +408,8 @@ class Rendezvous:
     def _diagnose(self, seen: str) -> str:
         if self.launch.world_size == 1:
             return "no other rank takes part"
-        if self._store.add("explainers", 1) == 1:
+        self.speaks = self._store.add("explainers", 1) == 1
+        if self.speaks:
             self._store.set("findings", self._call_roll(seen))
         elif not self._poll(["findings"], time.monotonic() + 2 * _ANSWER_S):
             return "no rank has found out why"
@@ -412,6 +419,7 @@ class Rendezvous:
         """What the rank that called the roll found, or what failed ranks said themselves."""
         failed = {rank: text for rank, text in self.failures().items() if rank != self.launch.rank}
         if failed:
+            self._reported = True
             return "; ".join(f"rank {rank} ({self._place(rank)}) failed: {text}" for rank, text in failed.items())
         findings: bytes = self._store.get("findings")
         return findings.decode()

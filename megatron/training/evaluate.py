@@ -21,16 +21,20 @@ def mean_loss(
     micro_batches: int,
     *,
     per_token: bool = False,
-) -> float:
+    interrupted: Callable[[], bool] = lambda: False,
+) -> float | None:
     """The mean loss over `iterations` x `micro_batches` micro-batches of every data-parallel rank.
 
     `forward` maps micro-batches to their losses on the last pipeline stage and to an empty list elsewhere.
     Micro-batches count alike; with `per_token` each counts by its unmasked tokens, so that the result is the loss of a
     token.
+    `interrupted` is asked before each iteration but the first, on all ranks; once it says yes the result is None.
     A collective call of the world; every rank gets the result.
     """
     total = torch.zeros(2, dtype=torch.float64, device=topology.device)
-    for _ in range(iterations):
+    for iteration in range(iterations):
+        if iteration and interrupted():
+            return None
         batches = stream.take(micro_batches)
         losses = forward(batches)
         if not losses or topology.tensor.rank != 0:
@@ -41,4 +45,4 @@ def mean_loss(
             weights = torch.stack([batch.loss_mask.sum() for batch in batches]).to(values)
         total += torch.stack([(values * weights).sum(), weights.sum()])
     sum_, count = collectives.all_reduce(total, topology.world).tolist()
-    return sum_ / max(count, 1.0)
+    return float(sum_ / max(count, 1.0))

@@ -11,10 +11,11 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from megatron.errors import MegatronError
+from megatron.errors import LostRankError, MegatronError
 
 EXIT_ERROR = 1  # an error of the program, or a peer's
 EXIT_USER_ERROR = 2  # something the user can mend
+EXIT_LOST_RANK = 75  # a rank died or hung: nothing to mend, start it again (EX_TEMPFAIL of sysexits.h)
 EXIT_INTERRUPTED = 130
 
 
@@ -33,7 +34,7 @@ def run_guarded(body: Callable[[], object], rank: int) -> int:
     except MegatronError as error:
         text = f"{type(error).__name__}: {error}"
         _print_error(text if rank == 0 else f"rank {rank}: {' '.join(text.split())}")
-        return EXIT_USER_ERROR
+        return EXIT_LOST_RANK if isinstance(error, LostRankError) else EXIT_USER_ERROR
     except KeyboardInterrupt:
         _print_error(f"rank {rank}: interrupted")
         return EXIT_INTERRUPTED

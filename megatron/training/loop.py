@@ -223,10 +223,14 @@ def evaluate(run: Run, name: str, dataset: TokenDataset, prefix: str, *, advance
             loss = mean_loss(
                 forward, stream, run.topology, run.config.training.eval_iters,
                 run.batches.eval_micro_batches, per_token=run.config.batch.calculate_per_token_loss,
+                interrupted=lambda: run.stop.signalled(run.agreement.take()),
             )  # fmt: skip
         finally:
             stream.close()
             run.chunks.train()
+        if loss is None:
+            run.reporter.say(f" note: the evaluation at {prefix} was left, because a signal asks for the end")
+            return
         if advance:
             progress.consumed_valid_samples = position + run.eval_samples
         seconds = time.perf_counter() - start

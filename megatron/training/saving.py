@@ -82,6 +82,7 @@ class Saves:
         self.after_save: Callable[[float], object] = lambda seconds: None
         self._started: int | None = None  # the iteration of a save in the background
         self.saved_iteration = saved_iteration
+        self.saved_here = False  # whether this job made any
         self.failure: Failure | None = None  # of the last save, None when that one is good
         agreement.add_first(_DUE, self._is_time, lambda: self._every_s is not None or self.failure is not None)
         agreement.add(_WRITING, lambda: int(not writer.written), lambda: writer.pending)
@@ -120,7 +121,7 @@ class Saves:
         try:
             saved = self._writer.start(iteration, self._engine, state, self._passport(iteration), background)
         except CheckpointError as error:
-            self._failed(iteration, error)
+            self._failed(iteration, error, last)
             return
         if saved is None:
             self._started = iteration
@@ -186,15 +187,16 @@ class Saves:
         )  # fmt: skip
         if self.failure is not None:
             say(f" saving works again: iteration {self.failure.iteration} could not be saved, {iteration} is")
-        self.failure, self.saved_iteration = None, iteration
+        self.failure, self.saved_iteration, self.saved_here = None, iteration, True
         self.after_save(saved.elapsed_s)
 
-    def _failed(self, iteration: int, error: CheckpointError) -> None:
+    def _failed(self, iteration: int, error: CheckpointError, last: bool = False) -> None:
         self.failure = Failure(iteration, str(error), self._clock())
         good = "there is none" if self.saved_iteration is None else f"it is of iteration {self.saved_iteration}"
-        self._reporter.say(
-            f" ERROR: the checkpoint of iteration {iteration} could not be saved: {error}\n"
-            f" ERROR: training goes on and will try again; until then a fault costs all since the last checkpoint "
-            f"({good})"
-        )  # fmt: skip
+        self._reporter.say(f" ERROR: the checkpoint of iteration {iteration} could not be saved: {error}")
+        if not last:
+            self._reporter.say(
+                f" ERROR: training goes on and will try again; until then a fault costs all since the last checkpoint "
+                f"({good})"
+            )
         self._reporter.metrics.write("checkpoint_failed", iteration=iteration, reason=str(error))

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from megatron.engine.assemble import build_executor
 from megatron.engine.engine import Engine
 from megatron.engine.lr import LearningRateSchedule, WeightDecaySchedule
 from megatron.engine.optimizer import MOMENTS
-from megatron.errors import ConfigError, LaunchError, MegatronError
+from megatron.errors import ConfigError, LaunchError, LostRankError, MegatronError
 from megatron.model import formulas
 from megatron.model.gpt import build_chunks
 from megatron.parallel.flight import FlightRecorder
@@ -74,25 +75,44 @@ def run_training(
     start = Start(signals or Signals(enabled=False), time.monotonic() if started is None else started)
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     rendezvous = connect(launch, timeout, config.parallel.distributed_backend)
+    run: Run | None = None
     try:
         host = set_up_host(config, rendezvous.device, launch)
         # Only rank 0 prints them; thousands of ranks asking for the list would cost the store much.
         places = rendezvous.places if launch.rank == 0 else ()
         run = assemble(config, rendezvous.device, places, timeout, host, start, rendezvous.flight)
         run.watchdog = build_watchdog(config, run.topology, rendezvous)
+        if run.watchdog is not None:
+            run.watchdog.before_leaving = partial(requeue_lost, run)
         try:
             stop = train(run)
         finally:
             run.close()
     except BaseException as error:
         if is_lost_peer(error):
-            raise rendezvous.explain(error) from error
+            explained = rendezvous.explain(error)
+            if rendezvous.speaks and run is not None and isinstance(explained, LostRankError):
+                print(explained, file=sys.stderr, flush=True)  # before Slurm ends this process
+                requeue_lost(run)
+            raise explained from error
         rendezvous.fail(f"{type(error).__name__}: {error}")
         raise
     finally:
         rendezvous.close()
     if config.training.requeue and stop is not None and stop.requeue and launch.rank == 0:
         requeue(os.environ, run.reporter.say)  # last, because Slurm ends all processes at once
+
+
+def requeue_lost(run: Run) -> None:
+    """On one rank, when another is lost: put the job back into the queue, where --requeue is given. A job that has not
+    saved anything is not: it would come back for ever."""
+    if not run.config.training.requeue:
+        return
+    say = partial(print, file=sys.stderr, flush=True)
+    if run.saves is None or not run.saves.saved_here:
+        say(" note: the job is not put back into the queue: it has not saved a checkpoint since it began")
+        return
+    requeue(os.environ, say)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,10 @@ from megatron.parallel.processes import DEAD, GONE, STOPPED, kill_process, proce
 from megatron.parallel.rendezvous import Rendezvous
 from megatron.parallel.report import bounded, python_stacks
 from megatron.parallel.topology import Topology
+from megatron.training.failures import EXIT_LOST_RANK
 from megatron.training.hangs import Seen, Verdict, judge, report
 
-EXIT_HANG = 75
+EXIT_HANG = EXIT_LOST_RANK
 REPORT_NAME = "hang_report.txt"
 _ANSWER_S = 5.0  # how long ranks, and the store, may take to answer
 _NODE_S = 1.0  # how long the first rank of a node waits for the answers of the others
@@ -53,6 +54,7 @@ class Watchdog:
     timeout_s  seconds without progress; greater than 0
     folder     where hang_report.txt goes; None: it is printed only
     first_s    seconds without progress while `patient`, where that is more than `timeout_s`
+    before_leaving  called on the rank that reports, before any ends
     patient    whether the ranks do something for the first time, which compiles and connects and so may take long
 
     Start it on all ranks when they begin to work together, patient as it is then. Progress is whatever is written to
@@ -67,6 +69,7 @@ class Watchdog:
         self._recorder, self._rendezvous, self._topology = recorder, rendezvous, topology
         self._shortest_s, self._first_s, self._folder = timeout_s, max(first_s, timeout_s), folder
         self.patient = True
+        self.before_leaving: Callable[[], object] = lambda: None
         self._stopped, self._cleared, self._leaving = threading.Event(), threading.Event(), threading.Lock()
         self._collecting, self._fired = False, False
         self._inquiry = _ALONE  # the one that is being answered
@@ -159,6 +162,7 @@ class Watchdog:
         told = json.dumps({"hang": verdict.hang, "line": verdict.conclusion})
         if verdict.hang:
             self._print(report(verdict, seen, self._topology.layout, missing))
+            self.before_leaving()
         bounded(lambda: store.set(f"hang/{number}/verdict", told), _ANSWER_S)
         if verdict.hang:
             self._leave(number, len(missing) + sum(of.lost or not of.answered for of in seen.values()))

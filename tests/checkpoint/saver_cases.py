@@ -4,6 +4,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,20 @@ def waits(root: Path, training: Training) -> dict[str, Any]:
     return out | {"in the end": listed(root), "tracker": tracker(root)}
 
 
+def two_runs(root: Path, training: Training) -> dict[str, Any]:
+    """A second run saves the same iteration between the first one's start and its commit."""
+    first, second = training.saver(root), training.saver(root, keep_last=1)
+    first.start(3, training.engine, {"run": "first"}, {}, background=True)
+    while not first.written:
+        time.sleep(0.01)
+    training.step()
+    expected = toy.state_pieces(training.engine)
+    second.start(3, training.engine, {"run": "second"}, {})
+    error = message(first.commit)
+    second.finish()
+    return {"error": error, "there": listed(root), "expected": expected, "loaded": training.loaded(root)}
+
+
 def keeps(root: Path, training: Training) -> dict[str, Any]:
     """--keep-last and --keep-every, with a checkpoint of --load-tag, and left-overs of a killed save."""
     saver = training.saver(root, keep_last=2, keep_every=40, load=str(root), load_tag="iter_0000010")
@@ -196,6 +211,15 @@ def keeps(root: Path, training: Training) -> dict[str, Any]:
     saver.start(60, training.engine, {}, {})
     saver.finish()
     return {"found": found, "in the end": listed(root)}
+
+
+def goes_back(root: Path, training: Training) -> dict[str, Any]:
+    """--keep-last when the run went back from 20 to 10 and came by 15 to 30."""
+    saver = training.saver(root, keep_last=2)
+    for iteration in (10, 20, 15, 30):
+        saver.start(iteration, training.engine, {}, {})
+    saver.finish()
+    return {"there": listed(root)}
 
 
 def fails(root: Path, training: Training) -> dict[str, Any]:

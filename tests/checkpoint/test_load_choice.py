@@ -37,6 +37,14 @@ def checkpoint(root: Path, iteration: int, form: int = 3, hours_ago: float = 0.0
     return folder
 
 
+def saved_at(folder: Path, seconds: float) -> Path:
+    """The same checkpoint with the time of its save within it."""
+    state = json.loads((folder / "state.json").read_text()) | {"saved_at_s": seconds}
+    write_text(folder / "state.json", json.dumps(state))
+    write_manifest(folder, ["state.json", "config.json", "boxes.json"])
+    return folder
+
+
 def track(root: Path, text: str, hours_ago: float = 0.0) -> None:
     (root / TRACKER).write_text(text)
     at = time.time_ns() - int(hours_ago * HOUR)
@@ -217,3 +225,27 @@ def test_a_state_of_the_wrong_kind_is_damage(tmp_path: Path) -> None:
     (folder / "state.json").write_text('{"format": 9}')
     with pytest.raises(CheckpointError, match="is of format 9, this program reads 1, 2, 3"):
         open_checkpoint(folder)
+
+
+def test_what_a_run_went_back_from_does_not_stand_in_for_a_broken_one(tmp_path: Path) -> None:
+    """2, 4, 6; then from 2 again, 3 and 6 anew: 4 is of before. Files' times are of no matter: a copy changes them."""
+    times = {2: 100.0, 3: 500.0, 4: 200.0, 6: 600.0}
+    made = {i: saved_at(checkpoint(tmp_path, i, hours_ago=i), at) for i, at in times.items()}
+    track(tmp_path, "6\n")
+    assert find(tmp_path).folder == made[6]
+    (made[6] / "config.json").write_text("{}")
+    found = find(tmp_path)
+    assert found.folder == made[3] and [r.folder for r in found.rejected] == [made[6]]
+    assert any("iter_0000004" in note and "--load-tag" in note for note in found.notes)
+    assert find(tmp_path, before=6).folder == made[3]
+    assert find(tmp_path, tag=4).folder == made[4]
+    track(tmp_path, "4\n")  # who writes the tracker by hand wants that one
+    assert find(tmp_path).folder == made[4]
+
+
+def test_without_times_nothing_is_left_behind(tmp_path: Path) -> None:
+    saved_at(checkpoint(tmp_path, 2), 300.0)
+    expected = checkpoint(tmp_path, 4)
+    saved_at(checkpoint(tmp_path, 6), 400.0)
+    (tmp_path / "iter_0000006/config.json").write_text("{}")
+    assert find(tmp_path).folder == expected

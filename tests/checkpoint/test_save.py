@@ -26,7 +26,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(root: Path) -> list[dict[str, Any]]:
-    return run_processes(2, saver_cases.on_two, str(root), ["synchronous", "fails", "keeps"])
+    return run_processes(2, saver_cases.on_two, str(root), ["synchronous", "fails", "keeps", "goes_back"])
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +91,10 @@ def test_retention(two: Any) -> None:
     # 10 is what --load-tag names; two are kept, and the multiples of 40.
     assert kept == [[10], [10, 20], [10, 20, 30], [10, 30, 40], [10, 40, 50]]
     assert first["in the end"] == ["iter_0000010", "iter_0000040", "iter_0000050", "iter_0000060", BEFORE[1]]
+
+
+def test_retention_keeps_what_the_run_goes_on_from(two: Any) -> None:
+    assert two[0]["goes_back"]["there"] == ["iter_0000015", "iter_0000030", BEFORE[1]]
 
 
 @pytest.mark.parametrize("exists", [False, True])

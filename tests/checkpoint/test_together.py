@@ -1,9 +1,15 @@
 """How an error of a rank reads on all ranks."""
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.checkpoint.together import describe
+from megatron.checkpoint.together import decided_by_first, describe
+from megatron.errors import CheckpointError
+from megatron.parallel.topology import Group, Topology
 
 
 def test_a_full_disk_is_called_so() -> None:
@@ -13,3 +19,16 @@ def test_a_full_disk_is_called_so() -> None:
     text = describe(CheckpointException("write", {0: (hidden, None), 1: (plain, None)}))  # type: ignore[arg-type, dict-item]
     assert "disk or quota" in text and "rank 1: OSError: [Errno 28] No space left on device" in text
     assert "inline_container" not in text
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied", "run"), OSError(5, "Input/output error")])
+def test_any_error_of_the_first_rank_is_told_to_all(error: Exception) -> None:
+    """The others wait for its answer: what it meets, such as a file system that fails, must not end it alone."""
+    topology = SimpleNamespace(world=Group([0], 0))
+
+    def decide() -> None:
+        raise error
+
+    with pytest.raises(CheckpointError, match=str(error.args[1])) as caught:
+        decided_by_first(cast(Topology, topology), decide)
+    assert caught.value.__cause__ is error

@@ -158,3 +158,29 @@ def test_as_a_program(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines()[-1] == "False 0", done.stderr
+
+
+def test_what_is_not_there_is_not_called_damaged(tmp_path: Path, run: Run) -> None:
+    a, b = make(tmp_path / "a", 100, VALUES), make(tmp_path / "b", 100, VALUES)
+    for tag in ("5", "\u00b2"):
+        for arguments in ((tmp_path / "a",), ("--diff", tmp_path / "a", tmp_path / "b")):
+            code, output = run(*arguments, "--tag", tag)
+            assert code == 2 and "no checkpoint" in output and "damaged" not in output
+    for arguments in ((a,), ("--diff", a, b)):
+        code, output = run(*arguments, "--match", "no.such.tensor")
+        assert code == 2 and "no.such.tensor fits no tensor" in output
+
+
+def test_a_folder_that_cannot_be_listed_is_shown(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path, 100, VALUES)
+    bad, iterdir = make(tmp_path, 200, VALUES), Path.iterdir
+
+    def listing(self: Path) -> Any:
+        if self == bad:
+            raise PermissionError(13, "Permission denied", str(self))
+        return iterdir(self)
+
+    monkeypatch.setattr(Path, "iterdir", listing)
+    (bad / "state.json").write_text("")
+    code, output = run(tmp_path)
+    assert code == 0 and "iter_0000200" in output and "iter_0000100" in output

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from megatron.data.batch import MicroBatch
+from megatron.parallel.topology import Layout, Topology
 from megatron.training.evaluate import mean_loss
 from megatron.training.streams import PlaceholderStream
 from tests.helpers.groups import join
@@ -42,7 +43,9 @@ def evaluate_in_process(rank: int) -> tuple[float, float]:
 
     def measure(per_token: bool) -> float:
         stream = MaskedStream(3, topology.data.rank, topology.data.size, consumed_samples=12)
-        return mean_loss(forward, stream, topology, ITERATIONS, MICRO_BATCHES, per_token=per_token)
+        loss = mean_loss(forward, stream, topology, ITERATIONS, MICRO_BATCHES, per_token=per_token)
+        assert loss is not None
+        return loss
 
     return measure(False), measure(True)
 
@@ -56,3 +59,16 @@ def test_mean_over_micro_batches_and_replicas() -> None:
     for plain, per_token in results:
         np.testing.assert_allclose(plain, losses.mean(), rtol=1e-6)
         np.testing.assert_allclose(per_token, (losses * tokens).sum() / tokens.sum(), rtol=1e-6)
+
+
+def test_an_evaluation_is_left_between_two_iterations() -> None:
+    asked: list[int] = []
+
+    def interrupted() -> bool:
+        asked.append(stream.consumed_samples)
+        return len(asked) == 2
+
+    topology, stream = Topology.from_layout(Layout(), 0, device=torch.device("cpu")), MaskedStream(3, 0, 1)
+    forward = [torch.tensor(1.0)] * MICRO_BATCHES
+    assert mean_loss(lambda _: forward, stream, topology, 5, MICRO_BATCHES, interrupted=interrupted) is None
+    assert asked == [3 * MICRO_BATCHES, 2 * 3 * MICRO_BATCHES]

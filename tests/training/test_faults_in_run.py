@@ -184,11 +184,11 @@ def slurm(folder: Path, left: str) -> dict[str, str]:
 
 
 def test_a_job_that_ends_saves_and_goes_back_into_the_queue(tmp_path: Path) -> None:
-    save, environment = tmp_path / "run", slurm(tmp_path, "0:25")
-    fields = dict(SMALL, save=str(save), train_iters=3000, requeue=True)
+    save, environment = tmp_path / "run", slurm(tmp_path, "0:34")  # a little more than the margin
+    fields = dict(SMALL, save=str(save), train_iters=10**6, log_interval=1000, requeue=True)
     run_processes(2, run, fields, env=environment)
     (end,) = records(save)["end"]
-    assert "left of the job" in end["reason"] and end["iteration"] < 3000
+    assert "left of the job" in end["reason"] and 0 < end["iteration"] < 10**6
     assert iterations(save) == [end["iteration"]]
     assert (tmp_path / "asked").read_text().splitlines()[-1] == "scontrol requeue 4711"
 
@@ -198,6 +198,35 @@ def test_a_job_with_time_left_goes_on_and_is_not_put_back_when_it_is_done(tmp_pa
     run_processes(1, run, dict(SMALL, save=str(save), train_iters=3, requeue=True), env=environment)
     assert values(records(save)["end"], "iteration", "reason") == [(3, "done")]
     assert "scontrol" not in (tmp_path / "asked").read_text()
+
+
+def run_and_die(rank: int, fields: dict[str, Any], iteration: int, victim: int) -> int:
+    """One rank is killed after a step; the exit code of the others."""
+    from megatron.training import loop
+    from megatron.training.failures import run_guarded
+
+    plain = loop.between_steps
+
+    def between_steps(run: Any) -> Any:
+        if rank == victim and run.progress.iteration == iteration:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(run)
+
+    loop.between_steps = between_steps
+    world = int(os.environ["WORLD_SIZE"])
+    return run_guarded(lambda: pretrain(Config.create(**{**SMALL, **fields}, world_size=world)), rank)
+
+
+@pytest.mark.parametrize(("died_at", "victim", "put_back"), [(3, 1, True), (3, 0, True), (1, 1, False)])
+def test_a_lost_rank_has_its_exit_code_and_the_job_goes_back_once_it_has_saved(
+    tmp_path: Path, died_at: int, victim: int, put_back: bool
+) -> None:
+    save, environment = tmp_path / "run", slurm(tmp_path, "2:00:00")
+    fields = dict(save=str(save), save_interval=2, train_iters=5, requeue=True)
+    outcomes = run_processes_raw(2, run_and_die, fields, died_at, victim, env=environment)
+    assert outcomes[1 - victim] == (True, 75)
+    requests = [line for line in (tmp_path / "asked").read_text().splitlines() if line.startswith("scontrol")]
+    assert requests == ["scontrol requeue 4711"] * put_back
 
 
 def test_a_given_wall_time_counts_from_the_start(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_a_failed_save_is_tried_again_after_a_minute_of_steps() -> None:
     case.step(10)
     case.saver.broken = {"start"}
     case.step(20)
-    assert "ERROR: the checkpoint of iteration 20 could not be saved: start: no space left" in case.listener.said[-1]
+    assert "ERROR: the checkpoint of iteration 20 could not be saved: start: no space left" in case.listener.said[-2]
     assert "iteration 10" in case.listener.said[-1]
     for i in range(21, 27):
         case.step(i, seconds=11.9)  # 59.5 s after 25
