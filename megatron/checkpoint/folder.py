@@ -77,7 +77,8 @@ def start_folder(folder: Path) -> Path:
 
 
 def commit_folder(temporary: Path, folder: Path, iteration: int) -> None:
-    """Give a complete folder its final name and write the tracker file. Raises OSError; then both are as before.
+    """Give a complete folder its final name and write the tracker file. Raises OSError; then both are as before,
+    unless it was the very last sync that failed: then a power cut could still undo the commit.
 
     One of that name from before is replaced. At no moment does the tracker name what is not there.
     """

@@ -48,6 +48,7 @@ class Passport:
         self._here: dict[str, Any] = {}
         self._found: dict[str, Any] = {}
         self._thread: threading.Thread | None = None
+        self._wait_s = _WAIT_S
         if not topology.world.is_first:
             return
         layout = topology.layout
@@ -72,8 +73,10 @@ class Passport:
         """The passport of a checkpoint of `iteration`."""
         if self._thread is None:
             return {}
-        self._thread.join(_WAIT_S)
-        return {**self._here, **self._found, "iteration": iteration, "saved": _now()}
+        self._thread.join(self._wait_s)
+        self._wait_s = 0.0  # what hangs once is not waited for at every save
+        absent = {"reason": "not found out in time"}
+        return {**self._here, "git": absent, "data": absent, **self._found, "iteration": iteration, "saved": _now()}
 
     def _look(self, config: Config) -> None:
         self._found["git"] = git_revision(Path(__file__).parents[1])

@@ -3,15 +3,18 @@ from __future__ import annotations
 
 import json
 import subprocess
+import threading
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 import megatron
 from megatron.config import Config
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.parallel.topology import Layout, Topology
+from megatron.training import passport
 from megatron.training.passport import Passport, data_identity, environment, git_revision
 
 
@@ -97,3 +100,16 @@ def test_secrets_stay_out() -> None:
     secret = {"TORCH_API_TOKEN": "t", "MEGATRON_KEY": "k"}
     variables = {"SLURM_JOB_ID": "1", "NCCL_DEBUG": "INFO", "HOME": "/home/me", **secret}
     assert environment(variables) == {"NCCL_DEBUG": "INFO", "SLURM_JOB_ID": "1"}
+
+
+def test_what_hangs_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = threading.Event()
+    monkeypatch.setattr(passport, "git_revision", lambda folder: held.wait(20))
+    monkeypatch.setattr(passport, "_WAIT_S", 0.05)
+    found = Passport(config(write(tmp_path / "text", [5])), topology())
+    waits: list[float] = []
+    join = threading.Thread.join
+    monkeypatch.setattr(threading.Thread, "join", lambda thread, s=None: (waits.append(s), join(thread, s))[1])
+    assert [found(i)["git"] for i in (1, 2)] == [{"reason": "not found out in time"}] * 2
+    assert waits == [0.05, 0.0]
+    held.set()
