@@ -88,8 +88,8 @@ def test_a_killed_rank_is_named_in_one_line(victim: int) -> None:
         for process in processes:
             process.kill()
             process.wait()
-    assert other.returncode == 2
-    error = output[output.index("LaunchError") :]
+    assert other.returncode == 75
+    error = output[output.index("LostRankError") :]
     assert f"rank {victim}" in error and len(error.splitlines()) == 1
     for noise in ("frame #", "Traceback", "/gloo/transport"):
         assert noise not in output

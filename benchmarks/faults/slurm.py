@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -37,33 +39,44 @@ def missing() -> str:
 
 
 class Testbed:
-    """A Slurm of two nodes, while the block lasts."""
+    """A Slurm of two nodes, while the block lasts.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    Its files lie in a folder of their own with a short name: the path of a Unix socket has at most 107 bytes.
+    """
+
+    def __init__(self) -> None:
+        folder = self._folder = Path(tempfile.mkdtemp(prefix="slurm"))
         self._env = {
             **os.environ, "TESTBED_DIR": str(folder), "TESTBED_NODES": "2", "TESTBED_PORT": str(free_port()),
             "SLURM_CONF": str(folder / "etc" / "slurm.conf"),
         }  # fmt: skip
 
     def __enter__(self) -> Testbed:
-        self._folder.mkdir(parents=True, exist_ok=True)
         try:
             self.control("start")
-        except subprocess.SubprocessError:
-            self.control("stop")
-            raise
+        except subprocess.SubprocessError as error:
+            said = self._log.read_text(errors="replace")[-2000:]
+            self._end()
+            raise RuntimeError(f"the Slurm testbed did not start: {said}") from error
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._end()
+
+    def _end(self) -> None:
         self.control("stop")
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def _log(self) -> Path:
+        return self._folder / "testbed.log"
 
     def control(self, *words: str) -> None:
         """A command of slurm_testbed.sh."""
         # Its daemons would keep a pipe open.
-        with open(self._folder.with_suffix(".log"), "ab") as log:
+        with open(self._log, "ab") as log:
             subprocess.run(
                 ["bash", str(SCRIPT), *words], env=self._env, check=True, stdout=log, stderr=log, timeout=120
             )
@@ -222,6 +235,6 @@ def no_signal(testbed: Testbed, folder: Path) -> Scheduled:
 
 def campaign(folder: Path) -> Iterator[Scheduled]:
     """All of them, on one testbed."""
-    with Testbed(folder / "testbed") as testbed:
+    with Testbed() as testbed:
         for number, fault in enumerate((lose_a_node, usr1, no_signal)):
             yield fault(testbed, folder / f"job_{number}")

@@ -91,7 +91,8 @@ def run_training(
     except BaseException as error:
         if is_lost_peer(error):
             explained = rendezvous.explain(error)
-            if rendezvous.speaks and run is not None and isinstance(explained, LostRankError):
+            put_back = config.training.requeue and rendezvous.speaks
+            if put_back and run is not None and isinstance(explained, LostRankError):
                 print(explained, file=sys.stderr, flush=True)  # before Slurm ends this process
                 requeue_lost(run)
             raise explained from error

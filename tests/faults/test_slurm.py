@@ -18,5 +18,5 @@ pytestmark = [
 
 @pytest.mark.parametrize("fault", [slurm.lose_a_node, slurm.usr1_at_once])
 def test_a_job_goes_on_after(fault: Callable[..., slurm.Scheduled], tmp_path: Path) -> None:
-    with slurm.Testbed(tmp_path / "slurm") as testbed:
+    with slurm.Testbed() as testbed:
         assert fault(testbed, tmp_path / "job").faults == ()
