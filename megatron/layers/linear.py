@@ -45,7 +45,7 @@ def deferred_weight_gradient(
 
 
 Again = Callable[[], torch.Tensor] | None
-"""How to make a layer's input again, to the same bits, in the backward pass; then the layer does not keep it."""
+"""Makes a layer's input again, to the same bits, in the backward pass, where autograd is off; it is not kept then."""
 
 
 class _Linear(torch.autograd.Function):

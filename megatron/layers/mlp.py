@@ -58,11 +58,7 @@ class MLP(torch.nn.Module):
         if not self.activation_again:
             return self.dense_4h_to_h(activated)
         # The gradient of the activation function keeps `up` anyway.
-        return self.dense_4h_to_h(activated, partial(self._activate_again, up.detach(), bias))
+        return self.dense_4h_to_h(activated, partial(self._activate, up.detach(), bias))
 
     def _activate(self, up: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return bias_activation(up, bias, self.activation) if self.fused else activate(up, self.activation)
-
-    @torch.no_grad()
-    def _activate_again(self, up: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return self._activate(up, bias)

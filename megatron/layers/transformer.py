@@ -84,7 +84,7 @@ class TransformerLayer(torch.nn.Module):
 
     def _again(self, norm: Norm, x: torch.Tensor) -> Again:
         """How to make norm(x) again, where that is wanted; the norm's gradient keeps x anyway."""
-        return partial(torch.no_grad()(norm), x.detach()) if self.norms_again else None
+        return partial(norm, x.detach()) if self.norms_again else None
 
     def _seed(self, call: CallContext, site: Site) -> int | None:
         """The seed of a dropout mask; None where nothing is dropped."""

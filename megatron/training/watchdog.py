@@ -35,7 +35,6 @@ from megatron.parallel.topology import Topology
 from megatron.training.failures import EXIT_LOST_RANK
 from megatron.training.hangs import Seen, Verdict, judge, report
 
-EXIT_HANG = EXIT_LOST_RANK
 REPORT_NAME = "hang_report.txt"
 _ANSWER_S = 5.0  # how long ranks, and the store, may take to answer
 _NODE_S = 1.0  # how long the first rank of a node waits for the answers of the others
@@ -305,7 +304,7 @@ class Watchdog:
                 with contextlib.suppress(RuntimeError, LaunchError):
                     bounded(lambda: self._await_others(number, lost), _ANSWER_S)
             _kill(seen.state for seen in self._states() if seen.state.inquiry == 0 or seen.process == STOPPED)
-            os._exit(EXIT_HANG)
+            os._exit(EXIT_LOST_RANK)
 
     def _await_others(self, number: int, lost: int) -> None:
         store, deadline = self._rendezvous.store, time.monotonic() + _ANSWER_S - 1

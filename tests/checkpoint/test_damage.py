@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megatron.checkpoint.load import load, load_weights
 from megatron.checkpoint.save import save
 from megatron.engine.engine import Engine
-from megatron.errors import CheckpointError
 from megatron.parallel.topology import Topology
+from tests.checkpoint.saver_cases import message
 from tests.engine import toy
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
@@ -105,13 +105,6 @@ def same_pieces(found: Any, expected: Any) -> bool:
 
 def hopeless(root: Path, topology: Topology, config: Any, engine: Engine) -> dict[str, Any]:
     """A damaged checkpoint that is asked for by name; a run's weights only; nothing sound left."""
-
-    def message(action: Callable[[], Any]) -> str:
-        try:
-            action()
-        except CheckpointError as error:
-            return str(error)
-        return "no error"
 
     out: dict[str, Any] = {}
     fewer = toy.build(topology)

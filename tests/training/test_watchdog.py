@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.watchdog import EXIT_HANG, REPORT_NAME
+from megatron.training.failures import EXIT_LOST_RANK
+from megatron.training.watchdog import REPORT_NAME
 from tests.helpers.processes import run_processes_raw
 from tests.training.hanging_ranks import train, train_on_two_nodes
 
-ENDED = f"ended with exit code {EXIT_HANG} and no result"
+ENDED = f"ended with exit code {EXIT_LOST_RANK} and no result"
 KILLED = "ended with exit code -9 and no result"
 
 
