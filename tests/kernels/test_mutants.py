@@ -238,7 +238,7 @@ print("STATUS " + json.dumps(status))
 """
 # A test that failed, the simulator's abort, AddressSanitizer's exit code, a crash, an endless loop. Anything else (no
 # test found, the library not loaded) is an error of this test.
-_CAUGHT = {1, -6, 86, -11, -14}
+_CAUGHT = {1, -6, 86, -7, -11, -14}
 
 
 def plant(mutants: Sequence[Mutant], folder: Path) -> None:
