@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from results import figure
+from results import DISK_FLOOR, FLOOR, SHORT_FLOOR, START_FLOOR, figure
 from sides import environment, run
 from workloads import EAGER, OURS, ROOT, Case
 
@@ -24,11 +24,12 @@ Record = dict[str, Any]
 REPEAT = 3
 
 
-def part(name: str, side: str, values: list[float], unit: str, *, less: bool = True, note: str = "") -> Record:
-    """One row; `less`: whether less is better."""
-    return {
-        "name": name, "side": side, "value": figure(values), "unit": unit, "less_is_better": less, "note": note,
-    }  # fmt: skip
+def part(
+    name: str, side: str, values: list[float], unit: str, *, floor: float = FLOOR, less: bool = True, note: str = ""
+) -> Record:
+    """One row; `less`: whether less is better; `floor` of its spread, see results.py."""
+    value = figure(values, floor)
+    return {"name": name, "side": side, "value": value, "unit": unit, "less_is_better": less, "note": note}
 
 
 def failed(name: str, reason: str) -> Record:
@@ -40,9 +41,11 @@ def start_up(repeat: int) -> Iterator[Record]:
     from startup import MODEL, pair
 
     python = [sys.executable, "-c", "import torch"]
-    yield part("start-up", "import torch, 2 processes", [pair(python) for _ in range(repeat)], "s", note="no less")
+    seconds = [pair(python) for _ in range(repeat)]
+    yield part("start-up", "import torch, 2 processes", seconds, "s", floor=START_FLOOR, note="no less")
     ours = [sys.executable, "pretrain_gpt.py", *MODEL]
-    yield part("start-up", "ours, to the first step", [pair(ours, " iteration ") for _ in range(repeat)], "s")
+    seconds = [pair(ours, " iteration ") for _ in range(repeat)]
+    yield part("start-up", "ours, to the first step", seconds, "s", floor=START_FLOOR)
 
 
 def optimizer_and_save(case: Case, threads: int, folder: Path) -> Iterator[Record]:
@@ -53,11 +56,12 @@ def optimizer_and_save(case: Case, threads: int, folder: Path) -> Iterator[Recor
             yield failed("optimizer step", f"{side.name}: {outcome.reason}")
             continue
         what = f"{case.parameters / 1e6:.0f} M parameters, with clipping"
-        yield part("optimizer step", side.name, [1e3 * s for s in outcome.optimizer_s], "ms", note=what)
+        milliseconds = [1e3 * s for s in outcome.optimizer_s]
+        yield part("optimizer step", side.name, milliseconds, "ms", floor=SHORT_FLOOR, note=what)
         if outcome.save:
             size = outcome.save["files_bytes"]
             rate = f"{size / 2**30:.2f} GiB, {size / outcome.save['seconds'] / 1e9:.2f} GB/s"
-            yield part("save", side.name, [outcome.save["seconds"]], "s", note=rate)
+            yield part("save", side.name, [outcome.save["seconds"]], "s", floor=DISK_FLOOR, note=rate)
 
 
 def kernels(threads: int, folder: Path) -> Iterator[Record]:
@@ -70,15 +74,16 @@ def kernels(threads: int, folder: Path) -> Iterator[Record]:
     for row in json.loads((folder / "kernels" / "kernels.json").read_text())["rows"]:
         name = f"{row['operator'].replace('_', ' ')} {row['dtype']}, {' x '.join(map(str, row['shape']))}"
         for side, label in (("ours", "ours"), ("torch", "torch's operators")):
-            passes = row["seconds"][side]
-            yield part(name, f"kernel alone, {label}", [1e3 * sum(passes.values())], "ms", note="all passes")
+            milliseconds = [1e3 * sum(row["seconds"][side].values())]
+            yield part(name, f"kernel alone, {label}", milliseconds, "ms", floor=SHORT_FLOOR, note="all passes")
 
 
 def data_loading(quick: bool, threads: int, folder: Path) -> Iterator[Record]:
     """Tokens per second of the loader alone, on short documents, the worst case."""
     command = [sys.executable, __file__, "loading", *(["--quick"] if quick else [])]
     for name, rates in json.loads(answer(command, environment(threads, folder), folder)).items():
-        yield part("data loading", name, rates, "tokens/s", less=False, note="documents of 20 tokens on average")
+        what = "documents of 20 tokens on average"
+        yield part("data loading", name, rates, "tokens/s", floor=START_FLOOR, less=False, note=what)
 
 
 def answer(command: list[str], env: dict[str, str], folder: Path) -> str:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 # Before anything imports torch or DeepSpeed: the tests run many processes on few cores.
@@ -11,6 +12,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 _HAS_DRIVER = any(Path(path).exists() for path in ("/dev/kfd", "/dev/nvidiactl", "/dev/dxg"))
 if not _HAS_DRIVER:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+# A shell starts what it runs in the background with SIGINT ignored, which every program under test would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402

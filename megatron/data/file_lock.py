@@ -106,6 +106,10 @@ class Owner:
         start = process_start(self.pid)
         return start is None or (start != self.start and 0 not in (start, self.start))
 
+    def lives_here(self) -> bool:
+        """Whether it is a process of this machine that has not ended: nobody need wait for a sign of life."""
+        return self.machine == _machine() and not self.is_gone()
+
     def __str__(self) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.time))
         return f"process {self.pid} on {self.host} (since {since})"
@@ -217,12 +221,16 @@ class FileLock:
             text = None
         return Note(str(Owner.read(seen.text) or "an unknown process"), text)
 
-    def describe(self) -> str:
-        """Who has the lock, for messages."""
+    def owner(self) -> Owner | None:
+        """Who has the lock; None where nobody has, and where that cannot be read."""
         with contextlib.suppress(OSError):
             seen = _look(self.path)
-            return str((Owner.read(seen.text) if seen else None) or "an unknown process")
-        return "an unknown process"
+            return Owner.read(seen.text) if seen else None
+        return None
+
+    def describe(self) -> str:
+        """Who has the lock, for messages."""
+        return str(self.owner() or "an unknown process")
 
     def _enter(self) -> bool:
         assert self._mine is None, "the lock is held already"

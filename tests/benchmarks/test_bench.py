@@ -174,7 +174,7 @@ def test_ratios_are_taken_within_a_round() -> None:
     results, case = module("results"), module("workloads").cpu_cases()[0]
     ours, peer = outcomes([1.0, 1.0], [2.0, 2.0]), outcomes([1.5, 1.5], [3.0, 3.0])
     row = results.row_of(case, case.sides[2], peer, ours, 1e12)
-    assert row["ratio"] == {"median": 1.5, "min": 1.5, "max": 1.5, "count": 2, "spread": 2 * results.FLOOR}
+    assert row["ratio"] == {"median": 1.5, "min": 1.5, "max": 1.5, "count": 2, "spread": results.FLOOR}
     assert row["tokens_per_s"] == pytest.approx(case.tokens / 2.25)
     assert row["share_of_ceiling"] == pytest.approx(case.flops / 2.25 / 1e12)
 
@@ -211,11 +211,10 @@ def run_record(step: float, values: list[float], **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("step", "values", "verdict"),
     [
-        (1.04, [1.0] * 3, "within spread"),  # the floor of 5 %
-        (1.06, [1.0] * 3, "worse"),
-        (0.90, [1.0] * 3, "better"),
-        (1.06, [1.0] * 2, "within spread"),  # two values: 10 %
-        (1.06, [0.9, 1.0, 1.1], "within spread"),  # half of its own range is 10 %
+        (1.09, [1.0] * 3, "within spread"),  # the floor of 10 %
+        (1.11, [1.0] * 3, "worse"),
+        (0.89, [1.0] * 3, "better"),
+        (1.11, [0.85, 1.0, 1.15], "within spread"),  # half of its own range is 15 %
     ],
 )
 def test_changes_within_the_larger_spread_are_no_changes(step: float, values: list[float], verdict: str) -> None:
