@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -122,6 +123,8 @@ def parse_command_line(argv: Sequence[str], world_size: int | None = None) -> tu
         raise SystemExit(0)
     printing = "--print-config" in scanned.flags
     settings = Settings(problems=scanned.problems)
+    if (cluster := os.environ.get("MEGATRON_CLUSTER", "").strip()) not in ("", "none"):
+        settings.give("cluster", cluster, "variable MEGATRON_CLUSTER")
     _give_launch(settings, world_size, scanned.flags, printing)
     _give_flags(settings, scanned.flags)
     config = finish(settings, run=not printing)
@@ -131,6 +134,15 @@ def parse_command_line(argv: Sequence[str], world_size: int | None = None) -> tu
         print(render_config(config))
         raise SystemExit(0)
     return config, list(config.notices)
+
+
+def parse_plan(argv: Sequence[str]) -> Config:
+    """The configuration of a command line that is looked at before a launch: --world-size says how many processes there
+    will be, and what only a run needs (data, a length, a learning rate) may be absent. Raises ConfigError."""
+    scanned = scan(argv)
+    settings = Settings(problems=scanned.problems)
+    _give_flags(settings, scanned.flags)
+    return finish(settings)
 
 
 def parse_args(argv: Sequence[str], world_size: int | None = None) -> Config:

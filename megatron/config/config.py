@@ -69,7 +69,7 @@ class Config:
         return finish(settings, merge_json=merge)
 
     def origin(self, name: str) -> str:
-        """Where a setting came from: 'default', 'command line', 'preset X', 'FILE: key', 'derived ...', 'argument'."""
+        """Where a setting is from: 'default', 'command line', 'preset X', 'FILE:LINE: key', 'derived ...' ..."""
         self._check_name(name)
         return self.origins[name]
 

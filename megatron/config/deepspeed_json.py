@@ -1,8 +1,8 @@
 """Merge a DeepSpeed JSON into the settings.
 
 "auto" leaves a value to the command line. A value that only the JSON has is taken over. A value that contradicts a
-chosen one is a problem that names both values and both places. Entries that the engine sets itself are reported, and
-unknown ones are handed to DeepSpeed as they are.
+chosen one is a problem that names both values, both places, and the line of the file to change. Entries that the engine
+sets itself are reported, and unknown ones are handed to DeepSpeed as they are.
 """
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.config.json_lines import key_lines
 from megatron.config.settings import Settings, all_options, did_you_mean
 from megatron.errors import ConfigError
 
@@ -138,6 +139,11 @@ _HANDLED = ("gradient_accumulation_steps",)
 
 def read_deepspeed_json(path: str) -> dict[str, Any]:
     """The object in the file. ConfigError when it is missing, no JSON (with line and column) or no object."""
+    return _read(path)[0]
+
+
+def _read(path: str) -> tuple[dict[str, Any], dict[str, int]]:
+    """The object in the file, and the line of each of its keys."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -154,7 +160,7 @@ def read_deepspeed_json(path: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         kind = type(content).__name__
         raise ConfigError(f"--deepspeed_config {path}: must hold an object {{...}}, but holds a {kind}")
-    return content
+    return content, key_lines(text)
 
 
 def _object(pairs: list[tuple[str, Any]], path: str) -> dict[str, Any]:
@@ -172,18 +178,18 @@ def merge_deepspeed_json(settings: Settings) -> None:
     if path is None:
         return
     try:
-        content = read_deepspeed_json(path)
+        content, lines = _read(path)
     except ConfigError as error:
         settings.problems.append(str(error))
         return
-    _Merge(settings, path, content).run()
+    _Merge(settings, path, content, lines).run()
 
 
 class _Merge:
     """One merge. Entries leave `rest` as they are dealt with; what is left at the end is unknown."""
 
-    def __init__(self, settings: Settings, path: str, content: dict[str, Any]) -> None:
-        self.settings, self.path = settings, path
+    def __init__(self, settings: Settings, path: str, content: dict[str, Any], lines: Mapping[str, int]) -> None:
+        self.settings, self.path, self.lines = settings, path, lines
         self.rest = json.loads(json.dumps(content))  # a copy, to take entries out of
         self.content = content
 
@@ -201,12 +207,13 @@ class _Merge:
         for key, (harmless, instead) in _REFUSED.items():
             value = self._find(key)
             if value not in harmless and value != "auto":
-                self.settings.problems.append(f"{self.path}: {key} {json.dumps(value)} is not supported: {instead}")
+                written = json.dumps(value)
+                self.settings.problems.append(f"{self._at(key)}: {key} {written} is not supported: {instead}")
             self._drop(key)
         for key, why in _OWN.items():
             value = self._find(key, self.rest)
             if value not in (None, "auto", {}):
-                self.settings.notices.append(f"{self.path}: {key} has no effect: {why}")
+                self.settings.notices.append(f"{self._at(key)}: {key} has no effect: {why}")
             self._drop(key)
         self._pass_on()
 
@@ -215,8 +222,13 @@ class _Merge:
         for parent in sorted({*parents, *(p for key in (*_REFUSED, *_OWN) for p in _parents(key))}):
             value = self._find(parent)
             if value is not None and not isinstance(value, dict):
-                self.settings.problems.append(f"{self.path}: {parent} must be an object, got {json.dumps(value)}")
+                written = json.dumps(value)
+                self.settings.problems.append(f"{self._at(parent)}: {parent} must be an object, got {written}")
                 self._drop(parent)
+
+    def _at(self, key: str) -> str:
+        """FILE:LINE of a key that is in the file."""
+        return f"{self.path}:{self.lines[key]}"
 
     def _find(self, key: str, tree: dict[str, Any] | None = None) -> Any:
         node: Any = self.content if tree is None else tree
@@ -236,29 +248,44 @@ class _Merge:
         value = self._find(key)
         if value is None or value == "auto":
             return
-        origin, option = f"{self.path}: {key}", all_options()[name]
+        origin, option = f"{self._at(key)}: {key}", all_options()[name]
         try:
             value = option.accept(convert(value))
         except ValueError as error:
-            self.settings.mark_bad(name, f"{key} {error}", f"{self.path}")
+            self.settings.mark_bad(name, f"{key} {error}", self._at(key))
             return
         if name not in self.settings.given:
             if value != option.default or name not in ("fp16", "bf16"):
                 self.settings.give(name, value, origin)
         elif self.settings.given[name] != value:
-            self._contradiction(name, key, value)
+            self._contradiction(name, key, value, as_it_is=convert is _same)
 
     def _both_precisions(self) -> None:
+        """Two places that each switch on another format; `_take` finds one format switched on here and off there."""
         given, origins = self.settings.given, self.settings.origins
-        if given.get("fp16") and given.get("bf16") and origins["fp16"] != origins["bf16"]:
-            problem = f"fp16 is on ({origins['fp16']}) and bf16 is on ({origins['bf16']}): choose one"
-            self.settings.mark_bad("bf16", problem, "argument")
+        if not (given.get("fp16") and given.get("bf16")) or origins["fp16"] == origins["bf16"]:
+            return
+        in_file, chosen = ("fp16", "bf16") if origins["fp16"].startswith(self.path) else ("bf16", "fp16")
+        key = origins[in_file].rpartition(" ")[2]
+        if origins[chosen].startswith(self.path):
+            other = origins[chosen].rpartition(" ")[2]
+            lines = f"{key} (line {self.lines[key]}) and {other} (line {self.lines[other]})"
+            problem = f"{self.path}: {lines} are both on: write false in one of them"
+        else:
+            problem = (
+                f"{chosen} is on ({origins[chosen]}), but line {self.lines[key]} of {self.path} switches {in_file} on "
+                f"({key}): write false in that line, or give --{in_file} instead of --{chosen}"
+            )
+        self.settings.mark_bad("bf16", problem, "argument")
 
-    def _contradiction(self, name: str, key: str, value: Any) -> None:
+    def _contradiction(self, name: str, key: str, value: Any, as_it_is: bool) -> None:
+        """`as_it_is`: the file has the setting's own value, so that the message can say what to write there."""
         chosen, where = self.settings.given[name], self.settings.origins[name]
+        option = all_options()[name]
+        right = f'{json.dumps(chosen)} or "auto"' if as_it_is else '"auto"'
         self.settings.problems.append(
-            f"{all_options()[name].flag} is {chosen} ({where}), but {key} means {value} ({self.path}): "
-            'make them equal, or write "auto" in the file'
+            f"{option.flag} is {chosen} ({where}), but {key} means {value} ({self._at(key)}): write {right} in line "
+            f"{self.lines[key]} of {self.path}, or give {option.written(value)}"
         )
 
     def _remove_dealt_with(self) -> None:
@@ -272,10 +299,10 @@ class _Merge:
         steps = self._find("gradient_accumulation_steps")
         if steps is None or steps == "auto":
             return
+        place = self._at("gradient_accumulation_steps")
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             self.settings.problems.append(
-                f"{self.path}: gradient_accumulation_steps must be a whole number of at least 1, "
-                f"got {json.dumps(steps)}"
+                f"{place}: gradient_accumulation_steps must be a whole number of at least 1, got {json.dumps(steps)}"
             )
             return
         given = self.settings.given
@@ -286,7 +313,7 @@ class _Merge:
         replicas = world // replica
         micro: int | None = given.get("micro_batch_size")
         total: int | None = given.get("global_batch_size")
-        origin = f"{self.path}: gradient_accumulation_steps"
+        origin = f"{place}: gradient_accumulation_steps"
         if total is None and micro is None:
             self.settings.problems.append(
                 f"{origin} {steps} needs a micro-batch or a global batch size: give --micro-batch-size"
@@ -297,16 +324,17 @@ class _Merge:
             if total % (steps * replicas):
                 self.settings.problems.append(
                     f"global batch size {total} ({self.settings.origins['global_batch_size']}) is not a multiple of "
-                    f"gradient_accumulation_steps {steps} ({self.path}) x data-parallel size {replicas}"
+                    f"gradient_accumulation_steps {steps} ({place}) x data-parallel size {replicas}"
                 )
             else:
                 self.settings.give("micro_batch_size", total // (steps * replicas), origin)
         elif micro is not None and total is not None and micro * steps * replicas != total:
             self.settings.problems.append(
-                f"gradient_accumulation_steps is {steps} ({self.path}), but global batch size {total} "
+                f"gradient_accumulation_steps is {steps} ({place}), but global batch size {total} "
                 f"({self.settings.origins['global_batch_size']}) / micro-batch size {micro} "
                 f"({self.settings.origins['micro_batch_size']}) / data-parallel size {replicas} is "
-                f"{total / (micro * replicas):g}: make them agree, or write \"auto\" in the file"
+                f"{total / (micro * replicas):g}: make them agree, or write \"auto\" in line "
+                f"{self.lines['gradient_accumulation_steps']} of {self.path}"
             )
 
     def _pass_on(self) -> None:
@@ -314,13 +342,13 @@ class _Merge:
         for key in [k for k, v in self.rest.items() if v in ({}, "auto") or _only_empty(v)]:
             self.rest.pop(key)
         if "optimizer" in self.rest:
-            unknown = self.rest.pop("optimizer")
+            unknown = json.dumps(self.rest.pop("optimizer"))
             self.settings.problems.append(
-                f"{self.path}: optimizer has entries that are not supported: {json.dumps(unknown)}: remove them"
+                f"{self._at('optimizer')}: optimizer has entries that are not supported: {unknown}: remove them"
             )
         for key in self.rest:
             hint = "" if key in known else did_you_mean(key, known)
-            self.settings.notices.append(f"{self.path}: {key} is passed on to DeepSpeed{hint}")
+            self.settings.notices.append(f"{self._at(key)}: {key} is passed on to DeepSpeed{hint}")
         if self.rest:
             self.settings.give("extra", self.rest, f"{self.path}")
 

@@ -98,11 +98,14 @@ class CheckpointConfig:
     exit_on_missing_checkpoint: bool = option(False, "End when --load holds no checkpoint, instead of starting anew.")
     override_opt_param_scheduler: bool = option(
         False, "The learning-rate settings given here win over the checkpoint's.",
-        flags=("--override-opt_param-scheduler", "--override-opt-param-scheduler"),
+        flags=("--override-opt_param-scheduler", "--override-opt-param-scheduler", "--override-lr-scheduler"),
     )
     use_checkpoint_opt_param_scheduler: bool = option(
         False, "The checkpoint's learning-rate settings win over those given here.",
-        flags=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"),
+        flags=(
+            "--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler",
+            "--use-checkpoint-lr-scheduler",
+        ),
     )
     ckpt_format: str = option(
         "torch_dist", "Format of saved checkpoints.", choices=("torch_dist",),

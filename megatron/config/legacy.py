@@ -34,6 +34,13 @@ _NO_EXPERTS = "there are no experts (--num-experts is 1)"
 _RECOMPUTE = "recomputation is set by --recompute-granularity"
 _REDUCTION = "gradients are reduced once in a step, in flat buckets, to the processes that own a part of them"
 _NO_TEACHER = "there is no distillation: remove it"
+_NO_WANDB = "Weights & Biases is not used: figures go to --metrics-file and --tensorboard-dir"
+_ONE_LENGTH = "remove it: samples have one length; use --rampup-batch-size"
+_BAD_SAMPLES = "remove the bad samples from the data instead"
+_SPLIT_PATHS = "use --train-data-path, --valid-data-path and --test-data-path with WEIGHT PREFIX pairs"
+_LONG_SEQUENCES = "use --sequence-parallel with --tensor-model-parallel-size"
+_ALL_TOKENS = "remove it: all tokens of a sample have the same weight"
+_NO_FP8 = "use --bf16"
 
 ACCEPTED: Mapping[str, Legacy] = {
     # DeepSpeed and its activation checkpointing
@@ -57,6 +64,10 @@ ACCEPTED: Mapping[str, Legacy] = {
     "--use-cpu-initialization": Legacy("initial weights do not depend on the device or the layout"),
     "--empty-unused-memory-level": Legacy("the allocator keeps its cache", "1"),
     "--delay-grad-reduce": Legacy(_REDUCTION),
+    "--use-contiguous-parameters-in-local-ddp": Legacy(_REDUCTION),
+    "--use-mpi": Legacy("the launcher is known by its environment variables"),
+    "--deepspeed_mpi": Legacy("the launcher is known by its environment variables"),
+    "--sync-tp-duplicated-parameters": Legacy("what several tensor-parallel processes hold is always equal"),
     # experts: without experts these say nothing
     "--expert-interval": Legacy(_NO_EXPERTS, "1"),
     "--topk": Legacy(_NO_EXPERTS, "1"),
@@ -77,15 +88,30 @@ ACCEPTED: Mapping[str, Legacy] = {
     "--use-legacy-models": Legacy("there is one model"),
     "--no-initialization": Legacy("weights are always initialised"),
     "--group-query-attention": Legacy("--num-query-groups alone decides"),
+    "--abort-on-unmet-fused-kernel-constraints": Legacy("the log says which kernels are used"),
+    "--pad-vocab-size-to": Legacy(
+        "padding is in no softmax and no checkpoint, and --make-vocab-size-divisible-by decides about it", "1"
+    ),
     # data
     "--mmap-warmup": Legacy("files are mapped and read on demand"),
     "--return-data-index": Legacy("samples carry their number anyway"),
+    "--valid-num-workers": Legacy("--num-workers serves all data", "1"),
+    "--resume-dataloader": Legacy("data always go on where the run ended"),
     "--repeated-dataloader": Legacy("the loader never runs out of samples before the run ends"),
     "--no-create-attention-mask-in-dataloader": Legacy("masks are made where attention uses them"),
     # checkpoints, logs, timers
+    "--universal-checkpoint": Legacy("--load takes every checkpoint on any layout"),
     "--use-dist-ckpt": Legacy("checkpoints are always distributed"),
     "--log-throughput": Legacy("throughput is in every log line"),
     "--no-barrier-with-level-1-timing": Legacy("timers set no barriers"),
+    "--log-level": Legacy("the log has one level", "1"),
+    "--log-level-replica": Legacy("the log has one level", "1"),
+    "--codecarbon-dir": Legacy("energy is not measured", "1"),
+    "--use-pytorch-profiler": Legacy("--profile always takes torch's profiler"),
+    "--check-for-nan-in-loss-and-grad": Legacy("steps that are not finite are always found and skipped"),
+    "--no-check-for-nan-in-loss-and-grad": Legacy("steps that are not finite are always found and skipped"),
+    "--wandb-name": Legacy(_NO_WANDB, "1"),
+    "--wandb-entity": Legacy(_NO_WANDB, "1"),
 }
 
 TRIVIAL: Mapping[str, Legacy] = {
@@ -94,8 +120,9 @@ TRIVIAL: Mapping[str, Legacy] = {
     "--moe-expert-parallel-size": Legacy("there are no experts: use 1", "1", ("1",)),
     "--expert-model-parallel-size": Legacy("there are no experts: use 1", "1", ("1",)),
     "--expert-tensor-parallel-size": Legacy("there are no experts: use 1", "1", ("1",)),
-    "--context-parallel-size": Legacy("use --sequence-parallel with --tensor-model-parallel-size", "1", ("1",)),
-    "--ds-sequence-parallel-size": Legacy("use --sequence-parallel with --tensor-model-parallel-size", "1", ("1",)),
+    "--context-parallel-size": Legacy(_LONG_SEQUENCES, "1", ("1",)),
+    "--ds-sequence-parallel-size": Legacy(_LONG_SEQUENCES, "1", ("1",)),
+    "--pp-partition-method": Legacy("use --pipeline-layout with the layers of each stage", "1", ("type:transformer",)),
     "--DDP-impl": Legacy("replicas are kept by the DeepSpeed engine: use --zero-stage 0 or 1", "1", ("local", "torch")),
     "--remote-device": Legacy("there is no offloading: use none, and --zero-stage 1 or more stages", "1", ("none",)),
     "--data-impl": Legacy("use mmap: data are .bin and .idx files", "1", ("mmap", "infer")),
@@ -116,6 +143,11 @@ REFUSED: Mapping[str, Legacy] = {
     "--num-virtual-stages-per-pipeline-rank": Legacy(
         "use --num-layers-per-virtual-pipeline-stage: layers / pipeline ranks / chunks", "1"
     ),
+    "--num-stages": Legacy("use --pipeline-model-parallel-size", "1"),
+    "--pipe-parallel-size": Legacy("use --pipeline-model-parallel-size", "1"),
+    "--train-data": Legacy("use --data-path", "*"),
+    "--lazy-loader": Legacy("remove it: files of --data-path are mapped and read on demand"),
+    "--cache-dir": Legacy("use --data-cache-path", "1"),
     # optimizer and precision
     "--cpu-optimizer": Legacy("there is no offloading: use --zero-stage 1 and more tensor or pipeline parallelism"),
     "--decoupled-lr": Legacy("one learning rate serves all parameters: use --lr", "1"),
@@ -124,24 +156,46 @@ REFUSED: Mapping[str, Legacy] = {
     "--lr_constant_plus_cooldown_frac": Legacy("use --lr-decay-style WSD with --lr-wsd-decay-iters", "1"),
     "--embedding-weights-in-fp32": Legacy("remove it: the master weights of all parameters are fp32"),
     "--use-mics": Legacy("use --zero-stage 1"),
+    "--use-torch-fsdp2": Legacy("use --zero-stage 1 with more tensor or pipeline parallelism"),
+    "--use-bnb-optimizer": Legacy("use --optimizer adam"),
+    "--fp8-format": Legacy(_NO_FP8, "1"),
+    "--fp8-margin": Legacy(_NO_FP8, "1"),
+    "--fp8-interval": Legacy(_NO_FP8, "1"),
+    "--fp8-amax-history-len": Legacy(_NO_FP8, "1"),
+    "--fp8-amax-compute-algo": Legacy(_NO_FP8, "1"),
     "--data-parallel-random-init": Legacy("remove it: replicas start equal and must stay so"),
     # model
     "--adjust-word-embedding-init": Legacy("use --init-method-std, which holds for all weights"),
     "--word-embedding-init-std": Legacy("use --init-method-std, which holds for all weights", "1"),
     "--use-tutel": Legacy("there are no experts: remove it"),
+    "--embed-layernorm": Legacy("remove it: there is no norm behind the embedding, and the model is another one"),
+    "--glu-activation": Legacy("use --swiglu, the only gated activation here", "1"),
+    "--ds-sequence-parallel-fpdt": Legacy(_LONG_SEQUENCES),
+    "--ds-sequence-parallel-fpdt-chunk-size": Legacy(_LONG_SEQUENCES, "1"),
+    "--ds-sequence-parallel-fpdt-offloading": Legacy(_LONG_SEQUENCES),
     # data
     "--shuffle-sample-in-corpus": Legacy("list the files as --data-path WEIGHT PREFIX pairs; samples are shuffled"),
     "--blend-sample-in-corpus": Legacy("list the files as --data-path WEIGHT PREFIX pairs; they are blended"),
-    "--train-range-to-skip": Legacy("remove the bad samples from the data instead", "*"),
-    "--train-iters-to-skip": Legacy("remove the bad samples from the data instead", "*"),
+    "--train-range-to-skip": Legacy(_BAD_SAMPLES, "*"),
+    "--train-iters-to-skip": Legacy(_BAD_SAMPLES, "*"),
+    "--skip-train-iteration-range": Legacy(_BAD_SAMPLES, "*"),
+    "--train-weighted-split-paths": Legacy(_SPLIT_PATHS, "*"),
+    "--valid-weighted-split-paths": Legacy(_SPLIT_PATHS, "*"),
+    "--test-weighted-split-paths": Legacy(_SPLIT_PATHS, "*"),
+    "--train-weighted-split-paths-path": Legacy(_SPLIT_PATHS, "1"),
+    "--valid-weighted-split-paths-path": Legacy(_SPLIT_PATHS, "1"),
+    "--test-weighted-split-paths-path": Legacy(_SPLIT_PATHS, "1"),
+    "--norm-target-loss": Legacy(_ALL_TOKENS),
+    "--loss-on-targets-only": Legacy(_ALL_TOKENS),
     "--train-doc-idx-path": Legacy("index files are found in --data-cache-path", "1"),
     "--train-sample-idx-path": Legacy("index files are found in --data-cache-path", "1"),
     "--train-shuffle-idx-path": Legacy("index files are found in --data-cache-path", "1"),
     # checkpoints
-    "--universal-checkpoint": Legacy("use --load: every checkpoint loads on any layout"),
     "--no-load-lr-state": Legacy("use --override-opt_param-scheduler"),
+    "--reset-progress": Legacy("use --reset-iteration"),
     # research extras
-    "--data-efficiency-curriculum-learning": Legacy("remove it: samples have one length; use --rampup-batch-size"),
+    "--data-efficiency-curriculum-learning": Legacy(_ONE_LENGTH),
+    "--curriculum-learning": Legacy(_ONE_LENGTH),
     "--random-ltd": Legacy("remove it: every layer sees every token"),
     "--mos": Legacy(_NO_TEACHER),
     "--kd": Legacy(_NO_TEACHER),
@@ -149,6 +203,7 @@ REFUSED: Mapping[str, Legacy] = {
     "--num-layers-teacher": Legacy(_NO_TEACHER, "1"),
     "--hidden-size-teacher": Legacy(_NO_TEACHER, "1"),
     "--num-attention-heads-teacher": Legacy(_NO_TEACHER, "1"),
+    "--eval-only": Legacy("use --skip-train", "1"),
     "--inference": Legacy("remove it: this command trains; --skip-train evaluates"),
     "--ds-inference": Legacy("remove it: this command trains; --skip-train evaluates"),
 }

@@ -27,8 +27,13 @@ class ModelConfig:
         None, "Heads of keys and values (grouped-query attention).", at_least=1,
         flags=("--num-key-value-heads", "--num-query-groups"), derived="num-attention-heads",
     )
-    seq_length: int = option(None, "Tokens of a sample.", at_least=1)
-    max_position_embeddings: int = option(None, "Learned positions.", at_least=1, derived="seq-length")
+    seq_length: int = option(
+        None, "Tokens of a sample.", at_least=1, flags=("--seq-length", "--encoder-seq-length")
+    )
+    max_position_embeddings: int = option(
+        None, "Learned positions.", at_least=1, derived="seq-length",
+        flags=("--max-position-embeddings", "--max-absolute-position-embeddings"),
+    )
     make_vocab_size_divisible_by: int = option(
         128, "The vocabulary is padded to a multiple of this times the tensor-parallel size.", at_least=1
     )
@@ -51,6 +56,7 @@ class ModelConfig:
     untie_embeddings_and_output_weights: bool = option(False, "An output layer with weights of its own.")
     position_embedding_type: str = option(
         "learned_absolute", "How positions enter.", choices=("learned_absolute", "rope", "none", "alibi"),
+        value_names={"absolute": "learned_absolute", "rotary": "rope"},
         shortcuts={"--use-rotary-position-embeddings": "rope"}, weak_shortcuts={"--no-position-embedding": "none"},
     )
     rotary_percent: float = option(1.0, "Part of each head that RoPE turns.", above=0, at_most=1)
@@ -101,12 +107,13 @@ class TokenizerConfig:
             "GPT2BPETokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "HFTokenizer",
             "TikTokenizer", "NullTokenizer",
         ),
-        value_names={"huggingfacetokenizer": "HFTokenizer"},
+        value_names={"huggingfacetokenizer": "HFTokenizer", "pretrainedfromhf": "HFTokenizer"},
         hint="use HFTokenizer for any Hugging Face tokenizer, TikTokenizer for the tokenizer.model of Llama 3",
+        derived="GPT2BPETokenizer with --vocab-file and --merge-file",
     )
     tokenizer_model: str | None = option(
         None, "SentencePiece model, tokenizer.json of Hugging Face or its folder, or rank file of tiktoken.",
-        metavar="PATH",
+        metavar="PATH", flags=("--tokenizer-model", "--tokenizer-name-or-path"),
     )
     vocab_file: str | None = option(None, "vocab.json of the GPT-2 tokenizer.", metavar="FILE")
     merge_file: str | None = option(None, "merges.txt of the GPT-2 tokenizer.", metavar="FILE")

@@ -47,11 +47,12 @@ class Option:
     below: float | None = None
     derived: str = ""  # how an absent value is filled in, for --help
     internal: bool = False  # never set from outside: always computed
+    none_word: bool = False  # the word none un-sets a setting without choices too
 
     @property
     def has_none(self) -> bool:
         """Whether the word none un-sets it on the command line."""
-        return self.default is None and self.choices is not None
+        return self.default is None and (self.choices is not None or self.none_word)
 
     @property
     def flag(self) -> str:
@@ -68,6 +69,8 @@ class Option:
     def parse(self, texts: list[str]) -> Any:
         """The value that these command-line words mean; ValueError says what was expected."""
         if self.many:
+            if self.kind is int:  # 0,1,6,7 and 0 1 6 7 are the same
+                texts = [part for text in texts for part in text.split(",")]
             return self.accept([self._parse_one(text) for text in texts])
         if len(texts) != 1:
             raise ValueError(f"takes one value, got {len(texts)}" + (f": {' '.join(texts)}" if texts else ""))

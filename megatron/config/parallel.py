@@ -6,6 +6,9 @@ from typing import ClassVar
 
 from megatron.config.option import option
 
+# Which direction varies fastest over the ranks, which next, which slowest; the first is Megatron's.
+RANK_ORDERS = ("tp-dp-pp", "tp-pp-dp", "dp-tp-pp", "dp-pp-tp", "pp-tp-dp", "pp-dp-tp")
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
@@ -16,7 +19,8 @@ class ParallelConfig:
     tensor_model_parallel_size: int = option(1, "Processes that share each layer.", at_least=1)
     pipeline_model_parallel_size: int = option(1, "Processes that share the layers as stages.", at_least=1)
     num_layers_per_virtual_pipeline_stage: int | None = option(
-        None, "Interleave: each process holds several chunks of this many layers.", at_least=1
+        None, "Interleave: each process holds several chunks of this many layers; none: one chunk.", at_least=1,
+        none_word=True,
     )
     pipeline_layout: str | None = option(
         None, "Layers of each stage in order of the stages, such as 3,4,4,3; twice as many numbers as processes of the "
@@ -45,6 +49,19 @@ class ParallelConfig:
     )
     distributed_timeout_minutes: float = option(
         10.0, "A collective that takes longer ends the job.", above=0, metavar="MINUTES"
+    )
+    rank_order: str | None = option(
+        None, "Directions over ranks, the fastest first. auto: the cheapest on --cluster.", choices=RANK_ORDERS,
+        value_names={"auto": None}, shortcuts={"--use-tp-pp-dp-mapping": "tp-pp-dp"},
+        hint="or auto", derived="the cheapest with --cluster, else tp-dp-pp",
+    )
+    device_order: tuple[int, ...] | None = option(
+        None, "Devices of a node in the order of its ranks, such as 0,1,6,7,2,3,4,5.", at_least=0, metavar="N,N,...",
+        derived="the cheapest with --cluster, else the launcher's",
+    )
+    cluster: str | None = option(
+        None, "Machine by whose links ranks are placed: a known name or a TOML file; none: leave ranks as launched.",
+        metavar="NAME|FILE", none_word=True, derived="variable MEGATRON_CLUSTER",
     )
     local_rank: int | None = option(
         None, "Rank on the node; the launcher knows it.", flags=("--local_rank", "--local-rank"), at_least=0

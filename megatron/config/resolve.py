@@ -31,8 +31,13 @@ def layout_counts(layout: str) -> list[int] | None:
 
 
 def _tokenizer(s: Settings) -> None:
+    v = s.values
+    chosen = v["vocab_size"] is not None and not s.origins["vocab_size"].startswith("preset")
+    open_kind = v["tokenizer_type"] is None and "tokenizer_type" not in s.bad
+    if open_kind and v["vocab_file"] and v["merge_file"] and not chosen:
+        s.derive("tokenizer_type", "GPT2BPETokenizer", "derived from vocab-file and merge-file")
     # A preset names the vocabulary of the model's own tokenizer; another tokenizer brings its own.
-    kind = s.values["tokenizer_type"]
+    kind = v["tokenizer_type"]
     if kind not in (None, "NullTokenizer") and s.origins["vocab_size"].startswith("preset"):
         s.given.pop("vocab_size", None)
         s.derive("vocab_size", None, "default")
@@ -138,6 +143,9 @@ def _rest(s: Settings) -> None:
         s.derive("exit_signal_handler", v["save"] is not None, "derived from save")
     if v["max_consecutive_skips"] is None and "max_consecutive_skips" not in s.bad:
         s.derive("max_consecutive_skips", 100 if v["fp16"] else 10, "derived from fp16")
+    if v["save_interval"] is not None and v["save"] is None:
+        s.notices.append(f"--save-interval {v['save_interval']} has no effect: nothing is saved without --save FOLDER")
+        s.derive("save_interval", None, "derived: there is no --save FOLDER")
     if v["dataloader_type"] is None and "dataloader_type" not in s.bad:
         s.derive("dataloader_type", "single", "default")
     if v["data_packing"] == "best-fit" and v["mock_data"]:

@@ -206,7 +206,9 @@ class TrainingConfig:
         True, "On a CPU, malloc keeps the memory that a step frees for the next one.", flags=(),
         off_flags=("--no-allocator-tuning",),
     )
-    kill_switch_file: str | None = option(None, "Save and end once this file exists.", metavar="FILE")
+    kill_switch_file: str | None = option(
+        None, "Save and end once this file exists.", metavar="FILE", flags=("--kill-switch-file", "--kill-switch-path")
+    )
     manual_gc: bool = option(False, "Run Python's garbage collector at set iterations on all ranks.")
     manual_gc_interval: int = option(
         0, "Iterations between manual collections; 0 only at evaluation and saving.", at_least=0

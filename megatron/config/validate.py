@@ -45,7 +45,7 @@ def run_requirements(settings: Settings) -> None:
     paths = {"data_path", "train_data_path", "valid_data_path", "test_data_path", "data_file_list"}
     if not known & paths and not settings.given.get("mock_data"):
         add("no data: give --data-path PREFIX, --train-data-path PREFIX or --mock-data")
-    if not known & {"tokenizer_type", "vocab_size"}:
+    if not known & {"tokenizer_type", "vocab_size"} and not {"vocab_file", "merge_file"} <= known:
         add("the vocabulary is unknown: give --tokenizer-type with its files, or --vocab-size")
 
 
@@ -181,6 +181,16 @@ def _world(v: dict[str, Any]) -> Iterator[str]:
             f"{world} processes are not a multiple of --tensor-model-parallel-size {tp} x "
             f"--pipeline-model-parallel-size {pp} = {tp * pp}: start {nearest_multiples(world, tp * pp)} processes, "
             "or change the sizes"
+        )
+
+
+@check("device_order")
+def _device_order(v: dict[str, Any]) -> Iterator[str]:
+    order = v["device_order"]
+    if sorted(order) != list(range(len(order))):
+        yield (
+            f"--device-order {','.join(map(str, order))} does not name each device of a node once: {len(order)} "
+            f"devices are numbered 0 to {len(order) - 1}"
         )
 
 
@@ -403,8 +413,6 @@ def _blend(flag: str, words: tuple[str, ...]) -> Iterator[str]:
 
 @check()
 def _checkpoints(v: dict[str, Any]) -> Iterator[str]:
-    if v["save_interval"] is not None and v["save"] is None:
-        yield f"--save-interval {v['save_interval']} has nowhere to save to: give --save FOLDER"
     for name in ("save_interval_minutes", "async_save", "keep_last", "requeue"):
         if v[name] and v["save"] is None:
             yield f"{all_options()[name].flag} needs --save FOLDER"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from megatron.config.model import ModelConfig
@@ -327,12 +327,32 @@ def pipeline_message_bytes(
 
 
 def tensor_message_bytes(model: ModelConfig, micro_batch_size: int, dtype_bytes: int) -> int:
-    """Bytes of the tensor that a layer's tensor-parallel collectives work on: [s, b, h].
-
-    Each layer needs four all-reduces of it per micro-batch (two forward, two backward); under sequence parallel each
-    is a reduce-scatter and an all-gather of the same size (Korthikanti et al., arXiv 2205.05198, section 4.2).
-    """
+    """Bytes of the tensor that a layer's tensor-parallel collectives work on: [s, b, h]. How many: `tensor_passes`."""
     return model.seq_length * micro_batch_size * model.hidden_size * dtype_bytes
+
+
+class TensorPasses(NamedTuple):
+    """Ring passes over [s, b, h] per micro-batch: an all-gather or a reduce-scatter is one, an all-reduce is two.
+
+    forward, backward  of a layer; recomputing a layer repeats its forward passes
+    embedding, head    forward and backward together, on the first and on the last stage
+    """
+
+    forward: int
+    backward: int
+    embedding: int
+    head: int
+
+
+def tensor_passes(sequence_parallel: bool) -> TensorPasses:
+    """Passes over the tensor-parallel ring.
+
+    A layer has four all-reduces, two forward and two backward. Under sequence parallelism each is a reduce-scatter and
+    an all-gather (Korthikanti et al., arXiv 2205.05198, section 4.2), and the inputs of the two column-parallel products,
+    which are not kept, are gathered once more for their weight gradients. Sums of softmax statistics and of the gradients
+    of norms, a ten-thousandth of this, are left out.
+    """
+    return TensorPasses(forward=4, backward=6 if sequence_parallel else 4, embedding=2, head=2)
 
 
 def ring_bytes(message_bytes: float, ranks: int, collective: str = "all_reduce") -> float:

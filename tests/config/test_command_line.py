@@ -340,3 +340,28 @@ def test_importing_the_configuration_imports_no_heavy_library():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_how_ranks_are_placed(monkeypatch: pytest.MonkeyPatch):
+    def parsed(*arguments):
+        parallel = parse_args([*BASE, *arguments]).parallel
+        return parallel.rank_order, parallel.device_order, parallel.cluster
+
+    monkeypatch.delenv("MEGATRON_CLUSTER", raising=False)
+    assert parsed() == (None, None, None)
+    assert parsed("--device-order", "0,1,6,7,2,3,4,5") == parsed("--device-order", *"01672345")
+    assert parsed("--rank-order=auto") == parsed("--rank-order", "none") == parsed()
+    assert parsed("--rank-order", "tp-pp-dp", "--use-tp-pp-dp-mapping")[0] == "tp-pp-dp"
+    monkeypatch.setenv("MEGATRON_CLUSTER", "frontier")
+    assert (parsed()[2], parsed("--cluster", "lumi")[2], parsed("--cluster", "none")[2]) == ("frontier", "lumi", None)
+    assert parse_args(BASE).origin("cluster") == "variable MEGATRON_CLUSTER"
+    monkeypatch.setenv("MEGATRON_CLUSTER", "none")
+    assert parsed()[2] is None
+
+
+def test_placements_that_make_no_sense():
+    assert "--use-tp-pp-dp-mapping contradict each other" in problems("--rank-order dp-tp-pp --use-tp-pp-dp-mapping")
+    assert "'tp-pp' is not one of tp-dp-pp, tp-pp-dp" in problems("--rank-order tp-pp")
+    assert "--device-order 0,1,1 does not name each device of a node once: 3" in problems("--device-order 0,1,1")
+    assert "--device-order 1,2 does not name" in problems("--device-order 1 2")
+    assert "--device-order expected a whole number, got 'a'" in problems("--device-order 0,a")

@@ -4,8 +4,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron.config import parse_command_line
+from megatron.config.json_lines import key_lines
 from megatron.errors import ConfigError
 
 BASE = (
@@ -55,8 +58,8 @@ def test_what_only_the_file_has_is_taken_over(merge):
     assert {name: config.get(name) for name in expected} == expected
     assert notices == []
     assert config.num_micro_batches() == 4
-    assert config.origin("clip_grad").endswith("ds.json: gradient_clipping")
-    assert config.origin("adam_beta2").endswith("ds.json: optimizer.params.betas")
+    assert config.origin("clip_grad").endswith("ds.json:1: gradient_clipping")
+    assert config.origin("adam_beta2").endswith("ds.json:1: optimizer.params.betas")
 
 
 def test_auto_leaves_it_to_the_command_line(merge):
@@ -215,3 +218,93 @@ def test_a_file_that_is_no_text(tmp_path):
     file.write_bytes(b"\xff\xfe\x00{")
     with pytest.raises(ConfigError, match="not UTF-8"):
         parse_command_line([*RUN, "--deepspeed_config", str(file)], 1)
+
+
+# -- which line to change ----------------------------------------------------------------------------------------------
+
+LINED = """{
+  "train_micro_batch_size_per_gpu": 4,
+  "gradient_accumulation_steps": 3,
+  "fp16": {"loss_scale": 0,
+    "enabled": true},
+  "zero_optimization": {
+    "stage":
+      1
+  },
+  "gradient_clipping": 0.5
+}
+"""
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (
+        "--bf16",
+        "bf16 is on (command line), but line 5 of {file} switches fp16 on (fp16.enabled): write false in that line, or "
+        "give --fp16 instead of --bf16",
+    ),
+    (
+        "--micro-batch-size 1",
+        "--micro-batch-size is 1 (command line), but train_micro_batch_size_per_gpu means 4 ({file}:2): write 1 or "
+        '"auto" in line 2 of {file}, or give --micro-batch-size 4',
+    ),
+    (
+        "--zero-stage 0",
+        "--zero-stage is 0 (command line), but zero_optimization.stage means 1 ({file}:7): write 0 or "
+        '"auto" in line 7 of {file}, or give --zero-stage 1',
+    ),
+    (
+        "--clip-grad 1",
+        "--clip-grad is 1.0 (command line), but gradient_clipping means 0.5 ({file}:10): write 1.0 or "
+        '"auto" in line 10 of {file}, or give --clip-grad 0.5',
+    ),
+    (
+        "--micro-batch-size 4 --global-batch-size 8",
+        "gradient_accumulation_steps is 3 ({file}:3), but global batch size 8 (command line) / micro-batch size 4 "
+        '(command line) / data-parallel size 2 is 1: make them agree, or write "auto" in line 3 of {file}',
+    ),
+])  # fmt: skip
+def test_a_contradiction_says_which_line_to_change(tmp_path, arguments, message):
+    file = tmp_path / "ds.json"
+    file.write_text(LINED)
+    with pytest.raises(ConfigError) as raised:
+        parse_command_line([*BASE, "--lr", "1", *arguments.split(), "--deepspeed_config", str(file)], 2)
+    assert str(raised.value) == f"the configuration has 1 problem: {message.format(file=file)}"
+
+
+def test_a_contradiction_within_the_file(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text('{"fp16": {"enabled": true},\n"bf16": {"enabled": true}, "train_batch_size": 4}')
+    with pytest.raises(ConfigError, match=r"fp16.enabled \(line 1\) and bf16.enabled \(line 2\) are both on"):
+        parse_command_line([*RUN, "--deepspeed_config", str(file)], 2)
+
+
+keys = st.text(min_size=1, max_size=6).filter(lambda key: "." not in key)
+scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=8))
+trees = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4), max_leaves=20
+)
+
+
+def reference(tree: object, path: str, line: int, found: dict[str, int], within_list: bool) -> int:
+    """Lines of keys as json.dumps(indent=1) lays them out, one item to a line; returns the last line of `tree`."""
+    items: list[tuple[str | None, object]] = []
+    if isinstance(tree, dict):
+        items = list(tree.items())
+    elif isinstance(tree, list):
+        items = [(None, item) for item in tree]
+    for key, item in items:
+        line += 1
+        inner = path if key is None else f"{path}.{key}" if path else key
+        if key is not None and not within_list:
+            found[inner] = line
+        line = reference(item, inner, line, found, within_list or key is None)
+    return line + bool(items)
+
+
+@given(st.dictionaries(keys, trees, max_size=5))
+def test_key_lines(tree):
+    found: dict[str, int] = {}
+    reference(tree, "", 1, found, False)
+    assert key_lines(json.dumps(tree, indent=1)) == found
+    assert key_lines(json.dumps(tree, indent=1, ensure_ascii=False)) == found
+    assert set(key_lines(json.dumps(tree)).values()) <= {1}

@@ -67,6 +67,10 @@ SETTINGS = """
 --tp-comm-overlap
 --tp-comm-overlap-chunks 8
 --master-addr 10.0.0.1
+--rank-order pp-dp-tp
+--use-tp-pp-dp-mapping => rank_order tp-pp-dp
+--device-order 1,0 => device_order (1,0)
+--cluster frontier
 --use-distributed-optimizer => zero_stage 1
 --overlap-grad-reduce
 --no-overlap-grad-reduce => overlap_grad_reduce False
@@ -96,6 +100,14 @@ SETTINGS = """
 --seed 4321
 --skip-train
 --kill-switch-file stop
+--kill-switch-path stop => kill_switch_file stop
+--encoder-seq-length 32 => seq_length 32
+--max-absolute-position-embeddings 128 => max_position_embeddings 128
+--position-embedding-type absolute => position_embedding_type learned_absolute
+--position-embedding-type rotary => position_embedding_type rope
+--tokenizer-name-or-path t => tokenizer_model t
+--override-lr-scheduler => override_opt_param_scheduler True
+--use-checkpoint-lr-scheduler => use_checkpoint_opt_param_scheduler True
 --calculate-per-token-loss
 --optimizer sgd
 --optimizer adamw => optimizer adam
@@ -275,6 +287,24 @@ ACCEPTED = """
 --expert-model-parallel-size 1
 --use-mcore-models
 --use-dist-ckpt
+--universal-checkpoint
+--pad-vocab-size-to 250880
+--abort-on-unmet-fused-kernel-constraints
+--sync-tp-duplicated-parameters
+--use-mpi
+--deepspeed_mpi
+--use-contiguous-parameters-in-local-ddp
+--valid-num-workers 0
+--resume-dataloader
+--log-level info
+--log-level-replica error
+--codecarbon-dir d
+--use-pytorch-profiler
+--check-for-nan-in-loss-and-grad
+--no-check-for-nan-in-loss-and-grad
+--wandb-name n
+--wandb-entity e
+--pp-partition-method type:transformer
 --log-throughput
 --no-create-attention-mask-in-dataloader
 --moe-router-topk 2
@@ -300,7 +330,6 @@ REFUSED = """
 --zero-stage 2 => --zero-stage 1
 --zero-stage 3 => --zero-stage 1
 --cpu-optimizer => --zero-stage
---universal-checkpoint => --load
 --data-parallel-random-init => remove
 --embedding-weights-in-fp32 => fp32
 --data-impl lazy => mmap
@@ -327,6 +356,36 @@ REFUSED = """
 --batch-size 4 => --micro-batch-size
 --warmup 0.01 => --lr-warmup-fraction
 --model-parallel-size 2 => --tensor-model-parallel-size
+--num-stages 2 => --pipeline-model-parallel-size
+--pipe-parallel-size 2 => --pipeline-model-parallel-size
+--train-data webtext => --data-path
+--lazy-loader => --data-path
+--cache-dir cache => --data-cache-path
+--pp-partition-method type:transformer|embedding => --pipeline-layout
+--use-torch-fsdp2 => --zero-stage
+--use-bnb-optimizer => adam
+--fp8-format hybrid => --bf16
+--fp8-margin 0 => --bf16
+--fp8-interval 1 => --bf16
+--fp8-amax-history-len 1024 => --bf16
+--fp8-amax-compute-algo max => --bf16
+--embed-layernorm => remove
+--glu-activation swiglu => --swiglu
+--ds-sequence-parallel-fpdt => --sequence-parallel
+--ds-sequence-parallel-fpdt-chunk-size 65536 => --sequence-parallel
+--ds-sequence-parallel-fpdt-offloading => --sequence-parallel
+--skip-train-iteration-range 3-4 => data
+--train-weighted-split-paths p => --train-data-path
+--valid-weighted-split-paths p => --valid-data-path
+--test-weighted-split-paths p => --test-data-path
+--train-weighted-split-paths-path p => --train-data-path
+--valid-weighted-split-paths-path p => --valid-data-path
+--test-weighted-split-paths-path p => --test-data-path
+--norm-target-loss => remove
+--loss-on-targets-only => remove
+--reset-progress => --reset-iteration
+--curriculum-learning => --rampup-batch-size
+--eval-only true => --skip-train
 --activations-checkpoint-method uniform => --recompute-method
 --decoupled-lr 0.1 => --lr
 --decoupled-min-lr 0.1 => --min-lr
@@ -411,6 +470,7 @@ BESIDE: dict[str, dict[str, str | None]] = {
     "--enable-zbh1-pipeline": {"--pipeline-model-parallel-size": "2"},
     "--num-layers-per-virtual-pipeline-stage": {"--pipeline-model-parallel-size": "2"},
     "--pipeline-layout": {"--pipeline-model-parallel-size": "2"},
+    "--encoder-seq-length": {"--seq-length": None},
     "--recompute-method": {"--recompute-granularity": "full"},
     "--train-samples": {"--train-iters": None},
     "--lr-decay-samples": {"--train-iters": None, "--train-samples": "1000"},

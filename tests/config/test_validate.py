@@ -117,7 +117,6 @@ CASES = [
     (dict(train_data_exact_num_epochs=0), ["--train-data-exact-num-epochs", "at least 1"],
      dict(train_data_exact_num_epochs=1)),
     (dict(data_packing="first-fit"), ["--data-packing", "concat, best-fit"], dict(data_packing="best-fit")),
-    (dict(save_interval=5), ["--save FOLDER"], dict(save="out")),
     (dict(finetune=True), ["--load FOLDER"], dict(load="in")),
     (dict(reset_iteration=True), ["--reset-iteration needs --load FOLDER"], dict(load="in")),
     (dict(walltime="soon"), ["--walltime soon", "HH:MM:SS"], dict(walltime="1:00:00")),
@@ -239,3 +238,12 @@ def test_what_is_accepted_is_exactly_what_can_run(layers, tensor, pipeline, worl
     else:
         with pytest.raises(ConfigError):
             Config.create(**values)
+
+
+def test_a_save_interval_without_a_folder_is_said_to_have_no_effect():
+    """As public scripts that only measure have it; nothing later sees the interval."""
+    config = Config.create(**SIZES, save_interval=5)
+    assert config.checkpoint.save_interval is None
+    said = "--save-interval 5 has no effect: nothing is saved without --save FOLDER"
+    assert said in config.notices
+    assert config.replace(save="out").checkpoint.save_interval == 5

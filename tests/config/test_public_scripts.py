@@ -1,0 +1,93 @@
+"""Command lines of public GPT launch scripts resolve as they are, or are refused for the reasons listed beside them."""
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config import Config, parse_command_line
+from megatron.errors import ConfigError
+
+SCRIPTS: list[dict[str, Any]] = tomllib.loads(Path(__file__).with_name("public_scripts.toml").read_text())["script"]
+RESOLVED = [s for s in SCRIPTS if "problems" not in s]
+REFUSED = [s for s in SCRIPTS if "problems" in s]
+
+
+def name_of(script: dict[str, Any]) -> str:
+    return script["follows"].replace(" ", "_")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MEGATRON_CLUSTER", raising=False)
+    return tmp_path
+
+
+def resolve(script: dict[str, Any]) -> tuple[Config, list[str]]:
+    if "json" in script:
+        Path("ds.json").write_text(script["json"])
+    return parse_command_line(script["line"].split(), script["processes"])
+
+
+def problems_of(script: dict[str, Any]) -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        resolve(script)
+    text = str(raised.value)
+    one = re.match(r"the configuration has 1 problem: (.*)", text, re.DOTALL)
+    return [one[1]] if one else re.split(r"\n  \d+\. ", text)[1:]
+
+
+def test_there_are_enough_and_most_resolve():
+    assert len(SCRIPTS) >= 25 and len({s["follows"] for s in SCRIPTS}) == len(SCRIPTS)
+    assert len(RESOLVED) >= 15
+
+
+@pytest.mark.parametrize("script", RESOLVED, ids=name_of)
+def test_a_public_line_resolves(script):
+    """Sizes by hand, and every value that the line has a flag for is the configuration's."""
+    config, _ = resolve(script)
+    assert config.parallel.data_parallel_size == script["replicas"]
+    assert config.num_micro_batches() == script["micro_batches"]
+    assert config.batch.global_batch_size == script["global_batch"]
+    assert config.tokenizer.tokenizer_type is not None
+    for flag, *words in (part.split() for part in re.split(r"\s(?=--)", script["line"].strip())):
+        setting = flag.removeprefix("--").replace("-", "_")
+        if words and setting in config.given:
+            found = config.given[setting]
+            values = found if isinstance(found, tuple) else (found,)
+            assert len(values) == len(words) and all(map(_same, values, words)), f"{flag} {words} became {found}"
+
+
+def _same(found: object, written: str) -> bool:
+    try:
+        return float(str(found)) == float(written)
+    except ValueError:
+        return str(found).lower() in (written.lower(), "learned_absolute")
+
+
+@pytest.mark.parametrize("script", REFUSED, ids=name_of)
+def test_a_public_line_is_refused_for_the_right_reasons(script):
+    found = problems_of(script)
+    for words in script["problems"]:
+        assert any(words in problem for problem in found), f"{words}\nis not in\n" + "\n".join(found)
+    for problem in found:
+        assert any(words in problem for words in script["problems"]), f"not listed: {problem}"
+
+
+def test_the_lines_to_change_are_the_right_ones():
+    """What a message says to write in which line makes the authors' own 22B script resolve."""
+    script = next(s for s in SCRIPTS if "launch_gpt22b_bf16" in s["follows"])
+    lines = script["json"].split("\n")
+    for problem in problems_of(script):
+        if found := re.search(r"write (\S+) or \"auto\" in line (\d+) of ds\.json", problem):
+            value, number = found[1], int(found[2])
+            lines[number - 1] = re.sub(r": [^,]*", f": {value}", lines[number - 1])
+        elif found := re.match(r"ds\.json:(\d+): .* set it to true", problem):
+            lines[int(found[1]) - 1] = re.sub(r": [^,]*", ": true", lines[int(found[1]) - 1])
+    config, _ = resolve({**script, "json": "\n".join(lines)})
+    assert config.precision.fp16 and config.batch.micro_batch_size == 1 and config.engine.zero_stage == 0
+    assert config.num_micro_batches() == 320  # 640 samples, two replicas

@@ -1,0 +1,214 @@
+"""The recipes for Frontier: they resolve on as many nodes as their scripts ask for, and their ranks fit together."""
+from __future__ import annotations
+
+import functools
+import re
+import runpy
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from megatron.config import PRESETS, Config, parse_args
+from megatron.config.command_line import parse_plan
+from megatron.errors import ConfigError
+from megatron.planning import recipes
+from megatron.planning.cluster import load_cluster
+from megatron.planning.memory import memory_of_ranks
+from megatron.planning.placement import check_rank_table, rank_table
+from megatron.planning.recipes import RECIPES, Recipe
+from tests.config.test_public_scripts import SCRIPTS
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENT = ROOT / "docs/frontier.md"
+GIB = 2**30
+# By hand, from the table of facts and the presets: GCDs of a replica, and its micro-batches on the script's nodes.
+BY_HAND = {
+    "1.4B paper": (1, 8), "1.4B frontier": (1, 2), "22B paper": (8, 40), "22B frontier": (8, 40),
+    "175B paper": (64, 40), "175B frontier": (64, 40), "1T paper": (512, 320), "1T frontier": (256, 160),
+}  # fmt: skip
+# Sequences of a step in the paper's experiments, by model: weak scaling per replica of its layout, strong in all.
+WEAK, STRONG = {"175B": 640, "1T": 1600}, {"175B": 8000, "1T": 8016}
+
+
+@pytest.fixture(autouse=True)
+def no_cluster_of_the_environment(monkeypatch):
+    monkeypatch.delenv("MEGATRON_CLUSTER", raising=False)
+
+
+def name_of(recipe: Recipe) -> str:
+    return f"{recipe.model} {recipe.kind} {recipe.note}".strip()
+
+
+def plan(preset: str, nodes: int, *flags: str) -> Config:
+    return parse_plan(["--preset", preset, "--world-size", str(8 * nodes), *flags])
+
+
+@functools.cache
+def outlooks() -> list[recipes.Outlook]:
+    return recipes.outlooks(RECIPES, load_cluster("frontier"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
+def test_a_recipe_resolves_on_its_nodes_and_fits(recipe):
+    each = outlooks()[RECIPES.index(recipe)]
+    config = each.config
+    if "weak" not in recipe.note:
+        replica, micro_batches = BY_HAND[f"{recipe.model} {recipe.kind}"]
+        assert recipe.nodes * 8 == replica * config.parallel.data_parallel_size
+        assert config.num_micro_batches() == micro_batches
+    cluster = load_cluster("frontier")
+    assert each.fullest.total < 0.8 * cluster.memory_gib * GIB, "an eighth and more is left for what is not counted"
+    assert recipe.nodes <= cluster.nodes and recipe.nodes * 8 == config.parallel.world_size
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
+def test_a_recipe_trains_as_its_flags_say(recipe):
+    """With what only a run needs beside it, as examples/frontier/job.sh gives it."""
+    argv = [*recipe.flags.split(), "--mock-data", "--train-iters", "10"]
+    config = parse_args(argv, recipe.nodes * 8)
+    assert config.precision.dtype_name == ("float16" if recipe.kind == "paper" else "bfloat16")
+    assert config.optimizer.adam_beta2 == 0.95 and config.optimizer.lr == 6e-5 and config.optimizer.min_lr == 6e-6
+    if recipe.kind == "paper":
+        assert config.recompute.recompute_granularity == "full" and config.engine.zero_stage == 1
+        assert config.model.padded_vocab_size(config.parallel.tensor_model_parallel_size) == 51_200
+        assert config.parallel.schedule == "1f1b" and not config.parallel.sequence_parallel
+    else:
+        assert config.recompute.recompute_granularity != "full"
+        tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+        assert config.parallel.sequence_parallel == (tp > 1)
+        assert config.parallel.schedule == ("interleaved" if pp > 1 else "1f1b")
+
+
+def test_the_same_model_as_in_the_paper():
+    for model in ("1.4b", "22b", "175b", "1t"):
+        paper, ours = Config.create(f"gpt-{model}"), Config.create(f"gpt-{model}-frontier")
+        assert ours.model == paper.model and ours.optimizer == paper.optimizer and ours.precision == paper.precision
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name.endswith("-frontier")])
+def test_a_part_of_a_recipe_can_be_taken_back(preset):
+    """Flags beside the preset: another model size, one stage, no interleaving, full recomputation."""
+    more = dict(num_layers=65, micro_batch_size=1)  # layers which no number of chunks divides
+    assert Config.create(preset, **more).parallel.num_chunks == 1
+    assert Config.create(preset, pipeline_model_parallel_size=1).parallel.num_chunks == 1
+    layers = PRESETS[preset]["num_layers"]
+    assert Config.create(preset, pipeline_model_parallel_size=layers, micro_batch_size=1).parallel.num_chunks == 1
+    assert Config.create(preset, recompute_granularity="full").recompute.recompute_method == "uniform"
+    assert Config.create(preset, fp16=True).precision.dtype_name == "float16"
+    nodes = next(r.nodes for r in RECIPES if preset in r.flags)
+    assert plan(preset, nodes, "--num-layers-per-virtual-pipeline-stage", "none").parallel.schedule == "1f1b"
+
+
+# -- batches that replicas can share -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("model", "nodes"), [("175B", (8, 16, 32, 64, 128)), ("1T", (64, 128, 192, 256, 320, 384))])
+@pytest.mark.parametrize("kind", ["", "-frontier"])
+def test_batches_of_the_scaling_experiments_are_legal(model, nodes, kind):
+    """Weak: so many per 64 (512) GCDs. Strong: one total where it divides into the replicas, and an error where not."""
+    preset = f"gpt-{model.lower()}{kind}"
+    for n in nodes:
+        per = n * 8 // (64 if model == "175B" else 512)
+        weak = plan(preset, n, "--global-batch-size", str(WEAK[model] * per))
+        assert weak.batch.global_batch_size == weak.num_micro_batches() * weak.parallel.data_parallel_size
+        replicas = weak.parallel.data_parallel_size
+        strong = ["--global-batch-size", str(STRONG[model])]
+        if STRONG[model] % replicas == 0:
+            assert plan(preset, n, *strong).num_micro_batches() == STRONG[model] // replicas
+        else:
+            with pytest.raises(ConfigError, match=rf"not a multiple of .* = {replicas}"):
+                plan(preset, n, *strong)
+
+
+def test_why_the_1t_recipe_has_another_batch():
+    with pytest.raises(ConfigError, match="--global-batch-size 1600 is not a multiple .* = 12: use 1596 or 1608"):
+        plan("gpt-1t-frontier", 384, "--global-batch-size", "1600")
+    with pytest.raises(ConfigError, match="--global-batch-size 1600 is not a multiple .* = 6"):
+        plan("gpt-1t", 384)
+    assert plan("gpt-1t-frontier", 384).num_micro_batches() == 160
+
+
+# -- every rank --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if "scaling" not in r.note], ids=name_of)
+def test_every_rank_of_a_recipe(recipe):
+    """check_rank_table, and the same by counting: nobody else's arithmetic but the coordinates of the rows."""
+    config, cluster = parse_plan(recipe.argv()), load_cluster("frontier")
+    rows = list(rank_table(config, cluster))
+    assert check_rank_table(rows) == len(rows) == recipe.nodes * 8
+    parallel = config.parallel
+    tp, pp, v = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.num_chunks
+    each = config.model.num_layers // (pp * v)
+    held: dict[tuple[int, int], list[int]] = defaultdict(list)
+    tensor_groups: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for row in rows:
+        assert 0 <= row.tp < tp and 0 <= row.pp < pp and 0 <= row.dp < parallel.data_parallel_size
+        assert row.node == row.rank // 8
+        assert row.nic == ("hsn0", "hsn0", "hsn1", "hsn1", "hsn2", "hsn2", "hsn3", "hsn3")[row.device]
+        # Chunk c of stage p begins (c pp + p) chunks into the model.
+        assert [layers.start for layers in row.chunks] == [(c * pp + row.pp) * each for c in range(v)]
+        held[row.dp, row.tp] += [layer for layers in row.chunks for layer in layers]
+        tensor_groups[row.dp, row.pp].append((row.node, row.device))
+    assert all(sorted(layers) == list(range(config.model.num_layers)) for layers in held.values())
+    for group in tensor_groups.values():
+        assert len({node for node, _ in group}) == 1, "a tensor-parallel group stays in its node"
+        if tp == 2:
+            assert {d for _, d in group} in ({0, 1}, {2, 3}, {4, 5}, {6, 7}), "the pairs with 200 GB/s between them"
+
+
+def test_four_of_a_group_sit_on_the_wide_links():
+    """The paper's layout under --cluster: {0, 1, 6, 7} and {2, 3, 4, 5}, not four in a row."""
+    groups = defaultdict(set)
+    for row in rank_table(plan("gpt-175b", 128), load_cluster("frontier")):
+        groups[row.dp, row.pp].add(row.device)
+    assert set(map(frozenset, groups.values())) == {frozenset({0, 1, 6, 7}), frozenset({2, 3, 4, 5})}
+
+
+# -- the scripts and the document --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["1.4B", "22B", "175B", "1T"])
+def test_scripts_ask_for_the_nodes_of_the_recipes(model):
+    text = (ROOT / f"examples/frontier/train_{model.lower()}.sbatch").read_text()
+    nodes = {r.nodes for r in RECIPES if r.model == model}
+    assert [int(n) for n in re.findall(r"^#SBATCH -N (\d+)", text, re.MULTILINE)] == list(nodes)
+
+
+def test_the_document_has_what_the_tool_prints():
+    found, text = outlooks(), DOCUMENT.read_text()
+    for table in (recipes.layout_table(found), recipes.memory_table(found), recipes.work_table(found)):
+        assert table.markdown() in text, f"docs/frontier.md: put the table of {table.title} in again"
+
+
+def test_commands_of_the_document_print_what_stands_below_them(capsys):
+    text = DOCUMENT.read_text()
+    commands = re.findall(r"^python tools/show_recipe\.py ((?:.*\\\n)*.*)$", text, re.MULTILINE)
+    assert len(commands) == 1
+    show = runpy.run_path(str(ROOT / "tools/show_recipe.py"))["main"]
+    assert show(commands[0].replace("\\\n", " ").split()) == 0
+    work = capsys.readouterr().out.strip().split("\n\n")[2]
+    assert work in text[text.index(commands[0]) :]
+
+
+def test_figures_in_the_text_are_those_of_the_tables():
+    """Ratios of the useful shares, least memory, and how many public command lines there are."""
+    text, found = DOCUMENT.read_text(), dict(zip(map(name_of, RECIPES), outlooks(), strict=True))
+
+    def gain(ours: str, paper: str) -> str:
+        return f"{found[ours].work.useful / found[paper].work.useful:.2f}"
+
+    for words in (
+        f"{gain('175B frontier', '175B paper')} for 175B on 1,024 GCDs with 640 samples a step",
+        f"{gain('175B frontier weak scaling', '175B paper weak scaling')} with the weak-scaling batch",
+        f"{gain('1T frontier', '1T paper 1600 do not divide into 6 replicas')} for 1T on 3,072 GCDs",
+        f"{gain('1T frontier weak scaling', '1T paper weak scaling')} with 9,600",
+        f"{gain('22B frontier', '22B paper')} for 22B on 128",
+        f"has {len(SCRIPTS)} of public",
+    ):
+        assert words in re.sub(r"\s+", " ", text), words
+    for preset, nodes in (("22b", 2), ("175b", 16), ("1t", 192)):
+        (row,) = re.findall(rf"(?im)^\| {preset} frontier \| {nodes} \| ([0-9.]+) \|", text)
+        fullest = max(rank.total for rank in memory_of_ranks(plan(f"gpt-{preset}-frontier", nodes)))
+        assert row == f"{fullest / GIB:.1f}"
