@@ -58,11 +58,11 @@ def build(config: Config, workers: int) -> None:
     """Build what the run reads at its start, and after resuming from the checkpoint that --load names."""
     from megatron.checkpoint.find import find, open_checkpoint, required
     from megatron.data.prebuild import prebuild
-    from megatron.training.micro_batches import BatchSchedule, total_iterations
+    from megatron.training.micro_batches import BatchSchedule, planned_samples, total_iterations
     from megatron.training.progress import Progress
     from megatron.training.reporter import Reporter
     from megatron.training.resume import progress_from, with_checkpoint_settings
-    from megatron.training.setup import extended, planned_samples
+    from megatron.training.setup import extended
 
     say = partial(print, flush=True)
     progress, load = Progress(), config.checkpoint.load

@@ -15,8 +15,7 @@ from megatron.config import parse_args
 from megatron.data.datasets import build_datasets
 from megatron.data.file_lock import FileLock
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from megatron.training.micro_batches import BatchSchedule
-from megatron.training.setup import planned_samples
+from megatron.training.micro_batches import BatchSchedule, planned_samples
 from tests.helpers.launching import ROOT, launch
 
 FLAGS = (

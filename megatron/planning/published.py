@@ -1,0 +1,51 @@
+"""What Dash et al. (arXiv 2312.12705) published of their runs on Frontier, to estimate by and to compare with."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PEAK_TFLOPS = 191.5
+"""Of an MI250X GCD in fp16, by which their percentages are taken."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """One of their models.
+
+    tflops       hardware TFLOP/s of a GCD by `formulas.paper_flops`, recomputation counted
+    weak, strong (GCDs, efficiency) of the largest run
+    per_replica, total
+                 sequences: of each replica in weak scaling, of all in strong scaling
+    replica_gcds GCDs of a replica, tensor x pipeline size
+    """
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    tflops: float
+    percent: float
+    per_replica: int
+    replica_gcds: int
+    total: int | None = None
+    weak: tuple[int, float] | None = None
+    strong: tuple[int, float] | None = None
+
+
+_MODELS = (
+    Published("22b", 48, 6144, 73.5, 38.38, 640, 8),
+    Published("175b", 96, 12288, 69.2, 36.14, 640, 64, 8000, (1024, 1.0), (1024, 0.8993)),
+    Published("1t", 128, 25600, 61.2, 31.96, 1600, 512, 8016, (3072, 1.0), (3072, 0.8705)),
+)
+
+
+def published(num_layers: int | None, hidden_size: int | None) -> Published | None:
+    """Their model of these sizes; None for others.
+
+    >>> published(96, 12288).name
+    '175b'
+    """
+    return next((m for m in _MODELS if (m.num_layers, m.hidden_size) == (num_layers, hidden_size)), None)
+
+
+def published_by_name(name: str) -> Published | None:
+    """Their model of this name, such as '175b'."""
+    return next((m for m in _MODELS if m.name == name.lower()), None)

@@ -1,0 +1,119 @@
+"""Descriptions of machines: the facts of Frontier, limits, and files that are wrong."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import ConfigError
+from megatron.model.formulas import peak_tflops
+from megatron.planning.cluster import CLUSTERS, known_clusters, load_cluster
+
+FRONTIER = load_cluster("frontier")
+
+
+def test_known_machines() -> None:
+    assert known_clusters() == ("frontier", "lumi")
+    assert load_cluster("Frontier") is FRONTIER
+    assert load_cluster(CLUSTERS / "lumi.toml").name == "lumi"
+
+
+def test_links_of_frontier() -> None:
+    """OLCF's node diagram: each device by its neighbours."""
+    neighbours = {
+        0: {1: 200, 6: 100, 2: 50}, 1: {0: 200, 3: 50, 5: 50}, 2: {3: 200, 4: 100, 0: 50}, 3: {2: 200, 1: 50, 7: 50},
+        4: {5: 200, 2: 100, 6: 50}, 5: {4: 200, 1: 50, 7: 50}, 6: {7: 200, 0: 100, 4: 50}, 7: {6: 200, 3: 50, 5: 50},
+    }  # fmt: skip
+    for name in known_clusters():
+        cluster = load_cluster(name)
+        for a in range(8):
+            assert {b: w for b in range(8) if (w := cluster.link_gb_per_s(a, b))} == neighbours[a], name
+    assert FRONTIER.path_gb_per_s(6, 0) == 100 and FRONTIER.path_gb_per_s(0, 4) == 50
+    with pytest.raises(ConfigError, match="frontier has no device 8: a node's are 0 to 7"):
+        FRONTIER.path_gb_per_s(0, 8)
+
+
+def test_cores_and_cards_of_frontier() -> None:
+    """Local rank i of a full node runs on the L3 region of cores 8i to 8i + 7; cards hang on the odd devices."""
+    for local_rank, device in enumerate(FRONTIER.local_order):
+        assert FRONTIER.cores_of_device[device] == (8 * local_rank, 8 * local_rank + 7)
+        assert FRONTIER.numa_of_device[device] == local_rank // 2
+    assert FRONTIER.nic_on_device == (1, 3, 5, 7)
+    for device, card in enumerate(FRONTIER.nic_of_device):
+        holder = FRONTIER.nic_on_device[card]
+        assert device == holder or FRONTIER.link_gb_per_s(device, holder) == 200
+    assert len(FRONTIER.reserved_cores) == 64 - 8 * FRONTIER.cpus_per_task
+
+
+def test_every_figure_has_a_source() -> None:
+    for name in known_clusters():
+        cluster = load_cluster(name)
+        for fact in ("links", "nics", "cores", "local_order", "device", "collectives", "wall_limits", "startup_s"):
+            assert cluster.sources[fact], (name, fact)
+        for band in cluster.bands:
+            assert cluster.sources.get(f"bands_{band}") or cluster.sources["bands"], (name, band)
+
+
+def test_peaks_are_those_of_the_formulas() -> None:
+    for name in known_clusters():
+        for dtype, peak in load_cluster(name).peak_tflops.items():
+            assert peak == peak_tflops("AMD Instinct MI250X", dtype)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "partition", "qos", "hours"),
+    [
+        (1, None, None, 2), (91, None, None, 2), (92, None, None, 6), (183, None, None, 6), (184, None, None, 12),
+        (9472, "batch", "normal", 12), (64, "extended", None, 24), (184, None, "debug", 2), (9, "extended", "debug", 2),
+    ],
+)  # fmt: skip
+def test_wall_limits(nodes: int, partition: str | None, qos: str | None, hours: float) -> None:
+    assert FRONTIER.wall_limit_hours(nodes, partition, qos) == hours
+
+
+@pytest.mark.parametrize(
+    ("nodes", "partition", "qos", "message"),
+    [
+        (65, "extended", None, "65 nodes are more than the 64 that partition extended"),
+        (9473, None, None, "more than the 9472 that cluster frontier"),
+        (0, None, None, "at least one node, got 0"),
+        (1, "gpu", None, "no partition 'gpu': known are batch, extended"),
+        (1, None, "fast", "no qos 'fast': known are normal, debug"),
+    ],
+)
+def test_no_such_job(nodes: int, partition: str | None, qos: str | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        FRONTIER.wall_limit_hours(nodes, partition, qos)
+
+
+def test_unknown_machine() -> None:
+    with pytest.raises(ConfigError, match=r"nowhere is neither a known machine \(frontier, lumi\) nor a file"):
+        load_cluster("nowhere")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('name = "frontier"\n', "", "name: missing: expected a text"),
+        ("of_device = [0, 0, 1, 1, 2, 2, 3, 3]", "of_device = [0, 0, 1, 1, 2, 2, 3]", "has 7 entries, expected 8"),
+        ("per_node = 8", 'per_node = "8"', "device.per_node: expected the number of devices"),
+        ("[0, 6, 100.0]", "[0, 8, 100.0]", r"\[0, 8\] is no pair of the devices 0 to 7"),
+        ("[0, 6, 100.0]", "[0, 6, -1]", "links.gb_per_s: expected rows"),
+        ("local_order = [4, 5,", "local_order = [4, 4,", "local_order: .* does not name each of the devices"),
+        ("    [0, 1, 6, 7, 2, 3, 4, 5],", "    [0, 1, 6],", r"device_orders: \[0, 1, 6\] does not name each"),
+        ("of_device = [0, 0, 1, 1, 2, 2, 3, 3]", "of_device = [0, 0, 1, 1, 2, 2, 3, 4]", "none of the 4 of nics.names"),
+        ("on_device = [1, 3, 5, 7]", "on_device = [1, 3, 5]", "nics.on_device: has 3 entries, expected 4"),
+        ("copy_gb_per_s = [1000.0, 1600.0]", "copy_gb_per_s = [1600.0, 1000.0]", "bands.copy_gb_per_s: expected a low"),
+        ("group_nodes = 128", "group_nodse = 128", "group_nodse: is no fact that is known"),
+        ("group_nodes = 128", "group_nodes = ", "cannot be read as the description of a machine"),
+        ("[0, 2, 50.0], [1, 3, 50.0], [4, 6, 50.0], [5, 7, 50.0], [1, 5, 50.0], [3, 7, 50.0],", "", "cannot reach"),
+    ],
+)
+def test_wrong_files(tmp_path: Path, old: str, new: str, message: str) -> None:
+    text = (CLUSTERS / "frontier.toml").read_text()
+    assert old in text
+    path = tmp_path / "machine.toml"
+    path.write_text(text.replace(old, new))
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_cluster(path)
+    assert str(path) in str(caught.value)

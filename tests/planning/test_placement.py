@@ -1,0 +1,394 @@
+"""Which placement is chosen: what is known to be right, the best of all device orders, rank tables, errors."""
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from megatron.config import Config
+from megatron.config.parallel import RANK_ORDERS
+from megatron.errors import ConfigError
+from megatron.parallel.topology import Layout
+from megatron.planning import placement as module
+from megatron.planning.cluster import load_cluster
+from megatron.planning.cost import CostModel, PlacementCost
+from megatron.planning.links import node_links
+from megatron.planning.placement import (
+    Placement,
+    RankRow,
+    all_placements,
+    check_rank_table,
+    choose_placement,
+    naive_placement,
+    place_with,
+    rank_table,
+    render_placement,
+)
+from megatron.planning.traffic import traffic_of
+
+FRONTIER = load_cluster("frontier")
+LINKS = node_links(FRONTIER)
+
+
+def made(tensor: int, pipeline: int, data: int, chunks: int = 1, **fields: Any) -> Config:
+    """A GPT-3 of 13B on this layout, with 2 layers for each chunk and sequence parallelism."""
+    layers = max(8, 2 * pipeline * chunks)
+    virtual = {"num_layers_per_virtual_pipeline_stage": layers // pipeline // chunks} if chunks > 1 else {}
+    settings: dict[str, Any] = dict(
+        num_layers=layers, hidden_size=5120, num_attention_heads=40, seq_length=2048, vocab_size=51200, bf16=True,
+        tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline, world_size=tensor * pipeline * data,
+        global_batch_size=8 * pipeline * data, sequence_parallel=tensor > 1, **virtual,
+    )  # fmt: skip
+    return Config.create(**settings | fields)
+
+
+def groups(placement: Placement, direction: str) -> list[list[tuple[int, int]]]:
+    """(node, device) of the members of each group of a direction, by the layout's own lists."""
+    layout = placement.layout
+    t, d, p = range(layout.tensor), range(layout.data), range(layout.pipeline)
+    lines = {
+        "tp": [layout.tensor_ranks(data=i, pipeline=j) for i in d for j in p],
+        "dp": [layout.data_ranks(tensor=i, pipeline=j) for i in t for j in p],
+        "pp": [layout.pipeline_ranks(tensor=i, data=j) for i in t for j in d],
+    }[direction]
+    return [[placement.place(rank) for rank in ranks] for ranks in lines]
+
+
+def devices_of_tensor_groups(placement: Placement) -> set[frozenset[int]]:
+    for group in groups(placement, "tp"):
+        assert len({node for node, _ in group}) == 1, "a tensor-parallel group has left its node"
+    return {frozenset(device for _, device in group) for group in groups(placement, "tp")}
+
+
+LAYOUTS = [
+    (1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 1, 3), (4, 1, 3), (1, 4, 1), (2, 4, 3), (4, 4, 1), (16, 1, 1), (16, 4, 3),
+    (8, 16, 1), (16, 16, 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("pipeline", "data", "chunks"), LAYOUTS)
+def test_tensor_parallel_groups(pipeline: int, data: int, chunks: int) -> None:
+    """Pairs on 200 GB/s; four on 200 and 100 GB/s links, never {0..3}; eight are the node."""
+    if data * pipeline % 4 == 0:
+        pairs = devices_of_tensor_groups(choose_placement(made(2, pipeline, data, chunks), FRONTIER))
+        assert all(FRONTIER.link_gb_per_s(*pair) == 200 for pair in pairs)
+    if data * pipeline % 2 == 0:
+        fours = devices_of_tensor_groups(choose_placement(made(4, pipeline, data, chunks), FRONTIER))
+        assert fours == {frozenset({0, 1, 6, 7}), frozenset({2, 3, 4, 5})}
+    (eight,) = devices_of_tensor_groups(choose_placement(made(8, pipeline, data, chunks), FRONTIER))
+    assert eight == set(range(8))
+
+
+@pytest.mark.parametrize("preset", ["gpt-22b", "gpt-175b", "gpt-1t"])
+def test_the_papers_layouts(preset: str) -> None:
+    config = Config.create(preset, world_size=1024)
+    chosen, naive = choose_placement(config, FRONTIER), naive_placement(config, FRONTIER)
+    assert not naive.cost.cheaper_than(chosen.cost)
+    if preset == "gpt-175b":
+        assert devices_of_tensor_groups(naive) == {frozenset(range(4)), frozenset(range(4, 8))}
+        assert devices_of_tensor_groups(chosen) == {frozenset({0, 1, 6, 7}), frozenset({2, 3, 4, 5})}
+        assert naive.cost.of("tp")[0].gb_per_s == 52 and chosen.cost.of("tp")[0].gb_per_s > 76
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_pipeline_of_eight_goes_round_a_cycle_of_direct_links(chunks: int) -> None:
+    chosen = choose_placement(made(1, 8, 1, chunks), FRONTIER)
+    (line,) = groups(chosen, "pp")
+    devices = [device for _, device in line]
+    widths = [FRONTIER.link_gb_per_s(a, b) for a, b in zip(devices, devices[1:] + devices[:1], strict=True)]
+    assert all(widths)
+    # The naive one has neighbours without a link: 1 and 2, 5 and 6, and 3 and 4.
+    plain = [FRONTIER.link_gb_per_s(a, a + 1) for a in range(7)]
+    assert plain.count(0.0) == 3
+
+
+def test_stages_next_to_each_other_on_a_node_have_direct_links() -> None:
+    """TP 4 x PP 2: position k of one group beside position k of the other."""
+    chosen = choose_placement(made(4, 2, 1), FRONTIER)
+    for (_, a), (_, b) in groups(chosen, "pp"):
+        assert FRONTIER.link_gb_per_s(a, b) > 0
+
+
+def test_messages_leave_a_node_from_devices_with_cards() -> None:
+    """A pipeline over two nodes: its ends are odd devices, and every message on a node has a direct link."""
+    chosen = choose_placement(made(1, 16, 1, rank_order="tp-pp-dp"), FRONTIER)
+    (line,) = groups(chosen, "pp")
+    for (n, a), (m, b) in itertools.pairwise(line):
+        if n == m:
+            assert FRONTIER.link_gb_per_s(a, b) > 0
+        else:
+            assert a in FRONTIER.nic_on_device and b in FRONTIER.nic_on_device
+
+
+def test_binding_closest_gives_good_fours_with_the_launchers_numbers() -> None:
+    config = Config.create("gpt-175b", world_size=1024)
+    closest = place_with(config, FRONTIER, "tp-dp-pp", FRONTIER.local_order)
+    assert devices_of_tensor_groups(closest) == {frozenset({4, 5, 2, 3}), frozenset({6, 7, 0, 1})}
+
+
+# -- the best of all orders of devices --------------------------------------------------------------------------------
+
+
+SYMMETRIES = [
+    {0: 6, 1: 7, 2: 4, 3: 5, 4: 2, 5: 3, 6: 0, 7: 1}, {0: 2, 1: 3, 2: 0, 3: 1, 4: 6, 5: 7, 6: 4, 7: 5},
+]  # fmt: skip
+"""Renamings of devices under which a node is the same; one after the other they take device 0 or 1 to any other."""
+
+
+def test_symmetries_of_a_node() -> None:
+    reached = {0: {0}, 1: {1}}
+    for name in SYMMETRIES:
+        for a, b in itertools.combinations(range(8), 2):
+            assert FRONTIER.link_gb_per_s(a, b) == FRONTIER.link_gb_per_s(name[a], name[b])
+            together = FRONTIER.nic_of_device[a] == FRONTIER.nic_of_device[b]
+            assert together == (FRONTIER.nic_of_device[name[a]] == FRONTIER.nic_of_device[name[b]])
+        assert {name[d] for d in FRONTIER.nic_on_device} == set(FRONTIER.nic_on_device)
+        reached = {start: found | {name[d] for d in found} for start, found in reached.items()}
+        renamed = {frozenset(frozenset(name[d] for d in g) for g in family) for family in LINKS._published}
+        assert renamed == set(LINKS._published)
+    assert reached[0] | reached[1] == set(range(8))
+    model = CostModel(FRONTIER, Layout(2, 4, 2, "tp-pp-dp"), traffic_of(made(2, 4, 2, 3)), 8)
+    for order in ((0, 1, 2, 3, 4, 5, 6, 7), (0, 3, 6, 1, 5, 2, 7, 4)):
+        costs = [model.cost(order), *(model.cost(tuple(name[d] for d in order)) for name in SYMMETRIES)]
+        assert len({round(cost.seconds, 12) for cost in costs}) == 1
+
+
+def orders_worth_a_look(layout: Layout) -> Iterator[tuple[int, ...]]:
+    """Of all orders of eight devices, those whose tensor-parallel groups are fastest; one of each symmetric few."""
+    every = [order for order in itertools.permutations(range(8)) if order[0] in (0, 1)]
+    if layout.tensor == 1:
+        yield from every
+        return
+    stride = layout.strides[0]
+    firsts = [i for i in range(8) if i // stride % layout.tensor == 0]
+
+    def slowest(order: tuple[int, ...]) -> float:
+        family = [[order[i + k * stride] for k in range(layout.tensor)] for i in firsts]
+        return min(rate.gb_per_s for rate in LINKS.collective(family).values())
+
+    rates = {order: slowest(order) for order in every}
+    best = max(rates.values())
+    yield from (order for order, rate in rates.items() if rate == best)
+
+
+def assert_best(tensor: int, pipeline: int, data: int, order: str, chunks: int) -> None:
+    config = made(tensor, pipeline, data, chunks, rank_order=order)
+    model = CostModel(FRONTIER, Layout(tensor, pipeline, data, order), traffic_of(config), 8)
+    best: PlacementCost | None = None
+    for devices in orders_worth_a_look(model.layout):
+        cost = model.cost(devices)
+        if best is None or cost.cheaper_than(best):
+            best = cost
+    chosen = choose_placement(config, FRONTIER)
+    assert best is not None and not best.cheaper_than(chosen.cost), chosen.device_order
+    assert not chosen.cost.cheaper_than(best), "the search has missed the order that was chosen"
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "data", "order", "chunks"),
+    [
+        (2, 4, 1, "tp-dp-pp", 1), (2, 4, 1, "tp-dp-pp", 3), (2, 4, 16, "tp-pp-dp", 3), (2, 2, 2, "tp-dp-pp", 1),
+        (2, 8, 4, "tp-dp-pp", 1), (4, 2, 1, "tp-dp-pp", 1), (4, 1, 2, "tp-dp-pp", 1), (4, 16, 16, "tp-dp-pp", 3),
+        (4, 16, 16, "tp-pp-dp", 3), (1, 8, 1, "tp-dp-pp", 1),
+    ],
+)  # fmt: skip
+def test_no_order_of_devices_is_cheaper(tensor: int, pipeline: int, data: int, order: str, chunks: int) -> None:
+    assert_best(tensor, pipeline, data, order, chunks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "data", "order", "chunks"),
+    [(1, 8, 1, "tp-dp-pp", 3), (1, 16, 1, "tp-pp-dp", 1), (1, 4, 2, "tp-pp-dp", 1), (1, 8, 2, "tp-dp-pp", 1)],
+)
+def test_no_order_of_devices_is_cheaper_for_long_pipelines(
+    tensor: int, pipeline: int, data: int, order: str, chunks: int
+) -> None:
+    assert_best(tensor, pipeline, data, order, chunks)
+
+
+# -- costs ------------------------------------------------------------------------------------------------------------
+
+
+def test_costs_by_hand() -> None:
+    """TP 4 x PP 2 on one node in plain order: collectives on published 52 GB/s, messages from 0-3 to 4-7."""
+    config = made(4, 2, 1, sequence_parallel=False)
+    cost = naive_placement(config, FRONTIER).cost
+    tensor = 2048 * 5120 * 2
+    assert cost.seconds_of("tp") == pytest.approx(16 * 17 * 1.5 * tensor / 52e9)  # 4 layers x 4 and 1 all-reduces
+    # 0 and 4, 2 and 6 have two ways of two links, of which 50 GB/s is the narrower; 1-5 and 3-7 are direct. Of the
+    # links of 50 GB/s, 0-2 is on a way of 0-4 forward and of 2-6 backward, in this direction: both wait for it.
+    assert cost.of("pp")[0].seconds == pytest.approx(2 * 16 * tensor / 36e9)
+    assert cost.of("dp") == ()
+
+
+def test_cards_are_shared_by_what_crosses() -> None:
+    """TP 8: every device sends a message forward and one back, over cards of which each has two devices."""
+    cost = naive_placement(made(8, 4, 1, sequence_parallel=False), FRONTIER).cost
+    message, count = 2048 * 5120 * 2, 32
+    assert cost.of("pp")[0].seconds == pytest.approx(4 * count * message / (0.4 * 25e9))
+    # ZeRO's collectives: eight rings on each node, 5 GB/s each, as published.
+    data = naive_placement(made(8, 1, 4), FRONTIER).cost.of("dp")
+    assert {part.gb_per_s for part in data} == {5.0} and {part.basis for part in data} == {"published"}
+
+
+def test_a_ring_between_nodes_may_be_slower_within_them() -> None:
+    """Four rings whose two members on a node have no link: 36 GB/s of detours shared by 4, against 10 of the cards."""
+    config = made(4, 1, 4)
+    slow = place_with(config, FRONTIER, "tp-dp-pp", (0, 1, 4, 5, 3, 2, 7, 6)).cost.of("dp")
+    assert [part.gb_per_s for part in slow] == pytest.approx([9, 9]) and "detours" in slow[0].limit
+    assert {part.gb_per_s for part in naive_placement(config, FRONTIER).cost.of("dp")} == {10.0}
+
+
+def test_a_rank_waits_for_both_of_its_messages() -> None:
+    """A pipeline over two nodes: the rank at a node's end sends one way over its card, the other over its partner."""
+    config = made(1, 16, 1)
+    cost = place_with(config, FRONTIER, "tp-dp-pp", (1, 0, 6, 7, 3, 2, 4, 5)).cost
+    message, count = 2048 * 5120 * 2, 8 * 16
+    assert cost.of("pp")[0].seconds == pytest.approx(count * message * (1 / 10e9 + 1 / 129e9))
+    assert cost.of("pp")[0].bytes == 2 * count * message
+    # Through the node: links of 200, 100, 200, 50, 200, 100 and 200 GB/s, twice, and once a card; and back.
+    between = LINKS.rate_of_link(100) * 1e9
+    way = 2 * (4 / 129e9 + 2 / between + 1 / 50e9) + 1 / 10e9
+    assert cost.of("pp")[1].seconds == pytest.approx(2 * message * way)
+
+
+def test_interleaved_chunks_go_round() -> None:
+    """TP 8 x PP 4 in 3 chunks: 11 boundaries, each between nodes, where two devices share a card."""
+    cost = naive_placement(made(8, 4, 1, 3, sequence_parallel=False), FRONTIER).cost
+    message = 2048 * 5120 * 2
+    assert cost.of("pp")[1].seconds == pytest.approx(2 * 11 * message / 5e9)
+
+
+def test_given_orders_are_kept() -> None:
+    config = made(2, 4, 2, rank_order="pp-tp-dp", device_order=(7, 6, 5, 4, 3, 2, 1, 0))
+    chosen = choose_placement(config, FRONTIER)
+    assert chosen.layout.order == "pp-tp-dp" and chosen.device_order == (7, 6, 5, 4, 3, 2, 1, 0)
+    assert chosen.place(9) == (1, 6)
+    naive = naive_placement(config, FRONTIER)
+    assert naive.layout.order == "tp-dp-pp" and naive.device_order == tuple(range(8))
+    assert list(all_placements(made(2, 4, 2), FRONTIER)) == list(RANK_ORDERS)
+
+
+@pytest.mark.parametrize(("preset", "world", "order"), [("gpt-175b", 128, "tp-pp-dp"), ("gpt-175b", 1024, "tp-dp-pp")])
+def test_the_cheapest_order_of_directions(preset: str, world: int, order: str) -> None:
+    """Few replicas: stages next to each other save more than short rings; many replicas: the other way round."""
+    config = Config.create(preset, world_size=world)
+    chosen = choose_placement(config, FRONTIER)
+    assert chosen.layout.order == order
+    others = all_placements(config, FRONTIER)
+    assert not any(other.cost.cheaper_than(chosen.cost) for other in others.values())
+    assert others[order].device_order == chosen.device_order
+
+
+def test_equal_costs_give_the_plain_orders() -> None:
+    chosen = choose_placement(made(8, 4, 4), FRONTIER)
+    assert chosen.layout.order == "tp-dp-pp" and chosen.device_order == tuple(range(8))
+
+
+def test_a_part_of_a_node_keeps_the_launchers_devices() -> None:
+    for world in (1, 2, 4, 7):
+        chosen = choose_placement(made(1, 1, world), FRONTIER)
+        assert chosen.device_order == FRONTIER.local_order[:world]
+        assert "not full" in chosen.notes[0]
+    pair = choose_placement(made(2, 1, 1), FRONTIER)
+    assert pair.cost.of("tp")[0].gb_per_s == 129
+
+
+@pytest.mark.parametrize(
+    ("world", "fields", "message"),
+    [
+        (12, {}, "world size 12 is neither a part of one node of frontier nor whole nodes of 8 devices: start 8 or 16"),
+        (9473 * 8, {"micro_batch_size": 1}, "needs 9473 nodes, but frontier has 9472"),
+        (8, {"device_order": (0, 1, 2)}, "--device-order 0,1,2 does not name each device of a node of frontier once"),
+        (8, {"device_order": tuple(range(16))}, "they are 0 to 7"),
+    ],
+)
+def test_errors(world: int, fields: dict[str, Any], message: str) -> None:
+    config = made(1, 1, world, **fields)
+    with pytest.raises(ConfigError, match=message):
+        choose_placement(config, FRONTIER)
+
+
+def test_a_wrong_rank_order_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'pp-pp-dp' is not one of tp-dp-pp, tp-pp-dp"):
+        made(1, 1, 8, rank_order="pp-pp-dp")
+
+
+def test_the_whole_machine_takes_a_handful_of_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """9,408 nodes: as many costs are computed as there are orders to try, over a few patterns each."""
+    config = made(4, 16, 9408 * 8 // 64, 3, global_batch_size=9408 * 8 // 64 * 16)
+    calls = []
+    cost = CostModel.cost
+
+    def counted(self: CostModel, order: tuple[int, ...]) -> PlacementCost:
+        calls.append(sum(len(self._groups(d)) for d in ("tp", "dp", "pp")) + len(self._edges))
+        return cost(self, order)
+
+    monkeypatch.setattr(module.CostModel, "cost", counted)
+    choose_placement(config, FRONTIER)
+    assert 2 <= len(calls) <= 6 * len(FRONTIER.device_orders) and max(calls) < 20
+
+
+# -- the table of all ranks --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [None, *RANK_ORDERS])
+def test_rank_table_of_1t(order: str | None) -> None:
+    """All 3,072 ranks of the paper's largest run."""
+    config = Config.create("gpt-1t", world_size=3072, global_batch_size=9600, rank_order=order)
+    rows = list(rank_table(config, FRONTIER))
+    assert check_rank_table(rows) == 3072
+    assert {row.chunks for row in rows if row.pp == 3} == {(range(6, 8),)}
+    first = rows[0]
+    assert (first.node, first.nic) == (0, FRONTIER.nics[FRONTIER.nic_of_device[first.device]])
+
+
+def test_rank_table_of_interleaved_chunks() -> None:
+    rows = list(rank_table(made(2, 4, 2, 3, num_layers=24, num_layers_per_virtual_pipeline_stage=2), FRONTIER))
+    assert check_rank_table(rows) == 16
+    assert next(row.chunks for row in rows if row.pp == 1) == (range(2, 4), range(10, 12), range(18, 20))
+
+
+def changed(rows: list[RankRow], rank: int, **values: Any) -> list[RankRow]:
+    return [row._replace(**values) if row.rank == rank else row for row in rows]
+
+
+def test_inconsistent_tables_are_found() -> None:
+    rows = list(rank_table(made(2, 4, 2, 2, device_order=tuple(range(8))), FRONTIER))
+    swapped = next(row for row in rows if row.pp == 1).chunks
+    last = [row._replace(chunks=(row.chunks[0], range(13, 16))) if row.pp == 3 else row for row in rows]
+    fewer = [row._replace(chunks=row.chunks[:1]) if row.pp == 3 else row for row in rows]
+    wrong = [
+        (rows[1:], "rank 1 stands where rank 0 was expected"), ([], "no rows"),
+        (changed(rows, 5, device=rows[4].device), "ranks 4 and 5 are both node 0, device 4"),
+        (changed(rows, 5, tp=rows[4].tp), "are both tp"), (rows[:-1], "do not fill the grid"),
+        (changed(rows, 0, chunks=swapped), "holds other layers than the other ranks of stage 0"),
+        (changed(rows, 15, node=2), "node 2 has 1 ranks, another one 8"),
+        (changed(rows, 15, device=9), "use different devices"),
+        (last, "begins with layer 13, but the one before ends at 14"), (fewer, r"stages have \[1, 2\] chunks"),
+    ]  # fmt: skip
+    for table, message in wrong:
+        with pytest.raises(ConfigError, match=message):
+            check_rank_table(table)
+    assert check_rank_table(rows, num_layers=16) == 16
+    with pytest.raises(ConfigError, match="16 layers are placed, but the model has 17"):
+        check_rank_table(rows, num_layers=17)
+
+
+# -- as text ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_text_fits(width: int) -> None:
+    config = Config.create("gpt-175b", world_size=1024)
+    text = render_placement(choose_placement(config, FRONTIER), naive_placement(config, FRONTIER), width)
+    assert max(map(len, text.splitlines())) <= max(width, 83)  # the first line is not cut
+    assert "1024 ranks on 128 nodes = tensor 4 x pipeline 16 x data 16" in text
+    assert "device order 0,1,6,7,2,3,4,5" in text and "naive: rank order tp-dp-pp, device order 0,1,2,3" in text
+    for word in ("~76.3", "link 0-6", "hsn0"):
+        assert word in text
+    same = render_placement(naive_placement(config, FRONTIER), naive_placement(config, FRONTIER))
+    assert "this is the naive placement" in same

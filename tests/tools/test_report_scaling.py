@@ -1,0 +1,396 @@
+"""tools/report_scaling.py: figures of known runs, what makes them invalid, efficiencies, logs, files and plots."""
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.planning.scaling.compare import compare
+from megatron.planning.scaling.figures import Figures, Judge, figures
+from megatron.planning.scaling.logs import iteration_fields
+from megatron.planning.scaling.runs import find_runs, read_run
+from tests.helpers.launching import ROOT
+from tests.tools.measured import (
+    ORNL_LINE,
+    SEQUENCE,
+    arguments,
+    mds_line,
+    mlm_line,
+    paper_flops,
+    records,
+    settings,
+    write,
+)
+
+Records = list[dict[str, Any]]
+
+
+def tool() -> Any:
+    specification = importlib.util.spec_from_file_location("report_scaling", ROOT / "tools/report_scaling.py")
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def measure(folder: Path, written: Records, point: dict[str, Any] | None = None, **judge: Any) -> Figures:
+    return figures(read_run(write(folder, written, point)), Judge(**judge))
+
+
+def test_figures_are_those_of_the_steady_steps(tmp_path: Path) -> None:
+    config = settings("22b", 1, 8, 2, 1280)
+    found = measure(tmp_path / "run", records(config, [900.0, 430.0, 410.0, 420.0]))
+    assert found.valid and found.notes == ()
+    assert (found.steady, found.step_s, found.batch, found.skipped) == (3, 420.0, 1280, 0)
+    assert found.spread == (430.0 - 410.0) / 420.0
+    assert found.tokens_per_s == 1280 * SEQUENCE / 420.0
+    assert found.tokens_per_s_per_device == 1280 * SEQUENCE / 420.0 / 16
+    assert found.memory_bytes == 44 * 2**30
+    expected = paper_flops("22b", 1280) / 420.0 / 16 / 1e12
+    assert found.paper_tflops == pytest.approx(expected, rel=1e-12)
+    assert found.hardware_tflops == pytest.approx(expected, rel=1e-12)
+    assert found.model_tflops == pytest.approx(0.75 * expected, rel=1e-12)
+    assert found.paper_hfu == pytest.approx(expected / 191.5, rel=1e-12)
+
+
+@pytest.mark.parametrize(("model", "layout", "batch", "tflops", "percent"), [
+    ("22b", (1, 8), 640, 73.5, 38.38), ("175b", (4, 16), 640, 69.2, 36.14), ("1t", (8, 64), 1600, 61.2, 31.96),
+])  # fmt: skip
+def test_published_throughput_gives_published_percentage(
+    tmp_path: Path, model: str, layout: tuple[int, int], batch: int, tflops: float, percent: float
+) -> None:
+    """The percentages of the paper are of 191.5; theirs are rounded to two decimals, the TFLOP/s to one."""
+    step_s = paper_flops(model, batch) / (layout[0] * layout[1] * tflops * 1e12)
+    found = measure(tmp_path / "run", records(settings(model, *layout, 1, batch), [step_s] * 4))
+    assert found.paper_tflops == pytest.approx(tflops, rel=1e-9)
+    assert found.paper_hfu is not None and abs(100 * found.paper_hfu - percent) < 100 * 0.05 / 191.5 + 0.005
+
+
+def test_without_recomputation_the_formula_has_three_passes(tmp_path: Path) -> None:
+    config = settings("22b", 1, 8, 1, 640, recompute_granularity=None)
+    found = measure(tmp_path / "run", records(config, [600.0] * 3))
+    assert found.paper_tflops == pytest.approx(paper_flops("22b", 640, k=3) / 600 / 8 / 1e12, rel=1e-12)
+
+
+def test_warm_up_and_smaller_batches_do_not_count(tmp_path: Path) -> None:
+    config = settings("22b", 1, 8, 1, 640, rampup_batch_size=[32, 608, 64])
+    written = records(config, [90.0, 25.0, 470.0, 430.0, 420.0, 440.0], batches=[32, 32, 640, 640, 640, 640])
+    assert measure(tmp_path / "a", written).step_s == 435.0
+    assert measure(tmp_path / "b", written, {"name": "x", "warm_up": 3}).step_s == 430.0
+    found = measure(tmp_path / "c", written, {"name": "x", "warm_up": 3}, warm_up=4)
+    assert (found.step_s, found.steady) == (430.0, 2) and found.valid
+
+
+def test_skipped_steps_are_counted_and_left_out(tmp_path: Path) -> None:
+    config = settings("22b", 1, 8, 1, 640)
+    found = measure(tmp_path / "a", records(config, [500.0, 400.0, 300.0, 420.0], skipped=[1, 3]))
+    assert found.valid and (found.skipped, found.steady, found.step_s) == (2, 2, 410.0)
+    found = measure(tmp_path / "b", records(config, [400.0] * 4, skipped=[1, 2, 3, 4]))
+    assert not found.valid and found.step_s is None and "4 of 4 steps were skipped" in found.problems[0]
+
+
+def change(number: int, **values: Any) -> Callable[[Records], None]:
+    """Change the record of an iteration."""
+    return lambda written: written[number].update(values)
+
+
+def counted_four_times(written: Records) -> None:
+    for record in written[1:-1]:
+        record["consumed_samples"] *= 4
+
+
+def four_times_too_fast(written: Records) -> None:
+    """Every figure agrees with the others, only the time is wrong: what a batch counted four times looks like."""
+    config = written[0]["config"]
+    written[:] = records(config, [0.25 * r["step_time_s"] for r in written[1:-1]])
+
+
+def scale_falls(written: Records) -> None:
+    for record, scale in zip(written[1:-1], (2.0**32, 2.0**31, 2.0**30, 2.0**29), strict=True):
+        record["loss_scale"] = scale
+
+
+def no_gradients(written: Records) -> None:
+    for record in written[1:-1]:
+        record["grad_norm"] = 0.0
+
+
+@pytest.mark.parametrize(("spoil", "words"), [
+    (counted_four_times, "2560 samples were counted since iteration 1, but 1 step(s) of 640 take 640"),
+    (change(3, consumed_samples=1900), "but 1 step(s) of 640 take 640"),
+    (four_times_too_fast, "more than 115.3, the best matrix product measured"),
+    (scale_falls, "the loss scale fell from 4.29497e+09 to 2.14748e+09, but no step is counted as skipped"),
+    (no_gradients, "the gradient norm is 0 in every line (1 to 4), but no step is counted as skipped"),
+    (change(3, samples_per_s=3.0), "says 3 samples/s, but 640 samples in 420 s are 1.524"),
+    (change(3, time=1e9 + 845.0), "says 420 s, but the clock moved by 5 s"),
+    (change(3, time=1e9 + 5000.0), "passed since iteration 2 without a checkpoint or an evaluation"),
+    (lambda w: w[0]["config"].update(micro_batch_size=3), "a batch of 640 does not divide into micro-batches of 3"),
+    (lambda w: w[0]["layout"].update(world=16), "TP 1 x PP 8 x DP 1 are not 16 processes"),
+])  # fmt: skip
+def test_contradictions_make_a_run_invalid(tmp_path: Path, spoil: Callable[[Records], None], words: str) -> None:
+    config = settings("22b", 1, 8, 1, 640)
+    written = records(config, [420.0] * 4)
+    assert measure(tmp_path / "good", written).valid
+    spoil(written)
+    found = measure(tmp_path / "bad", written)
+    assert not found.valid and words in " / ".join(found.problems)
+    assert tool().main([str(tmp_path / "bad"), "--strict"]) == 1
+    assert tool().main([str(tmp_path / "good"), "--strict"]) == 0
+
+
+def test_a_counted_skip_explains_a_falling_loss_scale(tmp_path: Path) -> None:
+    """Whether the line shows the scale of before or of after the skipped step."""
+    for skipped in (2, 3):
+        written = records(settings("22b", 1, 8, 1, 640), [420.0] * 5, skipped=[skipped])
+        for record in written[3:-1]:
+            record["loss_scale"] = 2048.0
+        assert measure(tmp_path / str(skipped), written).valid
+
+
+def test_a_checkpoint_explains_time_between_steps(tmp_path: Path) -> None:
+    written = records(settings("22b", 1, 8, 1, 640), [420.0] * 4)
+    for record in written[3:]:
+        record["time"] += 2000.0
+    written.insert(3, {"event": "checkpoint", "time": written[2]["time"] + 100.0})
+    assert measure(tmp_path / "run", written).valid
+
+
+def test_a_ceiling_can_be_given(tmp_path: Path) -> None:
+    written = records(settings("22b", 1, 8, 1, 640), [420.0] * 4, device="some accelerator")
+    assert measure(tmp_path / "a", written).valid and measure(tmp_path / "b", written).hfu is None
+    assert "more than 70, the ceiling given" in measure(tmp_path / "c", written, ceiling_tflops=70.0).problems[0]
+    assert "0.9 of the peak" in measure(tmp_path / "d", written, peak_tflops=75.0).problems[0]
+    assert measure(tmp_path / "e", written, peak_tflops=100.0).paper_hfu == pytest.approx(
+        paper_flops("22b", 640) / 420 / 8 / 1e14, rel=1e-12
+    )
+
+
+def test_a_resumed_run_counts_from_its_last_start(tmp_path: Path) -> None:
+    config = settings("22b", 1, 8, 1, 640)
+    first = records(config, [100.0] * 3)[:-1]
+    second = records(config, [900.0, 420.0, 422.0], first=2, clock=2e9)
+    found = measure(tmp_path / "run", first + second)
+    assert found.valid and found.step_s == 421.0
+
+
+def scaled(tmp_path: Path, kind: str, worlds: dict[int, tuple[float, int]]) -> Path:
+    """Runs of 175B in a folder: world size -> (seconds of a step, batch)."""
+    for world, (step_s, batch) in worlds.items():
+        config = settings("175b", 4, 16, world // 64, batch)
+        point = {"name": f"gcds-{world:05d}", "experiment": f"{kind}-175b-paper", "kind": kind, "warm_up": 1}
+        write(tmp_path / f"gcds-{world:05d}", records(config, [2 * step_s, step_s, step_s, step_s]), point)
+    return tmp_path
+
+
+STRONG = {64: (5400.0, 8000), 256: (1420.0, 8000), 1024: (375.0, 8000)}
+WEAK = {64: (424.0, 640), 256: (428.0, 2560), 1024: (432.0, 10240)}
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_strong_and_weak_efficiency(tmp_path: Path, named: bool) -> None:
+    """With points that say what they are, and by batches and layouts alone."""
+    for kind, worlds in (("strong", STRONG), ("weak", WEAK)):
+        folder = scaled(tmp_path / kind, kind, worlds)
+        if not named:
+            for path in folder.glob("*/point.json"):
+                path.unlink()
+        (series,) = compare([figures(run) for run in find_runs([folder])])
+        assert series.kind == kind and series.base is not None and series.base.run.world_size == 64
+        for member in series.members:
+            world = member.run.world_size
+            assert world is not None
+            (base_s, _), (step_s, _) = worlds[64], worlds[world]
+            expected = base_s * 64 / (step_s * world) if kind == "strong" else base_s / step_s
+            assert series.efficiency(member) == pytest.approx(expected, rel=1e-12)
+
+
+def test_an_invalid_run_is_no_base(tmp_path: Path) -> None:
+    folder = scaled(tmp_path, "strong", STRONG)
+    smallest = folder / "gcds-00064/metrics.jsonl"
+    smallest.write_text(smallest.read_text().replace('"consumed_samples": 16000', '"consumed_samples": 4000'))
+    (series,) = compare([figures(run) for run in find_runs([folder])])
+    assert [m.valid for m in series.members] == [False, True, True]
+    assert series.base is not None and series.base.run.world_size == 256
+    assert series.efficiency(series.members[0]) is None
+    assert series.efficiency(series.members[2]) == pytest.approx(1420 * 256 / (375 * 1024), rel=1e-12)
+
+
+def test_batches_that_fit_neither_kind_have_no_efficiency(tmp_path: Path) -> None:
+    folder = scaled(tmp_path, "weak", {64: (424.0, 640), 256: (400.0, 1280)})
+    (series,) = compare([figures(run) for run in find_runs([folder])])
+    assert series.base is None and series.efficiency(series.members[1]) is None
+
+
+# ---- logs
+
+
+def test_a_megatron_deepspeed_log(tmp_path: Path) -> None:
+    config = settings("22b", 1, 8, 1, 640)
+    tflops = paper_flops("22b", 640) / 420 / 8 / 1e12
+    chosen = {k: v for k, v in config.items() if k not in ("data_parallel_size", "vocab_size")}
+    head = arguments({**chosen, "padded_vocab_size": 51200})
+    lines = [mds_line(i, 640, s, tflops) for i, s in enumerate((800.0, 420.0, 420.0, 420.0), 1)]
+    path = tmp_path / "old.log"
+    path.write_text("noise\n" + head + "".join(f"3: {line}" for line in lines) + lines[0][:90])
+    found = figures(read_run(path), Judge(peak_tflops=191.5))
+    assert found.valid and (found.steady, found.step_s, found.batch) == (3, 420.0, 640)
+    assert found.run.replicas == 1 and found.hardware_tflops == pytest.approx(tflops, abs=0.005)
+    assert found.paper_hfu == pytest.approx(tflops / 191.5, rel=1e-9)
+    path.write_text(path.read_text().replace(f"TFLOPs: {tflops:.2f}", f"TFLOPs: {2 * tflops:.2f}"))
+    assert "its sizes, batch and time make" in figures(read_run(path)).problems[0]
+
+
+def test_a_megatron_lm_log_and_its_clock(tmp_path: Path) -> None:
+    path = tmp_path / "mlm.log"
+    stamps = ("2026-07-01 10:00:00", "2026-07-01 10:07:00.25", "2026-07-01 10:14:00")
+    lines = [mlm_line(i, 640, 420.0, 60.5, stamp) for i, stamp in enumerate(stamps, 1)]
+    path.write_text("".join(lines))
+    found = figures(read_run(path))
+    assert found.valid and found.hardware_tflops == pytest.approx(60.5) and found.steady == 2
+    path.write_text("".join(lines).replace("10:14:00", "10:07:30"))
+    assert "but the clock moved by" in figures(read_run(path)).problems[0]
+
+
+def test_our_own_log_says_what_the_metrics_file_says(tmp_path: Path) -> None:
+    from megatron.training.log_line import format_iteration
+    from megatron.training.metrics import IterationReport
+
+    config = settings("22b", 1, 8, 1, 640)
+    text = arguments({k: f"{v}             (command line)" for k, v in config.items()})
+    written = records(config, [900.0, 420.25, 431.5, 420.25])
+    for record in written[1:-1]:
+        values = {f: record.get(f) for f in IterationReport.__dataclass_fields__}
+        known = {
+            "total_iterations": 4, "consumed_tokens": 1, "learning_rate": 1e-4, "step_time_s": record["step_time_s"],
+            "steps": (), "step_losses": (),
+        }  # fmt: skip
+        text += format_iteration(IterationReport(**{**values, **known})) + "\n"
+    (tmp_path / "train.log").write_text(text)
+    from_log = figures(read_run(tmp_path / "train.log"), Judge(peak_tflops=191.5))
+    from_metrics = measure(tmp_path / "run", written)
+    assert from_log.valid and from_log.step_s == from_metrics.step_s
+    assert from_log.paper_hfu == pytest.approx(from_metrics.paper_hfu, rel=1e-12)
+    assert from_log.hardware_tflops == pytest.approx(from_metrics.hardware_tflops, abs=0.005)
+
+
+def test_the_log_of_which_the_authors_warn_is_invalid(tmp_path: Path) -> None:
+    """149.46 TFLOP/s on a device whose best matrix product is 115.3, all steps skipped and none counted, and an engine
+    with another micro-batch than the command line."""
+    path = tmp_path / "paper.log"
+    first = ORNL_LINE.replace("       2/", "       1/").replace("        2560", "        1280")
+    path.write_text(
+        "[2023-09-01 10:00:00,000] [INFO] [config.py:964:print]   train_micro_batch_size_per_gpu  4\n"
+        + arguments({"micro_batch_size": 1, "world_size": 128, "seq_length": 2048, "fp16": True}) + first + ORNL_LINE
+    )
+    problems = " / ".join(figures(read_run(path), Judge(ceiling_tflops=115.3)).problems)
+    assert "149.5 TFLOP/s per device are more than 115.3" in problems
+    assert "the gradient norm is 0 in every line (1 to 2), but no step is counted as skipped" in problems
+    assert "the engine's micro-batch is 4, the command line's 1" in problems and "4 times" in problems
+
+
+@pytest.mark.parametrize("text", [
+    "", "iteration 5", " iteration        2/       5 | consumed samples:  25", "validation loss at iteration 5 | 2.5 |",
+    " iteration 2/ 5 | elapsed time per iteration (ms): x | global batch size: 8 |",
+])  # fmt: skip
+def test_other_lines_are_no_iteration(text: str) -> None:
+    assert iteration_fields(text) is None
+
+
+# ---- the tool
+
+
+def failed_point(folder: Path, value: int, reason: str) -> None:
+    folder.mkdir(parents=True)
+    point = {
+        "name": folder.name, "experiment": "tp-22b-paper", "kind": "sweep", "parameter": "tensor-parallel size",
+        "value": value, "settings": settings("22b", value, 8, 1, 128),
+    }  # fmt: skip
+    (folder / "point.json").write_text(json.dumps(point))
+    (folder / "result.json").write_text(json.dumps({"status": "failed", "reason": reason}))
+
+
+def sweep(folder: Path) -> Path:
+    for value, step_s in ((2, 46.0), (4, 26.0), (8, 17.0)):
+        point = {
+            "name": f"tp-{value:05d}", "experiment": "tp-22b-paper", "kind": "sweep", "value": value, "warm_up": 1,
+            "parameter": "tensor-parallel size",
+        }  # fmt: skip
+        write(folder / f"tp-{value:05d}", records(settings("22b", value, 8, 1, 128), [step_s] * 4), point)
+    failed_point(folder / "tp-00001", 1, "out of memory")
+    return folder
+
+
+def test_report_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scaled(tmp_path / "runs/weak", "weak", WEAK)
+    scaled(tmp_path / "runs/strong", "strong", STRONG)
+    sweep(tmp_path / "runs/tp")
+    out = tmp_path / "report"
+    assert tool().main([str(tmp_path / "runs"), "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "out of memory" in printed and "89.9" not in printed
+    with open(out / "report.csv", newline="") as file:
+        rows = {(row["series"], row["run"]): row for row in csv.DictReader(file)}
+    assert len(rows) == 10
+    row = rows["strong-175b-paper", "gcds-01024"]
+    assert float(row["efficiency"]) == pytest.approx(5400 * 64 / (375 * 1024), rel=1e-12)
+    assert float(row["published_hfu"]) == 0.3614 and row["state"] == "valid"
+    failed = rows["tp-22b-paper", "tp-00001"]
+    assert (failed["state"], failed["step_s"], failed["remarks"]) == ("failed", "", "out of memory")
+    text = (out / "report.md").read_text()
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in tables[:3]}) == 1  # head, rule and row of the first table
+    assert "- tp-00001: out of memory" in text
+    for name in ("weak_scaling.png", "strong_scaling.png", "sweep_tensor_parallel_size.png"):
+        assert f"![{name}]({name})" in text and (out / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_plots_have_ideal_and_published_points(tmp_path: Path) -> None:
+    from matplotlib import pyplot
+
+    from megatron.planning.scaling import plots
+
+    folder = scaled(tmp_path / "weak", "weak", WEAK)
+    series = compare([figures(run) for run in find_runs([folder])])
+    figure = plots._scaling(series, "weak")
+    left, right = figure.axes
+    lines = {line.get_label(): line for line in left.get_lines()}
+    ideal = lines["_ideal"]
+    rate = 640 * SEQUENCE / 424.0
+    assert list(ideal.get_xdata()) == [64, 256, 1024, 1024]
+    assert list(ideal.get_ydata()) == pytest.approx([rate, 4 * rate, 16 * rate, 16 * rate])
+    (star,) = (line for label, line in lines.items() if "published" in str(label))
+    assert list(star.get_ydata()) == pytest.approx([69.2e12 * 1024 * 640 * SEQUENCE / paper_flops("175b", 640)])
+    (star,) = (line for line in right.get_lines() if "published" in str(line.get_label()))
+    assert (list(star.get_xdata()), list(star.get_ydata())) == ([1024], [100.0])
+    pyplot.close(figure)
+    folder = scaled(tmp_path / "strong", "strong", STRONG)
+    figure = plots._scaling(compare([figures(run) for run in find_runs([folder])]), "strong")
+    (star,) = (line for line in figure.axes[1].get_lines() if "published" in str(line.get_label()))
+    assert list(star.get_ydata()) == pytest.approx([89.93])
+    assert figure.axes[1].get_ylim()[0] < 89.93 and figure.axes[0].get_xlim()[1] > 1024
+    pyplot.close(figure)
+
+
+@pytest.mark.parametrize(("arguments_", "words"), [
+    (["{tmp}/nothing"], "no such file or folder"), (["{tmp}/empty"], "no run in it"),
+    (["{tmp}/text.log"], "no metrics records and no iteration lines"),
+    (["{tmp}/run", "--out", "{tmp}/text.log"], "choose a folder that can be written"),
+])  # fmt: skip
+def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments_: list[str], words: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.log").write_text("nothing of interest\n")
+    write(tmp_path / "run", records(settings("22b", 1, 8, 1, 640), [420.0] * 4))
+    assert tool().main([a.format(tmp=tmp_path) for a in arguments_]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [["--warm-up", "-1"], ["--peak-tflops", "0"], ["--ceiling-tflops", "nan"], []])
+def test_bad_flags(flags: list[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        tool().main(["x", *flags] if flags else [])
+    assert stopped.value.code == 2

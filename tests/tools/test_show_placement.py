@@ -1,0 +1,112 @@
+"""tools/show_placement.py: what it prints, the table it writes, and how it ends."""
+from __future__ import annotations
+
+import csv
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.launching import ROOT
+
+RUN = ("--cluster", "frontier", "--preset", "gpt-175b")
+
+
+def tool() -> Any:
+    specification = importlib.util.spec_from_file_location("show_placement", ROOT / "tools/show_placement.py")
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+Run = Any  # Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Call the tool on a terminal of 100 columns: (exit code, output, errors)."""
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("MEGATRON_CLUSTER", raising=False)
+    main = tool().main
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        code = main([str(a) for a in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def test_table_and_first_node(run: Run) -> None:
+    code, output, _ = run(*RUN, "--world-size", 1024)
+    lines = [line.split() for line in output.splitlines()]
+    assert code == 0
+    assert "rank order tp-dp-pp, device order 0,1,6,7,2,3,4,5" in output
+    assert ["0", "6", "2", "hsn3", "32-39", "2", "0", "0"] in lines, "node, device, rank, card, cores, tp, pp, dp"
+    assert not [line for line in lines if line and line[0] == "1"], "one node is shown"
+
+
+def test_comparison_has_all_orders_and_bindings(run: Run) -> None:
+    code, output, _ = run(*RUN, "--world-size", 1024, "--compare", "--nodes", 0)
+    rows = {tuple(line.split()[:2]): line for line in output.splitlines() if line.count(",") >= 7}
+    assert code == 0
+    assert {order for order, _ in rows} >= {"tp-dp-pp", "tp-pp-dp", "dp-tp-pp", "dp-pp-tp", "pp-tp-dp", "pp-dp-tp"}
+    naive, closest = rows["tp-dp-pp", "0,1,2,3,4,5,6,7"].split(), rows["tp-dp-pp", "4,5,2,3,6,7,0,1"].split()
+    chosen = rows["tp-dp-pp", "0,1,6,7,2,3,4,5"].split()
+    assert naive[-1] == "naive" and closest[-1] == "closest" and chosen[-2:] == ["chosen;", "best"]
+    assert float(naive[2]) > float(chosen[2]) == float(closest[2]), "tensor-parallel seconds"
+
+
+def test_explanation_says_what_is_published_and_assumed(run: Run) -> None:
+    code, output, _ = run(*RUN, "--world-size", 1024, "--explain")
+    text = " ".join(output.split())
+    assert code == 0
+    for words in ("AxoNN", "assumed: RCCL finds a ring", "none was measured here", "not counted: latency"):
+        assert words in text
+
+
+def test_rank_table(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "ranks.csv"
+    flags = "--cluster frontier --preset gpt-1t --world-size 3072 --global-batch-size 9600 --table"
+    code, output, _ = run(*flags.split(), path)
+    assert code == 0 and "3072 ranks" in output
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["rank"]) for row in rows] == list(range(3072))
+    assert {row["layers"] for row in rows} == {f"{2 * stage}-{2 * stage + 1}" for stage in range(64)}
+    assert len({(row["tp"], row["dp"], row["pp"]) for row in rows}) == 3072
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--world-size", 8), "--cluster is missing: give one of frontier, lumi"),
+        (("--cluster", "nowhere", "--world-size", 8), "--cluster nowhere is neither a known machine"),
+        (("--cluster", "frontier", "--world-size", 12), "world size 12 is neither a part of one node"),
+        (("--cluster", "frontier", "--world-size", 8, "--device-order", "0,1,2"), "--device-order 0,1,2 does not name"),
+        (("--cluster", "frontier", "--world-size", 8, "--rank-order", "pp"), "'pp' is not one of tp-dp-pp"),
+        (("--cluster", "frontier", "--world-size", 8, "--nodes", -1), "--nodes -1 must be 0 or more"),
+        (("--cluster", "frontier", "--wrold-size", 8), "--wrold-size, did you mean --world-size"),
+        (("--cluster", "frontier", "--world-size", 8, "--table", "/nowhere/x.csv"), "/nowhere/x.csv: No such file"),
+    ],
+)
+def test_errors(run: Run, arguments: tuple[object, ...], message: str) -> None:
+    code, _, errors = run("--preset", "tiny", "--global-batch-size", 48, *arguments)
+    assert code == 2 and errors.startswith("error: ") and message in errors and "Traceback" not in errors
+
+
+def test_needs_no_torch() -> None:
+    code = (
+        "import runpy, sys\n"
+        "sys.modules['torch'] = None\n"
+        f"sys.argv = ['show_placement.py', *{RUN!r}, '--world-size', '64']\n"
+        f"runpy.run_path({str(ROOT / 'tools/show_placement.py')!r}, run_name='__main__')\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, timeout=120)
+    assert done.returncode == 0 and "device order" in done.stdout, done.stderr

@@ -1,0 +1,53 @@
+"""The command that shows a configuration's memory and where its time would go."""
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+MAIN = runpy.run_path(str(Path(__file__).resolve().parents[2] / "tools/show_recipe.py"))["main"]
+
+
+def show(capsys: pytest.CaptureFixture[str], line: str) -> tuple[int, str, str]:
+    code = MAIN(line.split())
+    return code, *capsys.readouterr()
+
+
+def test_one_configuration(capsys):
+    code, out, _ = show(capsys, "--preset gpt-22b-frontier --world-size 128")
+    assert code == 0
+    for words in ("gpt-22b-frontier", "2 x 4", "GiB per device", "bubble", "Nothing is measured"):
+        assert words in out
+
+
+def test_a_row_for_each_value(capsys):
+    line = "--preset gpt-22b --world-size 64 --vary global-batch-size 64 640 --cluster none --markdown"
+    code, out, _ = show(capsys, line)
+    layout, _, work = out.strip().split("\n\n")
+    assert code == 0
+    assert [row.split(" | ")[6] for row in layout.split("\n")[2:]] == ["8", "80"]  # micro-batches of 8 replicas
+    # 1F1B: 7 passes of the pipeline are idle beside 8 and 80, a little less as the last stage has the output layer.
+    bubbles = [float(row.split(" | ")[1].removesuffix(" %")) for row in work.split("\n")[2:]]
+    assert bubbles == pytest.approx([100 * 7 / 15, 100 * 7 / 87], rel=0.1)
+    assert all(row.endswith("|  |  |") for row in work.split("\n")[2:]), "no machine, no seconds"
+
+
+def test_a_vocabulary_that_the_tokenizer_has_is_assumed(capsys):
+    code, out, _ = show(capsys, "--preset gpt-22b-frontier --world-size 128 --vocab-file v.json --merge-file m.txt")
+    assert code == 0 and "a vocabulary of 50257 is assumed" in out
+    known = show(capsys, "--preset gpt-22b-frontier --world-size 128")[1]
+    assert out.replace("The tokenizer's files are not read: a vocabulary of 50257 is assumed.\n", "") == known
+
+
+@pytest.mark.parametrize(("line", "words"), [
+    ("--preset gpt-22b --world-size 12", "12 processes are not a multiple"),
+    ("--preset gpt-22c", "did you mean"),
+    ("--preset gpt-22b --world-size 64 --cluster aurora", "frontier"),
+    ("--all --seed 3", "no other flags"),
+    ("--world-size 8", "--num-layers is missing"),
+])  # fmt: skip
+def test_errors_are_told_on_one_line(capsys, line, words):
+    code, out, error = show(capsys, line)
+    assert code == 2 and not out
+    assert error.startswith("error: ") and words in error and "Traceback" not in error

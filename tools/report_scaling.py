@@ -1,0 +1,117 @@
+#!/usr/bin/env python
+"""Read measured runs and compare them: table, CSV, Markdown and plots of throughput and scaling efficiency.
+
+Give folders of runs (examples/frontier/weak_scaling.sh and the like make them), single metrics.jsonl files, or logs of
+this program, Megatron-DeepSpeed or Megatron-LM.
+
+    python tools/report_scaling.py runs/weak-175b-paper --out report
+    python tools/report_scaling.py old.log --peak-tflops 191.5 --ceiling-tflops 115.3
+
+Exit code 0, 1 when a run is invalid (figures that contradict each other) and --strict is given, 2 after an error.
+"""
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.errors import ConfigError, MegatronError
+from megatron.planning.scaling.compare import Series, compare
+from megatron.planning.scaling.figures import Judge, figures
+from megatron.planning.scaling.render import as_csv, as_markdown, as_table, state
+from megatron.planning.scaling.runs import find_runs
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("runs", nargs="+", metavar="PATH", help="folder of runs, metrics file or log")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write report.md, report.csv and plots there")
+    parser.add_argument("--no-plots", action="store_true", help="with --out: no pictures (needs no matplotlib)")
+    parser.add_argument(
+        "--warm-up", type=_count, metavar="N",
+        help="steps from the start that do not count (default: as the experiment's point says, else 1)",
+    )
+    parser.add_argument(
+        "--peak-tflops", type=_positive, metavar="T",
+        help="peak of a device for MFU and HFU (default: of the device that the metrics file names)",
+    )
+    parser.add_argument(
+        "--ceiling-tflops", type=_positive, metavar="T",
+        help="TFLOP/s per device beyond which a run is invalid (default: 115.3 for an MI250X GCD, the best matrix "
+        "product measured on it; 0.9 of the peak for others)",
+    )
+    parser.add_argument("--strict", action="store_true", help="exit code 1 when any run is invalid")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return value
+
+
+def show(series: Sequence[Series]) -> None:
+    """Print the tables and what there is to say about each run."""
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else 220, highlight=False)
+    for each in series:
+        console.print(as_table(each))
+        for member in each.members:
+            for text in each.remarks(member):
+                console.print(f"  {state(member)}: {member.run.name}: {text}", markup=False)
+        console.print()
+
+
+def write(series: Sequence[Series], out: Path, plots: bool) -> list[Path]:
+    """Write the report into a folder; returns its files. Raises ConfigError where it cannot be written."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        pictures: list[Path] = []
+        if plots:
+            from megatron.planning.scaling.plots import draw_all
+
+            pictures = draw_all(series, out)
+        report, table = out / "report.md", out / "report.csv"
+        report.write_text(as_markdown(series, [p.name for p in pictures]), encoding="utf-8")
+        table.write_text(as_csv(series), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error.strerror or error}: choose a folder that can be written") from error
+    return [report, table, *pictures]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run; returns the exit code."""
+    args = build_parser().parse_args(argv)
+    try:
+        judge = Judge(args.warm_up, args.peak_tflops, args.ceiling_tflops)
+        series = compare([figures(run, judge) for run in find_runs(args.runs)])
+        show(series)
+        if args.out is not None:
+            for path in write(series, args.out, not args.no_plots):
+                print(f"wrote {path}")
+    except (MegatronError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    invalid = any(state(member) == "invalid" for each in series for member in each.members)
+    return 1 if invalid and args.strict else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+#!/usr/bin/env python
+"""Plan and run a scaling experiment: the same model at several sizes, layouts or batches, each a short training.
+
+    python tools/run_experiment.py weak --model 175b --dry-run
+    python tools/run_experiment.py strong --model 1t --dry-run --nodes 384
+    python tools/run_experiment.py tp --model tiny --values 1,2 --launcher local --out runs/tp-tiny
+
+weak_scaling.sh, strong_scaling.sh and sweep_tp_pp_mbs.sh in examples/frontier call it inside an allocation. Flags of
+pretrain_gpt.py that hold for every point come after --. Each point gets a folder with its description (point.json), its
+metrics.jsonl, its log and how it ended (result.json); tools/report_scaling.py makes tables and plots of them.
+
+Exit code 0 when every point is done, 1 when one failed or does not fit, 2 after an error, 3 when time ran out and the
+same command would go on, 4 when time ran out before any point was done.
+"""
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.errors import ConfigError, MegatronError
+from megatron.planning.cluster import Cluster, load_cluster
+from megatron.planning.experiments import show
+from megatron.planning.experiments.cost import Cost, cost
+from megatron.planning.experiments.folder import PointFolder
+from megatron.planning.experiments.points import KINDS, Point, Request, plan
+from megatron.planning.experiments.runner import ROOT, Outcome, Place, Runner, slurm_time_left_s
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        usage="%(prog)s KIND [options] [-- flags of pretrain_gpt.py for every point]",
+    )
+    parser.add_argument("kind", choices=tuple(KINDS), help="what varies")
+    parser.add_argument("--model", default="175b", help="22b, 175b, 1t, 1.4b or any preset (default 175b)")
+    parser.add_argument("--recipe", choices=("paper", "frontier"), default="paper", help="default paper")
+    parser.add_argument("--values", type=_numbers, default=(), metavar="N,N", help="of what varies (default: by model)")
+    parser.add_argument(
+        "--batch", type=int, metavar="N",
+        help="sequences: weak of each replica, strong in all, pp-bubble of each stage, else of every point "
+        "(default: as published)",
+    )
+    parser.add_argument("--iterations", type=int, default=3, metavar="N", help="measured steps (default 3)")
+    parser.add_argument("--warm-up", type=int, default=2, metavar="N", help="steps before them (default 2)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: runs/<experiment> in this clone")
+    parser.add_argument("--points", type=lambda text: tuple(text.split(",")), metavar="NAME,NAME", help="only these")
+    parser.add_argument("--retry-failed", action="store_true", help="run failed points again")
+    place = parser.add_argument_group("where")
+    place.add_argument("--dry-run", action="store_true", help="show the points and what they cost; run nothing")
+    place.add_argument("--print-nodes", action="store_true", help="print the nodes of the largest point; run nothing")
+    place.add_argument("--list", action="store_true", help="print a job for each point: name, nodes, time, partition")
+    place.add_argument("--print-limit", type=int, metavar="NODES", help="print the longest job on so many nodes")
+    place.add_argument("--launcher", choices=("slurm", "local"), default="slurm", help="default slurm")
+    place.add_argument("--hosts-file", type=Path, metavar="FILE", help="nodes to run on, one a line")
+    place.add_argument("--nodes", type=int, metavar="N", help="nodes of the allocation, for the cost (--dry-run)")
+    place.add_argument("--tasks-per-node", type=int, metavar="N", help="default: as the cluster has devices")
+    place.add_argument("--one-at-a-time", action="store_true", help="no points side by side on disjoint nodes")
+    place.add_argument("--limit", type=float, metavar="SECONDS", help="longest time of a point (default: by its cost)")
+    place.add_argument(
+        "--cluster", default=os.environ.get("MEGATRON_CLUSTER", "frontier"), metavar="NAME|FILE",
+        help="machine whose limits hold (default: MEGATRON_CLUSTER, else frontier); none",
+    )
+    place.add_argument("--partition", metavar="NAME", help="partition whose limits hold (default: the cluster's first)")
+    place.add_argument("--tflops", type=float, metavar="T", help="hardware TFLOP/s of a device, to estimate times")
+    return parser
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    parts = text.replace(",", " ").split()
+    if not parts or not all(part.isdigit() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers such as 1,2,4")
+    return tuple(int(part) for part in parts)
+
+
+def requested(args: argparse.Namespace, flags: Sequence[str], cluster: Cluster | None) -> Request:
+    """The request that the command line makes; `flags` are pretrain_gpt.py's."""
+    tasks = args.tasks_per_node or (cluster.devices_per_node if cluster is not None else 8)
+    return Request(
+        args.kind, args.model, args.recipe, args.values, args.batch, args.iterations, args.warm_up,
+        10**6 if args.launcher == "local" else tasks, tuple(flags),
+    )  # fmt: skip
+
+
+def longest_job(cluster: Cluster | None, nodes: int, partition: str | None) -> str:
+    """The longest job on so many nodes as sbatch takes it. Raises ConfigError where nothing is known."""
+    if cluster is None:
+        raise ConfigError("--print-limit needs --cluster")
+    minutes = round(60 * cluster.wall_limit_hours(nodes, partition))
+    return f"{minutes // 60:02}:{minutes % 60:02}:00"
+
+
+def list_jobs(args: argparse.Namespace, points: list[Point], costs: dict[str, Cost], cluster: Cluster | None,
+              root: Path) -> None:  # fmt: skip
+    """Print what a job of its own needs for each point that is still to run; a dash: the default partition."""
+    for point in points:
+        if point.problem is None and PointFolder(root, point).state() in ("", "interrupted"):
+            own = costs[point.name]
+            partition = own.queue if own.fits_alone() is False and own.queue else args.partition
+            print(point.name, point.nodes, longest_job(cluster, point.nodes, partition), partition or "-")
+
+
+def chosen(points: list[Point], names: Sequence[str] | None) -> list[Point]:
+    """The points of these names. Raises ConfigError for one that is not there."""
+    known = {point.name: point for point in points}
+    unknown = [name for name in names or () if name not in known]
+    if unknown:
+        raise ConfigError(f"--points {unknown[0]}: this experiment has {', '.join(known)}")
+    return [known[name] for name in names] if names else points
+
+
+def dry_run(args: argparse.Namespace, points: list[Point], costs: dict[str, Cost], cluster: Cluster | None,
+            root: Path) -> None:  # fmt: skip
+    """Print the table of points and what there is to say about them."""
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    states = {p.name: PointFolder(root, p).state() for p in points if p.problem is None}
+    console.print(show.table(points, costs, states))
+    nodes = args.nodes or max(p.nodes for p in points)
+    lines = show.remarks(points, costs)
+    lines += show.budget(points, costs, nodes, cluster, not args.one_at_a_time, args.partition)
+    for line in lines:
+        console.print(f"- {line}", markup=False, soft_wrap=True)
+
+
+def run(args: argparse.Namespace, points: list[Point], costs: dict[str, Cost], root: Path) -> int:
+    """Run the points; returns the exit code."""
+    hosts: list[str] = []
+    if args.launcher == "slurm":
+        if args.hosts_file is None or not args.hosts_file.is_file():
+            raise ConfigError(
+                "no nodes: inside an allocation give --hosts-file FILE, as examples/frontier/weak_scaling.sh does; "
+                "--launcher local runs on this machine, --dry-run shows what would run"
+            )
+        hosts = args.hosts_file.read_text(encoding="utf-8").split()
+    place = Place(args.launcher, hosts, not args.one_at_a_time, slurm_time_left_s)
+    runner = Runner(root, place, costs, limit=args.limit, retry_failed=args.retry_failed, say=_say)
+    outcome = runner.run(points)
+    summary(outcome, root)
+    if outcome.out_of_time:
+        return 3 if outcome.resumable else 4
+    return 1 if outcome.failed or outcome.waiting else 0
+
+
+def _say(line: str) -> None:
+    print(f" experiment: {line}", flush=True)
+
+
+def summary(outcome: Outcome, root: Path) -> None:
+    """Print what became of the points and how to go on."""
+    there = len(outcome.done) + len(outcome.skipped)
+    _say(f"{there} point(s) done, {len(outcome.failed)} failed, {len(outcome.waiting)} not run; {root}")
+    for name, why in {**outcome.failed, **outcome.waiting}.items():
+        _say(f"  {name}: {why}")
+    folder = shlex.quote(str(root))
+    _say(f"report: python tools/report_scaling.py {folder} --out {folder}/report")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    end = words.index("--") if "--" in words else len(words)
+    args, flags = build_parser().parse_args(words[:end]), words[end + 1 :]
+    try:
+        cluster = None if args.cluster in ("none", "") else load_cluster(args.cluster)
+        if args.print_limit is not None:
+            print(longest_job(cluster, args.print_limit, args.partition))
+            return 0
+        request = requested(args, flags, cluster)
+        points = chosen(plan(request), args.points)
+        if args.print_nodes:
+            print(max((p.nodes for p in points if p.problem is None), default=0))
+            return 0
+        root = args.out or ROOT / "runs" / request.experiment
+        limits = None if args.launcher == "local" else cluster
+        costs = {p.name: cost(p, limits, args.tflops, args.partition) for p in points}
+        if args.list:
+            list_jobs(args, points, costs, cluster, root)
+            return 0
+        if args.dry_run:
+            dry_run(args, points, costs, limits, root)
+            return 0
+        return run(args, points, costs, root)
+    except (MegatronError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+#!/usr/bin/env python
+"""Show where the ranks of a run would be on a machine's nodes, and what their messages cost there.
+
+    python tools/show_placement.py --cluster frontier --world-size 1024 --preset gpt-175b
+    python tools/show_placement.py --cluster frontier --world-size 1024 --preset gpt-175b --compare --table ranks.csv
+
+All flags of pretrain_gpt.py are taken; --rank-order and --device-order fix what is else chosen.
+"""
+from __future__ import annotations
+
+import argparse
+import csv
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.config import Config
+from megatron.config.command_line import parse_plan
+from megatron.errors import ConfigError, MegatronError
+from megatron.planning.cluster import Cluster, known_clusters, load_cluster
+from megatron.planning.placement import (
+    Placement,
+    all_placements,
+    check_rank_table,
+    choose_placement,
+    naive_placement,
+    place_with,
+    rank_rows,
+    render_comparison,
+    render_placement,
+)
+from megatron.planning.render import render_explanation, render_nodes
+
+LEGEND = """naive: device i for local rank i; closest: devices as srun --gpu-bind=closest gives them to local ranks;
+best: the cheapest order of devices for this rank order; the others: further orders of devices"""
+COLUMNS = ("rank", "node", "device", "nic", "tp", "dp", "pp", "layers")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The tool's own flags; what is left is pretrain_gpt.py's."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        usage="%(prog)s --cluster NAME|FILE --world-size N [--compare] [--nodes N] [--table FILE.csv] [--explain] "
+        "[flags of pretrain_gpt.py]",
+    )  # fmt: skip
+    parser.add_argument("--compare", action="store_true", help="also all orders of directions, and of devices")
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="show the ranks of so many nodes (default 1)")
+    parser.add_argument("--table", type=Path, metavar="FILE.csv", help="write node, device and layers of all ranks")
+    parser.add_argument("--explain", action="store_true", help="where the figures are from, and what is assumed")
+    return parser
+
+
+def named_placements(config: Config, cluster: Cluster, chosen: Placement) -> Iterator[tuple[str, Placement]]:
+    """The chosen placement among others: plain, as Slurm binds, each order of directions, each order of devices."""
+    naive, used = naive_placement(config, cluster), len(chosen.device_order)
+    yield "chosen", chosen
+    yield "naive", naive
+    yield "closest", place_with(config, cluster, naive.layout.order, cluster.local_order[:used])
+    for placement in all_placements(config, cluster).values():
+        yield "best", placement
+    if used == cluster.devices_per_node:
+        for devices in cluster.device_orders:
+            yield "", place_with(config, cluster, chosen.layout.order, devices)
+
+
+def write_table(path: Path, config: Config, placement: Placement) -> int:
+    """Write a row for every rank, checked; the number of rows. Raises ConfigError for a file that cannot be written."""
+    ranks = check_rank_table(rank_rows(config, placement), config.model.num_layers)
+    try:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(COLUMNS)
+            for row in rank_rows(config, placement):
+                chunks = " ".join(f"{layers.start}-{layers.stop - 1}" for layers in row.chunks)
+                writer.writerow([*row[:-1], chunks])
+    except OSError as error:
+        raise ConfigError(f"--table {path}: {error.strerror}") from error
+    return ranks
+
+
+def show(args: argparse.Namespace, flags: Sequence[str], width: int) -> None:
+    """Print what was asked for."""
+    config = parse_plan(flags)
+    if config.parallel.cluster is None:
+        raise ConfigError(f"--cluster is missing: give one of {', '.join(known_clusters())}, or a TOML file")
+    if args.nodes < 0:
+        raise ConfigError(f"--nodes {args.nodes} must be 0 or more")
+    cluster = load_cluster(config.parallel.cluster)
+    chosen = choose_placement(config, cluster)
+    print(render_placement(chosen, naive_placement(config, cluster), width))
+    if args.compare:
+        print()
+        print(render_comparison(named_placements(config, cluster, chosen), width))
+        print(LEGEND)
+    if args.nodes:
+        print()
+        print(render_nodes(chosen, args.nodes, width))
+    if args.explain:
+        print()
+        print(render_explanation(chosen, width))
+    if args.table:
+        ranks = write_table(args.table, config, chosen)
+        print(f"\nwrote {args.table}: {ranks} ranks, each place of the grid and each layer of a replica once")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run; returns the exit code: 0, or 2 after an error."""
+    args, flags = build_parser().parse_known_args(argv)
+    try:
+        show(args, flags, max(60, min(140, shutil.get_terminal_size((100, 24)).columns)))
+    except MegatronError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+#!/usr/bin/env python
+"""Show what a configuration needs of a device's memory and where its time would go, by counting; nothing is run.
+
+    python tools/show_recipe.py --preset gpt-175b-frontier --world-size 1024 [flags of pretrain_gpt.py]
+    python tools/show_recipe.py --preset gpt-22b-frontier --world-size 128 --vary global-batch-size 640 1280 2560
+    python tools/show_recipe.py --all [--markdown]
+"""
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from megatron.config.command_line import parse_plan
+from megatron.errors import ConfigError, MegatronError
+from megatron.planning import recipes
+from megatron.planning.cluster import Cluster, load_cluster
+from megatron.planning.traffic import GPT2_VOCABULARY
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        description="Memory, useful share of the time and messages of a configuration, by counting.",
+        epilog="Everything else goes to the configuration: the flags of pretrain_gpt.py, with --world-size N.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--all", action="store_true", help="the recipes of examples/frontier")
+    parser.add_argument("--markdown", action="store_true", help="tables for a document")
+    parser.add_argument("--vary", nargs="+", metavar=("FLAG", "VALUE"), help="a row for each value of one flag")
+    parser.add_argument("--cluster", default="frontier", help="machine to place ranks on, or none (default frontier)")
+    args, flags = parser.parse_known_args(argv)
+    return args, flags
+
+
+def main(argv: list[str] | None = None) -> int:
+    args, flags = parse(sys.argv[1:] if argv is None else argv)
+    try:
+        cluster = None if args.cluster == "none" else load_cluster(args.cluster)
+        found = outlooks(args, flags, cluster)
+    except MegatronError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for table in (recipes.layout_table(found), recipes.memory_table(found), recipes.work_table(found)):
+        show(table, args.markdown)
+    if not args.markdown:
+        if any(each.config.model.vocab_size is None for each in found):
+            print(f"The tokenizer's files are not read: a vocabulary of {GPT2_VOCABULARY} is assumed.")
+        print("Nothing is measured, and not counted are the runtime, the communication library, unusable memory.")
+    return 0
+
+
+def outlooks(args: argparse.Namespace, flags: list[str], cluster: Cluster | None) -> list[recipes.Outlook]:
+    if args.all:
+        if flags or args.vary or cluster is None:
+            raise ConfigError("--all shows the recipes as they are: give no other flags beside it but --markdown")
+        return recipes.outlooks(recipes.RECIPES, cluster)
+    if args.vary is None:
+        config = parse_plan(flags)
+        name = flags[flags.index("--preset") + 1] if "--preset" in flags[:-1] else "as given"
+        return [recipes.outlook(name, config, cluster)]
+    flag, *values = args.vary
+    flag = "--" + flag.removeprefix("--")
+    return [recipes.outlook(f"{flag} {value}", parse_plan([*flags, flag, value]), cluster) for value in values]
+
+
+def show(table: recipes.Table, markdown: bool) -> None:
+    if markdown:
+        print(f"{table.markdown()}\n")
+        return
+    rich = RichTable(title=table.title, title_justify="left")
+    for i, column in enumerate(table.columns):
+        rich.add_column(column, justify="right" if i else "left", overflow="fold")
+    for row in table.rows:
+        rich.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 160).print(rich)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
