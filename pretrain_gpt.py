@@ -19,6 +19,7 @@ def launched(arguments: list[str]) -> tuple[Launch, MegatronError | None]:
 
 def main(arguments: list[str]) -> int:
     launch, problem = launched(arguments)
+    ranks = [launch.rank]  # the launcher's number, then the rank where that is another
 
     def body() -> None:
         if problem is not None:
@@ -27,9 +28,9 @@ def main(arguments: list[str]) -> int:
         config = parse_args(arguments, None if alone else launch.world_size)
         from megatron.training import pretrain  # after the arguments are known to be right: this imports torch
 
-        pretrain(config, launch)
+        pretrain(config, launch, ranks.append)
 
-    return run_guarded(body, launch.rank)
+    return run_guarded(body, lambda: ranks[-1])
 
 
 if __name__ == "__main__":

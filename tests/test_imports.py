@@ -30,12 +30,16 @@ ROOMS["engine"] = BASE | {"parallel", "kernels", "layers", "data", "model", "pip
 ROOMS["planning"] = ROOMS["engine"] | {"engine"}
 ROOMS["checkpoint"] = ROOMS["engine"] | {"engine"}
 ROOMS["training"] = ROOMS["checkpoint"] | {"checkpoint", "planning"}
+ROOMS["preflight"] = ROOMS["training"] | {"training"}
 
 # Modules that a login node without torch can use.
 WITHOUT_TORCH = [
     "megatron", "megatron.errors", "megatron.config", "megatron.parallel.launch", "megatron.parallel.topology",
+    "megatron.parallel.placing",
     "megatron.pipeline.schedule", "megatron.model.formulas", "megatron.model.stages", "megatron.kernels.availability",
-    "megatron.kernels.choose", "megatron.training",
+    "megatron.kernels.choose", "megatron.training", "megatron.planning.cluster",
+    "megatron.planning.links", "megatron.planning.placement",
+    "megatron.preflight.measure.command", "megatron.planning.experiments.runner", "megatron.planning.scaling.plots",
 ]  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Which process this is: read from the variables of torchrun, srun or mpirun, or one process without any of them.
 
 No ssh, no host file, no mpi4py: each launcher already tells every process its rank, and the ranks meet at a store
-that rank 0 serves (see rendezvous.py).
+that the first of them serves (see rendezvous.py).
 """
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from megatron.errors import LaunchError
+from megatron.parallel.environment import Variables
 from megatron.parallel.nodelist import expand_counts, iterate_hosts
+from megatron.parallel.placing import VISIBLE, Placing, check_devices, near_index, visible_devices
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 _FIRST_PORT, _PORTS = 20000, 12000
 # Slurm numbers its own steps (batch script, interactive shell) from here; tasks of srun are below.
 _FIRST_SPECIAL_STEP = 4294967280
+_ONE_VARIABLE = "HIP_VISIBLE_DEVICES counts within ROCR_VISIBLE_DEVICES; set only the latter"
 # (rank, size, local rank, local size): Open MPI, MVAPICH, MPICH's Hydra, Cray's PALS.
 _MPI_VARIABLES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
@@ -43,11 +46,14 @@ _JOB_VARIABLES = (
 class Launch:
     """One process's place among all.
 
+    rank          its number in the job; `task` is the launcher's own number for it, which is another where ranks are
+                  placed on devices (placing.py)
     launcher      "none", "torchrun", "slurm" or "mpi": whose variables were read
-    master_addr   host where rank 0 serves the store; master_port its port (0: any free one, for one process)
+    master_addr   host where the first process serves the store; master_port its port (0: any free one, for one process)
     node          name of this host, as the launcher calls it
     job           what tells this run apart from others on the same host; the same on all its ranks
     store_served  the launcher itself serves a store at master_addr:master_port (torchrun does)
+    notices       what was read otherwise than it was written
     """
 
     rank: int = 0
@@ -60,6 +66,12 @@ class Launch:
     node: str = "localhost"
     job: str = ""
     store_served: bool = False
+    task: int = -1
+    notices: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.task < 0:
+            object.__setattr__(self, "task", self.rank)
 
     def environment(self) -> dict[str, str]:
         """The variables by which torch and DeepSpeed know ranks."""
@@ -109,7 +121,7 @@ def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:
     interactive allocation is one process, although Slurm's variables of the job are set.
     Raises LaunchError for variables that are missing, no numbers, or contradict each other.
     """
-    env = _Variables(os.environ if environ is None else environ)
+    env = Variables(os.environ if environ is None else environ)
     if env.has("RANK") and env.has("WORLD_SIZE"):
         found = _from_torchrun(env)
     elif env.has("RANK"):
@@ -124,55 +136,31 @@ def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:
     return _checked(found)
 
 
-class _Variables:
-    """An environment whose empty values count as unset."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ = environ
-
-    def has(self, name: str) -> bool:
-        return bool(self._environ.get(name, "").strip())
-
-    def text(self, name: str, default: str = "") -> str:
-        return self._environ.get(name, "").strip() or default
-
-    def number(self, name: str, default: int | None = None) -> int:
-        text = self.text(name)
-        if not text and default is not None:
-            return default
-        if not text.isascii() or not text.isdigit():
-            raise LaunchError(f"{name}={text!r}: a whole number from 0 is needed")
-        return int(text)
-
-    def first(self, names: tuple[str, ...]) -> str | None:
-        return next((name for name in names if self.has(name)), None)
-
-
 def _origin(launch: Launch) -> str:
     return "the absence of any launcher" if launch.launcher == "none" else f"the {launch.launcher} launcher"
 
 
-def _node(env: _Variables) -> str:
+def _node(env: Variables) -> str:
     return env.text("SLURMD_NODENAME") or socket.gethostname()
 
 
-def _job(env: _Variables) -> str:
+def _job(env: Variables) -> str:
     """The first identifier of the run that is set; every rank finds the same."""
     name = env.first(_JOB_VARIABLES)
     return f"{env.text(name) if name else 'job'}.{env.text('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
-def _slurm_job(env: _Variables) -> str:
+def _slurm_job(env: Variables) -> str:
     """Job and step: several steps may run at once in one allocation."""
     return f"{env.text('SLURM_JOB_ID')}.{env.text('SLURM_STEP_ID') or env.text('SLURM_STEPID')}"
 
 
-def _port(env: _Variables, job: str) -> int:
+def _port(env: Variables, job: str) -> int:
     """MASTER_PORT, or a port that two runs on one host hardly share."""
     return env.number("MASTER_PORT", _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS)
 
 
-def _is_srun_task(env: _Variables) -> bool:
+def _is_srun_task(env: Variables) -> bool:
     """Whether srun started this process as a task.
 
     A batch script has SLURM_PROCID and SLURM_NTASKS too, but no step; an interactive shell is a step of Slurm's own.
@@ -183,14 +171,14 @@ def _is_srun_task(env: _Variables) -> bool:
     return step is not None or env.first(("SLURM_STEP_NUM_TASKS", "SLURM_SRUN_COMM_HOST")) is not None
 
 
-def _slurm_size(env: _Variables) -> int:
+def _slurm_size(env: Variables) -> int:
     name = env.first(("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"))
     if name is None:
         raise LaunchError(f"SLURM_PROCID={env.text('SLURM_PROCID')} is set but SLURM_NTASKS is not: give srun -n")
     return env.number(name)
 
 
-def _slurm_hosts(env: _Variables) -> list[str]:
+def _slurm_hosts(env: Variables) -> list[str]:
     """The first two hosts of the step (two, to know whether there are more than one)."""
     name = env.first(("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
     hosts: list[str] = []
@@ -201,10 +189,29 @@ def _slurm_hosts(env: _Variables) -> list[str]:
     return hosts
 
 
-def _master(env: _Variables, world_size: int, local_world_size: int | None) -> str:
-    """The host of rank 0; `local_world_size` None: not known."""
-    if env.has("MASTER_ADDR"):
-        return env.text("MASTER_ADDR")
+def _master(env: Variables, world_size: int, local_world_size: int | None) -> tuple[str, tuple[str, ...]]:
+    """The host of rank 0, and what was read otherwise than MASTER_ADDR says; `local_world_size` None: not known."""
+    given = env.text("MASTER_ADDR").split()  # `hostname -i` prints an address for each of a host's interfaces
+    if not given:
+        return _first_host(env, world_size, local_world_size), ()
+    if _is_submit_host(env, given[0]):
+        first = _first_host(env, world_size, local_world_size)
+        return first, (f"MASTER_ADDR={given[0]} submitted the job and is none of its nodes: {first} is used",)
+    several = (f"MASTER_ADDR={' '.join(given)} is several addresses: the first is used",) if len(given) > 1 else ()
+    return given[0], several
+
+
+def _is_submit_host(env: Variables, host: str) -> bool:
+    """Whether this is the login node, which older scripts export (MASTER_ADDR=$SLURM_SUBMIT_HOST): it runs no rank."""
+    submit = env.text("SLURM_SUBMIT_HOST")
+    if not submit or host != submit or not _is_srun_task(env) or env.has("TORCHELASTIC_RUN_ID"):
+        return False
+    nodes = env.first(("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
+    short = submit.partition(".")[0]
+    return nodes is not None and all(node.partition(".")[0] != short for node in iterate_hosts(env.text(nodes)))
+
+
+def _first_host(env: Variables, world_size: int, local_world_size: int | None) -> str:
     if world_size in (1, local_world_size):
         return "127.0.0.1"
     hosts = _slurm_hosts(env)
@@ -220,26 +227,28 @@ def _master(env: _Variables, world_size: int, local_world_size: int | None) -> s
 
 
 def _launch(
-    env: _Variables, launcher: str, world: tuple[int, int], local: tuple[int, int | None], job: str,
+    env: Variables, launcher: str, world: tuple[int, int], local: tuple[int, int | None], job: str,
     *, store_served: bool = False,
 ) -> Launch:
     """The Launch of one of several processes; `world` and `local` are (rank, size), on all nodes and on this one."""
     (rank, world_size), (local_rank, local_size) = world, local
+    master, notices = _master(env, world_size, local_size)
     return Launch(
         rank=rank,
         local_rank=local_rank,
         world_size=world_size,
         local_world_size=local_size or local_rank + 1,
-        master_addr=_master(env, world_size, local_size),
+        master_addr=master,
         master_port=_port(env, job),
         launcher=launcher,
         node=_node(env),
         job=job,
         store_served=store_served,
+        notices=notices,
     )
 
 
-def _from_torchrun(env: _Variables) -> Launch:
+def _from_torchrun(env: Variables) -> Launch:
     rank, world = env.number("RANK"), env.number("WORLD_SIZE")
     srun = _is_srun_task(env)
     if srun and not env.has("TORCHELASTIC_RUN_ID") and _slurm_size(env) == world and env.number("SLURM_PROCID") != rank:
@@ -255,7 +264,7 @@ def _from_torchrun(env: _Variables) -> Launch:
     return _launch(env, "torchrun", (rank, world), (local, known), _job(env), store_served=served)
 
 
-def _from_mpi(env: _Variables) -> Launch | None:
+def _from_mpi(env: Variables) -> Launch | None:
     for rank_name, size_name, local_names, local_size_names in _MPI_VARIABLES:
         if not env.has(rank_name):
             continue
@@ -276,7 +285,7 @@ def _from_mpi(env: _Variables) -> Launch | None:
     return None
 
 
-def _slurm_local_size(env: _Variables, world: int) -> int:
+def _slurm_local_size(env: Variables, world: int) -> int:
     """Tasks of this step on this node."""
     name = env.first(("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
     node = env.number("SLURM_NODEID", 0)
@@ -289,7 +298,7 @@ def _slurm_local_size(env: _Variables, world: int) -> int:
     return world if one_node else env.number("SLURM_NTASKS_PER_NODE", env.number("SLURM_LOCALID", 0) + 1)
 
 
-def _from_slurm(env: _Variables) -> Launch | None:
+def _from_slurm(env: Variables) -> Launch | None:
     if not _is_srun_task(env):
         return None
     rank, world = env.number("SLURM_PROCID"), _slurm_size(env)
@@ -299,7 +308,7 @@ def _from_slurm(env: _Variables) -> Launch | None:
     return _launch(env, "slurm", (rank, world), local, _slurm_job(env))
 
 
-def _alone(env: _Variables) -> Launch:
+def _alone(env: Variables) -> Launch:
     """One process; a LOCAL_RANK that someone set still chooses the device."""
     local = env.number("LOCAL_RANK", 0)
     return Launch(local_rank=local, local_world_size=1, node=_node(env), job=f"alone.{os.getpid()}")
@@ -328,18 +337,34 @@ def _checked(launch: Launch) -> Launch:
     return launch
 
 
-def select_device(launch: Launch, backend: str | None = None) -> torch.device:
+def select_device(
+    launch: Launch, backend: str | None = None, placing: Placing | None = None, environ: Mapping[str, str] | None = None
+) -> torch.device:
     """The device this process computes on.
 
-    The only visible one where the launcher gives each process its own; the local rank's where all are visible; the
-    CPU where there is none or where the backend is "gloo". Raises LaunchError when this process has none.
+    The only visible one where the launcher gives each process its own. Where it shows all devices of a node, the one
+    next to this local rank's cores as `placing` has them, else the local rank's. The CPU where there is none or where
+    the backend is "gloo". Raises LaunchError when this process has none.
     """
     import torch
 
     if backend not in (None, "nccl", "gloo"):
         raise LaunchError(f"backend {backend!r} is not known: use nccl (CUDA and ROCm) or gloo (CPU)")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if backend == "gloo" or (count == 0 and backend is None):
+    if backend == "gloo":
+        return torch.device("cpu")
+    environ = os.environ if environ is None else environ
+    shown = visible_devices(environ)
+    try:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    except RuntimeError as error:  # torch's own look at the variables
+        raise LaunchError(f"rank {launch.rank} on node {launch.node}: {error}: {_ONE_VARIABLE}") from error
+    if count == 0 and shown is not None and (torch.version.hip or torch.version.cuda):
+        named = ", ".join(f"{name}={environ[name]}" for name in VISIBLE if environ.get(name))
+        raise LaunchError(
+            f"rank {launch.rank} on node {launch.node} sees no device with {named}: {_ONE_VARIABLE}, or use "
+            f"--distributed-backend gloo to train on the CPU"
+        )
+    if count == 0 and backend is None:
         return torch.device("cpu")
     if count == 0:
         raise LaunchError(f"backend nccl on node {launch.node}: torch {torch.__version__} sees no device: use gloo")
@@ -350,15 +375,22 @@ def select_device(launch: Launch, backend: str | None = None) -> torch.device:
             f"rank {launch.rank} on node {launch.node} has local rank {launch.local_rank}, but {count} devices are "
             f"visible: start at most {count} processes on a node"
         )
-    return torch.device("cuda", launch.local_rank)
+    near = near_index(placing, launch.local_rank, count, shown)
+    return torch.device("cuda", launch.local_rank if near is None else near)
 
 
-def connect(launch: Launch, timeout: timedelta = timedelta(minutes=10), backend: str | None = None) -> Rendezvous:
+def connect(
+    launch: Launch, timeout: timedelta = timedelta(minutes=10), backend: str | None = None,
+    placing: Placing | None = None,
+) -> Rendezvous:
     """Bring all processes together and initialise torch.distributed. The rendezvous is a context manager.
 
     `backend` None takes nccl (which is RCCL on ROCm) where there is a device and gloo elsewhere; `timeout` holds for
-    the meeting and for every collective after it. Raises LaunchError that names the ranks that did not come.
+    the meeting and for every collective after it. `placing` says which ranks the processes of a node take: from then on
+    the rendezvous's own `launch` counts. Raises LaunchError that names the ranks that did not come.
     """
     from megatron.parallel.rendezvous import Rendezvous
 
-    return Rendezvous.join(launch, select_device(launch, backend), timeout)
+    if placing is not None:
+        check_devices(placing)
+    return Rendezvous.join(launch, select_device(launch, backend, placing), timeout, placing)

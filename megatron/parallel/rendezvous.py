@@ -1,7 +1,6 @@
-"""Where the processes meet, and how they learn which of them failed.
+"""What ties the processes together after they have met (meeting.py), and how they learn which of them failed.
 
-Every rank writes a hello to a store that rank 0 (or the launcher) serves; rank 0 checks them and publishes a verdict.
-Afterwards a daemon thread of each rank waits on a key of its own, at no cost, and answers when somebody calls the
+A daemon thread of each rank waits on a key of its own, at no cost, and answers when somebody calls the
 roll: a rank that does not answer is dead, and the others can name it. What was found out is told to all at once: a rank
 that sees the failure last, when the store is gone, names the rank that died and not the one that it waited for. Calls
 are numbered, so that a watchdog may ask as often as it likes.
@@ -13,10 +12,9 @@ import contextlib
 import json
 import os
 import re
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -26,17 +24,17 @@ import torch.distributed as dist
 from megatron.errors import LaunchError, LostRankError
 from megatron.parallel.flight import FlightRecorder
 from megatron.parallel.flight_file import FlightFile, open_flight_file
+from megatron.parallel.meeting import ANSWER_S, Meeting
 from megatron.parallel.nodelist import compress_ranks
+from megatron.parallel.placing import Placing
 from megatron.parallel.processes import process_start
 from megatron.parallel.report import (
     bounded,
-    device_identity,
     device_name,
     host_name_is_local,
     list_places,
     position,
     raise_file_limit,
-    show_duration,
 )
 
 if TYPE_CHECKING:
@@ -44,34 +42,28 @@ if TYPE_CHECKING:
 
 _SOURCE_LINE = re.compile(r"\[\S+\.(cc|cpp):\d+\] ?")  # where gloo was compiled, which tells nobody anything
 _FOREVER = timedelta(days=20)  # longer ones do not fit torch's 31 bits of milliseconds
-_BATCH = 1024  # so many keys are asked for at once: the store's time for a question grows faster than its keys
-_NAMED = 64  # so many missing ranks are looked for; beyond, nobody reads on
+_SHOWN = 64  # places in the code that a finding lists
 _LINGER_S = 5.0  # how long the rank that serves the store stays for the others at the end
 # Up to so many ranks gloo connects at the start; more would take minutes. When it connects on demand, it waits without
 # end for a rank that died before the first message: there the launcher has to end the job (srun --kill-on-bad-exit).
 _FULL_MESH = 1024
 _LEFT = "left"  # the answer to a roll call of a rank that ended by itself
-_ANSWER_S = 5.0  # how long a rank may take to answer a roll call
 _ROLL, _INQUIRY, _STOP, _NOTHING = "roll", "inquiry", "stop", "nothing"  # what a call may be
 
 
-class Rendezvous:
+class Rendezvous(Meeting):
     """This process's tie to all others, over an initialised torch.distributed. As a context manager it closes itself.
 
-    launch, device, backend   what it was made from and what torch.distributed runs on
     places                    "node:device" of every rank, in rank order
     flight, flight_file       this rank's flight recorder, and its node's file of them (None where none can be made)
     on_inquiry                called in a thread of its own with the number of an inquiry and a connection to the store
     """
 
-    def __init__(self, launch: Launch, device: torch.device, timeout: timedelta) -> None:
+    def __init__(
+        self, launch: Launch, device: torch.device, timeout: timedelta, placing: Placing | None = None
+    ) -> None:
         """Use Rendezvous.join."""
-        self.launch = launch
-        self.device = device
-        self.timeout = timeout
-        self.backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        self._store: Any = None
-        self._places: list[str] | None = None
+        super().__init__(launch, device, timeout, placing)
         self._watcher: threading.Thread | None = None
         self._previous: dict[str, str | None] = {}
         self._explained: LaunchError | None = None
@@ -79,7 +71,6 @@ class Rendezvous:
         self.speaks = False  # whether this rank is the one that acts on what `explain` found
         self._failed = False
         self._closed = False
-        self._absentees = 0
         self._store_lost = False
         self._alarm = threading.Event()  # another rank failed, or the store is gone
         self._call, self._deaf = 1, False  # the call that is waited for; whether no more are answered
@@ -91,15 +82,17 @@ class Rendezvous:
         self.judged.set()
 
     @classmethod
-    def join(cls, launch: Launch, device: torch.device, timeout: timedelta) -> Rendezvous:
-        """Meet all other ranks and initialise torch.distributed.
+    def join(
+        cls, launch: Launch, device: torch.device, timeout: timedelta, placing: Placing | None = None
+    ) -> Rendezvous:
+        """Meet all other ranks, take the rank that `placing` gives and initialise torch.distributed.
 
         Raises LaunchError within `timeout` when ranks are missing (it names them and tells where the others are) or
         when the store cannot be reached. Exports the launcher-independent variables (RANK, ...) until close().
         """
         if dist.is_initialized():
             raise LaunchError("torch.distributed is initialised already: connect once, or close the first rendezvous")
-        self = cls(launch, device, timeout)
+        self = cls(launch, device, timeout, placing)
         deadline = time.monotonic() + timeout.total_seconds()
         self._store = self._within(deadline, lambda: self._open_store(deadline))
         self._open_flight()
@@ -113,6 +106,7 @@ class Rendezvous:
             self._store_lost = True
             self._leave()
             raise LaunchError(f"{self._myself}: {self._store_gone()}") from error
+        self._describe_flight()  # the rank may be another now
         try:
             self._within(time.monotonic() + timeout.total_seconds(), self._watch)
             self._initialise()
@@ -123,187 +117,14 @@ class Rendezvous:
         return self
 
     def _open_flight(self) -> None:
-        place = f"{self.launch.node}:{device_name(self.device)}"
         self.flight_file = open_flight_file(self.launch)
         if self.flight_file is not None:
             self.flight = self.flight_file.recorder
-        self.flight.describe(self.launch.rank, os.getpid(), place, process_start(os.getpid()))
+        self._describe_flight()
 
-    # -- meeting ---------------------------------------------------------------------------------------------------
-
-    @property
-    def store(self) -> Any:
-        """This job's part of the store. Another host may never answer: put what is asked of it into `bounded`."""
-        return self._store
-
-    @property
-    def serves_store(self) -> bool:
-        """Whether the store ends with this process."""
-        return self._serves_store
-
-    @property
-    def _serves_store(self) -> bool:
-        return self.launch.rank == 0 and not self.launch.store_served
-
-    @property
-    def _myself(self) -> str:
-        return f"rank {self.launch.rank} ({self.launch.node}:{device_name(self.device)})"
-
-    @property
-    def _address(self) -> str:
-        return f"{self.launch.master_addr}:{self.launch.master_port}"
-
-    @property
-    def _store_name(self) -> str:
-        served_by = "the launcher's store" if self.launch.store_served else "rank 0"
-        return f"{served_by} at {self._address}"
-
-    def _within(self, deadline: float, step: Callable[[], Any]) -> Any:
-        """The result of a step, which heeds the deadline itself unless the store's host hangs or lost power."""
-        failure = f"{self._myself}: {self._store_name} gave no answer"
-        return bounded(step, max(deadline - time.monotonic(), 0.0) + _ANSWER_S, failure)
-
-    def _open_store(self, deadline: float) -> Any:
-        launch = self.launch
-        if launch.world_size == 1 and not launch.store_served:
-            return dist.HashStore()
-        if not self._serves_store:
-            self._await_server(deadline)
-        else:
-            raise_file_limit()
-        return dist.PrefixStore(f"megatron/{launch.job}/{launch.world_size}", self._client(self._serves_store))
-
-    def _client(self, serve: bool) -> Any:
-        # Rank 0 reaches its own store through the loopback device, whatever its name resolves to.
-        host = "127.0.0.1" if self._serves_store else self.launch.master_addr
-        try:
-            return dist.TCPStore(
-                host, self.launch.master_port, None, is_master=serve, timeout=self.timeout, wait_for_workers=False
-            )
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            if serve:
-                raise LaunchError(
-                    f"rank 0 on node {self.launch.node} cannot serve port {self.launch.master_port}, perhaps because "
-                    f"another run uses it: set MASTER_PORT to a free port ({reason})"
-                ) from error
-            raise self._unreachable(reason) from error
-
-    def _await_server(self, deadline: float) -> None:
-        """Wait until somebody listens at the store's address; a plain socket does it without torch's stack traces."""
-        address, reason = (self.launch.master_addr, self.launch.master_port), "no answer"
-        while True:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise self._unreachable(reason)
-            try:
-                socket.create_connection(address, timeout=min(left, 10.0)).close()
-                return
-            except OSError as error:
-                reason = str(error)
-                time.sleep(min(0.1, max(left, 0.0)))
-
-    def _unreachable(self, reason: str) -> LaunchError:
-        return LaunchError(
-            f"rank {self.launch.rank} on node {self.launch.node} does not reach {self._store_name} within "
-            f"{show_duration(self.timeout)}: {reason}. Either rank 0 did not start (look at its output), or it runs "
-            f"elsewhere than MASTER_ADDR and MASTER_PORT say"
-        )
-
-    def _say_hello(self, deadline: float) -> None:
-        launch, store = self.launch, self._store
-        hello = {
-            "node": launch.node,
-            "pid": os.getpid(),
-            "device": device_name(self.device),
-            "identity": device_identity(self.device),
-            "backend": self.backend,
-        }
-        if store.add(f"claim/{launch.rank}", 1) > 1:
-            raise LaunchError(
-                f"two processes say they are rank {launch.rank}; this one is {os.getpid()} on node {launch.node}: "
-                f"every process needs a rank of its own"
-            )
-        store.set(f"hello/{launch.rank}", json.dumps(hello))
-        if launch.rank == 0:
-            error = self._gather_hellos(deadline)
-            store.set("verdict", error)
-        else:
-            self._poll(["verdict"], deadline)
-            error = store.get("verdict").decode() if store.check(["verdict"]) else self._absent()
-        if error:
-            raise LaunchError(error)
-
-    def _gather_hellos(self, deadline: float) -> str:
-        """Rank 0: wait for all, publish their places; the error that all ranks report, or ""."""
-        keys = [f"hello/{rank}" for rank in range(self.launch.world_size)]
-        if not self._poll(keys, deadline):
-            return self._absent()
-        hellos = [json.loads(value) for value in self._values(keys)]
-        self._places = [f"{hello['node']}:{hello['device']}" for hello in hellos]
-        self._store.set("places", json.dumps(self._places))
-        users: dict[tuple[str, str], int] = {}
-        for rank, hello in enumerate(hellos):
-            if hello["backend"] != hellos[0]["backend"]:
-                return (
-                    f"rank 0 ({self._places[0]}) uses {hellos[0]['backend']} but rank {rank} ({self._places[rank]}) "
-                    f"uses {hello['backend']}: all ranks need devices of one kind, or --distributed-backend gloo"
-                )
-            other = users.setdefault((hello["node"], hello["identity"] or f"rank {rank}"), rank)
-            if other != rank:
-                return (
-                    f"ranks {other} and {rank} both have device {hello['device']} of node {hello['node']}: start as "
-                    f"many processes as there are devices"
-                )
-        return ""
-
-    def _poll(self, keys: Sequence[str], deadline: float) -> bool:
-        """Whether all keys exist before the deadline. The more other ranks ask, the less often each of them does."""
-        pause, longest = 0.005, 0.2 if self.launch.rank == 0 else max(0.2, self.launch.world_size / 4000)
-        for batch in _batches(keys):
-            while not self._store.check(batch):
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return False
-                time.sleep(min(pause, left))
-                pause = min(pause * 1.5, longest)
-        return True
-
-    def _values(self, keys: Sequence[str]) -> list[bytes]:
-        """What the store has under keys that exist."""
-        return [value for batch in _batches(keys) for value in self._store.multi_get(batch)]
-
-    def _absent(self) -> str:
-        missing = self._without_key("hello")
-        within = show_duration(self.timeout)
-        self._absentees = len(missing)
-        absent = set(missing)
-        present = [rank for rank in range(self.launch.world_size) if rank not in absent][:_NAMED]
-        known = [(rank, self._place(rank)) for rank in present if len(missing) < _NAMED]
-        more = " and perhaps more" if len(missing) >= _NAMED else ""
-        if not missing:
-            return f"all ranks came, but rank 0 ({self._place(0)}) gave no go-ahead within {within}"
-        who = f"rank{'s' if len(missing) > 1 else ''} {compress_ranks(missing)}{more} of {self.launch.world_size}"
-        return (
-            f"{who} did not come within {within}. Present: {list_places(known) or 'not listed'}. Look at the output of "
-            f"the missing; if they only start slowly, raise --distributed-timeout-minutes"
-        )
-
-    def _without_key(self, kind: str) -> list[int]:
-        """Ranks without a key `kind/rank`, at most _NAMED of them; halves the range, so that few misses cost little."""
-        found: list[int] = []
-        size = self.launch.world_size
-        ranges = [(low, min(low + _BATCH, size)) for low in range(0, size, _BATCH)][::-1]
-        while ranges and len(found) < _NAMED:
-            low, high = ranges.pop()
-            if self._store.check([f"{kind}/{rank}" for rank in range(low, high)]):
-                continue
-            if high - low == 1:
-                found.append(low)
-            else:
-                middle = (low + high) // 2
-                ranges += [(middle, high), (low, middle)]
-        return found
+    def _describe_flight(self) -> None:
+        where = f"{self.launch.node}:{device_name(self.device)}"
+        self.flight.describe(self.launch.rank, os.getpid(), where, process_start(os.getpid()))
 
     def _initialise(self) -> None:
         launch = self.launch
@@ -319,7 +140,7 @@ class Rendezvous:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         # While gloo connects it waits five times the time limit for a rank that died, and cannot be interrupted.
-        seconds = self.timeout.total_seconds() + _ANSWER_S
+        seconds = self.timeout.total_seconds() + ANSWER_S
         bounded(self._start_torch, seconds, "torch.distributed did not start", self._alarm)
 
     def _start_torch(self) -> None:
@@ -350,7 +171,7 @@ class Rendezvous:
     def fail(self, message: str) -> None:
         """Tell the others why this rank stops. Never raises."""
         self._failed = True
-        self._try(lambda: self._write_failure(message), _ANSWER_S)
+        self._try(lambda: self._write_failure(message), ANSWER_S)
 
     def _try(self, write: Callable[[], None], seconds: float) -> None:
         """Write to the store if it is still there."""
@@ -363,14 +184,19 @@ class Rendezvous:
     def _write_failure(self, message: str) -> None:
         number = self._store.add("failures", 1)
         self._store.set(f"failure/{number}", json.dumps([self.launch.rank, message]))
+        if self._serves_store and self._store.add("explainers", 1) == 1:
+            # gloo shows the others a closed connection only when this process ends, and the store with it: tell them now
+            self._store.set("findings", f"rank {self.launch.rank} failed: {message}")
+            self._call_all(_ROLL)
 
-    def failures(self) -> dict[int, str]:
-        """The messages of all ranks that called fail()."""
-        keys = [f"failure/{n + 1}" for n in range(self._store.add("failures", 0))]
+    def failures(self, store: Any = None) -> dict[int, str]:
+        """The messages of all ranks that called fail(), asked of this connection to the store."""
+        store = store or self._store
+        keys = [f"failure/{n + 1}" for n in range(store.add("failures", 0))]
         found: dict[int, str] = {}
         for key in keys:
-            if self._store.check([key]):
-                rank, message = json.loads(self._store.get(key))
+            if store.check([key]):
+                rank, message = json.loads(store.get(key))
                 found.setdefault(rank, message)
         return found
 
@@ -382,16 +208,17 @@ class Rendezvous:
         """
         if self._explained is None:
             self._failed = True
-            self.judged.wait(2 * _ANSWER_S)  # a watchdog that finds a hang ends this process, and knows more
+            self.judged.wait(2 * ANSWER_S)  # a watchdog that finds a hang ends this process, and knows more
             symptom = (_SOURCE_LINE.sub("", str(error)).splitlines() or [""])[0].split(". ")[0]
             seen = f"{type(error).__name__}: {symptom}"
             try:
-                text = self._last_word() if self._store_lost else bounded(lambda: self._diagnose(seen), 4 * _ANSWER_S)
+                known = self._store_lost or self._heard
+                text = self._last_word() if known else bounded(lambda: self._diagnose(seen), 4 * ANSWER_S)
             except (RuntimeError, LaunchError):
                 self._store_lost = True
                 text = self._last_word()
             if self._store_lost:  # with the rank that served it
-                self.speaks = self.launch.rank == 1
+                self.speaks = self.launch.task == 1
             kind = LaunchError if self._reported else LostRankError
             self._explained = kind(f"{self._myself}: {text}. Seen here as {seen}")
         return self._explained
@@ -403,7 +230,10 @@ class Rendezvous:
     def _store_gone(self) -> str:
         if self.launch.store_served:
             return f"the launcher's store at {self._address} is gone: the launcher ended; look at its output"
-        return f"rank 0, which serves the store at {self._address}, is gone: it died or was stopped; look at its output"
+        return (
+            f"rank {self.server}, which serves the store at {self._address}, is gone: it died or was stopped; look at "
+            f"its output"
+        )
 
     def _diagnose(self, seen: str) -> str:
         if self.launch.world_size == 1:
@@ -411,24 +241,26 @@ class Rendezvous:
         self.speaks = self._store.add("explainers", 1) == 1
         if self.speaks:
             self._store.set("findings", self._call_roll(seen))
-        elif not self._poll(["findings"], time.monotonic() + 2 * _ANSWER_S):
+        elif not self._poll(["findings"], time.monotonic() + 2 * ANSWER_S):
             return "no rank has found out why"
         return self._findings()
 
-    def _findings(self) -> str:
+    def _findings(self, store: Any = None) -> str:
         """What the rank that called the roll found, or what failed ranks said themselves."""
-        failed = {rank: text for rank, text in self.failures().items() if rank != self.launch.rank}
+        store = store or self._store
+        failed = {rank: text for rank, text in self.failures(store).items() if rank != self.launch.rank}
         if failed:
             self._reported = True
-            return "; ".join(f"rank {rank} ({self._place(rank)}) failed: {text}" for rank, text in failed.items())
-        findings: bytes = self._store.get("findings")
+            where = {rank: self._place(rank, store) for rank in failed}
+            return "; ".join(f"rank {rank} ({where[rank]}) failed: {text}" for rank, text in failed.items())
+        findings: bytes = store.get("findings")
         return findings.decode()
 
     def _call_roll(self, seen: str) -> str:
         """Ask every rank for a sign of life, and where it is in the code."""
         ranks = range(self.launch.world_size)
         self._call_all(_ROLL)
-        self._poll([f"answer/{rank}" for rank in ranks], time.monotonic() + _ANSWER_S)
+        self._poll([f"answer/{rank}" for rank in ranks], time.monotonic() + ANSWER_S)
         dead = self._without_key("answer")
         self._absentees = len(dead)
         if dead:
@@ -441,18 +273,13 @@ class Rendezvous:
         found = [f"rank {compress_ranks(at)} in {place}" for place, at in where.items()]
         found += [f"rank {compress_ranks(gone)} ended"] if gone else []
         # The others may only have stopped because this rank called.
-        return f"no rank died; {', '.join(found[:_NAMED])}; rank {self.launch.rank} was the first to see {seen}"
-
-    def _place(self, rank: int) -> str:
-        hello = json.loads(self._store.get(f"hello/{rank}"))
-        return f"{hello['node']}:{hello['device']}, process {hello['pid']}"
+        return f"no rank died; {', '.join(found[:_SHOWN])}; rank {self.launch.rank} was the first to see {seen}"
 
     def _watch(self) -> None:
         """Start the thread that answers roll calls. It has a connection of its own: a waiting client is blocked."""
         if self.launch.world_size == 1:
             return
-        prefix = f"megatron/{self.launch.job}/{self.launch.world_size}"
-        store = dist.PrefixStore(prefix, self._client(serve=False))
+        store = dist.PrefixStore(self._prefix, self._client(serve=False))
 
         def listen() -> None:
             try:
@@ -479,11 +306,12 @@ class Rendezvous:
         return call != _STOP
 
     def _listen_to_findings(self, store: Any) -> None:
-        """Keep what the roll call brings to light: the store may be gone when this rank sees the failure."""
-        deadline, pause = time.monotonic() + 2 * _ANSWER_S, max(0.1, self.launch.world_size / 4000)
+        """Keep what the roll call brings to light: the store may be gone when this rank sees the failure, and until
+        then torch may wait in its other connection."""
+        deadline, pause = time.monotonic() + 2 * ANSWER_S, max(0.1, self.launch.world_size / 4000)
         while not self._deaf and time.monotonic() < deadline:
             if store.check(["findings"]):
-                self._heard = self._findings()
+                self._heard = self._findings(store)
                 return
             time.sleep(pause)
 
@@ -516,7 +344,7 @@ class Rendezvous:
             # After a failure NCCL would wait for the dead; the end of the process frees its communicators.
             with contextlib.suppress(RuntimeError, LaunchError):
                 if self._failed:  # gloo waits for what is still under way
-                    bounded(dist.destroy_process_group, _ANSWER_S, "torch.distributed did not end")
+                    bounded(dist.destroy_process_group, ANSWER_S, "torch.distributed did not end")
                 else:
                     dist.destroy_process_group()
         self._leave()
@@ -534,7 +362,7 @@ class Rendezvous:
         atexit.unregister(self._leave)
         self._try(self._write_left, 2 * _LINGER_S)
         if self._watcher is not None and not self._store_lost:
-            self._watcher.join(timeout=_ANSWER_S)
+            self._watcher.join(timeout=ANSWER_S)
         if self.flight_file is not None:
             self.flight_file.close()
 
@@ -551,8 +379,3 @@ class Rendezvous:
         while self._serves_store and gone < launch.world_size - self._absentees and time.monotonic() < deadline:
             time.sleep(0.02)
             gone = self._store.add("left", 0)
-
-
-def _batches(keys: Sequence[str]) -> Iterator[list[str]]:
-    for start in range(0, len(keys), _BATCH):
-        yield list(keys[start : start + _BATCH])

@@ -20,7 +20,7 @@ _NOT_SHOWN = (
     os.path.dirname(torch.__file__) + os.sep,
     str(threading.__file__),
     __file__,
-    os.path.join(os.path.dirname(__file__), "rendezvous.py"),
+    *(os.path.join(os.path.dirname(__file__), name) for name in ("meeting.py", "rendezvous.py")),
 )
 _OWN_THREADS = ("bounded", "rendezvous", "watchdog")
 
@@ -116,6 +116,15 @@ def device_identity(device: torch.device) -> str:
     # several of them, the number tells them apart.
     address = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     return "" if address[1] is None else ":".join(str(part) for part in (*address, device.index))
+
+
+def bus_address(device: torch.device) -> tuple[int, ...]:
+    """PCI domain, bus and device; empty for the CPU or where torch does not know."""
+    if device.type == "cpu":
+        return ()
+    properties = torch.cuda.get_device_properties(device)
+    address = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    return tuple(int(part or 0) for part in address) if address[1] is not None else ()
 
 
 def host_name_is_local() -> bool:

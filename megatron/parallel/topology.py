@@ -1,18 +1,22 @@
 """Who this process is among all, and the process groups it takes part in.
 
-Rank order: the tensor-parallel rank varies fastest, then the data-parallel rank, then the pipeline rank. Neighbouring
-ranks, which a launcher puts on one node, so form the groups that talk most.
+Rank order: unless another one is chosen, the tensor-parallel rank varies fastest, then the data-parallel rank, then the
+pipeline rank. Neighbouring ranks, which a launcher puts on one node, so form the groups that talk most.
 """
 from __future__ import annotations
 
 import datetime
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.config.parallel import RANK_ORDERS
 from megatron.errors import ConfigError
 from megatron.parallel.flight import FlightRecorder
 from megatron.parallel.nodelist import compress_ranks
+
+DEFAULT_ORDER = RANK_ORDERS[0]
 
 _LATE_S = 5.0  # torch's own message, which says more, may come that late
 
@@ -26,15 +30,25 @@ class Layout:
     >>> list(Layout(tensor=2, pipeline=2, data=2).data_ranks(tensor=1, pipeline=1))
     [5, 7]
 
+    `order` names the directions from the one that varies fastest over the ranks to the slowest: any of RANK_ORDERS.
+
+    >>> Layout(tensor=2, pipeline=2, data=2, order="tp-pp-dp").coordinates(5)
+    (1, 1, 0)
+
     Lines of the grid are ranges, which take no memory: there are jobs of 75,000 ranks.
     """
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
+    order: str = DEFAULT_ORDER
+
+    def __post_init__(self) -> None:
+        if self.order not in RANK_ORDERS:
+            raise ConfigError(f"rank order '{self.order}' is not one of {', '.join(RANK_ORDERS)}")
 
     @classmethod
-    def for_world(cls, world_size: int, tensor: int, pipeline: int) -> Layout:
+    def for_world(cls, world_size: int, tensor: int, pipeline: int, order: str = DEFAULT_ORDER) -> Layout:
         """The layout of `world_size` processes; the data-parallel size is what is left.
 
         Raises ConfigError when the processes do not divide into whole replicas.
@@ -46,36 +60,49 @@ class Layout:
                 f"pipeline-model-parallel-size {pipeline} = {replica}: start {max(1, world_size // replica) * replica} "
                 f"processes or change the sizes"
             )
-        return cls(tensor, pipeline, world_size // replica)
+        return cls(tensor, pipeline, world_size // replica, order)
 
     @property
     def world_size(self) -> int:
         return self.tensor * self.pipeline * self.data
 
+    @functools.cached_property
+    def strides(self) -> tuple[int, int, int]:
+        """How far apart in rank numbers the neighbours of the tensor, data and pipeline direction are."""
+        sizes = {"tp": self.tensor, "dp": self.data, "pp": self.pipeline}
+        strides, stride = {}, 1
+        for direction in self.order.split("-"):
+            strides[direction] = stride
+            stride *= sizes[direction]
+        return strides["tp"], strides["dp"], strides["pp"]
+
     def rank(self, *, tensor: int, data: int, pipeline: int) -> int:
-        return (pipeline * self.data + data) * self.tensor + tensor
+        t, d, p = self.strides
+        return tensor * t + data * d + pipeline * p
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
         """(tensor, data, pipeline) coordinates of a global rank."""
-        return rank % self.tensor, rank // self.tensor % self.data, rank // (self.tensor * self.data)
+        t, d, p = self.strides
+        return rank // t % self.tensor, rank // d % self.data, rank // p % self.pipeline
 
     def tensor_ranks(self, *, data: int, pipeline: int) -> range:
-        first = self.rank(tensor=0, data=data, pipeline=pipeline)
-        return range(first, first + self.tensor)
+        return _line(self.rank(tensor=0, data=data, pipeline=pipeline), self.tensor, self.strides[0])
 
     def data_ranks(self, *, tensor: int, pipeline: int) -> range:
-        first = self.rank(tensor=tensor, data=0, pipeline=pipeline)
-        return range(first, first + self.tensor * self.data, self.tensor)
+        return _line(self.rank(tensor=tensor, data=0, pipeline=pipeline), self.data, self.strides[1])
 
     def pipeline_ranks(self, *, tensor: int, data: int) -> range:
-        first = self.rank(tensor=tensor, data=data, pipeline=0)
-        return range(first, self.world_size, self.tensor * self.data)
+        return _line(self.rank(tensor=tensor, data=data, pipeline=0), self.pipeline, self.strides[2])
 
     def model_ranks(self, *, data: int) -> tuple[int, ...]:
-        """All ranks that together hold one replica of the model."""
+        """All ranks that together hold one replica of the model, in ascending order, which is torch's in a group."""
         return tuple(
-            self.rank(tensor=t, data=data, pipeline=p) for p in range(self.pipeline) for t in range(self.tensor)
+            sorted(self.rank(tensor=t, data=data, pipeline=p) for p in range(self.pipeline) for t in range(self.tensor))
         )
+
+
+def _line(first: int, size: int, stride: int) -> range:
+    return range(first, first + size * stride, stride)
 
 
 @dataclass(frozen=True)
@@ -140,11 +167,13 @@ class Topology:
         timeout: datetime.timedelta | None = None,
         tied_embeddings: bool = True,
         flight: FlightRecorder | None = None,
+        order: str = DEFAULT_ORDER,
     ) -> Topology:
         """Build the groups of this process over the initialised default process group (or over none: one process).
 
         `tied_embeddings` False saves the group that only a tied embedding needs. `flight` records what this rank waits
-        in (Rendezvous.flight); without it, a record is kept that nobody reads.
+        in (Rendezvous.flight); without it, a record is kept that nobody reads. `order` is Layout's; all ranks give the
+        same one.
 
         Raises ConfigError when the world does not divide.
         """
@@ -155,7 +184,7 @@ class Topology:
 
         running = dist.is_available() and dist.is_initialized()
         world_size, rank = (dist.get_world_size(), dist.get_rank()) if running else (1, 0)
-        layout = Layout.for_world(world_size, tensor_model_parallel_size, pipeline_model_parallel_size)
+        layout = Layout.for_world(world_size, tensor_model_parallel_size, pipeline_model_parallel_size, order)
 
         device = torch.device("cpu") if device is None else torch.device(device)
         # While gloo connects it waits five times `timeout` for a member that died, and cannot be interrupted.
@@ -215,7 +244,7 @@ class Topology:
             return ", ".join(named) + (f", ... {len(ranks) - 16} more" if len(ranks) > 16 else "")
 
         layout = self.layout
-        sizes = f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}"
+        sizes = f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}, rank order {layout.order}"
         return "\n".join(
             [
                 f" layout: {layout.world_size} ranks = {sizes}",

@@ -5,6 +5,7 @@ Importing this package does not import torch: a mistake on the command line is r
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron.training.signals import Signals
@@ -14,17 +15,20 @@ if TYPE_CHECKING:
     from megatron.parallel.launch import Launch
 
 
-def pretrain(config: Config, launch: Launch | None = None) -> None:
+def pretrain(
+    config: Config, launch: Launch | None = None, renumbered: Callable[[int], object] | None = None
+) -> None:
     """Train as `config` says, in this process and its peers, until the end or until an exit condition.
 
     `launch` says which process this is (default: read from the environment). Raises MegatronError for what a user can
-    mend; the peers of a process that fails hear of it through the rendezvous.
+    mend; the peers of a process that fails hear of it through the rendezvous. `renumbered` is called with this
+    process's rank once that is known: it may be another than the launcher's, see megatron.parallel.placing.
     """
     started = time.monotonic()
     with Signals(config.training.exit_signal_handler) as signals:  # before torch is imported, which takes seconds
         from megatron.training.setup import run_training
 
-        run_training(config, launch, signals, started)
+        run_training(config, launch, signals, started, renumbered)
 
 
 __all__ = ["pretrain"]

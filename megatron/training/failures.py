@@ -19,9 +19,10 @@ EXIT_LOST_RANK = 75  # a rank died or hung: nothing to mend, start it again (EX_
 EXIT_INTERRUPTED = 130
 
 
-def run_guarded(body: Callable[[], object], rank: int) -> int:
+def run_guarded(body: Callable[[], object], rank: int | Callable[[], int]) -> int:
     """Call `body` and return the exit code; messages of errors go to standard error.
 
+    `rank` is this process's, or a function that gives it, for a process that gets another one in `body`.
     A MegatronError is shown without traceback, in full by rank 0 and in one line by the others. Any other exception
     is shown with its traceback and the rank. Of a fatal signal, such as the bus error of a mapped file that was cut
     short, Python shows where it struck.
@@ -29,14 +30,15 @@ def run_guarded(body: Callable[[], object], rank: int) -> int:
     if not faulthandler.is_enabled():
         with contextlib.suppress(OSError, AttributeError, RuntimeError):  # standard error is no file
             faulthandler.enable(all_threads=False)
+    who = rank if callable(rank) else lambda: rank
     try:
         body()
     except MegatronError as error:
         text = f"{type(error).__name__}: {error}"
-        _print_error(text if rank == 0 else f"rank {rank}: {' '.join(text.split())}")
+        _print_error(text if who() == 0 else f"rank {who()}: {' '.join(text.split())}")
         return EXIT_LOST_RANK if isinstance(error, LostRankError) else EXIT_USER_ERROR
     except KeyboardInterrupt:
-        _print_error(f"rank {rank}: interrupted")
+        _print_error(f"rank {who()}: interrupted")
         return EXIT_INTERRUPTED
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
@@ -45,7 +47,7 @@ def run_guarded(body: Callable[[], object], rank: int) -> int:
         return EXIT_ERROR
     except BaseException:
         # One write, so that the tracebacks of several ranks do not interleave.
-        _print_error(f"rank {rank} failed:\n{traceback.format_exc()}".rstrip())
+        _print_error(f"rank {who()} failed:\n{traceback.format_exc()}".rstrip())
         return EXIT_ERROR
     return 0
 

@@ -133,7 +133,8 @@ class _Stages:
         group, layout = self._topology.model, self._topology.layout
         if group.size == 1:
             return chosen
-        source = group.ranks[(layout.pipeline - 1) * layout.tensor]
+        replica = layout.coordinates(self._topology.rank)[1]
+        source = layout.rank(tensor=0, data=replica, pipeline=layout.pipeline - 1)
         chosen = chosen.to(self._topology.device)
         dist.broadcast(chosen, source, group=group.handle)
         return chosen

@@ -124,3 +124,12 @@ def total_iterations(config: Config, batches: BatchSchedule, iteration: int = 0,
     if not ends:
         raise ConfigError("the run has no end: give --train-iters, --train-samples or --train-tokens")
     return min(ends)
+
+
+def planned_samples(config: Config, batches: BatchSchedule) -> tuple[int, int, int]:
+    """Training, validation and test samples of the whole run from its beginning, counted as Megatron counts them, so
+    that index files on disk serve both. The evaluation before the first step needs none of its own."""
+    training, end = config.training, total_iterations(config, batches)
+    train = config.batch.train_samples or batches.samples_after(end)
+    evaluation = training.eval_iters * batches.global_batch_size_at_end
+    return train, (end // training.eval_interval + 1) * evaluation, evaluation

@@ -58,7 +58,7 @@ class Passport:
             "layout": {
                 "world": layout.world_size, "tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data,
                 "chunks": config.parallel.num_chunks, "sequence_parallel": config.parallel.sequence_parallel,
-                "zero_stage": config.engine.zero_stage,
+                "zero_stage": config.engine.zero_stage, "rank_order": layout.order,
             },
             "device": devices.describe(topology.device),
             "nodes": list(dict.fromkeys(place.partition(":")[0] for place in places)) or [platform.node()],
@@ -94,7 +94,10 @@ def versions() -> dict[str, str | None]:
 
 
 def git_revision(folder: Path) -> dict[str, Any]:
-    """{"revision", "dirty"} of the work tree that holds `folder`; "revision" is None, with a "reason", for none."""
+    """{"revision", "dirty"} of the work tree that holds `folder`; "revision" is None, with a "reason", for none.
+
+    Of a copy without .git the variable MEGATRON_REVISION tells it, as "<revision>" or "<revision> dirty".
+    """
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(folder), *arguments]
@@ -108,6 +111,9 @@ def git_revision(folder: Path) -> dict[str, Any]:
         revision = git("rev-parse", "HEAD")
         git("ls-files", "--error-unmatch", "__init__.py")  # an installed copy may lie in somebody else's work tree
     except subprocess.CalledProcessError as error:
+        told = os.environ.get("MEGATRON_REVISION", "").split()
+        if told:
+            return {"revision": told[0], "dirty": "dirty" in told[1:]}
         said = str(error.stderr).strip().splitlines()
         return {"revision": None, "dirty": None, "reason": said[0] if said else str(error)}
     except (OSError, subprocess.SubprocessError) as error:

@@ -26,14 +26,14 @@ from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.engine.assemble import build_executor
 from megatron.engine.engine import Engine
 from megatron.engine.lr import LearningRateSchedule, WeightDecaySchedule
-from megatron.engine.optimizer import MOMENTS
 from megatron.errors import ConfigError, LaunchError, LostRankError, MegatronError
 from megatron.model import formulas
 from megatron.model.gpt import build_chunks
 from megatron.parallel.flight import FlightRecorder
 from megatron.parallel.launch import Launch, connect, detect_launch
 from megatron.parallel.rendezvous import Rendezvous
-from megatron.parallel.topology import Topology
+from megatron.parallel.topology import DEFAULT_ORDER, Topology
+from megatron.planning.checkpoint_size import checkpoint_bytes
 from megatron.training import devices
 from megatron.training.agreement import Agreement
 from megatron.training.allocator import mapped_blocks, tune_allocator
@@ -41,14 +41,16 @@ from megatron.training.index_progress import told_if_slow
 from megatron.training.kernels import check_agreement, describe_kernels
 from megatron.training.loop import train
 from megatron.training.metrics import Interval, Rates
-from megatron.training.micro_batches import BatchSchedule, total_iterations
+from megatron.training.micro_batches import BatchSchedule, planned_samples, total_iterations
 from megatron.training.passport import Passport
+from megatron.training.placement import plan_ranks
 from megatron.training.profiling import Profiler
 from megatron.training.progress import Progress
 from megatron.training.reporter import Reporter, metrics_path
 from megatron.training.requeue import requeue
 from megatron.training.resume import checkpoint_to_load, load_checkpoint, with_checkpoint_settings
 from megatron.training.run import Run
+from megatron.training.save_claim import SaveClaim
 from megatron.training.saving import Saves
 from megatron.training.signals import Signals
 from megatron.training.skips import SkipRules
@@ -65,22 +67,31 @@ _FIRST_SHARE = 0.9  # of --distributed-timeout-minutes
 
 
 def run_training(
-    config: Config, launch: Launch | None = None, signals: Signals | None = None, started: float | None = None
+    config: Config, launch: Launch | None = None, signals: Signals | None = None, started: float | None = None,
+    renumbered: Callable[[int], object] | None = None,
 ) -> None:
     """Connect, assemble, train, disconnect. See megatron.training.pretrain.
 
     `signals` are entered already; `started` is when the program began, by time.monotonic, for --walltime.
     """
     launch = launch or detect_launch()
-    start = Start(signals or Signals(enabled=False), time.monotonic() if started is None else started)
+    at_s = time.monotonic() if started is None else started
+    start = Start(signals or Signals(enabled=False), at_s, SaveClaim(config.checkpoint.save))
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
-    rendezvous = connect(launch, timeout, config.parallel.distributed_backend)
+    ranks = plan_ranks(config, launch)
+    rendezvous = connect(launch, timeout, config.parallel.distributed_backend, ranks.placing)
+    launch = rendezvous.launch
+    if renumbered is not None:
+        renumbered(launch.rank)
     run: Run | None = None
     try:
         host = set_up_host(config, rendezvous.device, launch)
         # Only rank 0 prints them; thousands of ranks asking for the list would cost the store much.
         places = rendezvous.places if launch.rank == 0 else ()
-        run = assemble(config, rendezvous.device, places, timeout, host, start, rendezvous.flight)
+        if launch.rank == 0:
+            host = [*ranks.describe(), *(f"note: {notice}" for notice in rendezvous.notices), *host]
+        order = ranks.placing.rank_order
+        run = assemble(config, rendezvous.device, places, timeout, host, start, rendezvous.flight, order)
         run.watchdog = build_watchdog(config, run.topology, rendezvous)
         if run.watchdog is not None:
             run.watchdog.before_leaving = partial(requeue_lost, run)
@@ -99,6 +110,7 @@ def run_training(
         rendezvous.fail(f"{type(error).__name__}: {error}")
         raise
     finally:
+        start.claim.release()
         rendezvous.close()
     if config.training.requeue and stop is not None and stop.requeue and launch.rank == 0:
         requeue(os.environ, run.reporter.say)  # last, because Slurm ends all processes at once
@@ -118,10 +130,12 @@ def requeue_lost(run: Run) -> None:
 
 @dataclass(frozen=True)
 class Start:
-    """What began before the run was put together: the signals so far, and when the program did (time.monotonic)."""
+    """What began before the run was put together: the signals so far, when the program did (time.monotonic), and the
+    claim on the --save folder, not taken yet."""
 
     signals: Signals
     at_s: float
+    claim: SaveClaim
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -145,20 +159,23 @@ def set_up_host(config: Config, device: torch.device, launch: Launch) -> list[st
 def assemble(
     config: Config, device: torch.device, places: Sequence[str], timeout: timedelta | None = None,
     host: Sequence[str] = (), start: Start | None = None, flight: FlightRecorder | None = None,
+    rank_order: str = DEFAULT_ORDER,
 ) -> Run:
     """This rank's parts of the run that `config` describes, over the initialised process group.
 
-    Rank 0 prints what the run is: layout, `host` (the lines of set_up_host), arguments, kernels, sizes. Raises
-    MegatronError.
+    Rank 0 prints what the run is: layout, `host` (lines about ranks and processes), arguments, kernels, sizes. All
+    ranks give the same `rank_order` (see Layout). Raises MegatronError.
     """
     parallel = config.parallel
     untied = config.model.untie_embeddings_and_output_weights and not config.checkpoint.use_checkpoint_args
     topology = Topology.create(
         parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, device=device, timeout=timeout,
-        tied_embeddings=not untied, flight=flight,
+        tied_embeddings=not untied, flight=flight, order=rank_order,
     )  # fmt: skip
     torch.manual_seed(config.training.seed)
     reporter = Reporter(config, topology.rank)
+    start = start or Start(Signals(enabled=False), time.monotonic(), SaveClaim(None))
+    start.claim.take(topology, reporter.say)
     checkpoint = checkpoint_to_load(config, topology, reporter)
     config = with_checkpoint_settings(config, checkpoint, reporter)
     tokenizer = load_tokenizer(config)
@@ -185,7 +202,6 @@ def assemble(
     end = total_iterations(config, batches, progress.iteration, progress.consumed_samples)
     datasets = extended(config, batches, datasets, build, samples, progress, end)
     write_start(config, topology, places, reporter, progress)
-    start = start or Start(Signals(enabled=False), time.monotonic())
     agreement = Agreement(topology)
     saves = run_saves(config, topology, engine, reporter, agreement, Passport(config, topology, places), loaded_here)
     wall_time = job_time(config, topology, reporter, start, saves)
@@ -273,12 +289,6 @@ def job_time(
     return wall_time
 
 
-def checkpoint_bytes(config: Config) -> int:
-    """Bytes of a checkpoint: an fp32 number for each weight and, with the optimizer, for each of its moments."""
-    moments = 0 if config.checkpoint.no_save_optim else len(MOMENTS[config.optimizer.optimizer])
-    return 4 * (1 + moments) * formulas.total_parameters(config.model)
-
-
 def load_tokenizer(config: Config) -> Tokenizer | None:
     """The tokenizer that the flags name; None when only a vocabulary size is given."""
     t = config.tokenizer
@@ -287,15 +297,6 @@ def load_tokenizer(config: Config) -> Tokenizer | None:
             raise ConfigError("the vocabulary size is not known: give --tokenizer-type and its files, or --vocab-size")
         return None
     return build_tokenizer(**dataclasses.asdict(t), vocab_size=config.model.vocab_size)
-
-
-def planned_samples(config: Config, batches: BatchSchedule) -> tuple[int, int, int]:
-    """Training, validation and test samples of the whole run from its beginning, counted as Megatron counts them, so
-    that index files on disk serve both. The evaluation before the first step needs none of its own."""
-    training, end = config.training, total_iterations(config, batches)
-    train = config.batch.train_samples or batches.samples_after(end)
-    evaluation = training.eval_iters * batches.global_batch_size_at_end
-    return train, (end // training.eval_interval + 1) * evaluation, evaluation
 
 
 def extended(
@@ -409,6 +410,7 @@ def write_start(
         iteration=progress.iteration,
         config=config.to_dict(),
         layout={"world": layout.world_size, "tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data},
+        rank_order=layout.order,
         places=list(places),
         device=devices.describe(topology.device),
         parameters=formulas.total_parameters(config.model),

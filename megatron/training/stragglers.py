@@ -77,10 +77,14 @@ class Stragglers:
 def summarise(seconds: Sequence[float], layout: Layout, places: Sequence[str] = ()) -> StragglerReport:
     """Compare the computing times [world] with those of the same pipeline stage."""
     per_stage = layout.tensor * layout.data
-    medians = [statistics.median(seconds[i : i + per_stage]) for i in range(0, len(seconds), per_stage)]
+    stages = [layout.coordinates(rank)[2] for rank in range(len(seconds))]
+    of_stage: list[list[float]] = [[] for _ in range(layout.pipeline)]
+    for stage, own in zip(stages, seconds, strict=True):
+        of_stage[stage].append(own)
+    medians = [statistics.median(times) for times in of_stage]
     ranks = []
     for rank, own in enumerate(seconds):
-        median = medians[layout.coordinates(rank)[2]]
+        median = medians[stages[rank]]
         place = f" ({places[rank]})" if rank < len(places) else ""
         ranks.append(Slow(f"rank {rank}{place}", rank, own, own / median if median > 0 else 1.0))
     slow = sorted((one for one in ranks if one.ratio >= SLOW), key=lambda one: -one.ratio)

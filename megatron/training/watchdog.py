@@ -260,7 +260,7 @@ class Watchdog:
             seen.state.rank: seen if seen.answered else self._unanswered(seen.state) for seen in states
         }
         verdict = judge(found, self._topology.layout, self._timeout_s, {})
-        verdict = _about_this_node(verdict, found, self._topology)
+        verdict = _about_this_node(verdict, found, self._topology, self._rendezvous.server)
         if not verdict.hang:
             self._all_clear()
             return verdict.retry_s
@@ -330,14 +330,14 @@ def _innermost(stack: str) -> str:
     return stack.split("\n\n")[0][-_SHORT_STACK:]
 
 
-def _about_this_node(verdict: Verdict, found: dict[int, Seen], topology: Topology) -> Verdict:
+def _about_this_node(verdict: Verdict, found: dict[int, Seen], topology: Topology, server: int) -> Verdict:
     """A verdict from the records of one node, which knows nothing of the others: that the store is silent is told."""
     if len(found) == topology.world.size:
         return verdict
     here = [seen for seen in found.values() if not seen.lost and seen.answered]
     if not verdict.hang or any(rank in found for rank in verdict.culprits) or not here:
         return verdict
-    text = "the store, which rank 0 serves, does not answer; the ranks of this node wait for ranks elsewhere"
+    text = f"the store, which rank {server} serves, does not answer; the ranks of this node wait for ranks elsewhere"
     return Verdict(True, text, verdict.culprits)
 
 

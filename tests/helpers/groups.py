@@ -6,12 +6,12 @@ import datetime
 import torch
 import torch.distributed as dist
 
-from megatron.parallel.topology import Topology
+from megatron.parallel.topology import DEFAULT_ORDER, Topology
 
 
-def join(tensor: int = 1, pipeline: int = 1, timeout_s: float = 60) -> Topology:
+def join(tensor: int = 1, pipeline: int = 1, timeout_s: float = 60, order: str = DEFAULT_ORDER) -> Topology:
     """Initialise gloo from the environment that run_processes set, and the topology over it."""
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", timeout=timeout)
-    return Topology.create(tensor, pipeline, timeout=timeout)
+    return Topology.create(tensor, pipeline, timeout=timeout, order=order)

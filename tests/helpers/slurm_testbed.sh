@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# A throw-away Slurm cluster of virtual nodes on this machine: real munged, slurmctld and one slurmd per node, for what
-# only a scheduler does: signals before the time limit, lost nodes, requeueing. Needs root, unshare and, on Debian,
+# A throw-away Slurm cluster of virtual Frontier-like nodes on this machine: real munged, slurmctld and one slurmd per
+# node, for what only a scheduler does: options that are taken or refused, devices of tasks, signals before the time
+# limit, lost nodes, requeueing. Needs root, unshare and, on Debian,
 #     apt-get install slurmctld slurmd slurm-client munge
 #
 #   slurm_testbed.sh start            start it; returns when all nodes are idle
@@ -10,15 +11,30 @@
 #   slurm_testbed.sh lose-node NAME   end everything on a node at once, and tell Slurm that it is down
 #   slurm_testbed.sh add-node NAME    bring a lost node back
 #   slurm_testbed.sh hurry JOB        start a requeued job now; Slurm would hold it for two minutes
+#   slurm_testbed.sh slow-task NAME LOCALID PERCENT
+#                                     tasks that start there from now on run PERCENT of the time and are stopped otherwise
+#   slurm_testbed.sh hide-device NAME LOCALID
+#                                     tasks that start there from now on are told of no device
+#   slurm_testbed.sh mend             take back slow-task and hide-device for tasks that start from now on
 #
 # TESTBED_DIR (default /tmp/slurm_testbed), TESTBED_NODES (2) and TESTBED_PORT (16817, one port more per node) set where
 # it is and how large. A node is a namespace of processes, mounts and host name: its name resolves inside of its jobs,
 # and the death of its first process is the death of all of them. Nothing outside of the folder is changed.
+# TESTBED_PAPER_NODES (0): so many nodes more that exist in the controller's books only, as nodes that it would have to
+# power on first: what asks for them is checked, as by `sbatch --test-only`, and could never start.
+#
+# Unlike Frontier it has no control groups, so tasks are not bound to cores; no accounting, so every account and quality
+# of service is taken; no Slingshot. Its partitions batch and extended have the longest limits there; because Slurm
+# cannot tie hours to numbers of nodes within one partition (Frontier has a plug-in for that), each of batch's three
+# ranges of nodes is a partition too: batch-2h, batch-6h, batch-12h.
 set -euo pipefail
 
 DIR=${TESTBED_DIR:-/tmp/slurm_testbed}
 NODES=${TESTBED_NODES:-2}
 PORT=${TESTBED_PORT:-16817}
+PAPER_NODES=${TESTBED_PAPER_NODES:-0}
+DEVICES=8
+NEAREST=(4 5 2 3 6 7 0 1)  # device of cores 0-7, 8-15, ...
 PROGRAMS=(munged munge slurmctld slurmd sbatch srun scontrol squeue sinfo unshare)
 
 export SLURM_CONF=$DIR/etc/slurm.conf
@@ -26,7 +42,7 @@ export PATH=$PATH:/usr/sbin:/sbin
 
 fail() { echo "slurm_testbed.sh: $*" >&2; exit 1; }
 
-names() { seq -f 'node%02.0f' "$NODES"; }
+names() { ((NODES == 0)) || seq -f 'node%02.0f' "$NODES"; }
 
 missing() {
     local program
@@ -53,64 +69,166 @@ until_true() {  # until_true SECONDS WHAT COMMAND...
 }
 
 configure() {
-    local name number=0
-    mkdir -p "$DIR"/{etc,log,run,state,spool,munge}
+    mkdir -p "$DIR"/{etc,log,run,state,spool,munge,devices,faults}
     chmod 755 "$DIR" "$DIR/munge" "$DIR/run"
     chmod 700 "$DIR/state"
     # Only the daemons of this cluster share the key.
     [[ -s $DIR/etc/munge.key ]] || (umask 077 && head -c 256 /dev/urandom >"$DIR/etc/munge.key")
     : >"$DIR/etc/cgroup.conf"
-    echo "127.0.0.1 localhost $(hostname -s)" >"$DIR/etc/hosts"
-    {
-        echo "ClusterName=testbed"
-        echo "SlurmctldHost=$(hostname -s)(127.0.0.1)"
-        echo "SlurmctldPort=$PORT"
-        echo "SlurmUser=root"
-        echo "SlurmdUser=root"
-        echo "AuthType=auth/munge"
-        echo "AuthInfo=socket=$DIR/munge/socket"
-        echo "CredType=cred/munge"
-        echo "StateSaveLocation=$DIR/state"
-        echo "SlurmdSpoolDir=$DIR/spool/%n"
-        echo "SlurmctldPidFile=$DIR/run/slurmctld.pid"
-        echo "SlurmdPidFile=$DIR/spool/%n/slurmd.pid"
-        echo "SlurmctldLogFile=$DIR/log/slurmctld.log"
-        echo "SlurmdLogFile=$DIR/log/slurmd.%n.log"
-        # Without control groups, which a container may not make: tasks are followed through /proc.
-        echo "ProctrackType=proctrack/linuxproc"
-        echo "TaskPlugin=task/none"
-        echo "JobAcctGatherType=jobacct_gather/none"
-        echo "AccountingStorageType=accounting_storage/none"
-        echo "MpiDefault=none"
-        echo "MailProg=/bin/true"
-        # Nodes have the size that is written here, not that of this machine.
-        echo "SlurmdParameters=config_overrides"
-        echo "SelectType=select/cons_tres"
-        echo "SelectTypeParameters=CR_Core"
-        echo "SchedulerType=sched/backfill"
-        echo "SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1"
-        # Short clocks: a node is lost after 6 s, SIGKILL follows SIGTERM after 5 s. The time limit itself is exact.
-        echo "SlurmdTimeout=6"
-        echo "KillWait=5"
-        echo "OverTimeLimit=0"
-        echo "MinJobAge=3600"
-        echo "ReturnToService=2"
-        echo "JobRequeue=1"
-        echo "NodeName=DEFAULT Sockets=1 CoresPerSocket=16 ThreadsPerCore=1 RealMemory=64000"
-        for name in $(names); do
-            number=$((number + 1))
-            echo "NodeName=$name NodeAddr=127.0.0.$((100 + number)) Port=$((PORT + number))"
-            echo "127.0.0.$((100 + number)) $name" >>"$DIR/etc/hosts"
-            mkdir -p "$DIR/spool/$name"
-        done
-        echo "PartitionName=batch Nodes=ALL Default=YES MaxTime=24:00:00 DefaultTime=00:10:00 OverSubscribe=EXCLUSIVE"
-    } >"$SLURM_CONF"
+    slurm_conf >"$SLURM_CONF"
+    gres_conf >"$DIR/etc/gres.conf"
+    task_prolog >"$DIR/etc/task_prolog"
+    chmod 755 "$DIR/etc/task_prolog"
 }
 
-power_on() {  # power_on NAME: its slurmd, first process of a namespace in which all its tasks live
+slurm_conf() {
+    local name number=0
+    echo "127.0.0.1 localhost $(hostname -s)" >"$DIR/etc/hosts"
+    echo "ClusterName=testbed"
+    echo "SlurmctldHost=$(hostname -s)(127.0.0.1)"
+    echo "SlurmctldPort=$PORT"
+    echo "SlurmUser=root"
+    echo "SlurmdUser=root"
+    echo "AuthType=auth/munge"
+    echo "AuthInfo=socket=$DIR/munge/socket"
+    echo "CredType=cred/munge"
+    echo "StateSaveLocation=$DIR/state"
+    echo "SlurmdSpoolDir=$DIR/spool/%n"
+    echo "SlurmctldPidFile=$DIR/run/slurmctld.pid"
+    echo "SlurmdPidFile=$DIR/spool/%n/slurmd.pid"
+    echo "SlurmctldLogFile=$DIR/log/slurmctld.log"
+    echo "SlurmdLogFile=$DIR/log/slurmd.%n.log"
+    # Without control groups, which a container may not make: tasks are followed through /proc.
+    echo "ProctrackType=proctrack/linuxproc"
+    echo "TaskPlugin=task/none"
+    echo "TaskProlog=$DIR/etc/task_prolog"
+    echo "JobAcctGatherType=jobacct_gather/none"
+    echo "AccountingStorageType=accounting_storage/none"
+    echo "MpiDefault=none"
+    echo "MailProg=/bin/true"
+    # Nodes have the size that is written here, not that of this machine.
+    echo "SlurmdParameters=config_overrides"
+    echo "SelectType=select/cons_tres"
+    echo "SelectTypeParameters=CR_Core"
+    echo "GresTypes=gpu"
+    echo "SchedulerType=sched/backfill"
+    echo "SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1"
+    # Short clocks: a node is lost after 6 s, SIGKILL follows SIGTERM after 5 s. The time limit itself is exact.
+    echo "SlurmdTimeout=6"
+    echo "KillWait=5"
+    echo "OverTimeLimit=0"
+    echo "MinJobAge=3600"
+    echo "ReturnToService=2"
+    echo "JobRequeue=1"
+    # What no partition of the job would take is refused at once.
+    echo "EnforcePartLimits=ANY"
+    # 64 cores in 8 regions of a common L3 cache; the first core of each is the system's, so jobs have 7 in each.
+    echo "AllowSpecResourcesUsage=YES"
+    echo "NodeName=DEFAULT Boards=1 SocketsPerBoard=8 CoresPerSocket=8 ThreadsPerCore=2 RealMemory=512000" \
+        "CpuSpecList=0-1,16-17,32-33,48-49,64-65,80-81,96-97,112-113 Gres=gpu:mi250x:$DEVICES Feature=nvme"
+    for name in $(names); do
+        number=$((number + 1))
+        echo "NodeName=$name NodeAddr=127.0.0.$((100 + number)) Port=$((PORT + number))"
+        echo "127.0.0.$((100 + number)) $name" >>"$DIR/etc/hosts"
+        mkdir -p "$DIR/spool/$name" "$DIR/mnt/$name/bb/$(id -un)"
+    done
+    if ((PAPER_NODES)); then
+        echo "SuspendProgram=/bin/true"
+        echo "ResumeProgram=/bin/true"
+        printf 'NodeName=paper[00001-%05d] State=CLOUD\n' "$PAPER_NODES"
+    fi
+    echo "PartitionName=DEFAULT Nodes=ALL DefaultTime=00:10:00 OverSubscribe=EXCLUSIVE"
+    echo "PartitionName=batch Default=YES MaxTime=12:00:00"
+    echo "PartitionName=extended MaxNodes=64 MaxTime=24:00:00"
+    echo "PartitionName=batch-2h MaxNodes=91 MaxTime=02:00:00"
+    echo "PartitionName=batch-6h MinNodes=92 MaxNodes=183 MaxTime=06:00:00"
+    echo "PartitionName=batch-12h MinNodes=184 MaxTime=12:00:00"
+}
+
+gres_conf() {
+    local device region
+    for ((device = 0; device < DEVICES; device++)); do
+        region=0
+        while ((NEAREST[region] != device)); do region=$((region + 1)); done
+        ln -sf /dev/null "$DIR/devices/gpu$device"  # any device file will do
+        echo "Name=gpu Type=mi250x File=$DIR/devices/gpu$device Flags=amd_gpu_env" \
+            "Cores=$((8 * region))-$((8 * region + 7))"
+    done
+}
+
+# Runs as each task before its program does; what it prints on standard output changes the task's environment.
+task_prolog() {
+    cat <<PROLOG
+#!/bin/bash
+faults=$DIR/faults
+nearest=(${NEAREST[*]})
+PROLOG
+    cat <<'PROLOG'
+task=$SLURMD_NODENAME.$SLURM_LOCALID
+
+# --gpu-bind=closest: without the binding to cores Slurm cannot know which device is closest to a task.
+if [[ ${SLURMD_TRES_BIND:-} == *gpu:closest* ]]; then
+    echo "export ROCR_VISIBLE_DEVICES=${nearest[SLURM_LOCALID % 8]}"
+fi
+if [[ -e $faults/hide-device.$task ]]; then
+    for name in ROCR_VISIBLE_DEVICES HIP_VISIBLE_DEVICES CUDA_VISIBLE_DEVICES GPU_DEVICE_ORDINAL; do echo "unset $name"; done
+fi
+
+# family PID: it and all that descend from it, in $family; without this process, as long as it descends from the prolog.
+family() {
+    local parent child
+    family=("$1")
+    for ((i = 0; i < ${#family[@]}; i++)); do
+        while read -r child parent; do
+            [[ $parent != "${family[i]}" || $child == "$$" ]] || family+=("$child")
+        done <<<"$processes"
+    done
+}
+
+throttle() {  # throttle PID PERCENT: in turns of a fifth of a second, as long as the process lives
+    local family=() processes run hold turn=0
+    printf -v run '0.%03d' $((2 * $2))
+    printf -v hold '0.%03d' $((200 - 2 * $2))
+    exec {never}<> <(:)  # a pipe that says nothing: waiting without a process for each wait
+    while kill -CONT "$1"; do
+        if ((turn++ % 5 == 0)); then processes=$(ps -e -o pid=,ppid=) && family "$1"; fi
+        kill -CONT "${family[@]}"
+        read -rt "$run" -u "$never"
+        kill -STOP "${family[@]}"
+        read -rt "$hold" -u "$never"
+    done
+    kill -CONT "${family[@]}"
+}
+
+if [[ -e $faults/slow-task.$task ]]; then
+    # In a session of its own, since Slurm ends what a prolog leaves behind in its process group, as soon as it is done.
+    export -f throttle family
+    begun=$faults/.begun.$task.$SLURM_TASK_PID
+    setsid bash -c ': >"$0"; throttle "$@"' "$begun" "$SLURM_TASK_PID" "$(<"$faults/slow-task.$task")" \
+        </dev/null &>/dev/null &
+    until [[ -e $begun ]]; do sleep 0.02; done
+    rm -f "$begun"
+fi
+exit 0
+PROLOG
+}
+
+# power_on NAME: its slurmd, first process of a namespace in which all its tasks live. /mnt has its own /mnt/bb, where
+# Frontier's nodes have their NVMe, beside what this machine has there.
+power_on() {
     ! runs "$DIR/run/$1.pid" || fail "$1 runs already"
+    # shellcheck disable=SC2016  # for the shell inside
     setsid unshare --mount --uts --pid --fork --kill-child --mount-proc bash -c '
-        hostname "$1" && mount --bind "$2/etc/hosts" /etc/hosts && exec slurmd -D -f "$2/etc/slurm.conf" -N "$1"
+        set -e
+        hostname "$1"
+        mount --bind "$2/etc/hosts" /etc/hosts
+        for there in /mnt/*/; do
+            [[ -d $there && $there != /mnt/bb/ ]] || continue
+            mkdir -p "$2/mnt/$1/${there#/mnt/}"
+            mount --rbind "$there" "$2/mnt/$1/${there#/mnt/}"
+        done
+        mount --rbind "$2/mnt/$1" /mnt
+        exec slurmd -D -f "$2/etc/slurm.conf" -N "$1"
     ' testbed "$1" "$DIR" </dev/null &>"$DIR/log/$1.out" &
     echo $! >"$DIR/run/$1.pid"
 }
@@ -132,7 +250,7 @@ in_service() {  # in_service NAME: it has registered; one that was set down has 
 all_idle() {
     local name
     for name in $(names); do in_service "$name" || return 1; done
-    [[ $(sinfo -h -N -t idle -o %N | sort -u | wc -l) -eq $NODES ]]
+    [[ $(sinfo -h -N -t idle -o %N | sort -u | wc -l) -eq $NODES ]]  # sinfo tells nothing of nodes without power
 }
 
 waits() { [[ $(squeue -h -j "$1" -o %T) == PENDING ]]; }
@@ -166,6 +284,12 @@ stop() {
     done
 }
 
+task_of() {  # task_of NAME LOCALID: checked, as the task prolog calls it
+    names | grep -qx "$1" || fail "no node $1; there are $(names | paste -sd ' ')"
+    [[ $2 =~ ^[0-9]+$ ]] || fail "local id $2 is no number"
+    echo "$1.$2"
+}
+
 case ${1:-} in
     start | stop | missing) "$1" ;;
     env) echo "export SLURM_CONF=$SLURM_CONF" ;;
@@ -182,5 +306,18 @@ case ${1:-} in
         sleep 2  # earlier, the credential of the job's new run would count as one of the old run, which is revoked
         scontrol update JobId="$2" StartTime=now
         ;;
-    *) fail "usage: $0 start|stop|missing|env|lose-node NAME|add-node NAME|hurry JOB" ;;
+    slow-task)
+        [[ ${4:-} =~ ^[1-9][0-9]?$ ]] || fail "percent of the time: a number from 1 to 99"
+        task=$(task_of "${2:?name of a node}" "${3:?local id of a task}")
+        echo "$4" >"$DIR/faults/slow-task.$task"
+        ;;
+    hide-device)
+        task=$(task_of "${2:?name of a node}" "${3:?local id of a task}")
+        : >"$DIR/faults/hide-device.$task"
+        ;;
+    mend) rm -f "$DIR"/faults/* ;;
+    *)
+        fail "usage: $0 start|stop|missing|env|lose-node NAME|add-node NAME|hurry JOB|slow-task NAME LOCALID PERCENT|" \
+            "hide-device NAME LOCALID|mend"
+        ;;
 esac

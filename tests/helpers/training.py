@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.config import Config
 from megatron.data.batch import MicroBatch, make_micro_batch
 from megatron.parallel.sharding import sharding_of
+from megatron.parallel.topology import DEFAULT_ORDER
 from tests.helpers.groups import join
 
 # eps is larger than the default: where a gradient is nearly zero, Adam divides rounding errors by it.
@@ -101,7 +102,8 @@ def train_in_process(
         settings["overlap_grad_reduce"] = False
     config = Config.create(**settings)
     parallel = config.parallel
-    topology = join(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
+    sizes = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    topology = join(*sizes, order=parallel.rank_order or DEFAULT_ORDER)
     context = layer_context(config, topology)
     chunks = build_chunks(config, topology, context)
     chunks.train()

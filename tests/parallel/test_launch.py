@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -102,6 +103,26 @@ def test_where_rank_0_is() -> None:
     # MPI over several nodes inside a Slurm job.
     several = {k: v for k, v in OPEN_MPI.items() if k != "MASTER_ADDR"} | BATCH
     assert detect_launch(several).master_addr == "frontier00121"
+
+
+@pytest.mark.parametrize(
+    ("changes", "address", "words"),
+    [
+        ({"MASTER_ADDR": "10.0.0.7 10.0.1.7"}, "10.0.0.7", "several addresses"),
+        # MASTER_ADDR=$SLURM_SUBMIT_HOST in a batch job, where that is a login node, and in a job that one of its nodes
+        # submitted; with torch's names exported inside each task, as scripts for Frontier do.
+        ({"MASTER_ADDR": "login05", "SLURM_SUBMIT_HOST": "login05"}, "frontier00121", "frontier00121 is used"),
+        ({"MASTER_ADDR": "login05.frontier.olcf.ornl.gov", "SLURM_SUBMIT_HOST": "login05.frontier.olcf.ornl.gov",
+          "RANK": "11", "LOCAL_RANK": "3", "WORLD_SIZE": "16"}, "frontier00121", "frontier00121 is used"),
+        ({"MASTER_ADDR": "frontier00121", "SLURM_SUBMIT_HOST": "frontier00121"}, "frontier00121", ""),
+        ({"MASTER_ADDR": "frontier00122.x", "SLURM_SUBMIT_HOST": "frontier00122.x"}, "frontier00122.x", ""),
+        ({"MASTER_ADDR": "elsewhere", "SLURM_SUBMIT_HOST": "login05"}, "elsewhere", ""),
+    ],
+)  # fmt: skip
+def test_addresses_of_existing_scripts(changes: dict[str, str], address: str, words: str) -> None:
+    found = detect_launch(SRUN | changes)
+    assert found.master_addr == address
+    assert words in "".join(found.notices) and bool(found.notices) == bool(words)
 
 
 def test_pbs_node_file(tmp_path: Path) -> None:
@@ -360,13 +381,12 @@ def meet_as(rank: int, ranks: list[int]) -> None:
     connect(detect_launch(), SHORT)
 
 
-@pytest.mark.slow
-def test_two_processes_with_one_rank() -> None:
-    outcomes = run_processes_raw(3, meet_as, [0, 1, 1], timeout_s=60)
-    texts = [text for _, text in outcomes]
-    assert not any(succeeded for succeeded, _ in outcomes)
-    assert sum("two processes say they are rank 1" in text for text in texts[1:]) == 1
-    assert "rank 2 of 3 did not come" in texts[0]
+@pytest.mark.parametrize(("ranks", "twice"), [([0, 1, 1], 1), pytest.param([0, 0, 1], 0, marks=pytest.mark.slow)])
+def test_two_processes_with_one_rank_are_refused_everywhere(ranks: list[int], twice: int) -> None:
+    """At once, and with the name of the other one: nobody waits for a rank that cannot come."""
+    for succeeded, text in run_processes_raw(3, meet_as, ranks, timeout_s=60):
+        assert not succeeded and f"two processes say they are rank {twice}: " in text, text
+        assert len(re.findall(r"cpu, process \d+", text.splitlines()[0])) == 2
 
 
 def test_a_port_in_use_is_named() -> None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron.errors import LaunchError
+from megatron.parallel import meeting as coming
 from megatron.parallel import rendezvous, report, topology
 from megatron.parallel.launch import connect, detect_launch
 from megatron.parallel.rendezvous import Rendezvous
@@ -94,7 +95,7 @@ def outcome_of(step: Callable[[], None]) -> tuple[float, str]:
 
 
 def meet(rank: int, victim: int, end: Callable[[], None], address_first: bool, limit_s: float) -> tuple[float, str]:
-    rendezvous._ANSWER_S = ANSWER_S
+    coming.ANSWER_S = rendezvous.ANSWER_S = ANSWER_S
     if rank == victim:
         end_in_gloo(end, address_first)
     return outcome_of(lambda: connect(detect_launch(), timedelta(seconds=limit_s)).close())
@@ -144,7 +145,7 @@ def test_rank_0_hangs(tmp_path: Path, in_gloo: bool) -> None:
 
 
 def group(rank: int) -> tuple[float, str]:
-    rendezvous._ANSWER_S = topology._LATE_S = ANSWER_S
+    coming.ANSWER_S = rendezvous.ANSWER_S = topology._LATE_S = ANSWER_S
     limit = timedelta(seconds=LIMIT_S)
     with connect(detect_launch(), limit) as meeting:
         dist.barrier()
@@ -189,9 +190,32 @@ def test_a_roll_call_does_not_wait_for_a_rank_that_has_left() -> None:
     check(outcomes, 0, 4.0, "rank 0 (", "failed: DataError: corpus.bin is truncated")
 
 
+def explain_after_the_store(rank: int) -> str:
+    """Rank 0 fails for a reason of its own; the others see that something is wrong when its store is gone."""
+    rendezvous._LINGER_S = 0.5
+    meeting = connect(detect_launch(), timedelta(seconds=60))
+    dist.barrier()
+    if rank == 0:
+        meeting.fail("DataError: corpus.bin is truncated")
+        meeting.close()
+        return ""
+    while not meeting._store_lost:
+        time.sleep(0.01)
+    error = meeting.explain(RuntimeError("Connection closed by peer"))
+    meeting.close()
+    return f"{type(error).__name__}: {error}"
+
+
+def test_the_reason_why_the_rank_with_the_store_failed_outlives_the_store() -> None:
+    outcomes = run_processes_raw(3, explain_after_the_store, timeout_s=60)
+    for _, text in outcomes[1:]:
+        assert text.startswith("LaunchError: ") and "failed: DataError: corpus.bin is truncated" in text, text
+
+
 def die_or_wait(rank: int) -> str:
     """Rank 2 dies, rank 0 waits for it; rank 1 is busy until rank 0 and its store are gone, then waits for it."""
-    rendezvous._ANSWER_S, rendezvous._LINGER_S = 1.0, 0.5
+    coming.ANSWER_S = rendezvous.ANSWER_S = 1.0
+    rendezvous._LINGER_S = 0.5
     meeting = connect(detect_launch(), timedelta(seconds=60))
     dist.barrier()
     if rank == 2:

@@ -1,6 +1,8 @@
 """Rank numbers and groups, against grids of numpy and against real processes."""
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -8,22 +10,25 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.config.parallel import RANK_ORDERS
 from megatron.errors import ConfigError
 from megatron.parallel.launch import connect, detect_launch
 from megatron.parallel.topology import Layout, Topology
 from tests.helpers.processes import run_processes
 
-SIZES = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
+LAYOUTS = st.builds(Layout, *[st.integers(1, 4)] * 3, st.sampled_from(RANK_ORDERS))
 
 
 def grid(layout: Layout) -> np.ndarray:
-    """Global ranks as an array [pipeline, data, tensor]: tensor varies fastest, pipeline slowest."""
-    return np.arange(layout.world_size).reshape(layout.pipeline, layout.data, layout.tensor)
+    """Global ranks as an array [pipeline, data, tensor], whose memory lies as the layout's order says."""
+    sizes = {"tp": layout.tensor, "dp": layout.data, "pp": layout.pipeline}
+    slowest_first = layout.order.split("-")[::-1]
+    ranks = np.arange(layout.world_size).reshape([sizes[direction] for direction in slowest_first])
+    return ranks.transpose([slowest_first.index(direction) for direction in ("pp", "dp", "tp")])
 
 
-@given(SIZES)
-def test_groups_are_the_lines_of_a_grid(sizes: tuple[int, int, int]) -> None:
-    layout = Layout(*sizes)
+@given(LAYOUTS)
+def test_groups_are_the_lines_of_a_grid(layout: Layout) -> None:
     ranks = grid(layout)
     for (p, d, t), rank in np.ndenumerate(ranks):
         assert layout.rank(tensor=t, data=d, pipeline=p) == rank
@@ -31,7 +36,14 @@ def test_groups_are_the_lines_of_a_grid(sizes: tuple[int, int, int]) -> None:
         assert tuple(layout.tensor_ranks(data=d, pipeline=p)) == tuple(ranks[p, d, :])
         assert tuple(layout.data_ranks(tensor=t, pipeline=p)) == tuple(ranks[p, :, t])
         assert tuple(layout.pipeline_ranks(tensor=t, data=d)) == tuple(ranks[:, d, t])
-        assert layout.model_ranks(data=d) == tuple(ranks[:, d, :].ravel())
+        assert layout.model_ranks(data=d) == tuple(sorted(ranks[:, d, :].ravel()))
+
+
+def test_there_are_six_orders_and_megatrons_is_the_default() -> None:
+    assert sorted(RANK_ORDERS) == sorted("-".join(order) for order in itertools.permutations(("tp", "dp", "pp")))
+    assert Layout().order == "tp-dp-pp"
+    with pytest.raises(ConfigError, match="'tp-pp' is not one of tp-dp-pp, "):
+        Layout(order="tp-pp")
 
 
 def test_neighbours_talk_most() -> None:
@@ -52,10 +64,9 @@ def test_what_is_left_is_data_parallel() -> None:
     assert Layout.for_world(24, 2, 3) == Layout(tensor=2, pipeline=3, data=4)
 
 
-@given(SIZES)
-def test_every_member_makes_the_same_groups_in_the_same_order(sizes: tuple[int, int, int]) -> None:
+@given(LAYOUTS)
+def test_every_member_makes_the_same_groups_in_the_same_order(layout: Layout) -> None:
     """Only members meet at a group's creation, so two ranks that share two groups must create them in one order."""
-    layout = Layout(*sizes)
     made: list[list[tuple[int, ...]]] = []
     for rank in range(layout.world_size):
         calls: list[tuple[int, ...]] = []
@@ -73,9 +84,8 @@ def test_every_member_makes_the_same_groups_in_the_same_order(sizes: tuple[int, 
             assert shared == [ranks for ranks in made[other] if one in ranks]
 
 
-@given(SIZES)
-def test_the_embedding_group_joins_both_ends(sizes: tuple[int, int, int]) -> None:
-    layout = Layout(*sizes)
+@given(LAYOUTS)
+def test_the_embedding_group_joins_both_ends(layout: Layout) -> None:
     ranks = grid(layout)
     for (p, d, t), rank in np.ndenumerate(ranks):
         group = Topology.from_layout(layout, int(rank)).embedding
@@ -96,6 +106,7 @@ def test_a_rank_of_a_large_job_holds_no_list_of_all_ranks() -> None:
 
 
 def test_description_names_places() -> None:
+    assert "rank order pp-tp-dp" in Topology.from_layout(Layout(2, 2, 2, "pp-tp-dp"), 0).describe()
     topology = Topology.from_layout(Layout(tensor=2, pipeline=2, data=2), 0)
     places = [f"n{rank // 4}:cuda:{rank % 4}" for rank in range(8)]
     lines = topology.describe(places).splitlines()
@@ -106,10 +117,10 @@ def test_description_names_places() -> None:
     assert "... 8 more" in Topology.from_layout(Layout(tensor=24), 0).describe()
 
 
-def sums_over_groups(rank: int) -> dict[str, float]:
+def sums_over_groups(rank: int, order: str) -> dict[str, float]:
     """Sum of global ranks over each group of this process."""
     with connect(detect_launch()):
-        topology = Topology.create(2, 2)
+        topology = Topology.create(2, 2, order=order)
         found = {}
         for name in ("world", "tensor", "data", "pipeline", "model", "embedding"):
             group = getattr(topology, name)
@@ -119,10 +130,11 @@ def sums_over_groups(rank: int) -> dict[str, float]:
         return found
 
 
-def test_real_groups_hold_the_ranks_they_say() -> None:
-    for rank, found in enumerate(run_processes(8, sums_over_groups)):
-        p, d, t = np.unravel_index(rank, (2, 2, 2))
-        ranks = grid(Layout(tensor=2, pipeline=2, data=2))
+@pytest.mark.parametrize("order", ["tp-dp-pp", pytest.param("pp-dp-tp", marks=pytest.mark.slow)])
+def test_real_groups_hold_the_ranks_they_say(order: str) -> None:
+    ranks = grid(Layout(tensor=2, pipeline=2, data=2, order=order))
+    for rank, found in enumerate(run_processes(8, sums_over_groups, order)):
+        (p,), (d,), (t,) = np.nonzero(ranks == rank)
         assert found == {
             "world": 28, "tensor": ranks[p, d].sum(), "data": ranks[p, :, t].sum(), "pipeline": ranks[:, d, t].sum(),
             "model": ranks[:, d].sum(), "embedding": ranks[:, d, t].sum(),

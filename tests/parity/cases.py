@@ -94,6 +94,7 @@ GRID = [
     layout(tp=2, pp=4, schedule="zb-h1"),
     layout(pp=4, dp=2, schedule="interleaved"),
     layout(pp=4, dp=2, schedule="zb-h1", zero=0),
+    layout(tp=2, pp=2, dp=2, sp=True, schedule="interleaved", recompute=CHEAP),  # what gpt-1t-frontier is made of
 ]
 
 LLAMA = dict(

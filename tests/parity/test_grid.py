@@ -35,7 +35,7 @@ def model_fields(fields):
     """The fields that change the numbers; the others change only the layout."""
     layout_only = (
         "tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel", "zero_stage",
-        "num_layers_per_virtual_pipeline_stage", "enable_zbh1_pipeline", "pipeline_layout",
+        "num_layers_per_virtual_pipeline_stage", "enable_zbh1_pipeline", "pipeline_layout", "rank_order",
     )
     return {k: v for k, v in fields.items() if k not in layout_only and not k.startswith("recompute")}
 
@@ -98,6 +98,23 @@ def test_packed_samples_on_all_parallelisms(name):
     ),
 )
 def test_uneven_layouts(world_size, fields):
+    check(world_size, fields)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "fields"),
+    params(
+        [
+            layout(tp=2, pp=2, dp=2, rank_order="tp-pp-dp"),
+            layout(tp=2, pp=2, dp=2, sp=True, schedule="interleaved", rank_order="dp-pp-tp"),
+            layout(tp=2, pp=2, dp=2, sp=True, schedule="zb-h1", rank_order="pp-dp-tp"),
+            layout(tp=2, pp=2, dp=2, zero=0, rank_order="pp-tp-dp"),
+            layout(tp=2, pp=4, rank_order="dp-tp-pp"),
+        ],
+        quick=(1,),
+    ),
+)
+def test_the_order_of_the_ranks_changes_nothing(world_size, fields):
     check(world_size, fields)
 
 

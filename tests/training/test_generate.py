@@ -10,7 +10,7 @@ from megatron.config import Config
 from megatron.data.batch import MicroBatch
 from megatron.errors import ConfigError
 from megatron.model.gpt import build_chunks
-from megatron.parallel.topology import Layout, Topology
+from megatron.parallel.topology import DEFAULT_ORDER, Layout, Topology
 from megatron.training.generate import Sampling, choose, generate
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
@@ -25,7 +25,9 @@ NEW = 11  # the longest text then has 16 tokens, more than the model has positio
 
 def generate_in_process(rank: int, fields: dict[str, Any], sampling: Sampling) -> list[list[int]]:
     config = Config.create(**{**FIELDS, **fields}, world_size=4)
-    topology = join(config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size)
+    parallel = config.parallel
+    sizes = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    topology = join(*sizes, order=parallel.rank_order or DEFAULT_ORDER)
     chunks = build_chunks(config, topology)
     chunks.train()
     texts = generate(config, topology, chunks, PROMPTS, max_new_tokens=NEW, sampling=sampling)
@@ -61,6 +63,7 @@ def greedy_by_hand() -> list[list[int]]:
     "fields",
     [
         dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
+        dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, rank_order="pp-tp-dp"),
         dict(tensor_model_parallel_size=4, sequence_parallel=True),
         dict(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1),
     ],

@@ -78,6 +78,36 @@ def test_a_resumed_run_on_another_layout_is_the_same_run(tmp_path: Path) -> None
         np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("orders", "sizes"),
+    [
+        (("tp-pp-dp", "dp-pp-tp"), dict(pipeline_model_parallel_size=2)),
+        pytest.param(
+            ("pp-dp-tp", "tp-dp-pp"), dict(pipeline_model_parallel_size=2, tensor_model_parallel_size=2),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_a_resumed_run_on_other_ranks_is_the_same_run(
+    tmp_path: Path, orders: tuple[str, str], sizes: dict[str, int]
+) -> None:
+    """Saved under one order of ranks, resumed under another one and on devices in another order."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    (samples,) = run_processes(1, run_and_note, dict(save=str(whole), eval_iters=0))
+    world = 2 * sizes["pipeline_model_parallel_size"] * sizes.get("tensor_model_parallel_size", 1)
+    first = dict(save=str(parts), exit_interval=4, rank_order=orders[0], device_order=tuple(range(world)))
+    second = dict(save=str(parts), load=str(parts), rank_order=orders[1], device_order=tuple(range(world))[::-1])
+    noted = [run_processes(world, run_and_note, {**sizes, **part, "eval_iters": 0}) for part in (first, second)]
+    one, two = records(whole), records(parts)
+    assert [start["rank_order"] for start in two["start"]] == list(orders)
+    names = ("iteration", "consumed_samples", "learning_rate")
+    assert values(one["iteration"], *names) == values(two["iteration"], *names)
+    losses = [[r["lm_loss"] for r in side["iteration"]] for side in (one, two)]
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+    taken = [sorted({number for rank in ranks for number, _ in rank}) for ranks in noted]
+    assert taken == [list(range(16)), list(range(16, 24))] and taken[0] + taken[1] == sorted(n for n, _ in samples)
+
+
 def write_numbers(prefix: Path, tokens: int) -> str:
     """One document of tokens that count up, so that the first token of a sample says which one it is."""
     with IndexedDatasetWriter(prefix, np.uint16) as writer:

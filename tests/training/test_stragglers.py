@@ -27,6 +27,12 @@ def test_ranks_are_compared_with_those_of_their_stage() -> None:
     assert result.record["slow_nodes"] == []
 
 
+def test_stages_are_told_apart_in_any_order_of_ranks() -> None:
+    """Every second rank is of the second stage, which does twice the work."""
+    result = summarise([1.0, 2.0, 1.0, 2.0, 1.0, 3.0], Layout(pipeline=2, data=3, order="pp-dp-tp"))
+    assert [(one["rank"], one["ratio"]) for one in result.record["slow"]] == [(5, 1.5)]
+
+
 def test_a_slow_node_is_named_as_one() -> None:
     layout = Layout(data=6)
     places = [f"n{rank // 2}:cpu" for rank in range(6)]

@@ -1,0 +1,30 @@
+"""An environment as launchers write it."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron.errors import LaunchError
+
+
+class Variables:
+    """An environment whose empty values count as unset."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+
+    def has(self, name: str) -> bool:
+        return bool(self._environ.get(name, "").strip())
+
+    def text(self, name: str, default: str = "") -> str:
+        return self._environ.get(name, "").strip() or default
+
+    def number(self, name: str, default: int | None = None) -> int:
+        text = self.text(name)
+        if not text and default is not None:
+            return default
+        if not text.isascii() or not text.isdigit():
+            raise LaunchError(f"{name}={text!r}: a whole number from 0 is needed")
+        return int(text)
+
+    def first(self, names: tuple[str, ...]) -> str | None:
+        return next((name for name in names if self.has(name)), None)

@@ -1,0 +1,284 @@
+"""The processes come together: a store, a hello of each, a rank for each, and the names of those that do not come.
+
+Every process writes a hello, under the launcher's number for it (Launch.task), to a store that the first of them or the
+launcher serves; the first checks them, gives each its rank (placing.py) and publishes a verdict.
+"""
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron.errors import LaunchError
+from megatron.parallel.hello import Hello, assignment_of, collected_notices, make_hello, place, refusal
+from megatron.parallel.nodelist import compress_ranks
+from megatron.parallel.placing import Assignment, Placing
+from megatron.parallel.report import bounded, device_name, list_places, raise_file_limit, show_duration
+
+if TYPE_CHECKING:
+    from megatron.parallel.launch import Launch
+
+T = TypeVar("T")
+
+ANSWER_S = 5.0  # how long the store, or a rank, may take to answer
+_BATCH = 1024  # so many keys are asked for at once: the store's time for a question grows faster than its keys
+_NAMED = 64  # so many missing ranks are looked for; beyond, nobody reads on
+_CLAIM_S = 2.0  # for an answer of another process that says it is the first one
+
+
+class Meeting:
+    """What a process knows of the others once all have met; Rendezvous is the rest of it.
+
+    launch, device, backend   this process, with the rank that it was given, and what torch.distributed will run on
+    server                    the rank that serves the store
+    notices                   what the log should say about launch and placement; the same on all ranks
+    """
+
+    def __init__(
+        self, launch: Launch, device: torch.device, timeout: timedelta, placing: Placing | None = None
+    ) -> None:
+        self.launch = launch
+        self.device = device
+        self.timeout = timeout
+        self.placing = placing
+        self.backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        self.server = 0
+        self.notices: list[str] = []
+        self._renumbered = False
+        self._store: Any = None
+        self._places: list[str] | None = None
+        self._absentees = 0
+
+    @property
+    def store(self) -> Any:
+        """This job's part of the store. Another host may never answer: put what is asked of it into `bounded`."""
+        return self._store
+
+    @property
+    def serves_store(self) -> bool:
+        """Whether the store ends with this process."""
+        return self._serves_store
+
+    @property
+    def _serves_store(self) -> bool:
+        return self.launch.task == 0 and not self.launch.store_served
+
+    @property
+    def _myself(self) -> str:
+        task = f", task {self.launch.task}" if self.launch.task != self.launch.rank else ""
+        return f"rank {self.launch.rank} ({self.launch.node}:{device_name(self.device)}{task})"
+
+    @property
+    def _address(self) -> str:
+        return f"{self.launch.master_addr}:{self.launch.master_port}"
+
+    @property
+    def _store_name(self) -> str:
+        served_by = "the launcher's store" if self.launch.store_served else f"rank {self.server}"
+        return f"{served_by} at {self._address}"
+
+    def _within(self, deadline: float, step: Callable[[], Any]) -> Any:
+        """The result of a step, which heeds the deadline itself unless the store's host hangs or lost power."""
+        failure = f"{self._myself}: {self._store_name} gave no answer"
+        return bounded(step, max(deadline - time.monotonic(), 0.0) + ANSWER_S, failure)
+
+    def _open_store(self, deadline: float) -> Any:
+        launch = self.launch
+        if launch.world_size == 1 and not launch.store_served:
+            return dist.HashStore()
+        if not self._serves_store:
+            self._await_server(deadline)
+        else:
+            raise_file_limit()
+        return dist.PrefixStore(self._prefix, self._client(self._serves_store))
+
+    @property
+    def _prefix(self) -> str:
+        return f"megatron/{self.launch.job}/{self.launch.world_size}"
+
+    def _client(self, serve: bool) -> Any:
+        # Rank 0 reaches its own store through the loopback device, whatever its name resolves to.
+        host = "127.0.0.1" if self._serves_store else self.launch.master_addr
+        try:
+            return dist.TCPStore(
+                host, self.launch.master_port, None, is_master=serve, timeout=self.timeout, wait_for_workers=False
+            )
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            if serve and self._is_claimed():
+                return self._client(serve=False)  # where this process is told that another one has its number
+            if serve:
+                raise LaunchError(
+                    f"rank 0 on node {self.launch.node} cannot serve port {self.launch.master_port}, perhaps because "
+                    f"another run uses it: set MASTER_PORT to a free port ({reason})"
+                ) from error
+            raise self._unreachable(reason) from error
+
+    def _is_claimed(self) -> bool:
+        """Whether another process of this job came with this one's number, and serves the store."""
+
+        def look() -> None:
+            address, limit = ("127.0.0.1", self.launch.master_port), timedelta(seconds=_CLAIM_S)
+            store = dist.TCPStore(*address, None, is_master=False, timeout=limit, wait_for_workers=False)
+            dist.PrefixStore(self._prefix, store).wait([f"claim/{self.launch.task}"], limit)
+
+        try:
+            bounded(look, _CLAIM_S)  # whatever listens there may never answer
+            return True
+        except (RuntimeError, LaunchError):
+            return False
+
+    def _await_server(self, deadline: float) -> None:
+        """Wait until somebody listens at the store's address; a plain socket does it without torch's stack traces."""
+        address, reason = (self.launch.master_addr, self.launch.master_port), "no answer"
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise self._unreachable(reason)
+            try:
+                socket.create_connection(address, timeout=min(left, 10.0)).close()
+                return
+            except OSError as error:
+                reason = str(error)
+                time.sleep(min(0.1, max(left, 0.0)))
+
+    def _unreachable(self, reason: str) -> LaunchError:
+        return LaunchError(
+            f"rank {self.launch.rank} on node {self.launch.node} does not reach {self._store_name} within "
+            f"{show_duration(self.timeout)}: {reason}. Either rank 0 did not start (look at its output), or it runs "
+            f"elsewhere than MASTER_ADDR and MASTER_PORT say"
+        )
+
+    def _say_hello(self, deadline: float) -> None:
+        launch, store = self.launch, self._store
+        hello = make_hello(launch, self.device, self.backend, self.placing)
+        if store.add(f"claim/{launch.task}", 1) > 1:
+            error = self._duplicate()
+            store.set("verdict", error)
+            raise LaunchError(error)
+        store.set(f"hello/{launch.task}", json.dumps(hello))
+        if launch.task == 0:
+            error = self._gather_hellos(deadline)
+            store.set("verdict", error)
+        else:
+            self._poll(["verdict"], deadline)
+            error = store.get("verdict").decode() if store.check(["verdict"]) else self._absent()
+        if error:
+            raise LaunchError(error)
+        self._take_rank()
+
+    def _duplicate(self) -> str:
+        """Why this process cannot go on: another one came with its number first."""
+        launch = self.launch
+        known = self._poll([f"hello/{launch.task}"], time.monotonic() + ANSWER_S)
+        other = self._place(launch.task) if known else "another process"
+        return (
+            f"two processes say they are rank {launch.task}: {other}, and {launch.node}:{device_name(self.device)}, "
+            f"process {os.getpid()}: every process needs a rank of its own"
+        )
+
+    def _gather_hellos(self, deadline: float) -> str:
+        """The first process: wait for all, give them ranks, publish their places; the error that all report, or ""."""
+        keys = [f"hello/{task}" for task in range(self.launch.world_size)]
+        if not self._poll(keys, deadline, unless="verdict"):
+            return self._store.get("verdict").decode() if self._store.check(["verdict"]) else self._absent()
+        hellos: list[Hello] = [json.loads(value) for value in self._values(keys)]
+        error = refusal(hellos)
+        if error:
+            return error
+        found = assignment_of(hellos, self.placing)
+        self._publish(hellos, found)
+        ranks, notices = found.ranks, collected_notices(hellos) + found.notices
+        renumbered = ranks != list(range(len(ranks)))
+        self._store.set("meeting", json.dumps({"renumbered": renumbered, "server": ranks[0], "notices": notices}))
+        return ""
+
+    def _publish(self, hellos: list[Hello], found: Assignment) -> None:
+        """Tell each process its rank, and all of them where each rank is."""
+        ranks = found.ranks
+        for task, (hello, device) in enumerate(zip(hellos, found.devices, strict=True)):
+            if hello.get("number") != device:
+                hello["number"] = device
+                self._store.set(f"hello/{task}", json.dumps(hello))
+        tasks = sorted(range(len(ranks)), key=ranks.__getitem__)
+        self._places = [place(hellos[task]) for task in tasks]
+        self._store.set("places", json.dumps(self._places))
+        for some in _batches(range(len(ranks))) if tasks != sorted(tasks) else ():
+            self._store.multi_set([f"task/{rank}" for rank in some], [str(tasks[rank]) for rank in some])
+            self._store.multi_set([f"rank/{task}" for task in some], [str(ranks[task]) for task in some])
+
+    def _take_rank(self) -> None:
+        """From here on this process goes by the rank that it was given."""
+        meeting = json.loads(self._store.get("meeting"))
+        self.server, self.notices = meeting["server"], meeting["notices"]
+        self._renumbered = meeting["renumbered"]
+        if self._renumbered:
+            self.launch = dataclasses.replace(self.launch, rank=int(self._store.get(f"rank/{self.launch.task}")))
+
+    def _poll(self, keys: Sequence[str], deadline: float, unless: str = "") -> bool:
+        """Whether all keys exist before the deadline, and before the key `unless` does. The more other ranks ask, the
+        less often each of them does."""
+        pause, longest = 0.005, 0.2 if self.launch.task == 0 else max(0.2, self.launch.world_size / 4000)
+        for batch in _batches(keys):
+            while not self._store.check(batch):
+                left = deadline - time.monotonic()
+                if left <= 0 or (unless and self._store.check([unless])):
+                    return False
+                time.sleep(min(pause, left))
+                pause = min(pause * 1.5, longest)
+        return True
+
+    def _values(self, keys: Sequence[str]) -> list[bytes]:
+        """What the store has under keys that exist."""
+        return [value for batch in _batches(keys) for value in self._store.multi_get(batch)]
+
+    def _absent(self) -> str:
+        missing = self._without_key("hello")
+        within = show_duration(self.timeout)
+        self._absentees = len(missing)
+        absent = set(missing)
+        present = [rank for rank in range(self.launch.world_size) if rank not in absent][:_NAMED]
+        known = [(rank, self._place(rank)) for rank in present if len(missing) < _NAMED]
+        more = " and perhaps more" if len(missing) >= _NAMED else ""
+        if not missing:
+            return f"all ranks came, but rank 0 ({self._place(0)}) gave no go-ahead within {within}"
+        who = f"rank{'s' if len(missing) > 1 else ''} {compress_ranks(missing)}{more} of {self.launch.world_size}"
+        return (
+            f"{who} did not come within {within}. Present: {list_places(known) or 'not listed'}. Look at the output of "
+            f"the missing; if they only start slowly, raise --distributed-timeout-minutes"
+        )
+
+    def _without_key(self, kind: str) -> list[int]:
+        """Ranks without a key `kind/rank`, at most _NAMED of them; halves the range, so that few misses cost little."""
+        found: list[int] = []
+        size = self.launch.world_size
+        ranges = [(low, min(low + _BATCH, size)) for low in range(0, size, _BATCH)][::-1]
+        while ranges and len(found) < _NAMED:
+            low, high = ranges.pop()
+            if self._store.check([f"{kind}/{rank}" for rank in range(low, high)]):
+                continue
+            if high - low == 1:
+                found.append(low)
+            else:
+                middle = (low + high) // 2
+                ranges += [(middle, high), (low, middle)]
+        return found
+
+    def _place(self, rank: int, store: Any = None) -> str:
+        store = store or self._store
+        task = int(store.get(f"task/{rank}")) if self._renumbered else rank
+        hello = json.loads(store.get(f"hello/{task}"))
+        return f"{place(hello)}, process {hello['pid']}" + (f", task {task}" if task != rank else "")
+
+
+def _batches(keys: Sequence[T]) -> Iterator[list[T]]:
+    for start in range(0, len(keys), _BATCH):
+        yield list(keys[start : start + _BATCH])

@@ -1,0 +1,211 @@
+"""Which device a process takes where it sees several, and which rank it takes on a node.
+
+Placement changes ranks, never devices: the launcher binds a process to cores, and with them go the device next to them
+and its network card. A machine's links then decide in which order the devices of a node are best numbered
+(`device_order`), and a process takes the rank that belongs to its device. Processes meet under the launcher's numbers
+(Launch.task) and one of them works out the ranks of all (`assign`): the ranks of a node are permuted among its own
+processes or left alone, so that two processes never get the same rank, whatever they believe about their devices.
+
+A process that sees all devices of a node takes the one that belongs to its local rank, which no other takes. It does
+not follow the cores that it was bound to: several processes may be bound next to one device (as -c2 packs them). Where
+its cores are those of other devices, a notice says so.
+
+Needs no torch.
+"""
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron.errors import LaunchError
+
+# ROCm's own, HIP's, and CUDA's, which HIP reads where its own is not set.
+VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+_SHOWN = 4  # nodes that a notice names
+
+
+@dataclass(frozen=True)
+class Placing:
+    """How ranks are placed on devices; plain numbers, which the caller takes from the machine's description.
+
+    device_order     devices of a node in the order of its ranks; empty: ranks stay as the launcher numbers them
+    local_order      local rank i runs next to device local_order[i]; empty: next to device i
+    cores_of_device  first and last core next to each device; empty: not known
+    rank_order       order of the directions (Layout.order), compared over all processes
+    """
+
+    device_order: tuple[int, ...] = ()
+    local_order: tuple[int, ...] = ()
+    cores_of_device: tuple[tuple[int, int], ...] = ()
+    rank_order: str = "tp-dp-pp"
+
+    @property
+    def agreed(self) -> str:
+        """What all processes of a job must have alike."""
+        devices = ",".join(map(str, self.device_order)) or "as launched"
+        return f"rank order {self.rank_order}, device order {devices}"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A process as the launcher started it: its node, its device's number there and PCI address, where known, and the
+    devices next to the cores that it may use."""
+
+    node: str
+    number: int | None = None
+    address: tuple[int, ...] = ()
+    near: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """ranks    of each task
+    devices  number of each task's device on its node; None where it is not known
+    notices  what is not as it should be
+    """
+
+    ranks: list[int]
+    devices: list[int | None]
+    notices: list[str]
+
+
+def visible_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
+    """Numbers on the node of the devices that this process is shown, in its own order; None where nothing limits them,
+    or where they are named otherwise (as "GPU-..." are).
+
+    ROCm filters twice: HIP_VISIBLE_DEVICES (or CUDA_VISIBLE_DEVICES, which HIP reads too) counts within the list of
+    ROCR_VISIBLE_DEVICES, up to the first number that this does not have. A launcher that writes one list into all of
+    them means the devices of the node.
+    """
+    outer = _numbers(environ.get("ROCR_VISIBLE_DEVICES"))
+    inner_name = next((name for name in VISIBLE[1:] if environ.get(name, "").strip()), "")
+    inner = _numbers(environ.get(inner_name))
+    if not environ.get("ROCR_VISIBLE_DEVICES", "").strip():
+        return inner
+    if outer is None or not inner_name:
+        return outer
+    counted = tuple(outer[number] for number in itertools.takewhile(lambda number: number < len(outer), inner or ()))
+    return counted or (outer if inner == outer else None)
+
+
+def _numbers(text: str | None) -> tuple[int, ...] | None:
+    """'4' or '0,1,2' as numbers; None for anything else."""
+    words = [word.strip() for word in (text or "").split(",")]
+    if not all(word.isascii() and word.isdigit() for word in words):
+        return None
+    numbers = tuple(int(word) for word in words)
+    return numbers if len(set(numbers)) == len(numbers) else None
+
+
+def near_index(placing: Placing | None, local_rank: int, visible: int, shown: tuple[int, ...] | None) -> int | None:
+    """Which of `visible` devices lies next to this local rank's cores; None where the machine is not known, or shows
+    this process only a part of its devices. `shown` are their numbers, see visible_devices."""
+    order = () if placing is None else placing.local_order
+    if len(order) != visible or local_rank >= visible:
+        return None
+    number = order[local_rank]
+    return number if shown is None else shown.index(number) if number in shown else None
+
+
+def device_number(
+    placing: Placing, local_rank: int, index: int | None, visible: int, shown: tuple[int, ...] | None
+) -> int | None:
+    """The number on its node of the device that this process uses: of the `index`th of `visible` ones; `index` None: it
+    uses none, and stands for the one that it would use."""
+    if shown is not None and len(shown) == 1:
+        return shown[0]
+    if index is None:
+        order = placing.local_order or tuple(range(len(placing.device_order)))
+        return order[local_rank] if local_rank < len(order) else None
+    if shown is not None:
+        return shown[index] if len(shown) == visible else None
+    return index if visible > 1 else None
+
+
+def near_devices(placing: Placing, cores: Collection[int]) -> tuple[int, ...]:
+    """The devices next to these cores, which are a process's; empty where the machine is not known."""
+    if not placing.cores_of_device:
+        return ()
+    # The second hardware threads of the cores are numbered behind all first ones.
+    total = 1 + max(last for _, last in placing.cores_of_device)
+    spans = enumerate(placing.cores_of_device)
+    return tuple(device for device, (low, high) in spans if any(low <= core % total <= high for core in cores))
+
+
+def assign(tasks: Sequence[Task], device_order: Sequence[int]) -> Assignment:
+    """Ranks for all tasks: a permutation.
+
+    A node's ranks follow `device_order` when it has as many tasks as devices, with consecutive numbers, on different
+    devices; else they stay, as they do everywhere without a device order.
+    """
+    ranks, found = list(range(len(tasks))), [task.number for task in tasks]
+    of: dict[str, list[int]] = {}
+    for number, task in enumerate(tasks):
+        of.setdefault(task.node, []).append(number)
+    kept: dict[str, list[str]] = {}
+    for node, members in of.items() if device_order else ():
+        devices, why = _devices([tasks[member] for member in members], members, len(device_order))
+        if devices is None:
+            kept.setdefault(why, []).append(node)
+            known = [found[member] for member in members if found[member] is not None]
+            if len(set(known)) < len(known):  # a launcher that counts each task's devices from 0 says nothing
+                for member in members:
+                    found[member] = None
+            continue
+        for member, device in zip(members, devices, strict=True):
+            ranks[member] = members[0] + device_order.index(device)
+            found[member] = device
+    notices = [_kept_notice(why, nodes, len(of)) for why, nodes in kept.items()]
+    return Assignment(ranks, found, notices + _far_notice(tasks, found))
+
+
+def _devices(tasks: Sequence[Task], members: Sequence[int], count: int) -> tuple[list[int] | None, str]:
+    """The device of each of a node's tasks, or None and why it does not matter or is not known."""
+    if len(tasks) != count:
+        return None, f"{len(tasks)} process(es) on a node of {count} devices"
+    if members[-1] - members[0] + 1 != count:
+        return None, "their processes are not numbered one after the other: start them with --distribution=block"
+    numbers = [task.number for task in tasks]
+    known = [number for number in numbers if number is not None]
+    if sorted(known) == list(range(count)):
+        return known, ""
+    addresses = [task.address for task in tasks]
+    if all(addresses) and len(set(addresses)) == count:
+        in_order = sorted(addresses)  # as the numbers are where no variable changes them
+        return [in_order.index(address) for address in addresses], ""
+    if len(known) < count:
+        return None, f"the device of {count - len(known)} of {count} processes is not known"
+    return None, f"their devices are {', '.join(map(str, known))}, not each of 0 to {count - 1} once"
+
+
+def _kept_notice(why: str, nodes: Sequence[str], total: int) -> str:
+    named = ", ".join(nodes[:_SHOWN]) + (f" and {len(nodes) - _SHOWN} more" if len(nodes) > _SHOWN else "")
+    return f"ranks of {len(nodes)} of {total} node(s) ({named}) stay as launched: {why}"
+
+
+def _far_notice(tasks: Sequence[Task], devices: Sequence[int | None]) -> list[str]:
+    far = [n for n, (task, device) in enumerate(zip(tasks, devices, strict=True)) if task.near and device is not None
+           and device not in task.near]  # fmt: skip
+    if not far:
+        return []
+    first, device = tasks[far[0]], devices[far[0]]
+    near = ", ".join(map(str, first.near))
+    return [
+        f"{len(far)} of {len(tasks)} processes run on cores that are not next to their device, such as task {far[0]} "
+        f"on node {first.node}, which has device {device} and the cores of device {near}: see --cpu-bind and "
+        f"--gpu-bind of srun"
+    ]
+
+
+def check_devices(placing: Placing) -> Placing:
+    """`placing`, whose device order names each device once. Raises LaunchError."""
+    order = placing.device_order
+    if sorted(order) != list(range(len(order))):
+        raise LaunchError(f"device order {','.join(map(str, order))} does not name each device of a node once")
+    if placing.local_order and order and len(placing.local_order) != len(order):
+        raise LaunchError(
+            f"device order {','.join(map(str, order))} names {len(order)} devices, but a node has "
+            f"{len(placing.local_order)}: name each of them once"
+        )
+    return placing

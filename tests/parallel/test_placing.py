@@ -1,0 +1,384 @@
+"""Ranks on devices: what a node's processes see, what they take, and what happens where they do not agree."""
+from __future__ import annotations
+
+import json
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.errors import LaunchError
+from megatron.parallel.flight import FlightState
+from megatron.parallel.hello import collected_notices, make_hello, place, refusal
+from megatron.parallel.launch import Launch, connect, detect_launch, select_device
+from megatron.parallel.placing import (
+    Assignment,
+    Placing,
+    Task,
+    assign,
+    check_devices,
+    device_number,
+    near_devices,
+    near_index,
+    visible_devices,
+)
+from megatron.parallel.rendezvous import Rendezvous
+from megatron.parallel.topology import Topology
+from tests.helpers.processes import free_port, run_processes, run_processes_raw
+
+# A Frontier node: local rank i runs on cores 8i to 8i+7, which lie next to device LOCAL[i].
+LOCAL = (4, 5, 2, 3, 6, 7, 0, 1)
+CORES = tuple((8 * LOCAL.index(device), 8 * LOCAL.index(device) + 7) for device in range(8))
+PAIRS_OF_PAIRS = (0, 1, 6, 7, 2, 3, 4, 5)
+FRONTIER = Placing(PAIRS_OF_PAIRS, LOCAL, CORES)
+BUSES = (0xC1, 0xC6, 0xC9, 0xCE, 0xD1, 0xD6, 0xD9, 0xDE)
+
+# -- which rank ------------------------------------------------------------------------------------------------------
+
+ORDERS = st.integers(1, 6).flatmap(lambda n: st.permutations(range(n)))
+TASKS = st.lists(
+    st.builds(
+        Task, st.sampled_from(["a", "b", "c"]), st.none() | st.integers(0, 6),
+        st.just(()) | st.tuples(st.integers(0, 1), st.integers(0, 9)),
+    ),
+    max_size=20,
+)  # fmt: skip
+
+
+@given(TASKS, ORDERS)
+def test_ranks_are_a_permutation_whatever_the_processes_say(tasks: list[Task], order: list[int]) -> None:
+    ranks = assign(tasks, order).ranks
+    assert sorted(ranks) == list(range(len(tasks)))
+    for task, rank in enumerate(ranks):
+        assert tasks[task].node == tasks[rank].node, "a rank stays on its node"
+
+
+@given(ORDERS, st.data(), st.integers(1, 4), st.booleans())
+def test_on_whole_nodes_ranks_follow_the_device_order(
+    order: list[int], data: st.DataObject, nodes: int, by_bus: bool
+) -> None:
+    tasks, size = [], len(order)
+    for node in range(nodes):
+        devices = data.draw(st.permutations(range(size)))
+        # The bus addresses of a node, in which the devices are numbered; a variable may say the same of all of them.
+        tasks += [Task(f"n{node}", 0, (0, 10 * d)) if by_bus else Task(f"n{node}", d) for d in devices]
+    devices_of = [task.address[1] // 10 if by_bus else task.number for task in tasks]
+    found = assign(tasks, order)
+    ranks = found.ranks
+    assert found.notices == [] and found.devices == devices_of
+    of_rank = sorted(range(len(tasks)), key=ranks.__getitem__)
+    assert [devices_of[task] for task in of_rank] == order * nodes
+
+
+def test_a_frontier_node() -> None:
+    """Local rank 0, which runs next to device 4, becomes rank 6 where the order is 0, 1, 6, 7, 2, 3, 4, 5."""
+    found = assign([Task("n", device, near=(device,)) for device in LOCAL], PAIRS_OF_PAIRS)
+    assert found == Assignment([6, 7, 4, 5, 2, 3, 0, 1], list(LOCAL), [])
+
+
+@pytest.mark.parametrize(
+    ("tasks", "words"),
+    [
+        ([Task("a", 0), Task("b", 0), Task("a", 1), Task("b", 1)], ["2 of 2", "--distribution=block"]),
+        ([Task("a", 0)], ["1 of 1", "1 process(es) on a node of 2 devices"]),
+        ([Task("a", n % 2) for n in range(4)], ["4 process(es) on a node of 2"]),
+        ([Task("a", 0), Task("a", None)], ["the device of 1 of 2 processes is not known"]),
+        ([Task("a", 0, (0, 5)), Task("a", None, (0, 5))], ["the device of 1 of 2"]),
+        ([Task("a", 1), Task("a", 1)], ["devices are 1, 1"]),
+        ([Task("a", 1), Task("a", 2)], ["devices are 1, 2", "0 to 1"]),
+    ],
+)
+def test_nodes_that_keep_their_ranks(tasks: list[Task], words: list[str]) -> None:
+    found = assign(tasks, (1, 0))
+    assert found.ranks == list(range(len(tasks)))
+    assert len(found.notices) == 1 and all(word in found.notices[0] for word in words), found.notices
+    assert assign(tasks, ()) == Assignment(found.ranks, [task.number for task in tasks], [])
+
+
+def test_one_bad_node_does_not_touch_the_others() -> None:
+    nodes = [[Task(f"n{i}", 0), Task(f"n{i}", 1 if i != 2 else None)] for i in range(7)]
+    found = assign([task for node in nodes for task in node], (1, 0))
+    assert found.ranks == [1, 0, 3, 2, 4, 5, 7, 6, 9, 8, 11, 10, 13, 12]
+    assert found.notices == [
+        "ranks of 1 of 7 node(s) (n2) stay as launched: the device of 1 of 2 processes is not known"
+    ]
+    found = assign([Task(f"n{i}", 0) for i in range(7)], (1, 0))
+    assert "7 of 7 node(s) (n0, n1, n2, n3 and 3 more)" in found.notices[0]
+
+
+def test_numbers_that_each_task_counts_for_itself() -> None:
+    """With devices constrained by cgroups a launcher may call each task's device 0; bus addresses tell them apart."""
+    tasks = [Task("n", 0, (0, bus, 0), (device,)) for device, bus in enumerate(BUSES)]
+    in_turn = [tasks[device] for device in LOCAL]
+    assert assign(in_turn, PAIRS_OF_PAIRS) == Assignment([6, 7, 4, 5, 2, 3, 0, 1], list(LOCAL), [])
+    blind = assign([Task("n", 0, (), task.near) for task in in_turn], PAIRS_OF_PAIRS)
+    assert blind.ranks == list(range(8)) and blind.devices == [None] * 8
+    assert len(blind.notices) == 1, "nothing is said about cores, because the devices are not known"
+
+
+# -- which device ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, None),
+        ({"ROCR_VISIBLE_DEVICES": ""}, None),
+        ({"ROCR_VISIBLE_DEVICES": "4"}, (4,)),
+        ({"ROCR_VISIBLE_DEVICES": " 4 , 5"}, (4, 5)),
+        ({"ROCR_VISIBLE_DEVICES": "GPU-4b2c1a9f8d3e6f7a"}, None),
+        ({"ROCR_VISIBLE_DEVICES": "4,4"}, None),
+        ({"ROCR_VISIBLE_DEVICES": "GPU-1", "HIP_VISIBLE_DEVICES": "0"}, None),
+        ({"HIP_VISIBLE_DEVICES": "3"}, (3,)),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, tuple(range(8))),
+        ({"ROCR_VISIBLE_DEVICES": "4,5,6", "HIP_VISIBLE_DEVICES": "2"}, (6,)),  # counts within the first list
+        ({"ROCR_VISIBLE_DEVICES": "1,0", "HIP_VISIBLE_DEVICES": "1,0"}, (0, 1)),
+        ({"ROCR_VISIBLE_DEVICES": "6,7", "CUDA_VISIBLE_DEVICES": "0"}, (6,)),
+        ({"ROCR_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "1"}, (4,)),
+        # srun --gpu-bind=closest beside a script that exports all eight
+        ({"ROCR_VISIBLE_DEVICES": "4", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, (4,)),
+        ({"ROCR_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": "1,2,0"}, (5,)),
+        ({"ROCR_VISIBLE_DEVICES": "4", "CUDA_VISIBLE_DEVICES": "4"}, (4,)),  # Slurm without a known kind of device
+        ({"ROCR_VISIBLE_DEVICES": "4", "CUDA_VISIBLE_DEVICES": "5"}, None),
+    ],
+)
+def test_what_a_process_is_shown(variables: dict[str, str], expected: tuple[int, ...] | None) -> None:
+    assert visible_devices(variables) == expected
+
+
+@pytest.mark.parametrize("local_rank", range(8))
+def test_one_device_or_all_of_them_are_the_same_device(local_rank: int) -> None:
+    """What --gpus-per-task=1 --gpu-bind=closest shows a task, and what the task finds among all eight."""
+    device = LOCAL[local_rank]
+    assert device_number(FRONTIER, local_rank, 0, 1, (device,)) == device
+    assert near_index(FRONTIER, local_rank, 8, None) == device
+    assert device_number(FRONTIER, local_rank, device, 8, None) == device
+    backwards = tuple(range(8))[::-1]
+    index = near_index(FRONTIER, local_rank, 8, backwards)
+    assert index == 7 - device
+    assert device_number(FRONTIER, local_rank, index, 8, backwards) == device
+    assert device_number(FRONTIER, local_rank, None, 0, None) == device, "a process on the CPU stands for its device"
+
+
+def test_variables_that_hide_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ROCR_VISIBLE_DEVICES=4 leaves one device, which HIP_VISIBLE_DEVICES=4 hides: no reason to train on the CPU."""
+    launch, both = Launch(rank=3, node="n1"), {"ROCR_VISIBLE_DEVICES": "4", "HIP_VISIBLE_DEVICES": "4"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(LaunchError, match=r"rank 3 on node n1 sees no device with ROCR.*=4, HIP.*=4: .* set only the"):
+        select_device(launch, None, FRONTIER, both)
+    assert select_device(launch, "gloo", FRONTIER, both) == torch.device("cpu")
+    assert select_device(launch, None, FRONTIER, {"CUDA_VISIBLE_DEVICES": "-1"}) == torch.device("cpu")
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert select_device(launch, None, FRONTIER, both) == torch.device("cpu"), "a torch without devices"
+
+    def refuse() -> int:
+        raise RuntimeError("HIP_VISIBLE_DEVICES contains more devices than ROCR_VISIBLE_DEVICES")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", refuse)
+    with pytest.raises(LaunchError, match="contains more devices than .* set only the latter"):
+        select_device(launch, None, FRONTIER, both)
+
+
+def test_devices_that_are_not_known() -> None:
+    assert device_number(FRONTIER, 0, 0, 1, None) is None, "one device, but which?"
+    assert near_index(FRONTIER, 0, 2, (4, 5)) is None, "a part of the node"
+    assert near_index(None, 0, 8, None) is near_index(Placing(), 0, 8, None) is None
+    assert device_number(FRONTIER, 9, None, 0, None) is None
+
+
+@pytest.mark.parametrize(
+    ("placing", "shown", "expected"),
+    [(FRONTIER, "", 6), (None, "", 4), (Placing((1, 0)), "", 4), (FRONTIER, "7,6,5,4,3,2,1,0", 1)],
+)
+def test_the_device_next_to_the_cores(
+    monkeypatch: pytest.MonkeyPatch, placing: Placing | None, shown: str, expected: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    launch = Launch(rank=4, local_rank=4, local_world_size=8, world_size=8, launcher="slurm")
+    environ = {"ROCR_VISIBLE_DEVICES": shown}
+    assert select_device(launch, None, placing, environ) == torch.device("cuda", expected)
+
+
+@pytest.mark.parametrize(
+    ("cores", "near"),
+    [(range(1, 8), (4,)), ({65}, (4,)), ({1, 9}, (4, 5)), (range(128), tuple(range(8))), ((), ()), ({48}, (0,))],
+)
+def test_devices_next_to_cores(cores: Any, near: tuple[int, ...]) -> None:
+    """Hardware thread 65 is the second one of core 1."""
+    assert near_devices(FRONTIER, cores) == near
+    assert near_devices(Placing(), cores) == ()
+
+
+def test_processes_on_cores_of_another_device() -> None:
+    """Three tasks are packed next to device 4, as -c2 without a distribution over cores does."""
+    tasks = [Task("n", device, near=(4,) if local < 3 else (device,)) for local, device in enumerate(LOCAL)]
+    (notice,) = assign(tasks, PAIRS_OF_PAIRS).notices
+    assert "2 of 8 processes" in notice and "task 1 on node n, which has device 5 and the cores of device 4" in notice
+    assert assign([Task("n", device, near=(1, device)) for device in LOCAL], PAIRS_OF_PAIRS).notices == []
+
+
+def test_orders_that_name_no_device_once() -> None:
+    assert check_devices(FRONTIER) is FRONTIER
+    with pytest.raises(LaunchError, match="0,1,1 does not name each device"):
+        check_devices(Placing((0, 1, 1)))
+    with pytest.raises(LaunchError, match="names 4 devices, but a node has 8"):
+        check_devices(Placing((0, 1, 2, 3), LOCAL))
+
+
+def test_a_hello_of_a_process_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.version, "hip", "6.3")
+    die = SimpleNamespace(pci_domain_id=0, pci_bus_id=BUSES[6], pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: die)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2})
+    for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    launch = Launch(rank=4, local_rank=4, local_world_size=8, world_size=8, node="n1", notices=("MASTER_ADDR",))
+    hello = make_hello(launch, torch.device("cuda", 6), "nccl", FRONTIER)
+    assert (hello["number"], hello["address"], hello["device"]) == (6, (0, BUSES[6], 0), "cuda:6")
+    assert hello["near"] == (4,) and place(hello) == "n1:cuda:6"
+    assert place({**hello, "device": "cuda:0"}) == "n1:cuda:0 (device 6)"
+    assert collected_notices([hello, {**hello, "notices": []}]) == ["MASTER_ADDR: task 0 (n1:cuda:6)"]
+    assert collected_notices([hello, hello]) == ["MASTER_ADDR"]
+    hellos = [hello, {**hello, "identity": "other", "agreed": "rank order pp-tp-dp"}]
+    assert "rank 1 (n1:cuda:6) has rank order pp-tp-dp: MEGATRON_CLUSTER" in refusal(hellos)
+
+
+# -- processes that meet ---------------------------------------------------------------------------------------------
+
+ORDER = (2, 0, 3, 1)
+
+
+def as_task(number: int, port: int, *, cyclic: bool = False, **variables: str) -> None:
+    """Become a task of srun on one of two nodes of four devices."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    node, local = (number % 2, number // 2) if cyclic else (number // 4, number % 4)
+    os.environ.update(
+        SLURM_JOB_ID=str(port), SLURM_STEP_ID="0", SLURM_PROCID=str(number), SLURM_LOCALID=str(local),
+        SLURM_NODEID=str(node), SLURM_NTASKS="8", SLURM_STEP_NUM_TASKS="8", SLURM_STEP_TASKS_PER_NODE="4(x2)",
+        SLURMD_NODENAME=f"n{node}", SLURM_STEP_NODELIST="n[0-1]", MASTER_ADDR="localhost", MASTER_PORT=str(port),
+    )  # fmt: skip
+    os.environ.update(variables)
+
+
+def meet(number: int, port: int, shown: dict[int, str], cyclic: bool = False) -> dict[str, Any]:
+    """What a task finds that sees only the devices shown[number]."""
+    as_task(number, port, cyclic=cyclic, ROCR_VISIBLE_DEVICES=shown.get(number, ""))
+    order = "pp-tp-dp"
+    with connect(detect_launch(), timedelta(seconds=60), placing=Placing(ORDER, rank_order=order)) as rendezvous:
+        launch = rendezvous.launch
+        assert (dist.get_rank(), os.environ["RANK"]) == (launch.rank, str(launch.rank))
+        assert rendezvous.serves_store == (launch.task == 0)
+        record = FlightState.read(bytes(rendezvous.flight.buffer))
+        assert record is not None and record.rank == launch.rank
+        topology = Topology.create(2, 2, order=order)
+        total = torch.tensor([float(launch.task)])
+        dist.all_reduce(total, group=topology.tensor.handle)
+        return {
+            "rank": launch.rank, "task": launch.task, "local": launch.local_rank, "places": rendezvous.places,
+            "notices": rendezvous.notices, "server": rendezvous.server, "tensor": tuple(topology.tensor.ranks),
+            "tasks of the tensor group": total.item(),
+        }  # fmt: skip
+
+
+def test_processes_take_the_ranks_of_their_devices() -> None:
+    """On the first node tasks have devices 3, 2, 1, 0, on the second 0, 1, 2, 3."""
+    devices = [3, 2, 1, 0, 0, 1, 2, 3]
+    found = run_processes(8, meet, free_port(), {task: str(device) for task, device in enumerate(devices)})
+    expected = [4 * (task // 4) + ORDER.index(device) for task, device in enumerate(devices)]
+    assert [f["rank"] for f in found] == expected == [2, 0, 3, 1, 5, 7, 4, 6]
+    assert [(f["task"], f["local"]) for f in found] == [(task, task % 4) for task in range(8)]
+    assert found[0]["places"] == [f"n{n}:cpu (device {device})" for n in range(2) for device in ORDER]
+    assert all(f["notices"] == [] and f["server"] == 2 for f in found)
+    # Two stages vary fastest, then the two ranks of a tensor group: rank 0's is {0, 2}, of tasks 1 and 0.
+    assert found[1]["tensor"] == found[0]["tensor"] == (0, 2)
+    assert found[0]["tasks of the tensor group"] == 1.0
+
+
+@pytest.mark.slow
+def test_a_node_whose_devices_are_not_known_keeps_its_ranks() -> None:
+    # The second task sees two devices, and has neither a number nor an address to go by: it stands for local rank 1.
+    shown = {0: "3", 1: "2,3", 2: "1", 3: "0", 4: "3", 5: "2", 6: "1", 7: "0"}
+    found = run_processes(8, meet, free_port(), shown)
+    assert [f["rank"] for f in found] == [0, 1, 2, 3, 6, 4, 7, 5]
+    assert all("(n0) stay as launched: their devices are 3, 1, 1, 0" in f["notices"][0] for f in found)
+
+
+@pytest.mark.slow
+def test_tasks_that_are_dealt_out_over_nodes_keep_their_ranks() -> None:
+    found = run_processes(8, meet, free_port(), {task: str(task // 2) for task in range(8)}, True)
+    assert [f["rank"] for f in found] == list(range(8))
+    assert "--distribution=block" in found[0]["notices"][0]
+
+
+def test_places_have_the_numbers_that_only_all_together_know() -> None:
+    """Each task of the node calls its device 0; the one with the higher bus address comes first."""
+    meeting = Rendezvous(Launch(world_size=2), torch.device("cpu"), timedelta(seconds=5), Placing((0, 1)))
+    meeting._store = dist.HashStore()
+    for task, bus in enumerate((7, 3)):
+        hello = {"node": "n", "pid": 10 + task, "device": "cuda:0", "identity": str(bus), "backend": "gloo",
+                 "number": 0, "address": (0, bus, 0), "near": (), "agreed": "", "notices": ()}  # fmt: skip
+        meeting._store.set(f"hello/{task}", json.dumps(hello))
+    assert meeting._gather_hellos(time.monotonic() + 1) == ""
+    meeting._take_rank()
+    assert (meeting.launch.rank, meeting.launch.task, meeting.server, meeting.notices) == (1, 0, 1, [])
+    assert meeting.places == ["n:cuda:0", "n:cuda:0 (device 1)"]
+    assert [meeting._place(rank) for rank in range(2)] == [
+        "n:cuda:0, process 11, task 1", "n:cuda:0 (device 1), process 10, task 0"
+    ]  # fmt: skip
+
+
+def disagree(number: int, port: int) -> str:
+    as_task(number, port)
+    placing = Placing(ORDER, rank_order="tp-pp-dp" if number == 5 else "tp-dp-pp")
+    with pytest.raises(LaunchError) as caught:
+        connect(detect_launch(), timedelta(seconds=60), placing=placing)
+    return str(caught.value)
+
+
+def test_processes_that_place_differently_are_refused_everywhere() -> None:
+    for text in run_processes(8, disagree, free_port()):
+        assert "rank 5 (n1:cpu (device 1)) has rank order tp-pp-dp, device order 2,0,3,1" in text
+
+
+def fail_later(number: int, port: int, victim: int) -> tuple[str, bool]:
+    """One task dies after the meeting; what the others say, and whether one of them is to act on it."""
+    as_task(number, port, ROCR_VISIBLE_DEVICES=str(number % 4))
+    rendezvous = connect(detect_launch(), timedelta(seconds=10), placing=Placing(ORDER))
+    if number == victim:
+        os._exit(9)
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        text = str(rendezvous.explain(error))
+        rendezvous.close()
+        return text, rendezvous.speaks
+    return "nothing happened", False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_dead_rank_is_named_by_its_rank(victim: int) -> None:
+    """Task 0, which serves the store, has device 0 and so rank 1; task 1 has device 1 and so rank 3."""
+    outcomes = run_processes_raw(8, fail_later, free_port(), victim, timeout_s=100)
+    found = [value for number, (_, value) in enumerate(outcomes) if number != victim]
+    assert sum(speaks for _, speaks in found) == 1
+    for text, _ in found:
+        if victim == 0:
+            assert "rank 1, which serves the store" in text, text
+        else:
+            assert "no sign of life from rank 3: died or was killed (rank 3 on n0:cpu (device 1), process" in text, text
+            assert ", task 1)" in text
