@@ -36,12 +36,18 @@ def test_library_example(tmp_path):
 
 def test_command_lines_parse():
     text = README.replace("\\\n", " ")
-    commands = re.findall(r"(?:pretrain_gpt\.py|train\.sbatch) (--preset[^\n]*)", text)
-    assert len(commands) == 3
+    commands = re.findall(r"pretrain_gpt\.py (--preset[^\n]*)", text)
+    assert len(commands) == 2
     for command in commands:
         arguments = [word for word in shlex.split(command) if word != "--print-config"]
-        world_size = 32 if "gpt-22b" in command else 4 if "--tensor" in command else 1
+        world_size = 4 if "--tensor" in command else 1
         assert parse_args(arguments, world_size).batch.train_iters == 1000
+
+
+def test_files_that_commands_name_are_there():
+    named = re.findall(r"(?<![/\w])(?:examples|tools|docs)/[\w./]+\.(?:sh|sbatch|env|py|md)", README)
+    assert "examples/frontier/train_175b.sbatch" in named
+    assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 def test_presets_are_listed():

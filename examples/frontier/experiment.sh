@@ -1,0 +1,173 @@
+# shellcheck shell=bash
+# The body of weak_scaling.sh, strong_scaling.sh and sweep_tp_pp_mbs.sh, which set KINDS and source it. EXPERIMENTS.md has
+# their use. Not run on Frontier yet.
+#
+#   weak_scaling.sh --dry-run          the points with their layouts, times and node-hours; anywhere, nothing is submitted
+#   sbatch -N 128 weak_scaling.sh      all points in one allocation, side by side where they fit
+#   SUBMIT=one weak_scaling.sh         the same, with the number of nodes of the largest point
+#   SUBMIT=each weak_scaling.sh        a job for each point, of its own size: fewer node-hours
+#   LAUNCHER=local weak_scaling.sh     on this machine, without Slurm
+# Arguments go to tools/run_experiment.py; flags of pretrain_gpt.py come after --.
+#
+# Settings, from the environment:
+#   MODEL        22b, 175b, 1t, 1.4b, or any preset     RECIPE      paper or frontier
+#   VALUES       of what varies, such as "1 2 4": replicas in weak and strong scaling
+#   BATCH        sequences: weak per replica, strong in all, pp-bubble per stage, else of every point
+#   ITERATIONS   measured steps of each point           WARM_UP     steps before them
+#   OUT          folder of results (one below it for each experiment)
+#   SIDE_BY_SIDE 1: points share the allocation on disjoint nodes; 0: one after another
+#   RETRY_FAILED 1: failed points run again             POINT_LIMIT seconds that a point may take
+#   TIME         wall time of what SUBMIT submits, as sbatch takes it; default: the longest that the machine gives
+#   REQUEUE      1: back into the queue when time runs out with points left
+#   PYTHON       interpreter for planning and, with LAUNCHER=local, for training
+
+: "${MODEL:=175b}" "${RECIPE:=paper}" "${ITERATIONS:=3}" "${WARM_UP:=2}" "${SIDE_BY_SIDE:=1}" "${LAUNCHER:=slurm}"
+: "${SUBMIT:=}" "${RETRY_FAILED:=0}" "${REQUEUE:=1}"
+SCRIPT=$MEGATRON_ROOT/examples/frontier/$SCRIPT_NAME
+RESULTS=${OUT:-${SITE_RUNS:-$MEGATRON_ROOT/runs}}
+
+# Which Python plans: the one given, the site's, this clone's, or any.
+planning_python() {
+    local candidate
+    for candidate in "${PYTHON:-}" "${SITE_VENV:-}/bin/python" "$MEGATRON_ROOT/.venv-frontier/bin/python" \
+        "$MEGATRON_ROOT/.venv/bin/python" python3; do
+        if command -v "$candidate" >/dev/null 2>&1; then
+            printf '%s' "$candidate"
+            return
+        fi
+    done
+    echo "no Python: set PYTHON" >&2
+    return 2
+}
+
+# experiment KIND ARGUMENTS...: tools/run_experiment.py with the settings of the environment.
+experiment() {
+    local kind=$1 recipe=
+    shift
+    case $MODEL in 22b | 175b | 1t | 1.4b) recipe=-$RECIPE ;; esac
+    local flags=(--model "$MODEL" --recipe "$RECIPE" --iterations "$ITERATIONS" --warm-up "$WARM_UP")
+    flags+=(--launcher "$LAUNCHER" --out "$RESULTS/$kind-$MODEL$recipe")
+    [[ -z ${VALUES:-} ]] || flags+=(--values "$VALUES")
+    [[ -z ${BATCH:-} ]] || flags+=(--batch "$BATCH")
+    [[ -z ${POINT_LIMIT:-} ]] || flags+=(--limit "$POINT_LIMIT")
+    [[ -z ${SITE_CLUSTER:-} ]] || flags+=(--cluster "$SITE_CLUSTER")
+    [[ -z ${TASKS_PER_NODE:-} ]] || flags+=(--tasks-per-node "$TASKS_PER_NODE")
+    [[ $SIDE_BY_SIDE == 1 ]] || flags+=(--one-at-a-time)
+    [[ $RETRY_FAILED != 1 ]] || flags+=(--retry-failed)
+    "$PLANNER" "$MEGATRON_ROOT/tools/run_experiment.py" "$kind" "${flags[@]}" "$@"
+}
+
+# each_kind ARGUMENTS...: every experiment of KINDS; the worst exit code.
+each_kind() {
+    local kind code=0 worst=0
+    for kind in $KINDS; do
+        [[ -z ${STOP_FILE:-} || ! -e $STOP_FILE ]] || break # a signal: the job is about to end
+        code=0
+        experiment "$kind" "$@" || code=$?
+        ((code != 2)) || return 2
+        ((code <= worst)) || worst=$code
+    done
+    return "$worst"
+}
+
+# submit_one ARGUMENTS...: one job with the nodes of the largest point.
+submit_one() {
+    local nodes most=1 kind
+    for kind in $KINDS; do
+        nodes=$(experiment "$kind" --print-nodes "$@") || return
+        ((nodes <= most)) || most=$nodes
+    done
+    SUBMIT='' sbatch -N "$most" -t "$(longest_time "$most")" "$SCRIPT" "$@"
+}
+
+# submit_each ARGUMENTS...: a job for each point that is not done, of its own size, in a partition where it can last.
+submit_each() {
+    local kind name nodes time partition points options
+    for kind in $KINDS; do
+        points=$(experiment "$kind" --list "$@") || return
+        while read -r name nodes time partition; do
+            [[ -n $name ]] || continue
+            options=(-N "$nodes" -t "${TIME:-$time}")
+            [[ $partition == - ]] || options+=(-p "$partition")
+            SUBMIT='' KINDS=$kind sbatch "${options[@]}" "$SCRIPT" --points "$name" "$@" || return
+        done <<<"$points"
+    done
+}
+
+# longest_time NODES: TIME, or the longest job that the machine gives on so many nodes.
+longest_time() {
+    printf '%s' "${TIME:-$(experiment "${KINDS%% *}" --print-limit "$1")}"
+}
+
+# Inside an allocation: environment and preflight once for all points, then the points on the good nodes.
+run_in_allocation() {
+    # shellcheck source=examples/frontier/job.sh
+    source "$MEGATRON_ROOT/examples/frontier/job.sh" || return 2
+    RESULTS=${OUT:-$SITE_RUNS}
+    # Restarts without progress are bounded (MAX_STARTS). Progress is the number of points that are done.
+    reached() { grep -rls --include=result.json '"status": "done"' "$RESULTS" | wc -l; }
+    check_settings || return
+    note_start || return
+    mkdir -p "$LOGS" && prepare_environment || return
+    if [[ $PREFLIGHT == 1 ]]; then run_preflight || return; fi
+    export MEGATRON_ROOT POINT_PYTHON=$PYTHON POINT_CODE=$CODE DEVICE CPUS_PER_TASK GPU_VISIBILITY
+    local hosts=$LOGS/experiment_hosts code=0
+    STOP_FILE=$LOGS/experiment_stop
+    if [[ -n $GOOD_HOSTS ]]; then
+        cp "$GOOD_HOSTS" "$hosts"
+    else
+        scontrol show hostnames "$SLURM_JOB_NODELIST" >"$hosts"
+    fi
+    # Not exec: Slurm's signals come to this shell, which hands them on.
+    forwarded each_kind --hosts-file "$hosts" "$@" || code=$?
+    if ((code == 3 || code == 4)) && [[ $REQUEUE == 1 ]]; then
+        say "time ran out with points left: back into the queue"
+        scontrol requeue "$SLURM_JOB_ID" || complain "scontrol requeue failed: submit the job again"
+    fi
+    return "$code"
+}
+
+# forwarded COMMAND...: in the background, with USR1 and TERM handed on to the program that it runs at the time.
+forwarded() {
+    local pid code trapped
+    "$@" &
+    pid=$!
+    trap 'trapped=1; touch "$STOP_FILE"; pkill -USR1 -P "$pid" 2>/dev/null' USR1
+    trap 'trapped=1; touch "$STOP_FILE"; pkill -TERM -P "$pid" 2>/dev/null' TERM
+    while :; do # a signal ends wait, not the process
+        trapped=0 code=0
+        wait "$pid" || code=$?
+        ((trapped)) || break
+    done
+    trap - USR1 TERM
+    return "$code"
+}
+
+main() {
+    PLANNER=$(planning_python) || return
+    local argument
+    for argument; do
+        case $argument in
+            --dry-run) each_kind "$@"; return ;;
+            -h | --help) sed -n '2,/^$/{s/^# \{0,1\}//;p}' "$MEGATRON_ROOT/examples/frontier/experiment.sh"; return ;;
+            --) break ;;
+        esac
+    done
+    case $SUBMIT:$LAUNCHER in
+        one:*) submit_one "$@" ;;
+        each:*) submit_each "$@" ;;
+        :local) each_kind "$@" ;;
+        :slurm)
+            if [[ -z ${SLURM_JOB_ID:-} ]]; then
+                echo "$SCRIPT_NAME: not inside an allocation. --dry-run shows the points; sbatch -N NODES $SCRIPT," \
+                    "SUBMIT=one or SUBMIT=each submits them; LAUNCHER=local runs them on this machine." >&2
+                return 2
+            fi
+            run_in_allocation "$@"
+            ;;
+        *)
+            echo "SUBMIT=$SUBMIT LAUNCHER=$LAUNCHER: SUBMIT is empty, one or each; LAUNCHER is slurm or local" >&2
+            return 2
+            ;;
+    esac
+}

@@ -1,0 +1,485 @@
+# shellcheck shell=bash
+# The body of every job here. The train_*.sbatch scripts set their recipe, source this file and call train_job with
+# their arguments; experiments call prepare_environment, run_preflight and launch_training themselves. Sourcing defines
+# functions and settings and starts nothing. Not run on Frontier yet; tests/slurm runs it unchanged under a real Slurm.
+#
+# A job goes through these steps; what each wrote is in SITE_RUNS/RUN_NAME/logs/JOB/RESTART/:
+#   check       pretrain_gpt.py resolves the whole configuration, without torch: a wrong flag ends the job at once
+#   environment the packed Python environment and the code go to every node's NVMe drive
+#   preflight   every device and link is measured; nodes that are slow or dead are left out if there are spare ones
+#   training    on the good nodes, from the newest checkpoint
+# and ends with one of these exit codes (or that of the program, or 128 + the signal that killed a task):
+#   0 training is complete, or saved and back in the queue   2 something to mend in the command or in site.env
+#   3 started too often without a new checkpoint             4 too few good nodes        75 a rank was lost
+#
+# Settings, from the environment:
+#   PRESET           another preset than the recipe's; empty: none
+#   RECIPE           frontier (ours) or paper (Dash et al., fp16, plain placement)
+#   RUN_NAME         folder below SITE_RUNS, also that of checkpoints: the same name goes on where it ended. Default: the
+#                    job's name, with -paper for RECIPE=paper and -mock for --mock-data
+#   NODES_NEEDED     nodes to train on; the rest of the allocation are spares. Default: all
+#   PREFLIGHT        1: measure first; 0: start at once.  PREFLIGHT_FLAGS: more flags for tools/preflight.py measure
+#   REQUEUE          1: back into the queue at the end of the job's time and after a lost rank; 0: never
+#   MAX_STARTS       how often a job may start from the same checkpoint before it stays out of the queue
+#   GPU_VISIBILITY   one: each task sees its own GCD; all: each sees all eight; none
+#   DEVICE           gpu, or cpu for trials (gloo, no modules)
+#   TASKS_PER_NODE, CPUS_PER_TASK, SRUN_FLAGS, SRUN_WAIT, MASTER_PORT, DRY_RUN (1: print the commands only)
+
+: "${MEGATRON_ROOT:=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)}"
+# shellcheck source=examples/frontier/site.env
+source "${SITE_FILE:-$MEGATRON_ROOT/examples/frontier/site.env}" || exit 2
+: "${DEVICE:=gpu}" "${RECIPE:=frontier}" "${PREFLIGHT:=1}" "${REQUEUE:=1}" "${MAX_STARTS:=3}" "${DRY_RUN:=0}"
+: "${TASKS_PER_NODE:=8}" "${CPUS_PER_TASK:=7}"
+# Ranks end by themselves when one is lost, and say who it was; srun must not kill them before, but in the end.
+: "${SRUN_WAIT:=600}"
+: "${MASTER_PORT:=3442}"
+if [[ $DEVICE == cpu ]]; then
+    : "${GPU_VISIBILITY:=none}" "${OMP_NUM_THREADS:=1}"
+    export OMP_NUM_THREADS
+else
+    : "${GPU_VISIBILITY:=one}"
+fi
+export USER=${USER:-$(id -un)} # a part of the drive's path
+RUN_NAME_GIVEN=${RUN_NAME:-}
+: "${RUN_NAME:=${SLURM_JOB_NAME:-${MODEL:-run}}}"
+# Whether somebody chose it before env.sh does; the same for scripts that a job starts.
+export NCCL_NET_GIVEN=${NCCL_NET_GIVEN-${NCCL_NET:-}}
+# shellcheck source=examples/frontier/env.sh
+source "$MEGATRON_ROOT/examples/frontier/env.sh"
+RUN=$SITE_RUNS/$RUN_NAME
+JOB=${SLURM_JOB_ID:-dry}
+RESTART=${SLURM_RESTART_COUNT:-0}
+JOB_LOGS=$RUN/logs/$JOB
+: "${LOGS:=$JOB_LOGS/$RESTART}"
+PYTHON=$SITE_VENV/bin/python
+CODE=$MEGATRON_ROOT
+GOOD_HOSTS=
+
+say() { printf ' job %s: %s\n' "$JOB" "$*"; }
+complain() { printf ' job %s: ERROR: %s\n' "$JOB" "$*" >&2; }
+
+# show COMMAND...: print it as one line that a shell could run.
+show() {
+    local word line=+
+    for word; do
+        [[ $word =~ ^[A-Za-z0-9_./:=,@%+-]+$ ]] || word=${word@Q}
+        line+=" $word"
+    done
+    printf '%s\n' "$line"
+}
+
+# run COMMAND...: show it, and run it (not with DRY_RUN=1).
+run() {
+    show "$@"
+    [[ $DRY_RUN == 1 ]] || "$@"
+}
+
+# flag_value NAME FLAGS...: the last value that FLAGS give to --NAME; nothing without one.
+flag_value() {
+    local name=$1 found=
+    shift
+    while (($#)); do
+        case $1 in
+            "$name"=*) found=${1#*=} ;;
+            "$name") found=${2-} ;;
+        esac
+        shift
+    done
+    printf '%s' "$found"
+}
+
+# has_flag "NAME NAME..." FLAGS...: whether FLAGS have one of the names.
+has_flag() {
+    local names=" $1 " flag
+    shift
+    for flag; do [[ $names != *" ${flag%%=*} "* ]] || return 0; done
+    return 1
+}
+
+# Nodes of the allocation; for a dry run the number that the script's header asks for.
+allocated_nodes() {
+    local asked
+    asked=$(sed -n 's/^#SBATCH *-N *\([0-9][0-9]*\).*/\1/p' "$0" 2>/dev/null | head -n 1)
+    printf '%s' "${SLURM_JOB_NUM_NODES:-${asked:-1}}"
+}
+
+# first_address NODE: its IP address as it knows it itself.
+first_address() {
+    local here=${SLURMD_NODENAME:-$(hostname -s)}
+    if [[ -z $1 || $1 == "$here" || $DRY_RUN == 1 ]]; then
+        hostname -i
+    else
+        srun -N 1 -n 1 -c 1 --overlap -w "$1" hostname -i
+    fi | awk '{ for (i = 1; i <= NF; i++) if ($i ~ /^[0-9.]+$/) { print $i; exit } }'
+}
+
+# task_flags NODES: srun's flags for TASKS_PER_NODE tasks on each of so many nodes, as OLCF recommends them, in FLAGS.
+task_flags() {
+    FLAGS=(-N "$1" -n "$(($1 * TASKS_PER_NODE))" "--ntasks-per-node=$TASKS_PER_NODE" -c "$CPUS_PER_TASK")
+    FLAGS+=(--kill-on-bad-exit=0 "--wait=$SRUN_WAIT")
+    case $GPU_VISIBILITY in
+        one) FLAGS+=(--gpus-per-task=1 --gpu-bind=closest) ;;
+        all) FLAGS+=("--gpus-per-node=$TASKS_PER_NODE") ;;
+    esac
+    local more
+    read -r -a more <<<"${SITE_SRUN_FLAGS:-} ${SRUN_FLAGS:-}"
+    FLAGS+=(${more[@]+"${more[@]}"})
+}
+
+# on_every_node COMMAND...: once on each node of the allocation.
+on_every_node() {
+    run srun -N "$(allocated_nodes)" -n "$(allocated_nodes)" --ntasks-per-node=1 -c 1 --kill-on-bad-exit=1 "$@"
+}
+
+# send_tar FILE NAME CHECK...: broadcast FILE, unpack it as SITE_NVME/NAME on every node, run CHECK with that folder as
+# last argument. sbcast leaves parts of files behind when it fails, and a node may be full: only what was checked gets
+# its name.
+send_tar() {
+    local file=$1 folder=$SITE_NVME/$2 unpack
+    shift 2
+    run sbcast -pf "$file" "$folder.tar" || return
+    # shellcheck disable=SC2016  # for the shell of the node
+    unpack='rm -rf "$0" "$0.part" && mkdir "$0.part" && tar -xf "$0.tar" -C "$0.part" && rm "$0.tar"'
+    # shellcheck disable=SC2016
+    on_every_node bash -c "$unpack"' && mv "$0.part" "$0" && "$@" "$0"' "$folder" "$@"
+}
+
+# What the passport of a checkpoint says of the code, whose copy on the nodes has no .git.
+export_revision() {
+    MEGATRON_REVISION=$(git -C "$MEGATRON_ROOT" rev-parse HEAD 2>/dev/null) || return 0
+    git -C "$MEGATRON_ROOT" diff --quiet HEAD 2>/dev/null || MEGATRON_REVISION+=" dirty"
+    export MEGATRON_REVISION
+}
+
+# Python and the code on every node's own drive, where SITE_ENV is there; else as they lie on the shared file system.
+# Sets PYTHON and CODE. 2: there is no Python.
+prepare_environment() {
+    if [[ $DEVICE == gpu ]]; then
+        if [[ $DRY_RUN == 1 ]]; then
+            # shellcheck disable=SC2086  # a list
+            show module load $SITE_MODULES
+        elif ! load_site_modules; then
+            complain "modules are missing (SITE_MODULES=$SITE_MODULES): is this $SITE_CLUSTER? DEVICE=cpu needs none"
+            return 2
+        fi
+        [[ -z ${MIOPEN_USER_DB_PATH:-} ]] || on_every_node mkdir -p "$MIOPEN_USER_DB_PATH"
+    fi
+    local start=$SECONDS job_code=code.$JOB.$RESTART sent=0
+    # What they say is of interest only when they fail: every node would say it.
+    # shellcheck disable=SC2016
+    local imports='said=$("$1/bin/python" -c "import torch, deepspeed" 2>&1) || { echo "$said" >&2 && exit 1; }'
+    if [[ ! -f $SITE_ENV || -z $SITE_NVME ]]; then
+        say "WARNING: no packed environment (SITE_ENV=$SITE_ENV): Python starts from $SITE_VENV. OLCF measured 57 s" \
+            "from Orion and 244 s from a home folder on 8 nodes, 2 s from NVMe. setup_env.sh packs it."
+    elif send_tar "$SITE_ENV" environment bash -c "$imports" check; then
+        PYTHON=$SITE_NVME/environment/bin/python sent=1
+        # The code as it is now, so that an edit in the clone does not reach half of the ranks.
+        if run tar -C "$MEGATRON_ROOT" --exclude=__pycache__ -cf "$LOGS/code.tar" megatron tools pretrain_gpt.py &&
+            send_tar "$LOGS/code.tar" "$job_code" test -s; then
+            CODE=$SITE_NVME/$job_code
+            export_revision
+        else
+            say "WARNING: the code could not be sent to the nodes; it is read from $MEGATRON_ROOT"
+        fi
+        rm -f "$LOGS/code.tar"
+        say "environment: on $SITE_NVME of every node after $((SECONDS - start)) s"
+    else
+        say "WARNING: $SITE_ENV could not be unpacked on every node (see above): Python starts from $SITE_VENV," \
+            "which takes a minute or more"
+    fi
+    if [[ $sent == 1 || -x $PYTHON || $DRY_RUN == 1 ]]; then return 0; fi
+    complain "no Python in SITE_VENV=$SITE_VENV: run examples/frontier/setup_env.sh, or set SITE_VENV in site.env"
+    return 2
+}
+
+# Measure all nodes of the allocation. Sets GOOD_HOSTS to the file of those to train on. 4: too few are good.
+run_preflight() {
+    local nodes needed folder=$LOGS/preflight code=0 good=0
+    nodes=$(allocated_nodes)
+    needed=${NODES_NEEDED:-$nodes}
+    [[ $DRY_RUN == 1 ]] || mkdir -p "$folder"
+    local more backend=nccl
+    [[ $DEVICE != cpu ]] || backend=gloo
+    read -r -a more <<<"${PREFLIGHT_FLAGS:-}"
+    # A task that hangs is given up soon after the others have ended, and the step in any case.
+    NODES=$nodes HOSTS='' SRUN_WAIT=30 SRUN_FLAGS="${SRUN_FLAGS:-} --time=${PREFLIGHT_MINUTES:-10}" LOGS=$folder \
+        launch "$CODE/tools/preflight.py" measure --cluster "$SITE_CLUSTER" --nodes-needed "$needed" --out "$folder" \
+        --backend "$backend" ${more[@]+"${more[@]}"} || code=$?
+    [[ $DRY_RUN != 1 ]] || { GOOD_HOSTS=; return 0; }
+    # A node that died spoils srun's exit code, not the verdict on the others.
+    [[ ! -f $folder/good_hosts ]] || good=$(grep -c . "$folder/good_hosts")
+    if ((good >= needed)); then
+        GOOD_HOSTS=$folder/hosts
+        head -n "$needed" "$folder/good_hosts" >"$GOOD_HOSTS"
+        say "preflight: training on $needed of $nodes node(s)$(bad_hosts_line ', without ')"
+        return 0
+    fi
+    ((code == 4)) || failing_tasks "$folder" # 4 is a verdict, no failure
+    ((code != 2)) || return 2
+    complain "preflight: no $needed good nodes among $nodes (exit code $code, $folder)." \
+        "$(bad_hosts_line 'To submit again without the bad ones: sbatch --exclude=')"
+    [[ ! -s $folder/bad_hosts ]] || requeue_without "$folder/bad_hosts"
+    return 4
+}
+
+# bad_hosts_line TEXT: TEXT and the bad hosts of the last preflight, with commas; nothing where there are none.
+bad_hosts_line() {
+    [[ -s $LOGS/preflight/bad_hosts ]] || return 0
+    printf '%s%s' "$1" "$(paste -s -d , "$LOGS/preflight/bad_hosts")"
+}
+
+# launch PROGRAM FLAGS...: PROGRAM by srun, TASKS_PER_NODE tasks on each node; returns srun's exit code, which is the
+# highest of all tasks. It heeds, where they are set: NODES (their number), HOSTS (a,b,c; default: GOOD_HOSTS),
+# MASTER_ADDR, MASTER_PORT, LOGS, SRUN_FLAGS. Several may run at once in subshells, each with a port of its own.
+launch() {
+    local nodes=${NODES:-} hosts=${HOSTS:-} first code=0 FLAGS step
+    if [[ -z $hosts && -n $GOOD_HOSTS ]]; then
+        hosts=$(paste -s -d , "$GOOD_HOSTS")
+        : "${nodes:=$(grep -c . "$GOOD_HOSTS")}"
+    fi
+    : "${nodes:=${NODES_NEEDED:-$(allocated_nodes)}}"
+    task_flags "$nodes"
+    first=${hosts%%,*}
+    if [[ -n ${HOSTS:-} || (-n $hosts && $nodes -lt $(allocated_nodes)) ]]; then
+        FLAGS+=(-w "$(compressed "$hosts")")
+    elif [[ -z $hosts && -n ${SLURM_JOB_NODELIST:-} && $DRY_RUN != 1 ]]; then
+        first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    fi
+    [[ $DRY_RUN == 1 ]] || mkdir -p "$LOGS"
+    local -x MASTER_ADDR=${MASTER_ADDR:-$(first_address "$first")} MASTER_PORT=$MASTER_PORT
+    # A step on one node has no use for the network plugin, also in a larger job.
+    [[ -z ${NCCL_NET:-} || -n ${NCCL_NET_GIVEN:-} || $nodes -gt 1 ]] || local -x NCCL_NET=Socket
+    step=("${FLAGS[@]}" "--error=$LOGS/task_%t.err" "$PYTHON" -u "$@")
+    show srun "${step[@]}"
+    [[ $DRY_RUN != 1 ]] || return 0
+    forwarding srun "${step[@]}" 2>"$LOGS/srun.err" || code=$?
+    cat "$LOGS/srun.err" >&2
+    find "$LOGS" -maxdepth 1 -name 'task_*.err' -empty -delete
+    return "$code"
+}
+
+# compressed a1,a2,a4: as Slurm writes it, a[1-2,4]: thousands of names would not fit into a command line.
+compressed() { scontrol show hostlist "$1" 2>/dev/null || printf '%s' "$1"; }
+
+# forwarding COMMAND...: run it so that USR1 which only the batch script gets (--signal=B:USR1@300) reaches its tasks,
+# and SIGTERM, which Slurm sends to script and tasks alike, does not end the script before they have saved.
+forwarding() {
+    local pid code trapped
+    "$@" &
+    pid=$!
+    trap 'trapped=1; kill -USR1 "$pid" 2>/dev/null' USR1
+    trap 'trapped=1; say "SIGTERM: waiting for the tasks to save"' TERM
+    while :; do # a signal ends wait, not the process; asked again, wait gives the code also of one that has ended since
+        trapped=0 code=0
+        wait "$pid" || code=$?
+        ((trapped)) || break
+    done
+    trap - USR1 TERM
+    return "$code"
+}
+
+# launch_training FLAGS...: pretrain_gpt.py with exactly these flags. Returns its exit code.
+launch_training() {
+    local -a backend=()
+    [[ $DEVICE != cpu ]] || backend=(--distributed-backend gloo)
+    launch "$CODE/pretrain_gpt.py" ${backend[@]+"${backend[@]}"} "$@"
+}
+
+# failing_tasks FOLDER: which tasks of the launch there failed, by srun's own account, and where their words are; of the
+# first, the last lines. Signals and errors of a program (1) come before refusals (2) and lost peers (75), which follow
+# from them on other ranks.
+failing_tasks() {
+    local host tasks how file shown=0
+    [[ -s $1/srun.err ]] || return 0
+    while IFS='|' read -r host tasks how; do
+        file=$1/task_${tasks%%[-,]*}.err
+        if [[ ! -s $file ]]; then
+            complain "task(s) $tasks on $host: $how"
+            continue
+        fi
+        complain "task(s) $tasks on $host: $how; $file:"
+        if ((shown++ < 2)); then tail -n 15 "$file" >&2; fi
+    done < <(sed -n 's/^srun: error: \([^:]*\): tasks\{0,1\} \([0-9,-]*\): \(.*\)$/\1|\2|\3/p' "$1/srun.err" |
+        sed 's/^.*exit code 75$/3&/; t; s/^.*exit code 2$/2&/; t; s/^.*exit code.*/1&/; t; s/^/0/' |
+        sort -s -k 1,1.1 | cut -c 2- | head -n 8)
+}
+
+# setting NAME PATTERN MEANING: whether the value of NAME is one that is understood.
+setting() {
+    [[ ${!1} =~ ^($2)$ ]] || { complain "$1=${!1} is unknown: $3" && return 2; }
+}
+
+# Whether the settings are understood, and NODES_NEEDED is a number that the allocation has.
+check_settings() {
+    local needed=${NODES_NEEDED:-1} nodes name
+    for name in PREFLIGHT REQUEUE DRY_RUN; do setting "$name" '0|1' "0 or 1" || return; done
+    setting DEVICE 'gpu|cpu' "gpu or cpu" || return
+    setting GPU_VISIBILITY 'one|all|none' "one, all or none" || return
+    for name in MAX_STARTS TASKS_PER_NODE CPUS_PER_TASK MASTER_PORT; do
+        setting "$name" '[1-9][0-9]*' "a number from 1 on" || return
+    done
+    setting SRUN_WAIT '[0-9]+' "a number of seconds" || return
+    nodes=$(allocated_nodes)
+    [[ $needed =~ ^[1-9][0-9]*$ ]] && ((needed <= nodes)) && return 0
+    complain "NODES_NEEDED=$needed, but the job has $nodes node(s): a number from 1 to $nodes, or sbatch -N for more"
+    return 2
+}
+
+# start_flags FLAGS...: all flags of the training in TRAIN_FLAGS: the recipe, data, checkpoints, then FLAGS, which win.
+start_flags() {
+    TRAIN_FLAGS=()
+    if [[ -n ${PRESET+set} ]]; then
+        [[ -z $PRESET ]] || TRAIN_FLAGS+=(--preset "$PRESET")
+    elif [[ $RECIPE == paper ]]; then
+        # Ranks in Megatron's order on devices 0, 1, ...: what the paper's scripts had.
+        TRAIN_FLAGS+=(--preset "$MODEL" --fp16 --rank-order tp-dp-pp --device-order "0,1,2,3,4,5,6,7")
+        TRAIN_FLAGS+=("${PAPER_FLAGS[@]}")
+    elif [[ $RECIPE == frontier ]]; then
+        TRAIN_FLAGS+=(--preset "$MODEL-frontier")
+    else
+        complain "RECIPE=$RECIPE is unknown: frontier or paper"
+        return 2
+    fi
+    local lengths="--train-iters --train-samples --train-tokens" save repeated
+    has_flag "$lengths" "$@" || [[ -n ${PRESET+set} ]] || TRAIN_FLAGS+=(--train-tokens "${TRAIN_TOKENS:-$MODEL_TOKENS}")
+    data_flags "$@" || return
+    save=$(flag_value --save "$@")
+    SAVE=${save:-$RUN/checkpoints}
+    TRAIN_FLAGS+=(--save "$SAVE" --load "$SAVE" --save-interval-minutes 20 --async-save --keep-last 3)
+    TRAIN_FLAGS+=(--log-interval 1 --eval-interval 500 --eval-iters 10)
+    [[ $REQUEUE == 1 ]] || { TRAIN_FLAGS+=("$@") && return; }
+    TRAIN_FLAGS+=(--requeue "$@")
+    repeated="--finetune --reset-iteration --load-tag --no-load-optim"
+    if has_flag "$repeated" "$@" || [[ $(flag_value --load "$@") != @("$SAVE"|) ]]; then
+        complain "with REQUEUE=1 every start must go on from --save: submit once with REQUEUE=0 and --load," \
+            "--load-tag, --finetune, --reset-iteration or --no-load-optim, then with REQUEUE=1 and without them"
+        return 2
+    fi
+}
+
+# data_flags FLAGS...: tokens and tokenizer of site.env in TRAIN_FLAGS, unless FLAGS bring their own.
+data_flags() {
+    if has_flag "--mock-data --data-path --data-file-list --train-data-path" "$@"; then return 0; fi
+    if [[ -z $SITE_DATA ]]; then
+        complain "no training data: set SITE_DATA in site.env, or give --data-path, or --mock-data for made-up tokens"
+        return 2
+    fi
+    TRAIN_FLAGS+=(--data-path "$SITE_DATA")
+    if [[ -n $SITE_VOCAB ]] && ! has_flag --tokenizer-type "$@"; then
+        TRAIN_FLAGS+=(--tokenizer-type GPT2BPETokenizer --vocab-file "$SITE_VOCAB" --merge-file "$SITE_MERGES")
+    fi
+}
+
+# Iteration of the newest checkpoint in SAVE.
+reached() { cat "$SAVE/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0; }
+
+# How often this job has started from the checkpoint that is the newest now; in a row.
+fruitless_starts() {
+    cat "$JOB_LOGS/starts" 2>/dev/null | awk -v now="$(reached)" '{ n = $2 == now ? n + 1 : 0 } END { print n + 0 }'
+}
+
+# Note this start. 3: the job has started MAX_STARTS times from one checkpoint, so that another start would not help.
+note_start() {
+    [[ $DRY_RUN != 1 ]] || return 0
+    mkdir -p "$LOGS" || return 2
+    if (($(fruitless_starts) >= MAX_STARTS)); then
+        complain "started $MAX_STARTS times from iteration $(reached) without a new checkpoint: it is not started" \
+            "again. What the last start wrote is in $JOB_LOGS"
+        return 3
+    fi
+    echo "$RESTART $(reached)" >>"$JOB_LOGS/starts"
+    say "start $RESTART from iteration $(reached) on $(allocated_nodes) node(s) ${SLURM_JOB_NODELIST:-}, logs in $LOGS"
+}
+
+# The whole configuration, resolved by one process without torch: mistakes cost seconds of one node, not minutes of all.
+check_flags() {
+    local python=$PYTHON world
+    world=$((${NODES_NEEDED:-$(allocated_nodes)} * TASKS_PER_NODE))
+    [[ -x $python || $DRY_RUN == 1 ]] || return 0 # only the packed environment is there: the ranks will find out
+    local command=("$python" "$CODE/pretrain_gpt.py" "${TRAIN_FLAGS[@]}" --world-size "$world" --print-config)
+    show "${command[@]}"
+    [[ $DRY_RUN == 1 ]] || "${command[@]}" >"$LOGS/config.txt"
+}
+
+# cause CODE FOLDER: the exit code of a launch there; 1 where a task ended with an error of the program (1) and none by a
+# signal. What follows from it on other ranks has higher codes, as if a rank had been lost or a setting were wrong, and
+# another start would meet the same error.
+cause() {
+    local ends
+    ends=$(sed -n 's/^srun: error: [^:]*: tasks\{0,1\} [0-9,-]*: //p' "$2/srun.err" 2>/dev/null)
+    if grep -qx 'Exited with exit code 1' <<<"$ends" && ! grep -qv '^Exited with exit code' <<<"$ends"; then
+        echo 1
+    else
+        echo "$1"
+    fi
+}
+
+# requeue_lost CODE: after a lost rank (75, or a task that a signal ended) the job goes back into the queue, unless
+# somebody ended it or it came to this MAX_STARTS times at the same checkpoint. A lost node Slurm requeues by itself.
+requeue_lost() {
+    (($1 == 75 || $1 > 128)) && [[ $REQUEUE == 1 && -n ${SLURM_JOB_ID:-} ]] || return 0
+    local state
+    state=$(squeue -h -j "$SLURM_JOB_ID" -o '%T %r' 2>/dev/null)
+    if [[ -n $state && $state != RUNNING* && $state != *TimeLimit* ]]; then
+        say "left to Slurm, which has it as ${state%% *}: requeued by the program, or ended by somebody"
+    elif (($(fruitless_starts) >= MAX_STARTS)); then
+        complain "ended $MAX_STARTS times after iteration $(reached) without a new checkpoint: not put back into" \
+            "the queue"
+    else
+        say "back into the queue, to go on from iteration $(reached)"
+        run scontrol requeue "$SLURM_JOB_ID" || complain "scontrol requeue failed: submit the job again"
+    fi
+}
+
+# requeue_without FILE: back into the queue, for other nodes than the hosts in FILE. A job's list of nodes to leave out
+# can be changed only while it waits, and requeueing ends this script: what it has to do comes between, in KillWait
+# seconds.
+requeue_without() {
+    [[ $REQUEUE == 1 && -n ${SLURM_JOB_ID:-} ]] && (($(fruitless_starts) < MAX_STARTS)) || return 0
+    local bad before
+    before=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*ExcNodeList=\([^ (][^ ]*\).*/\1/p')
+    bad=$(compressed "${before:+$before,}$(paste -s -d , "$1")")
+    say "back into the queue, without $bad"
+    trap : TERM
+    run scontrol requeue "$SLURM_JOB_ID" || { complain "scontrol requeue failed: submit the job again" && return 0; }
+    for _ in {1..40}; do
+        scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$bad" 2>/dev/null && return 0
+        sleep 0.25
+    done
+    complain "scontrol could not exclude $bad: the job may get these nodes again"
+}
+
+# name_run FLAGS...: a trial on made-up tokens and another recipe get folders of their own, so that no training goes on
+# from their checkpoints by accident.
+name_run() {
+    [[ -z $RUN_NAME_GIVEN ]] || return 0
+    [[ $RECIPE != paper || -n ${PRESET+set} ]] || RUN_NAME+=-paper
+    ! has_flag --mock-data "$@" || RUN_NAME+=-mock
+    RUN=$SITE_RUNS/$RUN_NAME
+    JOB_LOGS=$RUN/logs/$JOB
+}
+
+# train_job FLAGS...: the whole job. Ends the script.
+train_job() {
+    local code=0 TRAIN_FLAGS SAVE
+    name_run "$@"
+    LOGS=$JOB_LOGS/$RESTART # none of these is meant for a whole job, and somebody's shell may export the names
+    unset NODES HOSTS MASTER_ADDR
+    check_settings || exit
+    start_flags "$@" || exit
+    note_start || exit
+    check_flags || exit
+    prepare_environment || exit
+    if [[ $PREFLIGHT == 1 ]]; then run_preflight || exit; fi
+    [[ $CODE != "$MEGATRON_ROOT" ]] || [[ $DEVICE == cpu ]] ||
+        TRAIN_FLAGS=(--distributed-timeout-minutes 30 "${TRAIN_FLAGS[@]}") # slow to start from a shared file system
+    launch_training "${TRAIN_FLAGS[@]}" || code=$?
+    [[ $DRY_RUN != 1 ]] || exit 0
+    ((code == 0)) || code=$(cause "$code" "$LOGS")
+    say "training ended with exit code $code at iteration $(reached)"
+    if ((code)); then
+        failing_tasks "$LOGS"
+        requeue_lost "$code"
+    fi
+    exit "$code"
+}

@@ -1,0 +1,85 @@
+"""A job of examples/frontier without Slurm: its commands are stand-ins that write down how they were called."""
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.helpers.launching import ROOT
+
+FRONTIER = ROOT / "examples" / "frontier"
+# Writes its name and arguments, NUL between them; then does what STUB_<name> says.
+_STUB = """#!/bin/bash
+name=${0##*/}
+{ printf '%s\\0' "$name" "$@"; printf 'MASTER_ADDR=%s MASTER_PORT=%s NCCL_NET=%s' "${MASTER_ADDR-}" "${MASTER_PORT-}" \\
+    "${NCCL_NET-}"; printf '\\1'; } >>"$STUB_CALLS"
+action=STUB_$name
+eval "${!action-}"
+"""
+# What a job asks its Slurm for.
+_ANSWERS = {
+    "STUB_scontrol": 'case $1-$2 in show-hostnames) echo "$3" | tr , "\\n" ;; show-hostlist) echo "$3" ;; esac',
+    "STUB_squeue": "echo RUNNING None",
+}
+
+
+@dataclass
+class Call:
+    """One command that a script gave."""
+
+    words: list[str]
+    environ: dict[str, str]
+
+    def value(self, flag: str) -> str:
+        """The last value of a flag, as in `-N 2` or `--wait=600`."""
+        found = [self.words[i + 1] for i, word in enumerate(self.words) if word == flag]
+        found += [word.partition("=")[2] for word in self.words if word.startswith(flag + "=")]
+        return found[-1]
+
+    @property
+    def program(self) -> str:
+        """Name of the Python script that srun starts; empty for other steps."""
+        return next((Path(word).name for word in self.words if word.endswith(".py")), "")
+
+
+@dataclass
+class Ended:
+    """A script that ended."""
+
+    code: int
+    log: str
+    calls: list[Call] = field(default_factory=list)
+
+    def named(self, name: str, program: str = "") -> list[Call]:
+        """The calls of one command; of those that start `program`, where that is given."""
+        return [call for call in self.calls if call.words[0] == name and program in ("", call.program)]
+
+
+def run_script(folder: Path, script: Path, *arguments: str, nodes: str = "a1,a2", **variables: str) -> Ended:
+    """`script` as Slurm would start it on `nodes`, in `folder`; `variables` are set beside those of a job on a CPU."""
+    stubs, venv = folder / "stubs", folder / "venv" / "bin"
+    for path in [stubs / name for name in ("srun", "sbcast", "scontrol", "squeue")] + [venv / "python"]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(_STUB)
+        path.chmod(0o755)
+    calls = folder / "calls"
+    calls.write_bytes(b"")
+    names = nodes.split(",")
+    environ = {
+        **{name: os.environ[name] for name in ("HOME", "LANG") if name in os.environ},
+        "PATH": f"{stubs}:{os.environ['PATH']}", "USER": "ada", "STUB_CALLS": str(calls), **_ANSWERS,
+        "SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "gpt", "SLURM_JOB_NUM_NODES": str(len(names)),
+        "SLURM_JOB_NODELIST": nodes, "SLURMD_NODENAME": names[0], "SLURM_SUBMIT_DIR": str(ROOT),
+        "SITE_RUNS": str(folder / "runs"), "SITE_VENV": str(folder / "venv"), "SITE_ENV": str(folder / "none.tar"),
+        "RUN_NAME": "gpt", "DEVICE": "cpu", "PREFLIGHT": "0", **variables,
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", str(script), *arguments], env=environ, cwd=folder, text=True, timeout=60, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    found = []
+    for record in calls.read_text().split("\1")[:-1]:
+        *words, told = record.split("\0")
+        found.append(Call(words, dict(word.split("=", 1) for word in told.split(" "))))
+    return Ended(done.returncode, done.stdout, found)

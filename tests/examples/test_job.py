@@ -1,0 +1,262 @@
+"""examples/frontier: what a job calls, with stand-ins for Slurm; tests/slurm runs the same scripts under a real one."""
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron.config import parse_args
+from tests.examples.stubs import FRONTIER, run_script
+from tests.helpers.launching import ROOT
+
+SCRIPTS = {path.stem.removeprefix("train_"): path for path in FRONTIER.glob("train_*.sbatch")}
+TRAIN = SCRIPTS["22b"]
+PROGRAM = "pretrain_gpt.py"
+TINY = ("--mock-data", "--train-iters", "3")
+
+
+def train(folder: Path, *arguments: str, script: Path = TRAIN, **variables: str):
+    return run_script(folder, script, *TINY, *arguments, **variables)
+
+
+def checkpoint(folder: Path, iteration: int, name: str = "gpt") -> None:
+    tracker = folder / "runs" / name / "checkpoints" / "latest_checkpointed_iteration.txt"
+    tracker.parent.mkdir(parents=True, exist_ok=True)
+    tracker.write_text(f"{iteration}\n")
+
+
+def test_recipes_are_four():
+    assert set(SCRIPTS) == {"1.4b", "22b", "175b", "1t"}
+
+
+@pytest.mark.parametrize(("name", "nodes"), [("1.4b", 8), ("22b", 16), ("175b", 128), ("1t", 384)])
+def test_headers(name, nodes):
+    head = dict(re.findall(r"^#SBATCH (--[a-z-]+|-\w)[= ]?(.*)$", SCRIPTS[name].read_text(), re.MULTILINE))
+    assert head["-N"] == str(nodes)
+    hours = 2 if nodes <= 91 else 6 if nodes <= 183 else 12  # OLCF's longest for so many nodes
+    assert head["-t"] == f"{hours:02}:00:00"
+    asked = [head[flag] for flag in ("-C", "--network", "--ntasks-per-node", "-c")]
+    assert asked == ["nvme", "disable_rdzv_get", "8", "7"]
+    assert head["--signal"].startswith("USR1@")
+    assert {"--requeue", "--open-mode"} <= set(head)
+
+
+def test_srun_as_olcf_recommends(tmp_path):
+    ended = train(tmp_path, DEVICE="gpu", SITE_MODULES="")
+    assert ended.code == 0, ended.log
+    (call,) = ended.named("srun", PROGRAM)
+    assert [call.value(flag) for flag in ("-N", "-n", "-c", "--ntasks-per-node")] == ["2", "16", "7", "8"]
+    assert {"--gpus-per-task=1", "--gpu-bind=closest"} <= set(call.words)
+    # Ranks end by themselves and say who was lost; a rank that does not is ended after a while.
+    assert (call.value("--kill-on-bad-exit"), call.value("--wait")) == ("0", "600")
+    assert "-w" not in call.words
+    assert "--distributed-backend" not in call.words
+
+
+@pytest.mark.parametrize(("recipe", "flags", "name"), [
+    ("frontier", ("--data-path", "d"), "gpt"), ("frontier", ("--mock-data",), "gpt-mock"),
+    ("paper", ("--data-path", "d"), "gpt-paper"), ("paper", ("--mock-data",), "gpt-paper-mock"),
+])  # fmt: skip
+def test_no_training_goes_on_from_a_trial_or_another_recipe(tmp_path, recipe, flags, name):
+    ended = run_script(tmp_path, TRAIN, "--train-iters", "3", *flags, RECIPE=recipe, RUN_NAME="")
+    (call,) = ended.named("srun", PROGRAM)
+    assert call.value("--save") == call.value("--load") == f"{tmp_path}/runs/{name}/checkpoints"
+    assert call.value("--error").startswith(f"{tmp_path}/runs/{name}/logs/77/0/")
+
+
+@pytest.mark.parametrize(
+    "setting", ["PREFLIGHT=yes", "REQUEUE=true", "DEVICE=cuda", "GPU_VISIBILITY=two", "MAX_STARTS=many", "DRY_RUN=y"]
+)
+def test_a_setting_that_is_not_understood_is_refused(tmp_path, setting):
+    name, value = setting.split("=")
+    ended = train(tmp_path, **{name: value})
+    assert (ended.code, ended.calls) == (2, []) and f"{setting} is unknown" in ended.log
+
+
+def test_all_devices_visible_and_none(tmp_path):
+    (call,) = train(tmp_path, GPU_VISIBILITY="all").named("srun", PROGRAM)
+    assert "--gpus-per-node=8" in call.words
+    assert not [word for word in call.words if word.startswith(("--gpus-per-task", "--gpu-bind"))]
+    (call,) = train(tmp_path).named("srun", PROGRAM)  # DEVICE=cpu
+    assert not [word for word in call.words if word.startswith("--gpu")]
+    assert call.value("--distributed-backend") == "gloo"
+
+
+def test_recipe_and_flags(tmp_path):
+    (call,) = train(tmp_path, "--lr", "1e-4", "--title", "two words", "*").named("srun", PROGRAM)
+    program = call.words[call.words.index(f"{ROOT}/{PROGRAM}") :]
+    assert call.value("--preset") == "gpt-22b-frontier"
+    assert call.value("--save") == call.value("--load") == f"{tmp_path}/runs/gpt/checkpoints"
+    assert "--requeue" in program
+    assert program[-8:] == [*TINY, "--lr", "1e-4", "--title", "two words", "*"]  # last, so that they win; unchanged
+    assert "--train-tokens" not in program  # a length was given
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_recipe_of_the_paper(tmp_path, name):
+    ended = run_script(tmp_path, SCRIPTS[name], "--mock-data", RECIPE="paper", SLURM_JOB_NUM_NODES="128")
+    (call,) = ended.named("srun", PROGRAM)
+    assert (call.value("--preset"), "--fp16" in call.words) == (f"gpt-{name}", True)
+    assert (call.value("--rank-order"), call.value("--device-order")) == ("tp-dp-pp", "0,1,2,3,4,5,6,7")
+    assert int(call.value("--train-tokens")) > 1e10
+    if name == "1t":
+        assert call.value("--global-batch-size") == "3200"  # 1600 for each replica of 64 nodes
+
+
+def test_another_preset_and_none(tmp_path):
+    (call,) = train(tmp_path, PRESET="tiny").named("srun", PROGRAM)
+    assert call.value("--preset") == "tiny"
+    (call,) = train(tmp_path, PRESET="").named("srun", PROGRAM)
+    assert "--preset" not in call.words
+    ended = train(tmp_path, RECIPE="papper")
+    assert (ended.code, ended.named("srun")) == (2, [])
+    assert "RECIPE=papper is unknown" in ended.log
+
+
+def test_data_of_the_site(tmp_path):
+    site = {"SITE_DATA": "/data/my corpus", "SITE_VOCAB": "v.json", "SITE_MERGES": "m.txt"}
+    (call,) = run_script(tmp_path, TRAIN, **site).named("srun", PROGRAM)
+    assert (call.value("--data-path"), call.value("--tokenizer-type")) == ("/data/my corpus", "GPT2BPETokenizer")
+    (call,) = train(tmp_path, **site).named("srun", PROGRAM)
+    assert "--data-path" not in call.words  # --mock-data
+    ended = run_script(tmp_path, TRAIN)
+    assert (ended.code, ended.named("srun")) == (2, [])
+    assert "set SITE_DATA in site.env" in ended.log
+
+
+def test_the_configuration_is_checked_first(tmp_path):
+    ended = train(tmp_path, "--lrr", "1", STUB_python="echo '--lrr is unknown' >&2; exit 2")
+    assert (ended.code, ended.named("srun"), ended.named("sbcast")) == (2, [], [])
+    assert "--lrr is unknown" in ended.log
+    (call,) = ended.named("python")
+    assert call.words[-3:] == ["--world-size", "16", "--print-config"]
+
+
+def test_where_ranks_meet(tmp_path):
+    (call,) = train(tmp_path, STUB_hostname="").named("srun", PROGRAM)
+    assert call.environ["MASTER_PORT"] == "3442"
+    assert re.fullmatch(r"[0-9.]+", call.environ["MASTER_ADDR"])
+    (call,) = train(tmp_path, MASTER_PORT="4000").named("srun", PROGRAM)
+    assert call.environ["MASTER_PORT"] == "4000"
+
+
+@pytest.mark.parametrize(
+    ("code", "requeued"), [(0, False), (1, False), (2, False), (75, True), (134, True), (137, True)]
+)
+def test_exit_codes(tmp_path, code, requeued):
+    said = f"echo 'srun: error: a2: task 9: whatever' >&2; echo why >{tmp_path}/runs/gpt/logs/77/0/task_9.err"
+    ended = train(tmp_path, STUB_srun=f"[[ $* != *{PROGRAM}* ]] || {{ {said}; exit {code}; }}")
+    assert ended.code == code
+    assert (["scontrol", "requeue", "77"] in [call.words for call in ended.calls]) == requeued
+    if code:
+        assert re.search(r"ERROR: task\(s\) 9 on a2: whatever; \S+/logs/77/0/task_9.err", ended.log)
+    kept = train(tmp_path, REQUEUE="0", STUB_srun=f"[[ $* != *{PROGRAM}* ]] || exit {code}")
+    assert kept.code == code
+    assert ["scontrol", "requeue", "77"] not in [call.words for call in kept.calls]
+    assert "--requeue" not in kept.named("srun", PROGRAM)[0].words
+
+
+def test_a_job_that_somebody_ended_stays_out_of_the_queue(tmp_path):
+    ended = train(tmp_path, STUB_srun=f"[[ $* != *{PROGRAM}* ]] || exit 143", STUB_squeue="echo COMPLETING None")
+    assert ended.code == 143
+    assert ["scontrol", "requeue", "77"] not in [call.words for call in ended.calls]
+
+
+@pytest.mark.parametrize(("ends", "code", "requeued"), [
+    (("Exited with exit code 1", "Exited with exit code 75"), 1, False),  # a bug, or out of memory, on one rank
+    (("Exited with exit code 75", "Exited with exit code 75"), 75, True),
+    (("Killed", "Exited with exit code 75", "Exited with exit code 1"), 75, True),  # the error followed from the loss
+])  # fmt: skip
+def test_an_error_of_the_program_is_no_lost_rank(tmp_path, ends, code, requeued):
+    said = "; ".join(f"echo 'srun: error: a1: task {task}: {end}' >&2" for task, end in enumerate(ends))
+    ended = train(tmp_path, STUB_srun=f"[[ $* != *{PROGRAM}* ]] || {{ {said}; exit 75; }}")
+    assert ended.code == code
+    assert (["scontrol", "requeue", "77"] in [call.words for call in ended.calls]) == requeued
+
+
+def test_what_failing_tasks_wrote_is_shown(tmp_path):
+    fail = """[[ $* != *pretrain_gpt.py* ]] || {
+        for word; do [[ $word != --error=* ]] || name=${word#--error=}; done
+        for task in 0 1 9 12; do : >"${name/\\%t/$task}"; done
+        echo 'rank 0: LostRankError: rank 9 was killed' >"${name/\\%t/0}"; echo 'rank 9: Bus error' >"${name/\\%t/9}"
+        echo 'srun: error: a1: tasks 0-7: Exited with exit code 75' >&2
+        echo 'srun: error: a2: tasks 12,14: Exited with exit code 2' >&2
+        echo 'srun: error: a2: task 9: Killed' >&2; exit 137; }"""
+    ended = train(tmp_path, STUB_srun=fail)
+    assert ended.code == 137
+    last = ended.log[ended.log.index("training ended") :]
+    told = [
+        "task(s) 9 on a2: Killed", "rank 9: Bus error", "task(s) 12,14 on a2", "task(s) 0-7 on a1", "rank 9 was killed",
+    ]  # fmt: skip
+    assert [last.index(text) for text in told] == sorted(last.index(text) for text in told)  # the culprit first
+    logs = tmp_path / "runs" / "gpt" / "logs" / "77" / "0"
+    assert sorted(path.name for path in logs.glob("task_*")) == ["task_0.err", "task_9.err"]  # what is empty goes
+
+
+def test_a_job_that_never_gets_on_is_stopped(tmp_path):
+    lost = f"[[ $* != *{PROGRAM}* ]] || exit 75"
+    checkpoint(tmp_path, 10)
+    requeued = []
+    for restart in range(3):
+        ended = train(tmp_path, SLURM_RESTART_COUNT=str(restart), STUB_srun=lost)
+        requeued.append(["scontrol", "requeue", "77"] in [call.words for call in ended.calls])
+    assert requeued == [True, True, False]
+    ended = train(tmp_path, SLURM_RESTART_COUNT="3")
+    assert (ended.code, ended.named("srun")) == (3, [])
+    assert "started 3 times from iteration 10 without a new checkpoint" in ended.log
+    checkpoint(tmp_path, 20)
+    assert train(tmp_path, SLURM_RESTART_COUNT="4").code == 0
+    assert train(tmp_path, SLURM_JOB_ID="78").code == 0  # another job may try
+
+
+def test_requeued_jobs_go_on_from_their_own_checkpoint(tmp_path):
+    (call,) = train(tmp_path, "--save", "/mine").named("srun", PROGRAM)
+    assert call.value("--load") == "/mine"
+    for job, flags in enumerate((["--load", "/other"], ["--finetune"], ["--load-tag=iter_1"])):
+        ended = train(tmp_path, *flags)
+        assert (ended.code, ended.named("srun")) == (2, []), flags
+        assert train(tmp_path, *flags, REQUEUE="0", SLURM_JOB_ID=str(job)).code == 0
+
+
+def test_dry_run_calls_nothing(tmp_path):
+    packed = {"SITE_ENV": str(TRAIN), "SITE_NVME": "/nvme"}  # any file
+    ended = train(tmp_path, "--title", "two words", DRY_RUN="1", PREFLIGHT="1", DEVICE="gpu", **packed)
+    assert (ended.code, ended.calls) == (0, [])
+    assert not (tmp_path / "runs").exists()
+    lines = [line for line in ended.log.splitlines() if line.startswith("+ ")]
+    assert lines[-1].startswith("+ srun -N 2 -n 16 ")
+    assert lines[-1].endswith("--title 'two words'")
+    assert "preflight.py measure" in lines[-2]
+    assert f"+ sbcast -pf {TRAIN} /nvme/environment.tar" in lines
+    assert "+ module load PrgEnv-gnu rocm/7.1.1 craype-accel-amd-gfx90a rccl-net-plugin cray-python" in lines
+
+
+# Numbers of nodes that the heads of the scripts and the README name.
+NODES = {
+    "1.4b": (1, 2, 4, 8, 16), "22b": (2, 4, 8, 10, 16, 20, 32, 40, 64, 80, 128, 160),
+    "175b": (16, 32, 40, 64, 80, 128, 160, 256), "1t": (192, 256, 320, 384, 480, 512),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_configurations_resolve(tmp_path, name):
+    cases = [("frontier", nodes) for nodes in NODES[name]] + [("paper", NODES[name][-1])]
+    for recipe, nodes in cases:
+        ended = run_script(
+            tmp_path, SCRIPTS[name], "--mock-data", DRY_RUN="1", RECIPE=recipe, SLURM_JOB_NUM_NODES=str(nodes)
+        )
+        words = shlex.split(ended.log.splitlines()[-1])
+        config = parse_args(words[words.index(f"{ROOT}/{PROGRAM}") + 1 :], 8 * nodes)
+        assert config.parallel.world_size == 8 * nodes
+        assert (config.precision.bf16, config.precision.fp16) == (recipe == "frontier", recipe == "paper")
+    head = re.sub(r"\s+#? ?", " ", SCRIPTS[name].read_text().partition("#SBATCH")[0])
+    listed = ", ".join(str(nodes) for nodes in NODES[name])
+    assert listed in head or listed.replace(", 16", " or 16") in head, "the head of the script names other numbers"
+
+
+def test_without_the_module_command(tmp_path):
+    ended = train(tmp_path, DEVICE="gpu")
+    assert (ended.code, ended.named("srun")) == (2, [])
+    assert "modules are missing" in ended.log

@@ -1,0 +1,88 @@
+"""examples/frontier/setup_env.sh: what it would run, what it refuses, where it goes on."""
+from __future__ import annotations
+
+import os
+import subprocess
+import tarfile
+from pathlib import Path
+
+from tests.examples.stubs import FRONTIER
+from tests.helpers.launching import ROOT
+
+SCRIPT = FRONTIER / "setup_env.sh"
+# A stand-in for Python: makes an "environment" with itself in it, and fails where it is told to.
+_PYTHON = """#!/bin/bash
+echo "$*" >>"$CALLS"
+[[ "$1 $2" != "-m venv" ]] || { mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; }
+[[ -z $FAIL_ON || "$*" != *"$FAIL_ON"* ]] || { echo "$FAIL_ON: no such thing" >&2; exit 3; }
+"""
+
+
+def setup_env(folder: Path, *arguments: str, modules: bool = False, **variables: str):
+    """The script on a machine with or without a module command, which sets what a rocm module sets."""
+    python = folder / "python3"
+    python.write_text(_PYTHON)
+    python.chmod(0o755)
+    define = 'module() { export ROCM_PATH=/opt/rocm$NOT_SET; }; export -f module; ' if modules else ""
+    return subprocess.run(
+        ["bash", "-c", f'{define}exec bash "$0" "$@"', str(SCRIPT), *arguments], capture_output=True, text=True,
+        timeout=60, check=False,
+        env={
+            "PATH": os.environ["PATH"], "HOME": str(folder), "SITE_VENV": str(folder / "venv"),
+            "SITE_ENV": str(folder / "env.tar.gz"), "PYTHON": str(python), "CALLS": str(folder / "calls"),
+            "FAIL_ON": "", **variables,
+        },
+    )  # fmt: skip
+
+
+def test_refuses_where_it_cannot_run(tmp_path):
+    done = setup_env(tmp_path, MEGATRON_ROOT="/nowhere", DEEPSPEED_VERSION="1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "the module command" in done.stderr and "/nowhere a clone of this project?" in done.stderr
+    assert not (tmp_path / "calls").exists()
+
+
+def test_dry_run_shows_every_step(tmp_path):
+    done = setup_env(tmp_path, "--dry-run", FLASH_ATTN="1", TORCH_VERSION="2.11.0", TORCH_INDEX="https://here/rocm7.2")
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "calls").exists() and not (tmp_path / "venv").exists()
+    lines = [line.removeprefix("+ ") for line in done.stdout.splitlines() if line.startswith("+ ")]
+    loaded = [line.split()[-1] for line in lines if line.startswith("module load")]
+    assert [name.partition("/")[0] for name in loaded].index("rocm") < loaded.index("rccl-net-plugin")
+    wanted = [
+        "-m venv", "torch==2.11.0 --index-url https://here/rocm7.2", "DS_BUILD_OPS=0", "flash-attention",
+        "build_kernels --target hip --arch gfx90a", "megatron.kernels --list", "tar -C",
+    ]  # fmt: skip
+    found = [next(n for n, line in enumerate(lines) if text in line) for text in wanted]
+    assert found == sorted(found)
+    assert not [line for line in lines if "deepspeed==" in line and "DS_BUILD_OPS=0" not in line]
+
+
+def test_all_steps(tmp_path):
+    done = setup_env(tmp_path, modules=True)
+    assert done.returncode == 0, done.stderr
+    calls = (tmp_path / "calls").read_text()
+    constraints = (ROOT / "requirements" / "constraints.txt").read_text().splitlines()
+    assert next(line for line in constraints if line.startswith("deepspeed==")) in calls
+    assert "flash-attention" not in calls
+    with tarfile.open(tmp_path / "env.tar.gz") as packed:
+        assert "./bin/python" in packed.getnames()
+    assert f"ready: {tmp_path}/venv/bin/python" in done.stdout
+
+
+def test_a_step_that_fails_is_named_and_nothing_is_packed(tmp_path):
+    done = setup_env(tmp_path, modules=True, FAIL_ON="torch==")
+    assert done.returncode == 2
+    assert "step torch failed" in done.stderr
+    assert "deepspeed==" not in (tmp_path / "calls").read_text()
+    assert not (tmp_path / "env.tar.gz").exists()
+    (tmp_path / "calls").unlink()
+    assert setup_env(tmp_path, modules=True).returncode == 0  # goes on
+    assert "-m venv" not in (tmp_path / "calls").read_text()
+
+
+def test_chosen_steps(tmp_path):
+    assert setup_env(tmp_path, "venv", modules=True).returncode == 0
+    assert "torch" not in (tmp_path / "calls").read_text()
+    done = setup_env(tmp_path, "vemv", modules=True)
+    assert (done.returncode, "vemv is no step" in done.stderr) == (2, True)

