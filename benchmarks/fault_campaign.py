@@ -27,7 +27,7 @@ from typing import TypeVar
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.faults import damage, disk, hang, kills, slurm  # noqa: E402
+from benchmarks.faults import damage, disk, hang, kills, slurm, testbed  # noqa: E402
 
 T = TypeVar("T")
 Rows = list[tuple[str, str, list[str]]]
@@ -74,7 +74,7 @@ def do_hang(folder: Path, chance: random.Random, options: argparse.Namespace) ->
 
 
 def do_slurm(folder: Path, chance: random.Random, options: argparse.Namespace) -> Rows:
-    reason = slurm.missing()
+    reason = testbed.missing()
     if reason:
         return [("slurm", f"left out: missing {reason}", [])]
     return [(s.what, s.notes, list(s.faults)) for s in told(slurm.campaign(folder), lambda s: s.what)]

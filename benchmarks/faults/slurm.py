@@ -4,22 +4,17 @@ A lost node with requeueing, USR1 before the time limit, and a time limit withou
 """
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from benchmarks.faults import history
-from benchmarks.faults.job import MOCK, ROOT, TINY, Overdue, free_port, run_job
+from benchmarks.faults.job import MOCK, ROOT, TINY, run_job
+from benchmarks.faults.testbed import Testbed
 
-SCRIPT = ROOT / "tests" / "helpers" / "slurm_testbed.sh"
 SAVE_INTERVAL = 20
 
 
@@ -32,102 +27,22 @@ class Scheduled:
     faults: tuple[str, ...]
 
 
-def missing() -> str:
-    """What is missing for the testbed; empty where it runs."""
-    done = subprocess.run(["bash", str(SCRIPT), "missing"], capture_output=True, text=True)
-    return ", ".join(done.stdout.split("\n")).strip(", ") or done.stderr.strip()
-
-
-class Testbed:
-    """A Slurm of two nodes, while the block lasts.
-
-    Its files lie in a folder of their own with a short name: the path of a Unix socket has at most 107 bytes.
-    """
-
-    def __init__(self) -> None:
-        folder = self._folder = Path(tempfile.mkdtemp(prefix="slurm"))
-        self._env = {
-            **os.environ, "TESTBED_DIR": str(folder), "TESTBED_NODES": "2", "TESTBED_PORT": str(free_port()),
-            "SLURM_CONF": str(folder / "etc" / "slurm.conf"),
-        }  # fmt: skip
-
-    def __enter__(self) -> Testbed:
-        try:
-            self.control("start")
-        except subprocess.SubprocessError as error:
-            said = self._log.read_text(errors="replace")[-2000:]
-            self._end()
-            raise RuntimeError(f"the Slurm testbed did not start: {said}") from error
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._end()
-
-    def _end(self) -> None:
-        self.control("stop")
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    @property
-    def _log(self) -> Path:
-        return self._folder / "testbed.log"
-
-    def control(self, *words: str) -> None:
-        """A command of slurm_testbed.sh."""
-        # Its daemons would keep a pipe open.
-        with open(self._log, "ab") as log:
-            subprocess.run(
-                ["bash", str(SCRIPT), *words], env=self._env, check=True, stdout=log, stderr=log, timeout=120
-            )
-
-    def ask(self, *command: str) -> str:
-        """One of Slurm's own commands."""
-        done = subprocess.run(command, env=self._env, capture_output=True, text=True, timeout=60)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
-        return done.stdout.strip()
-
-    def submit(self, folder: Path, arguments: Sequence[str], *flags: str) -> str:
-        """A job of one task on each node; its output goes to FOLDER/job.log. Returns the job's number."""
-        folder.mkdir(parents=True, exist_ok=True)
-        script = folder / "job.sh"
-        command = " ".join(f"'{word}'" for word in [sys.executable, "pretrain_gpt.py", *arguments])
-        script.write_text(
-            "#!/bin/bash\n"
-            f"cd {ROOT}\n"
-            f"export OMP_NUM_THREADS=1 COLUMNS=100\n"
-            "echo start ${SLURM_RESTART_COUNT:-0}\n"
-            f"srun --kill-on-bad-exit=1 {command}\n"
-            'code=$?; echo "end with code $code"; exit $code\n'
-        )
-        return self.ask(
-            "sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", "--open-mode=append", *flags,
-            f"--output={folder / 'job.log'}", str(script),
-        )  # fmt: skip
-
-    def state(self, job: str) -> str:
-        """PENDING, RUNNING, COMPLETED, ... as Slurm tells it, and how often it was started again."""
-        found = re.search(r"JobState=(\S+)", self.ask("scontrol", "show", "job", job))
-        return found.group(1) if found else ""
-
-    def wait_for_log(self, log: Path, pattern: str, timeout_s: float = 90.0) -> None:
-        """Until the job has said this. Raises Overdue."""
-        end = time.monotonic() + timeout_s
-        while not (log.exists() and re.search(pattern, log.read_text(errors="replace"))):
-            if time.monotonic() > end:
-                said = log.read_text(errors="replace")[-2500:] if log.exists() else ""
-                raise Overdue(f"the job did not say {pattern!r} within {timeout_s:.0f} s:\n{said}")
-            time.sleep(0.05)
-
-    def wait_for_state(self, job: str, *states: str, timeout_s: float = 120.0) -> str:
-        """Until the job is in one of these states. Raises Overdue."""
-        end = time.monotonic() + timeout_s
-        while (state := self.state(job)) not in states:
-            if time.monotonic() > end:
-                raise Overdue(f"job {job} is {state}, not {' or '.join(states)}, after {timeout_s:.0f} s")
-            time.sleep(0.1)
-        return state
+def submit(testbed: Testbed, folder: Path, arguments: Sequence[str], *flags: str) -> str:
+    """A job of one task on each of two nodes; its output goes to FOLDER/job.log. Returns the job's number."""
+    folder.mkdir(parents=True, exist_ok=True)
+    script = folder / "job.sh"
+    command = " ".join(f"'{word}'" for word in [sys.executable, "pretrain_gpt.py", *arguments])
+    script.write_text(
+        "#!/bin/bash\n"
+        f"cd {ROOT}\n"
+        f"export OMP_NUM_THREADS=1 COLUMNS=100\n"
+        "echo start ${SLURM_RESTART_COUNT:-0}\n"
+        f"srun --kill-on-bad-exit=1 {command}\n"
+        'code=$?; echo "end with code $code"; exit $code\n'
+    )
+    return testbed.sbatch(
+        "--nodes=2", "--ntasks-per-node=1", "--open-mode=append", *flags, f"--output={folder / 'job.log'}", script
+    )
 
 
 def training(save: Path, iterations: int) -> list[str]:
@@ -141,7 +56,7 @@ def training(save: Path, iterations: int) -> list[str]:
 def lose_a_node(testbed: Testbed, folder: Path, iterations: int = 400) -> Scheduled:
     """A node dies in the middle; Slurm puts the job back into the queue, and it goes on."""
     save, log = folder / "run", folder / "job.log"
-    job = testbed.submit(folder, training(save, iterations), "--requeue", "--time=10")
+    job = submit(testbed, folder, training(save, iterations), "--requeue", "--time=10")
     testbed.wait_for_log(log, rf"(?m)^ iteration +{iterations // 4}\d*/")
     testbed.control("lose-node", "node02")
     testbed.control("add-node", "node02")
@@ -187,7 +102,7 @@ def near_the_limit(
     """
     save, log, iterations = folder / "run", folder / "job.log", 1_000_000
     arguments = [*training(save, iterations), "--requeue", *([] if clock else ["--walltime", "none"])]
-    job = testbed.submit(folder, arguments, "--time=1", "--requeue", *flags)
+    job = submit(testbed, folder, arguments, "--time=1", "--requeue", *flags)
     faults: list[str] = []
     testbed.wait_for_log(log, r"(?m)^ iteration +\d+/")
     if at_once:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults import slurm
+from benchmarks.faults.testbed import Testbed, missing
 
-REASON = slurm.missing()
+REASON = missing()
 
 pytestmark = [
     pytest.mark.slow, pytest.mark.slurm,
@@ -18,5 +19,5 @@ pytestmark = [
 
 @pytest.mark.parametrize("fault", [slurm.lose_a_node, slurm.usr1_at_once])
 def test_a_job_goes_on_after(fault: Callable[..., slurm.Scheduled], tmp_path: Path) -> None:
-    with slurm.Testbed() as testbed:
+    with Testbed() as testbed:
         assert fault(testbed, tmp_path / "job").faults == ()

@@ -1,0 +1,148 @@
+"""A real Slurm of virtual Frontier-like nodes on this machine, from Python: tests/helpers/slurm_testbed.sh."""
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from benchmarks.faults.job import ROOT, Overdue
+
+SCRIPT = ROOT / "tests" / "helpers" / "slurm_testbed.sh"
+ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "CANCELLED", "OUT_OF_MEMORY", "BOOT_FAIL")
+"""The states of a job that will not run again."""
+
+
+def missing() -> str:
+    """What is missing for the testbed; empty where it runs."""
+    done = subprocess.run(["bash", str(SCRIPT), "missing"], capture_output=True, text=True)
+    return ", ".join(done.stdout.split("\n")).strip(", ") or done.stderr.strip()
+
+
+def free_ports(count: int) -> int:
+    """The first of `count` ports in a row that nobody listens at. Below the range of outgoing connections, from which
+    one of them could be taken before its daemon listens."""
+    first = 12000 + os.getpid() % 16000
+    while not all(_is_free(port) for port in range(first, first + count)):
+        first = first + count if first + 2 * count < 32000 else 12000
+    return first
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as listener:
+        try:
+            listener.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+class Testbed:
+    """A Slurm of some nodes (node01, node02, ...), while the block lasts.
+
+        with Testbed(nodes=2) as testbed:
+            job = testbed.sbatch("-N", "2", "job.sh")
+            testbed.wait_for_state(job, *ENDED)
+
+    `paper_nodes` more exist in the controller's books only. The files lie in a folder of their own with a short name:
+    the path of a Unix socket has at most 107 bytes.
+    """
+
+    __test__ = False  # no class of tests, whatever its name
+
+    def __init__(self, nodes: int = 2, paper_nodes: int = 0) -> None:
+        folder = self._folder = Path(tempfile.mkdtemp(prefix="slurm"))
+        self.env = {
+            **os.environ, "TESTBED_DIR": str(folder), "TESTBED_NODES": str(nodes),
+            "TESTBED_PAPER_NODES": str(paper_nodes), "TESTBED_PORT": str(free_ports(nodes + 1)),
+            "SLURM_CONF": str(folder / "etc" / "slurm.conf"),
+        }  # fmt: skip
+
+    def __enter__(self) -> Testbed:
+        try:
+            self.control("start")
+        except subprocess.SubprocessError as error:
+            said = self._log.read_text(errors="replace")[-2000:]
+            self._end()
+            raise RuntimeError(f"the Slurm testbed did not start: {said}") from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        self.control("stop")
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def _log(self) -> Path:
+        return self._folder / "testbed.log"
+
+    def control(self, *words: str) -> None:
+        """A command of slurm_testbed.sh."""
+        # Its daemons would keep a pipe open.
+        with open(self._log, "ab") as log:
+            subprocess.run(["bash", str(SCRIPT), *words], env=self.env, check=True, stdout=log, stderr=log, timeout=120)
+
+    def ask(self, *command: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> str:
+        """One of Slurm's own commands: what it prints. Raises RuntimeError with what it complains about."""
+        done = subprocess.run(
+            command, env={**self.env, **(env or {})}, cwd=cwd, capture_output=True, text=True, timeout=60
+        )
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+        return done.stdout.strip() or done.stderr.strip()
+
+    def sbatch(self, *words: str | Path, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> str:
+        """Submit a job with these options, script and arguments, from the folder `cwd`; the job's number."""
+        return self.ask("sbatch", "--parsable", *map(str, words), env=env, cwd=cwd)
+
+    def show(self, job: str) -> dict[str, str]:
+        """What Slurm knows of a job: JobState, Restarts, NodeList, ..."""
+        return dict(re.findall(r"(\S+?)=(\S*)", self.ask("scontrol", "-o", "show", "job", job)))
+
+    def state(self, job: str) -> str:
+        """PENDING, RUNNING, COMPLETED, ... as Slurm tells it."""
+        return self.show(job).get("JobState", "")
+
+    def wait_for_log(self, log: Path, pattern: str, timeout_s: float = 90.0, job: str = "") -> None:
+        """Until the job has said this. Raises Overdue; at once where the job's number is given and it has ended."""
+        end, ended, asked = time.monotonic() + timeout_s, False, 0.0
+        while not (log.exists() and re.search(pattern, log.read_text(errors="replace"))):
+            now = time.monotonic()
+            if ended or now > end:
+                said = log.read_text(errors="replace")[-5000:] if log.exists() else ""
+                when = f"before it was {self.state(job)}" if ended else f"within {timeout_s:.0f} s"
+                raise Overdue(f"the job did not say {pattern!r} {when}:\n{said}")
+            time.sleep(0.05)
+            if job and now > asked + 1:  # before the next look at the log, so that no last line is missed
+                ended, asked = self.state(job) in ENDED, now
+
+    def wait_for_state(self, job: str, *states: str, timeout_s: float = 120.0, log: Path | None = None) -> str:
+        """Until the job is in one of these states. Raises Overdue, with the end of the log where it is given."""
+        end = time.monotonic() + timeout_s
+        while (state := self.state(job)) not in states:
+            if time.monotonic() > end:
+                said = f":\n{log.read_text(errors='replace')[-5000:]}" if log and log.exists() else ""
+                raise Overdue(f"job {job} is {state}, not {' or '.join(states)}, after {timeout_s:.0f} s{said}")
+            time.sleep(0.2)
+        return state
+
+
+def output_of(testbed: Testbed, folder: Path, script: str, options: Sequence[str] = ()) -> str:
+    """Run a batch script to its end; what it wrote. Raises RuntimeError where it failed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path, log = folder / "script.sh", folder / "script.log"
+    path.write_text(f"#!/bin/bash\n{script}")
+    job = testbed.sbatch("-o", log, *options, path)
+    if testbed.wait_for_state(job, *ENDED, log=log) != "COMPLETED":
+        raise RuntimeError(f"job {job} is {testbed.state(job)}:\n{log.read_text()}")
+    return log.read_text()

@@ -1,0 +1,72 @@
+"""What the tests here have in common: marks, a user's settings of site.env, and the jobs of examples/frontier."""
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults.job import ROOT
+from benchmarks.faults.testbed import ENDED, Testbed, free_ports, missing
+
+FRONTIER = ROOT / "examples" / "frontier"
+_REASON = missing()
+MARKS = [
+    pytest.mark.slow, pytest.mark.slurm,
+    pytest.mark.skipif(bool(_REASON), reason=f"the Slurm testbed lacks {_REASON}"),
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A job of examples/frontier: its number, what it writes to, and its folder below SITE_RUNS."""
+
+    testbed: Testbed
+    number: str
+    log: Path
+    run: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.run / "checkpoints"
+
+    def text(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def logs(self, start: int = 0) -> Path:
+        """What the tasks wrote to standard error, and the preflight's result, in the job's nth start."""
+        return self.run / "logs" / self.number / str(start)
+
+    def wait_for(self, pattern: str, timeout_s: float = 300.0) -> None:
+        """Until the job's output has this. Raises Overdue, at once where the job ends without."""
+        self.testbed.wait_for_log(self.log, pattern, timeout_s, self.number)
+
+    def wait(self, *states: str, timeout_s: float = 400.0) -> str:
+        """Until the job has ended, or is in one of `states`; its state. Raises Overdue."""
+        return self.testbed.wait_for_state(self.number, *(states or ENDED), timeout_s=timeout_s, log=self.log)
+
+
+def submit(
+    testbed: Testbed, folder: Path, arguments: Sequence[str] = (), *, options: Sequence[str] = (), name: str = "run",
+    script: str = "train_22b.sbatch", **settings: str,
+) -> Submitted:
+    """Submit a script as a user would: site.env is sourced, its settings and those of job.sh come from the environment,
+    `options` go to sbatch and `arguments` to the script. Files go to FOLDER/NAME and FOLDER/NAME.log."""
+    log = folder / f"{name}.log"
+    env = {**settings_of_site(folder, name), "DEVICE": "cpu", **settings}
+    command = f'source {FRONTIER}/site.env && exec sbatch --parsable "$@"'
+    words = [*options, f"--output={log}", str(FRONTIER / script), *arguments]
+    number = testbed.ask("bash", "-c", command, "bash", *words, env=env)
+    return Submitted(testbed, number, log, folder / name)
+
+
+def settings_of_site(folder: Path, name: str = "run") -> dict[str, str]:
+    """What a user would have in site.env and in the environment beside it, and a port that no other test has."""
+    return {
+        **os.environ, "SBATCH_ACCOUNT": "abc123", "SITE_RUNS": str(folder), "SITE_VENV": sys.prefix, "RUN_NAME": name,
+        "SITE_ENV": str(folder / "no_packed_environment"), "MASTER_PORT": str(free_ports(1)), "COLUMNS": "100",
+        "USER": os.environ.get("USER", "root"), "PREFLIGHT": "0",
+    }  # fmt: skip

@@ -1,0 +1,88 @@
+"""What the scripts really start, told by a Python that only writes down what it was called with: the same as the login
+half of the preflight foretells."""
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.faults.job import ROOT
+from benchmarks.faults.testbed import Testbed
+from tests.slurm.site import FRONTIER, MARKS, settings_of_site, submit
+
+pytestmark = MARKS
+
+# Each task writes what it was called with and what it sees; the look at the configuration before them writes nothing.
+PYTHON = f"""#!{sys.executable} -S
+import json, os, sys
+if "SLURM_STEP_ID" in os.environ and sys.argv[1:2] == ["-u"]:
+    with open(f"{{os.environ['CALLS']}}/{{os.environ['SLURM_PROCID']}}.json", "w") as file:
+        json.dump({{"arguments": sys.argv[2:], "environ": dict(os.environ)}}, file)
+"""
+CASES = [("train_1.4b.sbatch", "paper"), ("train_22b.sbatch", "frontier"), ("train_175b.sbatch", "paper"),
+         ("train_1t.sbatch", "frontier")]  # fmt: skip
+NEAREST = [4, 5, 2, 3, 6, 7, 0, 1]
+"""Frontier's user guide: the device nearest to the cores of local ranks 0, 1, ..."""
+
+
+@pytest.fixture(scope="module")
+def testbed() -> Iterator[Testbed]:
+    with Testbed(nodes=2) as started:
+        yield started
+
+
+def foretold(folder: Path, script: str, arguments: list[str], settings: dict[str, str]) -> dict[str, Any]:
+    """The one training that tools/preflight.py check finds in a script."""
+    words = ["-N", "2", str(FRONTIER / script), *arguments]
+    done = subprocess.run(
+        [sys.executable, "tools/preflight.py", "check", "--json", *words], cwd=ROOT, capture_output=True, text=True,
+        env={**settings_of_site(folder), **settings}, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.stdout.startswith("{"), done.stderr
+    (training,) = json.loads(done.stdout)["trainings"]
+    return training
+
+
+@pytest.mark.parametrize("script, recipe", CASES)
+def test_srun_starts_what_the_check_foretold(testbed: Testbed, tmp_path: Path, script: str, recipe: str) -> None:
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    (tmp_path / "net" / "hsn0").mkdir(parents=True)
+    (tmp_path / "calls").mkdir()
+    settings = {
+        "DEVICE": "gpu", "SITE_MODULES": "", "SITE_NET_FOLDER": str(tmp_path / "net"), "RECIPE": recipe,
+        "SITE_VENV": str(tmp_path / "venv"), "CALLS": str(tmp_path / "calls"), "MASTER_PORT": "3442",
+    }  # fmt: skip
+    # A word with blanks, and one that a shell would expand.
+    arguments = ["--mock-data", "--train-iters", "7", "--wandb-project", "a  b $HOME *"]
+    job = submit(testbed, tmp_path, arguments, options=["-N", "2"], script=script, **settings)
+    assert job.wait() == "COMPLETED", job.text()
+
+    calls = [json.loads((tmp_path / "calls" / f"{task}.json").read_text()) for task in range(16)]
+    training = foretold(tmp_path, script, arguments, settings)
+    assert all(call["arguments"] == calls[0]["arguments"] for call in calls)
+    program, *flags = calls[0]["arguments"]
+    assert program == str(ROOT / "pretrain_gpt.py")
+    assert (training["arguments"], training["nodes"], training["tasks"]) == (flags, 2, 16)
+    assert flags[-len(arguments):] == arguments
+    assert f"gpt-{script[6:-7]}{'-frontier' if recipe == 'frontier' else ''}" in flags
+    # The line in the job's log is a command that a shell would read the same.
+    (line,) = [line for line in job.text().splitlines() if line.startswith("+ srun ") and "pretrain_gpt.py" in line]
+    assert shlex.split(line)[-len(flags):] == flags
+
+    seen = [call["environ"] for call in calls]
+    assert [int(env["ROCR_VISIBLE_DEVICES"]) for env in seen] == NEAREST * 2
+    assert {env["MASTER_ADDR"] for env in seen} == {"127.0.0.101"}
+    wanted = {
+        "MASTER_PORT": "3442", "MEGATRON_CLUSTER": "frontier", "NCCL_NET": "OFI", "FI_MR_CACHE_MONITOR": "kdreg2",
+        "NCCL_SOCKET_IFNAME": "hsn0,hsn1,hsn2,hsn3", "FI_CXI_RDZV_PROTO": "alt_read",
+    }  # fmt: skip
+    assert [{name: env.get(name) for name in wanted} for env in seen] == [wanted] * 16

@@ -1,0 +1,67 @@
+"""Scaling experiments in an allocation of two virtual nodes: side by side, interrupted, and gone on with."""
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults.testbed import Testbed
+from tests.helpers.launching import ROOT
+from tests.slurm.site import MARKS, Submitted, submit
+
+pytestmark = MARKS
+
+SMALL = {
+    "KINDS": "tp", "MODEL": "tiny", "VALUES": "1 2", "TASKS_PER_NODE": "2", "CPUS_PER_TASK": "1", "WARM_UP": "1",
+    "ITERATIONS": "2", "REQUEUE": "0",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def testbed() -> Iterator[Testbed]:
+    with Testbed(nodes=2) as started:
+        yield started
+
+
+def experiment(testbed: Testbed, folder: Path, name: str, **settings: str) -> Submitted:
+    return submit(
+        testbed, folder, ["--", "--num-layers", "2"], options=["-N", "2", "--time=10"], name=name,
+        script="sweep_tp_pp_mbs.sh", **{**SMALL, **settings},
+    )  # fmt: skip
+
+
+@pytest.mark.timeout(600)
+def test_points_run_side_by_side_on_nodes_of_their_own(testbed: Testbed, tmp_path: Path) -> None:
+    job = experiment(testbed, tmp_path, "both")
+    assert job.wait() == "COMPLETED", job.text()
+    results = [json.loads((tmp_path / f"tp-tiny/tp-0000{n}/result.json").read_text()) for n in (1, 2)]
+    assert [r["status"] for r in results] == ["done", "done"]
+    assert sorted(host for r in results for host in r["hosts"]) == ["node01", "node02"]
+    assert max(r["started"] for r in results) < min(r["ended"] for r in results)
+    done = subprocess.run(
+        [sys.executable, "tools/report_scaling.py", str(tmp_path / "tp-tiny"), "--out", str(tmp_path / "report")],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    with open(tmp_path / "report/report.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["run"], row["devices"], row["state"]) for row in rows] == [
+        ("tp-00001", "1", "valid"), ("tp-00002", "2", "valid"),
+    ]  # fmt: skip
+
+
+@pytest.mark.timeout(600)
+def test_a_signal_ends_it_and_the_next_job_goes_on(testbed: Testbed, tmp_path: Path) -> None:
+    job = experiment(testbed, tmp_path, "first", SIDE_BY_SIDE="0")
+    job.wait_for(r"tp-0000\d: done.*\n(.*\n)*?.*tp-0000\d: \d process")
+    testbed.ask("scancel", "--batch", "--signal=USR1", job.number)
+    assert job.wait() == "FAILED" and "interrupted by SIGUSR1" in job.text(), job.text()
+    assert "1 point(s) done, 0 failed, 1 not run" in job.text()
+    again = experiment(testbed, tmp_path, "second", SIDE_BY_SIDE="0")
+    assert again.wait() == "COMPLETED", again.text()
+    assert again.text().count("done already") == 1 and "2 point(s) done, 0 failed, 0 not run" in again.text()

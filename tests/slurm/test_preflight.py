@@ -1,0 +1,62 @@
+"""The measuring half of the preflight, as job.sh runs it: it finds what is wrong with a node, and the job trains on the
+others of its allocation."""
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults import history
+from benchmarks.faults.testbed import ENDED, Testbed
+from tests.slurm.site import MARKS, submit
+
+pytestmark = MARKS
+
+TINY = (
+    "--mock-data --tokenizer-type NullTokenizer --eval-iters 0 --num-workers 0 --micro-batch-size 1 --train-iters 3"
+).split()
+SETTINGS = {"PREFLIGHT": "1", "PRESET": "tiny", "GPU_VISIBILITY": "one", "TASKS_PER_NODE": "4", "SRUN_WAIT": "60"}
+
+
+@pytest.fixture(scope="module")
+def testbed() -> Iterator[Testbed]:
+    with Testbed(nodes=3) as started:
+        yield started
+
+
+@pytest.mark.timeout(900)
+def test_a_node_with_faults_is_left_out(testbed: Testbed, tmp_path: Path) -> None:
+    """node02 has a task that is stopped four fifths of the time, and one whose device is missing."""
+    testbed.control("slow-task", "node02", "1", "20")
+    testbed.control("hide-device", "node02", "3")
+    try:
+        job = submit(testbed, tmp_path, TINY, options=["-N", "3"], NODES_NEEDED="2", **SETTINGS)
+        job.wait()
+    finally:
+        testbed.control("mend")
+    assert testbed.state(job.number) == "COMPLETED", job.text()
+    found = json.loads((job.logs() / "preflight" / "preflight.json").read_text())
+    assert (found["good_hosts"], found["bad_hosts"], found["exit_code"]) == (["node01", "node03"], ["node02"], 0)
+    kinds = {(f["host"], f.get("local_rank")): f["kind"] for f in found["findings"]}
+    assert kinds[("node02", 1)] in ("stopped", "slow") and kinds[("node02", 3)] == "device", found["findings"]
+    assert "--exclude=node02" in job.text()
+    # Training has all tasks of the two good nodes.
+    assert "layout: 8 ranks" in job.text() and "node02" not in job.text().split("layout: 8 ranks")[1]
+    assert history.newest(job.checkpoints).name == "iter_0000003"
+
+
+@pytest.mark.timeout(900)
+def test_without_spare_nodes_the_job_comes_back_without_the_bad_one(testbed: Testbed, tmp_path: Path) -> None:
+    testbed.control("hide-device", "node01", "0")
+    try:
+        settings = {**SETTINGS, "TASKS_PER_NODE": "2"}
+        job = submit(testbed, tmp_path, TINY, options=["-N", "1", "-w", "node01"], **settings)
+        job.wait_for("back into the queue, without node01")
+        assert job.wait("PENDING", *ENDED) == "PENDING", job.text()
+    finally:
+        testbed.control("mend")
+    assert "--exclude=node01" in job.text()
+    assert not job.checkpoints.exists()
+    assert testbed.show(job.number)["ExcNodeList"] == "node01"

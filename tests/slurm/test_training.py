@@ -1,0 +1,155 @@
+"""examples/frontier unchanged on two virtual nodes: it trains what one process trains, and survives what stops it."""
+from __future__ import annotations
+
+import re
+import tarfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults import history
+from benchmarks.faults.job import run_job
+from benchmarks.faults.testbed import Testbed
+from benchmarks.prove_resume import LOSS
+from tests.helpers.processes import run_processes
+from tests.slurm.site import MARKS, Submitted, submit
+
+pytestmark = MARKS
+
+TINY = (
+    "--mock-data --tokenizer-type NullTokenizer --eval-iters 0 --num-workers 0 --log-interval 1 --adam-eps 1e-3"
+).split()
+"""Beside PRESET=tiny. Adam's epsilon is larger than the default: where a gradient is nearly zero, Adam divides rounding
+errors by it."""
+ITERATIONS = 6
+SIXTEEN = [
+    *TINY, *"--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 1".split(),
+    "--train-iters", str(ITERATIONS),
+]  # fmt: skip
+"""TP 2 x PP 2 x DP 4, two micro-batches a step."""
+NEAREST = [4, 5, 2, 3, 6, 7, 0, 1]
+"""The device next to each local rank's cores: what the ranks would have without placement."""
+
+
+@pytest.fixture(scope="module")
+def testbed() -> Iterator[Testbed]:
+    with Testbed(nodes=2) as started:
+        yield started
+
+
+def pack(file: Path) -> None:
+    """A packed environment as job.sh takes it: bin/python at its top, here one that is this machine's."""
+    import sys
+
+    python = file.parent / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    with tarfile.open(file, "w") as tar:
+        tar.add(python, "bin/python")
+
+
+def placed(job: Submitted) -> None:
+    """Ranks went by devices, not by the order of tasks: a tensor-parallel pair sits on devices with a link of 200 GB/s.
+    The line names the device that each rank's task was given."""
+    order = [int(device) for device in re.findall(r"device order (\S+)", job.text())[0].split(",")]
+    groups = re.findall(r"(?m)^ +first tensor-parallel group: +(.*)$", job.text())
+    pair = [(int(rank), node, int(device)) for rank, node, device in
+            re.findall(r"(\d+) \((node\d\d):cpu \(device (\d)\)\)", groups[0])]  # fmt: skip
+    assert pair == [(0, "node01", order[0]), (1, "node01", order[1])]
+    assert sorted(order[:2]) in ([0, 1], [2, 3], [4, 5], [6, 7])
+    assert order != NEAREST  # else all of this could be by chance
+
+
+def _train(rank: int, arguments: Sequence[str]) -> int:
+    from pretrain_gpt import main
+
+    return main(list(arguments))
+
+
+@pytest.mark.timeout(900)
+def test_two_nodes_train_what_one_process_trains(testbed: Testbed, tmp_path: Path) -> None:
+    pack(tmp_path / "environment.tar")
+    # Both at once would take as long: this machine's cores are the limit.
+    for name, settings in (("one", {"SITE_ENV": str(tmp_path / "environment.tar")}), ("all", {})):
+        job = submit(
+            testbed, tmp_path, SIXTEEN, options=["-N", "2"], name=name, PRESET="tiny", GPU_VISIBILITY=name,
+            SRUN_WAIT="60", **settings,
+        )  # fmt: skip
+        assert job.wait() == "COMPLETED", job.text()
+        placed(job)
+    one, every = (history.steps(tmp_path / name / "checkpoints") for name in ("one", "all"))
+    assert len(one) == ITERATIONS
+    assert one == every
+    # The same layout without Slurm and without a machine whose ranks are placed.
+    folder = tmp_path / "forked"
+    flags = ["--preset", "tiny", "--distributed-backend", "gloo", *SIXTEEN, "--save", str(folder)]
+    assert run_processes(16, _train, flags) == [0] * 16
+    assert history.steps(folder) == one
+    alone = run_job(1, [*flags[:-1], str(tmp_path / "alone"), *"--tensor-model-parallel-size 1".split(),
+                        *"--pipeline-model-parallel-size 1".split()], tmp_path / "alone")
+    assert alone.processes[0].returncode == 0, alone.output()
+    reference = dict(history.steps(tmp_path / "alone"))
+    assert history.largest_difference(one, reference) < LOSS["fp32"]
+
+
+FOUR = [
+    *TINY, *"--pipeline-model-parallel-size 2 --micro-batch-size 1 --attention-dropout 0.1".split(),
+    *"--hidden-dropout 0.1 --train-iters 1000000 --lr-decay-style constant --save-interval 50 --walltime none".split(),
+]  # fmt: skip
+"""PP 2 x DP 2, for as long as it may; --walltime none: the program does not look at the clock itself."""
+
+
+def shorten(job: Submitted, left_s: tuple[int, int]) -> None:
+    """Give a running job a new time limit, in whole minutes as Slurm has it, with so many seconds left."""
+    hours, minutes, seconds = map(int, job.testbed.show(job.number)["RunTime"].split(":"))
+    ran = 3600 * hours + 60 * minutes + seconds
+    limit = -(-(ran + left_s[0]) // 60)
+    assert 60 * limit - ran <= left_s[1]
+    job.testbed.ask("scontrol", "update", f"JobId={job.number}", f"TimeLimit={limit}")
+
+
+def reached(job: Submitted) -> int:
+    return max(int(step) for step in re.findall(r"(?m)^ iteration +(\d+)/", job.text()))
+
+
+def newest(job: Submitted) -> int:
+    return int(history.newest(job.checkpoints).name.removeprefix("iter_"))
+
+
+@pytest.mark.timeout(900)
+def test_time_limit_and_lost_node(testbed: Testbed, tmp_path: Path) -> None:
+    """One job: Slurm's signal before the time limit, then a lost node; its losses are those of an undisturbed run."""
+    # Few steps until Slurm has looked at its clock, which it does every 30 s: one task is held back.
+    testbed.control("slow-task", "node02", "1", "15")
+    settings = {"PRESET": "tiny", "TASKS_PER_NODE": "2", "GPU_VISIBILITY": "one", "SRUN_WAIT": "30"}
+    job = submit(testbed, tmp_path, FOUR, options=["-N", "2", "-t", "10", "--signal=USR1@105"], **settings)
+    job.wait_for(r"(?m)^ iteration +2/")
+    testbed.control("mend")
+    shorten(job, (45, 105))
+    assert job.wait("PENDING", "COMPLETED", "FAILED", "TIMEOUT") == "PENDING", job.text()
+    at_signal = reached(job)
+    assert "receiving SIGUSR1" in job.text()
+    assert newest(job) == at_signal
+
+    testbed.ask("scontrol", "update", f"JobId={job.number}", "TimeLimit=10")
+    testbed.control("hurry", job.number)
+    job.wait_for(rf"(?m)^ iteration +{at_signal + 101}/")
+    testbed.control("lose-node", "node02")
+    at_loss = reached(job)
+    testbed.control("add-node", "node02")
+    testbed.control("hurry", job.number)
+    job.wait_for(rf"(?s) start 2 .*\n iteration +{at_loss + 1}/")
+    testbed.ask("scancel", job.number)
+    job.wait("CANCELLED", "COMPLETED", "FAILED")
+
+    starts = (job.run / "logs" / job.number / "starts").read_text().split("\n")
+    assert starts[:2] == ["0 0", f"1 {at_signal}"]
+    third = int(starts[2].removeprefix("2 "))
+    assert at_loss - 50 <= third <= at_loss
+    found = history.steps(job.checkpoints)
+    assert [step for step, _ in found] == [*range(1, at_loss + 1), *range(third + 1, found[-1][0] + 1)]
+    last, folder = found[-1][0], tmp_path / "undisturbed"
+    flags = ["--preset", "tiny", "--distributed-backend", "gloo", *FOUR, "--save", str(folder)]
+    assert run_processes(4, _train, [*flags, "--exit-interval", str(last)]) == [0] * 4
+    assert history.differing(found, dict(history.steps(folder))) == []
