@@ -347,10 +347,10 @@ class TensorPasses(NamedTuple):
 def tensor_passes(sequence_parallel: bool) -> TensorPasses:
     """Passes over the tensor-parallel ring.
 
-    A layer has four all-reduces, two forward and two backward. Under sequence parallelism each is a reduce-scatter and
-    an all-gather (Korthikanti et al., arXiv 2205.05198, section 4.2), and the inputs of the two column-parallel products,
-    which are not kept, are gathered once more for their weight gradients. Sums of softmax statistics and of the gradients
-    of norms, a ten-thousandth of this, are left out.
+    A layer has four all-reduces, two forward and two backward. Under sequence parallelism each is a reduce-scatter
+    and an all-gather (Korthikanti et al., arXiv 2205.05198, section 4.2), and the inputs of the two column-parallel
+    products, which are not kept, are gathered once more for their weight gradients. Sums of softmax statistics and of
+    the gradients of norms, a ten-thousandth of this, are left out.
     """
     return TensorPasses(forward=4, backward=6 if sequence_parallel else 4, embedding=2, head=2)
 

@@ -185,7 +185,7 @@ class Rendezvous(Meeting):
         number = self._store.add("failures", 1)
         self._store.set(f"failure/{number}", json.dumps([self.launch.rank, message]))
         if self._serves_store and self._store.add("explainers", 1) == 1:
-            # gloo shows the others a closed connection only when this process ends, and the store with it: tell them now
+            # gloo shows the others a closed connection only when this process ends, with the store: tell them now
             self._store.set("findings", f"rank {self.launch.rank} failed: {message}")
             self._call_all(_ROLL)
 

@@ -402,6 +402,7 @@ def test_a_port_in_use_is_named() -> None:
 def reduce_until_an_end(rank: int, killed: int, message: str) -> str:
     """Rank `killed` dies at once, or fails with a message; the others explain what they see."""
     rendezvous = connect(detect_launch(), timedelta(seconds=30))
+    dist.barrier()  # a failure would wake a rank that is still connecting
     if rank == killed:
         if not message:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -169,6 +169,7 @@ def test_a_rank_that_dies_while_groups_are_made_is_named() -> None:
 
 def explain_after_rank_0_left(rank: int) -> tuple[float, str]:
     meeting = connect(detect_launch(), timedelta(seconds=30))
+    dist.barrier()  # a failure would wake a rank that is still connecting
     if rank == 0:
         meeting.fail("DataError: corpus.bin is truncated")
         meeting.close()
