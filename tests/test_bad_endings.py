@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.data.folder_claim import FolderClaim
 from megatron.training.metrics import read_metrics
 from tests.helpers.launching import ROOT, TINY, launch
 from tests.helpers.processes import free_port
@@ -33,6 +34,18 @@ def test_places_that_cannot_be_written_are_named_by_their_flag(tmp_path: Path) -
     (tmp_path / "file").write_text("")
     (outcome,) = launch(1, [*TINY, "--save", str(tmp_path / "file" / "x")])
     assert outcome.code == 2 and f"ConfigError: --save {tmp_path}/file/x" in outcome.output
+
+
+def test_a_folder_that_another_run_saves_to_is_refused_on_every_rank(tmp_path: Path) -> None:
+    other = FolderClaim(tmp_path, f"--save {tmp_path}")
+    other.take(print)
+    for outcome in launch(2, [*TINY, "--save", str(tmp_path)]):
+        assert outcome.code == 2 and "Traceback" not in outcome.output, outcome.output
+        assert f"--save {tmp_path} is in use by another run: process {os.getpid()} on" in outcome.output
+    other.release()
+    (outcome,) = launch(1, [*TINY, "--save", str(tmp_path)])
+    assert outcome.code == 0
+    assert not list(tmp_path.glob(".in_use*"))
 
 
 def test_resuming_at_the_end_says_that_nothing_is_left(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, MegatronError
 from megatron.parallel.collectives import all_reduce, broadcast_object, gather_objects
 from megatron.parallel.topology import Topology
 
@@ -23,7 +23,7 @@ def describe(error: BaseException) -> str:
         return "; ".join(sorted(f"rank {rank}: {describe(e[0])}" for rank, e in error.failures.items()))
     if "inline_container" in str(error):  # torch's writer of zip files, which does not say what the system told it
         return "a file could not be written to its end: the disk or quota may be full"
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, MegatronError) else f"{type(error).__name__}: {error}"
 
 
 @contextlib.contextmanager

@@ -28,3 +28,10 @@ class Variables:
 
     def first(self, names: tuple[str, ...]) -> str | None:
         return next((name for name in names if self.has(name)), None)
+
+
+def job_name(environ: Mapping[str, str]) -> str | None:
+    """What Slurm's commands call the job of this process; None where it is none. One of the tasks of a job array has
+    the array's own number, which stands for all of its tasks: there, array and task are named."""
+    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID") or None

@@ -5,6 +5,8 @@ import os
 import subprocess
 from collections.abc import Callable, Mapping
 
+from megatron.parallel.environment import job_name
+
 _ANSWER_S = 60.0
 
 
@@ -47,13 +49,6 @@ def _why_ended(job: str) -> str | None:
     if answer.returncode or state in ("", "RUNNING") or why.startswith("TimeLimit"):
         return None
     return state
-
-
-def job_name(environ: Mapping[str, str]) -> str | None:
-    """What Slurm's commands call the job of this process; None where it is none. One of the tasks of a job array has
-    the array's own number, which stands for all of its tasks: there, array and task are named."""
-    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
-    return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID") or None
 
 
 def ask_slurm(*command: str, timeout_s: float = _ANSWER_S) -> subprocess.CompletedProcess[str]:

@@ -287,6 +287,21 @@ def test_an_interrupted_point_runs_again_and_a_complete_one_does_not(
     assert (tmp_path / "p2/attempt-1/train.log").exists()
 
 
+def test_a_point_that_another_experiment_measures_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = Programs(monkeypatch, {})
+    other = PointFolder(tmp_path, tiny(1)[0])
+    other.claim.take(print)
+    runner = run_points(tmp_path, tiny(1, 2), Place("local"))
+    assert programs.calls == ["p2"] and runner.outcome.done == ["p2"]
+    assert "in use by another run" in runner.outcome.waiting["p1"] and not runner.outcome.resumable
+    other.claim.release()
+    runner = run_points(tmp_path, tiny(1, 2), Place("local"))
+    assert runner.outcome.done == ["p1"] and runner.outcome.skipped == ["p2"]
+    assert not list(tmp_path.glob("*/.in_use*"))
+
+
 def test_points_share_an_allocation_on_nodes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = (
         "import os, time; time.sleep(0.5); "

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.data.folder_claim import LOCK_NAME, FolderClaim
 from megatron.errors import ConfigError
 from megatron.planning.experiments.points import Point
 from megatron.planning.scaling.runs import METRICS, POINT, RESULT, read_records
@@ -25,6 +26,7 @@ class PointFolder:
     def __init__(self, root: Path, point: Point) -> None:
         self.point, self.path = point, root / point.name
         self.metrics, self.log = self.path / METRICS, self.path / LOG
+        self.claim = FolderClaim(self.path, f"point {self.path}")
 
     def state(self) -> str:
         """'done', 'failed: why', 'interrupted' or '' when there is nothing yet.
@@ -62,7 +64,7 @@ class PointFolder:
         """Make the folder and write the description; what an earlier attempt left goes into a folder of its own."""
         self._check_description()
         self.path.mkdir(parents=True, exist_ok=True)
-        old = [p for p in self.path.iterdir() if p.name != POINT and not p.name.startswith("attempt-")]
+        old = [p for p in self.path.iterdir() if p.name != POINT and not p.name.startswith(("attempt-", LOCK_NAME))]
         if old:
             number = 1 + sum(p.name.startswith("attempt-") for p in self.path.iterdir())
             aside = self.path / f"attempt-{number}"

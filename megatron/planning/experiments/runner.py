@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.config.duration import duration_s, show_duration
+from megatron.errors import ConfigError
 from megatron.planning.experiments.cost import SLACK, START_UP_S, Cost
 from megatron.planning.experiments.folder import TASKS, PointFolder
 from megatron.planning.experiments.points import Point
@@ -137,6 +138,7 @@ class Runner:
         finally:
             for each in self._running:
                 _signal(each.process, signal.SIGKILL)
+                each.folder.claim.release()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         return self.outcome
@@ -192,6 +194,16 @@ class Runner:
         if left is not None and needed is not None and left < needed:
             self._postpone(point, f"needs about {show_duration(needed)}, {show_duration(left)} are left of the job")
             return
+        try:
+            folder.claim.take(self._say)
+        except ConfigError as error:  # another experiment with the same folder measures this point now
+            self._postpone(point, str(error), for_time=False)
+            return
+        if folder.complete():
+            folder.claim.release()
+            self.outcome.skipped.append(point.name)
+            self._say(f"{point.name}: done meanwhile by another run")
+            return
         folder.prepare()
         hosts, self._free = self._free[: point.nodes], self._free[point.nodes :]
         limit = limit_s(self._costs[point.name], self._limit)
@@ -233,8 +245,10 @@ class Runner:
             name, took = each.folder.point.name, show_duration(time.time() - each.started)
             if self.signal is not None and not each.folder.complete():
                 self._postpone(each.folder.point, f"interrupted by {signal.Signals(self.signal).name}")
+                each.folder.claim.release()
                 continue
             reason = each.folder.finish(code, each.started, each.hosts, each.stopped)
+            each.folder.claim.release()
             if reason is None:
                 self.outcome.done.append(name)
                 self._say(f"{name}: done after {took}")
