@@ -129,18 +129,12 @@ run_in_allocation() {
 
 # forwarded COMMAND...: in the background, with USR1 and TERM handed on to the program that it runs at the time.
 forwarded() {
-    local pid code trapped
+    local pid trapped
     "$@" &
     pid=$!
     trap 'trapped=1; touch "$STOP_FILE"; pkill -USR1 -P "$pid" 2>/dev/null' USR1
     trap 'trapped=1; touch "$STOP_FILE"; pkill -TERM -P "$pid" 2>/dev/null' TERM
-    while :; do # a signal ends wait, not the process
-        trapped=0 code=0
-        wait "$pid" || code=$?
-        ((trapped)) || break
-    done
-    trap - USR1 TERM
-    return "$code"
+    wait_through_signals "$pid"
 }
 
 main() {

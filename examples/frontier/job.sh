@@ -264,14 +264,21 @@ compressed() { scontrol show hostlist "$1" 2>/dev/null || printf '%s' "$1"; }
 # forwarding COMMAND...: run it so that USR1 which only the batch script gets (--signal=B:USR1@300) reaches its tasks,
 # and SIGTERM, which Slurm sends to script and tasks alike, does not end the script before they have saved.
 forwarding() {
-    local pid code trapped
+    local pid trapped
     "$@" &
     pid=$!
     trap 'trapped=1; kill -USR1 "$pid" 2>/dev/null' USR1
     trap 'trapped=1; say "SIGTERM: waiting for the tasks to save"' TERM
+    wait_through_signals "$pid"
+}
+
+# wait_through_signals PID: wait for it and return its code. The caller has traps for USR1 and TERM, which set its variable
+# `trapped`; they are gone afterwards.
+wait_through_signals() {
+    local code
     while :; do # a signal ends wait, not the process; asked again, wait gives the code also of one that has ended since
         trapped=0 code=0
-        wait "$pid" || code=$?
+        wait "$1" || code=$?
         ((trapped)) || break
     done
     trap - USR1 TERM

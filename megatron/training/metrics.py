@@ -17,6 +17,7 @@ import torch
 from megatron.errors import ConfigError
 from megatron.parallel import collectives
 from megatron.parallel.topology import Topology
+from megatron.planning.metrics_file import read_records
 
 
 @dataclass(frozen=True)
@@ -241,12 +242,4 @@ def _finite(value: Any) -> Any:
 
 def read_metrics(path: str | Path, event: str | None = None) -> list[dict[str, Any]]:
     """The records of a metrics file, in order; of one event if given. A last line cut short is left out."""
-    records = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if event is None or record.get("event") == event:
-            records.append(record)
-    return records
+    return [record for record in read_records(Path(path)) if event in (None, record["event"])]

@@ -11,7 +11,8 @@ from typing import Any
 from megatron.data.folder_claim import LOCK_NAME, FolderClaim
 from megatron.errors import ConfigError
 from megatron.planning.experiments.points import Point
-from megatron.planning.scaling.runs import METRICS, POINT, RESULT, read_records
+from megatron.planning.metrics_file import read_records
+from megatron.planning.scaling.runs import METRICS, POINT, RESULT
 
 LOG, TASKS = "train.log", "tasks"
 _MOST_FILES, _TAIL_BYTES = 256, 100_000

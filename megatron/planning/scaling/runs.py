@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import DataError
+from megatron.planning.metrics_file import read_records
 from megatron.planning.scaling.logs import read_log
 
 METRICS, POINT, RESULT = "metrics.jsonl", "point.json", "result.json"
@@ -162,19 +163,6 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, json.JSONDecodeError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file, in order; a line cut short is left out."""
-    records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(record, dict) and "event" in record:
-            records.append(record)
-    return records
 
 
 def _from_metrics(path: Path, name: str, point: Mapping[str, Any]) -> MeasuredRun:
