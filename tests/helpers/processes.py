@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import queue
 import socket
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
@@ -28,15 +28,30 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def _body(results: Any, rank: int, env: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _body(
+    results: Connection, rank: int, env: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     os.environ.update(env)
     try:
-        results.put((rank, True, fn(rank, *args)))
+        outcome = (True, fn(rank, *args))
     except BaseException as error:
-        results.put((rank, False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
-    results.close()
-    results.join_thread()
+        outcome = (False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+    results.send(outcome)
     os._exit(0)  # a process whose peers died must not wait for them in a destructor
+
+
+def _outcome(process: Any, pipe: Connection) -> tuple[bool, Any] | None:
+    """(succeeded, result or error text) of a process that has sent one or ended; None while neither."""
+    ended = process.exitcode is not None  # asked before the pipe: what it sent last is there by then
+    try:
+        if pipe.poll():
+            outcome: tuple[bool, Any] = pipe.recv()
+            return outcome
+        if not ended:
+            return None
+    except EOFError:
+        process.join(timeout=1)
+    return False, f"ended with exit code {process.exitcode} and no result"
 
 
 def run_processes(
@@ -58,9 +73,8 @@ def run_processes_raw(
     n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120, env: dict[str, str] | None = None
 ) -> list[tuple[bool, Any]]:
     """Like run_processes, but returns (succeeded, result or error text) for each rank instead of raising."""
-    results = _context.Queue()
     port = str(free_port())
-    processes = []
+    processes, pipes = [], []
     for rank in range(n):
         variables = {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n),
@@ -72,22 +86,21 @@ def run_processes_raw(
             "MEGATRON_KERNELS_LIBRARY": os.environ.get("MEGATRON_KERNELS_LIBRARY", ""),
             **(env or {}),
         }
-        process = _context.Process(target=_body, args=(results, rank, variables, fn, args), daemon=True)
+        # A pipe for each: a process killed while it writes to one that all share would keep the others waiting.
+        receive, send = _context.Pipe(duplex=False)
+        process = _context.Process(target=_body, args=(send, rank, variables, fn, args), daemon=True)
         process.start()
+        send.close()
         processes.append(process)
+        pipes.append(receive)
     outcomes: list[tuple[bool, Any]] = [(False, f"no result within {timeout_s} s")] * n
     missing, deadline = set(range(n)), time.monotonic() + timeout_s
-    while missing and time.monotonic() < deadline:
-        try:
-            rank, ok, value = results.get(timeout=0.2)
-        except queue.Empty:
-            for rank in sorted(missing):
-                if processes[rank].exitcode is not None and results.empty():
-                    outcomes[rank] = (False, f"ended with exit code {processes[rank].exitcode} and no result")
-                    missing.discard(rank)
-            continue
-        outcomes[rank] = (ok, value)
-        missing.discard(rank)
+    while missing and (left := deadline - time.monotonic()) > 0:
+        wait([waited for rank in missing for waited in (pipes[rank], processes[rank].sentinel)], timeout=left)
+        for rank in sorted(missing):
+            if outcome := _outcome(processes[rank], pipes[rank]):
+                outcomes[rank] = outcome
+                missing.discard(rank)
     for process in processes:
         process.join(timeout=1)
         if process.is_alive():
