@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.errors import ConfigError
+from megatron.planning.compute import Compute
 
 CLUSTERS = Path(__file__).with_name("clusters")
 
@@ -61,6 +62,10 @@ class Cluster:
     nvme_path            node-local disk ("" where there is none), and nvme_constraint what to ask Slurm for
     startup_s            published seconds to start a Python environment
     sources              where each figure is from: published, computed or assumed
+    device_type          "cuda" for a GPU of any make, as torch calls it, or "cpu"
+    compute              what its devices and links do in how much time (compute.py)
+    shared_cores         cores that all processes of a node compute on together, where devices are no more than that
+                         (a CPU machine); None: every device computes by itself
     """
 
     name: str
@@ -91,6 +96,9 @@ class Cluster:
     nvme_constraint: str
     startup_s: Mapping[str, float]
     sources: Mapping[str, str]
+    device_type: str = "cuda"
+    compute: Compute = field(default_factory=Compute)
+    shared_cores: int | None = None
     path: str = field(default="", repr=False)
 
     def link_gb_per_s(self, a: int, b: int) -> float:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from megatron.errors import ConfigError
 from megatron.planning.cluster import Band, Cluster, Queue, WallLimit
+from megatron.planning.compute import BASES, COLUMNS, DTYPES, SCALARS, Compute, Figure, Points
 
 T = TypeVar("T")
 
@@ -15,7 +16,6 @@ _BANDS = (
     "gemm_tflops", "copy_gb_per_s", "allreduce_node_gb_per_s", "p2p_node_gb_per_s", "neighbour_gb_per_s",
     "tcp_gb_per_s", "clock_skew_s", "nvme_free_gib",
 )  # fmt: skip
-_DTYPES = ("float32", "float16", "bfloat16")
 
 
 class _Facts:
@@ -91,6 +91,31 @@ def _triples(value: Any) -> tuple[tuple[int, int, float], ...]:
     return tuple((_whole(a), _whole(b), _positive(w)) for a, b, w in value)
 
 
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise ValueError
+    return float(value)
+
+
+def _basis(value: Any) -> str:
+    if value not in BASES:
+        raise ValueError
+    return str(value)
+
+
+def _device_type(value: Any) -> str:
+    if value not in ("cuda", "cpu"):
+        raise ValueError
+    return str(value)
+
+
+def _range(value: Any) -> tuple[float, float]:
+    low, high = (_positive(side) for side in value)
+    if not low <= 1.0 <= high:
+        raise ValueError
+    return low, high
+
+
 def _queues(value: Any) -> tuple[Queue, ...]:
     kinds: dict[str, Callable[[Any], Any]] = {
         "name": _text, "max_nodes": _count, "max_hours": _positive, "max_jobs": _count
@@ -120,6 +145,7 @@ def read_cluster(path: Path) -> Cluster:
     text, numbers = "a text", f"{devices} whole numbers"
     rows = "rows of [device, device, GB/s]"
     local_order = take("cores.local_order", _wholes, numbers, list(range(devices)))
+    sources = {name: str(value) for name, value in facts.rest("sources").items()}
     cluster = Cluster(
         name=take("name", _text, text),
         title=take("title", _text, text, ""),
@@ -130,7 +156,7 @@ def read_cluster(path: Path) -> Cluster:
         memory_gib=take("device.memory_gib", _positive, "GiB of a device"),
         peak_tflops={
             dtype: take(f"device.peak_tflops.{dtype}", _positive, "TFLOP/s")
-            for dtype in _DTYPES
+            for dtype in DTYPES
             if dtype in tables.get("device", {}).get("peak_tflops", {})
         },
         links={(min(a, b), max(a, b)): w for a, b, w in take("links.gb_per_s", _triples, rows)},
@@ -168,13 +194,65 @@ def read_cluster(path: Path) -> Cluster:
         nvme_path=take("nvme.path", _text, text, ""),
         nvme_constraint=take("nvme.constraint", _text, text, ""),
         startup_s={name: float(value) for name, value in facts.rest("startup_s").items()},
-        sources={name: str(value) for name, value in facts.rest("sources").items()},
+        sources=sources,
+        device_type=take("device.type", _device_type, "cuda or cpu", "cuda"),
+        compute=_compute(facts, tables.get("compute", {}), sources),
+        shared_cores=take("shared_cores", lambda v: None if v is None else _count(v), "a number of cores", None),
         path=str(path),
     )
     facts.check_empty()
     for key, problem in _contradictions(cluster):
         raise facts.error(key, problem)
     return cluster
+
+
+def _compute(facts: _Facts, tables: Any, sources: Mapping[str, str]) -> Compute:
+    """The figures of [compute], each with its source from [sources]."""
+
+    def has(*parts: str) -> bool:
+        table = tables
+        for part in parts:
+            if not isinstance(table, dict) or part not in table:
+                return False
+            table = table[part]
+        return True
+
+    return Compute({
+        name: _figure(facts, name, columns, name in SCALARS or has(*name.split("."), "value"), sources)
+        for name, columns in COLUMNS.items()
+        if has(*name.split("."))
+    })  # fmt: skip
+
+
+def _figure(facts: _Facts, name: str, columns: int, scalar: bool, sources: Mapping[str, str]) -> Figure:
+    """One figure: a number where `scalar`, else rows of so many columns."""
+
+    def rows(value: Any) -> Points:
+        found = tuple(tuple(_positive(item) for item in row) for row in value)
+        if not found or any(len(row) != columns for row in found):
+            raise ValueError
+        return found
+
+    key, take = f"compute.{name}", facts.take
+    if scalar:
+        make, wanted = (_positive, "a number above 0") if "gb_per_s" in name or columns > 1 else (_number, "seconds")
+        points: Points = ((*(1.0,) * (columns - 1), take(f"{key}.value", make, wanted)),)
+    else:
+        points = take(f"{key}.points", rows, f"rows of {columns} positive numbers")
+    basis = take(f"{key}.basis", _basis, f"one of {', '.join(BASES)}")
+    low, high = take(f"{key}.range", _range, "a factor of at most 1 and one of at least 1", [1.0, 1.0])
+    source = source_of(sources, name)
+    if not source:
+        missing = f"sources.{key.replace('.', '_')}"
+        raise facts.error(missing, f"missing: expected a text that says where {key} is from")
+    return Figure(name, points, basis, source, low, high)
+
+
+def source_of(sources: Mapping[str, str], figure: str) -> str:
+    """The text of [sources] for a figure of [compute]: under its name or the longest beginning of it; "" for none."""
+    parts = f"compute.{figure}".replace(".", "_").split("_")
+    names = ["_".join(parts[:count]) for count in range(len(parts), 0, -1)]
+    return next((sources[known] for known in names if known in sources), "")
 
 
 def _contradictions(c: Cluster) -> Iterator[tuple[str, str]]:

@@ -79,6 +79,25 @@ class CostModel:
     def _edges(self) -> frozenset[frozenset[Edge]]:
         return edges_on_nodes(self.layout, self._devices, wraps=self.traffic.wrap > 0)
 
+    def rate(self, direction: str, device_order: tuple[int, ...]) -> Rate:
+        """Of the slowest group of "tp" or "dp" while all of them run collectives; the direction has several ranks."""
+        found = (self._slowest(groups, device_order) for groups in self._groups(direction))
+        return min(found, key=lambda rate: rate.gb_per_s)
+
+    def ends_rate(self, order: tuple[int, ...]) -> Rate:
+        """Of the pairs of first and last rank of each pipeline: on a node, or over cards that all its ranks share."""
+        stride, size = stride_and_size(self.layout, "pp")
+        if self._devices % (stride * size) == 0:
+            firsts = [r for r in range(self._devices) if r // stride % size == 0]
+            pairs = [(order[r], order[r + stride * (size - 1)]) for r in firsts]
+            return min(self._links.collective(pairs).values())
+        return min(self._links.card_shares([(device,) for device in order]))
+
+    def message_seconds(self, order: tuple[int, ...]) -> dict[tuple[int, int] | None, float]:
+        """Positions of the ranks at a boundary of stages, None on two nodes -> seconds of one message over it, the
+        slowest of all such, while all boundaries send in the same direction. Links being alike in both, so is this."""
+        return _slowest_messages(_Node(self._links, edges, order, self.traffic) for edges in self._edges)
+
     def tensor_seconds(self, device_order: tuple[int, ...]) -> float:
         """Of the tensor-parallel collectives alone, which decide first."""
         return sum(part.seconds for part in self._collectives("tp", self.traffic.tensor, device_order))
@@ -95,9 +114,7 @@ class CostModel:
     def _collectives(self, direction: str, flows: tuple[Flow, ...], order: tuple[int, ...]) -> list[CostPart]:
         if not flows:
             return []
-        rate = min(
-            (self._slowest(groups, order) for groups in self._groups(direction)), key=lambda found: found.gb_per_s
-        )
+        rate = self.rate(direction, order)
         return [_part(direction, flow, rate) for flow in flows]
 
     def _slowest(self, groups: Groups, order: tuple[int, ...]) -> Rate:
@@ -121,15 +138,12 @@ class CostModel:
         parts = [max((node.busiest() for node in nodes), key=lambda part: (part.seconds, part))]
         parts.append(self._way_through(nodes))
         if traffic.tied is not None:
-            parts.append(_part("pp", traffic.tied, self._ends_rate(order)))
+            parts.append(_part("pp", traffic.tied, self.ends_rate(order)))
         return parts, max(node.links_crossed for node in nodes)
 
     def _way_through(self, nodes: Sequence[_Node]) -> CostPart:
         """One micro-batch through all stages and back, in the slowest of the pipelines that pass the first node."""
-        seconds: dict[tuple[int, int] | None, float] = {}
-        for node in nodes:
-            for places, value in node.alone():
-                seconds[places] = max(seconds.get(places, 0.0), value)
+        seconds = _slowest_messages(nodes)
         layout, devices = self.layout, self._devices
         stride, size = stride_and_size(layout, "pp")
         chunks = self.traffic.stages // size
@@ -145,15 +159,6 @@ class CostModel:
         sent = 2.0 * boundaries * self.traffic.message_bytes
         name, limit = "first in, last out", f"{boundaries} boundaries in turn"
         return CostPart("pp", name, sent, sent / (2 * slowest) / 1e9, 2 * slowest, limit, ESTIMATED)
-
-    def _ends_rate(self, order: tuple[int, ...]) -> Rate:
-        """Of the pairs of first and last rank of each pipeline: on a node, or over cards that all its ranks share."""
-        stride, size = stride_and_size(self.layout, "pp")
-        if stride * size <= self._devices:
-            firsts = [r for r in range(self._devices) if r // stride % size == 0]
-            pairs = [(order[r], order[r + stride * (size - 1)]) for r in firsts]
-            return min(self._links.collective(pairs).values())
-        return min(self._links.card_shares([(device,) for device in order]))
 
 
 def _part(direction: str, flow: Flow, rate: Rate) -> CostPart:
@@ -256,6 +261,14 @@ class _Node:
             return f"{cluster.nics[card]}, {users} message{'s' * (users > 1)}"
         a, b = sorted(resource)
         return f"link {a}-{b}, {users} message{'s' * (users > 1)}"
+
+
+def _slowest_messages(nodes: Iterable[_Node]) -> dict[tuple[int, int] | None, float]:
+    seconds: dict[tuple[int, int] | None, float] = {}
+    for node in nodes:
+        for places, value in node.alone():
+            seconds[places] = max(seconds.get(places, 0.0), value)
+    return seconds
 
 
 @functools.cache

@@ -85,7 +85,7 @@ def test_rank_table(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--world-size", 8), "--cluster is missing: give one of frontier, lumi"),
+        (("--world-size", 8), "--cluster is missing: give one of dgx-h100, dgx-h200, frontier, lumi"),
         (("--cluster", "nowhere", "--world-size", 8), "--cluster nowhere is neither a known machine"),
         (("--cluster", "frontier", "--world-size", 12), "world size 12 is neither a part of one node"),
         (("--cluster", "frontier", "--world-size", 8, "--device-order", "0,1,2"), "--device-order 0,1,2 does not name"),

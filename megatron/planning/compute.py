@@ -1,0 +1,187 @@
+"""What a machine computes and sends in how much time: named figures, each with where it is from.
+
+A figure is one number or a set of points; its last column is what was measured, the others say for what. In a machine's
+file (`clusters/*.toml`) it is a table under [compute], with `value` or `points`, a `basis` and, where that is known, a
+`range`: factors between which it is believed to lie. [sources] has its source under `compute_` and its name with
+underscores for dots, or under a beginning of that. What a file does not give is assumed as a share of the peak
+(`assumed_figures`).
+
+Names of figures, columns, units:
+
+    products.DTYPE             m, n, k, TFLOP/s of [m, k] x [k, n]
+    attention.DTYPE.forward    sequence length, head size, TFLOP/s of causal attention, half of all pairs counted
+    attention.DTYPE.backward   the same; counted as 2.5 times the forward's operations
+    memory.WORK                bytes that a kernel reads and writes, GB/s; or one number. WORK is copy, norm,
+                               activation, residual, loss or embedding; where one is not there, copy counts
+    kernel_s                   s that a kernel takes at least
+    update_gb_per_s            GB/s of the optimizer's update, bytes read and written
+    layer_overhead_s           s of the host for one layer's pass that device work does not hide; also
+                               layer_forward_overhead_s and layer_backward_overhead_s where the two differ
+    instruction_overhead_s     s of the host for one instruction of the pipeline's schedule; 0 where it is not there
+    step_overhead_s            s of the host for a step
+    collective_start_s         s that a collective takes to start
+    hop_within_s, hop_between_s          s of one step of a ring within a node and between nodes
+    message_within_s, message_between_s  s from sending to arrival of an empty message
+    collectives.KIND           ranks from one member to the next, members, nodes, bytes of the whole tensor, s. KIND is
+                               all_reduce, all_gather, reduce_scatter or reduce (to one member)
+    messages                   nodes (1 within, 2 between), bytes, s
+
+DTYPE is float16, bfloat16 or float32. Needs no torch.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+MEASURED, PUBLISHED, ASSUMED = "measured", "published", "assumed"
+BASES = (MEASURED, PUBLISHED, ASSUMED)
+"""From the best to the worst."""
+
+DTYPES = ("float32", "float16", "bfloat16")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "reduce")
+WORK = ("copy", "norm", "activation", "residual", "loss", "embedding")
+DIRECTIONS = ("forward", "backward")
+
+SCALARS = (
+    "kernel_s", "update_gb_per_s", "layer_overhead_s", "layer_forward_overhead_s", "layer_backward_overhead_s",
+    "instruction_overhead_s", "step_overhead_s", "collective_start_s", "hop_within_s", "hop_between_s",
+    "message_within_s", "message_between_s",
+)  # fmt: skip
+
+COLUMNS: dict[str, int] = {
+    **dict.fromkeys((f"products.{dtype}" for dtype in DTYPES), 4),
+    **dict.fromkeys((f"attention.{dtype}.{direction}" for dtype in DTYPES for direction in DIRECTIONS), 3),
+    **dict.fromkeys(SCALARS, 1),
+    **dict.fromkeys((f"memory.{work}" for work in WORK), 2),
+    **dict.fromkeys((f"collectives.{kind}" for kind in KINDS), 5),
+    "messages": 3,
+}
+"""Names of all figures and how many columns their points have."""
+
+Points = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Numbers and where they are from. `low` and `high`: factors between which they are believed to lie."""
+
+    name: str
+    points: Points
+    basis: str
+    source: str
+    low: float = 1.0
+    high: float = 1.0
+
+    @property
+    def value(self) -> float:
+        """Of a figure that is one number."""
+        return self.points[0][-1]
+
+    def scaled(self, factor: float) -> Figure:
+        """The same with what was measured multiplied."""
+        return replace(self, points=tuple((*point[:-1], point[-1] * factor) for point in self.points))
+
+    def describe(self) -> str:
+        """Its numbers in short: one number, or the least and the most of the points."""
+        values = [point[-1] for point in self.points]
+        low, high = min(values), max(values)
+        return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
+
+
+@dataclass(frozen=True)
+class Compute:
+    """The figures of a machine by name."""
+
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+
+    def get(self, name: str) -> Figure | None:
+        return self.figures.get(name)
+
+    def varied(self, factors: Mapping[str, float]) -> Compute:
+        """With some figures multiplied by factors, to see what depends on them."""
+        return Compute({name: f.scaled(factors.get(name, 1.0)) for name, f in self.figures.items()})
+
+    def with_figures(self, figures: Iterable[Figure]) -> Compute:
+        """With these figures in place of those of their names."""
+        return Compute({**self.figures, **{figure.name: figure for figure in figures}})
+
+
+class Used(NamedTuple):
+    """A figure that an estimate rests on: name, numbers in short, where from."""
+
+    figure: str
+    value: str
+    basis: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Confidence:
+    """What an estimate rests on."""
+
+    used: tuple[Used, ...] = ()
+
+    @classmethod
+    def of(cls, figures: Iterable[Figure], more: Iterable[Used] = ()) -> Confidence:
+        found = {Used(f.name, f.describe(), f.basis, f.source) for f in figures} | set(more)
+        return cls(tuple(sorted(found, key=lambda used: (BASES.index(used.basis), used))))
+
+    def __or__(self, other: Confidence) -> Confidence:
+        return Confidence.of((), (*self.used, *other.used))
+
+    @property
+    def worst(self) -> str:
+        """The weakest basis among the inputs; measured where there are none."""
+        return max((used.basis for used in self.used), key=BASES.index, default=MEASURED)
+
+    @property
+    def by_basis(self) -> dict[str, list[tuple[str, str, str]]]:
+        """basis -> (figure, numbers, source) of all inputs of this basis."""
+        return {
+            basis: [(used.figure, used.value, used.source) for used in self.used if used.basis == basis]
+            for basis in BASES
+        }
+
+    def describe(self) -> str:
+        """One line: how many inputs of each basis, and the names of the assumed ones."""
+        counts = [f"{len(found)} {basis}" for basis, found in self.by_basis.items() if found]
+        assumed = [name for name, _, _ in self.by_basis[ASSUMED]]
+        names = f" ({', '.join(assumed)})" if assumed else ""
+        return f"inputs: {', '.join(counts) or 'none'}{names}"
+
+
+# -- where a machine's file gives nothing ---------------------------------------------------------------------------
+
+# Shares of the peak of large matrix products and of attention, forward and backward, and GB/s of memory for each
+# TFLOP/s of the 16-bit peak. Published values of the machines that come with this package are around them.
+_PRODUCTS, _FORWARD, _BACKWARD, _MEMORY = 0.60, 0.30, 0.25, 4.0
+_HALF_RATE_SIZE = 400.0
+_SCALARS = {
+    "kernel_s": (5e-6, 0.5, 2.0), "layer_overhead_s": (0.0, 1.0, 1.0), "step_overhead_s": (5e-3, 0.2, 5.0),
+    "collective_start_s": (10e-6, 0.5, 2.0), "hop_within_s": (4e-6, 0.25, 2.0), "hop_between_s": (15e-6, 0.5, 2.0),
+    "message_within_s": (10e-6, 0.5, 2.0), "message_between_s": (20e-6, 0.5, 2.0),
+}  # fmt: skip
+
+
+def assumed_figures(peak_tflops: Mapping[str, float]) -> dict[str, Figure]:
+    """All figures of which none is known but the peaks of matrix products."""
+    share = "a share of the peak as it is usual on devices whose figures are published"
+    found: dict[str, Figure] = {}
+
+    def put(name: str, points: Points, source: str, low: float, high: float) -> None:
+        found[name] = Figure(name, points, ASSUMED, source, low, high)
+
+    for dtype, peak in peak_tflops.items():
+        products = tuple(
+            (size, size, size, _PRODUCTS * peak * size / (size + _HALF_RATE_SIZE)) for size in (512.0, 2048.0, 8192.0)
+        )
+        put(f"products.{dtype}", products, share, 0.7, 1.3)
+        for direction, part in (("forward", _FORWARD), ("backward", _BACKWARD)):
+            put(f"attention.{dtype}.{direction}", ((2048.0, 128.0, part * peak),), share, 0.5, 1.5)
+    memory = _MEMORY * max(peak_tflops.values(), default=100.0)
+    put("memory.copy", ((1.0, memory),), "usual bytes of memory traffic for each operation of the peak", 0.5, 2.0)
+    put("update_gb_per_s", ((0.7 * memory,),), "a share of the memory's bandwidth", 0.5, 1.4)
+    for name, (value, low, high) in _SCALARS.items():
+        put(name, ((value,),), "usual on GPUs with NCCL or RCCL", low, high)
+    return found
