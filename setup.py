@@ -1,4 +1,4 @@
-"""Builds csrc/: the index helpers and, by megatron/kernels/build.py, the kernels. The rest is in pyproject.toml."""
+"""Builds csrc/: index helpers, the clock and, by megatron/kernels/build.py, the kernels. The rest: pyproject.toml."""
 from __future__ import annotations
 
 import runpy
@@ -15,8 +15,8 @@ kernels = runpy.run_path(str(Path(__file__).with_name("megatron") / "kernels" / 
 
 
 class OptionalBuild(build_ext):
-    """Goes on where there is no working compiler: megatron.data has the same loops in numpy, and torch's own operators
-    take the place of kernels."""
+    """Goes on where there is no working compiler: megatron.data has the same loops in numpy, megatron.pipeline.clock in
+    Python, and torch's own operators take the place of kernels."""
 
     def run(self) -> None:
         super().run()
@@ -30,7 +30,7 @@ class OptionalBuild(build_ext):
         except Exception as error:  # every way in which a compiler can fail
             print(
                 f"warning: {ext.name} was not built ({type(error).__name__}: {error}); index building uses numpy, "
-                f"several times slower. Install a C++ compiler and run this again.",
+                f"several times slower, and planning Python. Install a C++ compiler and run this again.",
                 file=sys.stderr,
             )
 
@@ -76,7 +76,15 @@ helpers = Pybind11Extension(
     cxx_std=17,
     extra_compile_args=["-O3"],
 )
-# Lets setuptools copy the others when this one is missing.
-helpers.optional = True
+schedule_clock = Pybind11Extension(
+    "megatron.pipeline._schedule_clock",
+    ["csrc/schedule_clock.cpp", "csrc/schedule_plan.cpp"],
+    depends=["csrc/schedule_clock.hpp"],
+    cxx_std=17,
+    extra_compile_args=["-O3"],
+)
+extensions = [helpers, schedule_clock]
+for extension in extensions:
+    extension.optional = True  # lets setuptools copy the others when this one is missing
 
-setup(ext_modules=[helpers], cmdclass={"build_ext": OptionalBuild, "build_kernels": BuildKernels})
+setup(ext_modules=extensions, cmdclass={"build_ext": OptionalBuild, "build_kernels": BuildKernels})

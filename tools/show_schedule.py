@@ -23,6 +23,7 @@ from megatron.pipeline.schedule import (
     peak_receives,
 )
 from megatron.pipeline.simulate import NOMINAL_DURATIONS, Timeline, simulate
+from megatron.planning.timeline_plot import draw_timeline
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -75,7 +76,11 @@ def main(argv: list[str] | None = None) -> int:
             for rank, instructions in enumerate(schedule):
                 print(f"rank {rank}: " + " ".join(draw.label(i, schedule) for i in instructions))
         if args.plot:
-            draw.plot(schedule, timeline, args.plot)
+            title = (
+                f"{schedule.name}: {schedule.pipeline_size} ranks, {chunks} chunk{'s' * (chunks > 1)}, "
+                f"{schedule.micro_batches} micro-batches, bubble {timeline.bubble_fraction:.1%}"
+            )
+            draw_timeline(timeline, schedule.pipeline_size, schedule.chunks, args.plot, title=title)
             print(f"drawn to {args.plot}")
     except MegatronError as error:
         print(f"error: {error}", file=sys.stderr)

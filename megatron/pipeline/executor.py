@@ -235,6 +235,7 @@ class _Pass:
             else:
                 gradient = self._exchange.take(Instruction(Op.RECV_BACKWARD, stage, index))
             saved.gradient.append(gradient)
+            del gradient  # it is free as soon as autograd has passed it on
         if saved.root.requires_grad:  # a chunk may be frozen
             torch.autograd.backward(saved.root)
         if saved.hidden is not None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.pipeline.instructions import COMPUTE, SENDS, Instruction, Op, Schedule
-from megatron.pipeline.simulate import NOMINAL_DURATIONS, Durations
+from megatron.pipeline.simulate import NOMINAL_DURATIONS, Durations, Latency
 
 
 class Compute(NamedTuple):
@@ -82,14 +82,7 @@ def replay(ranks: Sequence[Sequence[Action]]) -> Replay:
     The ranks of a link must post its messages in the same order. A program that deadlocks fails an assertion, which
     names the messages waited for.
     """
-    posters: dict[Hashable, int] = defaultdict(int)
-    order: dict[Hashable, dict[Hashable, None]] = defaultdict(dict)  # of each link, as its first rank posts
-    for actions in ranks:
-        for action in actions:
-            if isinstance(action, Post):
-                posters[action.message] += 1
-                order[action.link][action.message] = None
-    links = {link: _Link(link, deque(messages), posters) for link, messages in order.items()}
+    links = links_of(ranks)
     crossings: dict[Hashable, Crossing] = {}
     state = [_Rank(actions) for actions in ranks]
     waiting: dict[Hashable, list[int]] = defaultdict(list)
@@ -119,10 +112,22 @@ def replay(ranks: Sequence[Sequence[Action]]) -> Replay:
     )  # fmt: skip
 
 
+def links_of(ranks: Sequence[Sequence[Action]]) -> dict[Hashable, Link]:
+    """The links over which the ranks post messages, before anything is posted."""
+    posters: dict[Hashable, int] = defaultdict(int)
+    order: dict[Hashable, dict[Hashable, None]] = defaultdict(dict)  # of each link, as its first rank posts
+    for actions in ranks:
+        for action in actions:
+            if isinstance(action, Post):
+                posters[action.message] += 1
+                order[action.link][action.message] = None
+    return {link: Link(link, deque(messages), posters) for link, messages in order.items()}
+
+
 class _Rank:
     def __init__(self, actions: Sequence[Action]) -> None:
         self.todo = deque(actions)
-        self.clock = 0.0
+        self.clock: float = 0  # whole numbers stay whole
         self.computed: list[Lane] = []
         self.waited: list[Lane] = []
 
@@ -137,13 +142,15 @@ class _Rank:
             self.clock = until
 
 
-class _Link:
+class Link:
+    """The messages of one link, those that are not yet on their way, in order."""
+
     def __init__(self, name: Hashable, order: deque[Hashable], posters: Mapping[Hashable, int]) -> None:
         self._name = name
         self._order = order
         self._missing = {message: posters[message] for message in order}
         self._begun: dict[Hashable, tuple[float, Post]] = {}
-        self._free = 0.0
+        self._free: float = 0
 
     def post(self, post: Post, time: float) -> list[tuple[Hashable, Crossing]]:
         """The messages whose arrival is known by this, with it."""
@@ -162,37 +169,41 @@ class _Link:
 def actions_of(
     schedule: Schedule,
     durations: Durations = NOMINAL_DURATIONS,
-    occupies: float = 0.0,
-    latency: float = 0.0,
+    occupies: Latency = 0.0,
+    latency: Latency = 0.0,
     *,
     sends_in_flight: int = 4,
     posted_ahead: bool = True,
+    duplex: bool = True,
 ) -> list[list[Action]]:
     """What each rank of a pipeline does in one step.
 
     durations        as simulate() takes them
-    occupies         time that a message keeps its link (one direction of a pair of ranks) busy: bytes / bandwidth
-    latency          time from leaving the link to arriving
+    occupies         time that a message keeps its link busy, bytes / bandwidth: a number, or a function of the send
+    latency          time from leaving the link to arriving, likewise
     sends_in_flight  a rank waits for the oldest of so many before it sends another (exchange.py)
     posted_ahead     as the schedule has it; without, receives are posted where their message is needed
+    duplex           the two directions of a pair of ranks are links of their own; without, a pair's messages follow
+                     each other in both directions, as on one NCCL communicator
     """
     return [
-        _RankActions(schedule, rank, durations, occupies, latency, sends_in_flight, posted_ahead).build()
+        _RankActions(schedule, rank, durations, occupies, latency, sends_in_flight, posted_ahead, duplex).build()
         for rank in range(len(schedule))
     ]
 
 
 class _RankActions:
     def __init__(
-        self, schedule: Schedule, rank: int, durations: Durations, occupies: float, latency: float,
-        sends_in_flight: int, posted_ahead: bool,
+        self, schedule: Schedule, rank: int, durations: Durations, occupies: Latency, latency: Latency,
+        sends_in_flight: int, posted_ahead: bool, duplex: bool,
     ) -> None:  # fmt: skip
         self._schedule, self._rank = schedule, rank
         self._duration: Callable[[Instruction], float] = (
             durations if callable(durations) else lambda instruction: durations[instruction.op]
         )
-        self._times = occupies, latency
-        self._in_flight, self._posted_ahead = sends_in_flight, posted_ahead
+        self._occupies = occupies if callable(occupies) else lambda _: occupies
+        self._latency = latency if callable(latency) else lambda _: latency
+        self._in_flight, self._posted_ahead, self._duplex = sends_in_flight, posted_ahead, duplex
 
     def build(self) -> list[Action]:
         actions: list[Action] = []
@@ -222,7 +233,9 @@ class _RankActions:
         size = self._schedule.pipeline_size
         own, peer = self._rank, instruction.peer_stage % size
         link = (own, peer) if instruction.op in SENDS else (peer, own)
-        return Post(_sending(instruction), link, *self._times)
+        send = _sending(instruction)
+        link = link if self._duplex else (min(link), max(link))
+        return Post(send, link, self._occupies(send), self._latency(send))
 
 
 def _received_for(computation: Instruction) -> Instruction:

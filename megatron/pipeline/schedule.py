@@ -43,7 +43,7 @@ def build_schedule(
 
     Raises ConfigError for a name, a size or a combination that does not exist.
     """
-    _check(name, pipeline_size, chunks, micro_batches)
+    check_sizes(name, pipeline_size, chunks, micro_batches)
     p, v, m = pipeline_size, chunks, micro_batches
     computations = [_computations(name, rank, p, v, m, forward_only) for rank in range(p)]
     return Schedule(name, p, v, m, forward_only, add_messages(computations, p * v))
@@ -57,7 +57,7 @@ def build_rank_schedule(
     Time and memory grow with the passes of the pipeline as there, but with numbers in place of objects. Raises
     ConfigError as build_schedule does.
     """
-    _check(name, pipeline_size, chunks, micro_batches)
+    check_sizes(name, pipeline_size, chunks, micro_batches)
     p, v, m = pipeline_size, chunks, micro_batches
     assert 0 <= rank < p, f"pipeline rank {rank} of {p}"
     if p > 1 and v > 1 and m < p:
@@ -80,7 +80,7 @@ def _computations(name: str, rank: int, p: int, v: int, m: int, forward_only: bo
     return orders.one_forward_one_backward(rank, p, m)
 
 
-def _check(name: str, pipeline_size: int, chunks: int, micro_batches: int) -> None:
+def check_sizes(name: str, pipeline_size: int, chunks: int, micro_batches: int) -> None:
     if name not in SCHEDULES:
         raise ConfigError(f"pipeline schedule {name!r} does not exist: choose one of {', '.join(SCHEDULES)}")
     for what, value in (("pipeline size", pipeline_size), ("chunks", chunks), ("micro-batches", micro_batches)):

@@ -1,0 +1,79 @@
+"""A pipeline's step as a trace: JSON that chrome://tracing and https://ui.perfetto.dev open, one row for each rank."""
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron.errors import ConfigError
+from megatron.pipeline.clock import PipelineRun, timeline
+from megatron.pipeline.instructions import Op
+from megatron.pipeline.simulate import Span
+
+NAMES = {
+    Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.BACKWARD_INPUT: "backward of inputs",
+    Op.BACKWARD_WEIGHT: "backward of weights",
+}  # fmt: skip
+# Above so many passes the arrows of messages are left out: they make the file three times as large.
+_WITH_ARROWS = 20_000
+_MICROSECONDS = 1e6  # the format's unit
+
+
+def write_trace(run: PipelineRun, path: Path) -> None:
+    """Write a run whose times are seconds to `path`, compressed if it ends in .gz.
+
+    One event of the trace event format (phase X) for each pass, named by what it is and its micro-batch, and, in steps
+    of up to 20,000 passes, an arrow for each message. Raises ConfigError where the file cannot be written.
+    """
+    lanes = timeline(run).ranks
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with gzip.open(path, "wt", compresslevel=4) if path.suffix == ".gz" else path.open("w") as file:
+            # Event by event: a large step has hundreds of thousands.
+            file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+            for number, event in enumerate(_events(run, lanes)):
+                file.write((",\n" if number else "") + json.dumps(event, separators=(",", ":")))
+            file.write("\n]}\n")
+    except OSError as error:
+        raise ConfigError(f"the trace cannot be written to {path}: {error.strerror}") from None
+
+
+def _events(run: PipelineRun, lanes: tuple[tuple[Span, ...], ...]) -> Iterator[dict[str, Any]]:
+    pipeline = run.pipeline
+    sizes = f"{pipeline.size} ranks, {pipeline.chunks} chunks, {pipeline.micro_batches} micro-batches"
+    yield {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": f"{pipeline.schedule}: {sizes}"}}
+    for rank in range(pipeline.size):
+        yield {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"pipeline rank {rank}"}}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": rank, "args": {"sort_index": rank}}
+    for rank, spans in enumerate(lanes):
+        for span in spans:
+            op, stage, micro_batch = span.instruction
+            yield {
+                "ph": "X", "name": f"{NAMES[op]} {micro_batch}", "cat": NAMES[op], "pid": 0, "tid": rank,
+                "ts": _at(span.start), "dur": _at(span.end - span.start),
+                "args": {"micro-batch": micro_batch, "chunk": stage // pipeline.size, "stage": stage},
+            }  # fmt: skip
+    if sum(map(len, lanes)) <= _WITH_ARROWS:
+        yield from _arrows(pipeline.size, lanes)
+
+
+def _at(seconds: float) -> float:
+    return round(seconds * _MICROSECONDS, 3)
+
+
+def _arrows(size: int, lanes: tuple[tuple[Span, ...], ...]) -> Iterator[dict[str, Any]]:
+    """From the pass that makes what a message carries to the pass that uses it."""
+    passes = {
+        (span.instruction.op is Op.FORWARD, *span.instruction[1:]): span
+        for spans in lanes for span in spans if span.instruction.op is not Op.BACKWARD_WEIGHT
+    }  # fmt: skip
+    for number, ((forward, stage, micro_batch), made) in enumerate(passes.items()):
+        to = stage + 1 if forward else stage - 1
+        used = passes.get((forward, to, micro_batch))
+        if used is None or to % size == stage % size:
+            continue
+        shared = {"name": "activation" if forward else "gradient", "cat": "message", "id": number, "pid": 0}
+        yield {**shared, "ph": "s", "tid": stage % size, "ts": _at(made.end)}
+        yield {**shared, "ph": "f", "bp": "e", "tid": to % size, "ts": _at(used.start)}

@@ -1,0 +1,375 @@
+"""The clock against closed forms, bounds, and a second implementation; its lists against those of the executor."""
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.errors import ConfigError
+from megatron.pipeline import clock, orders
+from megatron.pipeline.clock import Boundaries, PipelineRun, StageTimes, run_pipeline, timeline
+from megatron.pipeline.instructions import COMPUTE, Op
+from megatron.pipeline.schedule import build_schedule
+from megatron.pipeline.step_times import Pipeline
+
+needs_extension = pytest.mark.skipif(clock.compiled is None, reason="csrc/schedule_clock.cpp was not built")
+BOTH = pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_extension, id="c++"),
+                                            pytest.param(False, id="python")])  # fmt: skip
+CODES = (*clock.OPS, Op.SEND_FORWARD, Op.RECV_FORWARD, Op.SEND_BACKWARD, Op.RECV_BACKWARD)
+
+
+def even(stages: int, forward: float = 1.0, backward: float = 2.0, weight: float = 0.0) -> StageTimes:
+    return StageTimes((forward,) * stages, (backward,) * stages, (weight,) * stages)
+
+
+def without_extension(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(clock, "compiled", None)
+
+
+@pytest.fixture
+def either(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not compiled:
+        without_extension(monkeypatch)
+
+
+# Closed forms, with whole numbers of ticks: exact.
+
+
+@BOTH
+@pytest.mark.usefixtures("either")
+@pytest.mark.parametrize("size, m", [(1, 5), (2, 1), (2, 9), (3, 2), (4, 4), (5, 33), (8, 17)])
+@pytest.mark.parametrize("forward, backward", [(1.0, 2.0), (3.0, 4.0), (5.0, 1.0)])
+def test_1f1b(size: int, m: int, forward: float, backward: float) -> None:
+    """(m + p - 1)(t_f + t_b): Narayanan et al., arXiv 2104.04473, section 2.2.1."""
+    run = run_pipeline("1f1b", size, 1, m, even(size, forward, backward))
+    assert run.makespan == (m + size - 1) * (forward + backward)
+    assert run.busy == (m * (forward + backward),) * size
+    assert run.bubble_fraction == pytest.approx((size - 1) / (m + size - 1), abs=1e-12)
+
+
+@BOTH
+@pytest.mark.usefixtures("either")
+@pytest.mark.parametrize("size, chunks, m", [(2, 2, 2), (2, 3, 7), (3, 2, 4), (4, 2, 8), (4, 3, 23), (5, 4, 11)])
+@pytest.mark.parametrize("forward, backward", [(1.0, 2.0), (2.0, 2.0)])
+def test_interleaved(size: int, chunks: int, m: int, forward: float, backward: float) -> None:
+    """The bubble is (p - 1)(t_f + t_b) of one chunk: section 2.2.2 of the same; here for any m >= p."""
+    run = run_pipeline("interleaved", size, chunks, m, even(size * chunks, forward, backward))
+    assert run.message_wait == (0.0,) * size
+    assert run.makespan == (m * chunks + size - 1) * (forward + backward)
+
+
+@BOTH
+@pytest.mark.usefixtures("either")
+@pytest.mark.parametrize("size, more", [(2, 0), (3, 4), (4, 0), (6, 9)])
+@pytest.mark.parametrize("forward, backward, weight", [(1.0, 1.0, 1.0), (2.0, 2.0, 1.0), (3.0, 3.0, 2.0)])
+def test_zb_h1(size: int, more: int, forward: float, backward: float, weight: float) -> None:
+    """The bubble is (p - 1)(t_f + t_b - t_w): Qi et al., arXiv 2401.10241, table 2, with enough micro-batches."""
+    m = 2 * size + more
+    run = run_pipeline("zb-h1", size, 1, m, even(size, forward, backward, weight))
+    assert run.makespan == m * (forward + backward + weight) + (size - 1) * (forward + backward - weight)
+
+
+positive = st.integers(1, 6).map(float)
+
+
+@given(st.integers(2, 6), st.integers(1, 20), positive, positive, positive)
+@settings(max_examples=150, deadline=None)
+def test_bounds_of_zb_h1(size: int, m: int, forward: float, backward: float, weight: float) -> None:
+    """It is never behind 1F1B whose backward pass takes both halves, and never before what any schedule needs: the
+    first micro-batch's way there and back, or the last rank's work behind p - 1 forward passes."""
+    whole = run_pipeline("1f1b", size, 1, m, even(size, forward, backward + weight)).makespan
+    run = run_pipeline("zb-h1", size, 1, m, even(size, forward, backward, weight))
+    least = max(size * (forward + backward) + weight, (size - 1) * forward + m * (forward + backward + weight))
+    assert least <= run.makespan <= whole
+
+
+@BOTH
+@pytest.mark.usefixtures("either")
+def test_one_micro_batch_pays_for_each_boundary_twice() -> None:
+    """There is nothing else to do meanwhile."""
+    there = ((1.0, 0.5), (2.0, 0.25), (4.0, 0.125), (9.0, 9.0))
+    back = ((9.0, 9.0), (8.0, 1.0), (16.0, 2.0), (32.0, 4.0))
+    run = run_pipeline("1f1b", 4, 1, 1, even(4), Boundaries(there, back))
+    assert run.makespan == run.ends[0] == 4 * 3 + 7.875 + 63
+    assert run.first_forward_start == (0.0, 2.5, 5.75, 10.875)
+    assert run.last_backward_start == (11.875 + 6 + 63, 11.875 + 4 + 54, 11.875 + 2 + 36, 11.875)
+    # What comes in, and what went out last: a rank is done when that has arrived.
+    assert run.message_wait == (9.0, 1.5 + 18 + 9, 2.25 + 36 + 18, 4.125 + 36)
+    assert run.bubble[3] == run.makespan - 3 - 40.125
+
+
+@BOTH
+@pytest.mark.usefixtures("either")
+def test_the_link_is_the_pace_where_messages_take_longest() -> None:
+    """The first two activations arrive at 6 and 11. The receive of each further one stands behind the forward pass
+    before it, which ends 1 after that one's arrival: so every 6 one arrives, the last at 71, and is used for 1 + 1 + 1.
+    """
+    free, slow = ((0.0, 0.0),) * 2, ((5.0, 0.0),) * 2
+    run = run_pipeline("1f1b", 2, 1, 12, even(2, 1.0, 1.0), Boundaries(slow, free))
+    assert run.makespan == 74
+    assert run.message_wait[1] == 5 + 3 + 10 * 4
+    # Where one link carries both directions, 24 messages follow each other on it, two passes before and one behind.
+    one, two = (
+        run_pipeline("1f1b", 2, 1, 12, even(2, 1.0, 1.0), Boundaries(slow, slow, duplex)) for duplex in (False, True)
+    )
+    assert one.makespan >= 1 + 24 * 5 + 1 > two.makespan
+
+
+# Against links.replay of build_schedule, the lists that the executor runs.
+
+
+def stage_times(draw: st.DrawFn, stages: int) -> StageTimes:
+    def of_stages() -> tuple[float, ...]:
+        return tuple(draw(st.lists(time, min_size=stages, max_size=stages)))
+
+    time = st.sampled_from([1.0, 1.0, 1.5, 0.1, 2.7, 1 / 3])
+    return StageTimes(of_stages(), of_stages(), of_stages(), of_stages() if draw(st.booleans()) else ())
+
+
+def message_times(draw: st.DrawFn, size: int) -> Boundaries | None:
+    def of_ranks() -> tuple[tuple[float, float], ...]:
+        return tuple(draw(st.lists(st.tuples(cost, cost), min_size=size, max_size=size)))
+
+    cost = st.sampled_from([0.0, 0.05, 0.3, 1.1])
+    return Boundaries(of_ranks(), of_ranks(), draw(st.booleans())) if draw(st.booleans()) else None
+
+
+@st.composite
+def pipelines(draw: st.DrawFn, most: int = 40) -> Pipeline:
+    name, chunks = draw(st.sampled_from([("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 3)]))
+    size, m = draw(st.integers(1, 6)), draw(st.integers(1, most))
+    return Pipeline(name, size, chunks, m, stage_times(draw, size * chunks), message_times(draw, size))
+
+
+def run_of(pipeline: Pipeline) -> PipelineRun:
+    return run_pipeline(
+        pipeline.schedule, pipeline.size, pipeline.chunks, pipeline.micro_batches, pipeline.times, pipeline.boundaries,
+        cores=pipeline.cores, demand=pipeline.demand,
+    )  # fmt: skip
+
+
+@needs_extension
+@given(pipelines())
+@settings(max_examples=150, deadline=None)
+def test_compiled_is_the_replay_of_the_executors_lists(pipeline: Pipeline) -> None:
+    """To the tick, with all that is reported. A pipeline of one rank is summed in the caller's unit."""
+    run = run_of(pipeline)
+    with pytest.MonkeyPatch.context() as patch:
+        spans = timeline(run)
+        without_extension(patch)
+        replayed, lanes = clock._replayed(pipeline)
+    if pipeline.size > 1:
+        assert run == replayed
+    else:
+        for field in dataclasses.fields(run)[1:]:
+            assert getattr(run, field.name) == pytest.approx(getattr(replayed, field.name), rel=1e-12), field.name
+    assert spans == lanes
+
+
+@given(pipelines(most=24))
+@settings(max_examples=150, deadline=None)
+def test_what_holds_of_every_step(pipeline: Pipeline) -> None:
+    run = run_of(pipeline)
+    spans = timeline(run).ranks
+    near = 1e-9
+    for rank, of_rank in enumerate(spans):
+        assert run.busy[rank] == pytest.approx(sum(span.end - span.start for span in of_rank))
+        assert run.busy[rank] + run.waited[rank] == pytest.approx(run.ends[rank])
+        assert -near <= run.message_wait[rank] <= run.waited[rank] + near
+        assert run.ends[rank] <= run.makespan + near and of_rank[-1].end <= run.ends[rank] + near
+        assert all(before.end <= after.start for before, after in pairwise(of_rank))
+    assert run.makespan == pytest.approx(max(of_rank[-1].end for of_rank in spans))
+    passes = [span for of_rank in spans for span in of_rank]
+    for stage in range(pipeline.size * pipeline.chunks):
+        of_stage = [span for span in passes if span.instruction.stage == stage]
+        assert run.first_forward_start[stage] == pytest.approx(min(span.start for span in of_stage))
+        gives = [s for s in of_stage if s.instruction.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)]
+        assert run.last_backward_end[stage] == pytest.approx(max(span.end for span in gives))
+        assert run.last_backward_start[stage] == pytest.approx(max(span.start for span in gives))
+
+
+@given(pipelines(most=24), st.data())
+@settings(max_examples=100, deadline=None)
+def test_nothing_is_done_sooner_when_something_takes_longer(pipeline: Pipeline, data: st.DataObject) -> None:
+    stage = data.draw(st.integers(0, pipeline.size * pipeline.chunks - 1))
+    slower = [time * (1.5 if at == stage else 1) for at, time in enumerate(pipeline.times.forward)]
+    longer = dataclasses.replace(pipeline, times=dataclasses.replace(pipeline.times, forward=tuple(slower)))
+    assert run_of(longer).makespan >= run_of(pipeline).makespan * (1 - 1e-9)
+    free = dataclasses.replace(pipeline, boundaries=None)
+    assert run_of(free).makespan <= run_of(pipeline).makespan * (1 + 1e-9)
+
+
+# The lists in C++ are those of orders.py and messages.py.
+
+
+def compiled_lists(name: str, size: int, chunks: int, m: int, what: str) -> list[list[tuple[Op, int, int]]]:
+    plan = clock._new_plan(name, size, chunks, clock._groups(size, chunks, m), True)
+    lists: Any = [getattr(plan, what)(rank) for rank in range(size)]
+    return [[(CODES[op], stage, micro_batch) for op, stage, micro_batch in rank] for rank in lists]
+
+
+def reference_order(name: str, rank: int, size: int, chunks: int, m: int) -> list[tuple[Op, int, int]]:
+    if name == "interleaved":
+        return list(map(tuple, orders.interleaved(rank, size, chunks, m)))
+    one = orders.zero_bubble_h1 if name == "zb-h1" else orders.one_forward_one_backward
+    return list(map(tuple, one(rank, size, m)))
+
+
+@needs_extension
+@pytest.mark.parametrize("size", [2, 3, 4, 7, 8, 16])
+@pytest.mark.parametrize("name, chunks", [("1f1b", 1), ("zb-h1", 1), *(("interleaved", v) for v in (2, 3, 5))])
+def test_compiled_orders(name: str, chunks: int, size: int) -> None:
+    for m in {1, 2, size - 1, size, size + 1, 2 * size + 3, 4 * size, 61}:
+        lists = compiled_lists(name, size, chunks, m, "computations")
+        assert lists == [reference_order(name, rank, size, chunks, m) for rank in range(size)], m
+
+
+@needs_extension
+@given(pipelines(most=60))
+@settings(max_examples=100, deadline=None)
+def test_compiled_instructions(pipeline: Pipeline) -> None:
+    """Every send and receive stands where the executor has it."""
+    name, size, chunks, m = pipeline.schedule, max(2, pipeline.size), pipeline.chunks, pipeline.micro_batches
+    lists = compiled_lists(name, size, chunks, m, "instructions")
+    assert lists == [list(map(tuple, rank)) for rank in build_schedule(name, size, chunks, m)]
+
+
+def test_sends_in_flight_are_the_executors() -> None:
+    from megatron.pipeline import exchange  # which needs torch
+
+    assert clock.SENDS_IN_FLIGHT == exchange.SENDS_IN_FLIGHT
+
+
+# Steps that repeat themselves are not run whole.
+
+
+def whole_and_shortened(pipeline: Pipeline) -> tuple[PipelineRun, PipelineRun, int]:
+    """The step run whole, the step as it is run, and how many micro-batches the latter ran of each try."""
+    tried: list[int] = []
+    plan = clock._plan
+
+    def counting(name: str, size: int, chunks: int, groups: tuple[int, ...], duplex: bool) -> Any:
+        tried.append(sum(groups))
+        return plan(name, size, chunks, groups, duplex)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clock, "_plan", counting)
+        run = run_of(pipeline)
+        last = tried[-1]
+        patch.setattr(clock, "_BLOCKS", ())
+        return run_of(pipeline), run, last
+
+
+@needs_extension
+@pytest.mark.parametrize("name, size, chunks, m, run_of_it", [
+    ("1f1b", 4, 1, 1003, 35), ("zb-h1", 3, 1, 500, 26), ("interleaved", 4, 2, 400, 32), ("interleaved", 4, 3, 403, 47),
+    ("interleaved", 16, 2, 252, 184), ("interleaved", 16, 2, 202, 202), ("1f1b", 8, 1, 80, 80),
+])  # fmt: skip
+@pytest.mark.parametrize("cost", [None, (0.0, 0.25), (0.0625, 0.0)])
+def test_a_step_that_repeats_itself_is_extended(
+    name: str, size: int, chunks: int, m: int, run_of_it: int, cost: tuple[float, float] | None
+) -> None:
+    stages = size * chunks
+    times = dataclasses.replace(even(stages, 1.0, 2.0, 1.0), forward=(*((1.0,) * (stages - 1)), 1.5))
+    boundaries = None if cost is None else Boundaries((cost,) * size, (cost,) * size)
+    whole, run, ran = whole_and_shortened(Pipeline(name, size, chunks, m, times, boundaries))
+    assert ran == run_of_it
+    assert run == whole
+
+
+@needs_extension
+@given(pipelines(most=400).filter(lambda pipeline: pipeline.size > 1))
+@settings(max_examples=150, deadline=None)
+def test_extended_or_not_it_is_the_whole_step(pipeline: Pipeline) -> None:
+    whole, run, _ = whole_and_shortened(pipeline)
+    assert run == whole
+
+
+def across(size: int, forward: tuple[float, float], backward: tuple[float, float]) -> Boundaries:
+    return Boundaries((forward,) * size, (backward,) * size)
+
+
+@needs_extension
+@pytest.mark.parametrize("name, size, m, times, boundaries", [
+    # Ranks whose way there and back takes longest per micro-batch are later by more than others.
+    ("1f1b", 4, 200, even(4, 1.0, 2.9), across(4, (0.02, 0.001), (0.02, 0.001))),
+    ("1f1b", 6, 399, even(6, 2.0, 1.0), across(6, (0.0, 0.05), (0.0, 2.0))),
+    # What the first passes took longer is still being made up for.
+    ("zb-h1", 2, 36, StageTimes((0.91, 0.79), (1.25, 0.56), (0.57, 1.46), (1.28, 1.04)), None),
+    # Links that are a little too slow.
+    ("1f1b", 6, 384, dataclasses.replace(even(6, 2.0, 1.0), first=(2.0,) * 6), across(6, (1.51, 0.0), (1.51, 0.0))),
+    ("zb-h1", 4, 84, dataclasses.replace(even(4, 1.0, 1.0, 2.0), first=(2.0,) * 4),
+     dataclasses.replace(across(4, (2.001, 0.0), (2.001, 2.0)), duplex=False)),
+])  # fmt: skip
+def test_a_step_that_does_not_repeat_itself_is_run_whole(
+    name: str, size: int, m: int, times: StageTimes, boundaries: Boundaries | None
+) -> None:
+    whole, run, ran = whole_and_shortened(Pipeline(name, size, 1, m, times, boundaries))
+    assert run == whole
+    assert ran == m
+
+
+@needs_extension
+@given(st.sampled_from(["1f1b", "zb-h1"]), st.integers(2, 5), st.integers(60, 300), st.sampled_from([1e-3, 1e-6, 1e-9]))
+@settings(max_examples=60, deadline=None)
+def test_a_queue_that_grows_slowly_is_not_taken_for_a_repetition(name: str, size: int, m: int, slow: float) -> None:
+    """A link that is a little slower than the passes holds nobody up until the queue in front of it is long."""
+    pace = 3.0 if name == "zb-h1" else 2.0
+    boundaries = across(size, (pace + slow, 0.0), (0.0, 0.0))
+    whole, run, _ = whole_and_shortened(Pipeline(name, size, 1, m, even(size, 1.0, 1.0, 1.0), boundaries))
+    assert run == whole
+
+
+# The rest of the interface.
+
+
+@BOTH
+@pytest.mark.usefixtures("either")
+@pytest.mark.parametrize("unit", [1e-12, 1e-3, 1e18])
+def test_any_unit_will_do(unit: float) -> None:
+    def makespan(unit: float) -> float:
+        boundaries = Boundaries(((unit / 8, 0.0),) * 4, ((0.0, unit / 4),) * 4)
+        return run_pipeline("interleaved", 4, 2, 9, even(8, unit, 2 * unit), boundaries).makespan
+
+    assert makespan(unit) == pytest.approx(unit * makespan(1.0), rel=1e-10)
+
+
+def test_stages_without_any_work_take_no_time() -> None:
+    assert run_pipeline("1f1b", 3, 1, 4, even(3, 0.0, 0.0)).makespan == 0.0
+
+
+@BOTH
+@pytest.mark.usefixtures("either")
+def test_the_first_forward_pass_may_take_longer() -> None:
+    times = dataclasses.replace(even(2), first=(3.0, 20.0))
+    run = run_pipeline("1f1b", 2, 1, 4, times)
+    # The second stage waits for the first one's first pass, then takes 21; nothing waits for anything else.
+    assert run.makespan == 4 + 21 + 2 + 3 * 3 + 2
+    assert run.busy == (4 * 3 + 3, 4 * 3 + 20)
+    assert run_pipeline("zb-h1", 1, 1, 3, StageTimes((1.0,), (1.0,), (2.0,), (5.0,))).makespan == 3 * 4 + 5
+
+
+@pytest.mark.parametrize("arguments", [
+    ("2f2b", 2, 1, 4), ("1f1b", 0, 1, 4), ("1f1b", 2, 2, 4), ("interleaved", 2, 1, 4), ("1f1b", 2, 1, 0),
+])  # fmt: skip
+def test_what_does_not_exist_is_refused(arguments: tuple[str, int, int, int]) -> None:
+    with pytest.raises(ConfigError):
+        run_pipeline(*arguments, even(2))
+
+
+@BOTH
+@pytest.mark.usefixtures("either")
+def test_times_of_other_sizes_are_refused() -> None:
+    with pytest.raises(AssertionError, match="4 stages"):
+        run_pipeline("1f1b", 4, 1, 2, even(3))
+    with pytest.raises(AssertionError, match="4 ranks"):
+        run_pipeline("1f1b", 4, 1, 2, even(4), Boundaries(((0.0, 0.0),) * 3, ((0.0, 0.0),) * 4))
+
+
+def test_computations_only_in_the_timeline() -> None:
+    run = run_pipeline("1f1b", 2, 1, 3, even(2))
+    assert all(span.instruction.op in COMPUTE for rank in timeline(run).ranks for span in rank)

@@ -1,0 +1,77 @@
+"""The trace of a step says what its timeline says, in the trace event format's words and units."""
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.errors import ConfigError
+from megatron.pipeline import trace
+from megatron.pipeline.clock import Boundaries, PipelineRun, StageTimes, run_pipeline, timeline
+from megatron.pipeline.schedule import build_schedule, count_messages
+from megatron.pipeline.trace import write_trace
+
+
+def a_run(schedule: str = "interleaved", size: int = 3, chunks: int = 2, micro_batches: int = 5) -> PipelineRun:
+    stages = size * chunks
+    times = StageTimes((0.001,) * stages, (0.002,) * stages, (0.0005,) * stages)
+    boundaries = Boundaries(((0.0001, 0.0),) * size, ((0.0002, 0.0),) * size)
+    return run_pipeline(schedule, size, chunks, micro_batches, times, boundaries)
+
+
+def events(path: Path) -> list[dict[str, Any]]:
+    text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
+    found: list[dict[str, Any]] = json.loads(text)["traceEvents"]
+    return found
+
+
+@pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)])
+def test_passes(tmp_path: Path, schedule: str, chunks: int) -> None:
+    run = a_run(schedule, 3, chunks)
+    write_trace(run, tmp_path / "new" / "trace.json")
+    found = events(tmp_path / "new" / "trace.json")
+    for rank, spans in enumerate(timeline(run).ranks):
+        passes = [event for event in found if event["ph"] == "X" and event["tid"] == rank]
+        assert [(e["args"]["stage"], e["args"]["micro-batch"]) for e in passes] == [s.instruction[1:] for s in spans]
+        assert [e["args"]["chunk"] for e in passes] == [s.instruction.stage // 3 for s in spans]
+        assert [e["cat"] for e in passes] == [trace.NAMES[s.instruction.op] for s in spans]
+        assert [e["ts"] for e in passes] == pytest.approx([1e6 * s.start for s in spans], abs=1e-3)
+        assert [e["dur"] for e in passes] == pytest.approx([1e6 * (s.end - s.start) for s in spans], abs=1e-3)
+        named = [e["args"] for e in found if e["ph"] == "M" and e.get("tid") == rank]
+        assert {"name": f"pipeline rank {rank}"} in named
+
+
+@pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)])
+def test_an_arrow_for_each_message(tmp_path: Path, schedule: str, chunks: int) -> None:
+    write_trace(a_run(schedule, 3, chunks), tmp_path / "trace.json")
+    found = events(tmp_path / "trace.json")
+    begins = {event["id"]: event for event in found if event["ph"] == "s"}
+    ends = {event["id"]: event for event in found if event["ph"] == "f"}
+    assert len(begins) == len(ends) == count_messages(build_schedule(schedule, 3, chunks, 5))
+    assert begins.keys() == ends.keys()
+    starts = {(e["tid"], e["ts"]) for e in found if e["ph"] == "X"}
+    for number, begin in begins.items():
+        end = ends[number]
+        assert end["tid"] == (begin["tid"] + (1 if begin["name"] == "activation" else -1)) % 3
+        assert end["ts"] >= begin["ts"] + (100 if begin["name"] == "activation" else 200) - 0.01
+        assert (end["tid"], end["ts"]) in starts
+
+
+def test_one_rank_sends_nothing(tmp_path: Path) -> None:
+    write_trace(a_run("interleaved", 1, 2), tmp_path / "trace.json")
+    assert {event["ph"] for event in events(tmp_path / "trace.json")} == {"M", "X"}
+
+
+def test_large_traces_have_no_arrows_and_small_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "_WITH_ARROWS", 10)
+    write_trace(a_run(), tmp_path / "trace.json.gz")
+    assert {event["ph"] for event in events(tmp_path / "trace.json.gz")} == {"M", "X"}
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written to .*file/trace.json"):
+        write_trace(a_run(), tmp_path / "file" / "trace.json")

@@ -1,0 +1,109 @@
+"""What the pictures of a step show, read back from the figure."""
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.errors import ConfigError
+from megatron.pipeline.clock import Boundaries, PipelineRun, StageTimes, run_pipeline, timeline
+from megatron.pipeline.schedule import build_schedule
+from megatron.pipeline.simulate import simulate
+from megatron.planning.timeline_plot import draw_timeline, plot_timeline
+
+pyplot = pytest.importorskip("matplotlib.pyplot")
+
+
+def a_run(schedule: str = "1f1b", size: int = 4, chunks: int = 1, micro_batches: int = 6) -> PipelineRun:
+    stages = size * chunks
+    times = StageTimes((0.01,) * stages, (0.02,) * stages, (0.01,) * stages)
+    boundaries = Boundaries(((0.001, 0.001),) * size, ((0.001, 0.001),) * size)
+    return run_pipeline(schedule, size, chunks, micro_batches, times, boundaries)
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The figures drawn, which stay open until the test ends."""
+    drawn: list[Any] = []
+    close = pyplot.close
+    monkeypatch.setattr(pyplot, "close", drawn.append)
+    yield drawn
+    for figure in drawn:
+        close(figure)
+
+
+def bars(axes: Any) -> dict[str, float]:
+    """Length of all bars by name of their kind, as the legend has it."""
+    import matplotlib.colors
+
+    names = {matplotlib.colors.to_hex(h.get_facecolor()): h.get_label() for h in axes.get_legend().legend_handles}
+    lengths: dict[str, float] = {}
+    for collection in axes.collections:
+        name = names[matplotlib.colors.to_hex(collection.get_facecolor()[0])]
+        for path in collection.get_paths():
+            box = path.get_extents()
+            lengths[name] = lengths.get(name, 0.0) + box.width
+    return lengths
+
+
+@pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)])
+def test_bars_are_the_passes(tmp_path: Path, figures: Any, schedule: str, chunks: int) -> None:
+    run = a_run(schedule, chunks=chunks)
+    plot_timeline(run, tmp_path / "new" / "timeline.png")
+    assert (tmp_path / "new" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    panel, summary = figures[0].axes
+    found = bars(panel)
+    waiting = found.pop("message under way")
+    unit = 1e-3  # of 24 x 30 ms the whole step is below two seconds
+    assert sum(found.values()) * unit == pytest.approx(sum(run.busy))
+    assert found["forward"] * unit == pytest.approx(6 * 4 * chunks * 0.01)
+    # All but the waiting for a rank's last sends, which are behind its passes.
+    assert 0 < waiting * unit <= sum(run.message_wait) + 1e-9
+    shares = sum(patch.get_width() for patch in summary.patches)
+    assert shares / 100 * run.makespan == pytest.approx(sum(run.busy) + sum(run.message_wait))
+    numbers = {text.get_text() for text in panel.texts}
+    assert numbers == {str(i) for i in range(6)}
+    assert "4 ranks" in figures[0].get_suptitle() and "6 micro-batches" in figures[0].get_suptitle()
+
+
+def test_of_a_long_step_the_begin_and_the_end(tmp_path: Path, figures: Any) -> None:
+    run = a_run(micro_batches=500)
+    plot_timeline(run, tmp_path / "timeline.png", title="a title")
+    begin, _, end, hidden = figures[0].axes
+    lanes = timeline(run).ranks
+    assert figures[0].get_suptitle() == "a title" and not hidden.axison
+    assert begin.get_xlim()[0] == 0 and end.get_xlim()[1] == pytest.approx(run.makespan)
+    # The first backward pass on the first rank and the last forward pass on the last one are to be seen.
+    assert begin.get_xlim()[1] > lanes[0][4].end
+    assert end.get_xlim()[0] < lanes[3][-2].start
+    assert begin.get_xlim()[1] - begin.get_xlim()[0] < 0.2 * run.makespan
+    assert {text.get_text() for text in begin.texts} >= {"0", "1", "20"}
+    assert {text.get_text() for text in end.texts} >= {"499", "480"}
+
+
+def test_many_ranks_have_rows_without_numbers(tmp_path: Path, figures: Any) -> None:
+    plot_timeline(a_run("1f1b", 64, 1, 4), tmp_path / "timeline.png")
+    panel = figures[0].axes[0]
+    assert not panel.texts and list(panel.get_yticks()) == list(range(0, 64, 4))
+
+
+@pytest.mark.parametrize("micro_batches", [4, 300])
+def test_forward_passes_alone(tmp_path: Path, figures: Any, micro_batches: int) -> None:
+    lanes = simulate(build_schedule("1f1b", 3, 1, micro_batches, forward_only=True))
+    draw_timeline(lanes, 3, 1, tmp_path / "timeline.png", title="evaluation")
+    panels = figures[0].axes[::2]
+    assert len(panels) == (2 if micro_batches == 300 else 1)
+    assert panels[0].get_xlabel() == "time"
+
+
+def test_what_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="cannot be drawn to .*timeline.nothing"):
+        plot_timeline(a_run(), tmp_path / "timeline.nothing")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be drawn to .*file/timeline.png"):
+        plot_timeline(a_run(), tmp_path / "file" / "timeline.png")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match="pip install matplotlib"):
+        plot_timeline(a_run(), tmp_path / "timeline.png")
