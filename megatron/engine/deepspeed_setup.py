@@ -45,7 +45,7 @@ def ensure_process_group(device: Any = "cpu") -> None:
 
 def import_deepspeed(device: Any = "cpu") -> Any:
     """The deepspeed module, imported quietly and without its slow start. Raises ConfigError when absent or too old."""
-    on_cpu = torch.device(device).type == "cpu"
+    on_cpu = torch.device(device).type in ("cpu", "meta")  # tensors without data are made on any machine
     if on_cpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # The default is in the home directory, which all nodes share and where concurrent builds lock each other out.
@@ -79,7 +79,7 @@ def start_engine(deepspeed: Any, topology: Topology, **arguments: Any) -> Any:
     bf16 = importlib.import_module("deepspeed.runtime.bf16_optimizer")
     accelerator = deepspeed.accelerator.get_accelerator()
     # DeepSpeed refuses fp16 on a processor without instructions for it; torch computes it on any, only slower.
-    fp16_supported = (lambda: True) if device.type == "cpu" else accelerator.is_fp16_supported
+    fp16_supported = accelerator.is_fp16_supported if device.type == "cuda" else (lambda: True)
     with (
         _quiet(),
         _rank_variables(topology),

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from megatron.engine.buckets import Bucket, bucket_elements
+from megatron.engine.bucket_size import bucket_elements
+from megatron.engine.buckets import Bucket
 from megatron.engine.deepspeed_json import deepspeed_json
 from megatron.engine.deepspeed_setup import ensure_process_group, import_deepspeed, start_engine
 from megatron.engine.fragments import Fragment, is_copy, mark_for_deepspeed

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.model import formulas
-from megatron.pipeline.instructions import Instruction, Op
-from megatron.pipeline.simulate import run_orders
-from megatron.planning.memory import compute_order, sized_model, stage_layers
+from megatron.pipeline.clock import StageTimes, run_pipeline
+from megatron.planning.memory import sized_model, stage_layers
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -58,45 +57,16 @@ class StepWork:
 
 def step_work(config: Config) -> StepWork:
     """The work of a step with the full global batch, run on a clock that counts FLOPs."""
-    ranks, m = config.parallel.pipeline_model_parallel_size, config.num_micro_batches()
-    if m % ranks == 0 and m > _ROUNDS * ranks:
-        # Whole rounds of micro-batches follow each other alike: what one more adds, each further one adds.
-        fewer, more = (_of_micro_batches(config, rounds * ranks) for rounds in (_ROUNDS - 1, _ROUNDS))
-        return _extended(fewer, more, m)
-    return _of_micro_batches(config, m)
-
-
-# Rounds of as many micro-batches as ranks, after which nothing new happens in a schedule.
-_ROUNDS = 6
-
-
-def _extended(fewer: StepWork, more: StepWork, micro_batches: int) -> StepWork:
-    times = (micro_batches - more.micro_batches) // (more.micro_batches - fewer.micro_batches)
-
-    def extend(a: float, b: float) -> float:
-        return b + times * (b - a)
-
-    return StepWork(
-        ranks=more.ranks, micro_batches=micro_batches, makespan=extend(fewer.makespan, more.makespan),
-        busiest=extend(fewer.busiest, more.busiest), hardware=extend(fewer.hardware, more.hardware),
-        model=extend(fewer.model, more.model),
-    )
-
-
-def _of_micro_batches(config: Config, micro_batches: int) -> StepWork:
+    parallel, m = config.parallel, config.num_micro_batches()
     forward, again = _stage_flops(config)
-
-    def duration(instruction: Instruction) -> float:
-        passes = {Op.FORWARD: 1.0, Op.BACKWARD: 2.0, Op.BACKWARD_INPUT: 1.0, Op.BACKWARD_WEIGHT: 1.0}
-        extra = again[instruction.stage] if instruction.op in (Op.BACKWARD, Op.BACKWARD_INPUT) else 0.0
-        return passes[instruction.op] * forward[instruction.stage] + extra
-
-    ranks = config.parallel.pipeline_model_parallel_size
-    spans = run_orders([compute_order(config, rank, micro_batches) for rank in range(ranks)], duration)
-    work = [sum(span.end - span.start for span in of_rank) for of_rank in spans]
+    split = parallel.schedule == "zb-h1" and parallel.pipeline_model_parallel_size > 1
+    inputs = [(1.0 if split else 2.0) * work + extra for work, extra in zip(forward, again, strict=True)]
+    times = StageTimes(tuple(forward), tuple(inputs), tuple(forward) if split else ())
+    ranks = parallel.pipeline_model_parallel_size
+    run = run_pipeline(parallel.schedule, ranks, parallel.num_chunks, m, times)
     return StepWork(
-        ranks=ranks, micro_batches=micro_batches, makespan=max(of_rank[-1].end for of_rank in spans), busiest=max(work),
-        hardware=sum(work), model=3.0 * micro_batches * sum(forward),
+        ranks=ranks, micro_batches=m, makespan=run.makespan, busiest=max(run.busy), hardware=sum(run.busy),
+        model=3.0 * m * sum(forward),
     )
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megatron.engine import weights as engine_weights
-from megatron.engine.buckets import Bucket, bucket_elements
+from megatron.engine.bucket_size import bucket_elements
+from megatron.engine.buckets import Bucket
 from megatron.engine.engine import Engine, StepResult
 from megatron.engine.optimizer import parameter_groups, unique_parameters
 from megatron.engine.weights import WeightGather

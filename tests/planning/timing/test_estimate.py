@@ -1,0 +1,318 @@
+"""Estimates of whole steps: parts, bounds, and what follows from the machine's figures in closed form."""
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.config import Config
+from megatron.errors import ConfigError
+from megatron.model import formulas
+from megatron.parallel.topology import Layout
+from megatron.planning.channels import Channels
+from megatron.planning.cluster import Cluster, load_cluster
+from megatron.planning.compute import Figure
+from megatron.planning.placement import naive_placement
+from megatron.planning.timing import PARTS, estimate, explain, lower_bound
+from megatron.planning.timing.clocked import rates_of, seconds_of
+from megatron.planning.timing.operations import Again
+from megatron.planning.timing.parts import busiest_rank
+from megatron.planning.timing.shape import shape_of
+from megatron.planning.timing.stage import stage_passes, stages_of
+from megatron.planning.timing.update import most_elements
+from tests.planning.timing.configs import RECOMPUTE, configs, run, settings_of_runs
+
+FRONTIER = load_cluster("frontier")
+# The same node as if its devices were processes that share four cores.
+CROWDED = dataclasses.replace(FRONTIER, shared_cores=4, device_type="cpu")
+MACHINES = {"frontier": FRONTIER, "crowded": CROWDED}
+
+
+def with_figures(cluster: Cluster, **values: float) -> Cluster:
+    """Some of a machine's single figures replaced."""
+    figures = [Figure(name, ((value,),), "assumed", "for a test") for name, value in values.items()]
+    return dataclasses.replace(cluster, compute=cluster.compute.with_figures(figures))
+
+
+MACHINES["busy host"] = with_figures(FRONTIER, layer_overhead_s=1e-4)
+FREE = with_figures(
+    FRONTIER, kernel_s=0.0, collective_start_s=0.0, hop_within_s=0.0, hop_between_s=0.0, message_within_s=0.0,
+    message_between_s=0.0, step_overhead_s=0.0,
+)
+
+
+# -- of any configuration ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@settings(max_examples=40, deadline=None)
+@given(config=configs())
+def test_parts_add_up(machine, config):
+    found = estimate(config, MACHINES[machine])
+    assert tuple(found.parts) == PARTS
+    assert all(seconds >= 0 for seconds in found.parts.values())
+    assert sum(found.parts.values()) == pytest.approx(found.seconds, rel=1e-12)
+    after = sum(found.parts[name] for name in ("data-parallel", "optimizer"))
+    rates = rates_of(MACHINES[machine], config.precision.dtype_name)
+    if machine == "busy host":
+        rank = busiest_rank(found.run)
+        own = found.stage_seconds[rank :: config.parallel.pipeline_model_parallel_size]
+        of_passes = config.num_micro_batches() * sum(sum(stage.overhead) for stage in own)
+        assert found.parts["host"] == pytest.approx(of_passes + rates.step_overhead_s) and of_passes > 0
+    assert found.run.makespan + after + rates.step_overhead_s == pytest.approx(found.seconds)
+    assert 0 < found.mfu <= found.hfu < 1
+    assert found.tokens_per_day == pytest.approx(86400 * found.tokens / found.seconds)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@settings(max_examples=40, deadline=None)
+@given(config=configs(), naive=st.booleans())
+def test_no_placement_beats_the_bound(machine, config, naive):
+    cluster = MACHINES[machine]
+    placement = naive_placement(config, cluster) if naive else None
+    found = estimate(config, cluster, placement)
+    free, placed = lower_bound(config, cluster), lower_bound(config, cluster, found.placement)
+    assert 0 < free <= placed <= found.seconds
+    assert free >= 0.4 * (found.seconds - found.parts["tensor messages"] - found.parts["data-parallel"]
+                          - found.parts["pipeline messages"])  # fmt: skip
+
+
+@settings(max_examples=25, deadline=None)
+@given(flat=settings_of_runs())
+def test_the_bound_without_recomputation_holds_with_any(flat):
+    plain = {name: value for name, value in flat.items() if not name.startswith("recompute")}
+    bound = lower_bound(Config.create(**plain), FRONTIER)
+    for recompute in RECOMPUTE:
+        config = Config.create(**{**plain, **recompute})
+        assert bound <= lower_bound(config, FRONTIER) * (1 + 1e-9)
+        assert bound <= estimate(config, FRONTIER).seconds
+
+
+@settings(max_examples=25, deadline=None)
+@given(flat=settings_of_runs())
+def test_more_work_takes_longer(flat):
+    """Of the same layout: another round of micro-batches, wider layers, recomputation, slower products."""
+    config = Config.create(**flat)
+    found = estimate(config, FRONTIER)
+    assert found.of_batch(2 * config.batch.global_batch_size).seconds > found.seconds
+    slower = dataclasses.replace(FRONTIER, compute=FRONTIER.compute.varied(
+        {f"products.{dtype}": 0.01 for dtype in ("float16", "bfloat16", "float32")}
+    ))  # fmt: skip
+    assert estimate(config, slower).run.makespan > found.run.makespan
+
+
+@settings(max_examples=40, deadline=None)
+@given(flat=settings_of_runs(), factor=st.sampled_from([0.25, 2.0, 8.0]))
+def test_a_machine_that_is_so_many_times_as_slow_takes_so_many_times_as_long(flat, factor):
+    """Every figure at once: rates divided, latencies multiplied. Nothing is left that is not a time of the machine."""
+    config = Config.create(**flat)
+    seconds = ("kernel_s", "hop_within_s", "hop_between_s", "message_within_s", "message_between_s",
+               "collective_start_s", "step_overhead_s", "layer_overhead_s")  # fmt: skip
+    figures = FRONTIER.compute.figures
+    compute = FRONTIER.compute.varied({name: factor if name in seconds else 1 / factor for name in figures})
+    slower = dataclasses.replace(
+        FRONTIER, compute=compute, nic_gb_per_s=FRONTIER.nic_gb_per_s / factor,
+        links={pair: rate / factor for pair, rate in FRONTIER.links.items()},
+        collective_gb_per_s={key: rate / factor for key, rate in FRONTIER.collective_gb_per_s.items()},
+        peak_tflops={dtype: peak / factor for dtype, peak in FRONTIER.peak_tflops.items()},
+    )
+    fast = estimate(config, FRONTIER)
+    slow = estimate(config, slower, dataclasses.replace(fast.placement, cluster=slower))
+    assert slow.seconds == pytest.approx(factor * fast.seconds, rel=1e-6)
+    assert slow.mfu == pytest.approx(fast.mfu, rel=1e-6)
+
+
+# -- one by one ----------------------------------------------------------------------------------------------------
+
+
+def test_one_device_is_the_sum_of_its_operations():
+    config = run(global_batch_size=6, recompute_granularity="full")
+    found, rates = estimate(config, FRONTIER), rates_of(FRONTIER, "bfloat16")
+    (stage,) = stages_of(config)
+    shape = shape_of(config, "cuda")
+    total = sum(
+        count * seconds_of(step.operation if isinstance(step, Again) else step, rates)
+        for passes in stage_passes(shape, stage).values() for count, steps in passes for step in steps
+    )  # fmt: skip
+    # Weight and two moments in and out, gradient in once for the norm and once for the update, 16-bit weights out.
+    update = rates.update_s(most_elements(config), 4 + 28 + 2)
+    assert found.seconds == pytest.approx(6 * total + update + rates.step_overhead_s)
+    assert {name for name, seconds in found.parts.items() if seconds} == {
+        "forward", "backward", "recompute", "optimizer", "host"
+    }
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(4, 1, 8), (4, 2, 8), (2, 4, 6), (2, 2, 2)])
+def test_equal_stages_have_the_bubble_of_the_closed_form(p, v, m):
+    """(p - 1) / (v m) of the working time (Narayanan et al. 2021, section 2.2), on links that take no time, where
+    the ends of the model are nothing beside its layers."""
+    chunks = dict(num_layers_per_virtual_pipeline_stage=8 // (p * v)) if v > 1 else {}
+    config = run(
+        pipeline_model_parallel_size=p, global_batch_size=m, vocab_size=1, make_vocab_size_divisible_by=1,
+        hidden_size=2048, seq_length=2048, position_embedding_type="none", hidden_dropout=0.0, **chunks,
+    )  # fmt: skip
+    links = dict.fromkeys(FREE.links, 1e9)
+    fast = dataclasses.replace(FREE, links=links, collective_gb_per_s={}, nic_gb_per_s=1e9)
+    found = estimate(config, fast)
+    busy = found.run.busy[busiest_rank(found.run)]
+    assert found.parts["bubble"] + found.parts["pipeline messages"] == pytest.approx((p - 1) / (v * m) * busy, rel=0.02)
+    assert found.parts["pipeline messages"] < 1e-3 * found.seconds
+
+
+def test_memory_bandwidth_and_rates_go_into_their_parts():
+    config = run(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, global_batch_size=4)
+    found = estimate(config, FRONTIER)
+    twice = dataclasses.replace(FRONTIER, compute=FRONTIER.compute.varied({"update_gb_per_s": 0.5}))
+    changed = estimate(config, twice)
+    assert changed.parts["optimizer"] == pytest.approx(2 * found.parts["optimizer"])
+    assert changed.seconds - found.seconds == pytest.approx(found.parts["optimizer"])
+
+
+def test_tensor_messages_are_hidden_only_where_they_may_be():
+    """Non-sequence-parallel layers wait for two all-reduces forward; backward each hides behind a weight gradient."""
+    fields = dict(tensor_model_parallel_size=8, hidden_size=8192, seq_length=2048)
+    shown = run(**fields, async_tensor_model_parallel_allreduce=False)
+    hidden = run(**fields)
+    one = Channels(hidden, FRONTIER).tensor_s("all_reduce", 2048 * 8192 * 2)
+    stages = [estimate(config, FRONTIER).stage_seconds[0] for config in (hidden, shown)]
+    behind = rates_of(FRONTIER, "bfloat16").product_s(8192 // 8 * 3, 8192, 2048)
+    assert one < behind, "a message shorter than the product, so that all of it can hide"
+    ends = 1  # the embedding's sum, and forward nothing of the output layer
+    assert stages[0].forward.waited == pytest.approx((2 * 8 + ends) * one)
+    assert stages[1].backward.waited - stages[0].backward.waited >= 2 * 8 * one
+    chunks = run(**fields, tp_comm_overlap=True)
+    assert estimate(chunks, FRONTIER).stage_seconds[0].forward.waited < 0.6 * stages[0].forward.waited
+
+
+def test_a_cpu_hides_nothing():
+    fields = dict(tensor_model_parallel_size=2, global_batch_size=2)
+    shown = run(**fields, async_tensor_model_parallel_allreduce=False)
+    cpu = dataclasses.replace(FRONTIER, device_type="cpu")
+    waited = [estimate(config, cpu).stage_seconds[0].backward.waited for config in (run(**fields), shown)]
+    assert waited[0] == pytest.approx(waited[1])
+
+
+def test_ranks_that_share_cores_take_turns():
+    """Four replicas on two cores: passes, gradients and optimizer take twice as long; the host's part does not."""
+    config = run(world_size=4, global_batch_size=8)
+    alone = dataclasses.replace(FRONTIER, device_type="cpu")
+    shared = dataclasses.replace(alone, shared_cores=2)
+    one, two = estimate(config, alone), estimate(config, shared)
+    assert two.run.makespan == pytest.approx(2 * one.run.makespan)
+    assert two.parts["forward"] == pytest.approx(2 * one.parts["forward"])
+    assert two.parts["optimizer"] == pytest.approx(2 * one.parts["optimizer"])
+    assert two.parts["host"] == pytest.approx(one.parts["host"])
+    assert two.parts["bubble"] == pytest.approx(0, abs=1e-9)
+    assert lower_bound(config, shared) == pytest.approx(two.seconds - two.parts["data-parallel"])
+
+
+def test_figures_of_a_run_in_tokens_and_node_hours():
+    config = run(world_size=16, global_batch_size=32)
+    found = estimate(config, FRONTIER)
+    assert found.nodes == 2 and found.tokens == 32 * 512
+    assert found.days(3e9) == pytest.approx(3e9 / found.tokens * found.seconds / 86400)
+    assert found.node_hours(3e9) == pytest.approx(2 * 24 * found.days(3e9))
+    expected = formulas.model_flops_per_token(config.model) * found.tokens
+    assert found.model_flops == expected == found.hardware_flops
+    assert found.mfu == pytest.approx(expected / (found.seconds * 16 * 191.5e12))
+    assert found.fits and found.headroom_bytes < 64 * 2**30
+    assert found.confidence.worst == "assumed"
+
+
+def test_another_batch():
+    found = estimate(run(world_size=2, global_batch_size=8), FRONTIER)
+    assert found.of_batch(16).config.num_micro_batches() == 8
+    assert found.of_batch(8).seconds == found.seconds
+    with pytest.raises(ConfigError, match="9 is not a multiple of"):
+        found.of_batch(9)
+
+
+def test_errors_name_what_is_missing():
+    with pytest.raises(ConfigError, match="3 is neither a part of one node .* nor whole nodes|world size 12"):
+        estimate(run(world_size=12, global_batch_size=12), FRONTIER)
+    figures = {n: f for n, f in FRONTIER.compute.figures.items() if "bfloat16" not in n}
+    without = dataclasses.replace(
+        FRONTIER, compute=dataclasses.replace(FRONTIER.compute, figures=figures), peak_tflops={"float16": 191.5}
+    )
+    with pytest.raises(ConfigError, match="bfloat16"):
+        estimate(run(), without)
+
+
+def test_the_placement_that_is_given_is_the_one_that_is_timed():
+    config = run(tensor_model_parallel_size=4, world_size=8, global_batch_size=8)
+    naive = naive_placement(config, FRONTIER)
+    found = estimate(config, FRONTIER, naive)
+    assert found.placement is naive and isinstance(naive.layout, Layout)
+    assert estimate(config, FRONTIER).seconds <= found.seconds
+
+
+# -- the arithmetic ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("more", [
+    {}, dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, recompute_granularity="full"),
+    dict(pipeline_model_parallel_size=4, enable_zbh1_pipeline=True, swiglu=True),
+])  # fmt: skip
+def test_the_explanation_has_the_numbers_of_the_estimate(more: dict[str, Any]):
+    config = run(global_batch_size=8, **more)
+    found = estimate(config, FRONTIER)
+    sections = {section.title: section.rows for section in explain(config, FRONTIER)}
+    step = {row.term: row for row in sections["one step"]}
+    assert step["step"].value == _text(found.seconds)
+    assert [term.removeprefix("part: ") for term in step if term.startswith("part: ")] == list(PARTS)
+    throughput = {row.term: row.value for row in sections["throughput"]}
+    assert throughput["MFU"] == f"{100 * found.mfu:.1f} %"
+    assert any(row.term.startswith("product [512, 256] x") for row in sections["one layer, forward, on one device"])
+    rows = [row for rows in sections.values() for row in rows]
+    assert all(isinstance(text, str) and "\n" not in text for row in rows for text in row)
+    assert {row.basis for row in sections["figures of the machine that this rests on"]} <= {"published", "assumed"}
+
+
+def _text(seconds: float) -> str:
+    return f"{seconds:.4g} s" if seconds >= 1 else f"{1e3 * seconds:.4g} ms"
+
+
+def test_an_estimate_rests_on_its_own_figures_only():
+    """Whatever was asked of the machine before, explicit attention rests on no rate of attention's kernels."""
+    estimate(run(pipeline_model_parallel_size=2), FRONTIER)
+    found = estimate(run(attention_backend="unfused"), FRONTIER)
+    names = {used.figure for used in found.confidence.used}
+    assert "products.bfloat16" in names and not any(name.startswith("attention") for name in names)
+    assert not any("message" in name or "hop" in name for name in names)
+    pipeline = estimate(run(pipeline_model_parallel_size=2), FRONTIER)
+    assert {"attention.bfloat16.backward", "message_within_s"} <= {used.figure for used in pipeline.confidence.used}
+
+
+@pytest.mark.parametrize(("cut", "interleaved"), [(False, False), (True, False), (True, True)])
+def test_messages_between_stages_have_the_bytes_of_the_residual_stream(cut, interleaved):
+    """[s, b, h] in the stream's format; under sequence parallelism each tensor rank sends its part."""
+    more = dict(num_layers_per_virtual_pipeline_stage=2) if interleaved else {}
+    config = run(
+        tensor_model_parallel_size=2, pipeline_model_parallel_size=2, global_batch_size=4, sequence_parallel=cut,
+        fp32_residual_connection=True, **more,
+    )  # fmt: skip
+    found = estimate(config, FRONTIER)
+    channels, n_bytes = Channels(config, FRONTIER, found.placement), 512 * 256 * 4 / (2 if cut else 1)
+    used = found.run.pipeline.boundaries
+    assert used.forward[0] == channels.boundary(0, True, n_bytes)
+    assert used.backward[1] == channels.boundary(1, False, n_bytes)
+    nothing = (0.0, 0.0)
+    assert (used.forward[1], used.backward[0]) == (
+        (channels.boundary(1, True, n_bytes), channels.boundary(0, False, n_bytes)) if interleaved
+        else (nothing, nothing)
+    )
+    assert not used.duplex, "one communicator of a pair of GPUs carries both directions"
+    assert estimate(config, CROWDED).run.pipeline.boundaries.duplex
+
+
+def test_the_explanation_counts_attention_as_its_figure_does():
+    rows = [row for section in explain(run(hidden_size=1024, seq_length=2048), FRONTIER) for row in section.rows]
+    attention = [row for row in rows if row.term.startswith("attention")]
+    forward, backward = (f"{2 * factor * 8 * 2048**2 * 128 / 1e9:.4g} GFLOP" for factor in (1, 2.5))
+    assert forward in attention[0].formula and backward in attention[1].formula
+    rates = rates_of(FRONTIER, "bfloat16")
+    seconds = rates.attention_s(1, 8, 2048, 128, backward=False)
+    assert attention[0].formula.endswith(f"{2 * 8 * 2048**2 * 128 / seconds / 1e12:.4g} TFLOP/s")
