@@ -98,7 +98,7 @@ class _Linear(torch.autograd.Function):
             gathered.wait()
             dw = _weight_gradient(ctx.weight, dy, x)
         elif needs_weight:
-            x, gathered = messages.gather_async(x)
+            x, gathered = messages.gather_async(x.detach())  # what waits must not hold the graph, and by it the input
             ctx.queue.add(partial(deferred_weight_gradient, ctx.weight, dy, x, gathered))
         _wait(works)
         return dx, dw
@@ -113,7 +113,7 @@ class _Linear(torch.autograd.Function):
         elif needs_weight:
             dy, gathered = ctx.messages.gather_async(dy)
         if needs_weight and ctx.queue.deferring:
-            ctx.queue.add(partial(deferred_weight_gradient, ctx.weight, dy, x, gathered))
+            ctx.queue.add(partial(deferred_weight_gradient, ctx.weight, dy, x.detach(), gathered))
         elif needs_weight:
             gathered.wait()
             dw = _weight_gradient(ctx.weight, dy, x)

@@ -185,7 +185,7 @@ class _Backward:
             if last and self.dx is not None:
                 sent = self._send()
             if self._deferred:
-                v.context.weight_gradients.add(partial(deferred_weight_gradient, v.weight, logits, x))
+                v.context.weight_gradients.add(partial(deferred_weight_gradient, v.weight, logits, x.detach()))
             elif self._needs_weight:
                 self._add(logits, x[part], last)
         if self.dw is not None:

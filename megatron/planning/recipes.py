@@ -130,7 +130,8 @@ def memory_table(found: Sequence[Outlook]) -> Table:
     rows = []
     for each in found:
         full = each.fullest
-        parts = (full.weights, full.gradients, full.optimizer, full.activations, full.temporary, full.total)
+        rest = full.logits + full.buffers + full.temporary
+        parts = (full.weights, full.gradients, full.optimizer, full.activations, rest, full.total)
         rows.append((each.name, str(full.rank), *(f"{part / _GIB:.1f}" for part in parts)))
     return Table("memory of the fullest pipeline rank, GiB per device", columns, rows)
 

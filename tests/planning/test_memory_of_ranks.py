@@ -1,13 +1,18 @@
 """Memory and work of a step by counting: against closed forms, the schedules' own bounds and real parameters."""
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from megatron.config import Config
 from megatron.model import formulas
+from megatron.pipeline import orders
 from megatron.pipeline.schedule import build_schedule, peak_activations
-from megatron.planning import step_work as step_work_module
-from megatron.planning.memory import memory_of_ranks, parameters_of_rank
+from megatron.planning.memory import in_flight, memory_of_ranks, parameters_of_rank
+from megatron.planning.memory.chunk import chunk_memory
+from megatron.planning.memory.in_flight import moments_of_rank
+from megatron.planning.memory.layer import Settings
+from megatron.planning.memory.operators import operators_of
 from megatron.planning.step_work import step_work
 
 SMALL = dict(
@@ -21,47 +26,78 @@ def small(tp: int = 1, pp: int = 1, dp: int = 1, m: int = 8, **more: object) -> 
     return Config.create(**{**SMALL, **sizes, "global_batch_size": dp * m, **more})
 
 
-def layer_bytes(config: Config) -> float:
-    return formulas.layer_activation_bytes(config.model, 1, 2)
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1)])
+@pytest.mark.parametrize("m", [1, 3, 8, 10, 13, 40])
+def test_as_many_micro_batches_as_the_schedule_holds(schedule, chunks, m):
+    """The schedule's own count is of pairs (micro-batch, chunk) until their weight gradients are made."""
+    counted = peak_activations(build_schedule(schedule, 4, chunks, m))
+    for rank in range(4):
+        moments = moments_of_rank(schedule, 4, chunks, m, rank)
+        assert (moments.held.sum(axis=1) + moments.waiting).max() + 1 == counted[rank]
 
 
-@pytest.mark.parametrize(("schedule", "options"), [
-    ("1f1b", {}),
-    ("interleaved", dict(num_layers_per_virtual_pipeline_stage=2)),
-    ("zb-h1", dict(enable_zbh1_pipeline=True)),
-])
-@pytest.mark.parametrize("m", [1, 3, 8, 10, 40])
-def test_as_many_activations_as_the_schedule_holds(schedule, options, m):
-    """The last rank also keeps the output layer's; the schedule's own count is of pairs (micro-batch, chunk)."""
-    config = small(pp=4, m=m, **options)
-    chunks = config.parallel.num_chunks
-    held = peak_activations(build_schedule(schedule, 4, chunks, m))
-    per_chunk = 16 // (4 * chunks) * layer_bytes(config)
-    for rank, count in zip(memory_of_ranks(config)[:-1], held, strict=False):
-        assert rank.activations == pytest.approx(count * per_chunk)
+@pytest.mark.parametrize(("p", "v"), [(2, 2), (4, 2), (4, 4), (8, 3)])
+def test_long_steps_hold_what_shorter_ones_do(p, v):
+    """Also where chunks are of different sizes, and groups of micro-batches too."""
+    sizes = np.random.default_rng(1).integers(1, 100, size=(20, v))
+    for m in (5 * p, 5 * p + 1, 6 * p + 1, 7 * p - 1):
+        for rank in range(p):
+            short = moments_of_rank("interleaved", p, v, m, rank)
+            whole = in_flight._interleaved(rank, p, v, tuple(orders.group_sizes(p, m)))
+            for forward in (0, 1):
+                for chunk in range(v):
+                    fullest = [
+                        (x.held[(x.forward == forward) & (x.chunk == chunk)] @ sizes.T).max(axis=0)
+                        for x in (short, whole)
+                    ]
+                    assert (fullest[0] == fullest[1]).all(), (m, rank, forward, chunk)
 
 
 @pytest.mark.parametrize(("p", "v", "m"), [(4, 1, 8), (4, 2, 8), (4, 4, 16), (2, 4, 6), (8, 2, 16)])
 def test_the_first_rank_in_closed_form(p, v, m):
     """1F1B: p micro-batches. Interleaved: 2 (p - 1) + (v - 1) p + 1 chunks (Narayanan et al. 2021, section 2.2.2)."""
-    config = small(pp=p, m=m, **({} if v == 1 else dict(num_layers_per_virtual_pipeline_stage=16 // (p * v))))
     in_flight = p if v == 1 else 2 * (p - 1) + (v - 1) * p + 1
-    assert memory_of_ranks(config)[0].activations == pytest.approx(in_flight * 16 // (p * v) * layer_bytes(config))
+    moments = moments_of_rank("1f1b" if v == 1 else "interleaved", p, v, m, 0)
+    assert moments.held.sum(axis=1).max() + 1 == in_flight
 
 
-def test_recomputation():
-    plain, full = small(pp=4), small(pp=4, recompute_granularity="full")
-    group = small(pp=4, recompute_granularity="full", recompute_num_layers=4)
-    block = small(pp=4, recompute_granularity="full", recompute_method="block", recompute_num_layers=3)
-    inputs = 32 * 64 * 2  # [s, b, h] in bf16
-    assert memory_of_ranks(plain)[0].activations == 4 * 4 * layer_bytes(plain)
-    assert memory_of_ranks(full)[0].activations == 4 * 4 * inputs
-    assert memory_of_ranks(group)[0].activations == 4 * inputs
-    assert memory_of_ranks(block)[0].activations == 4 * (3 * inputs + layer_bytes(plain))
-    again = small(pp=4, recompute_granularity="selective", recompute_modules=("mlp_act", "layernorm"))
-    # 12 of 32 bytes per token and h (Korthikanti et al. 2022 count 34 with dropout masks), beside fp32 statistics.
-    saved = memory_of_ranks(plain)[0].activations - memory_of_ranks(again)[0].activations
-    assert saved == 4 * 4 * 32 * 64 * 12
+def kept_bytes(**options: object) -> float:
+    """Of a middle chunk of four layers, without what arrives there."""
+    config = small(pp=4, **{"seq_length": 512, "max_position_embeddings": 512, **options})
+    settings = Settings.of(config, config.model)
+    chunk = chunk_memory(settings, operators_of(config), 4, first=False, last=False)
+    return chunk.kept.total
+
+
+@pytest.mark.parametrize("architecture", [{}, dict(swiglu=True, num_key_value_heads=2, position_embedding_type="rope")])
+@pytest.mark.parametrize("divided", [{}, dict(tp=2), dict(tp=2, sequence_parallel=True)])
+@pytest.mark.parametrize("again", [(), ("mlp_act",), ("mlp_act", "layernorm")])
+def test_a_layer_keeps_what_the_formula_says(architecture, divided, again):
+    """formulas.layer_activation_bytes, which other tests compare with tensors that autograd has saved."""
+    chosen = dict(recompute_granularity="selective", recompute_modules=again) if again else {}
+    options = {**architecture, **divided, **chosen}
+    config = small(pp=4, seq_length=512, max_position_embeddings=512, **options)
+    layer = formulas.layer_activation_bytes(
+        config.model, 1, 2, tensor_size=divided.get("tp", 1), modules=again, granularity="selective" if again else None,
+        sequence_parallel=bool(divided.get("sequence_parallel")),
+    )  # fmt: skip
+    assert kept_bytes(**options) == pytest.approx(4 * layer, rel=1e-3)
+
+
+def test_recomputation_keeps_inputs():
+    inputs = 512 * 64 * 2  # [s, b, h] in bf16
+    plain, full = kept_bytes(), dict(recompute_granularity="full")
+    assert kept_bytes(**full) == 4 * inputs
+    assert kept_bytes(**full, recompute_num_layers=4) == inputs
+    assert kept_bytes(**full, recompute_num_layers=3) == 2 * inputs
+    assert kept_bytes(**full, recompute_method="block", recompute_num_layers=3) == 3 * inputs + plain / 4
+
+
+def test_weight_gradients_that_wait_hold_inputs_and_output_gradients_of_all_products():
+    """16 h s b of inputs and of gradients: 1, 1, 1, 4 h in and 3, 1, 4, 1 h out (a GPT of f = 4 h)."""
+    config = small(pp=4, enable_zbh1_pipeline=True)
+    chunk = chunk_memory(Settings.of(config, config.model), operators_of(config), 4, first=False, last=False)
+    assert chunk.waiting.total == 4 * (1 + 1 + 1 + 4 + 3 + 1 + 4 + 1) * 32 * 64 * 2
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -140,24 +176,6 @@ def test_the_output_layer_makes_the_last_stage_the_busiest():
 def test_zero_bubble_has_less_of_it():
     plain, zero = small(pp=4, **HEADLESS), small(pp=4, enable_zbh1_pipeline=True, **HEADLESS)
     assert step_work(zero).bubble < 0.6 * step_work(plain).bubble
-
-
-@pytest.mark.parametrize("options", [
-    dict(pp=4),
-    dict(pp=4, num_layers_per_virtual_pipeline_stage=2),
-    dict(pp=4, num_layers_per_virtual_pipeline_stage=1),
-    dict(pp=8, num_layers_per_virtual_pipeline_stage=1, recompute_granularity="full"),
-    dict(pp=4, enable_zbh1_pipeline=True),
-    dict(pp=4, pipeline_layout="2,6,4,4", vocab_size=20_000),
-])
-def test_long_steps_are_as_if_simulated_to_their_end(options, monkeypatch):
-    config = small(m=10 * options["pp"], **options)
-    short_cut = step_work(config)
-    monkeypatch.setattr(step_work_module, "_ROUNDS", 1000)
-    whole = step_work(config)
-    assert short_cut.makespan == pytest.approx(whole.makespan, rel=1e-12)
-    assert short_cut.useful == pytest.approx(whole.useful, rel=1e-12)
-    assert short_cut.imbalance == pytest.approx(whole.imbalance, rel=1e-9)
 
 
 # -- against the tensors of a run --------------------------------------------------------------------------------------

@@ -1,0 +1,136 @@
+"""The layouts with which the memory model is compared: with the dry run (SHAPES), and the dry run with runs (RUNS)."""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.config import Config
+
+SMALL: dict[str, Any] = dict(
+    num_layers=8, hidden_size=512, num_attention_heads=8, seq_length=1024, max_position_embeddings=1024,
+    vocab_size=8000, bf16=True, global_batch_size=64, hidden_dropout=0.0, attention_dropout=0.0,
+)
+LLAMA: dict[str, Any] = dict(
+    swiglu=True, add_bias_linear=False, num_key_value_heads=4, position_embedding_type="rope",
+    normalization="rmsnorm", untie_embeddings_and_output_weights=True,
+)
+FULL: dict[str, Any] = dict(recompute_granularity="full")
+SELECTIVE: dict[str, Any] = dict(recompute_granularity="selective")
+
+
+def _layout(tp: int = 1, pp: int = 1, dp: int = 1, **more: Any) -> dict[str, Any]:
+    sizes = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, world_size=tp * pp * dp)
+    return {**SMALL, **sizes, **more}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A configuration of a job on a kind of device."""
+
+    name: str
+    device: str
+    fields: dict[str, Any] = field(hash=False)
+
+    def config(self) -> Config:
+        return Config.create(**self.fields)
+
+
+def _shapes() -> tuple[Shape, ...]:
+    sp = dict(sequence_parallel=True)
+    chunk = dict(num_layers_per_virtual_pipeline_stage=1)
+    zero_bubble = dict(enable_zbh1_pipeline=True)
+    gpu = {
+        "1 rank": _layout(),
+        "DP 2": _layout(dp=2),
+        "DP 4, ZeRO 0": _layout(dp=4, zero_stage=0),
+        "DP 8, fp16": _layout(dp=8, fp16=True, bf16=None),
+        "DP 2, fp32": _layout(dp=2, bf16=None),
+        "micro-batch 4": _layout(micro_batch_size=4),
+        "dropout": _layout(hidden_dropout=0.1, attention_dropout=0.1),
+        "TP 2": _layout(tp=2),
+        "TP 2, SP": _layout(tp=2, **sp),
+        "TP 8, SP, DP 2": _layout(tp=8, dp=2, **sp),
+        "TP 2, SP, overlapped": _layout(
+            tp=2, tp_comm_overlap=True, seq_length=2048, max_position_embeddings=2048, **sp
+        ),
+        "PP 2, DP 2": _layout(pp=2, dp=2),
+        "PP 4": _layout(pp=4),
+        "PP 8": _layout(pp=8),
+        "PP 4, layers 3,2,2,1": _layout(pp=4, pipeline_layout="3,2,2,1"),
+        "PP 4, untied": _layout(pp=4, untie_embeddings_and_output_weights=True),
+        "PP 4, 2 chunks": _layout(pp=4, **chunk),
+        "PP 2, 4 chunks": _layout(pp=2, **chunk),
+        "PP 4, 2 chunks, 22 micro-batches": _layout(pp=4, **{**chunk, "global_batch_size": 22}),
+        "PP 4, zb-h1": _layout(pp=4, **zero_bubble),
+        "TP 2, SP, PP 4, zb-h1": _layout(tp=2, pp=4, **sp, **zero_bubble),
+        "PP 2, full": _layout(pp=2, **FULL),
+        "PP 2, full by 2": _layout(pp=2, recompute_num_layers=2, **FULL),
+        "PP 2, full block of 2": _layout(pp=2, recompute_method="block", recompute_num_layers=2, **FULL),
+        "TP 2, SP, PP 2, full": _layout(tp=2, pp=2, **sp, **FULL),
+        "PP 4, 2 chunks, full": _layout(pp=4, **chunk, **FULL),
+        "PP 2, selective": _layout(pp=2, **SELECTIVE),
+        "TP 2, SP, activations and norms again": _layout(
+            tp=2, recompute_modules=("mlp_act", "layernorm"), **sp, **SELECTIVE
+        ),
+        "TP 2, SP, PP 2, DP 2, micro-batch 2": _layout(tp=2, pp=2, dp=2, micro_batch_size=2, **sp),
+        "SwiGLU, GQA, RoPE": _layout(**LLAMA),
+        "the same, TP 4, SP, PP 2": _layout(tp=4, pp=2, **sp, **LLAMA),
+        "the same, PP 4, 2 chunks, full": _layout(pp=4, **chunk, **FULL, **LLAMA),
+        "the same, PP 4, zb-h1": _layout(pp=4, **zero_bubble, **LLAMA),
+        "no output chunks": _layout(cross_entropy_chunk_tokens=0, micro_batch_size=8),
+    }
+    cpu = {
+        "1 rank": _layout(),
+        "fp32, DP 2": _layout(dp=2, bf16=None),
+        "fp32, 512 tokens": _layout(bf16=None, seq_length=512),
+        "TP 2, SP, PP 2": _layout(tp=2, pp=2, **sp),
+        "PP 4, 2 chunks": _layout(pp=4, **chunk),
+        "PP 2, zb-h1, SwiGLU, GQA, RoPE": _layout(pp=2, **zero_bubble, **LLAMA),
+        "PP 2, full, fp16": _layout(pp=2, fp16=True, bf16=None, **FULL),
+    }
+    listed = [("gpu", gpu), ("cpu", cpu)]
+    return tuple(Shape(name, device, fields) for device, group in listed for name, fields in group.items())
+
+
+SHAPES = _shapes()
+
+
+COMMON: dict[str, Any] = dict(
+    num_layers=4, vocab_size=8000, global_batch_size=2, micro_batch_size=1, hidden_dropout=0.0, attention_dropout=0.0,
+)
+LARGE: dict[str, Any] = dict(
+    hidden_size=512, num_attention_heads=8, seq_length=1024, max_position_embeddings=1024, ffn_hidden_size=2048,
+)
+SMALLER: dict[str, Any] = dict(
+    hidden_size=256, num_attention_heads=4, seq_length=512, max_position_embeddings=512, ffn_hidden_size=1024,
+)
+"""Large enough that the peak is one of training: below it, the start of the program would hide what is subtracted."""
+WIDE: dict[str, Any] = {**LARGE, "hidden_size": 1024, "num_attention_heads": 16, "ffn_hidden_size": 4096}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run on this machine, of the fields of COMMON, `large` and `fields`; `smaller` for `large` is the baseline."""
+
+    name: str
+    processes: int
+    fields: dict[str, Any] = field(hash=False)
+    large: dict[str, Any] = field(default_factory=LARGE.copy, hash=False)
+    smaller: dict[str, Any] = field(default_factory=SMALLER.copy, hash=False)
+
+
+_B, _SP = dict(bf16=True), dict(sequence_parallel=True)
+RUNS = (
+    Run("bf16", 1, {**_B}),
+    Run("fp32", 1, {}),
+    Run("full recomputation", 1, {**_B, **FULL}),
+    Run("micro-batch 2", 1, {**_B, "micro_batch_size": 2, "global_batch_size": 4}),
+    Run("DP 2", 2, {**_B, "global_batch_size": 4}),
+    Run("TP 2, SP", 2, {**_B, **_SP, "tensor_model_parallel_size": 2}),
+    Run("PP 2", 2, {**_B, "pipeline_model_parallel_size": 2, "global_batch_size": 4}),
+    Run("PP 2, zb-h1", 2, {
+        **_B, "pipeline_model_parallel_size": 2, "enable_zbh1_pipeline": True, "global_batch_size": 4,
+    }),
+    Run("PP 4", 4, {**_B, "pipeline_model_parallel_size": 4, "global_batch_size": 4}, WIDE, LARGE),
+    Run("TP 2, PP 2", 4, {**_B, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, WIDE, LARGE),
+)  # fmt: skip

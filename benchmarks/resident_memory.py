@@ -1,0 +1,78 @@
+"""Peak resident memory of every process of a small training run on this machine's CPU.
+
+The processes are pretrain_gpt.py's own, with the environment of a launcher; the peak is what the system has counted for
+each when it ends (ru_maxrss). It holds the interpreter and the libraries too, so that two runs are to be compared.
+"""
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+BARE = {
+    "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(64 << 10),
+    "MALLOC_MMAP_MAX_": str(1 << 20), "THP_MEM_ALLOC_ENABLE": "0",
+}  # fmt: skip
+"""With these every tensor of 64 KiB and more is a mapping of its own, which goes back to the system when it is freed:
+resident memory is that of the tensors. As a run sets malloc up for speed, it keeps freed blocks, and holes between
+them. One thread: what each further one brings for itself is not what is to be compared."""
+
+
+class RunFailed(RuntimeError):
+    """A process ended with an error or not in time; the message has its last lines."""
+
+
+def peak_bytes(flags: Sequence[str], processes: int, timeout_s: float = 300.0) -> list[int]:
+    """The peak of each rank of `pretrain_gpt.py FLAGS`, in the order of the ranks. Raises RunFailed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder, f"{rank}.log") for rank in range(processes)]
+        started = [_start(flags, rank, processes, port, log) for rank, log in enumerate(logs)]
+        peaks = _wait(started, time.monotonic() + timeout_s)
+        for rank, (code, log) in enumerate(zip([code for code, _ in peaks], logs, strict=True)):
+            if code:
+                raise RunFailed(f"rank {rank} ended with code {code}: {log.read_text(errors='replace')[-2000:]}")
+    return [peak for _, peak in peaks]
+
+
+def _start(flags: Sequence[str], rank: int, processes: int, port: int, log: Path) -> subprocess.Popen[bytes]:
+    launcher = {
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+    }  # fmt: skip
+    environment = {**os.environ, **BARE, **{name: str(value) for name, value in launcher.items()}}
+    with open(log, "wb") as out:
+        return subprocess.Popen(
+            [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags], cwd=ROOT, env=environment, stdout=out,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+
+def _wait(started: Sequence[subprocess.Popen[bytes]], end_s: float) -> list[tuple[int, int]]:
+    """(exit code, peak bytes) of each; those that are left at the end of the time are ended."""
+    found: dict[int, tuple[int, int]] = {}
+    while len(found) < len(started):
+        for process in started:
+            if process.pid in found:
+                continue
+            pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+            if pid:
+                process.returncode = os.waitstatus_to_exitcode(status)
+                found[pid] = process.returncode, usage.ru_maxrss * 1024  # KiB on Linux
+        if time.monotonic() > end_s:
+            for process in started:
+                if process.pid not in found:
+                    os.killpg(process.pid, signal.SIGKILL)
+            end_s = float("inf")
+        time.sleep(0.05)
+    return [found[process.pid] for process in started]
