@@ -24,6 +24,10 @@ def main(arguments: list[str]) -> int:
     def body() -> None:
         if problem is not None:
             raise problem
+        if "--dry-run" in arguments and not {"--help", "-h", "--print-config"} & set(arguments):
+            from megatron.dryrun.command import dry_run
+
+            raise SystemExit(dry_run(arguments, launch.world_size) if launch.rank == 0 else 0)
         alone = launch.launcher == "none" and "--print-config" in arguments  # which may look at any world size
         config = parse_args(arguments, None if alone else launch.world_size)
         from megatron.training import pretrain  # after the arguments are known to be right: this imports torch

@@ -18,7 +18,7 @@ from megatron.config.settings import Settings, all_options, did_you_mean
 from megatron.config.show import render_config
 from megatron.errors import ConfigError
 
-OWN_FLAGS: Mapping[str, str] = {"--help": "0", "-h": "0", "--print-config": "0", "--preset": "1"}
+OWN_FLAGS: Mapping[str, str] = {"--help": "0", "-h": "0", "--print-config": "0", "--dry-run": "0", "--preset": "1"}
 
 
 @dataclass(frozen=True)

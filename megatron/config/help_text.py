@@ -27,6 +27,10 @@ def render_help() -> str:
         "start:",
         *_entry("--help, -h", "Show this text and exit."),
         *_entry("--print-config", "Show the resolved configuration, with where each value came from, and exit."),
+        *_entry(
+            "--dry-run", "Take a step without data or devices, for any --world-size and --cluster: whether it runs, "
+            "and what every kind of rank needs of memory; exit with 0, or 3 where it does not fit or run.",
+        ),
         *_entry("--preset NAME", f"Start from a known model; flags beside it win. One of {names}."),
     ]
     for section in SECTIONS.values():

@@ -107,6 +107,11 @@ def choose_fusions(kernels: KernelConfig, device: torch.device | None, dtype_nam
     return Fusions(**chosen, apex_norm=_apex_norm(kernels, device_type))
 
 
+def assumed_fusions(kernels: KernelConfig, device_type: str, dtype_name: str, loaded: bool = True) -> Fusions:
+    """What would go through the kernels on a device that is not here; `loaded`: whether it has a library. No torch."""
+    return Fusions(**{name: not _why_not(name, kernels, device_type, dtype_name, loaded) for name in OPERATORS})
+
+
 def report(config: Config, device: torch.device) -> list[str]:
     """Lines for the log: which library is loaded or why none, what goes through it, and why the rest does not."""
     from megatron.kernels import library
@@ -158,9 +163,10 @@ def _drops(config: Config) -> bool:
     return bool(model.add_bias_linear or model.hidden_dropout or (unfused and model.attention_dropout))
 
 
-def _why_not(name: str, kernels: KernelConfig, device_type: str, dtype_name: str) -> str:
-    from megatron.kernels import library
-
+def _why_not(
+    name: str, kernels: KernelConfig, device_type: str, dtype_name: str, loaded: bool | None = None
+) -> str:
+    """`loaded` None: look whether a library is."""
     setting, flag = _FLAGS.get(name, ("", ""))
     if setting and not getattr(kernels, setting):
         return flag
@@ -172,11 +178,17 @@ def _why_not(name: str, kernels: KernelConfig, device_type: str, dtype_name: str
         return _APEX
     if dtype_name not in EVERY_TYPE:
         return f"they do not compute in {dtype_name}"
-    if library.find(device_type).handle is None:
+    if not (_is_loaded(device_type) if loaded is None else loaded):
         return "no library"
     if device_type == "cpu" and wish != "fused" and dtype_name not in HOST_FASTER[name].types:
         return "torch's is faster on a CPU"
     return ""
+
+
+def _is_loaded(device_type: str) -> bool:
+    from megatron.kernels import library
+
+    return library.find(device_type).handle is not None
 
 
 def _apex_norm(kernels: KernelConfig, device_type: str) -> bool:

@@ -5,12 +5,14 @@ stream it shall run on.
 """
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import os
 import struct
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ _C_TYPES = {
     "f": ctypes.c_float, "d": ctypes.c_double,
 }  # fmt: skip
 _LOCK = threading.Lock()
+_ASSUMED: dict[str, Found] = {}
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ def find(device_type: str) -> Found:
     leaves GPUs alone.
     """
     with _LOCK:  # threads that ask together get the same handle
-        return _search(device_type)
+        return _ASSUMED.get(device_type) or _search(device_type)
 
 
 @functools.cache
@@ -81,6 +84,26 @@ def _search(device_type: str) -> Found:
     if not torch.cuda.is_available():
         return Found(None, "", "", "torch sees no GPU")
     return _first([device_arch()])
+
+
+@contextlib.contextmanager
+def assumed(device_type: str) -> Iterator[None]:
+    """Inside, kernels count as there for a kind of device that has none here, such as "meta".
+
+    For tensors without data, on which an operator follows its rule of shapes: nothing can be launched.
+    """
+    with _LOCK:
+        before, _ASSUMED[device_type] = _ASSUMED.get(device_type), Found(None, "", "", "", object())
+        _AVAILABLE.pop(device_type, None)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            if before is None:
+                del _ASSUMED[device_type]
+            else:
+                _ASSUMED[device_type] = before
+            _AVAILABLE.pop(device_type, None)
 
 
 def forget() -> None:

@@ -59,6 +59,8 @@ class DropoutKey:
 
 def dropout_mask(like: torch.Tensor, probability: float, seed: int) -> torch.Tensor:
     """Boolean mask of `like`'s shape, True with 1 - probability."""
+    if like.is_meta:  # without data there is nothing to draw
+        return torch.empty_like(like, dtype=torch.bool)
     generator = torch.Generator(device=like.device)
     generator.manual_seed(seed)
     keep = torch.empty(like.shape, dtype=torch.bool, device=like.device)
@@ -68,7 +70,9 @@ def dropout_mask(like: torch.Tensor, probability: float, seed: int) -> torch.Ten
 @contextlib.contextmanager
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
     """Seed the device's default generator inside the block and restore it after: for operations that draw from it."""
-    if device.type == "cpu":
+    if device.type == "meta":  # without data there is nothing to draw
+        yield
+    elif device.type == "cpu":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             yield
