@@ -1,0 +1,164 @@
+"""The chosen layout as a command line, and as a job script where the launch scripts know the machine."""
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron.config import PRESETS, Config, command_line_of
+from megatron.config.command_line import parse_plan
+from megatron.config.settings import all_options
+from megatron.errors import ConfigError
+from megatron.model import formulas
+from megatron.planning.cluster import Cluster
+from megatron.planning.memory import sized_model
+from megatron.planning.search.base import Base
+
+_TOKENS_FOR_EACH_PARAMETER = 20
+"""Hoffmann et al. 2022, where nobody says how long the run is."""
+
+
+class _Site(NamedTuple):
+    """What the launch scripts need to know of a machine: its site file, and lines of the header beside the usual."""
+
+    file: str
+    header: tuple[str, ...]
+
+
+_SITES: Mapping[str, _Site] = {
+    "frontier": _Site("examples/frontier/site.env", ("-C nvme", "--network=disable_rdzv_get")),
+    "lumi": _Site("examples/lumi/site.env", ()),
+}
+
+
+def flags_of(config: Config, base: Base) -> list[str]:
+    """Flags of pretrain_gpt.py that give this configuration, without the number of processes: the preset's name, where
+    there is one, and what differs from it."""
+    world = ["--world-size", str(config.parallel.world_size)]
+    if base.preset is not None:
+        preset, flags, unset = PRESETS[base.preset], ["--preset", base.preset], list[str]()
+        for name, option in all_options().items():
+            value = config.given.get(name)
+            if name == "world_size" or not option.flags or value == preset.get(name, _default(option.default)):
+                continue
+            if value is not None:
+                flags += _written(option, value)
+            elif option.has_none and name in preset:
+                unset.append(option.flag)
+        for flag in list(unset):  # some go with others
+            fewer = [other for other in unset if other != flag]
+            if _same(flags + _none(fewer) + world, config):
+                unset = fewer
+        if _same(flags + _none(unset) + world, config):
+            return flags + _none(unset)
+    words = [word for word in command_line_of(config) if not word.startswith("--world-size")]
+    assert _same(words + world, config), "a configuration is what its flags say"
+    return words
+
+
+def _none(flags: list[str]) -> list[str]:
+    return [word for flag in flags for word in (flag, "none")]
+
+
+def _default(value: Any) -> Any:
+    return dict(value) if isinstance(value, dict) else value
+
+
+def _written(option: Any, value: Any) -> list[str]:
+    if option.kind is bool:
+        return [option.written(value)]
+    if option.many:
+        return [option.flag, ",".join(map(str, value))] if option.kind is int else [option.flag, *map(str, value)]
+    return [option.flag, str(value)]
+
+
+def _same(flags: list[str], config: Config) -> bool:
+    try:
+        return parse_plan(flags) == config
+    except ConfigError:
+        return False
+
+
+def command_line(config: Config, base: Base, cluster: Cluster) -> str:
+    """A command that starts the run: by torchrun on one node, else by srun."""
+    devices, each = config.parallel.world_size, cluster.devices_per_node
+    nodes = -(-devices // each)
+    program = ["pretrain_gpt.py", *flags_of(config, base)]
+    if cluster.device_type == "cpu":
+        program += ["--distributed-backend", "gloo"]
+    if nodes == 1:
+        return shlex.join(["torchrun", f"--nproc-per-node={devices}", *program])
+    return shlex.join(["srun", "-N", str(nodes), "-n", str(devices), f"--ntasks-per-node={each}", "python", *program])
+
+
+def job_script(config: Config, base: Base, cluster: Cluster, tokens: float | None, notes: list[str]) -> str | None:
+    """A batch script over examples/frontier/job.sh; None for a machine that those scripts do not know, and for a
+    part of a node, which they do not start."""
+    site, devices = _SITES.get(cluster.name), config.parallel.world_size
+    if site is None or devices % cluster.devices_per_node:
+        return None
+    nodes = devices // cluster.devices_per_node
+    hours = cluster.wall_limit_hours(nodes)
+    length = int(tokens or _TOKENS_FOR_EACH_PARAMETER * formulas.total_parameters(sized_model(config)))
+    own_length = any(name in config.given for name in ("train_iters", "train_samples", "train_tokens"))
+    flags = [*flags_of(config, base), *([] if own_length else ["--train-tokens", str(length)])]
+    whole, minutes = divmod(math.floor(60 * hours), 60)
+    header = [
+        f"-J {_name(base)}", f"-N {nodes}", f"-t {whole:02d}:{minutes:02d}:00", *site.header,
+        f"--ntasks-per-node={cluster.devices_per_node}", f"-c {cluster.cpus_per_task}", "--signal=USR1@600",
+        "--requeue", "--open-mode=append", "-o %x-%j.out",
+    ]  # fmt: skip
+    lines = [
+        "#!/bin/bash",
+        f"# {base.name} on {nodes} nodes of {cluster.name}, the layout that tools/plan.py chose. From the repository:",
+        f"#     source {site.file} && sbatch FOLDER/job.sbatch [flags of pretrain_gpt.py, which win over these]",
+        f"#     source {site.file} && python tools/preflight.py check FOLDER/job.sbatch",
+        *(f"# {note}" for note in notes),
+        *(f"#SBATCH {line}" for line in header),
+        "set -uo pipefail",
+        f"MODEL={_name(base)}",
+        "PRESET='' # all is said below",
+        "FLAGS=(",
+        *(f"    {line}" for line in _by_flag(flags)),
+        ")",
+        'for root in "${MEGATRON_ROOT:-}" "${SLURM_SUBMIT_DIR:-}" "$PWD"; do',
+        "    [[ ! -f $root/examples/frontier/job.sh ]] || break",
+        "done",
+        "# shellcheck source=/dev/null",
+        'source "$root/examples/frontier/job.sh" || { echo "source site.env first, then sbatch" >&2 && exit 2; }',
+        'train_job "${FLAGS[@]}" "$@"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _name(base: Base) -> str:
+    return base.preset or "gpt"
+
+
+def _by_flag(words: list[str]) -> list[str]:
+    """A line for each flag with its values."""
+    lines: list[list[str]] = []
+    for word in words:
+        if word.startswith("--"):
+            lines.append([])
+        lines[-1].append(word)
+    return [shlex.join(line) for line in lines]
+
+
+def write_script(folder: Path, config: Config, base: Base, cluster: Cluster, tokens: float | None,
+                 notes: list[str]) -> Path:  # fmt: skip
+    """job.sbatch, or command.sh where there is no such script for the machine."""
+    text = job_script(config, base, cluster, tokens, notes)
+    path = folder / ("command.sh" if text is None else "job.sbatch")
+    if text is None:
+        length = [] if tokens is None else ["--train-tokens", str(int(tokens))]
+        line = " ".join([command_line(config, base, cluster), *length])
+        text = "\n".join(["#!/bin/bash", *(f"# {note}" for note in notes), f'{line} "$@"']) + "\n"
+    try:
+        path.write_text(text, encoding="utf-8")
+        path.chmod(0o755)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}: choose another --output folder") from error
+    return path

@@ -1,0 +1,206 @@
+"""Tables of a search for a terminal and for Markdown, and its files table.csv and table.json."""
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.errors import ConfigError
+from megatron.planning.recipes import Table
+from megatron.planning.search.choices import Choices, write_choices, write_value
+from megatron.planning.search.judging import GIB, Judge
+from megatron.planning.search.outcome import Effect, Run, run_of, write_losses
+from megatron.planning.search.tree import Found
+from megatron.planning.timing import PARTS, Estimate
+
+
+def write_recompute(text: str) -> str:
+    """'mlp_act, layernorm', 'groups of 2 layers', 'first 3 layers of a stage'."""
+    kind, _, rest = text.partition(":")
+    if kind == "selective":
+        return rest.replace("+", ", ")
+    if kind == "none":
+        return "none"
+    method, count = rest.split(":")
+    if method == "block":
+        return f"first {count} of a stage"
+    return "every layer" if count == "1" else f"groups of {count}"
+
+
+def _switches(choices: Choices) -> str:
+    words = [word for word, on in (("sp", choices.sp), ("overlap", choices.overlap), ("ZeRO", choices.zero)) if on]
+    return ", ".join(words) or "-"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def _amount(value: float) -> str:
+    """Three digits, with thousands apart."""
+    return f"{value:,.0f}" if abs(value) >= 99.5 else f"{value:.3g}"
+
+
+def best_table(chosen: Sequence[tuple[Choices, Estimate]], capacity: float, tokens: float | None) -> Table:
+    """The best layouts: sizes, time, use of the peak, cost of a run, memory of the fullest rank and what is left."""
+    several_nodes = len({e.nodes for _, e in chosen}) > 1
+    columns = ["#", "TP", "PP", "DP", "chunks", "schedule", "mbs", "batch", "recompute", "also on", "s/step",
+               "MFU", "HFU", "Gtok/day"]  # fmt: skip
+    if several_nodes:
+        columns.insert(1, "nodes")
+    columns += ["days", "node-hours"] if tokens else ["node-h/Gtok"]
+    columns += ["GiB", "left"]
+    rows = []
+    for number, (choices, found) in enumerate(chosen, 1):
+        shape, most = choices.shape, max(rank.total for rank in found.memory)
+        row = [str(number), str(shape.tp), str(shape.pp), str(shape.replicas), str(shape.chunks), shape.schedule,
+               str(shape.micro), f"{shape.batch:,}",
+               write_recompute(choices.recompute), _switches(choices), f"{found.seconds:.2f}", _percent(found.mfu),
+               _percent(found.hfu), _amount(found.tokens_per_day / 1e9)]  # fmt: skip
+        if several_nodes:
+            row.insert(1, f"{found.nodes:,}")
+        if tokens:
+            run = run_of(found, tokens)
+            row += [_amount(run.days), _amount(run.node_hours)]
+        else:
+            row.append(_amount(found.node_hours(1e9)))
+        rows.append((*row, f"{most / GIB:.1f}", f"{(capacity - most) / GIB:.1f}"))
+    return Table("best layouts", tuple(columns), rows)
+
+
+def parts_table(chosen: Sequence[tuple[Choices, Estimate]]) -> Table:
+    """Where the seconds of a step go, as the pipeline rank spends them that computes most."""
+    used = [part for part in PARTS if any(found.parts.get(part) for _, found in chosen)]
+    rows = []
+    for number, (_, found) in enumerate(chosen, 1):
+        rows.append((str(number), *(_seconds(found.parts.get(part, 0.0)) for part in used), f"{found.seconds:.2f}"))
+    return Table("seconds of a step, on the pipeline rank that computes most", ("#", *used, "all"), rows)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.995 else f"{value:.3f}" if value else "0"
+
+
+def placement_table(chosen: Sequence[tuple[Choices, Estimate]]) -> Table:
+    """Each placement with the numbers of the layouts that have it."""
+    users: dict[tuple[str, ...], list[str]] = {}
+    for number, (choices, _) in enumerate(chosen, 1):
+        users.setdefault((choices.rank_order, ",".join(map(str, choices.device_order))), []).append(str(number))
+    rows = [(", ".join(numbers), *placement) for placement, numbers in users.items()]
+    return Table("placement", ("#", "rank order", "device order"), rows)
+
+
+def values_table(found: Found, judge: Judge, name: str, title: str) -> Table:
+    """For each value of one dimension the best layout that has it."""
+    rows = []
+    values = sorted(value for dimension, value in found.by_value if dimension == name)
+    for value in values:
+        best = found.by_value[name, value]
+        rows.append((f"{value:,}", f"{best.seconds:.2f}", _amount(best.tokens_per_s * 86400 / 1e9), _percent(best.mfu),
+                     f"{best.memory / GIB:.1f}", short(best.choices, judge)))  # fmt: skip
+    return Table(f"best layout for each {title}", (title, "s/step", "Gtok/day", "MFU", "GiB", "layout"), rows)
+
+
+def short(choices: Choices, judge: Judge) -> str:
+    """A layout without what all layouts of the search have in common and without its placement."""
+    fixed = {"nodes": len(judge.space.worlds) == 1, "gbs": len(judge.space.batches) == 1}
+    words = write_choices(choices._replace(rank_order="", device_order=()), judge.space.cluster).split(",")
+    return ",".join(word for word in words if not fixed.get(word.partition("=")[0], False))
+
+
+def sensitivity_table(effects: Sequence[Effect]) -> Table:
+    rows = [(e.title, f"-{100 * e.blind:.1f} %", f"-{100 * e.worst:.1f} %", write_losses(e)) for e in effects]
+    return Table("what each choice is worth: throughput with it fixed and all else searched; blindly: with a value by "
+                 "chance of those that fit", ("choice", "blindly", "worst value", "values"), rows)  # fmt: skip
+
+
+def rejection_table(found: Found) -> Table:
+    """What was not estimated, and why."""
+    rows = [
+        (f"{count:,}", unit, reason, first_problem(found.rejections.examples[unit, reason]))
+        for (unit, reason), count in sorted(found.rejections.counts.items(), key=lambda item: -item[1])
+    ]
+    if found.counts["bounded"]:
+        rows.append((f"{found.counts['bounded']:,}", "layouts", "a bound proves that they change nothing", ""))
+    return Table("rejected", ("how many", "of", "why", "for example"), rows)
+
+
+def first_problem(text: str) -> str:
+    r"""The first of the problems that a configuration has, on one line.
+
+    >>> first_problem("the configuration has 2 problems:\n  1. this\n  2. that")
+    'this'
+    """
+    if not text.startswith("the configuration has "):
+        return " ".join(text.split())
+    first = text.splitlines()[1] if "\n" in text else text
+    return " ".join(first.split()).partition(". " if "\n" in text else "problem: ")[2]
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def record(choices: Choices, found: Estimate, judge: Judge, run: Run | None) -> dict[str, Any]:
+    """A layout as one flat row."""
+    shape, most = choices.shape, max(found.memory, key=lambda rank: (rank.total, -rank.rank))
+    row: dict[str, Any] = {
+        "nodes": found.nodes, "devices": shape.devices, "global_batch": shape.batch, "tp": shape.tp, "pp": shape.pp,
+        "dp": shape.replicas, "chunks": shape.chunks, "schedule": shape.schedule, "micro_batch": shape.micro,
+        "sequence_parallel": choices.sp, "tp_comm_overlap": choices.overlap, "zero_stage": choices.zero,
+        "recompute": choices.recompute, "rank_order": choices.rank_order,
+        "device_order": write_value(choices.device_order), "seconds_per_step": found.seconds, "mfu": found.mfu,
+        "hfu": found.hfu, "tokens_per_s": found.tokens_per_s, "tokens_per_day": found.tokens_per_day,
+        "memory_gib": most.total / GIB, "fullest_pipeline_rank": most.rank,
+        "left_gib": (judge.capacity - most.total) / GIB,
+    }  # fmt: skip
+    row |= {f"{part.replace(' ', '_').replace('-', '_')}_s": found.parts.get(part, 0.0) for part in PARTS}
+    if run is not None:
+        row |= {"steps": run.steps, "days": run.days, "node_hours": run.node_hours, "jobs": run.jobs}
+    else:
+        row["node_hours_per_gtoken"] = found.node_hours(1e9)
+    return row
+
+
+def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    try:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(rows[0]) if rows else ["nodes"])
+            writer.writeheader()
+            writer.writerows(rows)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}: choose another --output folder") from error
+    return path
+
+
+def write_json(path: Path, content: dict[str, Any]) -> Path:
+    try:
+        path.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}: choose another --output folder") from error
+    return path
+
+
+def everything(
+    judge: Judge, found: Found, rows: Sequence[dict[str, Any]], effects: Sequence[Effect], confidence: Any
+) -> dict[str, Any]:
+    """All of a search for a program to read."""
+    return {
+        "model": judge.space.base.name, "cluster": judge.space.cluster.name,
+        "capacity_gib": judge.capacity / GIB, "worlds": judge.space.worlds, "batches": judge.space.batches,
+        "best": list(rows),
+        "front": [
+            {"layout": write_choices(j.choices, judge.space.cluster), "memory_gib": j.memory / GIB,
+             "tokens_per_s": j.tokens_per_s, "seconds_per_step": j.seconds} for j in found.front
+        ],
+        "sensitivity": [
+            {"choice": e.dimension, "losses": {write_value(v): loss for v, loss in e.losses}} for e in effects
+        ],
+        "rejected": [
+            {"how_many": n, "of": unit, "why": why, "example": found.rejections.examples[unit, why]}
+            for (unit, why), n in found.rejections.counts.items()
+        ],
+        "counts": dict(found.counts),
+        "inputs": [used._asdict() for used in confidence.used],
+    }  # fmt: skip

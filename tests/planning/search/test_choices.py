@@ -1,0 +1,121 @@
+"""How layouts are written and read, and what a fixed part makes of flags."""
+from __future__ import annotations
+
+import pytest
+
+from megatron.config import PRESETS
+from megatron.errors import ConfigError
+from megatron.planning.cluster import load_cluster
+from megatron.planning.search.base import make_base
+from megatron.planning.search.choices import Choices, Shape, matches, narrowed, parse_choices, write_choices
+from megatron.planning.search.tables import first_problem, write_recompute
+
+FRONTIER = load_cluster("frontier")
+
+
+def test_what_is_written_is_read():
+    choices = Choices(
+        Shape(1024, 640, 8, 8, 6, "interleaved", 2), True, False, 1, "selective:mlp_act+layernorm", "tp-pp-dp",
+        (0, 1, 6, 7, 2, 3, 4, 5),
+    )  # fmt: skip
+    text = write_choices(choices, FRONTIER)
+    assert parse_choices(text, "--layout") == {
+        "nodes": (128,), "gbs": (640,), "tp": (8,), "pp": (8,), "chunks": (6,), "schedule": ("interleaved",),
+        "mbs": (2,), "sp": (True,), "overlap": (False,), "zero": (1,), "recompute": ("selective:mlp_act+layernorm",),
+        "order": ("tp-pp-dp",), "devices": ((0, 1, 6, 7, 2, 3, 4, 5),),
+    }  # fmt: skip
+
+
+def test_the_short_form():
+    found = parse_choices("tp=4,pp=16,chunks=2,mbs=1,recompute=selective", "--layout")
+    assert found == {"tp": (4,), "pp": (16,), "chunks": (2,), "mbs": (1,), "recompute": ("selective",)}
+    assert parse_choices("tp=4,8, pp=2 ,recompute=full:block:3,none,vpp=1", "--fix") == {
+        "tp": (4, 8), "pp": (2,), "recompute": ("full:block:3", "none"), "chunks": (1,),
+    }  # fmt: skip
+    assert matches("selective:mlp_act", "selective") and not matches("selective:mlp_act", "selective:layernorm")
+    assert parse_choices("recompute=selective:layernorm+mlp_act", "x")["recompute"] == ("selective:mlp_act+layernorm",)
+
+
+@pytest.mark.parametrize(("text", "parts"), [
+    ("tq=4", ["--layout tq=4", "'tq' is unknown", "tp"]), ("tp=four", ["tp is a number", "'four'"]),
+    ("4", ["'4' is not NAME=VALUE"]), ("", ["names nothing"]), ("tp=4,tp=8", ["tp is given twice"]),
+    ("tp=0", ["tp is a number", "'0'"]), ("schedule=gpipe", ["1f1b, interleaved, zb-h1", "'gpipe'"]),
+    ("recompute=half", ["recompute is none, selective", "'half'"]), ("recompute=full:block:0", ["'full:block:0'"]),
+    ("recompute=selective:attention", ["core_attn, mlp_act"]), ("zero=2", ["0 or 1"]), ("sp=maybe", ["on or off"]),
+])
+def test_mistakes_in_a_layout(text, parts):
+    with pytest.raises(ConfigError) as error:
+        parse_choices(text, "--layout")
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_narrowing():
+    first = {"tp": (2, 4), "recompute": ("full", "none")}
+    assert narrowed(first, {"tp": (4, 8), "pp": (2,)}) == {"tp": (4,), "pp": (2,), "recompute": ("full", "none")}
+    assert narrowed(first, {"recompute": ("full:block:2", "selective")})["recompute"] == ("full:block:2",)
+    assert narrowed(first, {"tp": (8,)})["tp"] == ()
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_of_a_preset_the_model_alone_counts(preset):
+    base = make_base(preset, [], [64])
+    parallel, config = base.config.parallel, base.config
+    sizes = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.num_chunks)
+    assert sizes == (1, 1, 1)
+    assert config.recompute.recompute_granularity is None and config.batch.micro_batch_size == 1
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "bf16"):
+        if name in PRESETS[preset]:
+            assert config.get(name) == PRESETS[preset][name]
+    assert base.wanted == {"gbs": (64,)}
+    if "global_batch_size" in PRESETS[preset]:
+        assert make_base(preset, []).wanted["gbs"] == (PRESETS[preset]["global_batch_size"],)
+
+
+def test_flags_of_a_layout_fix_it():
+    flags = (
+        "--tensor-model-parallel-size 4 --micro-batch-size 2 --sequence-parallel --recompute-granularity selective "
+        "--enable-zbh1-pipeline --zero-stage 0 --rank-order pp-tp-dp --fp16 --global-batch-size 32 --tp-comm-overlap"
+    ).split()
+    base = make_base("gpt-22b", flags)
+    assert base.wanted == {
+        "tp": (4,), "mbs": (2,), "sp": (True,), "recompute": ("selective",), "schedule": ("zb-h1",), "zero": (0,),
+        "order": ("pp-tp-dp",), "gbs": (32,), "overlap": (True,),
+    }  # fmt: skip
+    assert base.config.precision.dtype_name == "float16"
+    assert make_base("gpt-22b", ["--recompute-granularity=none"]).wanted["recompute"] == ("none",)
+    full = "--recompute-granularity full --recompute-method block --recompute-num-layers 3".split()
+    assert make_base("gpt-22b", full).wanted["recompute"] == ("full:block:3",)
+    assert make_base("gpt-22b", ["--num-layers-per-virtual-pipeline-stage", "3"]).per_chunk == 3
+
+
+SIZES = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32".split()
+
+
+@pytest.mark.parametrize(("preset", "flags", "parts"), [
+    ("gpt-23b", [], ["--model 'gpt-23b' is unknown", "gpt-22b"]), (None, [], ["--global-batch is missing"]),
+    (None, ["--global-batch-size", "8"], ["--num-layers is missing"]),
+    ("gpt-22b", ["--tp", "2"], ["unknown flag --tp"]),
+    ("gpt-22b", ["--world-size", "8"], ["--world-size 8", "give --nodes"]),
+    ("gpt-22b", ["--preset", "tiny"], ["choose one"]), (None, SIZES, ["--global-batch is missing"]),
+    ("gpt-22b", ["--micro-batch-size", "two"], ["--micro-batch-size", "'two'"]),
+    ("gpt-22b", ["--recompute-modules", "mlp_act"], ["needs --recompute-granularity selective"]),
+    ("gpt-22b", ["--deepspeed_config", "x.json"], ["has no place here"]),
+])  # fmt: skip
+def test_mistakes_in_the_fixed_part(preset, flags, parts):
+    with pytest.raises(ConfigError) as error:
+        make_base(preset, flags)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_batches_that_contradict():
+    with pytest.raises(ConfigError, match="contradict"):
+        make_base("gpt-22b", ["--global-batch-size", "32"], [64])
+
+
+def test_words():
+    assert write_recompute("full:block:3") == "first 3 of a stage" and write_recompute("none") == "none"
+    assert write_recompute("full:uniform:1") == "every layer" and write_recompute("full:uniform:2") == "groups of 2"
+    assert first_problem("the configuration has 1 problem: this is wrong") == "this is wrong"
+    assert first_problem("the configuration has 2 problems:\n  1. this. And so\n  2. that") == "this. And so"

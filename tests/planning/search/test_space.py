@@ -1,0 +1,101 @@
+"""The space holds exactly the layouts that a configuration accepts."""
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from megatron.errors import ConfigError
+from megatron.planning.cluster import load_cluster
+from megatron.planning.search.base import make_base
+from megatron.planning.search.choices import Choices, Shape
+from megatron.planning.search.space import Rejections, Space
+
+FRONTIER = load_cluster("frontier")
+FLAGS = "--num-layers 12 --hidden-size 96 --num-attention-heads 12 --seq-length 40 --vocab-size 512 --bf16".split()
+
+
+def space(devices: int = 16, batches: tuple[int, ...] = (24, 32), flags: str = "", **wanted: tuple) -> Space:
+    base = make_base(None, [*FLAGS, *flags.split()], batches)
+    return Space(base, FRONTIER, (devices,), batches, {**base.wanted, **wanted})
+
+
+def is_valid(where: Space, choices: Choices) -> bool:
+    try:
+        config = where.config(choices)
+    except ConfigError:
+        return False
+    return config.parallel.num_chunks == choices.shape.chunks and config.parallel.schedule == choices.shape.schedule
+
+
+@pytest.mark.parametrize("flags", ["", "--num-query-groups 4", "--pipeline-layout 1,1,2,2"])
+def test_shapes_are_those_that_validation_accepts(flags):
+    where = space(devices=8, batches=(12, 16), flags=f"{flags} --num-layers 6")
+    found = set(where.shapes(Rejections()))
+    sizes = itertools.product((1, 2, 3, 4, 8), range(1, 7), range(1, 7), ("1f1b", "interleaved", "zb-h1"), (12, 16))
+    expected = set()
+    for tp, pp, chunks, schedule, batch in sizes:
+        for micro in (1, 2, 4, 8, 16):
+            shape = Shape(8, batch, tp, pp, chunks, schedule, micro)
+            if is_valid(where, Choices(shape, False, False, 1, "none")):
+                expected.add(shape)
+    assert found == expected and len(found) > 5
+
+
+def test_variants_are_those_that_validation_accepts():
+    where = space()
+    for shape in where.shapes(Rejections()):
+        variants = list(where.variants(shape))
+        assert len(set(variants)) == len(variants)
+        assert {c.recompute for c in variants} >= {"none", "selective:mlp_act+layernorm", "full:uniform:1"}
+        for choices in variants:
+            # 40 tokens are no multiple of 12 and 16 heads: the only thing that a variant alone can be refused for.
+            assert is_valid(where, choices) == (not choices.sp or 40 % shape.tp == 0), choices
+
+
+def test_recomputation_of_stages_of_several_sizes():
+    where = space(devices=80, batches=(80,))
+    uneven = Shape(80, 80, 1, 5, 1, "1f1b", 1)  # 2, 2, 3, 3, 2 layers
+    assert list(where.recomputations(uneven)) == [
+        "none", "selective:mlp_act", "selective:layernorm", "selective:mlp_act+layernorm", "full:uniform:1",
+        "full:uniform:3", "full:block:1", "full:block:2",
+    ]  # fmt: skip
+    even = Shape(80, 80, 1, 4, 1, "1f1b", 1)
+    assert [r for r in where.recomputations(even) if "full" in r] == [
+        "full:uniform:1", "full:uniform:3", "full:block:1", "full:block:2",
+    ]  # fmt: skip
+    plain = space(flags="--attention-backend unfused")
+    assert "selective:core_attn" in list(plain.recomputations(even))
+
+
+def test_what_was_asked_for_counts():
+    def sizes(where: Space) -> set[tuple[int, int]]:
+        return {(s.tp, s.pp) for s in where.shapes(Rejections())}
+
+    assert {tp for tp, _ in sizes(space(tp=(2, 4)))} == {2, 4}
+    assert {s.micro for s in space(mbs=(3,)).shapes(Rejections())} == {3}
+    assert {s.schedule for s in space(schedule=("zb-h1",), pp=(4,)).shapes(Rejections())} == {"zb-h1"}
+    shape = Shape(16, 32, 2, 2, 1, "1f1b", 1)
+    chosen = list(space(sp=(True,), zero=(1,), overlap=(False,), recompute=("full",)).variants(shape))
+    assert all(c.sp and not c.overlap and c.zero == 1 and c.recompute.startswith("full") for c in chosen) and chosen
+    assert [c.recompute for c in space(recompute=("full:block:5",), sp=(True,), zero=(0,)).variants(shape)] == [
+        "full:block:5", "full:block:5",
+    ]  # fmt: skip
+    more = Space(space().base, FRONTIER, (16,), (24, 32), {"gbs": (24, 32)}, {"tp": (12,), "mbs": (3,)})
+    assert {s.micro for s in more.shapes(Rejections())} >= {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize(("devices", "wanted", "unit", "reason"), [
+    (16, dict(tp=(3,)), "TP x PP", "does not divide the devices"), (16, dict(tp=(32,)), "tensor sizes", "more than"),
+    (40, dict(tp=(5,)), "tensor sizes", "do not divide so"), (16, dict(pp=(16,)), "TP x PP", "more stages than layers"),
+    (16, dict(chunks=(5,)), "PP x chunks", "do not divide into so many chunks"),
+    (12, {}, "sizes of the job", "neither"),
+    (8 * 9999, {}, "sizes of the job", "has 9472 nodes"),
+    (16, dict(mbs=(7,)), "TP x PP x batch x micro-batch", "do not"),
+    (32, dict(tp=(1,), pp=(1,), gbs=(24,)), "TP x PP x batch", "replicas do not divide"),
+])  # fmt: skip
+def test_reasons_are_counted(devices, wanted, unit, reason):
+    rejections = Rejections()
+    assert list(space(devices, **wanted).shapes(rejections)) == [] or devices == 32
+    found = [(u, r) for u, r in rejections.counts if u == unit and reason in r]
+    assert found and rejections.examples[found[0]]

@@ -1,0 +1,185 @@
+"""tools/plan.py as it is called: tables, files, verdicts, explanations, exit codes and mistakes."""
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.config.command_line import parse_plan
+from megatron.planning.cluster import load_cluster
+from megatron.planning.search.base import make_base
+from megatron.planning.search.choices import Choices, Shape
+from megatron.planning.search.script import command_line, flags_of
+from megatron.planning.search.space import Space
+from tests.helpers.launching import ROOT
+from tools import plan
+
+FRONTIER = load_cluster("frontier")
+SMALL = ["--nodes", "1", "--global-batch", "16", "--processes", "1", "--fix", "tp=2,4", "mbs=1,2"]
+MODEL = "--num-layers 4 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --vocab-size 50257 --bf16".split()
+
+
+def call(capsys, *words: str, flags: list[str] = MODEL) -> tuple[int, str]:
+    code = plan.main([*words, "--", *flags])
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
+
+
+def test_tables_verdicts_and_files(capsys, tmp_path: Path):
+    out = tmp_path / "plan"
+    code, text = call(
+        capsys, *SMALL, "--tokens", "1e9", "--top", "3", "--output", str(out),
+        "--layout", "tp=2,pp=2,chunks=2,mbs=1,recompute=full", "--layout", "pp=4,chunks=3", "--layout", "tp=2,pp=3",
+    )  # fmt: skip
+    assert code == 0, text
+    for words in ("best layouts", "MFU", "HFU", "node-hours", "GiB", "left", "what each choice is worth", "rejected",
+                  "seconds of a step", "bubble", "Confidence: assumed at worst", "Not run on MI250X", "tensor parallel",
+                  "left open, and chosen here as fastest", "milliseconds for each sample, by part",
+                  "pp=4,chunks=3: rejected", "layers do not divide into so many chunks", "tp=2,pp=3: rejected",
+                  "does not divide the devices", "0.0 days"):  # fmt: skip
+        assert words in text, words
+    rows = list(csv.DictReader((out / "table.csv").open()))
+    assert len(rows) == 3 and [float(r["seconds_per_step"]) for r in rows] == sorted(
+        float(r["seconds_per_step"]) for r in rows
+    )
+    first = rows[0]
+    parts = sum(float(value) for name, value in first.items() if name in {
+        "forward_s", "backward_s", "recompute_s", "tensor_messages_s", "bubble_s", "pipeline_messages_s",
+        "data_parallel_s", "optimizer_s", "host_s",
+    })  # fmt: skip
+    assert parts == pytest.approx(float(first["seconds_per_step"]))
+    tokens_per_s = 16 * 2048 / float(first["seconds_per_step"])
+    assert float(first["tokens_per_day"]) == pytest.approx(86400 * tokens_per_s)
+    assert float(first["days"]) == pytest.approx(1e9 / tokens_per_s / 86400, rel=1e-4)
+    assert float(first["node_hours"]) == pytest.approx(24 * float(first["days"]))
+    content = json.loads((out / "table.json").read_text())
+    assert {e["choice"] for e in content["sensitivity"]} >= {"tp", "pp", "mbs", "recompute"}
+    assert all(0 <= loss < 1 for e in content["sensitivity"] for loss in e["losses"].values() if loss is not None)
+    assert content["front"] and content["inputs"] and content["rejected"]
+    for name in ("pareto.png", "sensitivity.png", "timeline.png"):
+        assert (out / name).read_bytes().startswith(b"\x89PNG") and (out / name).stat().st_size > 10000
+    assert json.loads((out / "trace.json").read_text())
+    assert "| choice |" in (out / "sensitivity.md").read_text()
+    assert (out / "job.sbatch").is_file()
+
+
+def test_explanation(capsys):
+    code, text = call(capsys, *SMALL, "--explain", "tp=2,pp=2,mbs=1,recompute=none")
+    assert code == 0 and "tp=2,pp=2" in text and "product [" in text and "TFLOP/s" in text, text
+    code, text = call(capsys, *SMALL, "--explain", "1", "--markdown")
+    assert code == 0 and "layout 1 of the best" in text and "| term | formula | value | basis |" in text
+    code, text = call(capsys, *SMALL, "--headroom", "63.5", "--explain", "tp=2,pp=2")
+    assert code == 0 and "needs more than the 0.5 GiB" in text
+
+
+def test_several_batches_and_nodes(capsys):
+    words = ["--nodes", "1:2", "--global-batch", "16:40", "--processes", "1", "--fix", "tp=2", "mbs=1",
+             "recompute=none"]  # fmt: skip
+    code, text = call(capsys, *words, "--markdown")
+    assert code == 0
+    assert "best layout for each global batch" in text and "best layout for each nodes" in text
+    for batch in ("16", "32", "40"):
+        assert f"| {batch} |" in text
+
+
+def test_nothing_fits(capsys):
+    code, text = call(capsys, *SMALL, "--headroom", "99.9%")
+    assert code == 3 and "Nothing fits" in text and "need more than 0.1 GiB" in text
+
+
+@pytest.mark.parametrize(("words", "parts"), [
+    (["--global-batch", "16"], ["give --nodes, or --devices"]), (["--nodes", "1", "--devices", "8"], ["give one"]),
+    (["--nodes", "x"], ["--nodes x", "16:128"]), (["--nodes", "8:4"], ["--nodes 8:4"]),
+    (["--nodes", "0"], ["--nodes 0"]), (["--nodes", "1", "--cluster", "moon"], ["neither a known machine"]),
+    (["--nodes", "1", "--global-batch", "16", "--fix", "tq=2"], ["--fix tq=2", "unknown"]),
+    (["--nodes", "1", "--global-batch", "16", "--headroom", "70"], ["--headroom 70", "64 GiB"]),
+    (["--nodes", "1", "--global-batch", "16", "--tokens", "-1"], ["--tokens"]),
+    (["--nodes", "1", "--global-batch", "16", "--top", "0"], ["--top 0"]),
+    (["--nodes", "1", "--global-batch", "16", "--model", "gpt-3"], ["--model 'gpt-3' is unknown"]),
+    (["--nodes", "1", "--global-batch", "16", "--fix", "gbs=8"], ["give --nodes and --global-batch"]),
+    ([*SMALL, "--layout", "tp=8"], ["tp=8 is not among", "tp=2, 4"]),
+    ([*SMALL, "--explain", "99"], ["--explain 99: the table of the best has"]),
+    ([*SMALL, "--explain", "pp=3"], ["there is no such layout", "does not divide"]),
+])  # fmt: skip
+def test_mistakes(capsys, words, parts):
+    code, text = call(capsys, *words)
+    assert code == 2 and "\nerror: " in f"\n{text}"
+    for part in parts:
+        assert part in text, text
+
+
+def test_a_folder_that_cannot_be_written(capsys, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    code, text = call(capsys, *SMALL, "--output", str(tmp_path / "file" / "x"))
+    assert code == 2 and "choose another folder" in text
+
+
+@pytest.mark.parametrize(("preset", "flags", "choices"), [
+    ("gpt-175b-frontier", [], Choices(Shape(1024, 640, 4, 16, 1, "zb-h1", 1), False, True, 0, "full:block:3")),
+    ("gpt-175b", ["--fp16"], Choices(Shape(1024, 640, 8, 8, 6, "interleaved", 2), True, False, 1, "none", "pp-tp-dp",
+                                     (0, 1, 6, 7, 2, 3, 4, 5))),
+    ("gpt-175b", [], Choices(Shape(1024, 640, 8, 8, 1, "1f1b", 1), True, False, 1, "selective:mlp_act+layernorm")),
+    ("tiny", [], Choices(Shape(8, 8, 1, 4, 1, "1f1b", 1), False, False, 1, "full:uniform:1")),
+    (None, MODEL, Choices(Shape(8, 16, 2, 2, 1, "1f1b", 1), True, False, 1, "none")),
+])  # fmt: skip
+def test_the_flags_give_the_layout(preset, flags, choices):
+    base = make_base(preset, flags, [choices.shape.batch])
+    config = Space(base, FRONTIER, (choices.shape.devices,), (choices.shape.batch,), base.wanted).config(choices)
+    words = flags_of(config, base)
+    assert parse_plan([*words, "--world-size", str(choices.shape.devices)]) == config
+    assert (preset in words) == (preset is not None)
+    line = command_line(config, base, FRONTIER)
+    assert line.startswith("torchrun --nproc-per-node=8" if choices.shape.devices == 8 else "srun -N 128 -n 1024")
+
+
+def test_the_script_passes_the_preflight_check(capsys, tmp_path: Path):
+    """Nothing stands against it but what depends on this disk and environment."""
+    words = ["--model", "gpt-22b", "--nodes", "16", "--fix", "tp=2", "pp=4", "mbs=1", "recompute=none", "zero=1",
+             "--processes", "1", "--output", str(tmp_path / "plan"), "--tokens", "300e9"]  # fmt: skip
+    assert plan.main(words) == 0
+    capsys.readouterr()
+    script = tmp_path / "plan" / "job.sbatch"
+    known = {n: v for n, v in os.environ.items() if not n.startswith(("SBATCH_", "SITE_", "MEGATRON_", "NCCL_", "FI_"))}
+    environ = {
+        **known, "SBATCH_ACCOUNT": "abc123", "MEGATRON_ROOT": str(ROOT), "SITE_VENV": sys.prefix,
+        "SITE_RUNS": str(tmp_path / "runs"), "SITE_CLUSTER": "frontier", "SBATCH_PARTITION": "batch",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "preflight.py"), "check", "--json", str(script), "--mock-data"],
+        capture_output=True, text=True, cwd=tmp_path, env=environ, timeout=120,
+    )  # fmt: skip
+    report = json.loads(done.stdout or "{}")
+    assert report, done.stderr
+    here = ("saving", "start-up", "signal")
+    assert [f for f in report["findings"] if f["level"] != "note" and f["about"] not in here] == []
+    (training,) = report["trainings"]
+    assert training["tasks"] == 128
+
+
+def test_another_machine_gets_a_command(capsys, tmp_path: Path):
+    code, text = call(capsys, "--cluster", "dgx-h100", *SMALL, "--output", str(tmp_path))
+    assert code == 0 and "Not run on" in text
+    line = (tmp_path / "command.sh").read_text().splitlines()[-1]
+    assert line.startswith("torchrun --nproc-per-node=8 pretrain_gpt.py --num-layers") and '"$@"' in line
+    assert subprocess.run(["bash", "-n", str(tmp_path / "command.sh")], timeout=20).returncode == 0
+
+
+def test_help():
+    done = subprocess.run([sys.executable, str(ROOT / "tools" / "plan.py"), "--help"], capture_output=True, text=True,
+                          timeout=60)  # fmt: skip
+    assert done.returncode == 0 and "--explain" in done.stdout and "tp beyond a node" in done.stdout
+
+
+def test_it_needs_no_torch():
+    code = (
+        "import sys; sys.path.insert(0, '.'); from tools import plan\n"
+        f"code = plan.main({[*SMALL, '--fix', 'tp=2', 'mbs=1', '--', *MODEL]!r})\n"
+        "assert code == 0, code; assert 'torch' not in sys.modules and 'deepspeed' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
