@@ -102,6 +102,6 @@ kernels-check: $(STAMP)
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info $(STAMP)
-	rm -f megatron/data/_index_helpers*.so
+	rm -f megatron/data/_index_helpers*.so megatron/pipeline/_schedule_clock*.so
 	rm -rf megatron/kernels/lib
 	find megatron tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -31,6 +31,8 @@ ROOMS["planning"] = ROOMS["engine"] | {"engine"}
 ROOMS["checkpoint"] = ROOMS["engine"] | {"engine"}
 ROOMS["training"] = ROOMS["checkpoint"] | {"checkpoint", "planning"}
 ROOMS["preflight"] = ROOMS["training"] | {"training"}
+ROOMS["dryrun"] = ROOMS["training"] | {"training"}
+ROOMS["calibration"] = ROOMS["preflight"] | {"preflight"}
 
 # Modules that a login node without torch can use.
 WITHOUT_TORCH = [
@@ -38,7 +40,8 @@ WITHOUT_TORCH = [
     "megatron.parallel.placing",
     "megatron.pipeline.schedule", "megatron.model.formulas", "megatron.model.stages", "megatron.kernels.availability",
     "megatron.kernels.choose", "megatron.training", "megatron.planning.cluster",
-    "megatron.planning.links", "megatron.planning.placement",
+    "megatron.planning.links", "megatron.planning.placement", "megatron.planning.rates", "megatron.planning.channels",
+    "megatron.pipeline.clock",
     "megatron.preflight.measure.command", "megatron.planning.experiments.runner", "megatron.planning.scaling.plots",
 ]  # fmt: skip
 
@@ -137,6 +140,14 @@ def run(code: str) -> str:
 def test_needs_no_torch(name: str) -> None:
     heavy = ("torch", "deepspeed", "numpy", "transformers")
     assert run(f"import sys, {name}; print([m for m in {heavy} if m in sys.modules])").strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "name", ["megatron.planning.memory", "megatron.planning.published_table", "megatron.planning.search.command"]
+)
+def test_planning_needs_numpy_at_most(name: str) -> None:
+    code = f"import sys, {name}, megatron.planning.timing.estimate\n"
+    assert run(f"{code}print([m for m in ('torch', 'deepspeed', 'transformers') if m in sys.modules])").strip() == "[]"
 
 
 def test_importing_the_package_has_no_effects(tmp_path: Path) -> None:

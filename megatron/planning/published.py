@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 PEAK_TFLOPS = 191.5
 """Of an MI250X GCD in fp16, by which their percentages are taken."""
+SEQ_LENGTH, VOCABULARY = 2048, 51200
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class Published:
     per_replica, total
                  sequences: of each replica in weak scaling, of all in strong scaling
     replica_gcds GCDs of a replica, tensor x pipeline size
+    tensor_size  GCDs that share a layer
     """
 
     name: str
@@ -25,16 +27,37 @@ class Published:
     percent: float
     per_replica: int
     replica_gcds: int
+    tensor_size: int
     total: int | None = None
     weak: tuple[int, float] | None = None
     strong: tuple[int, float] | None = None
 
+    @property
+    def pipeline_size(self) -> int:
+        return self.replica_gcds // self.tensor_size
+
+    def flags(self, gcds: int, global_batch_size: int, micro_batch_size: int = 1, *, placed: bool = False) -> str:
+        """Their layout for pretrain_gpt.py: fp16, 51,200 vocabulary entries, ranks and devices in plain order.
+
+        `placed`: ranks where the machine's links are best instead.
+        """
+        order = "" if placed else "--rank-order tp-dp-pp --device-order 0,1,2,3,4,5,6,7 "
+        return (
+            f"--preset gpt-{self.name} --fp16 --make-vocab-size-divisible-by {1024 // self.tensor_size} {order}"
+            f"--micro-batch-size {micro_batch_size} --global-batch-size {global_batch_size} --world-size {gcds}"
+        )
+
 
 _MODELS = (
-    Published("22b", 48, 6144, 73.5, 38.38, 640, 8),
-    Published("175b", 96, 12288, 69.2, 36.14, 640, 64, 8000, (1024, 1.0), (1024, 0.8993)),
-    Published("1t", 128, 25600, 61.2, 31.96, 1600, 512, 8016, (3072, 1.0), (3072, 0.8705)),
+    Published("22b", 48, 6144, 73.5, 38.38, 640, 8, 1),
+    Published("175b", 96, 12288, 69.2, 36.14, 640, 64, 4, 8000, (1024, 1.0), (1024, 0.8993)),
+    Published("1t", 128, 25600, 61.2, 31.96, 1600, 512, 8, 8016, (3072, 1.0), (3072, 0.8705)),
 )
+
+
+def published_models() -> tuple[Published, ...]:
+    """From the smallest to the largest."""
+    return _MODELS
 
 
 def published(num_layers: int | None, hidden_size: int | None) -> Published | None:

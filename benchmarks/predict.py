@@ -1,0 +1,214 @@
+"""Calibrate this machine, predict the step time of layouts that calibration has not seen, run them, compare.
+
+    python benchmarks/predict.py [--folder runs/predict] [--minutes 0.5] [--only 3 7] [--keep calibration runs]
+
+One calibration for each number of processes (tools/calibrate.py: products, kernels, messages, host; no layout is run in
+it), over the shapes of a model that is none of those predicted. Then each layout of predict_layouts.py: the estimate is
+made before pretrain_gpt.py runs it, and the median of its steady steps is compared. About twelve minutes on two quiet
+cores. Reported: the median and the worst error, and how well the ranking is met (Spearman), over all layouts and among
+those of one model with one batch, where it says which layout is best.
+
+A virtual machine's cores are not always equally fast: its host may be busy. So a product of fixed size is timed before
+and after each calibration and each run, and there is a second column of errors, in which a prediction is multiplied by
+how much slower the machine was than at its calibration. Nothing of a run's own times goes into it.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
+
+from predict_layouts import CALIBRATED, LAYOUTS, Layout  # noqa: E402
+
+from megatron.calibration.processes import environment, free_port  # noqa: E402
+from megatron.config.command_line import parse_plan  # noqa: E402
+from megatron.planning.cluster import load_cluster  # noqa: E402
+from megatron.planning.metrics_file import read_records  # noqa: E402
+from megatron.planning.timing import estimate  # noqa: E402
+
+WARM_UP, STEPS = 3, 7
+"""The first step overlaps nothing and makes memory; the next ones find it."""
+LIMIT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds of a step. slower: how much longer a fixed product took at the run than at the calibration."""
+
+    layout: Layout
+    predicted: float
+    measured: float
+    slower: float
+    parts: dict[str, float]
+    steps: list[float]
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+    @property
+    def error_at_speed(self) -> float:
+        """With the machine as fast as it was at the run."""
+        return self.predicted * self.slower / self.measured - 1
+
+
+def calibrate(processes: int, minutes: float, path: Path) -> None:
+    """Measure this machine with so many processes."""
+    command = [sys.executable, str(ROOT / "tools" / "calibrate.py"), "-o", str(path), "--processes", str(processes),
+               "--minutes", str(minutes), *CALIBRATED.split()]  # fmt: skip
+    env = environment(os.environ, 0, 1, "0")
+    subprocess.run(command, cwd=ROOT, env=env, check=True)
+
+
+def predict(layout: Layout, cluster: Path) -> tuple[float, dict[str, float]]:
+    """Seconds of a step and their parts."""
+    config = parse_plan([*layout.arguments, "--world-size", str(layout.processes)])
+    found = estimate(config, load_cluster(cluster))
+    return found.seconds, dict(found.parts)
+
+
+def run(layout: Layout, folder: Path) -> None:
+    """Train for some steps; the metrics file in the folder tells of them."""
+    metrics, port = folder / f"{layout.slug}.jsonl", str(free_port())
+    metrics.unlink(missing_ok=True)
+    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *layout.arguments, "--train-iters", str(WARM_UP + STEPS),
+               "--timing-log-level", "1", "--metrics-file", str(metrics)]  # fmt: skip
+    started = []
+    try:
+        for rank in range(layout.processes):
+            with (folder / f"{layout.slug}.{rank}.log").open("wb") as log:
+                env = environment(os.environ, rank, layout.processes, port)
+                started.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT))
+        deadline = time.monotonic() + LIMIT_S
+        codes = [process.wait(max(1.0, deadline - time.monotonic())) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    if any(codes):
+        raise SystemExit(f"{layout.name}: exit codes {codes}; see {folder / layout.slug}.0.log")
+
+
+def steps_of(metrics: Path) -> list[float]:
+    """Seconds of the steady steps in a metrics file."""
+    return [r["step_time_s"] for r in read_records(metrics) if r["event"] == "iteration"][WARM_UP:]
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float:
+    """Correlation of the ranks."""
+
+    def ranks(values: Sequence[float]) -> list[float]:
+        order = sorted(range(len(values)), key=values.__getitem__)
+        return [float(order.index(i)) for i in range(len(values))]
+
+    return statistics.correlation(ranks(a), ranks(b))
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown: one row for each layout."""
+    lines = [
+        "| model | processes | layout | predicted ms | measured ms | error | machine slower | error at its speed |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row.layout.model} | {row.layout.processes} | {row.layout.name} | {1e3 * row.predicted:.0f} "
+        f"| {1e3 * row.measured:.0f} | {100 * row.error:+.1f} % | {row.slower:.2f} "
+        f"| {100 * row.error_at_speed:+.1f} % |"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Median and worst error, and the ranking."""
+    lines = [f"{len(rows)} layouts"]
+    for name, error in (("as predicted", Row.error.fget), ("at the machine's speed", Row.error_at_speed.fget)):
+        assert error is not None
+        worst = max(rows, key=lambda row: abs(error(row)))
+        median = statistics.median(abs(error(row)) for row in rows)
+        where = f"({worst.layout.model}, {worst.layout.name})"
+        lines.append(f"{name}: median error {100 * median:.1f} %, worst {100 * error(worst):+.1f} % {where}")
+    for kind in ("all", *dict.fromkeys(row.layout.model for row in rows)):
+        same = [row for row in rows if kind in ("all", row.layout.model)]
+        if len(same) > 2:
+            measured = [row.measured for row in same]
+            plain = spearman([row.predicted for row in same], measured)
+            at_speed = spearman([row.predicted * row.slower for row in same], measured)
+            lines.append(
+                f"Spearman among the {len(same)} of {kind}: {plain:.3f}, at the machine's speed {at_speed:.3f} "
+                f"(slowest {max(measured) / min(measured):.2f} times the fastest)"
+            )
+    return "\n".join(lines)
+
+
+def probe(seconds: float = 0.6) -> float:
+    """Seconds of a product of fixed size on all cores, as the machine is now: the mean over some time."""
+    import torch
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    a, b, out = torch.ones(3, 768, 768).unbind()
+    torch.mm(a, b, out=out)
+    begin, count = time.perf_counter(), 0
+    while time.perf_counter() - begin < seconds:
+        torch.mm(a, b, out=out)
+        count += 1
+    return (time.perf_counter() - begin) / count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "predict")
+    parser.add_argument("--minutes", type=float, default=0.5, help="of measuring, for each number of processes")
+    parser.add_argument("--only", nargs="+", type=int, metavar="I", help="layouts by their place in the list")
+    parser.add_argument(
+        "--keep", nargs="+", choices=("calibration", "runs"), default=[],
+        help="take these from the folder, as an earlier call left them",
+    )
+    parser.add_argument("--fastest", action="store_true", help="compare with the fastest step: for a busy machine")
+    arguments = parser.parse_args()
+    folder: Path = arguments.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    layouts = [LAYOUTS[i] for i in arguments.only] if arguments.only else LAYOUTS
+    clusters = {n: folder / f"cpu{n}.toml" for n in sorted({layout.processes for layout in layouts})}
+    for processes, path in clusters.items():
+        if "calibration" not in arguments.keep or not path.exists():
+            before = probe()
+            calibrate(processes, arguments.minutes, path)
+            path.with_suffix(".speed").write_text(repr((before + probe()) / 2))
+    predicted = [predict(layout, clusters[layout.processes]) for layout in layouts]
+    rows = []
+    for layout, (seconds, parts) in zip(layouts, predicted, strict=True):
+        metrics = folder / f"{layout.slug}.jsonl"
+        if "runs" not in arguments.keep or not metrics.exists():
+            before = probe()
+            run(layout, folder)
+            metrics.with_suffix(".speed").write_text(repr((before + probe()) / 2))
+        steps, now = steps_of(metrics), float(metrics.with_suffix(".speed").read_text())
+        then = float(clusters[layout.processes].with_suffix(".speed").read_text())
+        measured = min(steps) if arguments.fastest else statistics.median(steps)
+        rows.append(Row(layout, seconds, measured, now / then, parts, steps))
+        print(table(rows[-1:]).splitlines()[-1], flush=True)
+    print(f"\n{table(rows)}\n\n{summary(rows)}")
+    (folder / "rows.json").write_text(json.dumps([_as_json(row) for row in rows], indent=1))
+
+
+def _as_json(row: Row) -> dict[str, Any]:
+    return {
+        "model": row.layout.model, "layout": row.layout.name, "processes": row.layout.processes,
+        "predicted_s": row.predicted, "measured_s": row.measured, "slower": row.slower,
+        "steps_s": row.steps, "parts_s": row.parts,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

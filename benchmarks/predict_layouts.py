@@ -1,0 +1,80 @@
+"""The layouts of benchmarks/predict.py: small models, each in many layouts with the same number of tokens a step."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+COMMON = (
+    "--mock-data --tokenizer-type NullTokenizer --eval-iters 0 --num-workers 0 --log-interval 1 --lr 1e-4 "
+    "--clip-grad 1 --attention-dropout 0 --hidden-dropout 0"
+)  # fmt: skip
+CALIBRATED = (
+    "--num-layers 4 --hidden-size 384 --num-attention-heads 6 --seq-length 384 --vocab-size 6143 --micro-batch-size 1"
+)
+"""The model whose shapes calibration measures: none of those that are predicted."""
+MODELS = {
+    "wide": "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --vocab-size 8191 "
+            "--global-batch-size 4",
+    "deep": "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 512 --vocab-size 4095 "
+            "--global-batch-size 8",
+    "gated": "--num-layers 4 --hidden-size 384 --num-attention-heads 6 --num-key-value-heads 2 --seq-length 1024 "
+             "--ffn-hidden-size 1024 --vocab-size 4095 --swiglu --normalization rmsnorm --disable-bias-linear "
+             "--position-embedding-type rope --untie-embeddings-and-output-weights --global-batch-size 4",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One command line of pretrain_gpt.py: a model of MODELS on so many processes with these flags."""
+
+    name: str
+    model: str
+    processes: int
+    flags: str
+
+    @property
+    def slug(self) -> str:
+        """For file names."""
+        return "".join(c if c.isalnum() else "-" for c in f"{self.model}-{self.processes}-{self.name}")
+
+    @property
+    def arguments(self) -> list[str]:
+        """All flags but those that say how long to run and where to write."""
+        return f"{MODELS[self.model]} {COMMON} {self.flags}".split()
+
+
+_TP, _PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+_SP, _ZB, _CHUNKS = "--sequence-parallel", "--enable-zbh1-pipeline", "--num-layers-per-virtual-pipeline-stage"
+_FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+_SELECTIVE = "--recompute-granularity selective --recompute-modules core_attn mlp_act"
+_MBS = "--micro-batch-size"
+
+LAYOUTS = [
+    Layout("mbs 1", "wide", 1, f"{_MBS} 1"),
+    Layout("mbs 4", "wide", 1, f"{_MBS} 4"),
+    Layout("mbs 2, full recompute", "wide", 1, f"{_MBS} 2 {_FULL}"),
+    Layout("tp 2, mbs 2", "wide", 2, f"{_TP} 2 {_MBS} 2"),
+    Layout("tp 2, sp, mbs 4", "wide", 2, f"{_TP} 2 {_SP} {_MBS} 4"),
+    Layout("pp 2, mbs 1", "wide", 2, f"{_PP} 2 {_MBS} 1"),
+    Layout("pp 2, 2 chunks, mbs 1", "wide", 2, f"{_PP} 2 {_CHUNKS} 1 {_MBS} 1"),
+    Layout("pp 2, zb-h1, mbs 1", "wide", 2, f"{_PP} 2 {_ZB} {_MBS} 1"),
+    Layout("dp 2, mbs 2", "wide", 2, f"{_MBS} 2"),
+    Layout("tp 2, pp 2, mbs 1", "wide", 4, f"{_TP} 2 {_PP} 2 {_MBS} 1"),
+    Layout("pp 4, mbs 1", "wide", 4, f"{_PP} 4 {_MBS} 1"),
+    Layout("tp 4, mbs 4", "wide", 4, f"{_TP} 4 {_MBS} 4"),
+    Layout("mbs 2", "deep", 1, f"{_MBS} 2"),
+    Layout("mbs 1, selective recompute", "deep", 1, f"{_MBS} 1 {_SELECTIVE}"),
+    Layout("tp 2, mbs 1", "deep", 2, f"{_TP} 2 {_MBS} 1"),
+    Layout("pp 2, mbs 2", "deep", 2, f"{_PP} 2 {_MBS} 2"),
+    Layout("pp 2, 4 chunks, mbs 2", "deep", 2, f"{_PP} 2 {_CHUNKS} 1 {_MBS} 2"),
+    Layout("pp 2, 5+3 layers, mbs 1", "deep", 2, f"{_PP} 2 --pipeline-layout 5,3 {_MBS} 1"),
+    Layout("pp 2, zb-h1, full recompute, mbs 1", "deep", 2, f"{_PP} 2 {_ZB} {_FULL} {_MBS} 1"),
+    Layout("dp 2, mbs 1, full recompute", "deep", 2, f"{_MBS} 1 {_FULL}"),
+    Layout("pp 2, dp 2, mbs 1", "deep", 4, f"{_PP} 2 {_MBS} 1"),
+    Layout("pp 4, 2 chunks, mbs 1", "deep", 4, f"{_PP} 4 {_CHUNKS} 1 {_MBS} 1"),
+    Layout("mbs 1", "gated", 1, f"{_MBS} 1"),
+    Layout("tp 2, sp, mbs 1", "gated", 2, f"{_TP} 2 {_SP} {_MBS} 1"),
+    Layout("pp 2, mbs 1", "gated", 2, f"{_PP} 2 {_MBS} 1"),
+    Layout("dp 2, mbs 2, full recompute", "gated", 2, f"{_MBS} 2 {_FULL}"),
+    Layout("tp 2, dp 2, mbs 1", "gated", 4, f"{_TP} 2 {_MBS} 1"),
+    Layout("pp 4, zb-h1, mbs 1", "gated", 4, f"{_PP} 4 {_ZB} {_MBS} 1"),
+]

@@ -1,0 +1,87 @@
+"""Predictions of the time model beside published results: Frontier and DGX H100.
+
+    python benchmarks/published.py [--markdown] [--effects] [--update docs/planning.md]
+
+Nothing is run or measured here: `megatron/planning/timing` predicts this code on the published layouts, by the figures
+of clusters/frontier.toml and clusters/dgx-h100.toml, none of which was chosen by these results. Bounds have every
+figure at its slow or its fast end at once; "+-" takes them as independent. docs/planning.md discusses the tables;
+--update writes them there anew.
+"""
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from megatron.errors import MegatronError
+from megatron.planning import published_table as published
+from megatron.planning.cluster import load_cluster
+from megatron.planning.published_findings import finding_table
+from megatron.planning.recipes import Table
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description="Predictions of the time model beside published results on Frontier and on DGX H100."
+    )
+    parser.add_argument("--markdown", action="store_true", help="tables for a document")
+    parser.add_argument("--effects", action="store_true", help="for each prediction, which figures move it")
+    parser.add_argument("--update", metavar="FILE", type=Path, help="write the tables into this document instead")
+    args = parser.parse_args(argv)
+    try:
+        frontier, h100 = load_cluster("frontier"), load_cluster("dgx-h100")
+        on_frontier = published.rows(published.frontier_comparisons(), frontier)
+        on_h100 = published.rows(published.h100_comparisons(), h100)
+    except MegatronError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    tables = {
+        "frontier": published.comparison_table("Frontier: Dash et al., arXiv 2312.12705", on_frontier),
+        "frontier-effects": published.effect_table(on_frontier[1]),
+        "asked": published.implied_table(frontier),
+        "changes": published.change_table(frontier),
+        "micro-batch": published.micro_batch_table(),
+        "findings": finding_table(frontier),
+        "dgx-h100": published.comparison_table("DGX H100", on_h100),
+        "dgx-h100-effects": published.effect_table(on_h100[0]),
+    }
+    if args.update:
+        args.update.write_text(updated(args.update.read_text(), tables))
+        return 0
+    more = [published.effect_table(row) for row in (*on_frontier, *on_h100)] if args.effects else []
+    for table in (*tables.values(), *more):
+        show(table, args.markdown)
+    return 0
+
+
+def updated(text: str, tables: dict[str, Table]) -> str:
+    """The document with each table behind its mark, `<!-- published: NAME -->`."""
+    for name, table in tables.items():
+        pattern = re.compile(rf"(<!-- published: {re.escape(name)} -->\n\n)(?:(?:\|.*\n)+\n)?")
+        rows = f"{table.markdown()}\n\n"
+        text, found = pattern.subn(lambda match, rows=rows: match[1] + rows, text)
+        if found != 1:
+            raise SystemExit(f"the document has {found} places for the table {name}: one is needed")
+    return text
+
+
+def show(table: Table, markdown: bool) -> None:
+    if markdown:
+        print(f"{table.title}\n\n{table.markdown()}\n")
+        return
+    rich = RichTable(title=table.title, title_justify="left")
+    for i, column in enumerate(table.columns):
+        rich.add_column(column, justify="right" if i else "left", overflow="fold")
+    for row in table.rows:
+        rich.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 160).print(rich)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,108 @@
+"""What Python and torch take for a layer's pass and for a step, beside the work on the data: tiny models tell."""
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from megatron.config import Config
+from megatron.data.batch import MicroBatch
+from megatron.engine.assemble import build_executor
+from megatron.engine.engine import Engine
+from megatron.model.gpt import build_chunks
+from megatron.parallel.topology import Layout, Topology
+
+FEW, MANY = 1, 5
+SEQUENCE = 16
+_KIND = (
+    "swiglu", "squared_relu", "openai_gelu", "normalization", "add_bias_linear", "position_embedding_type",
+    "untie_embeddings_and_output_weights", "bf16", "fp16", "fp32_residual_connection", "attention_backend",
+)  # fmt: skip
+
+
+class HostSeconds(NamedTuple):
+    """Of one layer's pass forward and backward, of a micro-batch without layers, and of the rest of a step."""
+
+    forward: float
+    backward: float
+    micro_batch: float
+    step: float
+
+
+class _Times(NamedTuple):
+    forward: float
+    backward: float
+    step: float
+    optimizer: float
+
+
+def tiny(config: Config, layers: int) -> Config:
+    """The same kind of model with hardly any data."""
+    kind = {name: config.given[name] for name in _KIND if name in config.given}
+    return Config.create(
+        num_layers=layers, hidden_size=32, num_attention_heads=2, ffn_hidden_size=64, seq_length=SEQUENCE,
+        vocab_size=64, attention_dropout=0.0, hidden_dropout=0.0, global_batch_size=1, world_size=1, **kind,
+    )  # fmt: skip
+
+
+def host_seconds(config: Config, device: torch.device, seconds: float) -> HostSeconds:
+    """Measured in a process that is alone in its job; takes about `seconds`.
+
+    On a GPU these are the times after which the host may go on, without those of the device.
+    """
+    few, many = (_times(tiny(config, layers), device, seconds / 2) for layers in (FEW, MANY))
+    more = MANY - FEW
+    forward, backward = max(0.0, many.forward - few.forward) / more, max(0.0, many.backward - few.backward) / more
+    of_layers = FEW * (forward + backward)
+    return HostSeconds(
+        forward, backward, max(0.0, few.step - few.optimizer - of_layers), max(0.0, few.optimizer)
+    )
+
+
+def _times(config: Config, device: torch.device, seconds: float) -> _Times:
+    topology = Topology.from_layout(Layout(1, 1, 1), 0, device=device)
+    chunks = build_chunks(config, topology)
+    engine = Engine(config, topology, chunks)
+    chunks.train()
+    executor = build_executor(config, topology, chunks, engine)
+    batch, chunk = _batch(device), next(iter(chunks.values()))
+
+    def passes() -> None:
+        executor.train([batch], loss_scale=engine.loss_scale)
+
+    def optimizer() -> None:
+        engine.step(1e-4)
+
+    def whole() -> None:
+        passes()
+        optimizer()
+
+    begin, found = time.perf_counter(), [list[float]() for _ in range(4)]
+    while time.perf_counter() - begin < seconds or len(found[0]) < 5:
+        found[2].append(_seconds(whole))
+        passes()
+        found[3].append(_seconds(optimizer))
+        start = time.perf_counter()
+        loss = chunk(batch, None, late_loss=True)
+        found[0].append(time.perf_counter() - start)
+        found[1].append(_seconds(loss.backward))
+        engine.clear_gradients()
+    # The first of each is a warm-up; beyond it, what else runs on a machine only adds.
+    least = [min(values[1:]) for values in found]
+    return _Times(*least)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def _batch(device: torch.device) -> MicroBatch:
+    tokens = torch.zeros(1, SEQUENCE, dtype=torch.long, device=device)
+    return MicroBatch(
+        tokens=tokens, labels=tokens, loss_mask=torch.ones(1, SEQUENCE, device=device),
+        position_ids=torch.arange(SEQUENCE, device=device).unsqueeze(0), cu_seqlens=None, first_sample=0,
+    )  # fmt: skip

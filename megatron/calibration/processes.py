@@ -1,0 +1,99 @@
+"""Starts the processes of a calibration on this node, as a launcher would, and collects what they found."""
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.errors import LaunchError
+
+ROOT = Path(__file__).resolve().parents[2]
+_LAUNCHERS = ("SLURM_", "PMI_", "PMIX_", "OMPI_", "MPI_", "PALS_", "MV2_", "TORCHELASTIC_")
+_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+_SPARE_S = 180.0
+"""Beyond the time of the measurements: importing torch and DeepSpeed on a busy file system, a first GPU kernel."""
+
+
+def run_workers(what: str, argv: Sequence[str], count: int, seconds: float, threads: int | None = None) -> Any:
+    """The JSON that the first of `count` processes of worker.py writes.
+
+    what  "machine" or "host"; argv: flags of pretrain_gpt.py; threads: of each process, None: its part of the cores.
+    Raises LaunchError, with the last lines of a process that failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="megatron-calibration-") as folder:
+        out, logs = Path(folder, "found.json"), [Path(folder, f"{rank}.log") for rank in range(count)]
+        job = json.dumps({"what": what, "argv": list(argv), "seconds": seconds, "out": str(out)})
+        command = [sys.executable, "-m", "megatron.calibration.worker", job]
+        port, processes = str(free_port()), list[subprocess.Popen[bytes]]()
+        try:
+            for rank, log in enumerate(logs):
+                env = environment(os.environ, rank, count, port, threads)
+                with log.open("wb") as file:
+                    started = subprocess.Popen(
+                        command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                    )
+                processes.append(started)
+            _wait(processes, logs, seconds * 2 + _SPARE_S)
+        finally:
+            for process in processes:
+                _end(process)
+        try:
+            return json.loads(out.read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError) as error:
+            raise LaunchError(f"the measuring processes ended without a result: {_last_words(logs[0])}") from error
+
+
+def environment(
+    environ: Mapping[str, str], rank: int, count: int, port: str, threads: int | None = None
+) -> dict[str, str]:
+    """Of a process: this one's without any launcher's variables, with those of one of `count` on this node."""
+    env = {k: v for k, v in environ.items() if k not in _LAUNCHED and not k.startswith(_LAUNCHERS)}
+    env |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }  # fmt: skip
+    path = env.get("PYTHONPATH", "")
+    env["PYTHONPATH"] = f"{ROOT}{os.pathsep}{path}" if path else str(ROOT)
+    if threads is not None:
+        env["OMP_NUM_THREADS"] = str(threads)
+    return env
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], limit_s: float) -> None:
+    """Until all have ended well; the first one that fails ends the wait."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        codes = [process.poll() for process in processes]
+        for rank, code in enumerate(codes):
+            if code:
+                raise LaunchError(f"measuring process {rank} ended with exit code {code}: {_last_words(logs[rank])}")
+        if all(code == 0 for code in codes):
+            return
+        if time.monotonic() > deadline:
+            raise LaunchError(f"the measuring processes did not end within {limit_s:.0f} s: is the machine busy?")
+        time.sleep(0.05)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _last_words(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return " / ".join(lines[-3:]) or "it said nothing"

@@ -1,0 +1,307 @@
+"""Published results: what they say by arithmetic, and that nothing of them went into the machines' figures."""
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.config.command_line import parse_plan
+from megatron.errors import ConfigError
+from megatron.model import formulas
+from megatron.pipeline.instructions import Op
+from megatron.pipeline.simulate import run_orders
+from megatron.planning import published_table as table
+from megatron.planning.cluster import CLUSTERS, Cluster, load_cluster
+from megatron.planning.compute import ASSUMED, Compute, Figure
+from megatron.planning.error_bars import LINKS, spread, varied_figures, with_factors
+from megatron.planning.memory import compute_order, sized_model
+from megatron.planning.published import PEAK_TFLOPS, published_by_name, published_models
+from megatron.planning.published_arithmetic import efficiency_by_bubble, implied, micro_batch_by_bubble
+from megatron.planning.published_findings import finding_table
+from megatron.planning.published_runs import RUNS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# -- arithmetic --------------------------------------------------------------------------------------------------------
+
+
+def test_percentages_and_rates_are_of_the_same_results() -> None:
+    for model in published_models():
+        assert 100 * model.tflops / PEAK_TFLOPS == pytest.approx(model.percent, abs=0.03)
+
+
+def test_flags_are_the_published_layouts() -> None:
+    for model in published_models():
+        config = parse_plan(model.flags(model.replica_gcds, model.per_replica).split())
+        sizes = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
+        assert sizes == (model.tensor_size, model.pipeline_size)
+        assert (config.model.num_layers, config.model.hidden_size) == (model.num_layers, model.hidden_size)
+        assert config.model.padded_vocab_size(model.tensor_size) == 51200
+        assert config.precision.dtype_name == "float16"
+        assert config.num_micro_batches() == model.per_replica
+
+
+def test_efficiency_by_the_bubble_is_that_of_the_schedule() -> None:
+    """Against the executor's own order on a clock: stages of one unit forward and three backward."""
+
+    def turns(micro_batches: int) -> float:
+        config = parse_plan(
+            f"--num-layers 16 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 64 "
+            f"--max-position-embeddings 32 --pipeline-model-parallel-size 16 --world-size 16 --micro-batch-size 1 "
+            f"--global-batch-size {micro_batches}".split()
+        )
+        orders = [compute_order(config, rank) for rank in range(16)]
+        spans = run_orders(orders, lambda each: 1.0 if each.op is Op.FORWARD else 3.0)
+        return max(of_rank[-1].end for of_rank in spans) / 4
+
+    sequences, replicas, micro_batch = 800, 16, 2
+    base, shared = sequences // micro_batch, sequences // micro_batch // replicas
+    expected = turns(base) / (replicas * turns(shared))
+    assert efficiency_by_bubble(16, sequences, replicas, micro_batch) == pytest.approx(expected)
+
+
+def test_both_published_efficiencies_are_the_bubble_of_micro_batch_4() -> None:
+    """The arithmetic of docs/planning.md: 1.0019 / 1.12 with 125 micro-batches, 1.0314 / 1.1886 with 334."""
+    assert efficiency_by_bubble(16, 8000, 16, 4) == pytest.approx((1 + 15 / 2000) / (1 + 15 / 125))
+    assert efficiency_by_bubble(64, 8016, 6, 4) == pytest.approx((1 + 63 / 2004) / (1 + 63 / 334))
+    for name in ("175b", "1t"):
+        model = published_by_name(name)
+        assert model is not None and model.strong is not None and model.total is not None
+        gcds, efficiency = model.strong
+        replicas = gcds // model.replica_gcds
+        size = micro_batch_by_bubble(model.pipeline_size, model.total, replicas, efficiency)
+        assert size == pytest.approx(4, abs=0.11)
+        assert efficiency_by_bubble(model.pipeline_size, model.total, replicas, size) == pytest.approx(efficiency)
+
+
+def test_what_the_throughput_of_22b_asks_of_its_last_stage() -> None:
+    """Counted here from the pieces: six layers, forward, again and twice that backward, and the output layer."""
+    model = published_by_name("22b")
+    assert model is not None
+    config = parse_plan(model.flags(8, 640).split())
+    whole = sized_model(config)
+    layer = 2048 * formulas.layer_flops(whole)
+    last_stage = 6 * 4 * layer + 3 * 2048 * formulas.head_flops(whole, 51200)
+    every = 48 * 4 * layer + 3 * 2048 * formulas.head_flops(whole, 51200)
+    found = implied(model, {})
+    assert found.step_s == pytest.approx(640 * every / (8 * 73.5e12))
+    assert found.turn_s == pytest.approx(found.step_s / 647)
+    assert found.reduces_s == 0.0
+    assert found.overlapped_tflops == pytest.approx(last_stage / found.turn_s / 1e12)
+    assert found.other == pytest.approx(6 * 4 * layer)
+
+
+def test_all_reduces_of_a_published_stage() -> None:
+    """175B: 6 layers x 6 all-reduces of 2048 x 12288 fp16, three quarters of it sent twice, at 52 GB/s."""
+    model = published_by_name("175b")
+    assert model is not None
+    found = implied(model, {(1, 4): 52.0})
+    assert found.reduces_s == pytest.approx(36 * 1.5 * 2048 * 12288 * 2 / 52e9)
+    assert found.overlapped_tflops == pytest.approx(found.last / (found.turn_s - found.reduces_s) / 1e12)
+
+
+def test_blocking_messages_are_the_stage_s_that_needs_most() -> None:
+    model = published_by_name("1t")
+    assert model is not None
+    bandwidth = {(1, 8): 135.0}
+    for last, other in ((0.05, 0.0), (0.0, 0.2)):
+        found = implied(model, bandwidth, last_sends_s=last, other_sends_s=other)
+        left = found.turn_s - found.reduces_s
+        rates = found.last / (left - last), found.other / (left - other)
+        assert found.blocking_tflops == pytest.approx(max(rates) / 1e12)
+        assert rates.index(max(rates)) == (0 if last else 1)
+
+
+def test_one_rate_of_a_device_explains_all_three_published_throughputs() -> None:
+    """docs/planning.md: with the messages of their layouts counted, 79 to 81 TFLOP/s of all else in each."""
+    columns = table.implied_table(load_cluster("frontier"))
+    rates = [float(row[-1]) for row in columns.rows if row[2] != "40"]
+    assert len(rates) == 3
+    assert max(rates) / min(rates) < 1.04
+    too_fast = next(float(row[-1]) for row in columns.rows if row[2] == "40")
+    best = max(rate for *_, rate in load_cluster("frontier").compute.figures["products.float16"].points)
+    assert too_fast > best
+
+
+# -- nothing is fitted -------------------------------------------------------------------------------------------------
+
+
+def test_no_machine_is_described_by_the_results_it_is_compared_with() -> None:
+    """Neither the sources nor any number of the files are the published results."""
+    papers = re.compile(r"2312\.12705|Dash et al|2407\.21783|dgxc|nemotron", re.IGNORECASE)
+    results = {model.tflops for model in published_models()} | {model.percent for model in published_models()}
+    results |= {run.seconds for run in RUNS}
+    for path in CLUSTERS.glob("*.toml"):
+        text = path.read_text()
+        assert not papers.search(text), f"{path.name} cites a result that it is compared with"
+        numbers = {float(number) for number in re.findall(r"(?<![\w.])\d+\.\d+(?![\w.])", text)}
+        assert not numbers & results, path.name
+
+
+def test_every_figure_says_where_it_is_from() -> None:
+    for name in ("frontier", "lumi", "dgx-h100", "dgx-h200"):
+        figures = load_cluster(name).compute.figures
+        assert figures, name
+        for figure in figures.values():
+            assert figure.source, f"{name}: {figure.name}"
+            assert figure.low <= 1.0 <= figure.high, f"{name}: {figure.name}"
+
+
+# -- error bars --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machine() -> Cluster:
+    figures = (
+        Figure("kernel_s", ((2.0,),), ASSUMED, "test", 0.5, 2.0),
+        Figure("memory_gb_per_s", ((1.0, 10.0),), ASSUMED, "test", 0.8, 1.25),
+        Figure("update_gb_per_s", ((7.0,),), "measured", "test"),
+        Figure("products.float16", ((64.0, 64.0, 64.0, 5.0),), ASSUMED, "test", 0.9, 1.1),
+    )
+    return replace(load_cluster("frontier"), compute=Compute({figure.name: figure for figure in figures}))
+
+
+def test_bounds_are_those_of_figures_at_their_ends(machine: Cluster) -> None:
+    """A value whose every dependence is written down here: 2 s and 100 / 10 s, and 50 GB over two links."""
+
+    def seconds(cluster: Cluster) -> float:
+        figures = cluster.compute.figures
+        return figures["kernel_s"].value + 100 / figures["memory_gb_per_s"].value + 50 / cluster.nic_gb_per_s
+
+    found = spread(seconds, machine, "float16")
+    assert found.value == pytest.approx(2 + 10 + 2)
+    by_name = {effect.figure: effect for effect in found.effects}
+    assert (by_name["kernel_s"].slow, by_name["kernel_s"].fast) == pytest.approx((16.0, 13.0))
+    assert (by_name["memory_gb_per_s"].slow, by_name["memory_gb_per_s"].fast) == pytest.approx((16.5, 12.0))
+    assert (by_name[LINKS].slow, by_name[LINKS].fast) == pytest.approx((14.5, 13.6))
+    assert (found.low, found.high) == pytest.approx((1 + 8 + 1.6, 4 + 12.5 + 2.5))
+    assert found.likely == pytest.approx((1.5**2 + 2.25**2 + 0.45**2) ** 0.5)
+    assert [effect.figure for effect in found.effects[:2]] == ["memory_gb_per_s", "kernel_s"]
+
+
+def test_bounds_of_a_quotient_have_effects_of_both_signs(machine: Cluster) -> None:
+    """Of kernel_s over memory's bandwidth the corners 'all slow' and 'all fast' are not the extremes."""
+    value = lambda cluster: (  # noqa: E731
+        cluster.compute.figures["kernel_s"].value * cluster.compute.figures["memory_gb_per_s"].value
+    )
+    found = spread(value, machine, "float16")
+    assert found.value == 20
+    assert found.low == pytest.approx(20 - 10 - 4)
+    assert found.high == pytest.approx(20 + 20 + 5)
+
+
+def test_only_figures_of_the_dtype_with_a_range_vary(machine: Cluster) -> None:
+    names = {figure.name for figure in varied_figures(machine, "bfloat16")}
+    assert "products.float16" not in names and "update_gb_per_s" not in names
+    assert {"kernel_s", "memory_gb_per_s"} <= names
+
+
+def test_links_vary_together(machine: Cluster) -> None:
+    half = with_factors(machine, {LINKS: 0.5})
+    assert half.nic_gb_per_s == machine.nic_gb_per_s / 2
+    assert half.link_gb_per_s(0, 1) == machine.link_gb_per_s(0, 1) / 2
+    assert half.collective_gb_per_s[1, 4] == machine.collective_gb_per_s[1, 4] / 2
+    assert half.compute.figures["kernel_s"].value == 2.0
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_published_result_has_a_row() -> None:
+    found = [(each.result, each.published) for each in table.frontier_comparisons()]
+    assert [value for name, value in found if name.endswith("throughput")] == [73.5, 69.2, 61.2]
+    assert [value for name, value in found if name.endswith("weak scaling")] == [100.0, 100.0]
+    strong = {(name, round(value, 2)) for name, value in found if name.endswith("strong scaling")}
+    assert strong == {("175B: strong scaling", 89.93), ("1T: strong scaling", 87.05)}
+
+
+def test_values_follow_from_seconds() -> None:
+    """With a stand-in for the model: as many seconds as there are micro-batches and 15 or 63 turns more."""
+
+    def seconds(argv: Sequence[str], cluster: Cluster) -> float:
+        config = parse_plan(argv)
+        return config.num_micro_batches() + config.parallel.pipeline_model_parallel_size - 1.0
+
+    found = table.rows(table.frontier_comparisons(), load_cluster("frontier"), seconds)
+    values = {(row.comparison.result, row.comparison.layout.split("micro-batch ")[1][0]): row for row in found}
+    assert values["175B: strong scaling", "4"].spread.value == pytest.approx(100 * 2015 / (16 * 140))
+    assert values["1T: strong scaling", "1"].spread.value == pytest.approx(100 * (8016 + 63) / (6 * (1336 + 63)))
+    assert values["175B: weak scaling", "1"].spread.value == pytest.approx(100)
+    flops = formulas.paper_flops(640, 2048, 48, 6144, 51200)
+    assert values["22B: throughput", "1"].spread.value == pytest.approx(flops / (8 * 647 * 1e12))
+    assert values["22B: throughput", "1"].ratio == pytest.approx(flops / (8 * 647 * 73.5e12))
+
+
+def test_changes_are_relative_to_the_published_step() -> None:
+    """With a stand-in that counts flags: each change adds as many seconds as it has flags."""
+
+    def seconds(argv: Sequence[str], cluster: Cluster) -> float:
+        faster = cluster.compute.figures["products.float16"].points[0][-1] == 101.5
+        return (100.0 if faster else 120.0) + sum(word.startswith("--no-") for word in argv)
+
+    found = {row[0]: row[1:] for row in table.change_table(load_cluster("frontier"), seconds).rows}
+    assert found["a step as published, s"] == ("100.0",) * 3
+    assert found["weight gradients not added by their product"] == ("+1.0 %",) * 3
+    assert found["the first three together"] == ("+6.0 %",) * 3
+    assert found["products at 0.9 of their published rate"] == ("+20.0 %",) * 3
+
+
+def test_runs_on_h100_are_laid_out_as_published() -> None:
+    """Replicas, micro-batches and parameters that their sources state or that follow from them."""
+    stated = {
+        ("GPT-3 175B", 128): (4, 64, 175), ("GPT-3 175B", 1024): (32, 64, 175), ("GPT-3 175B", 2048): (64, 64, 175),
+        ("Nemotron-4 15B", 16): (4, 4, 15.6), ("Nemotron-4 340B", 128): (2, 16, 341),
+        ("Llama 3 405B", 8192): (64, 32, 405), ("Llama 3 405B", 16384): (128, 16, 405),
+    }
+    for run in RUNS:
+        config = parse_plan(run.argv())
+        if (run.name, run.devices) not in stated:
+            continue
+        replicas, micro_batches, billions = stated[run.name, run.devices]
+        assert config.parallel.data_parallel_size == replicas
+        assert config.num_micro_batches() == micro_batches
+        assert formulas.total_parameters(sized_model(config)) / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_a_layout_that_is_refused_says_so() -> None:
+    model = published_by_name("1t")
+    assert model is not None
+    with pytest.raises(ConfigError, match="1600"):
+        parse_plan(model.flags(3072, 1600).split())
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def rows_of(page: str, name: str) -> list[list[str]]:
+    """Cells of the table behind a mark, without its head."""
+    lines = page.split(f"<!-- published: {name} -->\n\n", 1)[1].split("\n\n", 1)[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+@pytest.mark.parametrize(("machine_name", "mark"), [("frontier", "frontier"), ("dgx-h100", "dgx-h100")])
+def test_the_page_has_these_predictions(machine_name: str, mark: str) -> None:
+    """docs/planning.md against the time model of today; `python benchmarks/published.py --update docs/planning.md`."""
+    cluster = load_cluster(machine_name)
+    comparisons = table.frontier_comparisons() if machine_name == "frontier" else table.h100_comparisons()
+    written = rows_of((ROOT / "docs/planning.md").read_text(), mark)
+    assert [row[:2] for row in written] == [[each.result, each.layout] for each in comparisons]
+    for row, each in zip(written, comparisons, strict=True):
+        value = each.value([table.estimated_seconds(argv, cluster) for argv in each.runs])
+        digits = ".2f" if each.unit == "s" else ".1f"
+        assert row[2:4] == [f"{each.published:{digits}} {each.unit}", f"{value:{digits}} {each.unit}"], each.result
+        low, high = (float(end) for end in row[4].split(" to "))
+        assert low <= float(row[3].split()[0]) <= high
+
+
+def test_the_page_has_these_tables() -> None:
+    page, cluster = (ROOT / "docs/planning.md").read_text(), load_cluster("frontier")
+    for name, made in (
+        ("asked", table.implied_table(cluster)), ("changes", table.change_table(cluster)),
+        ("micro-batch", table.micro_batch_table()), ("findings", finding_table(cluster)),
+    ):  # fmt: skip
+        assert rows_of(page, name) == [list(row) for row in made.rows], name

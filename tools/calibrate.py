@@ -1,0 +1,136 @@
+#!/usr/bin/env python
+"""Measure this machine, and write the description that plan.py and the other tools take as --cluster.
+
+    python tools/calibrate.py -o this.toml                                   a minute, a process for each GPU or core
+    python tools/calibrate.py -o this.toml --processes 4 --preset gpt2-124m
+    srun -N 2 -n 16 ... python tools/calibrate.py -o nodes.toml              under a launcher: its processes, its nodes
+    python tools/calibrate.py --refine runs/x/metrics.jsonl --cluster this.toml -o refined.toml
+
+All flags of pretrain_gpt.py are taken: products and kernels are measured over the shapes of that model, in its format.
+On a CPU a file holds for as many processes on a node as it was measured with, because they share its cores.
+--refine takes the metrics of runs of about 20 steps with --timing-log-level 1 and corrects the figures by their times.
+"""
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.errors import ConfigError
+from megatron.training.failures import leave, run_guarded
+
+DEFAULT_MODEL = ["--preset", "gpt2-124m"]
+HOST_SHARE = 0.1
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The tool's own flags; what is left is pretrain_gpt.py's."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        usage="%(prog)s -o FILE.toml [--processes N] [--minutes M] [--name NAME] [--refine METRICS ... --cluster FILE] "
+        "[flags of pretrain_gpt.py]",
+    )  # fmt: skip
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.toml", help="the description")
+    parser.add_argument(
+        "--processes", type=int, metavar="N", help="on this node; default: one for each GPU, or each core of a CPU"
+    )
+    parser.add_argument("--minutes", type=float, default=1.0, metavar="M", help="of measuring, about (default 1)")
+    parser.add_argument("--name", metavar="NAME", help="of the machine; default: the file's")
+    parser.add_argument("--refine", nargs="+", type=Path, metavar="METRICS", help="metrics files of runs on it")
+    parser.add_argument("--cluster", metavar="NAME|FILE", help="with --refine: the description to correct")
+    return parser
+
+
+def calibrate(args: argparse.Namespace, flags: list[str]) -> None:
+    """Measure and write the file. Raises MegatronError."""
+    from megatron.parallel.launch import detect_launch
+
+    if not 0 < args.minutes <= 60:
+        raise ConfigError(f"--minutes {args.minutes:g}: give more than 0 and at most 60")
+    flags = flags or DEFAULT_MODEL
+    seconds, launch = 60 * args.minutes, detect_launch()
+    launched = launch.world_size > 1
+    if launched and args.processes not in (None, launch.world_size):
+        raise ConfigError(f"--processes {args.processes} contradicts the launcher's {launch.world_size}: remove it")
+    found = _of_rank(flags, seconds) if launched else _of_workers(args.processes, flags, seconds)
+    if found is None:
+        return
+    from megatron.calibration.machine import machine
+    from megatron.calibration.processes import run_workers
+    from megatron.planning.cluster_write import write_cluster
+
+    host = run_workers("host", flags, 1, HOST_SHARE * seconds, found.threads)
+    write_cluster(machine(found, host, args.name or args.output.stem, flags), args.output, _HEADING)
+    print(f"{args.output}: {found.nodes} node(s) of {found.per_node} x {found.device}, "
+          f"{sum(len(rows) for rows in found.points.values())} points of {len(found.points)} figures")  # fmt: skip
+
+
+_HEADING = """Measured by tools/calibrate.py; planning/compute.py has the names of the figures, their columns and units.
+GB are 10^9 bytes, GiB 2^30; bandwidths are for each direction."""
+
+
+def _of_workers(processes: int | None, flags: list[str], seconds: float) -> Any:
+    from megatron.calibration.machine import as_found
+    from megatron.calibration.processes import run_workers
+    from megatron.config.command_line import parse_plan
+
+    parse_plan(flags)  # before processes start
+    count = processes if processes is not None else _devices()
+    if not 1 <= count <= 64:
+        raise ConfigError(f"--processes {count}: give 1 to 64, or start more with srun or torchrun")
+    return as_found(run_workers("machine", flags, count, (1 - HOST_SHARE) * seconds))
+
+
+def _devices() -> int:
+    """GPUs of this node, or cores. Asked in another process: whoever starts workers must not hold a GPU."""
+    code = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    gpus = done.stdout.strip()
+    return int(gpus) if gpus.isdigit() and int(gpus) else len(os.sched_getaffinity(0))
+
+
+def _of_rank(flags: list[str], seconds: float) -> Any:
+    from megatron.calibration.session import run
+    from megatron.config.command_line import parse_plan
+    from megatron.parallel.launch import detect_launch
+
+    return run(parse_plan(flags), detect_launch(), (1 - HOST_SHARE) * seconds)
+
+
+def refine(args: argparse.Namespace, flags: list[str]) -> None:
+    """Correct a description by runs. Raises MegatronError."""
+    from megatron.calibration.refine import refined, render
+    from megatron.planning.cluster import load_cluster
+    from megatron.planning.cluster_write import write_cluster
+
+    if args.cluster is None:
+        raise ConfigError("--refine needs --cluster: the description that it corrects")
+    if flags:
+        raise ConfigError(f"{flags[0]} means nothing beside --refine: the metrics files say what ran; remove it")
+    cluster, runs = refined(load_cluster(args.cluster), args.refine)
+    write_cluster(cluster, args.output, _HEADING)
+    print(render(runs))
+    print(f"{args.output}: {args.cluster}, corrected")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run; returns the exit code."""
+    args, flags = build_parser().parse_known_args(argv)
+    if flags[:1] == ["--"]:
+        flags = flags[1:]
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+    def body() -> None:
+        (refine if args.refine else calibrate)(args, flags)
+
+    return run_guarded(body, int(os.environ.get("RANK", "0") or 0))
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))
