@@ -179,25 +179,25 @@ def main() -> None:
     folder: Path = arguments.folder
     folder.mkdir(parents=True, exist_ok=True)
     layouts = [LAYOUTS[i] for i in arguments.only] if arguments.only else LAYOUTS
-    clusters = {n: folder / f"cpu{n}.toml" for n in sorted({layout.processes for layout in layouts})}
-    for processes, path in clusters.items():
-        if "calibration" not in arguments.keep or not path.exists():
-            before = probe()
-            calibrate(processes, arguments.minutes, path)
-            path.with_suffix(".speed").write_text(repr((before + probe()) / 2))
-    predicted = [predict(layout, clusters[layout.processes]) for layout in layouts]
     rows = []
-    for layout, (seconds, parts) in zip(layouts, predicted, strict=True):
-        metrics = folder / f"{layout.slug}.jsonl"
-        if "runs" not in arguments.keep or not metrics.exists():
+    for processes in sorted({layout.processes for layout in layouts}):
+        cluster = folder / f"cpu{processes}.toml"
+        if "calibration" not in arguments.keep or not cluster.exists():
             before = probe()
-            run(layout, folder)
-            metrics.with_suffix(".speed").write_text(repr((before + probe()) / 2))
-        steps, now = steps_of(metrics), float(metrics.with_suffix(".speed").read_text())
-        then = float(clusters[layout.processes].with_suffix(".speed").read_text())
-        measured = min(steps) if arguments.fastest else statistics.median(steps)
-        rows.append(Row(layout, seconds, measured, now / then, parts, steps))
-        print(table(rows[-1:]).splitlines()[-1], flush=True)
+            calibrate(processes, arguments.minutes, cluster)
+            cluster.with_suffix(".speed").write_text(repr((before + probe()) / 2))
+        then = float(cluster.with_suffix(".speed").read_text())
+        for layout in (layout for layout in layouts if layout.processes == processes):
+            seconds, parts = predict(layout, cluster)
+            metrics = folder / f"{layout.slug}.jsonl"
+            if "runs" not in arguments.keep or not metrics.exists():
+                before = probe()
+                run(layout, folder)
+                metrics.with_suffix(".speed").write_text(repr((before + probe()) / 2))
+            steps, now = steps_of(metrics), float(metrics.with_suffix(".speed").read_text())
+            measured = min(steps) if arguments.fastest else statistics.median(steps)
+            rows.append(Row(layout, seconds, measured, now / then, parts, steps))
+            print(table(rows[-1:]).splitlines()[-1], flush=True)
     print(f"\n{table(rows)}\n\n{summary(rows)}")
     (folder / "rows.json").write_text(json.dumps([_as_json(row) for row in rows], indent=1))
 

@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -49,9 +50,10 @@ def build_parser() -> argparse.ArgumentParser:
                       "doubled from one to the other (default: the preset's)")  # fmt: skip
     what.add_argument("--tokens", type=float, metavar="T", help="length of the run in tokens: 300e9")
     how = parser.add_argument_group("what is searched")
-    how.add_argument("--fix", nargs="+", default=[], metavar="NAME=VALUE", help="allow these values only")
-    how.add_argument("--allow", nargs="+", default=[], metavar="NAME=VALUE", help="also try these, which the search "
-                     "leaves out by itself: tp beyond a node, mbs that is no power of two, recompute=...")  # fmt: skip
+    several: dict[str, Any] = dict(nargs="+", action="extend", default=[], metavar="NAME=VALUE")
+    how.add_argument("--fix", help="allow these values only", **several)
+    how.add_argument("--allow", help="also try these, which the search leaves out by itself: tp beyond a node, mbs "
+                     "that is no power of two, recompute=..., devices=...", **several)  # fmt: skip
     how.add_argument("--headroom", default="10%", metavar="GIB|%%", help="of a device's memory that stays free for the "
                      "runtime, the communication library and what the allocator cannot use (default 10%%)")  # fmt: skip
     how.add_argument("--objective", choices=("throughput", "node-hours"), default="throughput",

@@ -35,7 +35,7 @@ CHAIN = 8
 _BYTES = (1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 _LARGEST = 1 << 28  # bytes of what is made for a task on a CPU; a GPU takes any
 _OPERATIONS = 2e10  # of one product on a CPU; larger ones are cut to fewer tokens, which their rates do not see
-_WEIGHTS_BYTES, _MOST_WEIGHTS = 1 << 26, 16  # of the weights that are taken in turn
+_PRODUCTS_BYTES, _MOST_PRODUCTS = 1 << 26, 32  # of the matrices that are taken in turn
 _VALUES = 99_991  # different ones in a tensor
 
 
@@ -102,24 +102,18 @@ def _products(make: Maker, tensor_sizes: tuple[int, ...]) -> Iterator[Task]:
 def _product(make: Maker, m: int, n: int, k: int, kind: str) -> Make:
     """y = x W^T, dx = dy W or dW = dy^T x, with the matrices stored as the layers have them.
 
-    Weights and their gradients are others in each call, as in a model that no cache holds: on a CPU with few tokens
-    that costs some percent.
+    All three are others in each call, as in a model that no cache holds: on a CPU that costs some percent.
     """
 
     def work() -> Work:
-        own = n * k if kind != "weight" else m * n
-        many = max(1, min(_MOST_WEIGHTS, _WEIGHTS_BYTES // (own * make.width)))
-        a = make(k, m).t() if kind == "weight" else make(m, k)
-        if kind == "forward":
-            others = [make(n, k).t() for _ in range(many)]
-        else:
-            others = [make(k, n) for _ in range(1 if kind == "weight" else many)]
-        outs = [make(m, n) for _ in range(many if kind == "weight" else 1)]
-        turns = itertools.cycle([(other, out) for other in others for out in outs])
+        many = max(1, min(_MOST_PRODUCTS, _PRODUCTS_BYTES // ((m * k + n * k + m * n) * make.width)))
+        first = [make(k, m).t() if kind == "weight" else make(m, k) for _ in range(many)]
+        second = [make(n, k).t() if kind == "forward" else make(k, n) for _ in range(many)]
+        turns = itertools.cycle(zip(first, second, [make(m, n) for _ in range(many)], strict=True))
 
         def run() -> None:
-            other, out = next(turns)
-            torch.mm(a, other, out=out)
+            a, b, out = next(turns)
+            torch.mm(a, b, out=out)
 
         return run
 

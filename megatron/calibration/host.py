@@ -1,6 +1,7 @@
 """What Python and torch take for a layer's pass and for a step, beside the work on the data: tiny models tell."""
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -89,9 +90,7 @@ def _times(config: Config, device: torch.device, seconds: float) -> _Times:
         found[0].append(time.perf_counter() - start)
         found[1].append(_seconds(loss.backward))
         engine.clear_gradients()
-    # The first of each is a warm-up; beyond it, what else runs on a machine only adds.
-    least = [min(values[1:]) for values in found]
-    return _Times(*least)
+    return _Times(*(statistics.median(values[1:]) for values in found))  # the first is a warm-up
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -9,11 +9,13 @@ from typing import Any
 from megatron.calibration.session import Found
 from megatron.model.formulas import peak_tflops
 from megatron.planning.cluster import Cluster, Queue
-from megatron.planning.compute import DTYPES, MEASURED, Compute, Figure
+from megatron.planning.compute import ASSUMED, DTYPES, MEASURED, Compute, Figure
 
-LEAST_KERNEL_S = {"cpu": 1e-6, "cuda": 4e-6}
-"""What torch takes for an operator on a CPU and for a small kernel on a GPU; beside the measured overheads of layers,
-which hold the operators' own, it only keeps tiny work from taking no time."""
+KERNEL_S = {"cpu": 1e-6, "cuda": 4e-6}
+_KERNEL = (
+    "assumed: least time of an operator on a CPU, or of a small kernel on a GPU; measured overheads of layers hold the "
+    "operators' own, so that it only keeps tiny work from taking no time"
+)
 
 
 def machine(found: Found, host: Mapping[str, float], name: str, argv: Sequence[str]) -> Cluster:
@@ -28,6 +30,7 @@ def machine(found: Found, host: Mapping[str, float], name: str, argv: Sequence[s
         for name, rows in found.points.items()
     ]
     figures += [Figure(name, ((value,),), MEASURED, text) for name, value in _scalars(found, host).items()]
+    figures.append(Figure("kernel_s", ((KERNEL_S[found.device_type],),), ASSUMED, _KERNEL, 0.5, 3.0))
     devices = range(found.per_node)
     link, network = _gb_per_s(found, 1), _gb_per_s(found, 2)
     core = max(1, found.cores // found.per_node)
@@ -47,8 +50,7 @@ def machine(found: Found, host: Mapping[str, float], name: str, argv: Sequence[s
 
 
 def _scalars(found: Found, host: Mapping[str, float]) -> dict[str, float]:
-    scalars = {"kernel_s": LEAST_KERNEL_S[found.device_type], "step_overhead_s": host["step"]}
-    scalars["update_gb_per_s"] = found.points["update_gb_per_s"][0][-1]
+    scalars = {"step_overhead_s": host["step"], "update_gb_per_s": found.points["update_gb_per_s"][0][-1]}
     if found.device_type == "cpu":  # on a GPU the host runs ahead of the device, and nothing of this is seen
         scalars |= {
             "layer_overhead_s": host["forward"], "layer_forward_overhead_s": host["forward"],
@@ -82,7 +84,7 @@ def _sources(found: Found, text: str) -> dict[str, str]:
         "device": f"memory: {memory}. Peak: of a CPU the fastest product measured, of a known GPU what is published",
         "links": f"{text}: largest message between neighbours" if found.per_node > 1 else one,
         "nics": f"{text}: largest message between nodes, all at once" if found.nodes > 1 else one,
-        "cores": "assumed: cores in the order of processes", "compute": text,
+        "cores": "assumed: cores in the order of processes", "compute": text, "compute_kernel_s": _KERNEL,
     }
 
 

@@ -1,6 +1,7 @@
 """What is measured, one figure's point at a time, and how a piece of work is timed."""
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ class Task:
     calls          how many pieces one call of the work is made of
     share          processes for each core while it is measured, at least 1: seconds are those of a core of one's own
     together       all processes do it with each other, and as often
+    before         makes work that each call begins with and that does not count: what a message meets in a step
     """
 
     figure: str
@@ -39,6 +41,7 @@ class Task:
     calls: int = 1
     share: float = 1.0
     together: bool = False
+    before: Make | None = None
 
     def value(self, seconds: float) -> float:
         """The point's last column, of the seconds of one piece."""
@@ -81,28 +84,32 @@ class Partners:
         return value
 
 
-def seconds_per_call(work: Work, device: torch.device, seconds: float, partners: Partners, together: bool) -> float:
-    """Of one call, after one to warm up: the least of three rounds that take about so many seconds in all, or of a
-    single call that takes as long. What else runs on a machine only adds to them."""
+def seconds_per_call(
+    work: Work, device: torch.device, seconds: float, partners: Partners, together: bool
+) -> list[float]:
+    """Of one call, after one to warm up: in each of three rounds that take about so many seconds in all, or of a single
+    call that takes as long."""
     work()
     finish(device)
     once = max(_elapsed(work, 1, device, together), 1e-7)
     agreed = partners.largest(once) if together else once
     if agreed >= seconds:
-        return once
+        return [once]
     calls = max(1, min(10_000, int(seconds / _ROUNDS / agreed)))
-    return min(_elapsed(work, calls, device, together) / calls for _ in range(_ROUNDS))
+    return [_elapsed(work, calls, device, together) / calls for _ in range(_ROUNDS)]
 
 
 def measure(
     tasks: Sequence[Task], device: torch.device, seconds: float, partners: Partners | None = None, active: bool = True
 ) -> list[float]:
-    """Seconds of one piece of each task; all of them take about `seconds`, more only where every task once takes more.
+    """Seconds of one piece of each task, the median of its rounds, as a step of training is judged by; all tasks take
+    about `seconds`, more only where every task once takes more.
 
-    All processes give the same tasks; one that is not `active` takes part in those only that all do together.
+    All processes give the same tasks; one that is not `active` takes part in those only that all do together, and finds
+    infinity for the others.
     """
     partners = partners or Partners()
-    least = [float("inf")] * len(tasks)
+    rounds: list[list[float]] = [[] for _ in tasks]
     each, begin = seconds / (len(tasks) * PASSES) if tasks else 0.0, time.perf_counter()
     for number in range(PASSES):
         for i, task in enumerate(tasks):
@@ -110,7 +117,13 @@ def measure(
             work = task.make() if works else None
             # All start together, and all know alike when it is over.
             if partners.largest(time.perf_counter() - begin) > seconds and number:
-                return least
+                return [_median(found) for found in rounds]
             if work is not None:
-                least[i] = min(least[i], seconds_per_call(work, device, each, partners, task.together) / task.calls)
-    return least
+                found = seconds_per_call(work, device, each, partners, task.together)
+                before = seconds_per_call(task.before(), device, each / 2, partners, True) if task.before else [0.0]
+                rounds[i] += [max(value - _median(before), 1e-7) / task.calls for value in found]
+    return [_median(found) for found in rounds]
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else float("inf")

@@ -232,6 +232,14 @@ def test_measured_collectives_come_before_links() -> None:
     assert elsewhere.tensor_s("all_gather", 1e6) == plain.tensor_s("all_gather", 1e6)
 
 
+@pytest.mark.parametrize("n_bytes", [1e6, 3e6, 1e9])
+def test_measured_seconds_that_fall_are_no_way_down(n_bytes: float) -> None:
+    """Noise: a larger message that took less. Beyond it the time grows with the bytes."""
+    near, config = (1.0, 4.0, 1.0), made(4, 2, 1)
+    channels = Channels(config, measured(all_gather=((*near, 1e3, 2e-4), (*near, 1e6, 1e-4))))
+    assert channels.tensor_s("all_gather", n_bytes) == pytest.approx(1e-4 * n_bytes / 1e6)
+
+
 def test_measured_messages_come_before_links() -> None:
     cluster, config = measured(messages=((1.0, 1e3, 2e-5), (1.0, 1e6, 1e-3), (2.0, 1e3, 1e-4))), made(4, 2, 1)
     channels = Channels(config, cluster)

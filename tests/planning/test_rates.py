@@ -208,6 +208,21 @@ def test_attention_between_lengths_and_head_sizes() -> None:
     assert rate(1024, round(64 * 2**0.5)) == pytest.approx(200, rel=0.01)  # halfway over the logarithm
 
 
+@pytest.mark.parametrize("peaks", [{}, {"float32": 100.0}])
+def test_attention_of_lengths_far_beyond_the_measured_ones(peaks: dict[str, float]) -> None:
+    """Where rates grow faster than lengths, as small measured ones do, the line would end at no time at all."""
+    points = ((256.0, 64.0, 2.0), (512.0, 64.0, 10.0))
+    figures = [
+        Figure("products.float32", ((512.0, 512.0, 512.0, 50.0),), MEASURED, "a test"),
+        *(Figure(f"attention.float32.{way}", points, MEASURED, "a test") for way in ("forward", "backward")),
+    ]  # fmt: skip
+    cluster = replace(FRONTIER, peak_tflops=peaks, compute=FRONTIER.compute.with_figures(figures))
+    rates = Rates(cluster, "float32")
+    times = [rates.attention_s(1, 1, seq, 64, backward=False) for seq in (512, 1024, 8192, 131072)]
+    assert times == sorted(times) and times[0] < 0.6 * times[1]
+    assert 2.0 * 131072**2 * 64 / times[-1] / 1e12 <= peaks.get("float32", 10.0 * 131072 / 512) * (1 + 1e-9)
+
+
 def test_memory_by_bytes_and_kind_of_work() -> None:
     figures = [
         Figure("memory.copy", ((1e3, 10.0), (1e5, 30.0)), MEASURED, "a test"),

@@ -4,18 +4,26 @@ from __future__ import annotations
 import csv
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from megatron.config.command_line import parse_plan
 from megatron.planning.cluster import load_cluster
+from megatron.planning.recipes import Table
 from megatron.planning.search.base import make_base
 from megatron.planning.search.choices import Choices, Shape
+from megatron.planning.search.command import make_judge
+from megatron.planning.search.files import other_nodes
+from megatron.planning.search.judging import Judge
 from megatron.planning.search.script import command_line, flags_of
+from megatron.planning.search.show import Show
 from megatron.planning.search.space import Space
+from megatron.planning.search.tree import search
 from tests.helpers.launching import ROOT
 from tools import plan
 
@@ -105,12 +113,61 @@ def test_nothing_fits(capsys):
     ([*SMALL, "--layout", "tp=8"], ["tp=8 is not among", "tp=2, 4"]),
     ([*SMALL, "--explain", "99"], ["--explain 99: the table of the best has"]),
     ([*SMALL, "--explain", "pp=3"], ["there is no such layout", "does not divide"]),
+    ([*SMALL, "--explain", "\u00b2"], ["is not NAME=VALUE"]),
+    ([*SMALL, "--explain", "1", "--layout", "tp=2"], ["--layout beside --explain"]),
+    ([*SMALL, "--allow", "gbs=8"], ["--allow nodes=... and gbs=...", "--global-batch"]),
+    ([*SMALL, "--allow", "devices=0-1"], ["devices=0-1 does not name each device", "0 to 7"]),
 ])  # fmt: skip
 def test_mistakes(capsys, words, parts):
     code, text = call(capsys, *words)
     assert code == 2 and "\nerror: " in f"\n{text}"
     for part in parts:
         assert part in text, text
+
+
+def test_mistakes_are_found_before_the_search(capsys, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("megatron.planning.search.command.search", lambda *_: pytest.fail("it searched"))
+    (tmp_path / "file").write_text("")
+    for words in (["--layout", "tq=2"], ["--layout", "tp=8"], ["--output", str(tmp_path / "file")]):
+        assert call(capsys, *SMALL, *words)[0] == 2
+
+
+def judge_of(*words: str, flags: list[str] = MODEL) -> Judge:
+    return make_judge(plan.build_parser().parse_args([*SMALL[:6], *words]), flags)
+
+
+def test_what_is_allowed_beside_what_is_fixed():
+    judge = judge_of("--fix", "recompute=none", "--fix", "sp=on", "--allow", "recompute=full", "sp=off", "tp=16")
+    variants = list(judge.space.variants(Shape(8, 16, 2, 2, 1, "1f1b", 1)))
+    assert {c.recompute for c in variants} == {"none", "full:uniform:1", "full:uniform:2", "full:block:1"}
+    assert {c.sp for c in variants} == {True, False}
+    order = (7, 6, 5, 4, 3, 2, 1, 0)
+    wanted = judge_of("--allow", "devices=7-6-5-4-3-2-1-0").space.wanted["devices"]
+    assert wanted == (*FRONTIER.device_orders, order)
+
+
+@pytest.mark.parametrize("width", [40, 80, 120, 200])
+def test_a_table_can_be_read_at_any_width(capsys, width):
+    columns = ("#", "TP", "chunks", "schedule", "recompute", "also on", "s/step", "MFU", "node-hours", "left", "values")
+    row = ("1", "8", "12", "interleaved", "mlp_act, layernorm", "sp, overlap, ZeRO", "15.74", "45.7 %", "1,128,094",
+           "16.2", "8: best, 4: -4.3 %, 1: -60.1 %, 2: does not fit")  # fmt: skip
+    Show(markdown=False, width=width).table(Table("best layouts", columns, [row]))
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= width
+    for word in (*columns, *row[:-1]):
+        assert word in text, word
+    assert text.count("best layouts") == 1 if width == 200 else text.count("continued") >= 1
+
+
+def test_other_numbers_of_nodes_are_whole_nodes():
+    def nodes(*words: str) -> list[int]:
+        fixed = ("--fix", "tp=2", "pp=1", "mbs=1", "recompute=none", "zero=1", "sp=on", "overlap=off")
+        judge = make_judge(plan.build_parser().parse_args([*words, *fixed]), MODEL)
+        return [n for n, _ in other_nodes(judge, search(judge, 1))]
+
+    assert nodes("--devices", "4", "--global-batch", "32") == []
+    assert nodes("--nodes", "1", "--global-batch", "32") == [2, 4]
+    assert nodes("--nodes", "2", "--global-batch", "32") == [1, 4]
 
 
 def test_a_folder_that_cannot_be_written(capsys, tmp_path: Path):
@@ -167,6 +224,26 @@ def test_another_machine_gets_a_command(capsys, tmp_path: Path):
     line = (tmp_path / "command.sh").read_text().splitlines()[-1]
     assert line.startswith("torchrun --nproc-per-node=8 pretrain_gpt.py --num-layers") and '"$@"' in line
     assert subprocess.run(["bash", "-n", str(tmp_path / "command.sh")], timeout=20).returncode == 0
+
+
+def test_the_length_is_said_once(capsys, tmp_path: Path):
+    words = ["--cluster", "dgx-h100", *SMALL, "--tokens", "1e9", "--output", str(tmp_path)]
+    assert call(capsys, *words, flags=[*MODEL, "--train-iters", "10"])[0] == 0
+    line = (tmp_path / "command.sh").read_text().splitlines()[-1]
+    assert "--train-iters 10" in line and "--train-tokens" not in line
+
+
+def test_ctrl_c_ends_all_of_it():
+    """In a group of its own, as a terminal has it, so that all processes get the signal."""
+    words = ["--model", "gpt-175b", "--nodes", "128", "--global-batch", "640:8000", "--processes", "2"]
+    with subprocess.Popen([sys.executable, str(ROOT / "tools" / "plan.py"), *words], start_new_session=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as done:  # fmt: skip
+        children = Path(f"/proc/{done.pid}/task/{done.pid}/children")
+        while done.poll() is None and len(children.read_text().split()) < 2:
+            time.sleep(0.05)
+        os.killpg(done.pid, signal.SIGINT)
+        out, errors = done.communicate(timeout=60)
+    assert (done.returncode, out, errors) == (130, "", "")
 
 
 def test_help():

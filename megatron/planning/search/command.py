@@ -2,11 +2,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table as RichTable
 
 from megatron.errors import ConfigError
 from megatron.planning.cluster import Cluster, load_cluster
@@ -14,15 +12,16 @@ from megatron.planning.placement import place_with
 from megatron.planning.recipes import Table
 from megatron.planning.search import tables
 from megatron.planning.search.base import make_base
-from megatron.planning.search.choices import Choices, narrowed, parse_choices
+from megatron.planning.search.choices import Choices, narrowed, parse_choices, write_value
+from megatron.planning.search.files import make_folder, write_all
 from megatron.planning.search.judging import GIB, Judge
 from megatron.planning.search.outcome import estimates_of, run_of, sensitivity
+from megatron.planning.search.show import Show
 from megatron.planning.search.space import Space
 from megatron.planning.search.tree import Found, search
-from megatron.planning.search.verdict import comparison_table, to_explain, verdict, verdict_lines
+from megatron.planning.search.verdict import asked_space, comparison_table, to_explain, verdict, verdict_lines
 from megatron.planning.timing import Estimate, explain
 
-_PIPE_COLUMNS = 170  # where nobody says how wide the output may be
 EXIT_NOTHING_FITS = 3
 
 
@@ -33,10 +32,11 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
         raise ConfigError(f"--top {args.top}: at least 1")
     if args.processes < 1:
         raise ConfigError(f"--processes {args.processes}: at least 1")
+    _check_before(judge, args)
     show = Show(args.markdown)
     if args.explain is not None:
         # A number is a place among the best; a layout needs no search for others.
-        found = _search(judge, args) if args.explain.isdigit() else Found(args.top)
+        found = _search(judge, args) if args.explain.isdecimal() else Found(args.top)
         return _explain(judge, found, args.explain, show)
     found = _search(judge, args)
     chosen = [(j.choices, e) for j, e in zip(found.best, estimates_of(judge, found.best[: args.top]), strict=False)]
@@ -51,11 +51,21 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
                   "less --headroom may help.")  # fmt: skip
         return EXIT_NOTHING_FITS
     if args.output is not None:
-        from megatron.planning.search.files import write_all
-
         for path in write_all(args.output, judge, found, chosen, args.tokens):
             show.text(f"wrote {path}")
     return 0
+
+
+def _check_before(judge: Judge, args: argparse.Namespace) -> None:
+    """What would be found out only after the search. Raises ConfigError."""
+    for text in args.layout:
+        asked_space(judge, parse_choices(text, "--layout"), "--layout", text)
+    if args.explain is not None:
+        beside = "--layout" if args.layout else "--output" if args.output is not None else ""
+        if beside:
+            raise ConfigError(f"{beside} beside --explain, which shows arithmetic and nothing else: call twice")
+    elif args.output is not None:
+        make_folder(args.output)
 
 
 def make_judge(args: argparse.Namespace, flags: Sequence[str]) -> Judge:
@@ -74,9 +84,23 @@ def make_judge(args: argparse.Namespace, flags: Sequence[str]) -> Judge:
         if not values:
             raise ConfigError(f"--fix {name}=... contradicts the flags after --, which fix {base.wanted[name]}")
     allowed = parse_choices(",".join(args.allow), "--allow") if args.allow else {}
+    if {"nodes", "gbs"} & allowed.keys():
+        raise ConfigError("--allow nodes=... and gbs=...: give --nodes and --global-batch")
+    for name, values in allowed.items():
+        if name in wanted or name == "devices":
+            wanted[name] = tuple(dict.fromkeys((*wanted.get(name, cluster.device_orders), *values)))
+    _check_orders(wanted.get("devices", ()), cluster)
     space = Space(base, cluster, worlds, tuple(wanted["gbs"]), wanted, allowed)
     capacity = cluster.memory_gib * GIB - _headroom(args.headroom, cluster)
     return Judge(space, capacity, per_node=args.objective == "node-hours")
+
+
+def _check_orders(orders: Sequence[tuple[int, ...]], cluster: Cluster) -> None:
+    each = cluster.devices_per_node
+    for order in orders:
+        if sorted(order) != list(range(each)):
+            raise ConfigError(f"devices={write_value(order)} does not name each device of a node of {cluster.name} "
+                              f"once: they are 0 to {each - 1}")  # fmt: skip
 
 
 def _worlds(args: argparse.Namespace, cluster: Cluster) -> tuple[int, ...]:
@@ -137,38 +161,6 @@ def _search(judge: Judge, args: argparse.Namespace) -> Found:
 
 
 # -- what is printed ---------------------------------------------------------------------------------------------------
-
-
-class Show:
-    """Prints tables and lines, for a terminal or as Markdown."""
-
-    def __init__(self, markdown: bool) -> None:
-        self._markdown = markdown
-        width = None if sys.stdout.isatty() else _PIPE_COLUMNS
-        self._console = Console(width=width, highlight=False, markup=False, emoji=False)
-
-    def text(self, line: str) -> None:
-        self._console.print(line, soft_wrap=not sys.stdout.isatty())
-
-    def table(self, table: Table, left: Sequence[int] = (0,)) -> None:
-        """`left`: columns of text."""
-        if self._markdown:
-            print(f"\n{table.title}\n\n{table.markdown()}")
-            return
-        from rich import box
-
-        rich = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-        for i, column in enumerate(table.columns):
-            text = i in left or column in _TEXT
-            rich.add_column(column, justify="left" if text else "right", overflow="fold", no_wrap=column in _WHOLE)
-        for row in table.rows:
-            rich.add_row(*row)
-        self._console.print(rich)
-
-
-_TEXT = ("schedule", "recompute", "also on", "layout", "rank order", "device order", "of", "why", "for example",
-         "values", "formula", "basis", "term")  # fmt: skip
-_WHOLE = ("schedule", "s/step", "MFU", "HFU", "choice", "rank order", "device order")
 
 
 def _headline(judge: Judge, found: Found) -> str:

@@ -1,6 +1,7 @@
 """What a search writes into a folder: tables, plots, the winner's timeline, and the script that starts it."""
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,14 +22,21 @@ from megatron.planning.timing import Estimate
 _OTHER_NODES = (0.25, 0.5, 2.0, 4.0)
 
 
+def make_folder(folder: Path) -> None:
+    """Raises ConfigError where nothing can be written into it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--output {folder}: {error.strerror}: choose another folder") from error
+
+
 def write_all(
     folder: Path, judge: Judge, found: Found, chosen: Sequence[tuple[Choices, Estimate]], tokens: float | None
 ) -> list[Path]:
     """Write all files; their paths. Raises ConfigError for a folder that cannot be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--output {folder}: {error.strerror}: choose another folder") from error
+    make_folder(folder)
     (choices, winner), effects = chosen[0], sensitivity(judge, found)
     rows = [tables.record(c, e, judge, run_of(e, tokens) if tokens else None) for c, e in chosen]
     content = tables.everything(judge, found, rows, effects, winner.confidence)
@@ -60,9 +68,9 @@ def other_nodes(judge: Judge, found: Found) -> list[tuple[int, float]]:
         return points
     for factor in _OTHER_NODES:
         devices = int(space.worlds[0] * factor)
-        best = 0.0
-        if devices < 1 or devices > space.cluster.nodes * space.cluster.devices_per_node:
-            continue
+        best, each = 0.0, space.cluster.devices_per_node
+        if space.worlds[0] % each or devices % each or not 0 < devices <= space.cluster.nodes * each:
+            continue  # parts of a node: it is the same number of nodes
         for judged in found.best[: found.top]:
             shape: Shape = judged.choices.shape._replace(devices=devices)
             best = max(best, _rate(judge, judged.choices._replace(shape=shape)))

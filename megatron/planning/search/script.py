@@ -102,8 +102,7 @@ def job_script(config: Config, base: Base, cluster: Cluster, tokens: float | Non
     nodes = devices // cluster.devices_per_node
     hours = cluster.wall_limit_hours(nodes)
     length = int(tokens or _TOKENS_FOR_EACH_PARAMETER * formulas.total_parameters(sized_model(config)))
-    own_length = any(name in config.given for name in ("train_iters", "train_samples", "train_tokens"))
-    flags = [*flags_of(config, base), *([] if own_length else ["--train-tokens", str(length)])]
+    flags = [*flags_of(config, base), *([] if _has_length(config) else ["--train-tokens", str(length)])]
     whole, minutes = divmod(math.floor(60 * hours), 60)
     header = [
         f"-J {_name(base)}", f"-N {nodes}", f"-t {whole:02d}:{minutes:02d}:00", *site.header,
@@ -133,6 +132,10 @@ def job_script(config: Config, base: Base, cluster: Cluster, tokens: float | Non
     return "\n".join(lines) + "\n"
 
 
+def _has_length(config: Config) -> bool:
+    return any(name in config.given for name in ("train_iters", "train_samples", "train_tokens"))
+
+
 def _name(base: Base) -> str:
     return base.preset or "gpt"
 
@@ -153,7 +156,7 @@ def write_script(folder: Path, config: Config, base: Base, cluster: Cluster, tok
     text = job_script(config, base, cluster, tokens, notes)
     path = folder / ("command.sh" if text is None else "job.sbatch")
     if text is None:
-        length = [] if tokens is None else ["--train-tokens", str(int(tokens))]
+        length = [] if tokens is None or _has_length(config) else ["--train-tokens", str(int(tokens))]
         line = " ".join([command_line(config, base, cluster), *length])
         text = "\n".join(["#!/bin/bash", *(f"# {note}" for note in notes), f'{line} "$@"']) + "\n"
     try:

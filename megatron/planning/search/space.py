@@ -68,6 +68,10 @@ class Space:
             if nodes > self.cluster.nodes:
                 rejections.add("sizes of the job", f"{self.cluster.name} has {self.cluster.nodes} nodes", f"{nodes}")
                 continue
+            if nodes > (most := _most_nodes(self.cluster)):
+                rejections.add("sizes of the job", f"{self.cluster.name} gives a job no more than {most} nodes",
+                               f"{nodes}")  # fmt: skip
+                continue
             if devices > self.cluster.devices_per_node and devices % self.cluster.devices_per_node:
                 each = self.cluster.devices_per_node
                 rejections.add("sizes of the job", f"neither whole nodes of {each} devices nor a part of one",
@@ -202,8 +206,14 @@ class Space:
             # Asked for by its full name: it may be one that the search leaves out.
             if pattern not in found and pattern.count(":") == (2 if pattern.startswith("full") else 1):
                 found.append(pattern)
-        more = self.more.get("recompute", ())
-        yield from (text for text in found if text in more or allowed(text, "recompute", self.wanted))
+        yield from (text for text in found if allowed(text, "recompute", self.wanted))
+
+
+def _most_nodes(cluster: Cluster) -> int:
+    """Of a job in the default queue."""
+    known = [limit.nodes_to for limit in cluster.wall_limits]
+    queue = cluster.partitions[0].max_nodes if cluster.partitions else None
+    return min([max(known, default=cluster.nodes), *([] if queue is None else [queue])])
 
 
 def _only(values: Iterable[Any], name: str, wanted: Mapping[str, tuple[Any, ...]], has_choice: bool) -> list[Any]:

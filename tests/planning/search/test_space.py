@@ -53,6 +53,13 @@ def test_variants_are_those_that_validation_accepts():
             assert is_valid(where, choices) == (not choices.sp or 40 % shape.tp == 0), choices
 
 
+def test_a_machine_gives_no_job_all_of_its_nodes():
+    rejections, given = Rejections(), space(devices=8 * 1025, batches=(8 * 1025,))
+    lumi = Space(given.base, load_cluster("lumi"), (*given.worlds, 8 * 1024), given.batches, given.wanted)
+    assert {shape.devices for shape in lumi.shapes(rejections)} <= {8 * 1024}
+    assert ("sizes of the job", "lumi gives a job no more than 1024 nodes") in rejections.counts
+
+
 def test_recomputation_of_stages_of_several_sizes():
     where = space(devices=80, batches=(80,))
     uneven = Shape(80, 80, 1, 5, 1, "1f1b", 1)  # 2, 2, 3, 3, 2 layers

@@ -2,13 +2,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
+import signal
 from types import SimpleNamespace
 
 import pytest
 
 from megatron.config.parallel import RANK_ORDERS
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, MegatronError
 from megatron.planning.cluster import load_cluster
 from megatron.planning.memory import memory_of_ranks
 from megatron.planning.placement import place_with
@@ -88,6 +90,17 @@ def test_two_processes_find_what_one_finds():
     one, two = search(given, top=4), search(given, top=4, processes=2)
     for name in ("best", "by_value", "front", "counts", "seen", "rejections"):
         assert getattr(one, name) == getattr(two, name), name
+
+
+def test_a_process_that_is_killed_ends_the_search():
+    given, here = judge(), os.getpid()
+
+    def memory(config, cluster, ranks):
+        assert os.getpid() != here
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(MegatronError, match="was killed.*fewer --processes"):
+        search(dataclasses.replace(given, models=dataclasses.replace(given.models, memory=memory)), processes=2)
 
 
 def test_node_hours_choose_fewer_nodes():
