@@ -55,6 +55,8 @@ def calibrate(args: argparse.Namespace, flags: list[str]) -> None:
         raise ConfigError(f"--minutes {args.minutes:g}: give more than 0 and at most 60")
     flags = flags or DEFAULT_MODEL
     seconds, launch = 60 * args.minutes, detect_launch()
+    if launch.rank == 0:
+        print(f"measuring for about {args.minutes:g} minute(s): {' '.join(flags)}", flush=True)
     launched = launch.world_size > 1
     if launched and args.processes not in (None, launch.world_size):
         raise ConfigError(f"--processes {args.processes} contradicts the launcher's {launch.world_size}: remove it")
@@ -66,9 +68,19 @@ def calibrate(args: argparse.Namespace, flags: list[str]) -> None:
     from megatron.planning.cluster_write import write_cluster
 
     host = run_workers("host", flags, 1, HOST_SHARE * seconds, found.threads)
-    write_cluster(machine(found, host, args.name or args.output.stem, flags), args.output, _HEADING)
+    cluster = machine(found, host, args.name or args.output.stem, flags)
+    write_cluster(cluster, args.output, _HEADING)
+    for figure in cluster.compute.figures.values():
+        print(f"  {figure.name:34} {figure.describe():>22} {_unit(figure.name):8} {figure.basis}")
     print(f"{args.output}: {found.nodes} node(s) of {found.per_node} x {found.device}, "
           f"{sum(len(rows) for rows in found.points.values())} points of {len(found.points)} figures")  # fmt: skip
+
+
+def _unit(name: str) -> str:
+    """Of a figure's values (planning/compute.py)."""
+    if name.startswith(("products", "attention")):
+        return "TFLOP/s"
+    return "GB/s" if name.startswith("memory") or name == "update_gb_per_s" else "s"
 
 
 _HEADING = """Measured by tools/calibrate.py; planning/compute.py has the names of the figures, their columns and units.
