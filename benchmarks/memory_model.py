@@ -3,17 +3,19 @@
     python benchmarks/memory_model.py [--part formulas|runs|both] [--only NAME ...] [--markdown]
 
 formulas  the closed form (megatron.planning.memory) beside what the run's own code allocates when it is rehearsed
-          without data (megatron.dryrun), for every kind of rank of 41 layouts: peaks within 3 %, and each category that
+          without data (megatron.dryrun), for every kind of rank of 56 layouts: peaks within 3 %, and each category that
           is more than a twentieth of the peak within 5 %.
 runs      the rehearsal beside the peak resident memory of the processes of real runs, as the difference to a smaller
-          model in the same layout, so that interpreter, libraries and connections drop out: within 10 %. malloc is set
-          to give freed tensors back (resident_memory.py); as a run sets it up for speed, it keeps more.
+          model in the same layout, so that interpreter, libraries and connections drop out, and what the library of
+          matrix products keeps for itself: within 10 %. malloc is set to give freed tensors back
+          (resident_memory.py); as a run sets it up for speed, it keeps more.
 
 Exit code 1 where a limit does not hold.
 """
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +32,8 @@ from rich.table import Table  # noqa: E402
 from benchmarks.memory_layouts import COMMON, RUNS, SHAPES, Run, Shape  # noqa: E402
 from benchmarks.resident_memory import peak_bytes  # noqa: E402
 from megatron.config import Config  # noqa: E402
+from megatron.dryrun.kinds import enough_micro_batches, layout_of  # noqa: E402
+from megatron.dryrun.rank import run_rank  # noqa: E402
 from megatron.dryrun.rehearsal import rehearse  # noqa: E402
 from megatron.planning.memory import memory_of_ranks  # noqa: E402
 
@@ -89,18 +93,14 @@ def compare_run(run: Run) -> list[Compared]:
 
 
 def _foreseen(config: Config) -> list[float]:
-    """The most that the rehearsal says for every rank, before or in a step. Of ranks between, of which it takes one for
-    all, the closed form says how much less a later one holds."""
-    found, model = rehearse(config, None, "cpu"), memory_of_ranks(config, "cpu")
-    if found.findings:
-        raise RuntimeError(found.findings[0].text[:300])
-    size = config.parallel.pipeline_model_parallel_size
-    per_stage = config.parallel.world_size // size
-    needed = []
-    for stage in range(size):
-        near = max((r for r in found.ranks if r.pipeline_rank <= stage), key=lambda r: r.pipeline_rank)
-        less = model[near.pipeline_rank].total - model[stage].total
-        needed += [max(near.total_peak_bytes - less, near.setup_peak_bytes)] * per_stage
+    """The most that every rank holds when it is rehearsed, before or in a step: each pipeline rank for itself, also
+    those for which a rehearsal of the job takes one."""
+    layout, count = layout_of(config), enough_micro_batches(config)
+    needed = [0.0] * layout.world_size
+    for stage in range(layout.pipeline):
+        run = run_rank(config, layout.rank(tensor=0, data=0, pipeline=stage), "cpu", count)
+        for data, tensor in itertools.product(range(layout.data), range(layout.tensor)):
+            needed[layout.rank(tensor=tensor, data=data, pipeline=stage)] = max(run.total_peak, run.setup_peak)
     return needed
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from megatron.config import Config
 from megatron.dryrun.checks import Finding
 from megatron.dryrun.memory_kinds import Unit
+from megatron.kernels.availability import UNFUSED_BACKENDS
 
 if TYPE_CHECKING:
     from megatron.dryrun.rehearsal import RankRehearsal
@@ -49,17 +50,20 @@ def advice(config: Config, rank: RankRehearsal) -> list[str]:
         elif part == _ACTIVATIONS:
             found += _for_activations(config)
         else:
-            found.append("a smaller --cross-entropy-chunk-tokens")
-    return found
+            found += _for_logits(config)
+    return found or [_LESS_AT_A_TIME]
 
 
 _MODEL, _OPTIMIZER, _ACTIVATIONS, _LOGITS = range(4)
+_LESS_AT_A_TIME = "fewer tokens at a time: a shorter --seq-length, or a larger --tensor-model-parallel-size"
 
 
 def _for_activations(config: Config) -> list[str]:
     parallel, granularity, found = config.parallel, config.recompute.recompute_granularity, list[str]()
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
         found.append("--sequence-parallel")
+    if config.kernels.attention_backend in UNFUSED_BACKENDS:
+        found.append("--attention-backend auto, which keeps no scores")
     if config.batch.micro_batch_size > 1:
         found.append(f"a smaller --micro-batch-size than {config.batch.micro_batch_size}")
     if granularity is None:
@@ -67,3 +71,13 @@ def _for_activations(config: Config) -> list[str]:
     if granularity != "full":
         found.append("--recompute-granularity full --recompute-method uniform")
     return found
+
+
+def _for_logits(config: Config) -> list[str]:
+    tensor = f"a larger --tensor-model-parallel-size than {config.parallel.tensor_model_parallel_size}"
+    if config.parallel.schedule == "zb-h1":
+        return ["no --enable-zbh1-pipeline, which needs the logits of all tokens at once", tensor]
+    tokens = config.kernels.cross_entropy_chunk_tokens
+    if tokens == 0:
+        return ["no --cross-entropy-chunk-tokens 0, which makes the logits of all tokens at once", tensor]
+    return [f"a smaller --cross-entropy-chunk-tokens{'' if tokens is None else f' than {tokens}'}", tensor]

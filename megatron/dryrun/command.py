@@ -27,6 +27,8 @@ def dry_run(arguments: Sequence[str], launched: int = 1) -> int:
     name = config.parallel.cluster or os.environ.get("MEGATRON_CLUSTER", "").strip()
     cluster = None if name in _NO_WORDS else load_cluster(name)
     config, notes = _with_tokenizer(config)
+    if config.checkpoint.use_checkpoint_args:
+        notes.append("--use-checkpoint-args: the checkpoint was not read; the model's sizes are those given here")
     from megatron.dryrun.rehearsal import device_of, rehearse, settled  # not before the arguments are known to be right
     from megatron.dryrun.render import WIDTH, heading, render
 
@@ -50,9 +52,9 @@ def _with_tokenizer(config: Config) -> tuple[Config, list[str]]:
         try:
             tokenizer = load_tokenizer(config)
         except (MegatronError, OSError) as error:
-            if config.model.vocab_size is not None:
-                return config, []
-            return config, [f"the tokenizer cannot be read here, so GPT-2's vocabulary is assumed ({error})"]
+            known = config.model.vocab_size
+            assumed = "GPT-2's vocabulary is assumed" if known is None else f"--vocab-size {known} is taken"
+            return config, [f"the tokenizer cannot be read here, so {assumed} ({error})"]
         if tokenizer is not None:
             return config.replace(vocab_size=tokenizer.vocab_size), []
     return config, ["no tokenizer and no --vocab-size: GPT-2's vocabulary is assumed"]

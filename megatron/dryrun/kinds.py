@@ -7,6 +7,7 @@ from megatron.config import Config
 from megatron.model.stages import assign_layers
 from megatron.parallel.topology import DEFAULT_ORDER, Layout
 from megatron.pipeline.clock import SENDS_IN_FLIGHT
+from megatron.pipeline.orders import group_sizes
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,16 @@ def enough_micro_batches(config: Config) -> int:
     """So many micro-batches that a step with more of them needs no more memory, nor other messages between passes.
 
     After its warm-up a rank alternates between one forward and one backward pass, so that what it holds repeats from
-    round to round (a round is one micro-batch, with several chunks as many as there are ranks). The warm-up of the
-    first rank is the longest: p passes with one chunk, 2 (p - 1) + (v - 1) p + 1 with v of them
-    (pipeline/orders.py). A round and more follow it here. Under zb-h1 weight gradients wait for up to p passes more.
-    A rank also keeps the last few messages that it has sent.
+    round to round (a round is one micro-batch, with several chunks a group of at least as many as there are ranks). The
+    warm-up of the first rank is the longest: p passes with one chunk, 2 (p - 1) + (v - 1) g + 1 with v of them and g
+    micro-batches in the step's first group (pipeline/orders.py). A round and more follow it here: with several chunks
+    the first groups of the step itself, since another number of micro-batches may be grouped otherwise. Under zb-h1
+    weight gradients wait for up to p passes more. A rank also keeps the last few messages that it has sent.
     """
     m, p, v = config.num_micro_batches(), config.parallel.pipeline_model_parallel_size, config.parallel.num_chunks
     if p == 1:
         return min(m, 3)
     if config.parallel.schedule == "interleaved":
-        warm_up = -(-((v + 1) * p - 1) // (v * p)) * p  # micro-batches, in whole rounds
-        return min(m, warm_up + p + m % p)
+        warm_up = -(-((v + 1) * p - 1) // (v * p))  # groups; larger ones are fewer
+        return sum(group_sizes(p, m)[: warm_up + 1])
     return min(m, (2 * p if config.parallel.schedule == "zb-h1" else p) + 2 + SENDS_IN_FLIGHT)

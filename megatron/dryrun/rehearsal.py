@@ -149,6 +149,8 @@ def assumptions(config: Config, device: str) -> tuple[str, ...]:
             found.append(f"attention is computed as --attention-backend {attention} says")
         else:
             found.append("attention is one kernel that keeps no scores (flash-attn, or torch's)")
+            if config.model.position_embedding_type == "alibi":
+                found.append("it is torch's, which keeps ALiBi as a mask for each layer; flash-attn needs none")
         found.append("torch adds products of 16-bit matrices to fp32 sums in place")
         return tuple(found)
     import torch
@@ -192,7 +194,7 @@ def _compare(config: Config, micro_batches: int, runs: Mapping[Member, RankRun])
 def device_of(cluster: Cluster | None) -> str:
     """"gpu" or "cpu": what the ranks run on."""
     if cluster is not None:
-        return "cpu" if cluster.device.lower().startswith("cpu") else "gpu"
+        return "cpu" if cluster.device_type == "cpu" else "gpu"
     import torch
 
     return "gpu" if torch.cuda.is_available() else "cpu"

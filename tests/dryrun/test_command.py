@@ -64,6 +64,13 @@ def test_under_a_launcher_the_first_process_speaks(capsys: pytest.CaptureFixture
     assert "4 ranks = tensor 1 x pipeline 4" in capsys.readouterr().out
 
 
+def test_what_was_not_read_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--load", "/nowhere", "--use-checkpoint-args", "--tokenizer-type", "HFTokenizer"]
+    assert dry_run(["--dry-run", *SMALL, *arguments, "--tokenizer-model", "/nowhere"]) == 0
+    printed = capsys.readouterr().out
+    assert "the checkpoint was not read" in printed and "so --vocab-size 250 is taken" in printed
+
+
 def test_help_names_it() -> None:
     done = run("--dry-run", "--help")
     assert done.returncode == 0 and "--dry-run" in done.stdout

@@ -123,6 +123,19 @@ def test_the_ranks_that_are_looked_at_stand_for_all(name: str) -> None:
         assert run_rank(config, kind.pipeline_rank, "meta", count).total_peak == first + losses
 
 
+def test_fewer_micro_batches_are_grouped_as_all_of_them() -> None:
+    """24 over 5 ranks pass in groups of 6. 19, which leave as many over, would begin with a group of 7, and the warm-up
+    would be longer by one."""
+    config = make(
+        num_layers=10, num_layers_per_virtual_pipeline_stage=1, pipeline_model_parallel_size=5, world_size=5,
+        global_batch_size=48, bf16=True,
+    )  # fmt: skip
+    enough, count = enough_micro_batches(config), config.num_micro_batches()
+    assert enough < count
+    for rank in (0, 1, 3):
+        assert run_rank(config, rank, "meta", enough).total_peak == run_rank(config, rank, "meta", count).total_peak
+
+
 # -- what is found -----------------------------------------------------------------------------------------------------
 
 
@@ -249,6 +262,26 @@ def test_what_does_not_fit_is_named_with_what_to_do() -> None:
     assert "What does not fit any more: [" in finding.text and "megatron/" in finding.text
     assert "--pipeline-model-parallel-size" in finding.text
     assert found.ranks[0].broken_by is not None
+
+
+def test_advice_names_what_can_be_changed() -> None:
+    """Logits of all tokens at once, which a smaller number than 0 would not mend, and scores that are stored."""
+    cluster = dataclasses.replace(load_cluster("frontier"), memory_gib=rehearsal.RESERVE_GIB + 0.01)
+    wide = dict(vocab_size=100000, cross_entropy_chunk_tokens=0, num_layers=1, micro_batch_size=16)
+    texts = [
+        rehearse(make(bf16=True, world_size=1, **{**BASE, **fields}), cluster).findings[0].text
+        for fields in (
+            wide, {**wide, "cross_entropy_chunk_tokens": 512}, dict(attention_backend="unfused", seq_length=2048),
+        )
+    ]
+    assert "no --cross-entropy-chunk-tokens 0" in texts[0] and "a smaller --cross" not in texts[0]
+    assert "a smaller --cross-entropy-chunk-tokens than 512" in texts[1]
+    assert "--attention-backend auto" in texts[2]
+
+
+def test_a_cpu_is_known_by_its_type() -> None:
+    cluster = dataclasses.replace(load_cluster("frontier"), device="EPYC 7A53", device_type="cpu")
+    assert rehearsal.device_of(cluster) == "cpu"
 
 
 MODELS: list[dict[str, Any]] = [

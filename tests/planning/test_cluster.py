@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config.command_line import parse_plan
 from megatron.errors import ConfigError
 from megatron.model.formulas import peak_tflops
 from megatron.planning.cluster import CLUSTERS, Cluster, known_clusters, load_cluster
 from megatron.planning.cluster_write import write_cluster
+from megatron.planning.timing import estimate
 
 FRONTIER = load_cluster("frontier")
 
@@ -143,3 +145,11 @@ def test_wrong_files(tmp_path: Path, old: str, new: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         load_cluster(path)
     assert str(path) in str(caught.value)
+
+
+def test_the_measured_example_plans() -> None:
+    cluster = load_cluster(Path(__file__).parents[2] / "examples" / "local" / "two-cores.toml")
+    flags = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --vocab-size 500 --world-size 2"
+    found = estimate(parse_plan([*flags.split(), "--global-batch-size", "8"]), cluster)
+    assert 0.01 < found.seconds < 10
+    assert {basis for basis, figures in found.confidence.by_basis.items() if figures} == {"measured", "assumed"}

@@ -6,7 +6,10 @@ import pytest
 from benchmarks import memory_model
 from benchmarks.memory_layouts import RUNS, SHAPES
 
-QUICK = ("PP 4, 2 chunks (gpu)", "TP 2, SP, PP 4, zb-h1 (gpu)", "PP 2, full, fp16 (cpu)")
+QUICK = (
+    "PP 4, 2 chunks (gpu)", "TP 2, SP, PP 4, zb-h1 (gpu)", "PP 2, full, fp16 (cpu)", "PP 8, 1 micro-batch (gpu)",
+    "ALiBi, GQA (gpu)", "gradients through autograd (gpu)", "RMSNorm of torch (gpu)", "cross entropy of torch (gpu)",
+)
 
 
 @pytest.mark.parametrize("shape", [

@@ -104,7 +104,7 @@ class _Chunk:
             tape.add(self._left(unit), unit.times - 1)
             self.passed.append(self._unit_forward(tape, unit))
         if self.last:
-            self.normed = [tape.take(z.outside), tape.take(z.statistics)]
+            self.normed = [tape.take(z.outside), tape.take(z.statistics), *self.layer.norm_steps(tape)]
         elif self.passed:  # the output is a message then
             tape.give(self.passed[-1].output)
         return tape.fullest
@@ -215,13 +215,15 @@ class _Chunk:
         tokens = model.seq_length * self.settings.micro_batch_size
         at_once = tokens if self.settings.deferring else min(self.operators.tokens, tokens)
         columns = model.padded_vocab_size(layer.tp) // layer.tp
-        normed, statistics = self.normed
+        normed, *steps = self.normed
         whole = tape.take(z.whole) if layer.gathers else None
         dx = tape.take(z.whole)
         logits = tape.take(float(at_once * columns * z.width), LOGITS)
         if not layer.fused.cross_entropy:
             piece = 4.0 * columns * min(at_once, max(1, _AT_A_TIME // columns))
-            tape.for_a_moment(*[piece] * (2 if z.width == 4 else 3))
+            wide, padded = tape.take(piece), tape.take(piece, LOGITS)  # the gradient in fp32, and with its padding
+            rounded = tape.take(piece * z.width / 4, LOGITS) if z.width < 4 else None
+            tape.give(wide, padded, rounded)
         if layer.gathers:
             terms, dx = dx, tape.take(z.outside)
             tape.give(terms)
@@ -229,10 +231,13 @@ class _Chunk:
             self.waiting = Held(0.0 if whole else normed.n_bytes, logits.n_bytes, whole.n_bytes if whole else 0.0)
             tape.give(normed if whole else None)
         else:
+            # Through autograd the gradient of several chunks of tokens is one sum in fp32.
+            summed = not layer.direct and at_once < tokens
+            total = tape.take(4.0 * columns * model.hidden_size) if summed else None
             layer.weight_gradient(tape, columns, model.hidden_size)
-            tape.give(logits, whole, normed)
+            tape.give(total, logits, whole, normed)
         gradient = tape.take(z.residual)
-        tape.give(dx, statistics)
+        tape.give(dx, *steps)
         return gradient
 
     def _embed_backward(self, gradient: Block) -> None:

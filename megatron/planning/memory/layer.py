@@ -182,8 +182,17 @@ class Layer:
         normed = tape.take(self.sizes.outside)
         if not self.norms_again:
             kept.add(name, normed)
-        kept.add(f"{name} input", tape.take(self.sizes.statistics))
+        kept.add(f"{name} input", tape.take(self.sizes.statistics), *self.norm_steps(tape))
         return normed
+
+    def norm_steps(self, tape: Tape) -> list[Block]:
+        """What an RMS norm of torch's operators, which are several, keeps beside its input: that in fp32, where it is
+        narrower, and the quotient before the weight is multiplied in."""
+        z = self.sizes
+        if self.model.normalization != "rmsnorm" or (self.fused_norm and self.same_format):
+            return []
+        wide = [tape.take(4.0 / z.width * z.residual)] if self.same_format and z.width < 4 else []
+        return [*wide, tape.take(z.residual)]
 
     def _column(self, tape: Tape, out_bytes: float, added: bool) -> Block:
         """A column-parallel product; `added`: a bias is added by an operator of its own."""
@@ -244,8 +253,11 @@ class Layer:
                     tape.for_a_moment(8.0 / z.width * z.heads)
             elif self.share > 1:
                 kept.add("core", tape.take(z.heads))
-        kept.add("core", projection)
+        copied = self.alibi and self.attention == "torch" and self.share > 1  # queries, keys and values, all of it
+        if not copied:
+            kept.add("core", projection)
         out, inside = self._core(tape)
+        tape.give(projection if copied else None)
         if self.core_again:
             tape.give(*inside)
         else:
@@ -257,6 +269,11 @@ class Layer:
         z = self.sizes
         if self.attention == "unfused":
             return self._explicit(tape)
+        if self.attention == "explicit":
+            wide = 4.0 / z.width
+            inside = [tape.take(size) for size in (wide * z.heads, wide * z.heads, wide * z.keys)]
+            inside += [tape.take(4.0 * self._square()) for _ in range(3)]  # softmax, mask and product, in fp32
+            return tape.take(z.heads), inside
         if self.attention == "blocked":
             out, logarithms = tape.take(z.heads), tape.take(z.logarithms)
             copies = [tape.take(z.heads), tape.take(z.heads)] if self.share > 1 else []
@@ -264,20 +281,33 @@ class Layer:
             return out, [logarithms]
         inside = []
         if self.alibi and self.attention == "torch":
-            bias = self.length**2 * self.groups * self.share
-            tape.for_a_moment(8.0 * self.length**2, 8.0 * bias)
-            inside.append(tape.take(float(bias * z.width)))
+            # No kernel takes a mask and groups of queries: keys and values are copied for each query.
+            inside += [tape.take(z.heads), tape.take(z.heads)] if self.share > 1 else []
+            inside.append(self._slopes(tape))
         out = tape.take(z.heads)
         return out, [*inside, tape.take(z.logarithms)]
+
+    def _square(self) -> float:
+        """Elements of the scores of all heads."""
+        return self.samples * self.groups * self.share * float(self.length) ** 2
+
+    def _slopes(self, tape: Tape) -> Block:
+        """ALiBi's mask of all heads, by way of fp32 (megatron.layers.masks)."""
+        z, square = self.sizes, float(self.length) ** 2
+        heads = square * self.groups * self.share
+        tape.for_a_moment(4.0 * square, 8.0 * heads, heads * z.width if z.width < 4 else square)
+        return tape.take(heads * z.width)
 
     def _explicit(self, tape: Tape) -> tuple[Block, list[Block]]:
         """softmax(q k^T) as it is written."""
         z = self.sizes
-        square = self.samples * self.groups * self.share * float(self.length) ** 2
+        square = self._square()
         queries = [tape.take(z.heads)] if self.share > 1 else []
         scores = tape.take(square * z.width)
         if self.alibi:
-            tape.for_a_moment(4.0 * square)
+            slopes = self._slopes(tape)
+            tape.for_a_moment(square * z.width)
+            tape.give(slopes)
         if not self.fused.masked_softmax:
             tape.for_a_moment(4.0 * square, 4.0 * square)
         kept = [tape.take(square * (z.width if self.fused.masked_softmax or z.width == 4 else 4 + z.width))]
@@ -454,8 +484,10 @@ class Layer:
             held = [tape.take(size) for size in (self._scores(2), narrow, z.logarithms, copies)]
             tape.give(*self._reference(tape), *held)
         elif self.attention == "unfused":
-            square = self.samples * self.groups * self.share * float(self.length) ** 2
+            square = self._square()
             tape.for_a_moment(square * z.width, square * (z.width if self.fused.masked_softmax else 8))
+        elif self.attention == "explicit":
+            tape.for_a_moment(4.0 * self._square())
         tape.give(dheads, *kept.take("core"), *inside, *again)
         if direct:
             return gradients[0]

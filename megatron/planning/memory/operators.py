@@ -21,7 +21,8 @@ class Operators:
 
     gpu        whether the device is one; a CPU otherwise
     fusions    the fused kernels
-    attention  "flash" (flash-attn, or torch's attention where it is like it), "torch", "blocked" or "unfused"
+    attention  "flash" (flash-attn, or torch's attention where it is like it), "torch", "blocked", "unfused" or
+               "explicit" (torch's on a CPU, with dropout, which no kernel of it has: the scores are stored)
     tokens     whose logits exist at a time
     """
 
@@ -55,7 +56,10 @@ def _attention(config: Config, gpu: bool, dtype: str, kernels: bool) -> str:
         return "unfused"
     if backend == "blocked":
         return "blocked"
-    if gpu:
-        return "flash" if backend in FLASH_BACKENDS and dtype != "float32" else "torch"
+    if gpu:  # ALiBi: flash-attn takes slopes, where it is there; torch's attention keeps them as a mask, which is more
+        slopes = config.model.position_embedding_type == "alibi"
+        return "flash" if backend in FLASH_BACKENDS and dtype != "float32" and not slopes else "torch"
     fast = dtype == "bfloat16" or (dtype == "float32" and config.model.seq_length <= LONGEST_BLOCKED_IN_FP32)
-    return "blocked" if backend == "auto" and kernels and fast else "torch"
+    if backend == "auto" and kernels and fast:
+        return "blocked"
+    return "explicit" if config.model.attention_dropout else "torch"

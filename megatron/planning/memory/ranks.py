@@ -164,8 +164,9 @@ def _fullest(config: Config, chunks: _Chunks, rank: int) -> tuple[Held, float]:
     p, v = parallel.pipeline_model_parallel_size, parallel.num_chunks
     mine = [chunks.of(chunk * p + rank) for chunk in range(v)]
     forward, chunk, held, waiting = moments_of_rank(parallel.schedule, p, v, config.num_micro_batches(), rank)
-    awaited = np.where(forward, int(rank < p - 1 or v > 1), int(rank > 0 or v > 1)) + int(v > 1)
-    messages = (SENDS_IN_FLIGHT + awaited if p > 1 else 0 * awaited) * chunks.sizes.residual
+    more = int(config.num_micro_batches() > 1)  # another message may be awaited while the one that came is used
+    awaited = np.where(forward, int(rank < p - 1 or v > 1), more * int(rank > 0 or v > 1)) + int(v > 1)
+    messages = (_sent(config, rank) + awaited if p > 1 else 0 * awaited) * chunks.sizes.residual
     passes = np.array([[c.backward.total, c.forward.total] for c in mine])
     total = passes[chunk, forward] + held @ np.array([c.kept.total for c in mine]) + messages
     total += waiting * mine[0].waiting.total
@@ -178,6 +179,15 @@ def _fullest(config: Config, chunks: _Chunks, rank: int) -> tuple[Held, float]:
         )
     ends = rank in (0, p - 1)
     return Held(*map(float, found)), float(messages[at]) + (_micro_batches(config) if ends else 0.0)
+
+
+def _sent(config: Config, rank: int) -> int:
+    """Messages that a rank has sent and still keeps when it holds the most: few micro-batches have few."""
+    p, v = config.parallel.pipeline_model_parallel_size, config.parallel.num_chunks
+    passes = config.num_micro_batches() * v
+    ahead = passes if rank < p - 1 or v > 1 else 0
+    back = max(0, passes - (p - 1 - rank) - 1) if rank > 0 or v > 1 else 0
+    return min(SENDS_IN_FLIGHT, ahead + back)
 
 
 def _angles(config: Config) -> float:
