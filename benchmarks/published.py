@@ -16,14 +16,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rich.console import Console
-from rich.table import Table as RichTable
-
 from megatron.errors import MegatronError
 from megatron.planning import published_table as published
 from megatron.planning.cluster import load_cluster
 from megatron.planning.published_findings import finding_table
-from megatron.planning.recipes import Table
+from megatron.planning.table import Table, print_table
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,7 +53,10 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     more = [published.effect_table(row) for row in (*on_frontier, *on_h100)] if args.effects else []
     for table in (*tables.values(), *more):
-        show(table, args.markdown)
+        if args.markdown:
+            print(f"{table.title}\n\n{table.markdown()}\n")
+        else:
+            print_table(table)
     return 0
 
 
@@ -69,18 +69,6 @@ def updated(text: str, tables: dict[str, Table]) -> str:
         if found != 1:
             raise SystemExit(f"the document has {found} places for the table {name}: one is needed")
     return text
-
-
-def show(table: Table, markdown: bool) -> None:
-    if markdown:
-        print(f"{table.title}\n\n{table.markdown()}\n")
-        return
-    rich = RichTable(title=table.title, title_justify="left")
-    for i, column in enumerate(table.columns):
-        rich.add_column(column, justify="right" if i else "left", overflow="fold")
-    for row in table.rows:
-        rich.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 160).print(rich)
 
 
 if __name__ == "__main__":

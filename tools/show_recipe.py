@@ -13,13 +13,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rich.console import Console
-from rich.table import Table as RichTable
-
 from megatron.config.command_line import parse_plan
 from megatron.errors import ConfigError, MegatronError
 from megatron.planning import recipes
 from megatron.planning.cluster import Cluster, load_cluster
+from megatron.planning.table import print_table
 from megatron.planning.traffic import GPT2_VOCABULARY
 
 
@@ -46,7 +44,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for table in (recipes.layout_table(found), recipes.memory_table(found), recipes.work_table(found)):
-        show(table, args.markdown)
+        if args.markdown:
+            print(f"{table.markdown()}\n")
+        else:
+            print_table(table)
     if not args.markdown:
         if any(each.config.model.vocab_size is None for each in found):
             print(f"The tokenizer's files are not read: a vocabulary of {GPT2_VOCABULARY} is assumed.")
@@ -66,18 +67,6 @@ def outlooks(args: argparse.Namespace, flags: list[str], cluster: Cluster | None
     flag, *values = args.vary
     flag = "--" + flag.removeprefix("--")
     return [recipes.outlook(f"{flag} {value}", parse_plan([*flags, flag, value]), cluster) for value in values]
-
-
-def show(table: recipes.Table, markdown: bool) -> None:
-    if markdown:
-        print(f"{table.markdown()}\n")
-        return
-    rich = RichTable(title=table.title, title_justify="left")
-    for i, column in enumerate(table.columns):
-        rich.add_column(column, justify="right" if i else "left", overflow="fold")
-    for row in table.rows:
-        rich.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 160).print(rich)
 
 
 if __name__ == "__main__":

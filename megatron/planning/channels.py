@@ -183,11 +183,16 @@ def _measured(figure: Figure, group: Group) -> list[tuple[float, float]] | None:
 
 
 def _on_lines(points: Sequence[tuple[float, float]], x: float) -> float:
-    """On the straight line between the points around x; before the first its value, after the last the last's slope."""
+    """On the straight line between the points around x; before the first its value, after the last the last's slope.
+
+    A last line that falls is noise: in proportion to the last point then, as where there is one alone.
+    """
     if x <= points[0][0] or len(points) == 1:
         return points[0][1] if x <= points[0][0] else points[0][1] * x / points[0][0]
     above = next((i for i, point in enumerate(points) if point[0] >= x), len(points) - 1)
     (x0, y0), (x1, y1) = points[above - 1], points[above]
+    if x > x1 and y1 <= y0:
+        return y1 * x / x1
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 

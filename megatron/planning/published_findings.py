@@ -8,7 +8,7 @@ from megatron.config.command_line import parse_plan
 from megatron.model.formulas import paper_flops
 from megatron.planning.published import SEQ_LENGTH, VOCABULARY
 from megatron.planning.published_table import Seconds, estimated_seconds
-from megatron.planning.recipes import Table
+from megatron.planning.table import Table
 
 if TYPE_CHECKING:
     from megatron.planning.cluster import Cluster

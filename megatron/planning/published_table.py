@@ -17,7 +17,7 @@ from megatron.planning.error_bars import Spread, spread, with_factors
 from megatron.planning.published import SEQ_LENGTH, VOCABULARY, Published, published_models
 from megatron.planning.published_arithmetic import efficiency_by_bubble, implied, micro_batch_by_bubble
 from megatron.planning.published_runs import RUNS, Run
-from megatron.planning.recipes import Table
+from megatron.planning.table import Table
 
 if TYPE_CHECKING:
     from megatron.config import Config

@@ -83,7 +83,8 @@ class Rates:
         self, batch: int, heads: int, seq: int, head_dim: int, *, backward: bool, causal: bool = True
     ) -> float:
         """Of one pass of attention that stores no scores; queries, keys, values are [batch, seq, heads, head_dim]."""
-        rate = _attention_law(self._take(self._backward if backward else self._forward)).rate(seq, head_dim)
+        figure = self._take(self._backward if backward else self._forward)
+        rate = _attention_law(figure, self._peak).rate(seq, head_dim)
         pairs = seq * seq / 2 if causal else seq * seq
         operations = 4.0 * batch * heads * pairs * head_dim * (BACKWARD_OPERATIONS if backward else 1.0)
         return max(self._kernel_s, operations / rate)
@@ -146,7 +147,9 @@ class _Line:
             return ys[0]
         i = next((i for i in range(1, len(xs) - 1) if x <= xs[i]), len(xs) - 1)
         slope = (ys[i] - ys[i - 1]) / (xs[i] - xs[i - 1])
-        return max(ys[i - 1] + slope * (x - xs[i - 1]), min(self._least, ys[0]))
+        # Toward large ones the rate grows no faster than the size, and no further than the peak.
+        least = min(self._least, ys[0]), ys[0] * min(1.0, x / xs[0])
+        return max(ys[i - 1] + slope * (x - xs[i - 1]), *least)
 
 
 def _monotone(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -203,10 +206,10 @@ class _ProductLaw:
 class _AttentionLaw:
     """Operations a second by sequence length and head size, through the points of a figure."""
 
-    def __init__(self, figure: Figure) -> None:
+    def __init__(self, figure: Figure, peak: float) -> None:
         heads = sorted({head for _, head, _ in figure.points})
         self._lines = [
-            (math.log(head), _Line([(seq, rate * 1e12) for seq, d, rate in figure.points if d == head]))
+            (math.log(head), _Line([(seq, rate * 1e12) for seq, d, rate in figure.points if d == head], peak))
             for head in heads
         ]
 
@@ -226,8 +229,8 @@ def _memory_points(figure: Figure) -> list[tuple[float, float]]:
 
 
 @functools.cache
-def _attention_law(figure: Figure) -> _AttentionLaw:
-    return _AttentionLaw(figure)
+def _attention_law(figure: Figure, peak: float) -> _AttentionLaw:
+    return _AttentionLaw(figure, peak)
 
 
 def _between(points: Sequence[tuple[float, float]], x: float) -> float:

@@ -13,6 +13,7 @@ from megatron.planning.cluster import Cluster
 from megatron.planning.memory import RankMemory, memory_of_ranks
 from megatron.planning.placement import Placement, choose_placement, naive_placement
 from megatron.planning.step_work import StepWork, step_work
+from megatron.planning.table import Table
 
 _GIB = 2**30
 _PLAIN = "--rank-order tp-dp-pp --device-order 0,1,2,3,4,5,6,7"
@@ -94,17 +95,6 @@ def outlooks(recipes: Iterable[Recipe], cluster: Cluster) -> list[Outlook]:
         name = f"{recipe.model} {recipe.kind}" + (f" ({recipe.note})" if recipe.note else "")
         found.append(outlook(name, parse_plan(recipe.argv(cluster.devices_per_node)), cluster))
     return found
-
-
-@dataclass(frozen=True)
-class Table:
-    title: str
-    columns: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-
-    def markdown(self) -> str:
-        lines = [self.columns, ("---", *["---:"] * (len(self.columns) - 1)), *self.rows]
-        return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def layout_table(found: Sequence[Outlook]) -> Table:

@@ -14,7 +14,6 @@ import pytest
 
 from megatron.config.command_line import parse_plan
 from megatron.planning.cluster import load_cluster
-from megatron.planning.recipes import Table
 from megatron.planning.search.base import make_base
 from megatron.planning.search.choices import Choices, Shape
 from megatron.planning.search.command import make_judge
@@ -24,6 +23,7 @@ from megatron.planning.search.script import command_line, flags_of
 from megatron.planning.search.show import Show
 from megatron.planning.search.space import Space
 from megatron.planning.search.tree import search
+from megatron.planning.table import Table
 from tests.helpers.launching import ROOT
 from tools import plan
 
@@ -132,6 +132,16 @@ def test_mistakes_are_found_before_the_search(capsys, tmp_path: Path, monkeypatc
         assert call(capsys, *SMALL, *words)[0] == 2
 
 
+def test_an_impossible_layout_gets_every_reason(capsys):
+    words = ["--nodes", "1", "--global-batch", "16", "--processes", "1", "--fix", "mbs=1", "recompute=none", "sp=on"]
+    code, text = call(capsys, *words, "--layout", "tp=3,pp=7,chunks=5,mbs=1")
+    verdict = text[text.index("chunks=5,mbs=1: rejected"):].splitlines()[1:]
+    assert code == 0 and len(verdict) >= 3, text
+    for number, part in enumerate(("do not divide so", "pp=7 with anything else: does not divide the devices",
+                                   "more stages than layers", "layers do not divide into so many chunks")):  # fmt: skip
+        assert part in verdict[number], text
+
+
 def judge_of(*words: str, flags: list[str] = MODEL) -> Judge:
     return make_judge(plan.build_parser().parse_args([*SMALL[:6], *words]), flags)
 
@@ -167,7 +177,8 @@ def test_other_numbers_of_nodes_are_whole_nodes():
 
     assert nodes("--devices", "4", "--global-batch", "32") == []
     assert nodes("--nodes", "1", "--global-batch", "32") == [2, 4]
-    assert nodes("--nodes", "2", "--global-batch", "32") == [1, 4]
+    assert nodes("--nodes", "2", "--global-batch", "32") == [1, 4, 8]
+    assert nodes("--nodes", "3", "--global-batch", "96") == [6, 12]
 
 
 def test_a_folder_that_cannot_be_written(capsys, tmp_path: Path):
@@ -230,7 +241,7 @@ def test_the_length_is_said_once(capsys, tmp_path: Path):
     words = ["--cluster", "dgx-h100", *SMALL, "--tokens", "1e9", "--output", str(tmp_path)]
     assert call(capsys, *words, flags=[*MODEL, "--train-iters", "10"])[0] == 0
     line = (tmp_path / "command.sh").read_text().splitlines()[-1]
-    assert "--train-iters 10" in line and "--train-tokens" not in line
+    assert "--train-iters=10" in line and "--train-tokens" not in line
 
 
 def test_ctrl_c_ends_all_of_it():
@@ -255,7 +266,7 @@ def test_help():
 def test_it_needs_no_torch():
     code = (
         "import sys; sys.path.insert(0, '.'); from tools import plan\n"
-        f"code = plan.main({[*SMALL, '--fix', 'tp=2', 'mbs=1', '--', *MODEL]!r})\n"
+        f"code = plan.main({[*SMALL[:6], '--fix', 'tp=2', 'mbs=1', '--', *MODEL]!r})\n"
         "assert code == 0, code; assert 'torch' not in sys.modules and 'deepspeed' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)

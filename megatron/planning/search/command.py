@@ -9,7 +9,6 @@ from rich.console import Console
 from megatron.errors import ConfigError
 from megatron.planning.cluster import Cluster, load_cluster
 from megatron.planning.placement import place_with
-from megatron.planning.recipes import Table
 from megatron.planning.search import tables
 from megatron.planning.search.base import make_base
 from megatron.planning.search.choices import Choices, narrowed, parse_choices, write_value
@@ -20,6 +19,7 @@ from megatron.planning.search.show import Show
 from megatron.planning.search.space import Space
 from megatron.planning.search.tree import Found, search
 from megatron.planning.search.verdict import asked_space, comparison_table, to_explain, verdict, verdict_lines
+from megatron.planning.table import Table
 from megatron.planning.timing import Estimate, explain
 
 EXIT_NOTHING_FITS = 3

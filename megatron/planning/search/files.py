@@ -7,7 +7,6 @@ from pathlib import Path
 
 from megatron.errors import ConfigError
 from megatron.pipeline.trace import write_trace
-from megatron.planning.recipes import Table
 from megatron.planning.search import tables
 from megatron.planning.search.choices import Choices, Shape, write_choices
 from megatron.planning.search.judging import GIB, Judge
@@ -15,6 +14,7 @@ from megatron.planning.search.outcome import Effect, run_of, sensitivity, write_
 from megatron.planning.search.plots import draw_pareto, draw_sensitivity
 from megatron.planning.search.script import write_script
 from megatron.planning.search.tree import Found
+from megatron.planning.table import Table
 from megatron.planning.timeline_plot import plot_timeline
 from megatron.planning.timing import Estimate
 

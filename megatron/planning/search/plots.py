@@ -157,8 +157,8 @@ def _labels(known: Sequence[tuple[float, Any]], widest: float) -> list[tuple[flo
         place = min(loss, _MOST_LOSS)
         text = write_value(value) + (f" ({100 * loss:.0f} %)" if loss > _MOST_LOSS else "")
         length = sum(len(word) + 2 for word in found[-1][1]) if found else 0
-        # A character is about a hundred-and-sixtieth of the width.
-        if found and place - found[-1][0] < widest * max(0.02, length / 160):
+        # A character is about a hundred-and-twentieth of the width.
+        if found and place - found[-1][0] < widest * max(0.02, length / 120):
             found[-1][1].append(text)
         else:
             found.append((place, [text]))

@@ -111,7 +111,7 @@ def job_script(config: Config, base: Base, cluster: Cluster, tokens: float | Non
     ]  # fmt: skip
     lines = [
         "#!/bin/bash",
-        f"# {base.name} on {nodes} nodes of {cluster.name}, the layout that tools/plan.py chose. From the repository:",
+        f"# {base.name} on {nodes} node(s) of {cluster.name}, the choice of tools/plan.py. From the repository:",
         f"#     source {site.file} && sbatch FOLDER/job.sbatch [flags of pretrain_gpt.py, which win over these]",
         f"#     source {site.file} && python tools/preflight.py check FOLDER/job.sbatch",
         *(f"# {note}" for note in notes),

@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from megatron.planning.recipes import Table
+from megatron.planning.table import Table
 
 _PIPE_COLUMNS = 170  # where nobody says how wide the output may be
 _BETWEEN = 3  # columns of a terminal from one column of a table to the next

@@ -106,9 +106,9 @@ class Space:
         for pp in self.values("pp", range(1, min(layers, devices // tp) + 1)):
             if devices % (tp * pp):
                 rejections.add("TP x PP", "does not divide the devices", f"tp={tp},pp={pp}: {tp * pp} into {devices}")
-            elif pp > layers:
+            if pp > layers:
                 rejections.add("TP x PP", "more stages than layers", f"pp={pp}: {layers} layers")
-            else:
+            elif devices % (tp * pp) == 0:
                 yield pp
 
     def _batched(self, devices: int, tp: int, pp: int, rejections: Rejections) -> Iterator[Shape]:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import ConfigError
-from megatron.planning.recipes import Table
 from megatron.planning.search.choices import Choices, write_choices, write_value
 from megatron.planning.search.judging import GIB, Judge
 from megatron.planning.search.outcome import Effect, Run, run_of, write_losses
 from megatron.planning.search.tree import Found
+from megatron.planning.table import Table
 from megatron.planning.timing import PARTS, Estimate
 
 

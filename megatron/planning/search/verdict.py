@@ -2,15 +2,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.errors import ConfigError
-from megatron.planning.recipes import Table
 from megatron.planning.search.choices import (
     DIMENSIONS,
     Choices,
+    Wanted,
     narrowed,
     parse_choices,
     write_choices,
@@ -18,9 +18,13 @@ from megatron.planning.search.choices import (
 )
 from megatron.planning.search.judging import GIB, Judge, Judged
 from megatron.planning.search.outcome import estimates_of
+from megatron.planning.search.space import Rejections
 from megatron.planning.search.tables import first_problem
 from megatron.planning.search.tree import Found, search
+from megatron.planning.table import Table
 from megatron.planning.timing import PARTS
+
+_SIZES = ("tp", "pp", "chunks", "schedule", "mbs")
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,8 @@ def verdict(judge: Judge, found: Found, text: str, flag: str = "--layout") -> Ve
         (f"{count:,} {unit}", reason, own.rejections.examples[unit, reason])
         for (unit, reason), count in own.rejections.counts.most_common()
     )
+    if not own.counts["shapes"]:
+        reasons += tuple(_alone(judge, wanted, flag, text, {reason for _, reason, _ in reasons}))
     left: tuple[tuple[str, str], ...] = ()
     place = None
     if judged is not None:
@@ -76,6 +82,21 @@ def verdict(judge: Judge, found: Found, text: str, flag: str = "--layout") -> Ve
         if judged.choices.shape in [other.choices.shape for other in found.best[: found.top]]:
             place = 1 + sum(key < judged.key for key in keys)
     return Verdict(text, judged, left, place, reasons)
+
+
+def _alone(
+    judge: Judge, wanted: Wanted, flag: str, text: str, known: set[str]
+) -> Iterator[tuple[str, str, str]]:
+    """Why a size cannot be with anything else: the first size that cannot be hides those behind it."""
+    for name in [name for name in _SIZES if name in wanted]:
+        rejections = Rejections()
+        space = asked_space(judge, {name: wanted[name]}, flag, text).space
+        if next(space.shapes(rejections), None) is None:
+            values = ",".join(map(write_value, wanted[name]))
+            for unit, reason in rejections.counts:
+                if reason not in known:
+                    known.add(reason)
+                    yield f"{name}={values} with anything else", reason, rejections.examples[unit, reason]
 
 
 def verdict_lines(judge: Judge, found: Found, given: Verdict) -> list[str]:

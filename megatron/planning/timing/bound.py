@@ -28,7 +28,8 @@ def lower_bound(config: Config, cluster: Cluster, placement: Placement | None = 
 
     A rank's first pass is a forward pass of its first stage, which waits for those of all stages before; its last
     backward pass is of that stage, too, and those of the stages before follow it. Between the two it does all its work,
-    but for weight gradients of 'zb-h1' that it holds back. After that the optimizer runs.
+    but for the weight gradients of 'zb-h1' that follow its last backward pass: of one micro-batch on the first rank, of
+    one more on each after it. After that the optimizer runs.
 
     Raises ConfigError as estimate does for a format of which the machine knows no rates.
     """
@@ -62,7 +63,7 @@ def _passes(stages: list[StageSeconds], size: int, micro_batches: int) -> float:
     busy = [f + b + w for f, b, w in zip(forward, backward, weight, strict=True)]
     for rank in range(size):
         work = micro_batches * sum(busy[rank::size])
-        held_back = min(rank, micro_batches) * weight[rank]
+        held_back = min(rank + 1, micro_batches) * weight[rank]  # that of its last micro-batch, too
         most = max(most, ahead + work + max(0.0, behind - held_back))
         ahead, behind = ahead + forward[rank], behind + backward[rank]
     return most

@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.planning.channels import Channels
 from megatron.planning.rates import BACKWARD_OPERATIONS
-from megatron.planning.timing.clocked import rates_of, seconds_of
+from megatron.planning.timing.clocked import crowding, rates_of, seconds_of
+from megatron.planning.timing.ends import EndPasses, embedding_passes, head_passes
 from megatron.planning.timing.estimate import Estimate, estimate
-from megatron.planning.timing.layer import layer_passes
+from megatron.planning.timing.layer import LayerPasses, layer_passes
 from megatron.planning.timing.operations import Attention, Memory, Message, Pass, Product, computations, messages
 from megatron.planning.timing.parts import busiest_rank
 from megatron.planning.timing.replicas import exchange
 from megatron.planning.timing.shape import Kernels, shape_of
-from megatron.planning.timing.stage import Stage, StageSeconds, stages_of
+from megatron.planning.timing.stage import Stage, StageSeconds, stage_passes, stages_of
 from megatron.planning.timing.update import bytes_per_element, most_elements
 
 if TYPE_CHECKING:
@@ -39,7 +40,10 @@ class Section(NamedTuple):
 def explain(config: Config, cluster: Cluster, placement: Placement | None = None) -> list[Section]:
     """Walk through the estimate of a configuration. Raises ConfigError as estimate does."""
     found = estimate(config, cluster, placement)
-    return [_sizes(found), *_layer(found), _stages(found), _step(found), _rates(found), _memory(found), _inputs(found)]
+    return [
+        _sizes(found), *_layer(found), *_ends(found), _stages(found), _step(found), _rates(found), _memory(found),
+        _inputs(found),
+    ]  # fmt: skip
 
 
 def _s(seconds: float) -> str:
@@ -73,24 +77,45 @@ def _sizes(found: Estimate) -> Section:
 
 def _layer(found: Estimate) -> list[Section]:
     passes = layer_passes(shape_of(found.config, found.cluster.device_type))
-    split = stages_of(found.config)[0].split
-    sections = [_pass(found, "one layer, forward", passes.forward)]
-    if split:
-        sections.append(_pass(found, "one layer, backward, gradients of the input", passes.inputs))
-        sections.append(_pass(found, "one layer, backward, gradients of the weights", passes.weights))
-    else:
-        sections.append(_pass(found, "one layer, backward", passes.backward))
+    return _passes(found, "one layer", passes, stages_of(found.config)[0].split)
+
+
+def _ends(found: Estimate) -> list[Section]:
+    """The embedding and the output layer, where the rank that computes longest has them."""
+    shape, sections = shape_of(found.config, found.cluster.device_type), list[Section]()
+    for stage in _own_stages(found).values():
+        if stage.first:
+            sections += _passes(found, "the embedding", embedding_passes(shape), stage.split)
+        if stage.last:
+            sections += _passes(found, "the output layer", head_passes(shape), stage.split)
     return sections
+
+
+def _own_stages(found: Estimate) -> dict[int, Stage]:
+    """Of the rank that computes longest, by number."""
+    stages, size = stages_of(found.config), found.config.parallel.pipeline_model_parallel_size
+    return {number: stages[number] for number in range(busiest_rank(found.run), len(stages), size)}
+
+
+def _passes(found: Estimate, name: str, passes: LayerPasses | EndPasses, split: bool) -> list[Section]:
+    """Without those in which nothing is done."""
+    backward = {"backward": passes.backward} if not split else {
+        "backward, gradients of the input": passes.inputs, "backward, gradients of the weights": passes.weights,
+    }  # fmt: skip
+    every = {"forward": passes.forward, **backward}
+    return [_pass(found, f"{name}, {title}", steps) for title, steps in every.items() if steps]
 
 
 def _pass(found: Estimate, title: str, steps: Pass) -> Section:
     rates = rates_of(found.cluster, found.config.precision.dtype_name)
     channels = Channels(found.config, found.cluster, found.placement)
     rows, total = [], 0.0
-    for operation, count in Counter(computations(steps)).items():
-        seconds = count * seconds_of(operation, rates)
-        total += seconds
-        rows.append(_computation(operation, count, seconds))
+    for again in (False, True):
+        for operation, count in Counter(computations(steps, again=again)).items():
+            seconds = count * seconds_of(operation, rates)
+            total += seconds
+            row = _computation(operation, count, seconds)
+            rows.append(row._replace(term=f"{row.term}, again") if again else row)
     for message, count in Counter(messages(steps)).items():
         rows.append(_message(found, channels, message, count))
     rows.append(Row("computations of the pass", "sum of the products, attention and kernels above", _s(total)))
@@ -134,16 +159,14 @@ def _message(found: Estimate, channels: Channels, message: Message, count: int) 
 
 def _stages(found: Estimate) -> Section:
     rank = busiest_rank(found.run)
-    size = found.config.parallel.pipeline_model_parallel_size
-    shapes = stages_of(found.config)
     alike: dict[Stage, list[int]] = {}
-    for number in range(rank, len(shapes), size):
-        alike.setdefault(shapes[number], []).append(number)
+    for number, stage in _own_stages(found).items():
+        alike.setdefault(stage, []).append(number)
     rows: list[Row] = []
     for stage, numbers in alike.items():
-        name = f"stage{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
-        rows += _stage_rows(name, stage.layers, found.stage_seconds[numbers[0]])
-    if size > 1:
+        name = f"stage {numbers[0]}" if len(numbers) == 1 else f"each of stages {', '.join(map(str, numbers))}"
+        rows += _stage_rows(found, name, stage, found.stage_seconds[numbers[0]])
+    if found.config.parallel.pipeline_model_parallel_size > 1:
         boundaries = found.run.pipeline.boundaries
         assert boundaries is not None, "a pipeline of several ranks has boundaries"
         occupies, latency = max(boundaries.forward)
@@ -152,20 +175,34 @@ def _stages(found: Estimate) -> Section:
     return Section(f"one micro-batch on pipeline rank {rank}, which computes longest", tuple(rows))
 
 
-def _stage_rows(stages: str, layers: int, seconds: StageSeconds) -> list[Row]:
+def _stage_rows(found: Estimate, stages: str, stage: Stage, seconds: StageSeconds) -> list[Row]:
     rows = []
-    for name, part, total in (
-        ("forward", seconds.forward, seconds.forward_s), ("backward", seconds.backward, seconds.backward_s),
-        ("weight gradients", seconds.weight, seconds.weight_s),
+    for key, name, part, total in (
+        ("forward", "forward", seconds.forward, seconds.forward_s),
+        ("backward", "backward", seconds.backward, seconds.backward_s),
+        ("weight", "weight gradients", seconds.weight, seconds.weight_s),
     ):  # fmt: skip
         if total:
-            again = f" + recomputed {_s(part.again)}" if part.again else ""
+            computed = _computed(found, stage, key)
             waited = f" + waiting for messages {_s(part.waited)}" if part.waited else ""
             host = total - part.total
-            overhead = f" + host {_s(host)}" if host > 0 else ""
-            formula = f"{layers} layers: computations {_s(part.compute)}{again}{waited}{overhead}"
-            rows.append(Row(f"{stages}, {name}", formula, _s(total)))
+            overhead = f" + host {_s(host)}" if host > 1e-12 else ""
+            rows.append(Row(f"{stages}, {name}", f"{computed}{waited}{overhead}", _s(total)))
     return rows
+
+
+def _computed(found: Estimate, stage: Stage, key: str) -> str:
+    """The computations of a stage as a sum over its layers and ends: 12 layers x 8.1 ms + output layer 3 ms."""
+    shape = shape_of(found.config, found.cluster.device_type)
+    rates = rates_of(found.cluster, found.config.precision.dtype_name)
+    ends = dict.fromkeys(embedding_passes(shape), "embedding") | dict.fromkeys(head_passes(shape), "output layer")
+    words = []
+    for count, steps in stage_passes(shape, stage)[key]:
+        seconds = sum(seconds_of(operation, rates) for operation in computations(steps))
+        again = "" if any(True for _ in computations(steps, again=False)) else " again"
+        name = ends.get(steps) or f"{count} layer{'s' * (count > 1)}{again} x"
+        words += [f"{name} {_s(seconds)}"] if seconds else []
+    return " + ".join(words)
 
 
 def _step(found: Estimate) -> Section:
@@ -173,11 +210,9 @@ def _step(found: Estimate) -> Section:
     rank = busiest_rank(run)
     idle = run.makespan - run.busy[rank]
     rows = [
-        Row("passes", f"{m} micro-batches of rank {rank}", _s(run.busy[rank])),
+        Row("passes", f"{m} micro-batches x {_s(run.busy[rank] / m)} of rank {rank}", _s(run.busy[rank])),
         Row("waiting", "the schedule on its clock, instruction by instruction", _s(idle)),
-        *_closed_form(found, run.busy[rank]), *_replicas(found),
-        Row("elements that a device updates", f"{bytes_per_element(found.config, _kernels(found)):g} bytes each",
-            f"{most_elements(found.config):.4g}", "update_gb_per_s"),
+        *_closed_form(found, run.busy[rank]), *_replicas(found), _update(found),
         *(Row(f"part: {name}", f"{100 * seconds / found.seconds:.1f} % of the step", _s(seconds))
           for name, seconds in found.parts.items()),
         Row("step", "sum of the parts", _s(found.seconds), found.confidence.describe()),
@@ -204,7 +239,20 @@ def _replicas(found: Estimate) -> list[Row]:
     of = exchange(config, channels, found.run, found.stage_times.forward, hides)
     formula = f"of {_s(of.sent)} of messages {_s(of.reduced)} are left after the last pass"
     formula += f", the next step waits {_s(of.gathered)} for new weights"
-    return [Row("gradients and weights", formula, _s(of.reduced + of.gathered), "data-parallel bandwidth")]
+    exchanged = crowding(config, found.cluster) * (of.reduced + of.gathered)
+    others = found.parts["data-parallel"] - exchanged
+    return [
+        Row("gradients and weights", formula, _s(exchanged), "data-parallel bandwidth"),
+        Row("other sums over ranks", "norm of the gradient, flags; tied embedding, norms and biases if there are any",
+            _s(others), "latencies"),
+    ]  # fmt: skip
+
+
+def _update(found: Estimate) -> Row:
+    elements, each = most_elements(found.config), bytes_per_element(found.config, _kernels(found))
+    seconds = found.parts["optimizer"]
+    formula = f"{elements:.5g} elements x {each:g} bytes at {elements * each / seconds / 1e9:.5g} GB/s"
+    return Row("update of the optimizer", formula, _s(seconds), "update_gb_per_s")
 
 
 def _kernels(found: Estimate) -> Kernels:
