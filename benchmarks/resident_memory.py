@@ -2,9 +2,13 @@
 
 The processes are pretrain_gpt.py's own, with the environment of a launcher; the peak is what the system has counted for
 each when it ends (ru_maxrss). It holds the interpreter and the libraries too, so that two runs are to be compared.
+
+A process begins with the peak of the one that started it, as far as that shared its memory until then: of a large one,
+as pytest's is after some thousand tests, nothing else would be seen. So a small one starts each and reports.
 """
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -26,6 +30,16 @@ resident memory is that of the tensors. As a run sets malloc up for speed, it ke
 them. One thread: what each further one brings for itself is not what is to be compared."""
 
 
+_WATCH = """
+import os, sys
+process = os.posix_spawn(sys.argv[2], sys.argv[2:], os.environ)
+_, status, usage = os.wait4(process, 0)
+with open(sys.argv[1], "w") as file:
+    file.write(str(usage.ru_maxrss))
+sys.exit(os.waitstatus_to_exitcode(status) and 1)
+"""
+
+
 class RunFailed(RuntimeError):
     """A process ended with an error or not in time; the message has its last lines."""
 
@@ -38,11 +52,11 @@ def peak_bytes(flags: Sequence[str], processes: int, timeout_s: float = 300.0) -
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder, f"{rank}.log") for rank in range(processes)]
         started = [_start(flags, rank, processes, port, log) for rank, log in enumerate(logs)]
-        peaks = _wait(started, time.monotonic() + timeout_s)
-        for rank, (code, log) in enumerate(zip([code for code, _ in peaks], logs, strict=True)):
+        for rank, code in enumerate(_wait(started, time.monotonic() + timeout_s)):
             if code:
-                raise RunFailed(f"rank {rank} ended with code {code}: {log.read_text(errors='replace')[-2000:]}")
-    return [peak for _, peak in peaks]
+                text = logs[rank].read_text(errors="replace")[-2000:]
+                raise RunFailed(f"rank {rank} ended with code {code}: {text}")
+        return [int(log.with_suffix(".peak").read_text()) * 1024 for log in logs]  # KiB on Linux
 
 
 def _start(flags: Sequence[str], rank: int, processes: int, port: int, log: Path) -> subprocess.Popen[bytes]:
@@ -53,26 +67,18 @@ def _start(flags: Sequence[str], rank: int, processes: int, port: int, log: Path
     environment = {**os.environ, **BARE, **{name: str(value) for name, value in launcher.items()}}
     with open(log, "wb") as out:
         return subprocess.Popen(
-            [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags], cwd=ROOT, env=environment, stdout=out,
-            stderr=subprocess.STDOUT, start_new_session=True,
+            [sys.executable, "-S", "-c", _WATCH, str(log.with_suffix(".peak")), sys.executable,
+             str(ROOT / "pretrain_gpt.py"), *flags],
+            cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
 
 
-def _wait(started: Sequence[subprocess.Popen[bytes]], end_s: float) -> list[tuple[int, int]]:
-    """(exit code, peak bytes) of each; those that are left at the end of the time are ended."""
-    found: dict[int, tuple[int, int]] = {}
-    while len(found) < len(started):
+def _wait(started: Sequence[subprocess.Popen[bytes]], end_s: float) -> list[int]:
+    """Exit codes; those that are left at the end of the time are ended, and their children."""
+    try:
+        return [process.wait(max(0.1, end_s - time.monotonic())) for process in started]
+    except subprocess.TimeoutExpired:
         for process in started:
-            if process.pid in found:
-                continue
-            pid, status, usage = os.wait4(process.pid, os.WNOHANG)
-            if pid:
-                process.returncode = os.waitstatus_to_exitcode(status)
-                found[pid] = process.returncode, usage.ru_maxrss * 1024  # KiB on Linux
-        if time.monotonic() > end_s:
-            for process in started:
-                if process.pid not in found:
-                    os.killpg(process.pid, signal.SIGKILL)
-            end_s = float("inf")
-        time.sleep(0.05)
-    return [found[process.pid] for process in started]
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        return [process.wait() for process in started]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import datetime
+import gc
 import importlib
 import logging
 import os
@@ -85,6 +86,7 @@ def start_engine(deepspeed: Any, topology: Topology, **arguments: Any) -> Any:
         _rank_variables(topology),
         _replaced(bf16, "see_memory_usage", lambda *_, **__: None),
         _replaced(accelerator, "is_fp16_supported", fp16_supported),
+        _no_collections(),
     ):
         if not deepspeed.comm.is_initialized():
             timeout = datetime.timedelta(minutes=30)  # unused: the process group exists and keeps its own
@@ -101,6 +103,19 @@ def _check_version(version: str) -> None:
         raise ConfigError(
             f"deepspeed {version} is too old: install deepspeed >= {'.'.join(map(str, MINIMUM_VERSION))}"
         )
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """No garbage collection meanwhile: Python before 3.12 loses its own lock on a module (a KeyError in importlib) when a
+    collection within an import destroys something that imports, such as an engine before this one (CPython gh-91351)."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ def calibrate(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_a_calibration_of_seconds_plans(tmp_path: Path) -> None:
-    """Two processes measure together; the file loads, all its figures are measured, and a step can be estimated."""
+    """Two processes measure together; the file loads, all figures but one are measured, and a step can be estimated."""
     path = tmp_path / "here.toml"
     done = calibrate("-o", str(path), "--processes", "2", "--minutes", "0.02", *MODEL)
     assert done.returncode == 0, done.stderr
@@ -37,12 +37,12 @@ def test_a_calibration_of_seconds_plans(tmp_path: Path) -> None:
     cluster = read_cluster(path)
     assert cluster.devices_per_node == 2 and cluster.device_type == "cpu" and cluster.name == "here"
     figures = cluster.compute.figures
-    assert {f.basis for f in figures.values()} == {"measured"}
+    assert {f.name for f in figures.values() if f.basis != "measured"} == {"kernel_s"}
     wanted = {"products.float32", "collectives.all_reduce", "collectives.reduce", "messages", "step_overhead_s"}
     assert wanted <= {*figures}
     assert all(point[-1] > 0 for name in figures if "overhead" not in name for point in figures[name].points)
     found = estimate(parse_plan([*MODEL, "--world-size", "2", "--tensor-model-parallel-size", "2"]), cluster)
-    assert 0 < found.seconds < 60 and found.confidence.worst == "measured"
+    assert 0 < found.seconds < 60 and found.confidence.worst == "assumed"
 
 
 @pytest.mark.parametrize(("words", "says"), [
