@@ -107,8 +107,11 @@ def _check_version(version: str) -> None:
 
 @contextlib.contextmanager
 def _no_collections() -> Iterator[None]:
-    """No garbage collection meanwhile: Python before 3.12 loses its own lock on a module (a KeyError in importlib) when a
-    collection within an import destroys something that imports, such as an engine before this one (CPython gh-91351)."""
+    """No garbage collection meanwhile.
+
+    Python before 3.12 loses its own lock on a module (a KeyError in importlib, CPython gh-91351) when a collection within
+    an import destroys something that imports, such as an engine before this one.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
