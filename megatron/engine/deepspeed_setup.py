@@ -109,8 +109,8 @@ def _check_version(version: str) -> None:
 def _no_collections() -> Iterator[None]:
     """No garbage collection meanwhile.
 
-    Python before 3.12 loses its own lock on a module (a KeyError in importlib, CPython gh-91351) when a collection within
-    an import destroys something that imports, such as an engine before this one.
+    Python before 3.12 loses its own lock on a module (a KeyError in importlib, CPython gh-91351) when a collection
+    within an import destroys something that imports, such as an engine before this one.
     """
     enabled = gc.isenabled()
     gc.disable()
