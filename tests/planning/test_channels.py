@@ -3,13 +3,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config import Config
 from megatron.config.parallel import RANK_ORDERS
 from megatron.parallel.topology import Layout
 from megatron.planning.channels import Channels
@@ -18,6 +16,7 @@ from megatron.planning.compute import ASSUMED, MEASURED, PUBLISHED, Figure
 from megatron.planning.cost import CostModel
 from megatron.planning.placement import Placement, choose_placement, naive_placement, place_with
 from megatron.planning.traffic import traffic_of
+from tests.planning.layouts import made
 
 FRONTIER = load_cluster("frontier")
 DGX = load_cluster("dgx-h100")
@@ -29,18 +28,6 @@ def without_latency(cluster: Cluster) -> Cluster:
 
 
 INSTANT = without_latency(FRONTIER)
-
-
-def made(tensor: int, pipeline: int, data: int, chunks: int = 1, **fields: Any) -> Config:
-    """A GPT-3 of 13B on this layout, with 2 layers for each chunk and sequence parallelism."""
-    layers = max(8, 2 * pipeline * chunks)
-    virtual = {"num_layers_per_virtual_pipeline_stage": layers // pipeline // chunks} if chunks > 1 else {}
-    settings: dict[str, Any] = dict(
-        num_layers=layers, hidden_size=5120, num_attention_heads=40, seq_length=2048, vocab_size=51200, bf16=True,
-        tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline, world_size=tensor * pipeline * data,
-        global_batch_size=8 * pipeline * data, sequence_parallel=tensor > 1, **virtual,
-    )  # fmt: skip
-    return Config.create(**settings | fields)
 
 
 # -- against the cost of a step's messages ----------------------------------------------------------------------------

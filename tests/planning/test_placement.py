@@ -27,21 +27,10 @@ from megatron.planning.placement import (
     render_placement,
 )
 from megatron.planning.traffic import traffic_of
+from tests.planning.layouts import made
 
 FRONTIER = load_cluster("frontier")
 LINKS = node_links(FRONTIER)
-
-
-def made(tensor: int, pipeline: int, data: int, chunks: int = 1, **fields: Any) -> Config:
-    """A GPT-3 of 13B on this layout, with 2 layers for each chunk and sequence parallelism."""
-    layers = max(8, 2 * pipeline * chunks)
-    virtual = {"num_layers_per_virtual_pipeline_stage": layers // pipeline // chunks} if chunks > 1 else {}
-    settings: dict[str, Any] = dict(
-        num_layers=layers, hidden_size=5120, num_attention_heads=40, seq_length=2048, vocab_size=51200, bf16=True,
-        tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline, world_size=tensor * pipeline * data,
-        global_batch_size=8 * pipeline * data, sequence_parallel=tensor > 1, **virtual,
-    )  # fmt: skip
-    return Config.create(**settings | fields)
 
 
 def groups(placement: Placement, direction: str) -> list[list[tuple[int, int]]]:

@@ -12,12 +12,13 @@ from megatron.config.command_line import parse_plan
 from megatron.errors import ConfigError
 from megatron.model import formulas
 from megatron.pipeline.instructions import Op
+from megatron.pipeline.orders import one_forward_one_backward
 from megatron.pipeline.simulate import run_orders
 from megatron.planning import published_table as table
 from megatron.planning.cluster import CLUSTERS, Cluster, load_cluster
 from megatron.planning.compute import ASSUMED, Compute, Figure
 from megatron.planning.error_bars import LINKS, spread, varied_figures, with_factors
-from megatron.planning.memory import compute_order, sized_model
+from megatron.planning.memory import sized_model
 from megatron.planning.published import PEAK_TFLOPS, published_by_name, published_models
 from megatron.planning.published_arithmetic import efficiency_by_bubble, implied, micro_batch_by_bubble
 from megatron.planning.published_findings import finding_table
@@ -49,12 +50,7 @@ def test_efficiency_by_the_bubble_is_that_of_the_schedule() -> None:
     """Against the executor's own order on a clock: stages of one unit forward and three backward."""
 
     def turns(micro_batches: int) -> float:
-        config = parse_plan(
-            f"--num-layers 16 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 64 "
-            f"--max-position-embeddings 32 --pipeline-model-parallel-size 16 --world-size 16 --micro-batch-size 1 "
-            f"--global-batch-size {micro_batches}".split()
-        )
-        orders = [compute_order(config, rank) for rank in range(16)]
+        orders = [one_forward_one_backward(rank, 16, micro_batches) for rank in range(16)]
         spans = run_orders(orders, lambda each: 1.0 if each.op is Op.FORWARD else 3.0)
         return max(of_rank[-1].end for of_rank in spans) / 4
 

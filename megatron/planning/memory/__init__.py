@@ -7,11 +7,10 @@ more on a GPU before training begins, buffers inside of kernels, and what an all
 """
 from megatron.planning.memory.ranks import (
     RankMemory,
-    compute_order,
     memory_of_ranks,
     parameters_of_rank,
     sized_model,
     stage_layers,
 )
 
-__all__ = ["RankMemory", "compute_order", "memory_of_ranks", "parameters_of_rank", "sized_model", "stage_layers"]
+__all__ = ["RankMemory", "memory_of_ranks", "parameters_of_rank", "sized_model", "stage_layers"]

@@ -10,8 +10,6 @@ import numpy as np
 
 from megatron.model import formulas
 from megatron.model.stages import assign_layers
-from megatron.pipeline import orders
-from megatron.pipeline.instructions import Instruction
 from megatron.planning.memory.chunk import ChunkMemory, chunk_memory
 from megatron.planning.memory.in_flight import moments_of_rank
 from megatron.planning.memory.layer import Settings, Sizes
@@ -92,18 +90,6 @@ def stage_layers(config: Config) -> tuple[int, ...]:
     parallel = config.parallel
     ranges = assign_layers(config.model.num_layers, parallel.num_stages, parallel.pipeline_layout)
     return tuple(len(layers) for layers in ranges)
-
-
-def compute_order(config: Config, rank: int, micro_batches: int | None = None) -> list[Instruction]:
-    """What pipeline rank `rank` computes in a step of so many micro-batches, in order; None: of the full batch."""
-    parallel, m = config.parallel, micro_batches or config.num_micro_batches()
-    p = parallel.pipeline_model_parallel_size
-    if p == 1:
-        return orders.one_rank(parallel.num_chunks, m)
-    if parallel.schedule == "interleaved":
-        return orders.interleaved(rank, p, parallel.num_chunks, m)
-    order = orders.zero_bubble_h1 if parallel.schedule == "zb-h1" else orders.one_forward_one_backward
-    return order(rank, p, m)
 
 
 def parameters_of_rank(config: Config, rank: int) -> int:
