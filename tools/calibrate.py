@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,22 +88,14 @@ GB are 10^9 bytes, GiB 2^30; bandwidths are for each direction."""
 
 def _of_workers(processes: int | None, flags: list[str], seconds: float) -> Any:
     from megatron.calibration.machine import as_found
-    from megatron.calibration.processes import run_workers
+    from megatron.calibration.processes import devices_here, run_workers
     from megatron.config.command_line import parse_plan
 
     parse_plan(flags)  # before processes start
-    count = processes if processes is not None else _devices()
+    count = processes if processes is not None else devices_here()
     if not 1 <= count <= 64:
         raise ConfigError(f"--processes {count}: give 1 to 64, or start more with srun or torchrun")
     return as_found(run_workers("machine", flags, count, (1 - HOST_SHARE) * seconds))
-
-
-def _devices() -> int:
-    """GPUs of this node, or cores. Asked in another process: whoever starts workers must not hold a GPU."""
-    code = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    gpus = done.stdout.strip()
-    return int(gpus) if gpus.isdigit() and int(gpus) else len(os.sched_getaffinity(0))
 
 
 def _of_rank(flags: list[str], seconds: float) -> Any:

@@ -28,8 +28,9 @@ from megatron.planning.cluster import Cluster, load_cluster
 from megatron.planning.experiments import show
 from megatron.planning.experiments.cost import Cost, cost
 from megatron.planning.experiments.folder import PointFolder
+from megatron.planning.experiments.launch import ROOT
 from megatron.planning.experiments.points import KINDS, Point, Request, plan
-from megatron.planning.experiments.runner import ROOT, Outcome, Place, Runner, slurm_time_left_s
+from megatron.planning.experiments.runner import Outcome, Place, Runner, slurm_time_left_s
 
 
 def build_parser() -> argparse.ArgumentParser:

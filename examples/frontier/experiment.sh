@@ -24,21 +24,8 @@
 : "${MODEL:=175b}" "${RECIPE:=paper}" "${ITERATIONS:=3}" "${WARM_UP:=2}" "${SIDE_BY_SIDE:=1}" "${LAUNCHER:=slurm}"
 : "${SUBMIT:=}" "${RETRY_FAILED:=0}" "${REQUEUE:=1}"
 SCRIPT=$MEGATRON_ROOT/examples/frontier/$SCRIPT_NAME
-RESULTS=${OUT:-${SITE_RUNS:-$MEGATRON_ROOT/runs}}
-
-# Which Python plans: the one given, the site's, this clone's, or any.
-planning_python() {
-    local candidate
-    for candidate in "${PYTHON:-}" "${SITE_VENV:-}/bin/python" "$MEGATRON_ROOT/.venv-frontier/bin/python" \
-        "$MEGATRON_ROOT/.venv/bin/python" python3; do
-        if command -v "$candidate" >/dev/null 2>&1; then
-            printf '%s' "$candidate"
-            return
-        fi
-    done
-    echo "no Python: set PYTHON" >&2
-    return 2
-}
+# shellcheck source=examples/frontier/allocation.sh
+source "$MEGATRON_ROOT/examples/frontier/allocation.sh" || exit 2
 
 # experiment KIND ARGUMENTS...: tools/run_experiment.py with the settings of the environment.
 experiment() {
@@ -46,7 +33,7 @@ experiment() {
     shift
     case $MODEL in 22b | 175b | 1t | 1.4b) recipe=-$RECIPE ;; esac
     local flags=(--model "$MODEL" --recipe "$RECIPE" --iterations "$ITERATIONS" --warm-up "$WARM_UP")
-    flags+=(--launcher "$LAUNCHER" --out "$RESULTS/$kind-$MODEL$recipe")
+    flags+=(--launcher "$LAUNCHER" --out "$(results)/$kind-$MODEL$recipe")
     [[ -z ${VALUES:-} ]] || flags+=(--values "$VALUES")
     [[ -z ${BATCH:-} ]] || flags+=(--batch "$BATCH")
     [[ -z ${POINT_LIMIT:-} ]] || flags+=(--limit "$POINT_LIMIT")
@@ -99,43 +86,8 @@ longest_time() {
     printf '%s' "${TIME:-$(experiment "${KINDS%% *}" --print-limit "$1")}"
 }
 
-# Inside an allocation: environment and preflight once for all points, then the points on the good nodes.
-run_in_allocation() {
-    # shellcheck source=examples/frontier/job.sh
-    source "$MEGATRON_ROOT/examples/frontier/job.sh" || return 2
-    RESULTS=${OUT:-$SITE_RUNS}
-    # Restarts without progress are bounded (MAX_STARTS). Progress is the number of points that are done.
-    reached() { grep -rls --include=result.json '"status": "done"' "$RESULTS" | wc -l; }
-    check_settings || return
-    note_start || return
-    mkdir -p "$LOGS" && prepare_environment || return
-    if [[ $PREFLIGHT == 1 ]]; then run_preflight || return; fi
-    export MEGATRON_ROOT POINT_PYTHON=$PYTHON POINT_CODE=$CODE DEVICE CPUS_PER_TASK GPU_VISIBILITY
-    local hosts=$LOGS/experiment_hosts code=0
-    STOP_FILE=$LOGS/experiment_stop
-    if [[ -n $GOOD_HOSTS ]]; then
-        cp "$GOOD_HOSTS" "$hosts"
-    else
-        scontrol show hostnames "$SLURM_JOB_NODELIST" >"$hosts"
-    fi
-    # Not exec: Slurm's signals come to this shell, which hands them on.
-    forwarded each_kind --hosts-file "$hosts" "$@" || code=$?
-    if ((code == 3 || code == 4)) && [[ $REQUEUE == 1 ]]; then
-        say "time ran out with points left: back into the queue"
-        scontrol requeue "$SLURM_JOB_ID" || complain "scontrol requeue failed: submit the job again"
-    fi
-    return "$code"
-}
-
-# forwarded COMMAND...: in the background, with USR1 and TERM handed on to the program that it runs at the time.
-forwarded() {
-    local pid trapped
-    "$@" &
-    pid=$!
-    trap 'trapped=1; touch "$STOP_FILE"; pkill -USR1 -P "$pid" 2>/dev/null' USR1
-    trap 'trapped=1; touch "$STOP_FILE"; pkill -TERM -P "$pid" 2>/dev/null' TERM
-    wait_through_signals "$pid"
-}
+# Points that are done, of all experiments with these results.
+progress() { grep -rls --include=result.json '"status": "done"' "$(results)" | wc -l; }
 
 main() {
     PLANNER=$(planning_python) || return
@@ -157,7 +109,7 @@ main() {
                     "SUBMIT=one or SUBMIT=each submits them; LAUNCHER=local runs them on this machine." >&2
                 return 2
             fi
-            run_in_allocation "$@"
+            in_allocation each_kind "$@"
             ;;
         *)
             echo "SUBMIT=$SUBMIT LAUNCHER=$LAUNCHER: SUBMIT is empty, one or each; LAUNCHER is slurm or local" >&2

@@ -4,20 +4,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.errors import LaunchError
+from megatron.planning.experiments.launch import environment, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-_LAUNCHERS = ("SLURM_", "PMI_", "PMIX_", "OMPI_", "MPI_", "PALS_", "MV2_", "TORCHELASTIC_")
-_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 _SPARE_S = 180.0
 """Beyond the time of the measurements: importing torch and DeepSpeed on a busy file system, a first GPU kernel."""
 
@@ -51,26 +49,12 @@ def run_workers(what: str, argv: Sequence[str], count: int, seconds: float, thre
             raise LaunchError(f"the measuring processes ended without a result: {_last_words(logs[0])}") from error
 
 
-def environment(
-    environ: Mapping[str, str], rank: int, count: int, port: str, threads: int | None = None
-) -> dict[str, str]:
-    """Of a process: this one's without any launcher's variables, with those of one of `count` on this node."""
-    env = {k: v for k, v in environ.items() if k not in _LAUNCHED and not k.startswith(_LAUNCHERS)}
-    env |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCH_CPP_LOG_LEVEL": "ERROR",
-    }  # fmt: skip
-    path = env.get("PYTHONPATH", "")
-    env["PYTHONPATH"] = f"{ROOT}{os.pathsep}{path}" if path else str(ROOT)
-    if threads is not None:
-        env["OMP_NUM_THREADS"] = str(threads)
-    return env
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+def devices_here() -> int:
+    """GPUs of this node, or cores. Asked in another process: whoever starts workers must not hold a GPU."""
+    code = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    gpus = done.stdout.strip()
+    return int(gpus) if gpus.isdigit() and int(gpus) else len(os.sched_getaffinity(0))
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], limit_s: float) -> None:

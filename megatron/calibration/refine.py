@@ -3,6 +3,9 @@
 A run's passes take C + M seconds by the estimate, computations and bubble and messages, and T by its timers; the rest
 of a step takes R' where the estimate says R. Factors of computing and of messages are the least squares of
 T = a C + b M where runs tell the two apart, else a = b = T / (C + M); the factor of the rest makes R be R'.
+Of many short runs some are disturbed by others on the machine: medians and Huber's weights keep these from deciding,
+and what explains the runs (two factors of the passes or one, messages as slow as the rest, one factor of everything)
+has to foretell those that it was not fitted to.
 Rates are divided by their factor and seconds multiplied, so that the estimate of the same runs comes out as measured.
 """
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +32,10 @@ LEAST_STEPS = 3
 _APART = 0.05
 """By so much the shares of messages in the passes of two runs differ at least to tell their factor from computing's."""
 _FACTORS = (0.02, 50.0)
+_ENOUGH = 4
+"""Runs from which on the ways to explain them are compared."""
+_HUBER = 1.345  # of the residuals' scale: 95 % as good as least squares where nothing is disturbed
+_NOISE = 0.005  # residuals below it are not told apart
 
 
 class Run(NamedTuple):
@@ -66,11 +73,19 @@ class Outcome(NamedTuple):
     runs: tuple[Refined, ...]
 
 
-def refined(cluster: Cluster, paths: Sequence[Path]) -> tuple[Cluster, Outcome]:
+def refined(cluster: Cluster, paths: Sequence[Path], warm_up: int = WARM_UP) -> tuple[Cluster, Outcome]:
     """The description with corrected figures, and what was found. Raises DataError for a file that is no metrics file
     or has too few steps, ConfigError for a run that does not fit on the machine."""
-    runs = [read_run(path) for path in paths]
-    before = [estimate(run.config, cluster) for run in runs]
+    return refined_by(cluster, [read_run(path, warm_up) for path in paths])
+
+
+def refined_by(
+    cluster: Cluster, runs: Sequence[Run], before: Sequence[Estimate] | None = None
+) -> tuple[Cluster, Outcome]:
+    """The same by runs that were read; before: their estimates on `cluster`, where they are known. Raises ConfigError
+    for a run that does not fit on the machine."""
+    if before is None:
+        before = [estimate(run.config, cluster) for run in runs]
     factors = fit(runs, before)
     dtypes = {run.config.precision.dtype_name for run in runs}
     corrected = correct(cluster, factors, dtypes)
@@ -79,8 +94,9 @@ def refined(cluster: Cluster, paths: Sequence[Path]) -> tuple[Cluster, Outcome]:
     return corrected, Outcome(factors, rows)
 
 
-def read_run(path: Path) -> Run:
-    """What a metrics file, or the one in a run's folder, says of its last start. Raises DataError."""
+def read_run(path: Path, warm_up: int = WARM_UP) -> Run:
+    """What a metrics file, or the one in a run's folder, says of its last start, without the first `warm_up` steps.
+    Raises DataError."""
     path = path / "metrics.jsonl" if path.is_dir() else path
     try:
         records = read_records(path)
@@ -90,13 +106,13 @@ def read_run(path: Path) -> Run:
     if not starts:
         raise DataError(f"{path}: it has no record of a start: give the metrics.jsonl of a run (--metrics-file)")
     start, records = records[starts[-1]], records[starts[-1] :]
-    steps = [r for r in records if r["event"] == "iteration" and r["iteration"] > start["iteration"] + WARM_UP]
+    steps = [r for r in records if r["event"] == "iteration" and r["iteration"] > start["iteration"] + warm_up]
     config = _config(path, start)
     # Of a batch that ramps up, the steps with the full one.
     steps = [r for r in steps if r["global_batch_size"] == config.batch.global_batch_size and not r["skipped"]]
     if len(steps) < LEAST_STEPS:
         raise DataError(
-            f"{path}: {len(steps)} record(s) of steps with the full batch after the first {WARM_UP}: at least "
+            f"{path}: {len(steps)} record(s) of steps with the full batch after the first {warm_up}: at least "
             f"{LEAST_STEPS} are needed: run about 20 steps with --log-interval 1 --timing-log-level 1"
         )
     seconds = statistics.median(r["step_time_s"] for r in steps)
@@ -119,24 +135,110 @@ def messages_s(found: Estimate) -> float:
 
 
 def fit(runs: Sequence[Run], estimates: Sequence[Estimate]) -> Factors:
-    """The factors of these runs."""
-    passes = np.array([e.run.makespan for e in estimates])
-    messages = np.array([messages_s(e) for e in estimates])
-    measured = np.array([run.passes for run in runs])
-    shares = messages / passes
-    together = math.exp(float(np.mean(np.log(measured / passes))))
-    compute = sent = together
-    if shares.max() - shares.min() >= _APART:
-        # Each run counts alike: relative to what it took.
-        table = np.stack([(passes - messages) / measured, messages / measured], axis=1)
-        (a, b), *_ = np.linalg.lstsq(table, np.ones(len(runs)), rcond=None)
-        if a > 0 and b > 0:
-            compute, sent = float(a), float(b)
-    exposed = np.array([e.parts["data-parallel"] for e in estimates])
-    rest = np.array([e.seconds - e.run.makespan for e in estimates]) - exposed
-    left = np.array([run.rest for run in runs]) - sent * exposed
-    ratio = math.exp(float(np.mean(np.log(np.maximum(left / rest, _FACTORS[0])))))
-    return Factors(_bounded(compute), _bounded(sent), _bounded(ratio), len(runs))
+    """The factors of these runs.
+
+    Of several ways to explain them that one is taken which foretells best the step of a run that it was not fitted to;
+    of few runs the first that is possible.
+    """
+    messages = [messages_s(e) for e in estimates]
+    exposed = [e.parts["data-parallel"] for e in estimates]
+    parts = Parts(
+        np.array([e.run.makespan for e in estimates]) - messages, np.array(messages), np.array(exposed),
+        np.array([e.seconds - e.run.makespan for e in estimates]) - exposed,
+        np.array([run.passes for run in runs]), np.array([run.rest for run in runs]),
+    )  # fmt: skip
+    ways = [way for way in (_apart, _together, _sent_as_rest) if way(parts) is not None]
+    best = ways[0] if ways else _whole
+    if len(runs) >= _ENOUGH:
+        best = min([*ways, _whole], key=lambda way: _error(parts, way))
+    found = best(parts)
+    assert found is not None, "it is possible"
+    compute, sent, rest = map(_bounded, found)
+    return Factors(compute, sent, rest, len(runs))
+
+
+class Parts(NamedTuple):
+    """Seconds of a step of each run: by the estimate those of computations and of messages in the passes, of messages
+    after them, of the rest; and what the passes and what follows them took."""
+
+    compute: Any
+    messages: Any
+    exposed: Any
+    host: Any
+    passes: Any
+    rest: Any
+
+    def only(self, kept: Any) -> Parts:
+        return Parts(*(part[kept] for part in self))
+
+    def seconds(self, factors: tuple[float, float, float]) -> Any:
+        """Of whole steps with these factors of computations, messages, and the rest."""
+        compute, sent, rest = factors
+        return compute * self.compute + sent * (self.messages + self.exposed) + rest * self.host
+
+
+_Found = tuple[float, float, float] | None
+
+
+def _apart(parts: Parts) -> _Found:
+    """A factor of computations and one of messages by the passes of runs whose shares of messages differ: least squares
+    relative to what each run took, with Huber's weights (Huber 1964), found by weighting again until nothing moves."""
+    shares = parts.messages / (parts.compute + parts.messages)
+    if shares.max() - shares.min() < _APART:
+        return None
+    table = np.stack([parts.compute, parts.messages], axis=1) / parts.passes[:, None]
+    weights, found = np.ones(len(table)), np.zeros(2)
+    for _ in range(30):
+        root, last = np.sqrt(weights), found
+        found = np.linalg.lstsq(table * root[:, None], root, rcond=None)[0]
+        residuals = np.abs(1 - table @ found)
+        scale = max(float(np.median(residuals)) / 0.6745, _NOISE)
+        weights = np.minimum(1.0, _HUBER * scale / np.maximum(residuals, 1e-12))
+        if np.allclose(found, last, rtol=1e-9):
+            break
+    return _with_rest(parts, float(found[0]), float(found[1])) if min(found) > 0 else None
+
+
+def _together(parts: Parts) -> _Found:
+    """One factor of the passes."""
+    factor = _median(parts.passes / (parts.compute + parts.messages))
+    return _with_rest(parts, factor, factor)
+
+
+def _with_rest(parts: Parts, compute: float, sent: float) -> _Found:
+    """With the factor of what follows the passes beside messages; None where messages alone would take longer."""
+    rest = float(np.median((parts.rest - sent * parts.exposed) / parts.host))
+    return (compute, sent, rest) if rest > _FACTORS[0] else None
+
+
+def _sent_as_rest(parts: Parts) -> _Found:
+    """One factor of all that is no computation, by what follows the passes; the other by what it leaves of these."""
+    rest = _median(np.maximum(parts.rest, 1e-9) / (parts.exposed + parts.host))
+    compute = float(np.median((parts.passes - rest * parts.messages) / parts.compute))
+    return (compute, rest, rest) if compute > _FACTORS[0] else None
+
+
+def _whole(parts: Parts) -> _Found:
+    """One factor of everything."""
+    factor = _median((parts.passes + parts.rest) / parts.seconds((1.0, 1.0, 1.0)))
+    return factor, factor, factor
+
+
+def _median(ratios: Any) -> float:
+    """As far from the ratios below it as from those above, as factors."""
+    return float(np.exp(np.median(np.log(ratios))))
+
+
+def _error(parts: Parts, way: Callable[[Parts], _Found]) -> float:
+    """How far off the steps of runs are that are left out, as log of a factor in the median."""
+    off = []
+    for i in range(len(parts.passes)):
+        found = way(parts.only(np.arange(len(parts.passes)) != i))
+        if found is None:
+            return math.inf
+        (predicted,) = parts.only([i]).seconds(found)
+        off.append(abs(math.log(predicted / (parts.passes[i] + parts.rest[i]))))
+    return statistics.median(off)
 
 
 def _bounded(factor: float) -> float:
@@ -169,12 +271,17 @@ def _corrected(figure: Figure, factors: Factors) -> Figure:
     return dataclasses.replace(figure.scaled(1 / factor if is_rate else factor), source=source)
 
 
+def render_factors(f: Factors) -> str:
+    return (
+        f"seconds times {f.compute:.3f} for computations, {f.messages:.3f} for messages, {f.rest:.3f} for optimizer "
+        f"and host ({f.runs} run(s))"
+    )
+
+
 def render(outcome: Outcome) -> str:
     """The factors and each run before and after, as text."""
-    f = outcome.factors
     lines = [
-        f"seconds times {f.compute:.3f} for computations, {f.messages:.3f} for messages, {f.rest:.3f} for optimizer "
-        f"and host ({f.runs} run(s))",
+        render_factors(outcome.factors),
         f"{'run':40s} {'measured':>10s} {'before':>18s} {'after':>18s}   (ms per step)",
     ]
     for run, before, after in outcome.runs:

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron.pipeline import links, shared_cores
-from megatron.pipeline.instructions import COMPUTE, Instruction, Op, Schedule
+from megatron.pipeline.instructions import COMPUTE, SENDS_IN_FLIGHT, Instruction, Op, Schedule
 from megatron.pipeline.messages import planned_latency
 from megatron.pipeline.orders import group_sizes
 from megatron.pipeline.schedule import build_schedule, check_sizes
@@ -32,7 +32,6 @@ except ImportError:  # a checkout that was not built: slower, and no different
 if getattr(compiled, "interface", None) != 1:  # built from an older csrc/schedule_clock.cpp
     compiled = None
 
-SENDS_IN_FLIGHT = 4  # as exchange.py, which needs torch, has it
 OPS = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)  # as schedule_clock.hpp numbers them
 
 # Groups of micro-batches that are run of many equal ones before the rest is taken to follow alike, if they do.

@@ -17,11 +17,7 @@ import torch.distributed as dist
 
 from megatron.errors import LaunchError
 from megatron.parallel.topology import Group
-from megatron.pipeline.instructions import SENDS, Instruction
-
-# Sent tensors are kept until they have left. Some backends (gloo) only say so when asked to wait, so the oldest is
-# waited for when this many are on their way. Waiting cannot deadlock: the schedules run even where every send blocks.
-SENDS_IN_FLIGHT = 4
+from megatron.pipeline.instructions import SENDS, SENDS_IN_FLIGHT, Instruction
 
 
 class _Message(NamedTuple):

@@ -24,6 +24,11 @@ COMPUTE = frozenset((Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEI
 SENDS = frozenset((Op.SEND_FORWARD, Op.SEND_BACKWARD))
 RECEIVES = frozenset((Op.RECV_FORWARD, Op.RECV_BACKWARD))
 
+SENDS_IN_FLIGHT = 4
+"""Messages that a rank has on their way at most: their tensors are kept until they have left, and some backends (gloo)
+only say so when asked to wait, so the oldest is waited for. Waiting cannot deadlock: the schedules run even where every
+send blocks."""
+
 _PEER_OFFSET = {Op.SEND_FORWARD: 1, Op.RECV_FORWARD: -1, Op.SEND_BACKWARD: -1, Op.RECV_BACKWARD: 1}
 
 

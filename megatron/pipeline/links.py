@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.pipeline.instructions import COMPUTE, SENDS, Instruction, Op, Schedule
+from megatron.pipeline.instructions import COMPUTE, SENDS, SENDS_IN_FLIGHT, Instruction, Op, Schedule
 from megatron.pipeline.simulate import NOMINAL_DURATIONS, Durations, Latency
 
 
@@ -172,7 +172,7 @@ def actions_of(
     occupies: Latency = 0.0,
     latency: Latency = 0.0,
     *,
-    sends_in_flight: int = 4,
+    sends_in_flight: int = SENDS_IN_FLIGHT,
     posted_ahead: bool = True,
     duplex: bool = True,
 ) -> list[list[Action]]:

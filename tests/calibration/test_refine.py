@@ -2,9 +2,12 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron.calibration.refine import messages_s, read_run, refined, render
@@ -32,7 +35,7 @@ def metrics(path: Path, config: Config, passes: float, rest: float, **changes: A
             "event": "iteration", "iteration": i, "step_time_s": slow * (passes + rest), "skipped": 0,
             "global_batch_size": config.batch.global_batch_size, "times_ms": times, **changes,
         })  # fmt: skip
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(json.dumps(record) for record in records) + "\n")
     return path
 
@@ -92,3 +95,88 @@ def test_what_is_no_metrics_file_of_a_long_enough_run(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("times_ms", "other"))
     with pytest.raises(DataError, match="run with --timing-log-level 1"):
         read_run(path)
+
+
+CONFIGS = [
+    QUIET, TALKING,
+    *(Config.create(**MODEL, tensor_model_parallel_size=tp, micro_batch_size=mbs)
+      for tp, mbs in ((2, 1), (4, 1), (2, 2), (4, 2), (8, 2), (8, 1))),
+]  # fmt: skip
+
+
+def noisy(
+    folder: Path, compute: float, messages: float, noise: float, disturbed: tuple[int, ...], seed: int
+) -> list[Path]:
+    """Runs of all configurations, twice, whose parts take known multiples and a little more or less by chance; some
+    took three times as long, because others used the machine."""
+    chance, paths = random.Random(seed), []
+    for i, config in enumerate([*CONFIGS, *CONFIGS]):
+        found = estimate(config, FRONTIER)
+        sent = messages_s(found)
+        passes = compute * (found.run.makespan - sent) + messages * sent
+        exposed = found.parts["data-parallel"]
+        rest = found.seconds - found.run.makespan - exposed + messages * exposed
+        slow = (3.0 if i in disturbed else 1.0) * math.exp(chance.gauss(0, noise))
+        paths.append(metrics(folder / f"{i}" / "metrics.jsonl", config, slow * passes, slow * rest))
+    return paths
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_disturbed_runs_among_many_do_not_decide(tmp_path: Path, seed: int) -> None:
+    """Plain least squares of the same runs would be far off: shown by fitting them so."""
+    paths = noisy(tmp_path, 1.2, 2.0, 0.01, (1, 5, 11), seed)
+    _, outcome = refined(FRONTIER, paths)
+    assert outcome.factors.compute == pytest.approx(1.2, rel=0.04)
+    assert outcome.factors.messages == pytest.approx(2.0, rel=0.08)
+    assert outcome.factors.rest == pytest.approx(1.0, rel=0.08)
+    runs = [read_run(path) for path in paths]
+    found = [estimate(run.config, FRONTIER) for run in runs]
+    parts = np.array([[e.run.makespan - messages_s(e), messages_s(e)] for e in found])
+    relative = parts / np.array([[run.passes] for run in runs])
+    plain = np.linalg.lstsq(relative, np.ones(len(runs)), rcond=None)[0]
+    assert max(abs(plain[0] / 1.2 - 1), abs(plain[1] / 2.0 - 1)) > 0.15
+
+
+def test_factors_are_not_made_of_noise(tmp_path: Path) -> None:
+    """Runs that scatter by 40 % around one factor of everything: plain least squares finds others in it."""
+    ours, plain = [], []
+    for seed in range(12):
+        paths = noisy(tmp_path / f"{seed}", 1.5, 1.5, 0.4, (), seed)
+        _, outcome = refined(FRONTIER, paths)
+        ours.append(outcome.factors.messages / outcome.factors.compute)
+        runs = [read_run(path) for path in paths]
+        found = [estimate(run.config, FRONTIER) for run in runs]
+        table = np.array([[e.run.makespan - messages_s(e), messages_s(e)] for e in found])
+        a, b = np.linalg.lstsq(table / np.array([[r.passes] for r in runs]), np.ones(len(runs)), rcond=None)[0]
+        plain.append(b / a)
+
+    def good(ratios: list[float]) -> int:
+        return sum(0.6 < ratio < 1 / 0.6 for ratio in ratios)
+
+    assert good(ours) >= 9 > good(plain)
+
+
+def test_messages_that_would_take_longer_than_what_they_are_a_part_of(tmp_path: Path) -> None:
+    """The passes say that all is three times as slow, but what follows them takes less than its messages alone would
+    then: the rest must not come out as nothing, and steps must be foretold."""
+    paths = []
+    for i, config in enumerate(CONFIGS):
+        found = estimate(config, FRONTIER)
+        sent, after = found.parts["data-parallel"], found.seconds - found.run.makespan
+        if 3.0 * sent > 0.3 * after:  # more than one replica
+            path = tmp_path / f"{i}" / "metrics.jsonl"
+            paths.append(metrics(path, config, 3.0 * found.run.makespan, 0.3 * after))
+    assert len(paths) >= 5
+    _, outcome = refined(FRONTIER, paths)
+    assert outcome.factors.rest > 0.2
+    assert np.median([abs(row.after / row.run.seconds - 1) for row in outcome.runs]) < 0.1
+
+
+def test_a_run_with_a_shorter_warm_up(tmp_path: Path) -> None:
+    path = metrics(tmp_path / "metrics.jsonl", QUIET, 2.0, 0.5)
+    start, *steps = map(json.loads, path.read_text().splitlines())
+    later = [{**step, "iteration": step["iteration"] - 2} for step in steps[3:]]  # steps 2 to 4 of a shorter run
+    path.write_text("".join(json.dumps(record) + "\n" for record in (start, *later)))
+    with pytest.raises(DataError, match="after the first 3"):
+        read_run(path)
+    assert read_run(path, warm_up=1).seconds == pytest.approx(2.5)

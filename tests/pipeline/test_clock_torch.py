@@ -8,6 +8,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 
 from megatron.pipeline import clock
 from megatron.pipeline.clock import Boundaries, Pipeline, StageTimes, run_pipeline
+from megatron.pipeline.instructions import SENDS_IN_FLIGHT
 from tests.pipeline.test_torch_orders import executed_order, fake_stage
 
 pytestmark = pytest.mark.skipif(clock.compiled is None, reason="csrc/schedule_clock.cpp was not built")
@@ -39,7 +40,7 @@ def makespan(
     size, micro_batches = len(lists), 1 + max(i for rank in lists for *_, i in rank)
     pipeline = Pipeline("zb-h1", size, len(owner) // size, micro_batches, times, boundaries)
     scale = clock._scale(pipeline)
-    plan: Any = clock.compiled.plan_lists(lists, owner, quarters, True, clock.SENDS_IN_FLIGHT)  # type: ignore[union-attr]
+    plan: Any = clock.compiled.plan_lists(lists, owner, quarters, True, SENDS_IN_FLIGHT)  # type: ignore[union-attr]
     clocks = plan.run(*clock._ticks(pipeline, scale), [], False)[0]
     return max(clocks) / scale
 

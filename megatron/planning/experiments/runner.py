@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,20 +16,12 @@ from pathlib import Path
 from megatron.config.duration import duration_s, show_duration
 from megatron.errors import ConfigError
 from megatron.planning.experiments.cost import SLACK, START_UP_S, Cost
-from megatron.planning.experiments.folder import TASKS, PointFolder
+from megatron.planning.experiments.folder import PointFolder
+from megatron.planning.experiments.launch import Run, Step, slurm_command, start_here, start_step, training_command
 from megatron.planning.experiments.points import Point
 
-ROOT = Path(__file__).resolve().parents[3]
 DEFAULT_LIMIT_S = 3600.0
 _POLL_S = 0.2
-_GRACE_S = 60.0  # from a polite signal to SIGKILL
-_FIRST_PORT = 3442
-
-# The functions of job.sh start the tasks; it sets PYTHON and CODE anew when it is sourced.
-_SLURM_LAUNCH = (
-    'source "$MEGATRON_ROOT/examples/frontier/job.sh" || exit 2; '
-    'PYTHON=${POINT_PYTHON:-$PYTHON}; CODE=${POINT_CODE:-$CODE}; launch_training "$@"'
-)
 
 
 @dataclass(frozen=True)
@@ -49,12 +40,12 @@ class Place:
 @dataclass
 class _Running:
     folder: PointFolder
-    process: subprocess.Popen[bytes]
+    run: Run
     hosts: list[str]
     started: float
     limit_s: float
     stopped: str | None = None
-    killed_at: float | None = None
+    begun: float = field(default_factory=time.monotonic)
 
 
 @dataclass
@@ -76,28 +67,34 @@ class Outcome:
 
 def slurm_time_left_s(environ: Mapping[str, str] = os.environ) -> float | None:
     """Seconds that squeue says are left of this job."""
+    return duration_s(_squeue("%L", environ) or "")
+
+
+def slurm_job_runs(environ: Mapping[str, str] = os.environ) -> bool | None:
+    """Whether squeue has this job as running, not cancelled or out of time; None: it does not say."""
+    said = _squeue("%T", environ)
+    return None if said is None else said == "RUNNING"
+
+
+def _squeue(what: str, environ: Mapping[str, str]) -> str | None:
+    """What squeue says of this job; None where it does not answer."""
     job = environ.get("SLURM_JOB_ID")
     if not job:
         return None
     try:
-        answer = subprocess.run(
-            ["squeue", "-h", "-j", job, "-o", "%L"], capture_output=True, text=True, timeout=30, check=False
-        ).stdout
+        done = subprocess.run(
+            ["squeue", "-h", "-j", job, "-o", what], capture_output=True, text=True, timeout=30, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return duration_s(answer.strip())
+    unknown = "Invalid job id" in done.stderr  # it has ended
+    return done.stdout.strip() if done.returncode == 0 or unknown else None
 
 
 def command(point: Point, launcher: str, folder: PointFolder) -> list[str]:
-    """The command line of a point's run."""
+    """Of each process of a point on this machine, or of the launcher of its job step."""
     flags = [*point.flags, "--metrics-file", str(folder.metrics)]
-    if launcher == "slurm":
-        return ["bash", "-c", _SLURM_LAUNCH, "launch", *flags]
-    script = [str(ROOT / "pretrain_gpt.py"), *flags]
-    if point.world == 1:
-        return [sys.executable, "-u", *script]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(point.world)]
-    return [sys.executable, *torchrun, *script]
+    return slurm_command(flags) if launcher == "slurm" else training_command(flags)
 
 
 def limit_s(point_cost: Cost, given: float | None) -> float:
@@ -137,7 +134,7 @@ class Runner:
                     time.sleep(_POLL_S)
         finally:
             for each in self._running:
-                _signal(each.process, signal.SIGKILL)
+                each.run.kill()
                 each.folder.claim.release()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -209,35 +206,20 @@ class Runner:
         limit = limit_s(self._costs[point.name], self._limit)
         where = f" on {_shown(hosts)}" if hosts else ""
         self._say(f"{point.name}: {point.world} process(es){where}, at most {show_duration(limit)}; {folder.log}")
-        with open(folder.log, "wb") as log:
-            process = subprocess.Popen(
-                command(point, self._place.launcher, folder), cwd=ROOT, env=self._environment(folder, hosts),
-                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+        self._running.append(_Running(folder, self._start(folder, hosts, limit), hosts, time.time(), limit))
         self._started += 1
-        self._running.append(_Running(folder, process, hosts, time.time(), limit))
 
-    def _environment(self, folder: PointFolder, hosts: list[str]) -> dict[str, str]:
-        environ = dict(os.environ)
-        environ.pop("MASTER_ADDR", None)  # that of the point's own first node, which job.sh asks for
+    def _start(self, folder: PointFolder, hosts: list[str], limit: float) -> Run:
         point = folder.point
+        words = command(point, self._place.launcher, folder)
         if self._place.launcher == "local":
-            left_over = ("SLURM_", "PMI_", "PMIX_", "OMPI_")
-            return {k: v for k, v in environ.items() if not k.startswith(left_over)}
-        limit_min = -(-int(limit_s(self._costs[point.name], self._limit) + _GRACE_S) // 60)
-        environ.update(
-            # Slurm's own limit on the step, should the runner be killed.
-            SRUN_FLAGS=f"{environ.get('SRUN_FLAGS', '')} --time={limit_min}".strip(),
-            MEGATRON_ROOT=environ.get("MEGATRON_ROOT", str(ROOT)), NODES=str(point.nodes), HOSTS=",".join(hosts),
-            TASKS_PER_NODE=str(point.tasks_per_node), LOGS=str(folder.path / TASKS), REQUEUE="0",
-            MASTER_PORT=str(int(environ.get("MASTER_PORT") or _FIRST_PORT) + self._started % 1000),
-        )  # fmt: skip
-        return environ
+            return start_here(words, point.world, folder.log, folder.tasks)
+        step = Step(point.name, hosts, point.tasks_per_node, self._started + 1, limit)
+        return start_step(words, step, folder.log, folder.tasks)
 
     def _reap(self) -> None:
         for each in list(self._running):
-            code = each.process.poll()
-            if code is None:
+            if not each.run.poll():
                 self._watch(each)
                 continue
             self._running.remove(each)
@@ -247,7 +229,7 @@ class Runner:
                 self._postpone(each.folder.point, f"interrupted by {signal.Signals(self.signal).name}")
                 each.folder.claim.release()
                 continue
-            reason = each.folder.finish(code, each.started, each.hosts, each.stopped)
+            reason = each.folder.finish(each.run.exit_codes, each.started, each.hosts, each.stopped)
             each.folder.claim.release()
             if reason is None:
                 self.outcome.done.append(name)
@@ -257,32 +239,17 @@ class Runner:
                 self._say(f"{name}: failed after {took}: {reason}; {each.folder.log}")
 
     def _watch(self, each: _Running) -> None:
-        """Stop a point that takes too long: politely, then by force."""
-        now = time.time()
-        if each.killed_at is not None:
-            if now > each.killed_at + _GRACE_S:
-                _signal(each.process, signal.SIGKILL)
-        elif now > each.started + each.limit_s:
+        """Stop a point that takes too long."""
+        if each.stopped is None and time.monotonic() > each.begun + each.limit_s:
             each.stopped = f"stopped after its limit of {show_duration(each.limit_s)}"
-            each.killed_at = now
-            _signal(each.process, signal.SIGTERM)
+            each.run.stop()
 
     def _interrupt(self, waiting: list[PointFolder]) -> None:
         for folder in waiting:
             self._postpone(folder.point, f"interrupted by {signal.Signals(self.signal or 0).name}")
         waiting.clear()
         for each in self._running:
-            if each.killed_at is None:
-                each.killed_at = time.time()
-                _signal(each.process, signal.SIGTERM)
-
-
-def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    """To the whole session of a point's process: launcher and ranks."""
-    try:
-        os.killpg(process.pid, number)
-    except (ProcessLookupError, PermissionError):
-        return
+            each.run.stop()
 
 
 def _shown(hosts: Sequence[str]) -> str:

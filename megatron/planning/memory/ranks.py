@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron.model import formulas
 from megatron.model.stages import assign_layers
+from megatron.pipeline.instructions import SENDS_IN_FLIGHT
 from megatron.planning.memory.chunk import ChunkMemory, chunk_memory
 from megatron.planning.memory.in_flight import moments_of_rank
 from megatron.planning.memory.layer import Settings, Sizes
@@ -19,10 +20,6 @@ from megatron.planning.traffic import GPT2_VOCABULARY
 
 if TYPE_CHECKING:
     from megatron.config import Config, ModelConfig
-
-SENDS_IN_FLIGHT = 4
-"""Messages that are kept until they have left (megatron.pipeline.exchange): as many where the host runs ahead of the
-device, or where the backend says so only when it is waited for."""
 
 
 @dataclass(frozen=True)
