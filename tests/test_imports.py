@@ -33,6 +33,7 @@ ROOMS["training"] = ROOMS["checkpoint"] | {"checkpoint", "planning"}
 ROOMS["preflight"] = ROOMS["training"] | {"training"}
 ROOMS["dryrun"] = ROOMS["training"] | {"training"}
 ROOMS["calibration"] = ROOMS["preflight"] | {"preflight"}
+ROOMS["tuning"] = ROOMS["calibration"] | {"calibration"}
 
 # Modules that a login node without torch can use.
 WITHOUT_TORCH = [
@@ -43,6 +44,7 @@ WITHOUT_TORCH = [
     "megatron.planning.links", "megatron.planning.placement", "megatron.planning.rates", "megatron.planning.channels",
     "megatron.pipeline.clock",
     "megatron.preflight.measure.command", "megatron.planning.experiments.runner", "megatron.planning.scaling.plots",
+    "megatron.tuning.types", "megatron.tuning.space_file", "megatron.tuning.search.optimizer",
 ]  # fmt: skip
 
 
@@ -148,6 +150,16 @@ def test_needs_no_torch(name: str) -> None:
 def test_planning_needs_numpy_at_most(name: str) -> None:
     code = f"import sys, {name}, megatron.planning.timing.estimate\n"
     assert run(f"{code}print([m for m in ('torch', 'deepspeed', 'transformers') if m in sys.modules])").strip() == "[]"
+
+
+def test_tuning_needs_numpy_at_most() -> None:
+    """What proposes learns with libraries of its own, and is imported when it is asked for."""
+    heavy = ("torch", "deepspeed", "transformers", "optuna", "sklearn", "scipy", "deephyper", "matplotlib")
+    learning = ("kernels", "surrogate", "optuna_search", "deephyper_search")
+    learns = {f"megatron.tuning.search.{name}" for name in learning}
+    names = [name for name in modules() if room(name) == "tuning" and name not in learns]
+    assert "megatron.tuning.command" in names and "megatron.tuning.search.start" in names
+    assert run(f"import sys, {', '.join(names)}; print([m for m in {heavy} if m in sys.modules])").strip() == "[]"
 
 
 def test_importing_the_package_has_no_effects(tmp_path: Path) -> None:

@@ -421,15 +421,20 @@ cause() {
     fi
 }
 
+# left_to_slurm: whether the job is ending or requeued already, other than by its time limit, and to say so.
+left_to_slurm() {
+    local state
+    state=$(squeue -h -j "$SLURM_JOB_ID" -o '%T %r' 2>/dev/null)
+    [[ -n $state && $state != RUNNING* && $state != *TimeLimit* ]] || return
+    say "left to Slurm, which has it as ${state%% *}: requeued by the program, or ended by somebody"
+}
+
 # requeue_lost CODE: after a lost rank (75, or a task that a signal ended) the job goes back into the queue, unless
 # somebody ended it or it came to this MAX_STARTS times at the same checkpoint. A lost node Slurm requeues by itself.
 requeue_lost() {
     (($1 == 75 || $1 > 128)) && [[ $REQUEUE == 1 && -n ${SLURM_JOB_ID:-} ]] || return 0
-    local state
-    state=$(squeue -h -j "$SLURM_JOB_ID" -o '%T %r' 2>/dev/null)
-    if [[ -n $state && $state != RUNNING* && $state != *TimeLimit* ]]; then
-        say "left to Slurm, which has it as ${state%% *}: requeued by the program, or ended by somebody"
-    elif (($(fruitless_starts) >= MAX_STARTS)); then
+    ! left_to_slurm || return 0
+    if (($(fruitless_starts) >= MAX_STARTS)); then
         complain "ended $MAX_STARTS times after iteration $(reached) without a new checkpoint: not put back into" \
             "the queue"
     else

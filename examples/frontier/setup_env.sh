@@ -100,7 +100,7 @@ step_flash() {
 # helpers built in place.
 step_project() {
     run env DS_BUILD_OPS=0 MEGATRON_KERNELS_TARGETS=none PYTHONNOUSERSITE=1 "$python" -m pip install \
-        --no-build-isolation -c "$constraints" -e "${MEGATRON_ROOT}[plots]"
+        --no-build-isolation -c "$constraints" -e "${MEGATRON_ROOT}[tune]"
     run env -C "$MEGATRON_ROOT" "$python" setup.py -q build_kernels --target hip --arch gfx90a --jobs "$JOBS"
     run env -C "$MEGATRON_ROOT" "$python" setup.py -q build_kernels --target host --jobs "$JOBS"
 }

@@ -139,10 +139,15 @@ def parse_command_line(argv: Sequence[str], world_size: int | None = None) -> tu
 def parse_plan(argv: Sequence[str]) -> Config:
     """The configuration of a command line that is looked at before a launch: --world-size says how many processes there
     will be, and what only a run needs (data, a length, a learning rate) may be absent. Raises ConfigError."""
+    return finish(read_settings(argv))
+
+
+def read_settings(argv: Sequence[str]) -> Settings:
+    """What a command line chooses, a preset's values included: not yet resolved; what is wrong is among `problems`."""
     scanned = scan(argv)
     settings = Settings(problems=scanned.problems)
     _give_flags(settings, scanned.flags)
-    return finish(settings)
+    return settings
 
 
 def parse_args(argv: Sequence[str], world_size: int | None = None) -> Config:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from megatron.config import Config
 from megatron.model.stages import assign_layers
 from megatron.parallel.topology import DEFAULT_ORDER, Layout
-from megatron.pipeline.clock import SENDS_IN_FLIGHT
+from megatron.pipeline.instructions import SENDS_IN_FLIGHT
 from megatron.pipeline.orders import group_sizes
 
 

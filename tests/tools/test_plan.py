@@ -25,6 +25,7 @@ from megatron.planning.search.space import Space
 from megatron.planning.search.tree import search
 from megatron.planning.table import Table
 from tests.helpers.launching import ROOT
+from tests.helpers.preflight import accepted
 from tools import plan
 
 FRONTIER = load_cluster("frontier")
@@ -212,20 +213,7 @@ def test_the_script_passes_the_preflight_check(capsys, tmp_path: Path):
     assert plan.main(words) == 0
     capsys.readouterr()
     script = tmp_path / "plan" / "job.sbatch"
-    known = {n: v for n, v in os.environ.items() if not n.startswith(("SBATCH_", "SITE_", "MEGATRON_", "NCCL_", "FI_"))}
-    environ = {
-        **known, "SBATCH_ACCOUNT": "abc123", "MEGATRON_ROOT": str(ROOT), "SITE_VENV": sys.prefix,
-        "SITE_RUNS": str(tmp_path / "runs"), "SITE_CLUSTER": "frontier", "SBATCH_PARTITION": "batch",
-    }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "preflight.py"), "check", "--json", str(script), "--mock-data"],
-        capture_output=True, text=True, cwd=tmp_path, env=environ, timeout=120,
-    )  # fmt: skip
-    report = json.loads(done.stdout or "{}")
-    assert report, done.stderr
-    here = ("saving", "start-up", "signal")
-    assert [f for f in report["findings"] if f["level"] != "note" and f["about"] not in here] == []
-    (training,) = report["trainings"]
+    (training,) = accepted(script, tmp_path)
     assert training["tasks"] == 128
 
 

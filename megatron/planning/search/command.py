@@ -91,7 +91,7 @@ def make_judge(args: argparse.Namespace, flags: Sequence[str]) -> Judge:
             wanted[name] = tuple(dict.fromkeys((*wanted.get(name, cluster.device_orders), *values)))
     _check_orders(wanted.get("devices", ()), cluster)
     space = Space(base, cluster, worlds, tuple(wanted["gbs"]), wanted, allowed)
-    capacity = cluster.memory_gib * GIB - _headroom(args.headroom, cluster)
+    capacity = cluster.memory_gib * GIB - headroom_bytes(args.headroom, cluster)
     return Judge(space, capacity, per_node=args.objective == "node-hours")
 
 
@@ -131,8 +131,8 @@ def _numbers(text: str, flag: str) -> list[int]:
     return sorted(set(found))
 
 
-def _headroom(text: str, cluster: Cluster) -> float:
-    """Bytes."""
+def headroom_bytes(text: str, cluster: Cluster) -> float:
+    """Of a device's memory, what GIB or a percentage leaves free. Raises ConfigError."""
     number, percent = text.removesuffix("%"), text.endswith("%")
     try:
         value = float(number)

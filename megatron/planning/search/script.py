@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,31 +93,49 @@ def command_line(config: Config, base: Base, cluster: Cluster) -> str:
     return shlex.join(["srun", "-N", str(nodes), "-n", str(devices), f"--ntasks-per-node={each}", "python", *program])
 
 
+class Origin(NamedTuple):
+    """What a script says of where it comes from. said: after 'MODEL on N node(s) of MACHINE, '; file: its own name."""
+
+    said: str
+    file: str
+
+
 def job_script(config: Config, base: Base, cluster: Cluster, tokens: float | None, notes: list[str]) -> str | None:
     """A batch script over examples/frontier/job.sh; None for a machine that those scripts do not know, and for a
     part of a node, which they do not start."""
+    origin = Origin("the choice of tools/plan.py", "job.sbatch")
+    return site_script(flags_of(config, base), config, base.preset, cluster, tokens, origin, notes)
+
+
+def site_script(
+    flags: Sequence[str], config: Config, preset: str | None, cluster: Cluster, tokens: float | None, origin: Origin,
+    notes: Sequence[str],
+) -> str | None:  # fmt: skip
+    """The same for any flags of pretrain_gpt.py that give `config`. Without a length the run gets one of `tokens`,
+    or of so many for each parameter."""
     site, devices = _SITES.get(cluster.name), config.parallel.world_size
     if site is None or devices % cluster.devices_per_node:
         return None
-    nodes = devices // cluster.devices_per_node
+    nodes, name = devices // cluster.devices_per_node, preset or "gpt"
     hours = cluster.wall_limit_hours(nodes)
     length = int(tokens or _TOKENS_FOR_EACH_PARAMETER * formulas.total_parameters(sized_model(config)))
-    flags = [*flags_of(config, base), *([] if _has_length(config) else ["--train-tokens", str(length)])]
+    flags = [*flags, *([] if _has_length(config) else ["--train-tokens", str(length)])]
     whole, minutes = divmod(math.floor(60 * hours), 60)
     header = [
-        f"-J {_name(base)}", f"-N {nodes}", f"-t {whole:02d}:{minutes:02d}:00", *site.header,
+        f"-J {name}", f"-N {nodes}", f"-t {whole:02d}:{minutes:02d}:00", *site.header,
         f"--ntasks-per-node={cluster.devices_per_node}", f"-c {cluster.cpus_per_task}", "--signal=USR1@600",
         "--requeue", "--open-mode=append", "-o %x-%j.out",
     ]  # fmt: skip
+    model = preset or f"{config.model.num_layers} layers of width {config.model.hidden_size}"
     lines = [
         "#!/bin/bash",
-        f"# {base.name} on {nodes} node(s) of {cluster.name}, the choice of tools/plan.py. From the repository:",
-        f"#     source {site.file} && sbatch FOLDER/job.sbatch [flags of pretrain_gpt.py, which win over these]",
-        f"#     source {site.file} && python tools/preflight.py check FOLDER/job.sbatch",
+        f"# {model} on {nodes} node(s) of {cluster.name}, {origin.said}. From the repository:",
+        f"#     source {site.file} && sbatch FOLDER/{origin.file} [flags of pretrain_gpt.py, which win over these]",
+        f"#     source {site.file} && python tools/preflight.py check FOLDER/{origin.file}",
         *(f"# {note}" for note in notes),
         *(f"#SBATCH {line}" for line in header),
         "set -uo pipefail",
-        f"MODEL={_name(base)}",
+        f"MODEL={name}",
         "PRESET='' # all is said below",
         "FLAGS=(",
         *(f"    {line}" for line in _by_flag(flags)),
@@ -136,11 +154,7 @@ def _has_length(config: Config) -> bool:
     return any(name in config.given for name in ("train_iters", "train_samples", "train_tokens"))
 
 
-def _name(base: Base) -> str:
-    return base.preset or "gpt"
-
-
-def _by_flag(words: list[str]) -> list[str]:
+def _by_flag(words: Sequence[str]) -> list[str]:
     """A line for each flag with its values."""
     lines: list[list[str]] = []
     for word in words:

@@ -24,6 +24,7 @@ from megatron.preflight.check.subject import Subject, Training, sources_of, trai
 _NUMBERED = re.compile(r"^  \d+\. ", re.MULTILINE)
 _JSON_FLAGS = ("--deepspeed_config", "--deepspeed-config")
 _ORDER = (ERROR, WARNING, NOTE)
+_PLANNERS = ("run_experiment.py", "tune.py")
 
 
 @dataclass(frozen=True)
@@ -145,13 +146,14 @@ def _no_training(submission: Submission, followed: Followed, limit_s: float) -> 
     if followed.exit_code == UNGUARDED and not followed.events:
         yield error("script", f"this bash cannot follow it (4.4 or newer is needed): {followed.said[-300:]}", place)
         return
-    planner = next((e for e in followed.events if any("run_experiment.py" in w for w in e.words)), None)
-    if planner is not None:
-        yield warning(
-            "script", "the trainings are started by tools/run_experiment.py, which is not run here: look at its plan "
-            "with --dry-run, and check one of its points as a command", Place(planner.file, planner.line),
-        )  # fmt: skip
-        return
+    for event in followed.events:
+        planner = next((name for word in event.words if (name := Path(word).name) in _PLANNERS), None)
+        if planner is not None:
+            yield warning(
+                "script", f"the trainings are started by tools/{planner}, which is not run here: look at its plan "
+                "with --dry-run, and check one of them as a command", Place(event.file, event.line),
+            )  # fmt: skip
+            return
     if any(event.kind == "endless" for event in followed.events):
         yield error("script", f"does not come to an end, and starts no pretrain_gpt.py before.{said}", place)
     elif followed.exit_code is None:

@@ -1,0 +1,1 @@
+"""Finding the best layout by running trials: what varies, what is tried next, what came of it. Needs no torch."""

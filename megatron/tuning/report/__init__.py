@@ -1,0 +1,1 @@
+"""What a tuning found: tables, plots, importance of parameters, the best command line."""

@@ -1,0 +1,1 @@
+"""Which candidate is tried next: a pure function of what has been seen."""

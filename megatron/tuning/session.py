@@ -1,0 +1,365 @@
+"""A search: proposals become trials, trials become results, results become better proposals, until the budget is used.
+
+Trials run side by side where there is room. What happens is in the journal before it is acted upon; a search that was
+killed goes on from there.
+"""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron.errors import ConfigError
+from megatron.tuning.journal import Journal
+from megatron.tuning.ruling_out import ruled_out
+from megatron.tuning.search.optimizer import Optimizer
+from megatron.tuning.types import CRASH, DONE, LOST_RANK, Candidate, History, Parameter, Trial, best_trial, cost_of
+
+EXHAUSTED, BUDGET, TIME, SIGNAL, ALLOCATION = (
+    "nothing is left to try", "the trials are used up", "time is up", "interrupted", "the allocation ends"
+)  # fmt: skip
+"""Why a session ends."""
+
+POLL_S = 0.2
+_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class Runner(Protocol):
+    """Runs trials as processes; none of its methods waits for a trial, except stop_all."""
+
+    @property
+    def running(self) -> Sequence[Trial]: ...
+
+    def can_start(self, candidate: Candidate) -> bool:
+        """Whether there is room for it now."""
+
+    def start(self, trial: Trial) -> Trial:
+        """The trial, with its hosts and when it started."""
+
+    def poll(self) -> list[Trial]:
+        """Those that ended since the last call, with their results; without one where it was the allocation that ended
+        them."""
+
+    def stop_all(self, why: str) -> list[Trial]:
+        """Stop what runs and wait for its end; returns those trials, with a result where they had all their steps."""
+
+    def recover(self, trial: Trial) -> Trial | None:
+        """A trial of an earlier start with its result, where its metrics file tells of all its steps."""
+
+
+class Show(Protocol):
+    """Tells people what happens."""
+
+    def note(self, text: str) -> None: ...
+
+    def started(self, trial: Trial) -> None: ...
+
+    def ended(self, trial: Trial, best: Trial | None, before: Trial | None) -> None:
+        """`best`: of all trials, `before`: before this one."""
+
+    def update(self, view: View) -> None:
+        """Called at every turn."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is searched, and how far.
+
+    max_trials  of the whole search, whatever number of starts it takes; None: until nothing is left
+    prior       log(cost) by the planner, for each candidate; None: search without it
+    """
+
+    candidates: Sequence[Candidate]
+    parameters: Sequence[Parameter]
+    objective: str
+    max_trials: int | None = None
+    prior: Sequence[float] | None = None
+    retry_failed: bool = False
+
+
+@dataclass(frozen=True)
+class View:
+    """A moment of a session. planned: trials in all, so far as is known; left_s: of its time."""
+
+    trials: Sequence[Trial]
+    running: Sequence[Trial]
+    best: Trial | None
+    planned: int
+    ruled_out: int
+    left_s: float | None
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a session ended.
+
+    ended      trials that did since it began
+    signal     its name, of an interrupted session
+    ruled_out  layouts that were not tried because others ran out of memory
+    """
+
+    why: str
+    ended: int
+    best: Trial | None
+    signal: str = ""
+    ruled_out: int = 0
+
+
+class Session:
+    """One start of a search.
+
+    left_s  seconds that are left for trials; None: as long as it takes
+    pause   called between two looks at the trials
+    """
+
+    def __init__(
+        self, plan: Plan, optimizer: Optimizer, runner: Runner, journal: Journal, show: Show, *,
+        left_s: Callable[[], float | None] = lambda: None, pause: Callable[[], object] = lambda: time.sleep(POLL_S),
+    ) -> None:  # fmt: skip
+        if not plan.candidates:
+            raise ConfigError("nothing can be tried: no layout of the space is valid and fits (--dry-run says why)")
+        self._plan, self._optimizer, self._runner, self._journal, self._show = plan, optimizer, runner, journal, show
+        self._left_s, self._pause = left_s, pause
+        self._by_key = {candidate.key: candidate for candidate in plan.candidates}
+        self._smallest = min(plan.candidates, key=lambda candidate: (candidate.nodes, candidate.processes))
+        self._waiting = list[Trial]()
+        self._out_by: tuple[tuple[int, ...], frozenset[int]] = (), frozenset()
+        self._ended = 0
+        self._signal = ""
+
+    def run(self) -> Ending:
+        """Go on until nothing is left, the budget is used, or a signal comes.
+
+        Raises ConfigError where the journal has trials that are others in this space.
+        """
+        self._check_journal()
+        why = "the tuner failed"
+        with self._signals():
+            try:
+                self._go_on()
+                why = self._loop()
+            finally:
+                self._interrupt(f"{why}: {self._signal}" if self._signal else why)
+        return Ending(why, self._ended, self._best(), self._signal, len(self._not_tried()))
+
+    # -- what was before -----------------------------------------------------------------------------------------------
+
+    def _check_journal(self) -> None:
+        for trial in self._journal.trials:
+            now = self._by_key.get(trial.candidate.key)
+            if now is not None and (now.flags, now.processes) != (trial.candidate.flags, trial.candidate.processes):
+                raise ConfigError(
+                    f"{self._journal.path}: trial {trial.number}, {trial.candidate.key}, ran "
+                    f"{_difference(trial, now)}. Go on with the machine, the number of nodes and the version that it "
+                    "began with, or give another --out"
+                )
+
+    def _go_on(self) -> None:
+        """Count what is complete although nobody was there to note it; queue what was interrupted."""
+        for trial in self._journal.trials:
+            if trial.result is None:
+                self._recover(trial)
+            elif trial.result.status != DONE and self._plan.retry_failed and self._listed(trial) is not None:
+                self._journal.retried(trial)
+                self._queue(trial)
+
+    def _recover(self, trial: Trial) -> None:
+        found = None if trial.started is None else self._runner.recover(trial)
+        if found is not None:
+            self._end(found)
+        elif self._listed(trial) is None:
+            self._show.note(f"trial {trial.number}, {trial.candidate.key}, is not run again: it does not fit here")
+        else:
+            self._queue(trial)
+
+    def _queue(self, trial: Trial) -> None:
+        candidate = self._by_key[trial.candidate.key]
+        self._waiting.append(dataclasses.replace(trial, candidate=candidate, started=None, ended=None, result=None))
+
+    def _listed(self, trial: Trial) -> Candidate | None:
+        """A trial's candidate in this space; None where it is not one here, such as with fewer nodes."""
+        return self._by_key.get(trial.candidate.key)
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    def _loop(self) -> str:
+        while True:
+            with_results = [self._took(trial, ALLOCATION) for trial in self._runner.poll()]
+            if self._signal:
+                return SIGNAL
+            if not all(with_results):
+                return ALLOCATION
+            left_s = self._left_s()
+            if self._signal:
+                return SIGNAL
+            nothing_more = self._start_what_fits(left_s)
+            if nothing_more is not None and (not self._runner.running or (left_s is not None and left_s <= 0)):
+                return nothing_more if not self._runner.running else TIME
+            self._show.update(self._view(left_s))
+            self._pause()
+
+    def _start_what_fits(self, left_s: float | None) -> str | None:
+        """Start trials as long as there is room; returns why no other one will be started, if that is so."""
+        while not self._signal:
+            used, budget = len(self._journal.ended) + len(self._runner.running), self._plan.max_trials
+            if budget is not None and used >= budget:
+                return BUDGET
+            if not self._waiting and not self._has_room(self._smallest):
+                return None if self._has_time(left_s) else TIME
+            if not self._has_time(left_s):
+                return TIME if self._waiting or self._runner.running or self.history().open() else EXHAUSTED
+            if not self._waiting and not self._propose():
+                # What runs may fit and so bring back what was ruled out.
+                return EXHAUSTED
+            # The first in the queue is not overtaken by smaller ones, which would keep it waiting for ever.
+            trial = self._waiting[0]
+            if not self._has_room(trial.candidate):
+                return None
+            del self._waiting[0]
+            started = self._runner.start(trial)
+            self._journal.started(started)
+            self._show.started(started)
+        return None
+
+    def _has_room(self, candidate: Candidate) -> bool:
+        """Raises ConfigError for what will never have room."""
+        room = self._runner.can_start(candidate)
+        if not room and not self._runner.running:
+            raise ConfigError(f"{candidate.key}: there is no room for its {candidate.nodes} node(s) of processes: give "
+                              "more nodes, or another --out")  # fmt: skip
+        return room
+
+    def _propose(self) -> bool:
+        count = len(self._journal.trials)
+        proposal = self._optimizer.propose(self.history(), count)
+        if proposal is None:
+            return False
+        number = count + 1
+        trial = Trial(number, self._plan.candidates[proposal.index], proposal.by, f"trials/{number:04}")
+        self._journal.proposed(trial)
+        self._waiting.append(trial)
+        return True
+
+    def _end(self, trial: Trial) -> None:
+        before = self._best()
+        self._journal.finished(trial)
+        self._ended += 1
+        self._show.ended(trial, self._best(), before)
+
+    def _interrupt(self, why: str) -> None:
+        """What has ended meanwhile counts; what has not is run again by the next start."""
+        found = [*self._runner.poll(), *self._runner.stop_all(why)]
+        for trial in found:
+            self._took(trial, why)
+
+    def _took(self, trial: Trial, why: str) -> bool:
+        """Note a trial that has ended; returns whether it did so with a result, and is not to be run again.
+
+        Who signals the tuner may signal its trials too: one that breaks off then says nothing of its layout.
+        """
+        result = trial.result
+        if result is None or (self._signal and result.kind in (CRASH, LOST_RANK)):
+            self._journal.interrupted(trial, why)
+            return False
+        self._end(trial)
+        return True
+
+    def _has_time(self, left_s: float | None) -> bool:
+        """Whether a trial that begins now is likely to end in time; the first ones are begun in any case."""
+        if left_s is None:
+            return True
+        took = [t.ended - t.started for t in self._journal.ended if t.valid and t.ended and t.started]
+        return left_s > (statistics.median(took) if took else 0.0)
+
+    # -- what is known -------------------------------------------------------------------------------------------------
+
+    def history(self) -> History:
+        """All that the next proposal depends on."""
+        seen, failures = dict[int, float | None](), dict[int, str]()
+        for trial in self._journal.ended:
+            candidate = self._listed(trial)
+            if candidate is None:
+                continue
+            cost = cost_of(trial, self._plan.objective)
+            seen[candidate.index] = None if cost is None else math.log(cost)
+            if cost is None and trial.result is not None:
+                failures[candidate.index] = trial.result.kind or trial.result.status
+        pending = frozenset(trial.candidate.index for trial in (*self._runner.running, *self._waiting))
+        left_out = pending.union(seen, self._ruled_out())
+        return History(self._plan.candidates, self._plan.parameters, seen, failures, left_out, pending,
+                       self._plan.prior)  # fmt: skip
+
+    def _ruled_out(self) -> frozenset[int]:
+        ended = tuple(trial.number for trial in self._journal.ended)
+        if self._out_by[0] != ended:
+            self._out_by = ended, ruled_out(self._plan.candidates, self._journal.ended)
+        return self._out_by[1]
+
+    def _not_tried(self) -> frozenset[int]:
+        """Candidates that are ruled out, without those that were tried before that was known."""
+        return self._ruled_out() - {c.index for t in self._journal.trials if (c := self._listed(t)) is not None}
+
+    def _best(self) -> Trial | None:
+        return best_trial(self._journal.trials, self._plan.objective)
+
+    def _view(self, left_s: float | None) -> View:
+        out = self._not_tried()
+        planned = len(self._plan.candidates) - len(out)
+        if self._plan.max_trials is not None:
+            planned = min(planned, self._plan.max_trials)
+        return View(self._journal.trials, tuple(self._runner.running), self._best(), planned, len(out), left_s)
+
+    # -- signals -------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """A signal ends the session in order; SIGHUP, which a terminal sends when it closes, not under nohup."""
+        taken = [n for n in _SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN]
+        handlers = {number: signal.signal(number, self._on_signal) for number in taken}
+        try:
+            yield
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        self._signal = signal.Signals(number).name
+
+
+def _difference(trial: Trial, now: Candidate) -> str:
+    """In words, between a candidate then and now."""
+    if trial.candidate.processes != now.processes:
+        return f"on {trial.candidate.processes} processes, now it would be on {now.processes}"
+    then, here = set(trial.candidate.flags), set(now.flags)
+    lost, more = " ".join(sorted(then - here)), " ".join(sorted(here - then))
+    return f"with flags {lost or '(none)'} where now there are {more or '(none)'}"
+
+
+def time_of(walltime_s: float | None, allocation_s: Callable[[], float | None], *, reserve_s: float,
+            look_s: float = 30.0) -> Callable[[], float | None]:  # fmt: skip
+    """Seconds left for trials: of `walltime_s` from now on, and of the allocation less a reserve for the end.
+
+    The allocation is asked every `look_s` seconds: its answer costs the scheduler something. Where it has none (None),
+    the one before holds.
+    """
+    end = None if walltime_s is None else time.monotonic() + walltime_s
+    asked: float | None = None
+    allocation_end: float | None = None
+
+    def left_s() -> float | None:
+        nonlocal asked, allocation_end
+        if asked is None or time.monotonic() - asked > look_s:
+            answer = allocation_s()
+            asked = time.monotonic()
+            if answer is not None:
+                allocation_end = asked + answer - reserve_s
+        ends = [each for each in (end, allocation_end) if each is not None]
+        return min(ends) - time.monotonic() if ends else None
+
+    return left_s

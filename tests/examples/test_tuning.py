@@ -1,0 +1,150 @@
+"""tune.sbatch: what it calls in a job and on a login node, with stand-ins for Slurm and Python."""
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.planning.cluster import load_cluster
+from megatron.tuning.candidates import Machine, enumerate_candidates
+from megatron.tuning.space_file import load_space
+from tests.examples.stubs import FRONTIER, Ended, run_script
+from tests.helpers.launching import ROOT
+
+TUNE = FRONTIER / "tune.sbatch"
+# The stand-in for Python notes the hosts it was given, and ends as it is told.
+HOSTS = 'while (($#)); do [[ $1 != --hosts-file ]] || cp "$2" "$STUB_CALLS.hosts"; shift; done; exit ${ENDS:-0}'
+
+
+def tune(folder: Path, *arguments: str, **variables: str) -> Ended:
+    return run_script(folder, TUNE, *arguments, **{"STUB_python": HOSTS, "SITE_CLUSTER": "frontier", **variables})
+
+
+def planner(ended: Ended) -> list[str]:
+    """The words of the one call of tools/tune.py."""
+    (call,) = ended.named("python", "tune.py")
+    return call.words
+
+
+def test_the_tuner_gets_the_nodes_and_the_settings(tmp_path: Path) -> None:
+    ended = tune(
+        tmp_path, "--search", "optuna", "--", "--seq-length", "4096", SPACE="mine/wide.toml", MAX_TRIALS="40",
+        OBJECTIVE="node_hours", PRIOR="0", nodes="a1,a2,a3",
+    )  # fmt: skip
+    assert ended.code == 0, ended.log
+    words = planner(ended)
+    given = dict(itertools.pairwise(words))
+    assert words[1] == f"{ROOT}/tools/tune.py" and words[-5:] == ["--search", "optuna", "--", "--seq-length", "4096"]
+    expected = {
+        "--space": "mine/wide.toml", "--launcher": "slurm", "--out": f"{tmp_path}/runs/tune-wide",
+        "--max-trials": "40", "--objective": "node_hours", "--cluster": "frontier", "--tasks-per-node": "8",
+    }  # fmt: skip
+    assert {name: given[name] for name in expected} == expected and "--no-prior" in words
+    assert (tmp_path / "calls.hosts").read_text().split() == ["a1", "a2", "a3"]
+
+
+def test_without_settings_it_is_the_papers_space_with_the_planners_ranking(tmp_path: Path) -> None:
+    words = planner(tune(tmp_path))
+    assert words[words.index("--space") + 1] == "paper-175b"
+    assert not {"--no-prior", "--max-trials", "--objective", "--retry-failed"} & set(words)
+    elsewhere = planner(tune(tmp_path, OUT=str(tmp_path / "mine")))
+    assert elsewhere[elsewhere.index("--out") + 1] == f"{tmp_path}/mine/tune-paper-175b"
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(0, False), (1, False), (2, False), (3, True), (4, True)])
+def test_only_a_search_with_trials_left_goes_back_into_the_queue(tmp_path: Path, code: int, requeued: bool) -> None:
+    ended = tune(tmp_path, ENDS=str(code))
+    assert ended.code == code
+    assert any(call.words[1:] == ["requeue", "77"] for call in ended.named("scontrol")) is requeued
+    without = tune(tmp_path, ENDS=str(code), REQUEUE="0", SLURM_JOB_ID="78")
+    assert without.code == code and not any("requeue" in call.words for call in without.named("scontrol"))
+
+
+@pytest.mark.parametrize(("state", "requeued"), [
+    ("COMPLETING None", False), ("CANCELLED None", False), ("PENDING BeginTime", False), ("COMPLETING TimeLimit", True),
+    ("", True),
+])  # fmt: skip
+def test_a_job_that_somebody_ends_stays_out_of_the_queue(tmp_path: Path, state: str, requeued: bool) -> None:
+    ended = tune(tmp_path, ENDS="3", STUB_squeue=f"echo {state}")
+    assert ended.code == 3
+    assert any("requeue" in call.words for call in ended.named("scontrol")) is requeued
+
+
+def test_a_job_that_is_requeued_does_not_run_failed_trials_again_and_again(tmp_path: Path) -> None:
+    def start(number: int, job: str = "77") -> bool:
+        words = planner(tune(tmp_path, RETRY_FAILED="1", SLURM_RESTART_COUNT=str(number), SLURM_JOB_ID=job))
+        return "--retry-failed" in words
+
+    assert [start(0), start(1)] == [True, False]
+    assert start(1, "78"), "the tuner has not run in a start that ended before, such as for want of good nodes"
+
+
+def test_starts_without_a_new_trial_are_bounded(tmp_path: Path) -> None:
+    journal = tmp_path / "runs/tune-paper-175b/journal.jsonl"
+    journal.parent.mkdir(parents=True)
+    started = []
+    for restart in range(5):
+        if restart == 2:
+            journal.write_text('{"event": "ended", "number": 1}\n')
+        ended = tune(tmp_path, ENDS="3", MAX_STARTS="2", SLURM_RESTART_COUNT=str(restart))
+        assert ended.code == 3
+        started.append(bool(ended.named("python", "tune.py")))
+    assert started == [True, True, True, True, False] and "started 2 times" in ended.log
+
+
+def on_a_login_node(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SITE_", "MEGATRON_", "OUT"))}
+    return subprocess.run(
+        ["bash", str(TUNE), *arguments], env={**kept, **variables}, capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+
+
+def test_nothing_is_started_by_accident() -> None:
+    done = on_a_login_node(PYTHON=sys.executable)
+    assert done.returncode == 2 and "not inside an allocation" in done.stderr
+    shown = on_a_login_node("--help").stdout
+    assert "SPACE" in shown and "#SBATCH" not in shown
+
+
+def test_a_dry_run_has_the_headers_nodes_or_those_given(tmp_path: Path) -> None:
+    echo = tmp_path / "python"
+    echo.write_text('#!/bin/bash\necho "$@"\n')
+    echo.chmod(0o755)
+    said = on_a_login_node("--dry-run", PYTHON=str(echo), OUT="/runs").stdout.split()
+    header = next(line for line in TUNE.read_text().splitlines() if line.startswith("#SBATCH -N"))
+    assert said[said.index("--nodes") + 1] == header.split()[-1]
+    more = on_a_login_node("--nodes", "64", "--dry-run", PYTHON=str(echo), OUT="/runs").stdout.split()
+    assert more[-3:] == ["--nodes", "64", "--dry-run"]
+    after = on_a_login_node("--", "--dry-run", PYTHON=str(echo))
+    assert after.returncode == 2, "a flag of pretrain_gpt.py is none of the tuner's"
+
+
+@pytest.mark.parametrize(("script", "planner"), [("tune.sbatch", "tune.py"), ("weak_scaling.sh", "run_experiment.py")])
+def test_the_check_before_submitting_accepts_it(tmp_path: Path, script: str, planner: str) -> None:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SITE_", "MEGATRON_", "SBATCH_", "OUT"))}
+    site = {"SBATCH_ACCOUNT": "abc123", "SITE_VENV": sys.prefix, "SITE_RUNS": str(tmp_path)}
+    command = f'source {FRONTIER}/site.env && exec {sys.executable} tools/preflight.py check {FRONTIER}/{script}'
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, env={**kept, **site}, capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"the trainings are started by tools/{planner}" in done.stdout
+    assert "nothing stands against submitting it: 1 warning" in done.stdout and not any(tmp_path.iterdir())
+
+
+def test_the_space_in_the_documentation_is_one(tmp_path: Path) -> None:
+    (text,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/tuning.md").read_text(), re.DOTALL)
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    frontier = load_cluster("frontier")
+    found = enumerate_candidates(load_space(str(path)), (), Machine(frontier, 8, 4, None), predict=False)
+    # TP x PP of at most 8: 10 pairs of 16; those with TP 1, 4 of them, without sequence parallelism. 3 micro-batches,
+    # 3 kinds of recomputation, 2 numbers of readers, 3 of accumulation.
+    assert len(found.candidates) == (10 * 2 - 4) * 3 * 3 * 2 * 3

@@ -1,0 +1,182 @@
+"""A search in an allocation of four virtual nodes: two trials at a time on nodes of their own, one of which hangs and
+one of which runs out of memory; killed, and gone on with."""
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.faults.testbed import ENDED, Testbed
+from megatron.tuning.types import HANG, OUT_OF_MEMORY
+from tests.slurm.site import MARKS, Submitted, submit
+
+pytestmark = MARKS
+
+# Two processes of a trial, one on each of two nodes. A micro-batch of 64 needs more than a gigabyte, one of 3 hangs.
+SPACE = """
+title = "two pipeline sizes and some micro-batches"
+flags = [
+    "--num-layers", "2", "--hidden-size", "128", "--num-attention-heads", "4", "--seq-length", "256",
+    "--max-position-embeddings", "256", "--vocab-size", "500", "--tokenizer-type", "NullTokenizer",
+    "--num-workers", "0", "--lr", "1e-3", "--distributed-timeout-minutes", "2",
+]
+[parameters]
+pp = [1, 2]
+mbs = [1, 2, 3, 64]
+[derived]
+gbs = "2 * mbs * dp"
+nodes = "2"
+[constraints]
+"left out here" = "pp == 1 or mbs < 3"
+[trial]
+iterations = 3
+warm_up = 1
+"""
+HANGS, TOO_BIG = "pp=1,mbs=3", "pp=1,mbs=64"
+MEMORY_GIB = 0.9
+# Stops itself after the first step, in every rank, so that no other one can tell.
+PYTHON = f"""#!/bin/bash
+if [[ " $* " == *" --micro-batch-size 3 "* && $* =~ --metrics-file[=\\ ]([^ ]+) ]]; then
+    metrics=${{BASH_REMATCH[1]}}
+    (until grep -qs '"event": *"iteration"' "$metrics"; do sleep 0.1; done; kill -STOP $$) &
+fi
+exec {sys.executable} "$@"
+"""
+
+
+@pytest.fixture(scope="module")
+def testbed() -> Iterator[Testbed]:
+    with Testbed(nodes=4) as started:
+        yield started
+
+
+def tune(testbed: Testbed, folder: Path, name: str, **settings: str) -> Submitted:
+    python = folder / "venv/bin/python"
+    if not python.exists():
+        python.parent.mkdir(parents=True)
+        python.write_text(PYTHON)
+        python.chmod(0o755)
+        (folder / "space.toml").write_text(SPACE)
+    arguments = ["--search", "exhaustive", "--memory-limit", str(MEMORY_GIB), "--stall", "10"]
+    return submit(
+        testbed, folder, arguments, options=["-N", "4", "--time=15"], name=name, script="tune.sbatch",
+        SPACE=str(folder / "space.toml"), PRIOR="0", SITE_CLUSTER="", TASKS_PER_NODE="1", CPUS_PER_TASK="1",
+        SITE_VENV=str(folder / "venv"), PYTHON=sys.executable, **{"REQUEUE": "0", **settings},
+    )  # fmt: skip
+
+
+def journal(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "tune-space/journal.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def numbers(records: list[dict[str, Any]], event: str) -> list[int]:
+    return [record["number"] for record in records if record["event"] == event]
+
+
+def mid_way(testbed: Testbed, folder: Path, job: Submitted, more: int) -> set[int]:
+    """Wait until so many more trials have ended and another one runs. Those that have ended."""
+    before, deadline = len(numbers(journal(folder), "ended")), time.monotonic() + 200
+    while time.monotonic() < deadline:
+        records = journal(folder)
+        ended = set(numbers(records, "ended"))
+        if len(ended) >= before + more and running(records):
+            return ended
+        assert testbed.state(job.number) not in ENDED, job.text()
+        time.sleep(0.1)
+    raise AssertionError(f"no {more} trials have ended: {job.text()}")
+
+
+def running(records: list[dict[str, Any]]) -> set[int]:
+    """Trials whose last record is that they were started."""
+    last = {record["number"]: record["event"] for record in records if "number" in record}
+    return {number for number, event in last.items() if event == "started"}
+
+
+def kill_the_tuner(folder: Path) -> None:
+    found = subprocess.run(
+        ["pgrep", "-f", f"tools/tune.py .*--out {folder}/"], capture_output=True, text=True, check=True
+    )  # fmt: skip
+    for pid in found.stdout.split():
+        os.kill(int(pid), signal.SIGKILL)
+
+
+def left_behind(testbed: Testbed, folder: Path) -> list[dict[str, Any]]:
+    """The journal of a job that has ended, once no step, no process of a trial and no tuner is left."""
+    deadline = time.monotonic() + 30
+    while True:
+        steps = testbed.ask("squeue", "--steps", "-h")
+        programs = f"(pretrain_gpt|tools/tune)[.]py .*{folder}/"
+        processes = subprocess.run(["pgrep", "-fa", programs], capture_output=True, text=True)
+        if not steps and not processes.stdout:
+            return journal(folder)
+        assert time.monotonic() < deadline, f"{steps}\n{processes.stdout}"
+        time.sleep(0.2)
+
+
+@pytest.mark.timeout(900)
+def test_a_search_with_a_hang_and_too_little_memory_killed_and_gone_on_with(testbed: Testbed, tmp_path: Path) -> None:
+    # Killed as no program can prevent.
+    job = tune(testbed, tmp_path, "first")
+    done = [mid_way(testbed, tmp_path, job, 1)]
+    kill_the_tuner(tmp_path)
+    assert job.wait() == "FAILED", job.text()
+    starts = [left_behind(testbed, tmp_path)]
+
+    # Cancelled, as people do: Slurm signals the trials together with the script. It is not for the script to undo.
+    job = tune(testbed, tmp_path, "second", REQUEUE="1")
+    done.append(mid_way(testbed, tmp_path, job, 1))
+    testbed.ask("scancel", job.number)
+    assert job.wait() == "CANCELLED", job.text()
+    starts.append(left_behind(testbed, tmp_path))
+    cancelled = job
+
+    # Warned before its time is over: it goes back into the queue, and on to the end.
+    job = tune(testbed, tmp_path, "third", REQUEUE="1")
+    done.append(mid_way(testbed, tmp_path, job, 1))
+    testbed.ask("scancel", "--batch", "--signal=USR1", job.number)
+    assert job.wait("PENDING", *ENDED) == "PENDING", job.text()
+    assert "interrupted by SIGUSR1" in job.text() and "back into the queue" in job.text()
+    starts.append(left_behind(testbed, tmp_path))
+    testbed.control("hurry", job.number)
+    assert job.wait() == "COMPLETED", job.text()
+    records = left_behind(testbed, tmp_path)
+    assert testbed.state(cancelled.number) == "CANCELLED" and "back into the queue" not in cancelled.text()
+
+    # Nothing that had ended was run again; what had been interrupted was, under its number.
+    for ended, before in zip(done, starts, strict=True):
+        assert records[: len(before)] == before
+        after = records[len(before) :]
+        again = {*numbers(after, "started"), *numbers(after, "ended")}
+        assert not again & ended and running(before) <= again
+    keys = {r["number"]: r["candidate"]["key"] for r in records if r["event"] == "proposed"}
+    assert len(set(keys.values())) == len(keys) == 6
+    assert sorted(numbers(records, "ended")) == sorted(keys)
+    check_trials({keys[r["number"]]: r for r in records if r["event"] == "ended"}, tmp_path / "tune-space/report")
+
+
+def check_trials(ended: dict[str, dict[str, Any]], report: Path) -> None:
+    kinds = {key: (r["result"]["status"], r["result"]["kind"]) for key, r in ended.items()}
+    assert kinds.pop(HANGS) == ("failed", HANG) and kinds.pop(TOO_BIG) == ("failed", OUT_OF_MEMORY), kinds
+    assert set(kinds.values()) == {("done", None)} and len(kinds) == 4
+
+    ran = [(r["started"], r["ended"], set(r["hosts"])) for r in ended.values()]
+    assert all(len(hosts) == 2 for _, _, hosts in ran)
+    both = [(a, b) for i, a in enumerate(ran) for b in ran[:i] if a[0] < b[1] and b[0] < a[1]]
+    assert both and all(not a[2] & b[2] for a, b in both)
+
+    best = max((key for key in kinds), key=lambda key: ended[key]["result"]["tokens_per_s"])
+    command = (report / "best.txt").read_text()
+    sizes = [re.search(rf"--{name}[= ](\d+)", command) for name in ("pipeline-model-parallel-size", "micro-batch-size")]
+    assert best == "pp={},mbs={}".format(*(size[1] for size in sizes if size)), command
+    assert {"trials.csv", "trials.md", "trajectory.png"} <= {path.name for path in report.iterdir()}

@@ -1,0 +1,98 @@
+"""A machine's description corrected by trials whose times are known multiples of its estimates."""
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config import Config
+from megatron.errors import ConfigError
+from megatron.planning.cluster import load_cluster
+from megatron.planning.cluster_write import write_cluster
+from megatron.planning.timing import estimate
+from megatron.tuning.report.recalibrate import metrics_of, update_cluster
+from megatron.tuning.types import DONE, FAILED, INVALID, Candidate, Result, Trial
+
+FRONTIER = load_cluster("frontier")
+SIZES: dict[str, Any] = dict(
+    num_layers=8, hidden_size=2048, num_attention_heads=16, seq_length=2048, vocab_size=50257, global_batch_size=16,
+    fp16=True, world_size=8,
+)
+LAYOUTS = [
+    Config.create(**SIZES, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, micro_batch_size=mbs)
+    for tp, pp, mbs in ((1, 1, 1), (2, 1, 1), (4, 1, 2), (8, 1, 2), (2, 2, 1), (2, 4, 1), (4, 2, 2), (1, 2, 1))
+]
+
+
+def write_run(folder: Path, config: Config, factor: float, steps: int = 4, warm_up: int = 2) -> Path:
+    """A short trial whose steps take `factor` times the estimate's, the first ones much longer."""
+    found, records = estimate(config, FRONTIER), list[dict[str, Any]]()
+    records.append({"event": "start", "iteration": 0, "config": config.to_dict()})
+    for i in range(1, warm_up + steps + 1):
+        slow = factor * (9.0 if i <= warm_up else 1.0)
+        records.append({
+            "event": "iteration", "iteration": i, "step_time_s": slow * found.seconds, "skipped": 0,
+            "global_batch_size": config.batch.global_batch_size,
+            "times_ms": {"forward-backward": {"max": 1e3 * slow * found.run.makespan}},
+        })  # fmt: skip
+    folder.mkdir(parents=True)
+    path = folder / "metrics.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_predictions_with_the_new_description_are_what_was_measured(tmp_path: Path) -> None:
+    chance = random.Random(3)
+    paths = [write_run(tmp_path / f"{i}", config, 1.3 * math.exp(chance.gauss(0, 0.01)))
+             for i, config in enumerate(LAYOUTS)]  # fmt: skip
+    out = tmp_path / "new" / "machine.toml"
+    text = update_cluster("frontier", paths, out, warm_up=2)
+    corrected = load_cluster(str(out))
+    for config in LAYOUTS:
+        assert estimate(config, corrected).seconds == pytest.approx(1.3 * estimate(config, FRONTIER).seconds, rel=0.03)
+    assert corrected.name == "frontier", "the launch scripts know it by its name"
+    assert "by the step times of 8 run(s)" in corrected.compute.figures["products.float16"].source
+    before, after = (line for line in text.splitlines() if line.startswith("predictions "))
+    assert 22.0 < float(before.split()[2]) < 25.0 and float(after.split()[2]) < 2.0
+    assert text.splitlines()[-1] == f"{out}: frontier, corrected by 8 trial(s)"
+
+
+def test_what_cannot_be_used_is_named_and_left_out(tmp_path: Path) -> None:
+    good = write_run(tmp_path / "good", LAYOUTS[0], 1.3)
+    short = write_run(tmp_path / "short", LAYOUTS[1], 1.3, steps=2)
+    bad = write_run(tmp_path / "bad", LAYOUTS[2], 1.3)
+    bad.write_text("{\n")
+    text = update_cluster("frontier", [short, good, bad, tmp_path / "gone.jsonl"], tmp_path / "out.toml", warm_up=2)
+    left_out = [line for line in text.splitlines() if line.startswith("left out: ")]
+    assert len(left_out) == 3 and "short" in left_out[0] and "2 record(s) of steps" in left_out[0]
+    assert text.endswith("corrected by 1 trial(s)") and "of two trials" not in text
+    with pytest.raises(ConfigError, match="nothing to correct it by: left out: .*2 record"):
+        update_cluster("frontier", [short], tmp_path / "none.toml", warm_up=2)
+    with pytest.raises(ConfigError, match="nothing to correct it by: no trial has valid figures"):
+        update_cluster("frontier", [], tmp_path / "none.toml", warm_up=2)
+    assert not (tmp_path / "none.toml").exists()
+
+
+def test_the_description_that_the_search_rests_on_is_not_overwritten(tmp_path: Path) -> None:
+    machine = tmp_path / "machine.toml"
+    write_cluster(FRONTIER, machine)
+    text = machine.read_text()
+    path = write_run(tmp_path / "run", LAYOUTS[0], 1.3)
+    with pytest.raises(ConfigError, match="choose another file"):
+        update_cluster(str(machine), [path], machine, warm_up=2)
+    assert machine.read_text() == text
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="choose a file that can be written"):
+        update_cluster(str(machine), [path], tmp_path / "file" / "x.toml", warm_up=2)
+
+
+def test_only_valid_trials_count(tmp_path: Path) -> None:
+    trial = Trial(1, Candidate(0, "a", {}, (), 1, 1, 1), "chance", "trials/0001", result=Result(DONE, step_s=1.0))
+    others = [dataclasses.replace(trial, number=n, result=result) for n, result in
+              ((2, Result(FAILED, "crash")), (3, Result(INVALID, step_s=1.0)), (4, None))]  # fmt: skip
+    assert metrics_of(tmp_path, [trial, *others]) == [tmp_path / "trials" / "0001" / "metrics.jsonl"]

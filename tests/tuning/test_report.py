@@ -1,0 +1,372 @@
+"""The report of a search: its figures against sums by hand, its files as their users read them."""
+from __future__ import annotations
+
+import csv
+import dataclasses
+import math
+import os
+import random
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.config.command_line import parse_args, parse_plan
+from megatron.errors import ConfigError
+from megatron.planning.cluster import load_cluster
+from megatron.tuning.report import importance, plots
+from megatron.tuning.report.best import best_command
+from megatron.tuning.report.context import amount, value_text
+from megatron.tuning.report.importance import measured_importance, predicted_importance, worths
+from megatron.tuning.report.tables import summary
+from megatron.tuning.report.write import ReportContext, write_report
+from megatron.tuning.types import DONE, FAILED, INVALID, Candidate, Parameter, Result, Trial
+from tests.helpers.preflight import accepted
+from tests.tuning import made
+
+PICTURES = {"trajectory.png", "parameters.png", "memory.png", "predicted.png", "importance.png"}
+
+
+def context(count: int = 60, parameters: tuple[Parameter, ...] = made.PARAMETERS, **changes: Any) -> ReportContext:
+    candidates, trials = made.trials(count, parameters=parameters)
+    known: dict[str, Any] = dict(
+        name="made", title="A made-up search", parameters=parameters, trials=trials, candidates=candidates,
+        objective="tokens_per_s", search="chance", combinations=288, rejections=made.rejections(),
+        capacity_bytes=8.0 * made.GIB,
+    )  # fmt: skip
+    return ReportContext(**(known | changes))
+
+
+def names(files: list[Path]) -> set[str]:
+    return {path.name for path in files}
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# -- what is written ---------------------------------------------------------------------------------------------------
+
+
+def test_everything_is_there_and_nothing_of_an_earlier_report(tmp_path: Path) -> None:
+    whole = context()
+    files = write_report(tmp_path, whole)
+    wanted = {"trials.md", "trials.csv", "importance.csv", "best.txt", "best.sh", *PICTURES}
+    assert names(files) == wanted == {path.name for path in (tmp_path / "report").iterdir()}
+    assert files[0].name == "trials.md"
+    for picture in PICTURES:
+        assert (tmp_path / "report" / picture).read_bytes().startswith(b"\x89PNG")
+    # Of fewer trials: no importances, whose picture must not stay.
+    fewer = write_report(tmp_path, dataclasses.replace(whole, trials=whole.trials[:8]))
+    assert len(whole.valid) > len([t for t in whole.trials[:8] if t.valid]) < importance.LEAST_TRIALS
+    assert names(fewer) == wanted - {"importance.png"} == {path.name for path in (tmp_path / "report").iterdir()}
+    assert "valid trial(s): importances need at least 8" in (tmp_path / "report" / "trials.md").read_text()
+
+
+def test_trials_csv_has_every_trial_with_its_figures(tmp_path: Path) -> None:
+    whole = context()
+    running = Trial(61, whole.candidates[3], "chance", "trials/0061", started=5.0)
+    stopped = dataclasses.replace(running, number=62, ended=9.0)
+    write_report(tmp_path, dataclasses.replace(whole, trials=[*whole.trials, running, stopped]))
+    rows = rows_of(tmp_path / "report" / "trials.csv")
+    assert [row["trial"] for row in rows] == [str(i) for i in range(1, 63)]
+    assert [row["state"] for row in rows[-2:]] == ["running", "interrupted"]
+    for row, trial in zip(rows, whole.trials, strict=False):
+        assert trial.result is not None
+        assert float(row["step_s"] or "nan") == (trial.result.step_s or pytest.approx(math.nan, nan_ok=True))
+        assert row["recompute"] == trial.candidate.values["recompute"]
+        assert row["state"] == (trial.result.kind if trial.result.status == FAILED else trial.result.status)
+        if trial.valid:
+            # One node, 4096 tokens a step.
+            hours = float(row["step_s"]) * 1e9 / 4096 / 3600
+            assert float(row["node_hours_per_gtoken"]) == pytest.approx(hours)
+
+
+def test_a_variable_may_have_the_name_of_a_column(tmp_path: Path) -> None:
+    whole = context(3)
+    named = [dataclasses.replace(t, candidate=dataclasses.replace(t.candidate, values={"trial": 7, "nodes": 1}))
+             for t in whole.trials]  # fmt: skip
+    parameters = (Parameter("trial", (7, 8)), Parameter("nodes", (1, 2)))
+    write_report(tmp_path, dataclasses.replace(whole, parameters=parameters, trials=named, candidates=[]))
+    rows = rows_of(tmp_path / "report" / "trials.csv")
+    assert [(row["trial"], row["variable trial"], row["nodes"]) for row in rows] == [
+        ("1", "7", "1"), ("2", "7", "1"), ("3", "7", "1")
+    ]  # fmt: skip
+
+
+def test_a_title_is_no_mathematics(tmp_path: Path) -> None:
+    files = write_report(tmp_path, dataclasses.replace(context(10), title=r"from $\cost{ 5 to $6"))
+    assert "trajectory.png" in names(files)
+
+
+def test_no_valid_trial(tmp_path: Path) -> None:
+    whole = context(6)
+    failed = [dataclasses.replace(t, result=Result(FAILED, "crash", "exit code | 1\nand more")) for t in whole.trials]
+    broken = dataclasses.replace(whole, trials=failed)
+    assert names(write_report(tmp_path, broken)) == {"trials.md", "trials.csv"}
+    text = (tmp_path / "report" / "trials.md").read_text()
+    assert "there is no best layout" in text and "6 crash" in text and "exit code \\| 1 and more" in text
+    assert names(write_report(tmp_path / "none", dataclasses.replace(whole, trials=[]))) == {"trials.md", "trials.csv"}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "count", "objective"),
+    [
+        (made.PARAMETERS[2:3], 4, "tokens_per_s"), (made.PARAMETERS, 10, "node_hours"),
+        (made.PARAMETERS[3:], 2, "node_hours"),
+    ],
+)  # fmt: skip
+def test_small_searches_are_drawn(tmp_path: Path, parameters: Any, count: int, objective: str) -> None:
+    small = context(count, parameters, objective=objective, cluster=load_cluster("frontier"))
+    assert names(write_report(tmp_path, small)) >= PICTURES - {"importance.png"}
+
+
+def test_without_the_planner(tmp_path: Path) -> None:
+    plain = context()
+    candidates = [dataclasses.replace(c, step_s=None, memory_bytes=None) for c in plain.candidates]
+    trials = [dataclasses.replace(t, candidate=candidates[t.candidate.index]) for t in plain.trials]
+    bare = dataclasses.replace(plain, candidates=candidates, trials=trials, capacity_bytes=None)
+    assert names(write_report(tmp_path, bare)) >= PICTURES - {"predicted.png"}
+    assert not (tmp_path / "report" / "predicted.png").exists()
+    assert "planner" not in " ".join(summary(bare))
+    assert predicted_importance(bare) is None
+    blind = [dataclasses.replace(t, result=dataclasses.replace(t.result, memory_bytes=None) if t.result else None)
+             for t in trials]  # fmt: skip
+    assert "memory.png" not in names(write_report(tmp_path, dataclasses.replace(bare, trials=blind)))
+
+
+def test_missing_libraries_and_folders_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    files = write_report(tmp_path, context())
+    assert names(files) == {"trials.md", "trials.csv", "importance.csv", "best.txt", "best.sh"}
+    text = files[0].read_text()
+    assert "plots need matplotlib, which is not installed: pip install 'megatron-frontier[tune]'" in text
+    assert "importances need optuna" in text
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="file/report: Not a directory: choose another --out folder"):
+        write_report(tmp_path / "file", context())
+
+
+# -- sums --------------------------------------------------------------------------------------------------------------
+
+
+def hand_made(rates: list[float | None], predicted: list[float]) -> ReportContext:
+    """Layouts a=0, a=1, ... of one token a step on one node; None failed."""
+    candidates = [Candidate(i, f"a={i}", {"a": i}, (), 1, 1, 1, step_s=1 / p) for i, p in enumerate(predicted)]
+    trials = []
+    for i, rate in enumerate(rates):
+        result = Result(FAILED, "hang", "?") if rate is None else Result(DONE, step_s=1 / rate, steady=5)
+        trials.append(Trial(i + 1, candidates[i], "chance", "", result=result))
+    parameter = Parameter("a", tuple(range(len(predicted))))
+    return ReportContext("x", "X", (parameter,), trials, candidates, "tokens_per_s", "chance")
+
+
+def test_gains_over_the_planners_first_and_the_median() -> None:
+    lines = summary(hand_made([100.0, 125.0, None, 80.0], [110.0, 100.0, 90.0, 80.0]))
+    assert lines[0].startswith("Best: a=1 (trial 2): 125 tokens/s, 0.008 s a step over 5 steady steps")
+    assert lines[1] == "25.0 % more throughput than the planner's first, a=0 (trial 1)."
+    assert lines[2] == "25.0 % more throughput than the median of 3 valid trials."
+    assert lines[3] == "4 of 4 layouts were tried, searched by chance."
+    assert lines[4] == "Without valid figures: 1 hang."
+    # 10 %, -20 % and 0 % off in rates: a step of 1/110 where it took 1/100 is 9.1 % off.
+    assert lines[5].startswith("The planner's steps are 9.1 % off in the median, 25.0 % at most; of two layouts it")
+    assert "in 67 % of pairs" in lines[5]
+
+
+def test_the_planners_first_may_fail_or_be_untried_or_best() -> None:
+    assert "The planner's first, a=0 (trial 1): hang." in summary(hand_made([None, 1.0], [9.0, 1.0]))
+    assert "The planner's first, a=1, was not tried." in summary(hand_made([1.0], [1.0, 2.0]))
+    assert "It is the planner's first." in summary(hand_made([2.0, 1.0], [9.0, 1.0]))
+
+
+def test_what_values_cost() -> None:
+    (worth,) = worths(hand_made([100.0, 125.0, None], [1.0, 1.0, 1.0, 1.0]))
+    assert worth.best == 1
+    found = [(v.value, v.valid, v.failed, v.loss) for v in worth.values]
+    assert found == [(0, 1, 0, pytest.approx(0.2)), (1, 1, 0, 0.0), (2, 0, 1, None), (3, 0, 0, None)]
+
+
+def test_node_hours_prefer_few_nodes() -> None:
+    found = hand_made([100.0, 125.0], [1.0, 1.0])
+    trials = [dataclasses.replace(t, candidate=dataclasses.replace(t.candidate, nodes=n)) for t, n in
+              zip(found.trials, (1, 2), strict=True)]  # fmt: skip
+    cheap = dataclasses.replace(found, trials=trials, objective="node_hours")
+    assert cheap.best is not None and cheap.best.number == 1
+    assert cheap.value(trials[1]) == pytest.approx(2 / 125 * 1e9 / 3600)
+    assert cheap.loss(trials[1]) == pytest.approx(1 - 125 / 200)
+
+
+def test_an_invalid_trial_is_never_best() -> None:
+    found = hand_made([100.0, 125.0], [1.0, 1.0])
+    result = found.trials[1].result
+    assert result is not None
+    trials = [found.trials[0], dataclasses.replace(found.trials[1], result=dataclasses.replace(result, status=INVALID))]
+    lines = summary(dataclasses.replace(found, trials=trials))
+    assert lines[0].startswith("Best: a=0") and "Without valid figures: 1 invalid." in lines
+
+
+def test_values_as_they_are_read() -> None:
+    assert [value_text(v) for v in (None, True, False, 1, 0.25, "x")] == ["none", "on", "off", "1", "0.25", "x"]
+    assert (amount(1234567.0), amount(0.012345)) == ("1,234,567", "0.01235")
+
+
+# -- importance --------------------------------------------------------------------------------------------------------
+
+
+def test_importances_are_the_variances_of_a_sum_of_effects() -> None:
+    """Of log(cost) = 3 f(a) + f(b) on the whole grid the parts of variance are 9 : 1 : 0."""
+    parameters = (Parameter("a", tuple(range(6))), Parameter("b", ("p", "q", "r", "s", "t", "u"), ordered=False),
+                  Parameter("c", (False, True), ordered=False), Parameter("d", (7,)))  # fmt: skip
+    candidates, trials = [], []
+    for a in range(6):
+        for j, b in enumerate("pqrstu"):
+            for c in (False, True):
+                key = f"a={a},b={b},c={c}"
+                candidate = Candidate(len(candidates), key, {"a": a, "b": b, "c": c, "d": 7}, (), 1, 1, 1)
+                cost = math.exp(3 * math.sin(2 * a) + math.sin(2 * j))
+                candidates.append(candidate)
+                trials.append(Trial(len(candidates), candidate, "", "", result=Result(DONE, step_s=cost, steady=1)))
+    found = measured_importance(ReportContext("", "", parameters, trials, candidates, "tokens_per_s", ""))
+    assert found.trials == 72 and found.refused is None and list(found.shares) == ["a", "b", "c"]
+    assert found.shares["a"] == pytest.approx(0.9, abs=0.05) and found.shares["b"] == pytest.approx(0.1, abs=0.05)
+    assert found.shares["c"] < 0.02
+
+
+def test_importances_of_noise_are_called_doubtful(tmp_path: Path) -> None:
+    chance, whole = random.Random(1), context(80)
+    noise = [dataclasses.replace(t, result=Result(DONE, step_s=math.exp(chance.gauss(0, 0.2)), steady=5))
+             for t in whole.trials]  # fmt: skip
+    for trials, doubtful in ((whole.trials, False), (noise, True)):
+        files = write_report(tmp_path, dataclasses.replace(whole, trials=trials))
+        assert ("these importances mean little" in files[0].read_text()) == doubtful
+
+
+def test_importances_are_the_same_again_and_refused_without_a_difference() -> None:
+    whole = context()
+    assert measured_importance(whole) == measured_importance(whole)
+    almost = hand_made([5.0 + 1e-9 * i for i in range(9)], [1.0] * 9)
+    assert measured_importance(almost).refused == "all valid trials cost the same: no parameter matters"
+    same = hand_made([5.0] * 9, [1.0] * 9)
+    assert measured_importance(same).refused == "all valid trials cost the same: no parameter matters"
+    assert predicted_importance(same) is None
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+def test_no_text_of_a_picture_overlaps_another_or_leaves_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Titles, labels, legends and tick labels of all pictures of searches of three sizes."""
+    from matplotlib.text import Text
+
+    seen: list[str] = []
+    drawn: list[Any] = []
+    draw = Text.draw
+
+    def note(text: Any, renderer: Any) -> None:
+        draw(text, renderer)
+        if text.get_visible() and text.get_text().strip():
+            drawn.append(text)
+
+    def check(figure: Any, path: Path) -> Path:
+        drawn.clear()
+        figure.canvas.draw()
+        _no_overlaps(drawn, figure.canvas.get_width_height(), f"picture {len(seen)}: {path.name}")
+        seen.append(path.name)
+        plots.pyplot().close(figure)
+        return path
+
+    monkeypatch.setattr(Text, "draw", note)
+    monkeypatch.setattr("megatron.tuning.report.plots.save", check)
+    monkeypatch.setattr("megatron.tuning.report.parameter_plot.save", check)
+    many = (*made.PARAMETERS[:2], Parameter("mbs", tuple(range(1, 18))))
+    one = (Parameter("mbs", (1, 2, 4, 8, 16, 32, 64)),)
+    for whole in (context(12), context(100), context(100, objective="node_hours"), context(30, many), context(8, one)):
+        write_report(tmp_path, whole)
+    assert set(seen) == PICTURES
+
+
+def _no_overlaps(texts: list[Any], size: tuple[int, int], where: str) -> None:
+    """Turned ones are left to the eye: their boxes are larger than they are."""
+    boxes = [(text.get_text(), text.get_window_extent(), text.get_rotation() % 90 == 0) for text in texts]
+    assert boxes, where
+    for i, (words, box, straight) in enumerate(boxes):
+        assert box.x0 > -2 and box.y0 > -2 and box.x1 < size[0] + 2 and box.y1 < size[1] + 2, (where, words)
+        for other, another, other_straight in boxes[:i]:
+            if straight and other_straight:
+                assert not box.padded(-1).overlaps(another.padded(-1)), (where, words, other)
+
+
+# -- the best layout ---------------------------------------------------------------------------------------------------
+
+
+def test_best_command_is_the_layout_that_was_tried(tmp_path: Path) -> None:
+    whole = context()
+    write_report(tmp_path, whole)
+    best = whole.best
+    assert best is not None
+    words = shlex.split((tmp_path / "report" / "best.txt").read_text())
+    assert words[:3] == ["torchrun", "--nproc-per-node=8", "pretrain_gpt.py"]
+    world = ["--world-size", "8"]
+    assert parse_plan([*words[3:], *world]) == parse_plan([*best.candidate.flags, *world])
+    assert not {"--train-iters", "--mock-data", "--metrics-file", "--timing-log-level"} & set(words)
+    text = (tmp_path / "report" / "trials.md").read_text()
+    assert "It still needs" in text and "the length of the run is missing" in text and "no data: give" in text
+
+
+def test_best_script_starts_it_and_says_what_is_missing(tmp_path: Path) -> None:
+    whole = context()
+    write_report(tmp_path, whole)
+    script = tmp_path / "report" / "best.sh"
+    (tmp_path / "torchrun").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    done = subprocess.run([script, "--lr", "1e-3", "--train-iters", "9", "--mock-data"], capture_output=True, text=True,
+                          env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, timeout=20, check=True)  # fmt: skip
+    words = done.stdout.split("\n")[:-1]
+    config = parse_args(words[words.index("pretrain_gpt.py") + 1 :], 8)
+    assert whole.best is not None
+    assert config.batch.micro_batch_size == whole.best.candidate.values["mbs"]
+    text = script.read_text()
+    assert "the length of the run is missing" in text and "no data: give" in text and "--lr is missing" in text
+
+
+def test_under_slurm_devices_are_bound() -> None:
+    whole = context(launcher="slurm", tasks_per_node=8, cluster=load_cluster("frontier"))
+    command = best_command(whole)
+    assert command is not None and command.startswith(
+        "srun -N 1 -n 8 --ntasks-per-node=8 -c 7 --gpus-per-task=1 --gpu-bind=closest python -u pretrain_gpt.py "
+    )
+    plain = best_command(dataclasses.replace(whole, cluster=None))
+    assert plain is not None and plain.startswith("srun -N 1 -n 8 --ntasks-per-node=8 python -u pretrain_gpt.py ")
+
+
+@pytest.mark.slow
+def test_the_job_script_passes_the_preflight_check(tmp_path: Path) -> None:
+    """As tests/tools/test_plan.py has it for the planner's choice."""
+    flags = (*"--preset gpt-22b --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --micro-batch-size 1 "
+             "--global-batch-size 128 --cluster frontier --rank-order tp-dp-pp".split(),)  # fmt: skip
+    candidate = Candidate(0, "tp=2,pp=4", {"tp": 2}, flags, 128, 16, 128 * 2048)
+    trial = made.trial(1, candidate, "planner", random.Random(0))
+    result = Result(DONE, step_s=3.5, steady=5, tokens_per_s=128 * 2048 / 3.5)
+    search = ReportContext("paper", "Paper", (Parameter("tp", (1, 2)),), [dataclasses.replace(trial, result=result)],
+                           [candidate], "tokens_per_s", "deephyper", cluster=load_cluster("frontier"),
+                           launcher="slurm", tasks_per_node=8)  # fmt: skip
+    assert "best.sbatch" in names(write_report(tmp_path, search))
+    script = tmp_path / "report" / "best.sbatch"
+    assert "#SBATCH -N 16" in script.read_text() and "3.5 s a step" in script.read_text()
+    assert [training["tasks"] for training in accepted(script, tmp_path)] == [128]
+
+
+def test_numbers_of_pairs_agree_with_numpy() -> None:
+    """The share of pairs in the right order, against ranks of all of them."""
+    whole = context()
+    found = np.array([(t.candidate.step_s, t.result.step_s) for t in whole.valid if t.result])
+    signs = np.sign(found[:, None, :] - found[None, :, :])
+    upper = np.triu_indices(len(found), 1)
+    agree = (signs[..., 0] == signs[..., 1])[upper].mean()
+    assert f"in {100 * agree:.0f} % of pairs" in plots.prediction_words(whole)

@@ -1,0 +1,238 @@
+"""Reading a space: what a name means, ranges, and every mistake with the place where it was made."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron.config.command_line import flag_table, read_settings
+from megatron.errors import ConfigError
+from megatron.tuning.names import subject
+from megatron.tuning.space import Space
+from megatron.tuning.space_file import known_spaces, load_space
+
+Write = Callable[[str], Space]
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Write:
+    def from_text(text: str) -> Space:
+        path = tmp_path / "space.toml"
+        path.write_text(text, encoding="utf-8")
+        return load_space(str(path))
+
+    return from_text
+
+
+WHOLE = """
+title = "A space"
+source = "somewhere"
+cluster = "frontier"
+flags = ["--preset", "tiny", "--num-layers", 8]
+[parameters]
+tp = [4, 1, 2]
+"--micro-batch-size" = { from = 1, to = 8, times = 2 }
+lr = { from = 0.1, to = 0.3, step = 0.1 }
+schedule = ["zb-h1", "1f1b"]
+sp = [true, false]
+num-layers-per-virtual-pipeline-stage = [2, "none", 1]
+[variables]
+accumulation = { from = 4, to = 12, step = 4 }
+[derived]
+gbs = "mbs * dp * accumulation"
+processes = 4
+[constraints]
+"no more than a node" = "tp <= 2"
+[trial]
+iterations = 7
+warm_up = 0
+"""
+
+
+def test_a_whole_file(read: Write) -> None:
+    space = read(WHOLE)
+    assert [(p.name, p.values, p.ordered) for p in space.parameters] == [
+        ("tp", (1, 2, 4), True), ("micro_batch_size", (1, 2, 4, 8), True), ("lr", (0.1, 0.2, 0.3), True),
+        ("schedule", ("zb-h1", "1f1b"), False), ("sp", (False, True), True),
+        ("num_layers_per_virtual_pipeline_stage", (None, 1, 2), True), ("accumulation", (4, 8, 12), True),
+    ]  # fmt: skip
+    assert space.variables == {"accumulation"} and space.flags == ("--preset", "tiny", "--num-layers", "8")
+    assert (space.title, space.source, space.cluster, space.name) == ("A space", "somewhere", "frontier", "space")
+    assert {name: e.text for name, e in space.derived.items()} == {"gbs": "mbs * dp * accumulation", "processes": "4"}
+    assert space.constraints["no more than a node"].text == "tp <= 2"
+    assert (space.iterations, space.warm_up) == (7, 0)
+    assert space.combinations == 3 * 4 * 3 * 2 * 2 * 3 * 3
+
+
+def test_combinations_are_the_product_in_order(read: Write) -> None:
+    space = read('flags = ["--preset", "tiny"]\n[parameters]\ntp = [1, 2]\nmbs = [4, 1, 2]\nsp = [false, true]')
+    found = [tuple(space.combination(n).values()) for n in range(space.combinations)]
+    assert found == [(tp, mbs, sp) for tp in (1, 2) for mbs in (1, 2, 4) for sp in (False, True)]
+    with pytest.raises(IndexError):
+        space.combination(space.combinations)
+
+
+def test_the_digest_is_of_the_meaning(read: Write) -> None:
+    first = read(WHOLE).digest()
+    assert read(WHOLE.replace("A space", "Another title").replace("no more than a node", "why not")).digest() == first
+    for old, new in (("tp <= 2", "tp <= 1"), ("[4, 1, 2]", "[4, 2]"), ('"tiny"', '"gpt2-124m"'), ("to = 12", "to = 8"),
+                     ("* accumulation", "* accumulation * 2"), ("processes = 4", "processes = 8")):  # fmt: skip
+        assert old in WHOLE and read(WHOLE.replace(old, new)).digest() != first, new
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("parameters = 3", ["parameters", "expected a table"]),
+        ("[parameters]", ["nothing varies"]),
+        ("[parameters]\ntp = 4", ["[parameters] tp", "expected values", "got 4"]),
+        ("[parameters]\ntp = []", ["[parameters] tp", "expected values"]),
+        ("[parameters]\ntp = [0]", ["[parameters] tp", "0 is 0, but must be at least 1"]),
+        ("[parameters]\ntp = [1.5]", ["[parameters] tp", "expected a whole number"]),
+        ("[parameters]\ntp = [true]", ["[parameters] tp", "takes int"]),
+        ("[parameters]\nsp = [1]", ["[parameters] sp", "true or false"]),
+        ("[parameters]\ntp = [2, 2]", ["[parameters] tp", "2 is given twice"]),
+        ("[parameters]\ntpp = [1]", ["[parameters] tpp", "no flag", "short names are tp"]),
+        ("[parameters]\nmicro-batch-sise = [1]", ["did you mean micro-batch-size"]),
+        ("[parameters]\ntp = [1]\ntensor-model-parallel-size = [2]", ["says the same as 'tp'"]),
+        ("[parameters]\nnodes = [1]\nprocesses = [8]", ["[parameters] processes", "says the same as 'nodes'"]),
+        ("[parameters]\nrecompute = ['none']\nrecompute-method = ['block']", ["says the same as 'recompute'"]),
+        ("[parameters]\nrecompute = ['all']", ["[parameters] recompute", "selective:MODULE"]),
+        ("[parameters]\nschedule = ['gpipe']", ["1f1b, interleaved, zb-h1"]),
+        ("[parameters]\norder = ['tp-pp']", ["[parameters] order", "tp-dp-pp"]),
+        ("[parameters]\ntrain-iters = [10]", ["train-iters has no place here", "--iterations"]),
+        ("[parameters]\nsave = ['x']", ["neither saves nor loads"]),
+        ("[parameters]\nnum-experts = [2]", ["--num-experts varies nothing"]),
+        ("[parameters]\nhelp = [true]", ["no setting"]),
+        ("[parameters]\ndp = [2]", ["follows from processes, tp and pp"]),
+        ("[parameters]\ntp = { from = 1, to = 4 }", ["[parameters] tp", "a range is"]),
+        ("[parameters]\ntp = { from = 1, to = 4, step = 1, times = 2 }", ["a range is"]),
+        ("[parameters]\ntp = { from = 4, to = 1, step = 1 }", ["from = 4 is beyond to = 1"]),
+        ("[parameters]\ntp = { from = 1, to = 4, step = 0 }", ["step = 0 must be above 0"]),
+        ("[parameters]\ntp = { from = 1, to = 4, times = 1 }", ["times above 1"]),
+        ("[parameters]\ntp = { from = 0, to = 4, times = 2 }", ["from above 0"]),
+        ("[parameters]\ntp = { from = 1, to = nan, step = 1 }", ["to = nan is no number"]),
+        ("[parameters]\ntp = { from = 1, to = 1e9, step = 1 }", ["more than 10,000 values"]),
+        ("[parameters]\ntp = { form = 1, to = 4, step = 1 }", ["'form' is not known, did you mean from"]),
+        (f"[parameters]\ntp = {{ from = 1, to = 1{'0' * 400}, step = 1 }}", ["to = 1000", "is no number that could"]),
+        (f"[parameters]\nseed = [1{'0' * 400}]", ["[parameters] seed", "0... is no number that could be used"]),
+        (f"[parameters]\nseed = [1{'0' * 5000}]", ["is no TOML"]),
+        ('[parameters]\ndata-path = ["a\\nb"]', ["[parameters] data-path", "has a line break"]),
+        ('[parameters]\ntp = [1]\n[variables]\nv = ["a\\nb"]', ["[variables] v", "has a line break"]),
+        ("[parameters]\nuse-flash-attn = [true, false]", ["use-flash-attn varies nothing: --attention-backend"]),
+        ("[parameters]\n'--tensorboard-dir' = ['a', 'b']", ["--tensorboard-dir varies nothing: a trial is without it"]),
+        ("[parameters]\ntp = [1]\n[variables]\nv = [true, 'on']", ["[variables] v", "on is given twice"]),
+        ("[parameters]\ntp = [1979-05-27]", ["[parameters] tp", "is a date, which no flag takes"]),
+        ("[parameters]\ntp = [1]\n[variables]\nmbs = [1]", ["[variables] mbs", "put it into [parameters]"]),
+        ("[parameters]\ntp = [1]\n[variables]\nmax = [1]", ["[variables] max", "no name"]),
+        ("[parameters]\ntp = [1]\n[variables]\nif = [1]", ["[variables] if", "no name"]),
+        ("[parameters]\ntp = [1]\n[variables]\na-b = [1]", ["[variables] a-b", "no name"]),
+        ("[parameters]\ntp = [1]\n[variables]\na = [1]", ["[variables] a", "stands in no expression"]),
+        ("[parameters]\ntp = [1]\n[derived]\ngsb = '1'", ["[derived] gsb", "no flag"]),
+        ("[parameters]\ntp = [1]\n[derived]\ntp = '1'", ["[derived] tp", "[parameters] has tp", "leave one out"]),
+        ("[parameters]\ntp = [1]\n[derived]\ngbs = 'mbs *'", ["[derived] gbs", "'mbs *'", "column", "invalid syntax"]),
+        ("[parameters]\ntp = [1]\n[derived]\ngbs = 'mbs * accu'", ["[derived] gbs", "column 7", "'accu' is no flag"]),
+        ("[parameters]\ntp = [1]\n[constraints]\n'a b' = 'tp.x'", ["[constraints] 'a b'", "column 1", "not read here"]),
+        ("[parameters]\ntp = [1]\n[trial]\niterations = 0", ["[trial] iterations", "at least 1", "got 0"]),
+        ("[parameters]\ntp = [1]\n[trial]\nwarmup = 1", ["[trial] warmup", "did you mean warm_up"]),
+        ("flags = '--bf16'\n[parameters]\ntp = [1]", ["flags", "list of words"]),
+        ("flags = ['--bf61']\n[parameters]\ntp = [1]", ["flags", "--bf61"]),
+        ("flags = ['--load', 'x', '--save', 'x']\n[parameters]\ntp = [1]", ["--load x has no", "--save x has no"]),
+        ("flags = ['--micro-batch-size', 2]\n[parameters]\nmbs = [1]",
+         ["[parameters] mbs", "flags has --micro-batch-size 2", "leave one out"]),
+        ("flags = ['--recompute-method', 'block']\n[parameters]\nrecompute = ['none']", ["--recompute-method block"]),
+        ("title = 3\n[parameters]\ntp = [1]", ["title", "expected text"]),
+        ("titel = 'x'\n[parameters]\ntp = [1]", ["titel", "did you mean title"]),
+        ("[parameters\ntp = [1]", ["no TOML", "line 1"]),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_named_with_its_place(read: Write, text: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as found:
+        read(text)
+    for word in ("space.toml", *words):
+        assert word in str(found.value)
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="neither a file nor a space.*did you mean paper-175b"):
+        load_space("paper-175")
+    binary = tmp_path / "x.toml"
+    binary.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_space(str(binary))
+    with pytest.raises(ConfigError, match="neither a file"):
+        load_space(str(tmp_path))
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.one_of(
+    st.text(max_size=60),
+    st.tuples(st.sampled_from(["tp", "mbs", "lr", "sp", "recompute", "preset", "devices", "bf16", "x"]),
+              st.sampled_from(["[1]", "['none']", "[[1,2]]", "[{a=1}]", "{from=1,to=3,step=1}", "[-1.5]", "['1']",
+                               "{}", "[true, 'x']", "{from=-5,to=1e300,times=1e-9}", "[99999999999999999999]", "['']"]),
+              st.sampled_from(["", "[derived]\ngbs = 'tp'", "[derived]\ntp = 1", "[constraints]\na = true"])
+              ).map(lambda t: f"[parameters]\n{t[0]} = {t[1]}\n{t[2]}"),
+))  # fmt: skip
+def test_no_file_does_anything_but_be_read_or_refused(read: Write, text: str) -> None:
+    try:
+        space = read(text)
+    except ConfigError:
+        return
+    assert space.combinations == len({str(space.combination(n)) for n in range(space.combinations)})
+
+
+def test_every_flag_varies_or_is_refused_with_a_reason() -> None:
+    """By the parser of pretrain_gpt.py: the words of a value give the setting that value."""
+    varied = 0
+    for spelling, flag in flag_table().items():
+        try:
+            meant = subject(spelling)
+        except ConfigError as error:
+            assert spelling in str(error)
+            continue
+        if spelling == "--preset":
+            continue
+        assert flag.option is not None and meant.settings == (flag.option.name,)
+        option = flag.option
+        value: Any = option.choices[-1] if option.choices else {int: 8, float: 1.5, str: "a_b"}.get(option.kind, True)
+        if flag.kind != "value":
+            value = True
+        elif option.many:
+            value = [value]
+        try:
+            accepted = meant.accept(value)
+        except ValueError as error:
+            assert any(word in str(error) for word in ("at most", "less than", "at least")), spelling
+            continue
+        given = read_settings(meant.words(accepted))
+        assert not given.problems and given.given[option.name] == (
+            flag.value if flag.kind != "value" else tuple(value) if option.many else value
+        ), spelling
+        varied += 1
+    assert varied > 200
+
+
+def test_a_switch_has_two_sides() -> None:
+    def setting(name: str, value: bool) -> object:
+        meant = subject(name)
+        return read_settings(meant.words(meant.accept(value))).given.get(meant.settings[0])
+
+    assert setting("sp", True) is True and setting("sp", False) is False
+    assert setting("no-sequence-parallel", True) is False and setting("no-sequence-parallel", False) is True
+    assert setting("use-distributed-optimizer", True) == 1 and setting("use-distributed-optimizer", False) is None
+
+
+def test_none_is_a_value_where_it_is_one_of_the_flag_s_choices() -> None:
+    def words(name: str) -> list[str]:
+        return subject(name).words(subject(name).accept("none"))
+
+    assert words("position-embedding-type") == ["--position-embedding-type", "none"]
+    assert words("recompute-granularity") == ["--recompute-granularity", "none"] and words("vocab-size") == []
+
+
+def test_the_list_of_what_comes_along() -> None:
+    assert all(load_space(name).title == title for name, title in known_spaces().items())

@@ -1,0 +1,159 @@
+"""The spaces that come along: the paper's Table V, a wider one with its best recipe, its scaling questions, a small
+one."""
+from __future__ import annotations
+
+import itertools
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from megatron.config import parse_args
+from megatron.config.command_line import parse_plan
+from megatron.planning.cluster import Cluster, load_cluster
+from megatron.planning.experiments.points import KINDS, Request, plan
+from megatron.planning.recipes import RECIPES
+from megatron.planning.search.judging import GIB
+from megatron.tuning.candidates import UNIT, Enumeration, enumerate_candidates
+from megatron.tuning.space import Machine
+from megatron.tuning.space_file import known_spaces, load_space
+from megatron.tuning.types import Candidate
+
+NAMES = (
+    "paper-175b", "paper-175b-wide", "scaling-gbs", "scaling-mbs", "scaling-pp-batch", "scaling-pp-bubble",
+    "scaling-tp", "two-cores",
+)  # fmt: skip
+ANYWHERE = Machine(None, 8, 16)
+
+
+@pytest.fixture(scope="module")
+def frontier() -> Cluster:
+    return load_cluster("frontier")
+
+
+@pytest.fixture(scope="module")
+def wide(frontier: Cluster) -> Enumeration:
+    return listed("paper-175b-wide", Machine(frontier, 8, 32, 0.9 * 64 * GIB))
+
+
+def listed(name: str, machine: Machine, flags: str = "") -> Enumeration:
+    return enumerate_candidates(load_space(name), shlex.split(flags), machine, predict=False)
+
+
+def settings(candidate: Candidate) -> dict[str, Any]:
+    """Of a run, without where its ranks are."""
+    config = parse_args([*candidate.flags, "--mock-data", "--train-iters", "1"], candidate.processes).to_dict()
+    places = ("rank_order", "device_order", "cluster", "mock_data")
+    return {name: value for name, value in config.items() if name not in places and "iters" not in name}
+
+
+def test_which_there_are() -> None:
+    assert tuple(known_spaces()) == NAMES
+    for name in NAMES:
+        space = load_space(name)
+        assert space.title and space.source and space.name == name
+        assert space.cluster == (None if name == "two-cores" else "frontier")
+
+
+def test_table_five_has_its_combinations() -> None:
+    """PP {1,2,4,8,12,16}, TP {1,2,4,8}, MBS 4-20, accumulation {5,10}, ZeRO-1 {yes,no}, nodes {12,16}; ten iterations.
+
+    Without a device's memory TP x PP must divide the GCDs of 12 or 16 nodes, and nothing else is in the way; with one
+    replica ZeRO-1 changes nothing.
+    """
+    space = load_space("paper-175b")
+    values = {parameter.name: parameter.values for parameter in space.parameters}
+    assert values == {
+        "pp": (1, 2, 4, 8, 12, 16), "tp": (1, 2, 4, 8), "mbs": tuple(range(4, 21)), "accumulation": (5, 10),
+        "zero": (0, 1), "nodes": (12, 16),
+    }  # fmt: skip
+    assert space.combinations == 3264 == 6 * 4 * 17 * 2 * 2 * 2 and space.iterations == 10
+    sizes = list(itertools.product((1, 2, 4, 8, 12, 16), (1, 2, 4, 8), (96, 128)))
+    whole = [gcds // (pp * tp) for pp, tp, gcds in sizes if gcds % (pp * tp) == 0]
+    found = listed("paper-175b", ANYWHERE)
+    counts = {reason: count for (_, reason), count in found.rejections.counts.items()}
+    assert counts == {
+        "TP x PP does not divide the processes": (len(sizes) - len(whole)) * 17 * 2 * 2,
+        "the same as another one": whole.count(1) * 17 * 2,
+    }
+    assert len(found.candidates) == 3264 - sum(counts.values())
+    for candidate in found.candidates[::97]:
+        of: Mapping[str, Any] = candidate.values
+        run = settings(candidate)
+        assert run["global_batch_size"] == of["mbs"] * run["data_parallel_size"] * of["accumulation"]
+        assert candidate.nodes == of["nodes"] and candidate.processes == 8 * candidate.nodes
+        assert run["zero_stage"] == of["zero"] and run["fp16"] and run["recompute_granularity"] == "full"
+        assert run["num_layers"] == 96 and run["hidden_size"] == 12288 and run["seq_length"] == 2048
+
+
+def test_what_of_table_five_fits(frontier: Cluster) -> None:
+    """On 64 GiB a weight, gradient and optimizer state of 16 bytes each allow no fewer than 43 parts of the model, or
+    of 4 + 12 / dp with ZeRO-1."""
+    found = listed("paper-175b", Machine(frontier, 8, 16, 64 * GIB))
+    assert 20 < len(found.candidates) < 200
+    for candidate in found.candidates:
+        tp, pp = int(candidate.values["tp"] or 0), int(candidate.values["pp"] or 0)
+        replicas = candidate.processes // (tp * pp)
+        each = 6 + 12 / (replicas if candidate.values["zero"] else 1)
+        assert 175e9 * each / (tp * pp) < 64 * GIB
+
+
+def test_the_wide_space_has_the_paper_s_best_recipe(wide: Enumeration) -> None:
+    """TP 4, PP 16, micro-batch 1, 640 samples, ZeRO-1, every layer recomputed, in fp16: the recipe on 16 nodes."""
+    (recipe,) = (r for r in RECIPES if (r.model, r.kind, r.note) == ("175B", "paper", ""))
+    wanted = parse_plan([*recipe.flags.split(), "--initial-loss-scale", "4096", "--world-size", "128"]).to_dict()
+    matching = [
+        candidate for candidate in wide.candidates
+        if all(wanted[name] == value for name, value in settings(candidate).items())
+    ]  # fmt: skip
+    assert [{n: c.values[n] for n in ("tp", "pp", "mbs", "recompute")} for c in matching] == [
+        {"tp": 4, "pp": 16, "mbs": 1, "recompute": "full:uniform:1"}
+    ]
+    assert matching[0].processes == 128 and matching[0].tokens == 640 * 2048
+
+
+def test_the_wide_space_has_what_the_paper_did_not_have(wide: Enumeration) -> None:
+    assert {c.values["schedule"] for c in wide.candidates} == {"1f1b", "interleaved", "zb-h1"}
+    assert {c.values["recompute"] for c in wide.candidates} >= {
+        "none", "selective:mlp_act+layernorm", "full:uniform:1"
+    }
+    ours = parse_plan("--preset gpt-175b-frontier --fp16 --world-size 128".split())
+    assert any(
+        (run["tensor_model_parallel_size"], run["pipeline_model_parallel_size"], run["sequence_parallel"],
+         run["num_layers_per_virtual_pipeline_stage"], run["recompute_granularity"], run["micro_batch_size"])
+        == (ours.parallel.tensor_model_parallel_size, ours.parallel.pipeline_model_parallel_size, True,
+            ours.parallel.num_layers_per_virtual_pipeline_stage, None, 1)
+        for run in map(settings, wide.candidates)
+    )  # fmt: skip
+    assert {unit for unit, _ in wide.rejections.counts} == {UNIT}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "parameter"),
+    [
+        ("scaling-tp", "tp", "tp"), ("scaling-pp-batch", "pp", "pp"), ("scaling-pp-bubble", "pp-bubble", "pp"),
+        ("scaling-mbs", "micro-batch", "mbs"), ("scaling-gbs", "batch", "gbs"),
+    ],
+)  # fmt: skip
+def test_the_scaling_questions_are_those_of_the_experiments(name: str, kind: str, parameter: str) -> None:
+    """In the paper's precision each layout is the run that tools/run_experiment.py makes of the same question."""
+    points = plan(Request(kind, "22b", values=KINDS[kind].values[""], warm_up=0))
+    found = listed(name, Machine(None, 8, 32), "--fp16 --initial-loss-scale 4096")
+    assert [c.values[parameter] for c in found.candidates] == [point.value for point in points]
+    for candidate, point in zip(found.candidates, points, strict=True):
+        assert point.config is not None and candidate.processes == point.world
+        expected = point.config.to_dict()
+        assert {n for n, value in settings(candidate).items() if expected[n] != value} <= {"log_interval"}
+
+
+def test_another_model_in_a_scaling_space() -> None:
+    found = listed("scaling-tp", Machine(None, 4, 1), "--preset tiny --global-batch-size 8")
+    found_sizes = [(c.values["tp"], c.processes, c.tokens) for c in found.candidates]
+    assert found_sizes == [(1, 1, 512), (2, 2, 512), (4, 4, 512)]
+
+
+def test_the_small_space_is_large_enough_to_prove_something() -> None:
+    found = listed("two-cores", Machine(None, 4, 1))
+    assert found.combinations == 144 and 60 <= len(found.candidates) <= 75
+    assert {c.processes for c in found.candidates} == {4} and {c.tokens for c in found.candidates} == {8 * 128}
