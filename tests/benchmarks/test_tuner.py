@@ -1,0 +1,247 @@
+"""benchmarks/tuner.py: truth, noise and trials to the best on tables whose answers are known beforehand."""
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import itertools
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.tuning.types import DONE, FAILED, HANG, OUT_OF_MEMORY, Candidate, Parameter, Result, Trial
+
+ROOT = Path(__file__).resolve().parents[2]
+TP, PP, MBS = (1, 2, 4), (1, 2, 4), (1, 2, 4, 8, 16, 32, 64)
+SIZE = len(TP) * len(PP) * len(MBS)
+
+
+@pytest.fixture(autouse=True)
+def benchmarks_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+
+def module(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def seconds(tp: int, pp: int, mbs: int) -> float:
+    """Of a step: least at tp 2, pp 4, mbs 8; the next best is 10 % dearer."""
+    return 1 + 0.1 * abs(math.log2(tp) - 1) + 0.2 * (2 - math.log2(pp)) + 0.15 * abs(math.log2(mbs) - 3)
+
+
+def made(
+    predicted: Callable[[int, int, int], float] = seconds, second_pass: Callable[[int], float] = lambda index: 1.0
+) -> Any:
+    """A table of SIZE layouts, of three steady steps in each of two passes; `second_pass`: how much slower it was."""
+    tables = module("tuner_table")
+    candidates, passes = [], ({}, {})
+    for index, values in enumerate(itertools.product(TP, PP, MBS)):
+        key, step_s = "tp={},pp={},mbs={}".format(*values), seconds(*values)
+        named = dict(zip(("tp", "pp", "mbs"), values, strict=True))
+        candidates.append(Candidate(index, key, named, ("--x", str(index)), 4, 1, 1000, 1e9, predicted(*values)))
+        passes[0][key] = tables.Measured((step_s, 0.9 * step_s, 1.1 * step_s))
+        passes[1][key] = tables.Measured(tuple(second_pass(index) * s for s in passes[0][key].steps_s))
+    parameters = (Parameter("tp", TP), Parameter("pp", PP), Parameter("mbs", MBS))
+    return tables.Table("made", parameters, tuple(candidates), passes)
+
+
+def search_of(name: str, prior: bool, limit: int | None = None, whole: bool = False) -> Any:
+    return module("tuner_replay").Search(name, name, prior, limit, whole)
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def test_truth_is_the_median_of_all_passes_and_regret_counts_from_the_least() -> None:
+    table = made()
+    best = table.candidates[table.best]
+    assert best.key == "tp=2,pp=4,mbs=8" and table.near() == {best.index}
+    assert table.truth[best.index] == pytest.approx(math.log(1.0 / 1000))
+    beside = next(c for c in table.candidates if c.key == "tp=4,pp=4,mbs=8")
+    assert table.regret(beside.index) == pytest.approx(0.1)
+    # Six steps of 0.9, 1, 1.1 and twice that: the median is the mean of 1.1 and 1.8.
+    assert math.exp(made(second_pass=lambda index: 2.0).truth[best.index]) == pytest.approx(1.45 / 1000)
+
+
+def test_a_layout_that_failed_once_has_the_truth_of_its_other_pass_and_one_that_always_failed_none() -> None:
+    table, failed = made(), module("tuner_table").Measured((), OUT_OF_MEMORY)
+    once, always = table.candidates[0].key, table.candidates[1].key
+    first, second = ({**measured, always: failed} for measured in table.passes)
+    broken = dataclasses.replace(table, passes=({**first, once: failed}, second))
+    assert broken.truth[0] == pytest.approx(table.truth[0])
+    assert broken.truth[1] == math.inf and 1 not in broken.near()
+    answers = [broken.answers(seed) for seed in range(20)]
+    assert {told[1] for told in answers} == {(None, OUT_OF_MEMORY)}
+    assert {told[0][1] for told in answers} == {None, OUT_OF_MEMORY}  # of either pass
+
+
+def test_answers_come_from_one_pass_or_the_other_and_are_the_same_for_a_seed() -> None:
+    table = made(second_pass=lambda index: 1.5)
+    told = table.answers(3)
+    assert told == table.answers(3) != table.answers(4)
+    slower = [round(math.exp(cost) * 1000 / seconds(**c.values), 6)
+              for c, (cost, _) in zip(table.candidates, told, strict=True)]  # fmt: skip
+    assert set(slower) == {1.0, 1.5} and 0.3 < slower.count(1.5) / SIZE < 0.7
+
+
+def test_noise_is_apart_from_a_shift_of_the_whole_machine() -> None:
+    alternating = made(second_pass=lambda index: 1.2 * (1.0 if index % 3 else 1.1))
+    noise = alternating.noise()
+    assert noise.shift == pytest.approx(0.2) and noise.median == pytest.approx(0.0) and noise.high == pytest.approx(0.1)
+
+
+def test_a_table_comes_back_from_its_file(tmp_path: Path) -> None:
+    table = made(second_pass=lambda index: 1.1)
+    table.write(tmp_path / "table.json")
+    assert type(table).read(tmp_path / "table.json") == table
+
+
+def test_a_pass_is_read_from_the_trials_and_their_metrics(tmp_path: Path) -> None:
+    candidates = made().candidates
+    (tmp_path / "trials" / "0001").mkdir(parents=True)
+    records = [{"event": "start"}, *({"event": "iteration", "step_time_s": s} for s in (9.0, 8.0, 2.0, 3.0, 4.0))]
+    (tmp_path / "trials" / "0001" / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    trials = [
+        Trial(1, candidates[5], "x", "trials/0001", result=Result(DONE, step_s=3.0)),
+        Trial(2, candidates[6], "x", "trials/0002", result=Result(FAILED, HANG, "no step")),
+        Trial(3, candidates[7], "x", "trials/0003"),
+    ]
+    tables = module("tuner_table")
+    done, hung = candidates[5].key, candidates[6].key
+    measured = tables.measured_in(tmp_path, trials, 2)
+    assert measured == {done: tables.Measured((2.0, 3.0, 4.0)), hung: tables.Measured((), HANG)}
+
+
+# -- replays -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_planners_order_finds_the_best_where_the_planner_has_it() -> None:
+    """Predictions in an order of our choice: the best is their fifth."""
+    replays = module("tuner_replay")
+    ahead = {(1, 1, 64): 0.1, (4, 1, 64): 0.2, (1, 1, 1): 0.3, (4, 1, 1): 0.4, (2, 4, 8): 0.5}
+    table = made(lambda *values: ahead.get(values, 1 + seconds(*values)))
+    replay = replays.replay(table, search_of("exhaustive", True, whole=True), 0)
+    assert replay.found_at(table) == 5 and sorted(replay.tried) == list(range(SIZE))
+    # What is named before that is the dearest of all: 1 + 0.1 + 0.4 + 0.45, then the least of the four.
+    assert replay.regret(table, 1) == pytest.approx(0.1 + 0.4 + 0.45)
+    assert replay.regret(table, 5) == replay.regret(table, SIZE) == pytest.approx(0.0)
+
+
+def test_random_finds_it_on_average_when_the_urn_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of k marked balls among n lies at (n + 1) / (k + 1) on average; here k is 1."""
+    monkeypatch.setattr("os.fsync", lambda handle: None)  # thousands, for journals that nobody goes on with
+    replays, table, seeds = module("tuner_replay"), made(), range(40)
+    found = [replays.replay(table, search_of("random", False, whole=True), seed).found_at(table) for seed in seeds]
+    mean, deviation = (SIZE + 1) / 2, math.sqrt((SIZE**2 - 1) / 12 / len(seeds))
+    assert abs(sum(found) / len(seeds) - mean) < 4 * deviation
+
+
+def test_failures_are_told_as_failures_and_the_named_layout_is_a_valid_one() -> None:
+    replays, table, failed = module("tuner_replay"), made(), module("tuner_table").Measured((), HANG)
+    best = table.candidates[table.best].key
+    broken = dataclasses.replace(table, passes=tuple({**measured, best: failed} for measured in table.passes))
+    replay = replays.replay(broken, search_of("exhaustive", True, whole=True), 1)
+    assert replay.tried[0] == table.best and replay.named[0] is None and math.isinf(replay.regret(broken, 1))
+    assert replay.found_at(broken) == 2 and replay.regret(broken, 2) == pytest.approx(0.0)
+
+
+def test_a_bayesian_search_stops_at_half_and_finds_the_best_with_a_true_prior() -> None:
+    pytest.importorskip("sklearn")
+    pytest.importorskip("optuna")
+    replays, table = module("tuner_replay"), made()
+    replay = replays.replay(table, search_of("optuna", True, 4), 0)
+    assert replay.found_at(table) == 1 and len(replay.tried) == SIZE // 2
+    assert replay == replays.replay(table, search_of("optuna", True, 4), 0)
+
+
+# -- what is reported --------------------------------------------------------------------------------------------------
+
+
+def test_a_limit_holds_only_where_every_seed_meets_it() -> None:
+    replays, report, table = module("tuner_replay"), module("tuner_report"), made()
+    search, others = search_of("optuna", True, 4), [i for i in range(SIZE) if i != made().best]
+    quarter = SIZE // 4
+
+    def at(number: int, seed: int) -> Any:
+        tried = (*others[: number - 1], table.best, *others[number - 1 : SIZE // 2 - 1])
+        named = tuple(table.best if n >= number else others[0] for n in range(1, len(tried) + 1))
+        return replays.Replay(search, seed, tried, named)
+
+    (meets,) = report.rows_of(table, [at(2, 1), at(quarter, 0)])
+    assert meets.trials == (quarter, 2) and meets.allowed == quarter and meets.holds
+    (misses,) = report.rows_of(table, [at(2, 0), at(quarter + 1, 1)])
+    assert not misses.holds
+    shown = report.replay_table(table, [meets, misses]).splitlines()
+    assert f"| {quarter}, 2 | {(quarter + 2) / 2:g} | {quarter} | 24 % | {quarter} | yes |" in shown[2]
+    assert f"| {quarter + 1} | 25 % | {quarter} | **no** |" in shown[3]
+    assert report.as_json(table, [misses])[0]["holds"] is False
+
+
+def test_a_search_that_never_came_near_is_beyond_what_it_tried() -> None:
+    replays, report, table = module("tuner_replay"), module("tuner_report"), made()
+    tried = tuple(i for i in range(SIZE) if i != table.best)[:9]
+    (row,) = report.rows_of(table, [replays.Replay(search_of("optuna", False, 2), 0, tried, tried)])
+    assert row.trials == (None,) and not row.holds
+    assert "| > 9 | > 9 | > 9 |" in report.replay_table(table, [row])
+
+
+def test_the_summary_says_how_well_the_planner_knew() -> None:
+    report = module("tuner_report")
+    text = report.sweep_summary(made(lambda *values: 1.1 * seconds(*values)))
+    assert "best tp=2,pp=4,mbs=8; 1 within 3 % of it" in text and f"{SIZE} layouts of tp, pp, mbs" in text
+    assert "median error 10.0 %, worst 10.0 %, Spearman 1.000; the best is its number 1" in text
+    assert f"expected at trial {(SIZE + 1) / 2:.1f}" in text
+
+
+def test_a_search_that_is_not_installed_is_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuner, replays = module("tuner"), module("tuner_replay")
+    found = replays.replay(made(), search_of("exhaustive", True, whole=True), 0)
+    monkeypatch.setattr(tuner, "missing", lambda name: ["deephyper"] if name == "deephyper" else [])
+    monkeypatch.setattr(tuner, "replay_all", lambda *arguments: [found])
+    made().write(tmp_path / "table.json")
+    given = argparse.Namespace(folder=tmp_path, space="two-cores", seeds=1)
+    proof = tuner.Proof(given)
+    proof.replay()
+    assert proof.fails == ["replay: DeepHyper was left out, for deephyper is not installed"]
+
+
+# -- for real ----------------------------------------------------------------------------------------------------------
+
+TINY = """
+title = "tiny"
+flags = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "32",
+         "--vocab-size", "127", "--tokenizer-type", "NullTokenizer", "--mock-data", "--num-workers", "0",
+         "--global-batch-size", "4", "--lr", "1e-3"]
+[parameters]
+pp = [1, 2]
+mbs = [1, 2]
+[trial]
+iterations = 2
+warm_up = 1
+"""
+
+
+@pytest.mark.slow
+def test_all_stages_with_real_trials(tmp_path: Path) -> None:
+    """Four layouts on two processes; a limit may fail among so few, and then the exit code and a line say so."""
+    (tmp_path / "tiny.toml").write_text(TINY)
+    command = [sys.executable, str(ROOT / "benchmarks" / "tuner.py"), "--folder", str(tmp_path / "proof"), "--space",
+               str(tmp_path / "tiny.toml"), "--processes", "2", "--minutes", "0.05", "--passes", "1",
+               "--seeds", "1"]  # fmt: skip
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert found.returncode == (1 if "does not hold" in found.stderr else 0), found.stdout + found.stderr
+    table = module("tuner_table").Table.read(tmp_path / "proof" / "table.json")
+    assert len(table.candidates) == 4 and all(map(math.isfinite, table.truth))
+    assert all(len(measured.steps_s) == 2 for measured in table.passes[0].values())
+    figures = json.loads((tmp_path / "proof" / "figures.json").read_text())
+    assert set(figures["stages"]) == {"calibrate", "sweep", "replay", "live"}
+    assert [len(figures[name]["tried"]) for name in ("live-prior", "live-no-prior")] == [1, 2]
+    (whole,) = [row for row in figures["replay"] if row["search"] == "random"]
+    assert whole["tried"] == 4 and whole["trials"][0] is not None
