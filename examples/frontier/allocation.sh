@@ -45,7 +45,7 @@ in_allocation() {
     forwarded "$program" --hosts-file "$hosts" "$@" || code=$?
     if ((code == 3 || code == 4)) && [[ $REQUEUE == 1 ]] && ! left_to_slurm; then
         say "stopped with work left: back into the queue"
-        scontrol requeue "$SLURM_JOB_ID" || complain "scontrol requeue failed: submit the job again"
+        put_back || :
     fi
     return "$code"
 }

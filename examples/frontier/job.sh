@@ -439,8 +439,15 @@ requeue_lost() {
             "the queue"
     else
         say "back into the queue, to go on from iteration $(reached)"
-        run scontrol requeue "$SLURM_JOB_ID" || complain "scontrol requeue failed: submit the job again"
+        put_back || return 0
     fi
+}
+
+# put_back: the job goes back into the queue. Slurm then sends SIGTERM to all processes of this script, at times before
+# scontrol has its answer: from here on they ignore it, or a job in the queue would be reported as lost.
+put_back() {
+    trap '' TERM
+    run scontrol requeue "$SLURM_JOB_ID" || { complain "scontrol requeue failed: submit the job again" && return 1; }
 }
 
 # requeue_without FILE: back into the queue, for other nodes than the hosts in FILE. A job's list of nodes to leave out
@@ -452,8 +459,7 @@ requeue_without() {
     before=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*ExcNodeList=\([^ (][^ ]*\).*/\1/p')
     bad=$(compressed "${before:+$before,}$(paste -s -d , "$1")")
     say "back into the queue, without $bad"
-    trap : TERM
-    run scontrol requeue "$SLURM_JOB_ID" || { complain "scontrol requeue failed: submit the job again" && return 0; }
+    put_back || return 0
     for _ in {1..40}; do
         scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$bad" 2>/dev/null && return 0
         sleep 0.25

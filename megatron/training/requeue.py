@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Mapping
 
@@ -26,7 +27,9 @@ def requeue(environ: Mapping[str, str], say: Callable[[str], object]) -> bool:
         return False
     try:
         answer = ask_slurm("scontrol", "requeue", job)
-        reason = (answer.stderr.strip() or f"exit code {answer.returncode}") if answer.returncode else None
+        # Slurm ends the processes of a job that it has put back: at times scontrol before it has its answer.
+        taken = answer.returncode in (0, -signal.SIGTERM)
+        reason = None if taken else answer.stderr.strip() or f"exit code {answer.returncode}"
     except FileNotFoundError:
         reason = "scontrol is not there"
     except (OSError, subprocess.SubprocessError) as error:

@@ -90,6 +90,24 @@ def test_too_few_good_nodes(tmp_path):
     assert asked.index(["requeue", "77"]) < asked.index(["update", "JobId=77", "ExcNodeList=a1"])
 
 
+# Slurm sends SIGTERM to all processes of a job that it puts back into the queue: also to scontrol, which asked for it.
+REQUEUED = "case $1 in requeue) kill -TERM $$ ;; show) [[ $2 != hostnames ]] || echo a1 ;; esac"
+
+
+def test_a_signal_of_the_requeue_does_not_keep_bad_nodes(tmp_path):
+    ended = run_script(
+        tmp_path, TRAIN, *FLAGS, PREFLIGHT="1", STUB_srun=measured("a2", "a1", code=4), STUB_scontrol=REQUEUED
+    )
+    assert "scontrol requeue failed" not in ended.log
+    assert any(call.words[1] == "update" for call in ended.named("scontrol"))
+
+
+def test_a_signal_of_the_requeue_is_no_failure(tmp_path):
+    ended = run_script(tmp_path, TRAIN, *FLAGS, STUB_srun="exit 75", STUB_scontrol=REQUEUED)
+    assert ended.code == 75 and ["scontrol", "requeue", "77"] in [call.words for call in ended.calls]
+    assert "scontrol requeue failed" not in ended.log
+
+
 def test_excluded_nodes_stay_excluded(tmp_path):
     show = "[[ $1 != show || $2 != job ]] || echo '   ReqNodeList=(null) ExcNodeList=b[1-2]'"
     ended = run_script(

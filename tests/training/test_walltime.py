@@ -141,6 +141,9 @@ def test_a_job_goes_back_into_the_queue(command: Command) -> None:
     called, said = command("scontrol", "exit 0"), list[str]()
     assert requeue({"SLURM_JOB_ID": "4711"}, said.append)
     assert called.read_text() == "requeue 4711\n" and said == [" job 4711 is back in the queue"]
+    # Slurm ends all processes of the job then, at times also the scontrol that asked for it.
+    command("scontrol", "kill -TERM $$")
+    assert requeue({"SLURM_JOB_ID": "4711"}, said.append) and said[1:] == said[:1]
 
 
 @pytest.mark.parametrize(("state", "goes"), [("COMPLETING None", False), ("COMPLETING TimeLimit", True)])
