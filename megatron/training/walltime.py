@@ -57,7 +57,7 @@ class SlurmEnd:
     """What squeue says is left of a job, asked in a thread so that no step waits for Slurm's controller.
 
     Between two answers, and when one fails, the last one counts down. A failure is told once. Without any answer,
-    SLURM_JOB_END_TIME is believed where this Slurm sets it; without that nothing is known.
+    SLURM_JOB_END_TIME is believed where this Slurm sets it; without that nothing is known. `thread` is the one that asks.
     """
 
     def __init__(
@@ -70,7 +70,8 @@ class SlurmEnd:
         self._closed = threading.Event()
         promised = environ.get("SLURM_JOB_END_TIME", "")
         self._promised = clock() + int(promised) - time.time() if promised.isdigit() else None
-        threading.Thread(target=self._keep_asking, name="wall time", daemon=True).start()
+        self.thread = threading.Thread(target=self._keep_asking, name="wall time", daemon=True)
+        self.thread.start()
 
     def left_s(self) -> float | None:
         return None if self._end is None else self._end - self._clock()

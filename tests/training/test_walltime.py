@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,12 +31,10 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command
 def asked_once(environ: dict[str, str]) -> tuple[SlurmEnd, list[str]]:
     """After the first answer, with everything said; no second question follows."""
     said: list[str] = []
-    before = set(threading.enumerate())
     end = SlurmEnd({"SLURM_JOB_ID": "4711", **environ}, said.append, clock=lambda: 1000.0, every_s=3600)
-    (thread,) = set(threading.enumerate()) - before
     end.close()
-    thread.join(20)
-    assert not thread.is_alive()
+    end.thread.join(20)
+    assert not end.thread.is_alive()
     return end, said
 
 
