@@ -57,7 +57,7 @@ class SlurmEnd:
     """What squeue says is left of a job, asked in a thread so that no step waits for Slurm's controller.
 
     Between two answers, and when one fails, the last one counts down. A failure is told once. Without any answer,
-    SLURM_JOB_END_TIME is believed where this Slurm sets it; without that nothing is known. `thread` is the one that asks.
+    SLURM_JOB_END_TIME is believed where this Slurm sets it; without that nothing is known. `thread` asks.
     """
 
     def __init__(
