@@ -249,6 +249,7 @@ def test_a_change_of_a_kernel_makes_the_environment_anew() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("target", ["host", "hip", "cuda"])
 def test_a_real_build(target: str, built: Callable[[str], Path]) -> None:
     """It holds its own description, so that it is known to be current, and every exported function."""
