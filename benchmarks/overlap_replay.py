@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron import drawing
 from megatron.pipeline.links import Action, Compute, Lane, Post, Replay, Wait
 
 
@@ -97,10 +98,7 @@ def write_trace(window: dict[str, Any], rank: int, path: Path) -> None:
 
 def plot(windows: Sequence[dict[str, Any]], predicted: Replay, title: str, path: Path) -> None:
     """Measured above predicted: per rank computing, waiting below it, and the messages this rank takes part in."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    pyplot = drawing.pyplot()
     from matplotlib.patches import Patch
 
     colours = {"computing": "#4878b0", "waiting": "#c8553d", "on the link": "#8a8f98"}
@@ -141,8 +139,7 @@ def plot(windows: Sequence[dict[str, Any]], predicted: Replay, title: str, path:
         handles=[Patch(color=colour, label=kind) for kind, colour in colours.items()], ncol=3, frameon=False,
         loc="outside lower right", fontsize=8,
     )  # fmt: skip
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    drawing.save(figure, path, dpi=120)
 
 
 def neighbours(rank: int, size: int) -> set[tuple[int, int]]:

@@ -18,27 +18,28 @@ PACKAGE = ROOT / "megatron"
 BASE = {"config", "errors"}
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
+    "drawing": {"errors"},
     "config": {"errors"},
     "parallel": BASE,
     "kernels": BASE | {"parallel"},
     "layers": BASE | {"parallel", "kernels"},
-    "data": BASE | {"parallel", "kernels"},
+    "data": BASE | {"parallel", "kernels", "drawing"},
     "model": BASE | {"parallel", "kernels", "layers", "data"},
     "pipeline": BASE | {"parallel"},
 }
 ROOMS["engine"] = BASE | {"parallel", "kernels", "layers", "data", "model", "pipeline"}
-ROOMS["planning"] = ROOMS["engine"] | {"engine"}
+ROOMS["planning"] = ROOMS["engine"] | {"engine", "drawing"}
 ROOMS["checkpoint"] = ROOMS["engine"] | {"engine"}
 ROOMS["training"] = ROOMS["checkpoint"] | {"checkpoint", "planning"}
 ROOMS["preflight"] = ROOMS["training"] | {"training"}
 ROOMS["dryrun"] = ROOMS["training"] | {"training"}
 ROOMS["calibration"] = ROOMS["preflight"] | {"preflight"}
-ROOMS["tuning"] = ROOMS["calibration"] | {"calibration"}
+ROOMS["tuning"] = ROOMS["calibration"] | {"calibration", "drawing"}
 
 # Modules that a login node without torch can use.
 WITHOUT_TORCH = [
-    "megatron", "megatron.errors", "megatron.config", "megatron.parallel.launch", "megatron.parallel.topology",
-    "megatron.parallel.placing",
+    "megatron", "megatron.errors", "megatron.drawing", "megatron.config", "megatron.parallel.launch",
+    "megatron.parallel.topology", "megatron.parallel.placing",
     "megatron.pipeline.schedule", "megatron.model.formulas", "megatron.model.stages", "megatron.kernels.availability",
     "megatron.kernels.choose", "megatron.training", "megatron.planning.cluster",
     "megatron.planning.links", "megatron.planning.placement", "megatron.planning.rates", "megatron.planning.channels",

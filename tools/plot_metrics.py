@@ -14,7 +14,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.errors import ConfigError, DataError, MegatronError
+from megatron import drawing
+from megatron.errors import DataError, MegatronError
 from megatron.training.metrics import read_metrics
 
 
@@ -40,13 +41,10 @@ def series(records: Sequence[dict[str, Any]], x: str, y: str) -> tuple[list[floa
     return list(points), list(points.values())
 
 
-def draw(paths: Sequence[Path], output: Path, title: str = "") -> None:
-    """Write the picture. Raises DataError for a file that is missing or has nothing to draw, ConfigError for a format
-    that cannot be written."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+def draw(paths: Sequence[Path], output: Path, title: str = "") -> Path:
+    """Write the picture; its file. Raises DataError for a file that is missing or has nothing to draw, ConfigError for
+    a picture that cannot be written."""
+    pyplot = drawing.pyplot()
     from matplotlib.ticker import MaxNLocator
 
     figure, (upper, lower) = pyplot.subplots(
@@ -78,26 +76,19 @@ def draw(paths: Sequence[Path], output: Path, title: str = "") -> None:
     lower.set_xlabel("iteration")
     lower.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axes in (upper, lower):
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        figure.savefig(output, dpi=120)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--output {output}: {error}") from error
-    finally:
-        pyplot.close(figure)
+        drawing.tidy(axes)
+    return drawing.save(figure, output, dpi=120, choose="another file for --output")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; returns the exit code: 0, or 2 after an error."""
     args = build_parser().parse_args(argv)
     try:
-        draw([Path(path) for path in args.metrics], Path(args.output), args.title)
+        written = draw([Path(path) for path in args.metrics], Path(args.output), args.title)
     except MegatronError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"wrote {args.output}")
+    print(f"wrote {written}")
     return 0
 
 

@@ -140,7 +140,7 @@ class LoggingConfig:
     log_loss_scale_to_tensorboard: bool = option(
         True, "Loss scale to TensorBoard.", flags=(), off_flags=("--no-log-loss-scale-to-tensorboard",)
     )
-    log_memory_to_tensorboard: bool = option(False, "Device memory to TensorBoard.")
+    log_memory_to_tensorboard: bool = option(False, "Most memory of a rank to TensorBoard.")
     log_world_size_to_tensorboard: bool = option(False, "Number of processes to TensorBoard.")
     log_params_norm: bool = option(False, "Norm of the parameters in the log line.")
     log_num_zeros_in_grad: bool = option(False, "Zeros in the gradient in the log line.")

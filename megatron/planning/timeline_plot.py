@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.errors import ConfigError
+from megatron import drawing
 from megatron.pipeline.clock import PipelineRun, timeline
 from megatron.pipeline.instructions import Op
 from megatron.pipeline.simulate import Span, Timeline
@@ -68,12 +68,7 @@ def draw_timeline(
     Later chunks are lighter. A rank's waiting for a result that is made but not there yet is drawn between its passes;
     `message_wait`, all of it by rank, is told apart in the summary.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError("a plot needs matplotlib: pip install matplotlib, or do without the plot") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    pyplot = drawing.pyplot(instead="do without the plot")
     from matplotlib.patches import Patch
 
     windows = _windows(lanes)
@@ -98,13 +93,7 @@ def draw_timeline(
         bbox_to_anchor=(1, 1), borderpad=0, ncol=len(kinds), frameon=False, fontsize=8,
     )  # fmt: skip
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
-    except (OSError, ValueError) as error:  # ValueError: a format that matplotlib does not know
-        raise ConfigError(f"the timeline cannot be drawn to {path}: {error}") from None
-    finally:
-        pyplot.close(figure)
+    drawing.save(figure, path, dpi=110, choose="another file for the timeline")
 
 
 def _windows(lanes: Timeline) -> list[_Window]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron import drawing
 from megatron.data.indexed_dataset import Index, IndexedDataset, bin_path, idx_path
 from megatron.data.prepare.check import Findings, check
 from megatron.data.tokenizer import Tokenizer
@@ -239,29 +240,19 @@ def plot_lengths(results: Sequence[Inspection], output: str | os.PathLike[str]) 
     shown = [r for r in results if r.lengths is not None and r.lengths.documents > r.lengths.empty]
     if not shown:
         raise ConfigError(f"--plot {output}: no data set has a document with tokens in it")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = drawing.pyplot(instead="leave --plot out")
     figure, rows = pyplot.subplots(
         len(shown), 1, figsize=(8, 1.2 + 2.8 * len(shown)), sharex=True, squeeze=False, layout="constrained"
     )
-    try:
-        for result, axes in zip(shown, rows[:, 0], strict=True):
-            assert result.lengths is not None, "filtered above"
-            _draw_lengths(axes, os.path.basename(result.prefix), result.lengths)
-        rows[-1, 0].set_xlabel("tokens per document")
-        Path(output).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(output, dpi=120)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--plot {output}: {error}") from error
-    finally:
-        pyplot.close(figure)
+    for result, axes in zip(shown, rows[:, 0], strict=True):
+        assert result.lengths is not None, "filtered above"
+        _draw_lengths(axes, os.path.basename(result.prefix), result.lengths)
+    rows[-1, 0].set_xlabel("tokens per document")
+    drawing.save(figure, Path(output), dpi=120, choose="another file for --plot")
 
 
 def _draw_lengths(axes: Any, name: str, lengths: LengthCounts) -> None:
-    from matplotlib.ticker import EngFormatter, PercentFormatter
+    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter, PercentFormatter
 
     edges, documents, tokens = lengths.histogram()
     axes.stairs(documents / documents.sum(), edges, fill=True, color="tab:blue", alpha=0.35, label="documents")
@@ -276,12 +267,12 @@ def _draw_lengths(axes: Any, name: str, lengths: LengthCounts) -> None:
         if value > 0:
             axes.axvline(value, color="0.25", linewidth=1, linestyle=style, label=f"{label} {value:,.0f}")
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_ylabel("share")
     empty = f", {lengths.empty:,} empty" if lengths.empty else ""
     axes.set_title(f"{name}: {lengths.documents:,} documents{empty}, {lengths.tokens:,} tokens", fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    drawing.tidy(axes)
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.errors import ConfigError
+from megatron.drawing import plain_numbers, pyplot, save, tidy
 from megatron.model.formulas import paper_flops
 from megatron.planning.scaling.compare import STRONG, SWEEP, WEAK, Series
 from megatron.planning.scaling.figures import Figures
@@ -22,36 +22,19 @@ def draw_all(everything: Sequence[Series], folder: Path) -> list[Path]:
 
     Returns the files. Raises ConfigError without matplotlib, or where the folder cannot be written.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError("plots need matplotlib: pip install matplotlib, or give --no-plots") from None
-    matplotlib.use("Agg")
+    pyplot(instead="give --no-plots")
     files = []
     for kind in (WEAK, STRONG):
         found = [s for s in everything if s.kind == kind and _points(s)]
         if found:
-            files.append(_save(_scaling(found, _TITLES[kind]), folder / f"{kind}_scaling.png"))
+            files.append(save(_scaling(found, _TITLES[kind]), folder / f"{kind}_scaling.png"))
     sweeps = [s for s in everything if s.kind == SWEEP]
     for parameter in dict.fromkeys(s.parameter for s in sweeps):
         found = [s for s in sweeps if s.parameter == parameter and (_points(s) or _failures(s))]
         if any(_points(s) for s in found):
             name = "".join(c if c.isalnum() else "_" for c in parameter.lower())
-            files.append(_save(_sweep(found, parameter), folder / f"sweep_{name}.png"))
+            files.append(save(_sweep(found, parameter), folder / f"sweep_{name}.png"))
     return files
-
-
-def _save(figure: Any, path: Path) -> Path:
-    from matplotlib import pyplot
-
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=130)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}: choose another --out folder") from error
-    finally:
-        pyplot.close(figure)
-    return path
 
 
 def _points(series: Series) -> list[tuple[float, Figures]]:
@@ -61,11 +44,6 @@ def _points(series: Series) -> list[tuple[float, Figures]]:
 
 def _failures(series: Series) -> list[tuple[float, Figures]]:
     return [(x, m) for m in series.members if m.run.failure and (x := series.value(m)) is not None and m.run.point]
-
-
-def _plain(axes: Any) -> None:
-    axes.grid(alpha=0.3, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _doubling_axis(axes: Any, values: Sequence[float]) -> None:
@@ -87,23 +65,18 @@ def _doubling_axis(axes: Any, values: Sequence[float]) -> None:
 
 
 def _scaling(found: Sequence[Series], title: str) -> Any:
-    from matplotlib import pyplot
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10.5, 4.4), layout="constrained")
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(10.5, 4.4), layout="constrained")
     everywhere: list[float] = []
     devices = found[0].devices
     for series, colour in zip(found, _COLOURS * len(found), strict=False):
         everywhere += _throughput(left, series, colour)
         everywhere += _efficiency(right, series, colour)
     for axes in (left, right):
-        _plain(axes)
+        tidy(axes)
         _doubling_axis(axes, everywhere)
         axes.set_xlabel(devices)
     left.set_yscale("log")
-    left.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    left.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
-    left.yaxis.set_minor_locator(NullLocator())
+    plain_numbers(left.yaxis)
     left.set_ylabel("tokens per second")
     left.plot([], [], "--", color="#888888", linewidth=1.0, label="ideal: from the smallest run")
     left.legend(frameon=False, fontsize=8, loc="upper left")
@@ -165,9 +138,7 @@ def _sweep(found: Sequence[Series], parameter: str) -> Any:
     Hardware TFLOP/s, as published; where only some runs recompute their layers these cannot be compared, and it is
     model TFLOP/s, of which three make four with full recomputation.
     """
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6.4, 4.4), layout="constrained")
+    figure, axes = pyplot().subplots(figsize=(6.4, 4.4), layout="constrained")
     members = [m for s in found for _, m in _points(s)]
     same = len({m.run.get("recompute_granularity") for m in members}) == 1
     kind, part = ("hardware", 1.0) if same else ("model", 0.75)
@@ -188,7 +159,7 @@ def _sweep(found: Sequence[Series], parameter: str) -> Any:
         assert known is not None
         label = f"published, {known.name}: {part * known.tflops:.1f} TFLOP/s"
         axes.axhline(scale * part * known.tflops, color="#666666", linestyle=":", linewidth=1.2, label=label, zorder=1)
-    _plain(axes)
+    tidy(axes)
     _doubling_axis(axes, everywhere)
     top = axes.get_ylim()[1]
     axes.set_ylim(0, 1.25 * top)  # room for the legend

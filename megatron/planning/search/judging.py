@@ -98,6 +98,31 @@ class Models:
     time: Callable[[Config, Cluster, Placement], Estimate] = estimate
     placements: Callable[[Config, Cluster, Wanted], Sequence[Placement]] = worthwhile_placements
 
+    def fullest(self, config: Config, cluster: Cluster, capacity: float) -> RankMemory:
+        """The pipeline rank that needs most memory; of a layout that does not fit `capacity` bytes, one that is too
+        big."""
+        # The first rank holds most micro-batches: often it is enough to ask for it.
+        (first,) = self.memory(config, cluster, (0,))
+        if first.total > capacity:
+            return first
+        return max(self.memory(config, cluster, None), key=lambda rank: (rank.total, -rank.rank))
+
+    def fastest(
+        self, config: Config, cluster: Cluster, wanted: Wanted, hopeless: Callable[[float], bool] = lambda _: False
+    ) -> tuple[Placement, Estimate] | None:
+        """The best placement, of equal ones always the same, and its estimate. None where all are hopeless, which is
+        asked of seconds that a placement is not faster than."""
+        best: tuple[tuple[float, str, tuple[int, ...]], Placement, Estimate] | None = None
+        for placement in self.placements(config, cluster, wanted):
+            least = self.bound(config, cluster, placement)
+            if hopeless(least) or (best is not None and least > best[0][0]):
+                continue
+            found = self.time(config, cluster, placement)
+            key = (found.seconds, placement.layout.order, placement.device_order)
+            if best is None or key < best[0]:
+                best = key, placement, found
+        return best and best[1:]
+
 
 @dataclass(frozen=True)
 class Judge:
@@ -162,11 +187,7 @@ class Judge:
         """With the memory that it needs in all."""
         try:
             config = self.space.config(bounded.choices)
-            # The first rank holds most micro-batches: often it is enough to ask for it.
-            (full,) = self.models.memory(config, self.space.cluster, (0,))
-            if full.total <= self.capacity:
-                ranks = self.models.memory(config, self.space.cluster, None)
-                full = max(ranks, key=lambda rank: (rank.total, -rank.rank))
+            full = self.models.fullest(config, self.space.cluster, self.capacity)
         except ConfigError as error:
             return Refused(bounded.choices, str(error))
         if full.total > self.capacity:
@@ -175,26 +196,21 @@ class Judge:
 
     def time(self, sized: Bounded, limit: float = float("inf")) -> Judged | Refused | Outdone:
         """The estimate on the best of the layout's placements, unless its score is above `limit` on all of them."""
-        choices, cluster = sized.choices, self.space.cluster
-        best: tuple[tuple[float, str, tuple[int, ...]], Estimate] | None = None
+        choices = sized.choices
         try:
-            config = self.space.config(choices)
-            for placement in self.models.placements(config, cluster, self.space.wanted):
-                least = self.models.bound(config, cluster, placement)
-                if self.score(least, choices.shape) > limit or (best is not None and least > best[0][0]):
-                    continue
-                found = self.models.time(config, cluster, placement)
-                key = (found.seconds, placement.layout.order, placement.device_order)
-                if best is None or key < best[0]:
-                    best = key, found
+            best = self.models.fastest(
+                self.space.config(choices), self.space.cluster, self.space.wanted,
+                lambda seconds: self.score(seconds, choices.shape) > limit,
+            )  # fmt: skip
         except ConfigError as error:
             return Refused(choices, str(error))
         if best is None:
             return Outdone(choices)
-        (seconds, order, devices), found = best
-        placed = choices._replace(rank_order=order, device_order=devices)
+        placement, found = best
+        placed = choices._replace(rank_order=placement.layout.order, device_order=placement.device_order)
+        score = self.score(found.seconds, choices.shape)
         return Judged(
-            choices=placed, seconds=seconds, score=self.score(seconds, choices.shape), parts=dict(found.parts),
+            choices=placed, seconds=found.seconds, score=score, parts=dict(found.parts),
             mfu=found.mfu, hfu=found.hfu, tokens_per_s=found.tokens_per_s, memory=sized.memory, rank=sized.rank,
         )  # fmt: skip
 

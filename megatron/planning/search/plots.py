@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.errors import ConfigError
+from megatron import drawing
+from megatron.drawing import plain_numbers, save, tidy
 from megatron.planning.search.choices import write_value
 from megatron.planning.search.judging import GIB, Judge, Judged
 from megatron.planning.search.outcome import Effect
@@ -13,29 +14,9 @@ from megatron.planning.search.tree import Found
 
 _BLUE, _RED, _GREY = "#3b6ea5", "#c8553d", "#888888"
 _DAY = 86400.0
+_INSTEAD = "leave --output out"
 # Losses beyond this are drawn at the edge, with their number.
 _MOST_LOSS = 0.6
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError("plots need matplotlib: pip install matplotlib, or leave --output out") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def _save(figure: Any, path: Path) -> Path:
-    try:
-        figure.savefig(path, dpi=130)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}: choose another --output folder") from error
-    finally:
-        _pyplot().close(figure)
-    return path
 
 
 def draw_pareto(judge: Judge, found: Found, others: Sequence[tuple[int, float]], path: Path) -> Path:
@@ -45,7 +26,7 @@ def draw_pareto(judge: Judge, found: Found, others: Sequence[tuple[int, float]],
     """
     from matplotlib.ticker import FuncFormatter, NullLocator
 
-    pyplot = _pyplot()
+    pyplot = drawing.pyplot(instead=_INSTEAD)
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
     searched = sorted((v[1], best) for v, best in found.by_value.items() if v[0] == "nodes")
     _nodes(left, [(n, best.tokens_per_s) for n, best in searched], others)
@@ -55,7 +36,7 @@ def draw_pareto(judge: Judge, found: Found, others: Sequence[tuple[int, float]],
     left.xaxis.set_minor_locator(NullLocator())
     _memory(right, judge, found)
     figure.suptitle(f"{judge.space.base.name} on {judge.space.cluster.name}, predicted", fontsize=11)
-    return _save(figure, path)
+    return save(figure, path, choose="another --output folder")
 
 
 def _apart(ticks: Sequence[int]) -> list[int]:
@@ -83,20 +64,12 @@ def _nodes(axes: Any, searched: Sequence[tuple[int, float]], others: Sequence[tu
     axes.set_yscale("log")
     axes.set_xlabel("nodes")
     axes.set_ylabel("billion tokens a day")
-    _plain_numbers(axes.yaxis)
+    plain_numbers(axes.yaxis)
     for nodes, rate in searched:
         axes.annotate(f"{scale * rate:.3g}", (nodes, scale * rate), xytext=(7, -10), fontsize=8,
                       textcoords="offset points")  # fmt: skip
     axes.legend(frameon=False, fontsize=8, loc="upper left")
-    _tidy(axes)
-
-
-def _plain_numbers(axis: Any) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.10g}"))
-    axis.set_minor_locator(NullLocator())
+    tidy(axes)
 
 
 def _memory(axes: Any, judge: Judge, found: Found) -> None:
@@ -122,7 +95,7 @@ def _memory(axes: Any, judge: Judge, found: Found) -> None:
     high = max((scale * j.tokens_per_s for j in front), default=1.0)
     axes.set_ylim(low - 0.12 * (high - low), high + 0.12 * (high - low) + 1e-9)
     axes.legend(frameon=False, fontsize=8, loc="lower right")
-    _tidy(axes)
+    tidy(axes)
 
 
 def _labelled(front: Sequence[Judged]) -> list[tuple[Judged, bool]]:
@@ -145,11 +118,6 @@ def _few_words(judged: Judged) -> str:
     return f"TP {shape.tp} PP {shape.pp}{chunks} mbs {shape.micro}{again}"
 
 
-def _tidy(axes: Any) -> None:
-    axes.grid(alpha=0.3, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
 def _labels(known: Sequence[tuple[float, Any]], widest: float) -> list[tuple[float, str]]:
     """(place, text) for values by their losses: those that are close together have one text."""
     found: list[tuple[float, list[str]]] = []
@@ -167,7 +135,7 @@ def _labels(known: Sequence[tuple[float, Any]], widest: float) -> list[tuple[flo
 
 def draw_sensitivity(effects: Sequence[Effect], title: str, path: Path) -> Path:
     """A line for each choice, a point for each of its values at what it costs."""
-    pyplot = _pyplot()
+    pyplot = drawing.pyplot(instead=_INSTEAD)
     figure, axes = pyplot.subplots(figsize=(10, 1.1 + 0.5 * len(effects)), layout="constrained")
     widest = max(min(_MOST_LOSS, max((effect.worst for effect in effects), default=0.0)), 0.01)
     for line, effect in enumerate(reversed(effects)):
@@ -185,5 +153,5 @@ def draw_sensitivity(effects: Sequence[Effect], title: str, path: Path) -> Path:
     axes.xaxis.set_major_formatter(lambda v, _: f"{100 * v:.0f} %")
     axes.set_xlabel("throughput lost with this value, everything else searched again (red: the best)")
     axes.set_title(title, fontsize=11)
-    _tidy(axes)
-    return _save(figure, path)
+    tidy(axes)
+    return save(figure, path, choose="another --output folder")

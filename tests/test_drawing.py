@@ -1,0 +1,92 @@
+"""Pictures are there whole or not at all, and what stands against them is said."""
+from __future__ import annotations
+
+import errno
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.drawing import plain_numbers, pyplot, save
+from megatron.errors import ConfigError
+
+pytest.importorskip("matplotlib")
+PNG = b"\x89PNG"
+
+
+def a_figure() -> Any:
+    figure, axes = pyplot().subplots(figsize=(2, 2))
+    axes.plot([1, 2], [3, 4])
+    axes.set_title("$5 and $6, _kept_ as it is: \\nothing{")
+    return figure
+
+
+def texts(axis: Any) -> list[str]:
+    return [text for label in axis.get_ticklabels(which="both") if (text := label.get_text())]
+
+
+@pytest.mark.parametrize(("name", "written", "begin"), [
+    ("new/folder/loss.png", "new/folder/loss.png", PNG), ("loss.pdf", "loss.pdf", b"%PDF"), ("loss", "loss.png", PNG),
+])  # fmt: skip
+def test_a_picture_is_written_by_its_ending(tmp_path: Path, name: str, written: str, begin: bytes) -> None:
+    open_before = pyplot().get_fignums()
+    path = save(a_figure(), tmp_path / name)
+    assert path == tmp_path / written and path.read_bytes().startswith(begin)
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == [path]
+    assert pyplot().get_fignums() == open_before
+
+
+def test_an_earlier_picture_stays_until_the_new_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(a_figure(), tmp_path / "loss.png")
+    before = path.read_bytes()
+    figure = a_figure()
+
+    def full_disk(file: Path, **_: Any) -> None:
+        Path(file).write_bytes(PNG)
+        raise OSError(errno.ENOSPC, "No space left on device", str(file))
+
+    monkeypatch.setattr(figure, "savefig", full_disk)
+    with pytest.raises(ConfigError, match="loss.png: No space left on device: choose another --out folder$"):
+        save(figure, path)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("name", "problem"), [
+    ("loss.nothing", "Format 'nothing' is not supported"), ("file/loss.png", "File exists|Not a directory"),
+    ("folder.png", "Is a directory"),
+])  # fmt: skip
+def test_what_cannot_be_written(tmp_path: Path, name: str, problem: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder.png").mkdir()
+    there = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match=rf"{name}: ({problem}).*: choose another file$"):
+        save(a_figure(), tmp_path / name, choose="another file")
+    assert sorted(tmp_path.rglob("*")) == there
+
+
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match="^plots need matplotlib, which is not installed: pip install matplotlib$"):
+        pyplot()
+    with pytest.raises(ConfigError, match="pip install 'us\\[tune\\]', or give --no-plots$"):
+        pyplot(install="'us[tune]'", instead="give --no-plots")
+    (tmp_path / "matplotlib.py").write_text("from numpy import what_an_older_numpy_had\n")
+    monkeypatch.delitem(sys.modules, "matplotlib")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"which cannot be imported \(cannot import name 'what_an_older_numpy_had'"):
+        pyplot()
+
+
+@pytest.mark.parametrize(("low", "high", "some"), [
+    (900, 12_345_678, {"1,000", "10,000,000"}), (31_000, 52_000, {"40,000"}), (0.02, 0.9, {"0.05", "0.5"}),
+])  # fmt: skip
+def test_numbers_are_written_out(low: float, high: float, some: set[str]) -> None:
+    figure, axes = pyplot().subplots()
+    axes.plot([1, 2], [low, high])
+    axes.set_yscale("log")
+    plain_numbers(axes.yaxis)
+    figure.canvas.draw()
+    found = texts(axes.yaxis)
+    pyplot().close(figure)
+    assert some <= set(found) and not any(c in text for text in found for c in "$e\\")
