@@ -37,7 +37,8 @@ class Outcome:
 
     step_s holds the measured steps (the warm-up left out), start_s the time from launch to the end of the first step,
     optimizer_s clipping and optimizer (of ours with `save`), memory_bytes the sum of the processes' peaks: resident
-    memory on CPUs, so that the pages of libraries count in each process, for all sides alike; allocated on a GPU.
+    memory on CPUs, so that the pages of libraries count in each process, for all sides alike; allocated on a GPU, of
+    which every case has one.
     """
 
     step_s: list[float] = field(default_factory=list)

@@ -23,9 +23,21 @@ def peak_flops_per_s(device: torch.device, dtype_name: str) -> float | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory this process has held: of the device's allocator, or on a CPU of the whole process."""
+    """Most memory this process has held since it began: of the device's allocator, or on a CPU of the whole process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
+    return _peak_resident_bytes()
+
+
+def _peak_resident_bytes() -> int:
+    """VmHWM; ru_maxrss, which begins with the pages of the process that started this one, only where there is none."""
+    try:
+        with open("/proc/self/status", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

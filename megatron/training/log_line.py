@@ -41,6 +41,11 @@ def format_iteration(report: IterationReport) -> str:
     return " " + " | ".join(fields) + " |"
 
 
+def format_memory(size_bytes: int, rank: int) -> str:
+    """The line about the rank that has held the most memory."""
+    return f" most memory held by a rank: {size_bytes / 2**30:.2f} GiB, by rank {rank}"
+
+
 def perplexity(loss: float) -> float:
     """exp(loss), where a loss beyond 20 counts as 20."""
     return math.exp(min(20.0, loss))

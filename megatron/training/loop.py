@@ -164,11 +164,10 @@ def token_weights(run: Run, micro_batches: Sequence[MicroBatch]) -> list[float] 
 
 def report(run: Run) -> None:
     """Reduce the figures of the interval over the ranks and write them down."""
-    losses = run.interval.reduce_losses()  # waits for the device
+    losses, memory = run.interval.reduce(peak_memory_bytes(run.topology.device))  # waits for the device
     elapsed_s = run.watch.lap()
     steps = len(run.interval)
     times_ms = run.timers.collect(steps)
-    memory = peak_memory_bytes(run.topology.device)
     epochs = None if run.ledger is None else run.ledger.epochs()
     run.reporter.iteration(run.interval.report(losses, run.total_iterations, elapsed_s, memory), times_ms, epochs)
     if run.stragglers is not None:

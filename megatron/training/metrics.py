@@ -42,11 +42,21 @@ class StepRecord:
 
 
 @dataclass(frozen=True)
+class Peak:
+    """The most memory that any rank has held since it began, and the rank that did, the first where several did."""
+
+    size_bytes: int
+    rank: int
+
+
+@dataclass(frozen=True)
 class IterationReport:
     """The figures of one log line. Times and rates are means over the interval; losses leave out skipped steps.
 
     lm_loss is None when every step of the interval was skipped. mfu and hfu are fractions of the device's peak, None
-    where that is not known. `steps` are the steps of the interval with `step_losses`, their losses over all ranks.
+    where that is not known. memory_bytes is the most that any rank has held since the run began or was resumed, not
+    only in the interval, memory_rank that rank; None where it was not asked. `steps` are the steps of the interval with
+    `step_losses`, their losses over all ranks.
     """
 
     iteration: int
@@ -72,6 +82,7 @@ class IterationReport:
     mfu: float | None
     hfu: float | None
     memory_bytes: int | None
+    memory_rank: int | None
     steps: tuple[StepRecord, ...] = ()
     step_losses: tuple[float, ...] = ()
 
@@ -105,15 +116,22 @@ class Interval:
     def add(self, step: StepRecord) -> None:
         self._steps.append(step)
 
-    def reduce_losses(self) -> list[float]:
-        """The loss of each step of the interval over all ranks. A collective call of the world."""
-        total = torch.zeros(len(self._steps), dtype=torch.float64, device=self._topology.device)
+    def reduce(self, memory_bytes: int) -> tuple[list[float], Peak]:
+        """The loss of each step of the interval over all ranks, and the most memory of any, of which this one has held
+        `memory_bytes`. A collective call of the world, one for both: each rank has a place of its own for its bytes,
+        where the sum adds zeros to them, which float64 does without rounding up to 2**53."""
+        steps, world = len(self._steps), self._topology.world
+        total = torch.zeros(steps + world.size, dtype=torch.float64, device=self._topology.device)
         if self._steps and self._steps[0].loss is not None:
-            total += torch.stack([s.loss for s in self._steps if s.loss is not None]).to(torch.float64)
-        return collectives.all_reduce(total, self._topology.world).tolist()
+            total[:steps] += torch.stack([s.loss for s in self._steps if s.loss is not None]).to(torch.float64)
+        total[steps + world.rank] = memory_bytes
+        found: list[float] = collectives.all_reduce(total, world).tolist()
+        held = found[steps:]
+        rank = max(range(world.size), key=held.__getitem__)
+        return found[:steps], Peak(int(held[rank]), rank)
 
     def report(
-        self, losses: list[float], total_iterations: int, elapsed_s: float, memory: int | None
+        self, losses: list[float], total_iterations: int, elapsed_s: float, memory: Peak | None = None
     ) -> IterationReport:
         """The figures of the interval, which took `elapsed_s` seconds; a new interval begins."""
         steps, self._steps = tuple(self._steps), []
@@ -148,7 +166,8 @@ class Interval:
             hardware_tflops=hardware / 1e12,
             mfu=model / peak if peak else None,
             hfu=hardware / peak if peak else None,
-            memory_bytes=memory,
+            memory_bytes=None if memory is None else memory.size_bytes,
+            memory_rank=None if memory is None else memory.rank,
             steps=steps,
             step_losses=tuple(losses),
         )

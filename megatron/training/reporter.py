@@ -9,7 +9,7 @@ from megatron.config import Config
 from megatron.data.ledger import Ledger
 from megatron.training.console import Console
 from megatron.training.devices import PLAUSIBLE_UTILISATION
-from megatron.training.log_line import format_iteration, format_timers, format_validation, perplexity
+from megatron.training.log_line import format_iteration, format_memory, format_timers, format_validation, perplexity
 from megatron.training.metrics import IterationReport, MetricsFile
 from megatron.training.progress import Progress
 from megatron.training.stragglers import StragglerReport
@@ -23,11 +23,15 @@ def metrics_path(config: Config) -> Path | None:
     return Path(config.checkpoint.save) / "metrics.jsonl" if config.checkpoint.save else None
 
 
+_GROWTH = 1.05  # of memory since it was last said, which is worth another line
+
+
 class Reporter:
     """Tells people and tools how the run goes. Every rank may call it; rank 0 speaks."""
 
     def __init__(self, config: Config, rank: int) -> None:
         self._timing_option = config.logging.timing_log_option
+        self._memory_said = 0.0
         self.console = Console(enabled=rank == 0)
         flag = "--metrics-file" if config.logging.metrics_file else f"--save {config.checkpoint.save}"
         self.metrics = MetricsFile(metrics_path(config) if rank == 0 else None, flag=flag, warn=self.say)
@@ -41,7 +45,8 @@ class Reporter:
         self, report: IterationReport, times_ms: dict[str, list[float]], epochs: Mapping[str, float] | None = None
     ) -> None:
         """The log line of an interval, its timers if any, its record, and its steps for TensorBoard, with the `epochs`
-        that were taken of each source of data."""
+        that were taken of each source of data. The most memory of a rank is said after the first one, and when it has
+        grown."""
         self.say(format_iteration(report))
         if report.hfu is not None and report.hfu > PLAUSIBLE_UTILISATION:
             self.say(
@@ -51,10 +56,17 @@ class Reporter:
         if times_ms:
             self.say(format_timers(times_ms, self._timing_option))
             timers["times_ms"] = {name: {"min": min(t), "max": max(t)} for name, t in times_ms.items()}
+        self._say_memory(report)
         self.metrics.write("iteration", **report.as_record(), **timers)
         self._tensorboard.iteration(report, times_ms, epochs)
         loss = "" if report.lm_loss is None else f"loss {report.lm_loss:.3f}  "
         self.console.update(report.iteration, f"{loss}{report.tokens_per_s:,.0f} tokens/s")
+
+    def _say_memory(self, report: IterationReport) -> None:
+        held, rank = report.memory_bytes, report.memory_rank
+        if held is not None and rank is not None and held > _GROWTH * self._memory_said:
+            self.say(format_memory(held, rank))
+            self._memory_said = held
 
     def validation(
         self, prefix: str, progress: Progress, dataset: str, loss: float, samples: int, seconds: float

@@ -59,6 +59,7 @@ def records(
             "tokens_per_s": rate * SEQUENCE, "tokens_per_s_per_device": rate * SEQUENCE / world,
             "model_tflops": 0.75 * rate * flops_per_sample / world / 1e12,
             "hardware_tflops": rate * flops_per_sample / world / 1e12, "memory_bytes": (40 + number) * 2**30,
+            "memory_rank": world - number,
         })  # fmt: skip
     found.append({"event": "end", "time": clock, "iteration": first + len(times), "reason": "done"})
     return found

@@ -50,12 +50,23 @@ def test_figures_are_those_of_the_steady_steps(tmp_path: Path) -> None:
     assert found.spread == (430.0 - 410.0) / 420.0
     assert found.tokens_per_s == 1280 * SEQUENCE / 420.0
     assert found.tokens_per_s_per_device == 1280 * SEQUENCE / 420.0 / 16
-    assert found.memory_bytes == 44 * 2**30
+    assert (found.memory_bytes, found.memory_rank) == (44 * 2**30, 16 - 4)  # the most, and the rank that held that
     expected = paper_flops("22b", 1280) / 420.0 / 16 / 1e12
     assert found.paper_tflops == pytest.approx(expected, rel=1e-12)
     assert found.hardware_tflops == pytest.approx(expected, rel=1e-12)
     assert found.model_tflops == pytest.approx(0.75 * expected, rel=1e-12)
     assert found.paper_hfu == pytest.approx(expected / 191.5, rel=1e-12)
+
+
+def test_memory_of_an_older_file_is_said_to_be_of_rank_0(tmp_path: Path) -> None:
+    """It has no memory_rank, and tells of rank 0 alone: all there is to tell of a run of one process."""
+    for folder, sizes, rank, notes in (("one", (1, 1, 1, 8), 0, 0), ("sixteen", (1, 8, 2, 1280), None, 1)):
+        written = records(settings("22b", *sizes), [9000.0] * 3)
+        for record in written[1:-1]:
+            del record["memory_rank"]
+        found = measure(tmp_path / folder, written)
+        assert found.valid and (found.memory_bytes, found.memory_rank) == (43 * 2**30, rank)
+        assert len(found.notes) == notes and all("memory is that of rank 0" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(("model", "layout", "batch", "tflops", "percent"), [
@@ -341,6 +352,7 @@ def test_report_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert float(row["published_hfu"]) == 0.3614 and row["state"] == "valid"
     failed = rows["tp-22b-paper", "tp-00001"]
     assert (failed["state"], failed["step_s"], failed["remarks"]) == ("failed", "", "out of memory")
+    assert (row["memory_bytes"], row["memory_rank"]) == (str(44 * 2**30), "1020")
     text = (out / "report.md").read_text()
     tables = [line for line in text.splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in tables[:3]}) == 1  # head, rule and row of the first table

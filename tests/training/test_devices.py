@@ -1,4 +1,4 @@
-"""How many threads a process takes."""
+"""How many threads a process takes, and how much memory it has held."""
 from __future__ import annotations
 
 import os
@@ -79,6 +79,24 @@ subprocess.run([sys.executable, "-c", {child!r}], env={{**os.environ, **added}},
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     assert done.stdout.strip() == str(not environment)
+
+
+def test_memory_is_that_of_the_process_alone() -> None:
+    """Not of the large one that started it, whose peak the system counts for it until its program begins."""
+    child = """
+import torch
+from megatron.training.devices import peak_memory_bytes as peak
+before, held = peak(torch.device("cpu")), bytearray(b"x" * (256 * 2**20))
+del held
+print(before, peak(torch.device("cpu")))
+"""
+    starter = f"import subprocess, sys; held = b'x' * 3 * 2**29; subprocess.run([sys.executable, '-c', {child!r}])"
+    done = subprocess.run(
+        [sys.executable, "-c", starter], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    before, after = (int(word) for word in done.stdout.split())
+    assert 2**24 < before < 3 * 2**29 and after > before + 200 * 2**20  # the most, not what is held now
 
 
 @pytest.mark.slow

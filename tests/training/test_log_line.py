@@ -38,7 +38,7 @@ def report(**changes: object) -> IterationReport:
         seq_length=2048, learning_rate=6e-5, lm_loss=11.09811, loss_scale=1073741824.0, grad_norm=0.0, num_zeros=0.0,
         params_norm=None, skipped=0, nan=0, step_time_s=196.4964, samples_per_s=6.514, tokens_per_s=13340.7,
         tokens_per_s_per_device=2.223, model_tflops=112.1, hardware_tflops=149.46, mfu=None, hfu=None,
-        memory_bytes=None,
+        memory_bytes=None, memory_rank=None,
     )
     return IterationReport(**{**values, **changes})  # type: ignore[arg-type]
 

@@ -14,7 +14,7 @@ import torch
 
 from megatron.errors import ConfigError
 from megatron.parallel.topology import Layout, Topology
-from megatron.training.metrics import Interval, MetricsFile, Rates, StepRecord, local_loss, read_metrics
+from megatron.training.metrics import Interval, MetricsFile, Peak, Rates, StepRecord, local_loss, read_metrics
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 
@@ -31,7 +31,8 @@ def test_interval_leaves_skipped_steps_out_and_counts_them() -> None:
     skipped = step(2, math.inf, skipped=True), step(4, math.nan, skipped=True)
     for record in (step(1, 3.0), skipped[0], step(3, 2.0, batch=8), skipped[1]):
         interval.add(record)
-    report = interval.report(interval.reduce_losses(), 10, elapsed_s=2.0, memory=77)
+    losses, memory = interval.reduce(77)
+    report = interval.report(losses, 10, elapsed_s=2.0, memory=memory)
     assert report.lm_loss == (3.0 + 2.0) / 2
     assert (report.skipped, report.nan) == (2, 2)
     assert report.step_time_s == 2.0 / 4
@@ -39,19 +40,28 @@ def test_interval_leaves_skipped_steps_out_and_counts_them() -> None:
     assert report.tokens_per_s == 8 * report.samples_per_s
     assert report.model_tflops == 10 * 100 / 1e12 and report.hardware_tflops == 10 * 150 / 1e12
     assert (report.mfu, report.hfu) == (1.0, 1.5)
-    assert (report.iteration, report.learning_rate, report.total_iterations, report.memory_bytes) == (4, 4e-3, 10, 77)
+    assert (report.iteration, report.learning_rate, report.total_iterations) == (4, 4e-3, 10)
+    assert (report.memory_bytes, report.memory_rank) == (77, 0)
+    assert {"memory_bytes", "memory_rank"} < report.as_record().keys()
     assert len(interval) == 0  # counts start anew at each log line
 
 
 def test_an_interval_of_skipped_steps_has_no_loss() -> None:
     interval = Interval(SINGLE, Rates(1, 8, 1.0, 1.0))
     interval.add(step(1, 5.0, skipped=True))
-    report = interval.report(interval.reduce_losses(), 2, 1.0, None)
+    losses, _ = interval.reduce(1)
+    report = interval.report(losses, 2, 1.0)
+    assert (report.memory_bytes, report.memory_rank) == (None, None)
     assert report.lm_loss is None and report.skipped == 1 and report.nan == 0 and report.mfu is None
 
 
-def reduce_over_pipeline_and_data(rank: int) -> tuple[list[float], float | None]:
-    """Tensor 2 x pipeline 2 x data 2: only the last stage has losses, its tensor ranks the same ones."""
+# Bytes that each of eight ranks has held, which single precision could not tell apart; ranks 5 and 6 the most.
+HELD = (2**52 - 1, 2**40, 7, 0, 2**52, 2**52 + 3, 2**52 + 3, 2**52 + 2)
+
+
+def reduce_over_pipeline_and_data(rank: int) -> tuple[list[float], Peak, float | None]:
+    """Tensor 2 x pipeline 2 x data 2: only the last stage has losses, its tensor ranks the same ones. The last step's
+    are not finite."""
     topology = join(2, 2)
     losses: list[torch.Tensor] = []
     if topology.pipeline.is_last:
@@ -59,19 +69,20 @@ def reduce_over_pipeline_and_data(rank: int) -> tuple[list[float], float | None]
     mine = local_loss(losses, None, topology)
     weighted = local_loss(losses, [0.1, 0.2, 0.3, 0.8], topology)
     interval = Interval(topology, Rates(8, 8, 1.0, 1.0))
-    for iteration, loss in ((1, mine), (2, weighted)):
+    for iteration, loss in ((1, mine), (2, weighted), (3, None if mine is None else mine * math.nan)):
         interval.add(StepRecord(iteration, 0, 0, 8, 0.1, loss, False))
-    return interval.reduce_losses(), None if mine is None else mine.item()
+    return *interval.reduce(HELD[rank]), None if mine is None else mine.item()
 
 
 def test_losses_are_averaged_over_micro_batches_and_replicas() -> None:
     results = run_processes(8, reduce_over_pipeline_and_data)
     every = np.array([[0.0, 1.0, 2.0, 3.0], [10.0, 11.0, 12.0, 13.0]])
     weighted = (every * [0.1, 0.2, 0.3, 0.8]).sum(axis=1).mean()
-    for losses, _ in results:
-        np.testing.assert_allclose(losses, [every.mean(), weighted], rtol=1e-6)
+    for losses, memory, _ in results:
+        np.testing.assert_allclose(losses, [every.mean(), weighted, math.nan], rtol=1e-6)
+        assert memory == Peak(2**52 + 3, 5)  # beside the losses, of whatever value, and exact
     # pipeline rank slowest, tensor rank fastest: ranks 4 and 6 are the first tensor ranks of the last stage.
-    assert [r for r, (_, own) in enumerate(results) if own is not None] == [4, 6]
+    assert [r for r, (*_, own) in enumerate(results) if own is not None] == [4, 6]
 
 
 def test_metrics_file_appends_and_survives_a_cut_line(tmp_path: Path) -> None:

@@ -12,10 +12,12 @@ import torch
 
 from megatron.errors import ConfigError
 from megatron.parallel.topology import Layout, Topology
+from megatron.planning.scaling.logs import iteration_fields
 from megatron.training.console import Console
 from megatron.training.failures import run_guarded
-from megatron.training.metrics import Interval, Rates, StepRecord
+from megatron.training.metrics import Interval, Peak, Rates, StepRecord
 from megatron.training.profiling import Profiler
+from megatron.training.reporter import Reporter
 from megatron.training.tensorboard import TensorBoard
 from megatron.training.timers import PARTS, Stopwatch, Timers
 from tests.helpers.groups import join
@@ -80,7 +82,8 @@ def write_events(folder: Path, **changes: Any) -> Any:
     for i in range(1, 5):
         interval.add(StepRecord(i, 16 * i, 128 * i, 16, i / 8, torch.tensor(4.0 / i), i == 4, 2.0**i, 0.25 * i))
     times_ms = {"data-wait": [1.0, 3.0], "optimizer": [20.0, 10.0]}
-    report = interval.report(interval.reduce_losses(), 4, 1.0, 99)
+    losses, memory = interval.reduce(99)
+    report = interval.report(losses, 4, 1.0, memory)
     board.iteration(report, times_ms, {"web": 0.5, "books": 1.25})
     board.validation(4, 64, 1.5)
     board.close()
@@ -123,6 +126,25 @@ def test_tensorboard_has_the_slowest_rank_of_each_timer(tmp_path: Path) -> None:
     events = write_events(tmp_path, log_timers_to_tensorboard=True)
     assert points(events, "data-wait-time") == [(4, pytest.approx(0.003))]
     assert points(events, "optimizer-time") == [(4, pytest.approx(0.02))]
+
+
+def test_memory_is_said_at_first_and_when_it_has_grown() -> None:
+    logging = dict(timing_log_option="max", metrics_file=None, tensorboard_dir=None)
+    config: Any = SimpleNamespace(
+        logging=SimpleNamespace(**logging), checkpoint=SimpleNamespace(save=None),
+        parallel=SimpleNamespace(world_size=1),
+    )  # fmt: skip
+    reporter, said = Reporter(config, 0), list[str]()
+    reporter.console.say = said.append  # type: ignore[assignment]
+    for i, size in enumerate((2.0, 2.09, 2.11, 2.11, 4.0)):
+        interval = Interval(SINGLE, Rates(1, 8, 1.0, 1.0))
+        interval.add(StepRecord(i, 16, 128, 16, 0.1, torch.tensor(4.0), False))
+        losses, _ = interval.reduce(0)
+        reporter.iteration(interval.report(losses, 4, 1.0, Peak(int(size * 2**30), 1030 + i)), {"optimizer": [1.0]})
+    lines = [text for text in said if "memory" in text]
+    assert lines == [f" most memory held by a rank: {size} GiB, by rank {rank}"
+                     for size, rank in (("2.00", 1030), ("2.11", 1032), ("4.00", 1034))]  # fmt: skip
+    assert all(iteration_fields(line) is None for line in lines)  # no parser takes it for a line of figures
 
 
 def test_tensorboard_that_is_off_takes_every_call() -> None:

@@ -108,6 +108,44 @@ def test_a_resumed_run_on_other_ranks_is_the_same_run(
     assert taken == [list(range(16)), list(range(16, 24))] and taken[0] + taken[1] == sorted(n for n, _ in samples)
 
 
+def run_with_ballast(rank: int, fields: dict[str, Any], heavy: int) -> list[str]:
+    """A run in which rank `heavy` has held 512 MiB more than it needs; the lines that it says of memory."""
+    said: list[str] = []
+    plain = Console.say
+
+    def say(self: Console, text: str) -> None:
+        said.append(text)
+        plain(self, text)
+
+    Console.say = say  # type: ignore[method-assign]
+    if rank == heavy:
+        held = bytearray(b"x" * BALLAST)
+        del held
+    run(rank, fields)
+    return [text for text in said if "memory" in text and "GiB" in text]
+
+
+BALLAST = 512 * 2**20
+
+
+def test_memory_is_the_most_over_all_ranks(tmp_path: Path) -> None:
+    """Whichever rank holds it, in a run and when it is resumed, with log lines of several steps."""
+    fields = dict(save=str(tmp_path), eval_iters=0, pipeline_model_parallel_size=2)
+    said = run_processes(2, run_with_ballast, {**fields, "exit_interval": 4}, 1)[0]
+    resumed = {**fields, "load": str(tmp_path), "log_interval": 1}
+    said += run_processes(2, run_with_ballast, resumed, 0)[0]
+    found = records(tmp_path)["iteration"]
+    assert values(found, "iteration", "memory_rank") == [(2, 1), (4, 1), (5, 0), (6, 0)]
+    assert all(record["memory_bytes"] > BALLAST for record in found)
+    (alone,) = run_processes(1, run_with_ballast, {**fields, "save": str(tmp_path / "alone"), "train_iters": 1,
+                                                   "pipeline_model_parallel_size": 1}, 1)  # fmt: skip
+    (record,) = records(tmp_path / "alone")["iteration"]
+    assert record["memory_rank"] == 0 and record["memory_bytes"] < min(r["memory_bytes"] for r in found)
+    assert [line.split("GiB, ")[1] for line in (*said, *alone)] == ["by rank 1", "by rank 0", "by rank 0"]
+    sizes = [line.partition(": ")[2].split(" GiB")[0] for line in (*said, *alone)]
+    assert sizes == [f"{r['memory_bytes'] / 2**30:.2f}" for r in (found[0], found[2], record)]
+
+
 def write_numbers(prefix: Path, tokens: int) -> str:
     """One document of tokens that count up, so that the first token of a sample says which one it is."""
     with IndexedDatasetWriter(prefix, np.uint16) as writer:

@@ -40,7 +40,8 @@ class Figures:
 
     spread        (slowest - fastest) / median of the steady steps
     paper_tflops  by the formula of Dash et al., whose published figures it compares with; paper_hfu over the peak
-    memory_bytes  most that rank 0 held
+    memory_bytes  most that any rank held, and which: memory_rank. Where that is None, of rank 0 alone: files of older
+                  runs tell of no other
     skipped, nan  steps of the whole run
     problems      what contradicts the figures: with any, they are invalid
     notes         what is worth knowing of valid ones
@@ -60,6 +61,7 @@ class Figures:
     hfu: float | None = None
     paper_hfu: float | None = None
     memory_bytes: int | None = None
+    memory_rank: int | None = None
     skipped: int = 0
     nan: int = 0
     problems: tuple[str, ...] = ()
@@ -75,7 +77,7 @@ def figures(run: MeasuredRun, judge: Judge | None = None) -> Figures:
     """Measure a run. A run without lines gives figures without values."""
     judge = judge or Judge()
     skipped, nan = sum(line.skipped for line in run.lines), sum(line.nan for line in run.lines)
-    memory = max((line.memory_bytes for line in run.lines if line.memory_bytes), default=None)
+    memory, fullest = _memory(run)
     if not run.lines:
         return Figures(run, skipped=skipped, nan=nan)
     after = _after_warm_up(run, judge)
@@ -87,7 +89,7 @@ def figures(run: MeasuredRun, judge: Judge | None = None) -> Figures:
             else f"no steady step: the run has {_steps(run.lines)}, none after the warm-up with its full batch"
         )
         known = () if not after and run.failure else (problem,)
-        return Figures(run, memory_bytes=memory, skipped=skipped, nan=nan, problems=known)
+        return Figures(run, memory_bytes=memory, memory_rank=fullest, skipped=skipped, nan=nan, problems=known)
     times = [line.step_s for line in steady]
     step_s, batch = statistics.median(times), steady[0].global_batch_size
     sequence, world = run.get("seq_length"), run.world_size
@@ -99,7 +101,8 @@ def figures(run: MeasuredRun, judge: Judge | None = None) -> Figures:
     per_device = tokens / world if tokens and world else _at_median(steady, "tokens_per_s_per_device", step_s)
     values = Figures(
         run, _steps(steady), step_s, (max(times) - min(times)) / step_s, batch, tokens, per_device, model, hardware,
-        paper, _part(model, peak), _part(hardware, peak), _part(paper, peak), memory, skipped, nan,
+        paper, _part(model, peak), _part(hardware, peak), _part(paper, peak), memory, fullest,
+        skipped, nan,
     )  # fmt: skip
     return dataclasses.replace(
         values, problems=tuple(_problems(values, steady, judge, peak)), notes=tuple(_notes(values))
@@ -108,6 +111,15 @@ def figures(run: MeasuredRun, judge: Judge | None = None) -> Figures:
 
 def _steps(lines: tuple[Line, ...] | list[Line]) -> int:
     return sum(line.steps for line in lines)
+
+
+def _memory(run: MeasuredRun) -> tuple[int | None, int | None]:
+    """(most bytes that a rank held, which rank); no rank where the file tells only of rank 0 of several."""
+    known = [line for line in run.lines if line.memory_bytes]
+    if not known:
+        return None, None
+    most = max(known, key=lambda line: line.memory_bytes or 0)
+    return most.memory_bytes, 0 if run.world_size == 1 else most.memory_rank
 
 
 def _after_warm_up(run: MeasuredRun, judge: Judge) -> list[Line]:
@@ -282,6 +294,8 @@ def _notes(found: Figures) -> Iterator[str]:
         yield f"{found.skipped} step(s) skipped, left out of the figures"
     if found.nan:
         yield f"{found.nan} step(s) with a loss that is not finite, left out"
+    if found.memory_bytes is not None and found.memory_rank is None:
+        yield "memory is that of rank 0, the only one its metrics file tells of: others may have held more"
     if run.finished is False and run.failure is None:
         yield "the run did not come to its end"
     if found.steady < 2:

@@ -75,6 +75,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("published", "published_hfu", lambda s, m: p.percent / 100 if (p := s.published) else None, _percent),
     Column("efficiency", "efficiency", lambda s, m: s.efficiency(m), _percent),
     Column("GiB", "memory_bytes", lambda s, m: m.memory_bytes, lambda v: f"{v / 2**30:.1f}"),
+    Column("on rank", "memory_rank", lambda s, m: m.memory_rank),
     Column("skipped", "skipped", lambda s, m: m.skipped if m.run.lines else None),
     Column("state", "state", lambda s, m: state(m)),
 )
@@ -140,8 +141,8 @@ _MEANING = (
     "TFLOP/s are per device, on MI250X a GCD. Model FLOPs leave recomputation out, hardware FLOPs count it;",
     "the paper's are 24 k B s L h^2 (1 + s/(6h) + V/(16 L h)), k = 4 with full recomputation and 3 without",
     "(arXiv 2312.12705), and the published figure beside them is theirs for this model. Efficiency is throughput per",
-    "device over that of the smallest valid run of the table. Memory is the most that rank 0 held. Invalid and failed",
-    "runs enter no efficiency and no curve.",
+    "device over that of the smallest valid run of the table. Memory is the most that any rank held, and which it was;",
+    "of rank 0 alone where none is named. Invalid and failed runs enter no efficiency and no curve.",
 )
 
 

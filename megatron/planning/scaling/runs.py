@@ -19,8 +19,9 @@ METRICS, POINT, RESULT = "metrics.jsonl", "point.json", "result.json"
 class Line:
     """What one log line or record says of the `steps` steps that it stands for; times are means over them.
 
-    tflops are per device: `model_tflops` without recomputation, `hardware_tflops` with it. `clock_s` is when it was
-    written, in seconds since 1970.
+    tflops are per device: `model_tflops` without recomputation, `hardware_tflops` with it. `memory_bytes` is the most
+    that any rank had held, `memory_rank` which it was; where that is None, of rank 0 alone, as older files have it.
+    `clock_s` is when it was written, in seconds since 1970.
     """
 
     iteration: int
@@ -33,6 +34,7 @@ class Line:
     model_tflops: float | None = None
     hardware_tflops: float | None = None
     memory_bytes: int | None = None
+    memory_rank: int | None = None
     skipped: int = 0
     nan: int = 0
     loss_scale: float | None = None
@@ -192,7 +194,7 @@ def _from_metrics(path: Path, name: str, point: Mapping[str, Any]) -> MeasuredRu
 def _line(record: Mapping[str, Any], before: int) -> Line:
     same = (
         "consumed_samples", "samples_per_s", "tokens_per_s_per_device", "model_tflops", "hardware_tflops",
-        "memory_bytes", "loss_scale", "grad_norm",
+        "memory_bytes", "memory_rank", "loss_scale", "grad_norm",
     )  # fmt: skip
     known: dict[str, Any] = {name: record.get(name) for name in same}
     return Line(
