@@ -1,14 +1,16 @@
 """Runs trials: as processes on this machine, one at a time, or as job steps on disjoint nodes of an allocation.
 
 Nothing here waits for a trial: `poll` looks at those that run, ends what takes too long or hangs, and hands out what
-has ended. A trial ends alone, whatever it does, and none outlives the tuner.
+has ended. A trial ends alone, whatever it does, and none outlives the tuner. When one fails on nodes of an allocation
+Slurm is asked about these; those that are dead are left out from then on, and the trial is no answer.
 """
 from __future__ import annotations
 
 import dataclasses
 import os
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from megatron.errors import ConfigError
 from megatron.planning.experiments.endings import OUT_OF_MEMORY, REFUSED, Ending, ending
 from megatron.planning.experiments.launch import Run, Step, slurm_command, start_here, start_step, training_command
 from megatron.planning.experiments.runner import slurm_job_runs
+from megatron.tuning.nodes import Inquiry, Nodes
 from megatron.tuning.result import failed, read_result
 from megatron.tuning.trial_folder import TrialFolder, TrialSettings, asked_of, trial_flags
 from megatron.tuning.types import FAILED, Candidate, Result, Trial
@@ -33,6 +36,7 @@ _WAIT_S = 60  # that the tasks of a step have to end when one has
 # What a first rank says whose port another program has (parallel/meeting.py), which says nothing about the layout.
 _PORT_TAKEN = "cannot serve port"
 _STARTS, _OTHER_PORT = 3, 331
+_MOST_LOST = 2  # nodes may die under a trial; more often than that it is the layout that takes them along
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,8 @@ class Place:
 @dataclass
 class _Running:
     """asked, run and watch are None for a trial that was refused before anything was started. starts: how many of them
-    were in vain before, because its port was taken."""
+    were in vain before, because its port was taken. result, inquiry: of one that has ended, as long as its nodes are
+    asked for."""
 
     trial: Trial
     folder: TrialFolder
@@ -65,17 +70,22 @@ class _Running:
     watch: Watch | None = None
     stopped: Ending | None = None
     starts: int = 0
+    result: Result | None = None
+    inquiry: Inquiry | None = None
 
 
 class TrialRunner:
-    """Runs trials in folders below `folder`, the tuner's."""
+    """Runs trials in folders below `folder`, the tuner's. `say` gets a line for each node that is left out."""
 
-    def __init__(self, folder: Path, place: Place, settings: TrialSettings) -> None:
+    def __init__(
+        self, folder: Path, place: Place, settings: TrialSettings, say: Callable[[str], object] = lambda text: None
+    ) -> None:
         if place.launcher not in ("local", "slurm"):
             raise ConfigError(f"launcher '{place.launcher}' is unknown: use local or slurm")
         self._folder, self._place, self._settings = folder.resolve(), place, settings
-        self._free = list(place.hosts)
+        self._nodes = Nodes(place.hosts, say)
         self._running: list[_Running] = []
+        self._lost, self._losses = dict[int, str](), Counter[int]()
 
     @property
     def running(self) -> Sequence[Trial]:
@@ -86,30 +96,40 @@ class TrialRunner:
         """Whether there is room for it now."""
         if self._place.launcher == "local":
             return not self._running
-        return len(self._running) < self._place.parallel and candidate.nodes <= len(self._free)
+        return len(self._running) < self._place.parallel and candidate.nodes <= self._nodes.free
+
+    def can_ever_start(self, candidate: Candidate) -> bool:
+        """False: so many nodes have been left out in this start that there will be no room for it."""
+        return self._nodes.usable is None or candidate.nodes <= self._nodes.usable
+
+    def lost_by(self, trial: Trial) -> str | None:
+        """Of a trial that `poll` has just returned without a result: the dead node that ended it ("node03 is down"), so
+        that it is to be run again in this start, on other nodes; None: its allocation ended."""
+        return self._lost.get(trial.number)
 
     def start(self, trial: Trial) -> Trial:
         """Start it; returns it with its hosts and when it started. `can_start` has said that there is room.
 
         It is tied to the thread that calls this. Raises ConfigError where nothing can be written or started.
         """
-        hosts = () if self._place.launcher == "local" else tuple(self._free[: trial.candidate.nodes])
+        hosts = () if self._place.launcher == "local" else self._nodes.take(trial.candidate.nodes)
         trial = dataclasses.replace(trial, hosts=hosts, started=time.time(), ended=None, result=None)
-        self._running.append(self._start(TrialFolder(self._folder, trial)))
-        self._free = [host for host in self._free if host not in hosts]
+        self._lost.pop(trial.number, None)
+        try:
+            self._running.append(self._start(TrialFolder(self._folder, trial)))
+        except BaseException:
+            self._nodes.give_back(hosts)
+            raise
         return trial
 
     def poll(self) -> list[Trial]:
-        """Trials that have ended since the last call, with their results; without one where it was not the trial but
-        the allocation that ended."""
+        """Trials that have ended since the last call, with their results; without one where it was not the trial but a
+        node (`lost_by`) or the allocation that ended."""
         ended = []
         for each in list(self._running):
             if each.run is None or each.run.poll():
-                result = self._result(each)
-                if self._lacked_a_port(each, result):
-                    self._running[self._running.index(each)] = self._start(each.folder, each.starts + 1)
-                else:
-                    ended.append(self._end(each, None if self._is_lost(each, result) else result))
+                trial = self._settled(each)
+                ended += [] if trial is None else [trial]
             elif each.watch is not None and each.stopped is None:
                 each.stopped = self._at_its_limit(each.run, each.watch.look(time.monotonic()))
                 if each.stopped is not None:
@@ -120,6 +140,8 @@ class TrialRunner:
         """Stop what runs and wait for its end, for seconds. Returns the trials: without a result, as interrupted ones,
         unless they had done all their steps."""
         for each in self._running:
+            if each.inquiry is not None:
+                each.inquiry.stop()
             if each.run is not None:
                 each.stopped = each.stopped or Ending(INTERRUPTED, why)
                 each.run.stop()
@@ -197,6 +219,35 @@ class TrialRunner:
         step = Step(name, trial.hosts, tasks, turn, limit_s, _WAIT_S, limit)
         return start_step(slurm_command(flags), step, folder.log, folder.tasks, grace_s=GRACE_S)
 
+    def _settled(self, each: _Running) -> Trial | None:
+        """A trial whose processes have ended, as soon as it is known what that means; None: not yet, or it has been
+        started again."""
+        if each.result is None:
+            each.result = result = self._result(each)
+            if self._lacked_a_port(each, result):
+                self._running[self._running.index(each)] = self._start(each.folder, each.starts + 1)
+                return None
+            if self._is_lost(each, result):
+                return self._end(each, None)
+            # Whatever it ended as: a rank whose first peer never answers refuses to go on, or hangs.
+            if self._place.launcher == "slurm" and result.status == FAILED and each.run is not None:
+                each.inquiry = Inquiry(each.trial.hosts) if os.environ.get("SLURM_JOB_ID") else None
+        dead = {} if each.inquiry is None else each.inquiry.dead
+        return None if dead is None else self._end_on(each, each.result, dead)
+
+    def _end_on(self, each: _Running, result: Result, dead: Mapping[str, str]) -> Trial:
+        """End a trial on nodes of which some may be dead: then that is what ended it, unless it ran out of memory,
+        which takes nodes along, or nodes die under it again and again."""
+        self._nodes.leave_out(dead)
+        if not dead:
+            return self._end(each, result)
+        number, said = each.trial.number, ", ".join(f"{host} {why}" for host, why in dead.items())
+        self._losses[number] += 1
+        if result.kind == OUT_OF_MEMORY or self._losses[number] > _MOST_LOST:
+            return self._end(each, dataclasses.replace(result, reason=f"{result.reason}; {said}"))
+        self._lost[number] = said
+        return self._end(each, None)
+
     def _lacked_a_port(self, each: _Running, result: Result) -> bool:
         """Whether it is to be started again: another program had the port of its first rank."""
         taken = result.status == FAILED and _PORT_TAKEN in (result.reason or "")
@@ -242,7 +293,7 @@ class TrialRunner:
 
     def _end(self, each: _Running, result: Result | None) -> Trial:
         self._running.remove(each)
-        self._free = [host for host in self._place.hosts if host in {*self._free, *each.trial.hosts}]
+        self._nodes.give_back(each.trial.hosts)
         if result is not None:
             codes = None if each.run is None else each.run.exit_codes
             _note(each.folder, result, codes, each.trial)
@@ -254,7 +305,8 @@ class TrialRunner:
         for each in list(self._running):
             if each.run is None or each.run.poll():
                 result = self._result(each)
-                interrupted = each.run is not None and result.kind == INTERRUPTED
+                unsettled = each.inquiry is not None
+                interrupted = each.run is not None and (result.kind == INTERRUPTED or unsettled)
                 ended.append(self._end(each, None if interrupted else result))
         return ended
 

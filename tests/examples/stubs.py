@@ -9,11 +9,13 @@ from pathlib import Path
 from tests.helpers.launching import ROOT
 
 FRONTIER = ROOT / "examples" / "frontier"
-# Writes its name and arguments, NUL between them; then does what STUB_<name> says.
+# Writes its name and arguments, NUL between them, at once, as several may run; then does what STUB_<name> says.
 _STUB = """#!/bin/bash
 name=${0##*/}
 { printf '%s\\0' "$name" "$@"; printf 'MASTER_ADDR=%s MASTER_PORT=%s NCCL_NET=%s' "${MASTER_ADDR-}" "${MASTER_PORT-}" \\
-    "${NCCL_NET-}"; printf '\\1'; } >>"$STUB_CALLS"
+    "${NCCL_NET-}"; printf '\\1'; } >"$STUB_CALLS.$$"
+cat "$STUB_CALLS.$$" >>"$STUB_CALLS"
+rm "$STUB_CALLS.$$"
 action=STUB_$name
 eval "${!action-}"
 """

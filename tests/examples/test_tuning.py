@@ -97,6 +97,44 @@ def test_starts_without_a_new_trial_are_bounded(tmp_path: Path) -> None:
     assert started == [True, True, True, True, False] and "started 2 times" in ended.log
 
 
+def guards(ended: Ended) -> list[list[str]]:
+    return [call.words for call in ended.named("srun") if "--job-name=guard" in call.words]
+
+
+def test_a_task_on_another_node_looks_after_the_script(tmp_path: Path) -> None:
+    """It asks, time and again, whether the script's node is still in the job; only then it does something."""
+    assert "#SBATCH --no-kill" in TUNE.read_text().splitlines()
+    waits = 'for _ in {1..200}; do grep -q guard "$STUB_CALLS" && break; sleep 0.05; done'
+    for requeue, does in (("1", ["scontrol", "requeue"]), ("0", ["scancel"])):
+        ended = tune(tmp_path, nodes="a1,a2", REQUEUE=requeue, STUB_python=waits, STUB_srun="exec sleep 20")
+        (words,) = guards(ended)
+        assert words[words.index("-w") + 1] == "a2" and words[-1 - len(does) :] == ["a1", *does]
+    assert not guards(tune(tmp_path, nodes="a1"))
+
+    guard = words[words.index("-c", words.index("bash")) + 1]
+    for answer, names, acts in (
+        ("a[1-2]", "a1 a2", False), ("a2", "a2", True), ("a11", "a11", True), ("", "", False), ("a2", "", False),
+    ):  # fmt: skip
+        program = (
+            f"squeue() {{ echo '{answer}'; }}; scontrol() {{ tr ' ' '\n' <<<'{names}'; }}\n"
+            f"turns=0; sleep() {{ ((turns++ < 2)); }}\n{guard}"
+        )
+        done = subprocess.run(
+            ["bash", "-c", program, "guard", "a1", "echo", "acts"], env={**os.environ, "SLURM_JOB_ID": "7"},
+            capture_output=True, text=True, timeout=20,
+        )  # fmt: skip
+        assert done.stdout.split("\n")[:-1] == (["acts 7"] * 2 if acts else []), (answer, done.stderr)
+
+
+@pytest.mark.parametrize(("left", "requeued"), [(2, True), (3, False)])
+def test_a_node_that_dies_before_the_first_trial_sends_the_job_back(tmp_path: Path, left: int, requeued: bool) -> None:
+    """The preflight asks for all nodes of the job, so that it cannot even start."""
+    squeue = f'case "$*" in *%D*) echo {left} ;; *) echo RUNNING None ;; esac'
+    ended = tune(tmp_path, nodes="a1,a2,a3", PREFLIGHT="1", STUB_squeue=squeue, STUB_srun="exit 1")
+    assert ended.code == 4 and not ended.named("python", "tune.py")
+    assert any(call.words[1:] == ["requeue", "77"] for call in ended.named("scontrol")) is requeued
+
+
 def on_a_login_node(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SITE_", "MEGATRON_", "OUT"))}
     return subprocess.run(

@@ -1,5 +1,5 @@
 """A search in an allocation of four virtual nodes: two trials at a time on nodes of their own, one of which hangs and
-one of which runs out of memory; killed, and gone on with."""
+one of which runs out of memory; killed, and gone on with; nodes that die under it."""
 from __future__ import annotations
 
 import json
@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,11 @@ if [[ " $* " == *" --micro-batch-size 3 "* && $* =~ --metrics-file[=\\ ]([^ ]+) 
 fi
 exec {sys.executable} "$@"
 """
+# Does not begin before a file is there.
+HELD = f"""#!/bin/bash
+until [[ -e ${{0%/*}}/go ]]; do sleep 0.1; done
+exec {sys.executable} "$@"
+"""
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +64,17 @@ def testbed() -> Iterator[Testbed]:
         yield started
 
 
-def tune(testbed: Testbed, folder: Path, name: str, **settings: str) -> Submitted:
+def tune(
+    testbed: Testbed, folder: Path, name: str, space: str = SPACE, program: str = PYTHON, more: Sequence[str] = (),
+    **settings: str,
+) -> Submitted:
     python = folder / "venv/bin/python"
     if not python.exists():
         python.parent.mkdir(parents=True)
-        python.write_text(PYTHON)
+        python.write_text(program)
         python.chmod(0o755)
-        (folder / "space.toml").write_text(SPACE)
-    arguments = ["--search", "exhaustive", "--memory-limit", str(MEMORY_GIB), "--stall", "10"]
+        (folder / "space.toml").write_text(space)
+    arguments = ["--search", "exhaustive", "--memory-limit", str(MEMORY_GIB), "--stall", "10", *more]
     return submit(
         testbed, folder, arguments, options=["-N", "4", "--time=15"], name=name, script="tune.sbatch",
         SPACE=str(folder / "space.toml"), PRIOR="0", SITE_CLUSTER="", TASKS_PER_NODE="1", CPUS_PER_TASK="1",
@@ -180,3 +188,65 @@ def check_trials(ended: dict[str, dict[str, Any]], report: Path) -> None:
     sizes = [re.search(rf"--{name}[= ](\d+)", command) for name in ("pipeline-model-parallel-size", "micro-batch-size")]
     assert best == "pp={},mbs={}".format(*(size[1] for size in sizes if size)), command
     assert {"trials.csv", "trials.md", "trajectory.png"} <= {path.name for path in report.iterdir()}
+
+
+def held(testbed: Testbed, folder: Path) -> tuple[Submitted, Path]:
+    """A search whose first two trials are on their nodes and wait for the file, which is returned."""
+    few = SPACE.replace("pp == 1 or mbs < 3", "pp == 1 and mbs < 3")
+    job = tune(testbed, folder, "run", few, HELD, ["--confirm", "0"], REQUEUE="1", GUARD_S="1")
+    deadline = time.monotonic() + 200
+    while testbed.ask("squeue", "--steps", "-h", "-o", "%j").count("trial-") < 2:
+        assert time.monotonic() < deadline and testbed.state(job.number) not in ENDED, job.text()
+        time.sleep(0.2)
+    assert {r["number"]: r["hosts"] for r in journal(folder) if r["event"] == "started"} == {
+        1: ["node01", "node02"], 2: ["node03", "node04"],
+    }, job.text()  # fmt: skip
+    return job, folder / "venv/bin/go"
+
+
+@pytest.fixture
+def mended(testbed: Testbed) -> Iterator[list[str]]:
+    """Names of nodes that a test has lost. They come back when it ends."""
+    lost = list[str]()
+    yield lost
+    for name in lost:
+        testbed.control("add-node", name)
+
+
+@pytest.mark.timeout(600)
+def test_a_node_dies_and_the_search_goes_on_without_it(
+    testbed: Testbed, tmp_path: Path, mended: list[str]
+) -> None:
+    job, go = held(testbed, tmp_path)
+    mended.append("node03")
+    testbed.control("lose-node", "node03")
+    go.touch()
+    assert job.wait() == "COMPLETED", job.text()
+    records, text = left_behind(testbed, tmp_path), job.text()
+    assert "node03 is down: it is left out from now on; 3 of 4 node(s) are left" in text
+    started = [(r["number"], set(r["hosts"])) for r in records if r["event"] == "started"]
+    assert [number for number, _ in started] == [1, 2, 2], "one was not disturbed, one was run again"
+    assert "node03" not in started[-1][1] and len(started[-1][1]) == 2
+    (lost,) = [r for r in records if r["event"] == "interrupted"]
+    assert (lost["number"], lost["why"]) == (2, "node03 is down")
+    ended = {r["number"]: r["result"]["status"] for r in records if r["event"] == "ended"}
+    assert ended == {1: "done", 2: "done"}, text
+    assert (tmp_path / "tune-space/report/best.txt").exists() and "Node failure" in (
+        tmp_path / "tune-space/trials/0002/attempt-1/train.log"
+    ).read_text()
+    assert testbed.show(job.number)["Restarts"] == "0"
+
+
+@pytest.mark.timeout(600)
+def test_a_job_whose_script_died_with_its_node_goes_back_into_the_queue(
+    testbed: Testbed, tmp_path: Path, mended: list[str]
+) -> None:
+    """With --no-kill Slurm itself would let the other nodes idle until the time is over."""
+    job, _ = held(testbed, tmp_path)
+    mended.append("node01")
+    testbed.control("lose-node", "node01")
+    assert job.wait("PENDING", *ENDED) == "PENDING", job.text()
+    assert testbed.show(job.number)["Restarts"] == "1"
+    left_behind(testbed, tmp_path)
+    testbed.ask("scancel", job.number)
+    job.wait()

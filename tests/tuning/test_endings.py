@@ -109,3 +109,19 @@ def test_real_programs_at_a_real_limit(tmp_path: Path, program: str) -> None:
     assert code == 1 and ending(code, [log]).kind == OUT_OF_MEMORY, log.read_text()
     command[3] = str(1 << 43)
     assert subprocess.run([*command[:6], "print(1)"], timeout=60, check=False).returncode == 0
+
+
+def test_a_node_that_died_before_slurm_knew_it(tmp_path: Path) -> None:
+    """srun's words, from two runs; the task that it killed itself is none that ran out of memory."""
+    for number, said in enumerate((
+        "srun: error: _server_read: fd 12 error reading header: Connection reset by peer\n"
+        "srun: error: step_launch_notify_io_failure: aborting, io error with slurmstepd on node 0\n"
+        "srun: Job step aborted: Waiting up to 7 seconds for job step to finish.\n"
+        "srun: error: node04: task 1: Killed\n",
+        "srun: error: Task launch for StepId=1.2 failed on node node03: Communication connection failure\n"
+        "srun: error: Application launch failed: Communication connection failure\nsrun: Job step aborted\n",
+    )):  # fmt: skip
+        log = tmp_path / f"{number}.log"
+        log.write_text(said)
+        found = ending(137, [log])
+        assert found.kind == LOST_RANK and "on node" in found.reason, found

@@ -26,7 +26,11 @@ _MEMORY = re.compile(
 # What else fails for want of memory, where there is a limit: the stack of a thread, a library that is mapped.
 _MEMORY_WITH_LIMIT = re.compile(r"can't start new thread|pthread_create failed|failed to map segment")
 _HANG = re.compile(r"the job hangs: .*")
-_NODE = re.compile(r"^.*(?:node failure|NODE_FAIL|DUE TO NODE FAIL).*$", re.IGNORECASE | re.MULTILINE)
+# The last two: of a node that died without Slurm knowing it yet. srun then kills the tasks of the other nodes.
+_NODE = re.compile(
+    r"^.*(?:node failure|NODE_FAIL|DUE TO NODE FAIL|io error with slurmstepd on node|launch for \S+ failed on node).*$",
+    re.IGNORECASE | re.MULTILINE,
+)  # fmt: skip
 _ERROR = re.compile(r"^\s*(?:\[[\w:]+\]:?\s*)?(?:error:|ERROR:|[\w.]*Error\b:?)\s*\S.*$", re.MULTILINE)
 _FOLLOWS = re.compile(r"LostRankError|DistBackendError|DistNetworkError|ConnectionError|Connection (?:reset|closed)")
 _NO_REFUSAL = re.compile(r"(?:Launch|Training|Kernel)Error")  # the user's to mend too, but not of the settings

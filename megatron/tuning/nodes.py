@@ -1,0 +1,170 @@
+"""The nodes of an allocation that trials run on: which are free, and which have died and are left out.
+
+Under --no-kill Slurm takes a node that died out of the job and lets the rest go on. Before it knows, which takes
+SlurmdTimeout (minutes), it still offers the node to every step, so that a node in question has to answer itself.
+"""
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from megatron.training.requeue import ask_slurm
+
+_ANSWER_S = 60.0  # that a node has to start a task which only says its name
+_STOP_S = 10.0
+# Of sinfo's %T; "draining" is none of them: a node that somebody wants back later does its work until then.
+_DEAD = {
+    "down", "drained", "error", "fail", "failing", "unknown", "reboot", "reboot_issued",
+    "power_down", "powered_down", "powering_down", "powering_up", "power_up",
+}  # fmt: skip
+_MARKS = "*~#!%$@^-"  # behind a state; * is a node that does not respond
+_FAILED_ON = re.compile(r"(?:failed on node|Node failure on) ([\w.-]+)")
+
+
+class Nodes:
+    """Free ones and those that are left out; `say` gets a line for each of the latter."""
+
+    def __init__(self, hosts: Sequence[str], say: Callable[[str], object]) -> None:
+        self._hosts, self._say = tuple(hosts), say
+        self._free = list(hosts)
+        self._out = dict[str, str]()
+
+    @property
+    def free(self) -> int:
+        """How many could be taken now."""
+        return len(self._free)
+
+    @property
+    def usable(self) -> int | None:
+        """How many are left, free or taken; None as long as none was left out."""
+        return len(self._hosts) - len(self._out) if self._out else None
+
+    def take(self, count: int) -> tuple[str, ...]:
+        """The first free ones, which are neighbours as far as the list has it."""
+        taken, self._free = tuple(self._free[:count]), self._free[count:]
+        return taken
+
+    def give_back(self, hosts: Iterable[str]) -> None:
+        """Free again, in the order of the list, but those that are left out."""
+        free = {*self._free, *hosts} - self._out.keys()
+        self._free = [host for host in self._hosts if host in free]
+
+    def leave_out(self, dead: Mapping[str, str]) -> None:
+        """For good; `dead` says of each what is wrong with it."""
+        for host, why in dead.items():
+            if host in self._hosts and host not in self._out:
+                self._out[host] = why
+                left = len(self._hosts) - len(self._out)
+                self._say(f"{host} {why}: it is left out from now on; {left} of {len(self._hosts)} node(s) are left")
+        self.give_back(())
+
+
+class Inquiry:
+    """Finds out, in a thread of its own, which of some nodes of this job are dead.
+
+    Where Slurm does not answer, no node is: a trial's failure is then held against its layout.
+    """
+
+    def __init__(self, hosts: Sequence[str], environ: Mapping[str, str] = os.environ) -> None:
+        self._hosts, self._job = tuple(hosts), environ["SLURM_JOB_ID"]
+        self._here = environ.get("SLURMD_NODENAME")
+        self._lock, self._stopped = threading.Lock(), False
+        self._probe: subprocess.Popen[str] | None = None
+        self._dead = dict[str, str]()
+        self._thread = threading.Thread(target=self._ask, name="nodes", daemon=True)
+        self._thread.start()
+
+    @property
+    def dead(self) -> Mapping[str, str] | None:
+        """What is wrong with each that is dead ("is down"); None as long as that is not known."""
+        return None if self._thread.is_alive() else self._dead
+
+    def stop(self) -> None:
+        """Nobody waits for the answer any more."""
+        with self._lock:
+            self._stopped = True
+            if self._probe is not None:
+                self._probe.terminate()
+
+    def _ask(self) -> None:
+        states, members = _states(self._hosts), _members(self._job)
+        for host in self._hosts:
+            state = states.get(host, "")
+            if is_dead(state):
+                self._dead[host] = f"is {_in_words(state)}"
+            elif members and host not in members:
+                self._dead[host] = "is no longer in the job"
+        left = [host for host in self._hosts if host not in self._dead]
+        if left:
+            self._dead |= dict.fromkeys(self._silent(left), "does not answer")
+
+    def _silent(self, hosts: Sequence[str]) -> list[str]:
+        """Nodes on which no task can be started, although one can on another node, if only on that of the tuner."""
+        asked = [*hosts, *([self._here] if self._here and self._here not in hosts else [])]
+        said, late = self._start_tasks(asked)
+        answers = set(re.findall(r"^answers (\S+)$", said, re.MULTILINE))
+        named = set(_FAILED_ON.findall(said))
+        return [host for host in hosts if host not in answers and (host in named or (late and answers))]
+
+    def _start_tasks(self, hosts: Sequence[str]) -> tuple[str, bool]:
+        """What srun and a task on each of the nodes say, and whether time ran out. srun itself ends all tasks when one
+        node fails, by then the others have long answered; those that have not are not held for dead."""
+        count = str(len(hosts))
+        command = [
+            "srun", "-N", count, "-n", count, "--ntasks-per-node=1", "-c", "1", "--overlap", "--kill-on-bad-exit=0",
+            "--time=3", "--job-name=nodes", "-w", ",".join(hosts), "bash", "-c", 'echo "answers $SLURMD_NODENAME"',
+        ]  # fmt: skip
+        try:
+            with self._lock:
+                if self._stopped:
+                    return "", False
+                self._probe = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                    errors="replace",
+                )  # fmt: skip
+        except OSError:
+            return "", False
+        try:
+            return self._probe.communicate(timeout=_ANSWER_S)[0], False
+        except subprocess.TimeoutExpired:
+            self._probe.terminate()
+        try:
+            return self._probe.communicate(timeout=_STOP_S)[0], True
+        except subprocess.TimeoutExpired:
+            self._probe.kill()
+            return self._probe.communicate()[0], True
+
+
+def is_dead(state: str) -> bool:
+    """Whether a node in this state, as sinfo's %T has it, can run no task: "down*", "allocated*", not "draining"."""
+    base = state.rstrip(_MARKS)
+    return base.lower() in _DEAD or "*" in state[len(base) :]
+
+
+def _in_words(state: str) -> str:
+    base = state.rstrip(_MARKS)
+    return f"{base} and does not respond" if "*" in state[len(base) :] else base
+
+
+def _states(hosts: Sequence[str]) -> dict[str, str]:
+    """Of nodes, as sinfo has them; {} where it does not answer."""
+    lines = (line.split() for line in _answer("sinfo", "-a", "-h", "-N", "-n", ",".join(hosts), "-o", "%N %T"))
+    return {words[0]: words[1] for words in lines if len(words) == 2}
+
+
+def _members(job: str) -> set[str]:
+    """Nodes that a job has now; none where nobody says."""
+    nodes = " ".join(_answer("squeue", "-h", "-j", job, "-o", "%N")).strip()
+    return set(_answer("scontrol", "show", "hostnames", nodes)) if nodes else set()
+
+
+def _answer(*command: str) -> list[str]:
+    """Lines of what one of Slurm's programs says; none where it fails."""
+    try:
+        done = ask_slurm(*command)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.split("\n") if done.returncode == 0 else []
