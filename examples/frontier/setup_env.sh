@@ -5,7 +5,7 @@
 #     source examples/frontier/site.env && bash examples/frontier/setup_env.sh [--dry-run] [--fresh] [STEP...]
 #
 #   --dry-run   print the commands of each step and run none
-#   STEP        only these of: modules venv torch deepspeed flash project check pack
+#   STEP        only these of: modules venv torch deepspeed flash project deephyper check pack
 #
 # Settings, from the environment (defaults in brackets):
 #   TORCH_VERSION [2.10.0], TORCH_INDEX [https://download.pytorch.org/whl/rocm7.1]
@@ -13,6 +13,7 @@
 #   DEEPSPEED_VERSION [of requirements/constraints.txt]
 #   FLASH_ATTN [0]    1: build flash-attn, which takes long and 4 or more cores: better in an interactive job
 #   FLASH_ATTN_VERSION [v2.8.4.1-cktile]
+#   DEEPHYPER [1]     the paper's search, for tools/tune.py; 0: without it, Optuna searches
 #   PYTHON [python3]  of the module cray-python. It must lie on the nodes (/opt, /usr): the packed environment has none
 #   JOBS [4]          compilers side by side; login nodes are shared
 set -eEuo pipefail
@@ -25,9 +26,10 @@ source "$here/env.sh"
 
 : "${TORCH_VERSION:=2.10.0}" "${TORCH_INDEX:=https://download.pytorch.org/whl/rocm7.1}"
 : "${FLASH_ATTN:=0}" "${FLASH_ATTN_VERSION:=v2.8.4.1-cktile}" "${JOBS:=4}" "${PYTHON:=python3}"
+: "${DEEPHYPER:=1}"
 constraints=$MEGATRON_ROOT/requirements/constraints.txt
 : "${DEEPSPEED_VERSION:=$(sed -n 's/^deepspeed==//p' "$constraints")}"
-steps=(modules venv torch deepspeed flash project check pack)
+steps=(modules venv torch deepspeed flash project deephyper check pack)
 python=$SITE_VENV/bin/python
 dry=0
 
@@ -105,6 +107,28 @@ step_project() {
     run env -C "$MEGATRON_ROOT" "$python" setup.py -q build_kernels --target host --jobs "$JOBS"
 }
 
+# Of what is installed the very versions, of everything else those that were tested together.
+as_it_is() {
+    {
+        PYTHONNOUSERSITE=1 "$python" -m pip list --disable-pip-version-check --format=freeze
+        grep '==' "$constraints"
+    } | awk -F== '{ name = tolower($1); gsub(/[-_.]+/, "-", name) } !seen[name]++'
+}
+
+# The paper's search. Nothing that is installed may change for it, and nothing is compiled: where that cannot be, pip
+# refuses before it touches anything, and tools/tune.py searches with Optuna.
+step_deephyper() {
+    [[ $DEEPHYPER == 1 ]] || { say "DeepHyper: left out (DEEPHYPER=1 installs it)" && return 0; }
+    local versions=$SITE_VENV/src/versions.txt # src is not packed
+    ((dry)) || { mkdir -p "${versions%/*}" && as_it_is >"$versions"; }
+    if ! pip install --only-binary :all: -c "$versions" "deephyper==$(sed -n 's/^deephyper==//p' "$constraints")"; then
+        say "WARNING: DeepHyper cannot be installed, see above: left out, the tuner searches with Optuna"
+    elif ! run "$python" -c 'from megatron.tuning.search.optimizer import make_optimizer as m; m("deephyper", 0)'; then
+        pip uninstall --yes deephyper
+        say "WARNING: DeepHyper does not work here, see above: taken out again, the tuner searches with Optuna"
+    fi
+}
+
 # Imports what a job imports. A login node has no GPU, so that this is torch's build and not the device.
 step_check() {
     run env DS_ACCELERATOR=cpu "$python" - "$FLASH_ATTN" <<'PY'
@@ -115,6 +139,8 @@ print(f"torch {torch.__version__} for ROCm {torch.version.hip}, deepspeed {deeps
 if sys.argv[1] == "1":
     import flash_attn
     print(f"flash-attn {flash_attn.__version__}")
+from megatron.tuning.search.optimizer import make_optimizer
+print(f"tools/tune.py searches with {make_optimizer('auto', 0).name}")
 if not torch.version.hip:
     sys.exit("this torch is not for ROCm: set TORCH_INDEX")
 if not sys.base_prefix.startswith(("/opt/", "/usr")):

@@ -1,6 +1,7 @@
 """What the planner says of a configuration before a trial is paid for: its memory, its best placement, its time."""
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,11 +9,11 @@ from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.planning.cluster import CLUSTERS, Cluster
 from megatron.planning.placement import Placement
-from megatron.planning.search.judging import GIB, memory_on
-from megatron.planning.search.places import worthwhile_placements
-from megatron.planning.timing import estimate, lower_bound
+from megatron.planning.search.judging import GIB, Models
 from megatron.tuning.combination import Rejected
 from megatron.tuning.space import Machine
+
+_MODELS = Models()
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,7 @@ def fit(config: Config, machine: Machine, key: str, *, predict: bool) -> Fit:
 
 
 def _memory(config: Config, cluster: Cluster, capacity: float | None, key: str) -> float:
-    # The first rank holds most micro-batches: often it is enough to ask for it.
-    (first,) = memory_on(config, cluster, (0,))
-    most = first.total
-    if capacity is None or most <= capacity:
-        most = max(rank.total for rank in memory_on(config, cluster))
+    most = _MODELS.fullest(config, cluster, math.inf if capacity is None else capacity).total
     if capacity is not None and most > capacity:
         raise Rejected("more memory than a device has, by the planner",
                        f"{key}: {most / GIB:.1f} GiB, {capacity / GIB:.1f} may be used", most - capacity)  # fmt: skip
@@ -60,14 +57,10 @@ def _fastest(config: Config, cluster: Cluster) -> tuple[Placement, float]:
         wanted["order"] = (parallel.rank_order,)
     if parallel.device_order is not None and len(parallel.device_order) == cluster.devices_per_node:
         wanted["devices"] = (parallel.device_order,)
-    best: tuple[float, Placement] | None = None
-    for placement in worthwhile_placements(config, cluster, wanted):
-        if best is None or lower_bound(config, cluster, placement) < best[0]:
-            seconds = estimate(config, cluster, placement).seconds
-            if best is None or seconds < best[0]:
-                best = seconds, placement
+    best = _MODELS.fastest(config, cluster, wanted)
     assert best is not None, "there is at least one placement"
-    return best[1], best[0]
+    placement, found = best
+    return placement, found.seconds
 
 
 def _flags(config: Config, cluster: Cluster, placement: Placement | None) -> tuple[str, ...]:

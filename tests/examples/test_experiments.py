@@ -77,6 +77,7 @@ def test_sweeps_vary_one_thing() -> None:
             })  # fmt: skip
         assert all(len({row[name] for row in rows}) == 1 for name in names), kind
         assert len({tuple(row.values()) for row in rows}) == len(points) >= 4
+        assert {row["dp"] for row in rows} == {2 if kind == "micro-batch" else 1}
         if kind == "pp-bubble":
             assert {row["m"] / row["pp"] for row in rows} == {16.0}
     assert all(p.config is not None for kind in fixed for p in plan(Request(kind, "1.4b")))

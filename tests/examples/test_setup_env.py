@@ -6,6 +6,8 @@ import subprocess
 import tarfile
 from pathlib import Path
 
+import pytest
+
 from tests.examples.stubs import FRONTIER
 from tests.helpers.launching import ROOT
 
@@ -14,6 +16,7 @@ SCRIPT = FRONTIER / "setup_env.sh"
 _PYTHON = """#!/bin/bash
 echo "$*" >>"$CALLS"
 [[ "$1 $2" != "-m venv" ]] || { mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; }
+[[ "$*" != "-m pip list"* ]] || printf '%s\\n' $INSTALLED
 [[ -z $FAIL_ON || "$*" != *"$FAIL_ON"* ]] || { echo "$FAIL_ON: no such thing" >&2; exit 3; }
 """
 
@@ -30,7 +33,7 @@ def setup_env(folder: Path, *arguments: str, modules: bool = False, **variables:
         env={
             "PATH": os.environ["PATH"], "HOME": str(folder), "SITE_VENV": str(folder / "venv"),
             "SITE_ENV": str(folder / "env.tar.gz"), "PYTHON": str(python), "CALLS": str(folder / "calls"),
-            "FAIL_ON": "", **variables,
+            "FAIL_ON": "", "INSTALLED": "", **variables,
         },
     )  # fmt: skip
 
@@ -51,7 +54,7 @@ def test_dry_run_shows_every_step(tmp_path):
     assert [name.partition("/")[0] for name in loaded].index("rocm") < loaded.index("rccl-net-plugin")
     wanted = [
         "-m venv", "torch==2.11.0 --index-url https://here/rocm7.2", "DS_BUILD_OPS=0", "flash-attention",
-        "build_kernels --target hip --arch gfx90a", "megatron.kernels --list", "tar -C",
+        "build_kernels --target hip --arch gfx90a", "deephyper==", "megatron.kernels --list", "tar -C",
     ]  # fmt: skip
     found = [next(n for n, line in enumerate(lines) if text in line) for text in wanted]
     assert found == sorted(found)
@@ -65,6 +68,8 @@ def test_all_steps(tmp_path):
     constraints = (ROOT / "requirements" / "constraints.txt").read_text().splitlines()
     assert next(line for line in constraints if line.startswith("deepspeed==")) in calls
     assert "flash-attention" not in calls
+    assert next(line for line in constraints if line.startswith("deephyper==")) in calls
+    assert "uninstall" not in calls and "WARNING" not in done.stdout
     with tarfile.open(tmp_path / "env.tar.gz") as packed:
         assert "./bin/python" in packed.getnames()
     assert f"ready: {tmp_path}/venv/bin/python" in done.stdout
@@ -79,6 +84,41 @@ def test_a_step_that_fails_is_named_and_nothing_is_packed(tmp_path):
     (tmp_path / "calls").unlink()
     assert setup_env(tmp_path, modules=True).returncode == 0  # goes on
     assert "-m venv" not in (tmp_path / "calls").read_text()
+
+
+def test_deephyper_changes_no_version_that_is_installed(tmp_path):
+    """Also where one differs from those that were tested together, as what a wheel of torch brings may."""
+    installed = "torch==2.10.0+rocm7.1 NumPy==1.26.4 typing-extensions==4.12.0 ruamel.yaml==0.18"
+    assert setup_env(tmp_path, modules=True, INSTALLED=installed).returncode == 0
+    (call,) = (line for line in (tmp_path / "calls").read_text().splitlines() if "deephyper==" in line)
+    words = call.split()
+    assert words[words.index("--only-binary") + 1] == ":all:"
+    limits = Path(words[words.index("-c") + 1]).read_text().splitlines()
+    assert limits[:4] == installed.split()
+    tested = (ROOT / "requirements" / "constraints.txt").read_text().splitlines()
+    assert limits[4:] == [line for line in tested if "==" in line and not line.startswith("numpy==")]
+    with tarfile.open(tmp_path / "env.tar.gz") as packed:
+        assert not [name for name in packed.getnames() if "src" in name]
+
+
+@pytest.mark.parametrize(("fails", "words", "uninstalled"), [
+    ("deephyper==", "cannot be installed, see above: left out", False),
+    ("make_optimizer", "does not work here, see above: taken out again", True),
+])  # fmt: skip
+def test_without_deephyper_the_environment_is_ready_all_the_same(tmp_path, fails, words, uninstalled):
+    done = setup_env(tmp_path, modules=True, FAIL_ON=fails)
+    assert done.returncode == 0, done.stderr
+    assert f"WARNING: DeepHyper {words}, the tuner searches with Optuna" in done.stdout
+    calls = (tmp_path / "calls").read_text()
+    assert ("-m pip uninstall --yes deephyper" in calls) == uninstalled
+    assert "megatron.kernels --list" in calls and (tmp_path / "env.tar.gz").exists()
+
+
+def test_deephyper_can_be_left_out(tmp_path):
+    done = setup_env(tmp_path, modules=True, DEEPHYPER="0")
+    assert done.returncode == 0 and "DeepHyper: left out (DEEPHYPER=1 installs it)" in done.stdout
+    calls = (tmp_path / "calls").read_text()
+    assert "deephyper==" not in calls and "make_optimizer" not in calls
 
 
 def test_chosen_steps(tmp_path):
