@@ -8,8 +8,9 @@ sweep      tools/tune.py --search exhaustive tries every layout of the space; fu
            again in random orders, so that what drifts in an hour is not taken for what a layout does
 replay     each search, with the planner's prior and without, in the table that the sweep made, with several seeds: the
            number of trials until one is of a layout whose truth is within 3 % of the best (benchmarks/tuner_table.py
-           says what the truth is, and what a trial tells)
-live       tools/tune.py itself, with the prior for a quarter of the trials and without it for half
+           says what the truth is, and what a trial tells), and what is named when leading layouts have been measured
+           again by no, 3 or 5 more trials
+live       tools/tune.py itself, with the prior for a quarter of the trials and without it for half, each with --confirm
 
 Limits: with the prior a quarter of the space, without it half, by every Bayesian search and with every seed; the exit
 code is 1 where one does not hold. Stages that were stopped go on where they were; --fresh begins anew.
@@ -46,10 +47,11 @@ from megatron.planning.search.judging import GIB  # noqa: E402
 from megatron.tuning.candidates import enumerate_candidates  # noqa: E402
 from megatron.tuning.journal import NAME as JOURNAL  # noqa: E402
 from megatron.tuning.journal import read_journal  # noqa: E402
+from megatron.tuning.layouts import best_layout  # noqa: E402
 from megatron.tuning.search.optimizer import missing  # noqa: E402
 from megatron.tuning.space import Machine, Space  # noqa: E402
 from megatron.tuning.space_file import load_space  # noqa: E402
-from megatron.tuning.types import Candidate, Trial, best_trial  # noqa: E402
+from megatron.tuning.types import Candidate, Trial  # noqa: E402
 
 HEADROOM = "10%"
 STAGES = ("calibrate", "sweep", "replay", "live")
@@ -104,7 +106,7 @@ class Proof:
         for number in range(1, self.given.passes + 1):
             listed = number == 1 or self.given.layouts is not None
             how = ["--search", "exhaustive"] if listed else ["--search", "random", "--seed", str(number)]
-            self._tune(f"pass{number}", [*how, "--no-prior"], self.given.layouts)
+            self._tune(f"pass{number}", [*how, "--no-prior", "--confirm", "0"], self.given.layouts)
         table = self._measured_table()
         table.write(self.table_file)
         missed = [c.key for c in table.candidates if any(c.key not in measured for measured in table.passes)]
@@ -179,19 +181,28 @@ class Proof:
         place, near = {candidate.key: candidate.index for candidate in table.candidates}, table.near()
         for name, (prior, part) in LIVE.items():
             allowed = len(table.candidates) // part
-            ended = self._tune(name, ["--search", "auto", *([] if prior else ["--no-prior"])], allowed)
-            tried = [place[trial.candidate.key] for trial in ended]
+            how = ["--search", "auto", "--confirm", str(self.given.confirm), *([] if prior else ["--no-prior"])]
+            ended = self._tune(name, how, allowed)
+            searched = [trial for trial in ended if not trial.confirms]
+            tried = [place[trial.candidate.key] for trial in searched]
             found = next((number for number, index in enumerate(tried, 1) if index in near), None)
-            best = best_trial(ended, OBJECTIVE)
-            assert best is not None, "tools/tune.py says by its exit code when there is none"
-            named, regret = best.candidate.key, table.regret(place[best.candidate.key])
+            named, before = (self._named(trials) for trials in (ended, searched))
+            regret = table.regret(place[named])
             self.record[name] = {
-                "tried": tried, "allowed": allowed, "found_at": found, "named": named, "regret": regret
+                "tried": tried, "allowed": allowed, "found_at": found, "named": named, "regret": regret,
+                "confirming": len(ended) - len(searched), "named_before": before,
+                "regret_before": table.regret(place[before]),
             }  # fmt: skip
             print(f"{name}: within 3 % at trial {found} of {allowed}; named {named}, {100 * regret:.1f} % from the "
-                  "sweep's best", flush=True)  # fmt: skip
+                  f"sweep's best, after {len(ended) - len(searched)} trials that measured again; before them {before}",
+                  flush=True)  # fmt: skip
             if found is None:
                 self.fails.append(f"{name}: no layout within 3 % of the best in {allowed} trials")
+
+    def _named(self, trials: Sequence[Trial]) -> str:
+        best = best_layout(trials, OBJECTIVE)
+        assert best is not None, "tools/tune.py says by its exit code when there is none"
+        return best.candidate.key
 
 
 def candidates_of(space: Space, path: Path, processes: int) -> tuple[Candidate, ...]:
@@ -211,6 +222,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1.0, help="of calibrating")
     parser.add_argument("--passes", type=int, default=2, help="measurements of each layout (default 2)")
     parser.add_argument("--seeds", type=int, default=5, help="of each search that is replayed (default 5)")
+    parser.add_argument("--confirm", type=int, default=3, help="of the live runs: as tools/tune.py has it (default 3)")
     parser.add_argument("--layouts", type=int, metavar="N", help="sweep only the first so many, to try this program")
     arguments = parser.parse_args()
     if arguments.layouts is not None and "live" in arguments.stages:

@@ -9,7 +9,9 @@ import dataclasses
 import math
 import multiprocessing
 import os
+import statistics
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -18,12 +20,15 @@ from pathlib import Path
 from tuner_table import OBJECTIVE, Table
 
 from megatron.tuning.journal import Journal
+from megatron.tuning.layouts import Layout, best_layout
 from megatron.tuning.search.optimizer import make_optimizer, missing
 from megatron.tuning.session import Plan, Session, View
-from megatron.tuning.types import DONE, FAILED, Candidate, Result, Trial, best_trial
+from megatron.tuning.types import DONE, FAILED, Candidate, Result, Trial
 
 QUARTER, HALF = 4, 2
 """Parts of a space within which a search must be near the best: with the planner's prior, and without."""
+CONFIRM = (0, 3, 5)
+"""Trials that measure leading layouts again, as tools/tune.py --confirm has it, by which the named layout is judged."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +57,14 @@ SEARCHES = (
 @dataclass(frozen=True)
 class Replay:
     """One search with one seed: the candidates in the order in which they were tried, and the one that the tuner would
-    have named after each trial (None before the first valid one)."""
+    have named after each trial (None before the first valid one). confirmed: named after each of the trials that came
+    then and measured one of them again."""
 
     search: Search
     seed: int
     tried: tuple[int, ...]
     named: tuple[int | None, ...]
+    confirmed: tuple[int | None, ...] = ()
 
     def found_at(self, table: Table) -> int | None:
         """Number of the first trial of a layout whose truth is within 3 % of the best; None if there was none."""
@@ -66,15 +73,23 @@ class Replay:
 
     def regret(self, table: Table, trials: int) -> float:
         """How much dearer than the best the layout truly is that is named after so many trials, by what they told."""
-        index = self.named[min(trials, len(self.named)) - 1]
-        return math.inf if index is None else table.regret(index)
+        return _regret(table, self.named[min(trials, len(self.named)) - 1])
+
+    def regret_confirmed(self, table: Table, most: int) -> float:
+        """The same after the search and at most so many trials more."""
+        return _regret(table, (self.named[-1], *self.confirmed)[: most + 1][-1])
+
+
+def _regret(table: Table, index: int | None) -> float:
+    return math.inf if index is None else table.regret(index)
 
 
 class TableRunner:
     """Trials that end at once with what the table has of them (see megatron.tuning.trial_runner)."""
 
     def __init__(self, table: Table, seed: int) -> None:
-        self._answers = table.answers(seed)
+        self._table, self._seed, self._answers = table, seed, table.answers(seed)
+        self._told = Counter[int]()
         self._index = {candidate.key: candidate.index for candidate in table.candidates}
         self._running: list[Trial] = []
 
@@ -85,6 +100,12 @@ class TableRunner:
     def can_start(self, candidate: Candidate) -> bool:
         """One at a time, as on one machine."""
         return not self._running
+
+    def can_ever_start(self, candidate: Candidate) -> bool:
+        return True
+
+    def lost_by(self, trial: Trial) -> str | None:
+        return None
 
     def start(self, trial: Trial) -> Trial:
         trial = dataclasses.replace(trial, hosts=("table",), started=0.0)
@@ -104,11 +125,18 @@ class TableRunner:
         return None
 
     def _result(self, trial: Trial) -> Result:
-        told, kind = self._answers[self._index[trial.candidate.key]]
+        index = self._index[trial.candidate.key]
+        turn = self._told[index]
+        self._told[index] += 1
+        told, kind = self._table.again(index, turn, self._seed) if turn else self._answers[index]
         if told is None:
             return Result(FAILED, kind, "as in the sweep")
         step_s = math.exp(told) * trial.candidate.tokens
-        return Result(DONE, step_s=step_s, steady=1, tokens_per_s=trial.candidate.tokens / step_s)
+        steps = next(s for measured in self._table.passes if (s := measured[trial.candidate.key].steps_s))
+        spread = (max(steps) - min(steps)) / statistics.median(steps)
+        return Result(
+            DONE, step_s=step_s, spread=spread, steady=len(steps), tokens_per_s=trial.candidate.tokens / step_s
+        )  # fmt: skip
 
 
 class Quiet:
@@ -118,7 +146,7 @@ class Quiet:
 
     def started(self, trial: Trial) -> None: ...
 
-    def ended(self, trial: Trial, best: Trial | None, before: Trial | None) -> None: ...
+    def ended(self, trial: Trial, layout: Layout, best: Layout | None, before: Layout | None) -> None: ...
 
     def update(self, view: View) -> None: ...
 
@@ -131,15 +159,16 @@ def replay(table: Table, search: Search, seed: int) -> Replay:
     place = {candidate.key: candidate.index for candidate in table.candidates}
     named: list[int | None] = []
     for count in range(1, len(ended) + 1):
-        best = best_trial(ended[:count], OBJECTIVE)
+        best = best_layout(ended[:count], OBJECTIVE)
         named.append(None if best is None else place[best.candidate.key])
-    return Replay(search, seed, tuple(place[trial.candidate.key] for trial in ended), tuple(named))
+    tried = [place[trial.candidate.key] for trial in ended if not trial.confirms]
+    return Replay(search, seed, tuple(tried), tuple(named[: len(tried)]), tuple(named[len(tried) :]))
 
 
 def _session(table: Table, search: Search, seed: int, trials: int, folder: Path) -> list[Trial]:
     """The trials of one session, in the order in which they ended."""
     prior = table.prior() if search.prior else None
-    plan = Plan(table.candidates, table.parameters, OBJECTIVE, trials, prior)
+    plan = Plan(table.candidates, table.parameters, OBJECTIVE, trials, prior, confirm=max(CONFIRM))
     journal = Journal.open(folder, {"search": search.name, "seed": seed}, {})
     try:
         optimizer = make_optimizer(search.name, seed)

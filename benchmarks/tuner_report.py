@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from predict import spearman
-from tuner_replay import HALF, QUARTER, Replay, Search
+from tuner_replay import CONFIRM, HALF, QUARTER, Replay, Search
 from tuner_table import NEAR, Table
 
 
@@ -16,13 +16,14 @@ from tuner_table import NEAR, Table
 class Row:
     """One search over its seeds. trials: until one is within 3 % of the best (None: none was, of so many `tried`);
     allowed: the limit in trials, None for what is only compared; regrets: of the layout named after a quarter and after
-    half of the trials, by seed."""
+    half of the trials, by seed; confirmed: of the one named at the end, by seed, by how many trials measured again."""
 
     search: Search
     trials: tuple[int | None, ...]
     tried: int
     allowed: int | None
     regrets: dict[int, tuple[float, ...]]
+    confirmed: dict[int, tuple[float, ...]]
 
     @property
     def holds(self) -> bool:
@@ -40,6 +41,7 @@ def rows_of(table: Table, replays: Sequence[Replay]) -> list[Row]:
                 search, tuple(r.found_at(table) for r in same), max(len(r.tried) for r in same),
                 None if search.limit is None else size // search.limit,
                 {part: tuple(r.regret(table, size // part) for r in same) for part in (QUARTER, HALF)},
+                {most: tuple(r.regret_confirmed(table, most) for r in same) for most in CONFIRM},
             )
         )  # fmt: skip
     return rows
@@ -49,8 +51,9 @@ def replay_table(table: Table, rows: Sequence[Row]) -> str:
     """Markdown: one line for each search."""
     lines = [
         "| search | prior | trials until one is within 3 %, by seed | median | worst | of the space | limit | holds "
-        "| named after a quarter: median, worst | after half |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| named after a quarter: median, worst | after half | "
+        + " | ".join(f"at the end, {n} measured again" for n in CONFIRM) + " |",
+        "|" + (10 + len(CONFIRM)) * "---|",
     ]
     for row in rows:
         counts = [row.tried + 1 if n is None else n for n in row.trials]
@@ -58,7 +61,8 @@ def replay_table(table: Table, rows: Sequence[Row]) -> str:
         middle, worst = statistics.median(counts), max(counts)
         limit, holds = ("", "") if row.allowed is None else (str(row.allowed), "yes" if row.holds else "**no**")
         regrets = " | ".join(
-            f"{_percent(statistics.median(found))}, {_percent(max(found))}" for found in row.regrets.values()
+            f"{_percent(statistics.median(found))}, {_percent(max(found))}"
+            for found in (*row.regrets.values(), *row.confirmed.values())
         )
         lines.append(
             f"| {row.search.label} | {'yes' if row.search.prior else 'no'} | {', '.join(shown)} "
@@ -119,6 +123,7 @@ def as_json(table: Table, rows: Sequence[Row]) -> list[dict[str, Any]]:
             "allowed": row.allowed, "holds": row.holds, "layouts": len(table.candidates),
             "regret_after_a_quarter": [_finite(r) for r in row.regrets[QUARTER]],
             "regret_after_half": [_finite(r) for r in row.regrets[HALF]],
+            "regret_confirmed": {most: [_finite(r) for r in found] for most, found in row.confirmed.items()},
         }
         for row in rows
     ]  # fmt: skip

@@ -87,6 +87,24 @@ class Table:
             raise ValueError(f"{self.title}: a layout has no prediction")
         return found
 
+    def again(self, index: int, turn: int, seed: int) -> tuple[float | None, str | None]:
+        """What a further trial of a candidate tells, as `answers` has it: its truth with the error that some layout had
+        in some pass, or the failure of a pass in which it failed. turn: 1 for the second trial."""
+        draw = random.Random(f"again {seed} {index} {turn}")
+        measured = self.passes[draw.randrange(len(self.passes))].get(self.candidates[index].key, Measured(kind="crash"))
+        if measured.step_s is None:
+            return None, measured.kind or "crash"
+        return self.truth[index] + draw.choice(self.errors), None
+
+    @cached_property
+    def errors(self) -> tuple[float, ...]:
+        """log(what one pass says / the truth) of all layouts in all passes."""
+        return tuple(
+            math.log(seconds_cost(step_s, candidate, OBJECTIVE)) - self.truth[candidate.index]
+            for measured in self.passes for candidate in self.candidates
+            if (step_s := measured.get(candidate.key, Measured()).step_s)
+        )  # fmt: skip
+
     def answers(self, seed: int) -> list[tuple[float | None, str | None]]:
         """What a trial of each candidate tells a search: log(cost) and no kind, or None and the kind of its failure.
         Of which pass, is drawn for each candidate; equal seeds are told the same, whatever they search with."""

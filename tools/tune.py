@@ -27,9 +27,9 @@ EPILOG = """\
 searches:
 {searches}
 
-Exit code 0: a best layout was found, and the trials are used up or nothing is left to try. 1: no trial gave valid
-figures. 2: a mistake. 3: interrupted or out of time with trials left, and the same command goes on. 4: out of time
-before any trial ended."""
+Exit code 0: a best layout was found and confirmed, and the trials are used up or nothing is left to try. 1: no layout
+has valid figures. 2: a mistake. 3: interrupted or out of time with trials left, also of --confirm, and the same command
+goes on. 4: out of time before any trial ended."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -58,6 +58,9 @@ def _add_search(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--seed", type=int, default=0, metavar="S", help="of what is random in a search (default 0)")
     group.add_argument("--max-trials", type=int, metavar="N", help="of the whole search, in however many starts "
                        "(default: until nothing is left)")  # fmt: skip
+    group.add_argument("--confirm", type=int, default=3, metavar="N", help="when the search has ended, up to so many "
+                       "trials more than --max-trials measure again what may be the best by the noise that was seen; "
+                       "what is named is the best of all measurements (default 3; 0: none)")  # fmt: skip
     group.add_argument("--walltime", metavar="T", help="of this start: 90 (minutes), 1:30:00, 1-00:00:00; no trial "
                        "begins that would not end in it (default: the allocation's, or none)")  # fmt: skip
     group.add_argument("--retry-failed", action="store_true", help="run trials of an earlier start that gave no "
@@ -78,7 +81,7 @@ def _add_trials(group: argparse._ArgumentGroup) -> None:
 def _add_place(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--launcher", choices=("local", "slurm"), help="default: slurm in an allocation, else local")
     group.add_argument("--processes", type=int, metavar="N", help="local: devices that trials may use (default: those "
-                       "of --cluster, else GPUs, else cores)")  # fmt: skip
+                       "of --cluster, else GPUs, else cores, or as many processes as the space names)")  # fmt: skip
     group.add_argument("--hosts-file", type=Path, metavar="FILE", help="slurm: nodes to run on, one a line")
     group.add_argument("--tasks-per-node", type=int, metavar="N", help="slurm: default: as the cluster has devices")
     group.add_argument("--parallel", type=int, metavar="K", help="slurm: most trials at once, on nodes of their own "

@@ -50,11 +50,16 @@ def run_workers(what: str, argv: Sequence[str], count: int, seconds: float, thre
 
 
 def devices_here() -> int:
-    """GPUs of this node, or cores. Asked in another process: whoever starts workers must not hold a GPU."""
+    """GPUs of this node, or cores."""
+    return gpus_here() or len(os.sched_getaffinity(0))
+
+
+def gpus_here() -> int:
+    """GPUs of this node. Asked in another process: whoever starts workers must not hold a GPU."""
     code = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     gpus = done.stdout.strip()
-    return int(gpus) if gpus.isdigit() and int(gpus) else len(os.sched_getaffinity(0))
+    return int(gpus) if gpus.isdigit() else 0
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], limit_s: float) -> None:

@@ -23,7 +23,7 @@ from megatron.tuning.report.context import ReportContext
 from megatron.tuning.report.tables import summary
 from megatron.tuning.report.write import write_report
 from megatron.tuning.search.optimizer import make_optimizer
-from megatron.tuning.session import ALLOCATION, BUDGET, EXHAUSTED, SIGNAL, TIME, Ending, Plan, Session, time_of
+from megatron.tuning.session import ALLOCATION, BUDGET, EXHAUSTED, NODES, SIGNAL, TIME, Ending, Plan, Session, time_of
 from megatron.tuning.setup import Setup, make_setup
 from megatron.tuning.space_file import known_spaces
 from megatron.tuning.trial_runner import TrialRunner
@@ -92,10 +92,11 @@ def _search(setup: Setup, args: argparse.Namespace, live: Live) -> int:
     prior = prior_of(found.candidates, setup.objective) if setup.prior else None
     if setup.prior and prior is None:
         raise ConfigError("the planner has no estimate for some of the layouts: search without it, --no-prior")
-    plan = Plan(found.candidates, setup.space.parameters, setup.objective, setup.max_trials, prior, args.retry_failed)
+    plan = Plan(found.candidates, setup.space.parameters, setup.objective, setup.max_trials, prior, args.retry_failed,
+                setup.confirm)  # fmt: skip
     if not plan.candidates:
         raise ConfigError("nothing can be tried: no layout of the space is valid and fits here (--dry-run says why)")
-    runner = TrialRunner(setup.out, setup.place, setup.trial_settings())
+    runner = TrialRunner(setup.out, setup.place, setup.trial_settings(), say=live.note)
     journal = Journal.open(setup.out, setup.identity(), setup.settings())
     allocation_s = slurm_time_left_s if setup.place.launcher == "slurm" else lambda: None
     left_s = time_of(setup.walltime_s, allocation_s, reserve_s=_RESERVE_S)
@@ -121,7 +122,7 @@ def _search(setup: Setup, args: argparse.Namespace, live: Live) -> int:
 
 def exit_code(ending: Ending) -> int:
     """Of a search that ended so."""
-    if ending.why in (SIGNAL, ALLOCATION):
+    if ending.why in (SIGNAL, ALLOCATION, NODES):
         return EXIT_AGAIN
     if ending.why == TIME:
         return EXIT_AGAIN if ending.ended else EXIT_NO_TIME
@@ -131,7 +132,7 @@ def exit_code(ending: Ending) -> int:
 
 def _said(ending: Ending, setup: Setup) -> str:
     how = f"{ending.why} by {ending.signal}" if ending.signal else ending.why
-    again = f"; the same command goes on from {setup.out}" if ending.why in (TIME, SIGNAL, ALLOCATION) else ""
+    again = f"; the same command goes on from {setup.out}" if ending.why in (TIME, SIGNAL, ALLOCATION, NODES) else ""
     out = ""
     if ending.ruled_out:
         out = f"; {ending.ruled_out:,} layout(s) need, by the planner, no less memory than one that ran out of it"

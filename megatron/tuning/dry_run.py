@@ -105,8 +105,10 @@ def costs(setup: Setup, first: Sequence[Candidate]) -> list[str]:
     steps = setup.warm_up + setup.iterations
     dearest = sorted((c.nodes * setup.trial_limit_s(c) / 3600 for c in first), reverse=True)[:count]
     longest = max(setup.trial_limit_s(candidate) for candidate in first)
-    lines = [f"at most {count:,} trials of {setup.warm_up} + {setup.iterations} steps, none longer than "
-             f"{show_duration(longest)}: at most {sum(dearest):,.1f} node-hours"]  # fmt: skip
+    again = setup.confirm if count > 1 else 0  # of a single layout there is nothing to confirm
+    more = f" and {again:,} more that measure the leading ones again" if again else ""
+    lines = [f"at most {count:,} trials of {setup.warm_up} + {setup.iterations} steps{more}, none longer than "
+             f"{show_duration(longest)}: at most {sum(dearest) + again * dearest[0]:,.1f} node-hours"]  # fmt: skip
     timed = [c.nodes * c.step_s * steps / 3600 for c in first[:count] if c.step_s is not None]
     if len(timed) == count:
         lines.append(f"the steps of the planner's first {count:,} take {sum(timed):,.2f} node-hours by its estimates, "

@@ -2,7 +2,7 @@
 
     begin        identity (what must not change while a search goes on) and settings (what may)
     resumed      settings of another start
-    proposed     number, by, folder, candidate: a trial that is to be run
+    proposed     number, by, folder, candidate: a trial that is to be run; by "confirm": of a layout that was tried
     started      number, hosts; again for another attempt
     ended        number, started, ended, hosts, result
     interrupted  number, why: it is to be run again

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from megatron.config.duration import show_duration
 from megatron.planning.search.judging import GIB
+from megatron.tuning.layouts import Layout, layouts_of
 from megatron.tuning.report.context import amount
 from megatron.tuning.session import View
 from megatron.tuning.types import INVALID, Trial, cost_of, objective_value
@@ -36,12 +37,13 @@ def behind(cost: float, best: float, objective: str) -> float:
     return cost / best - 1 if objective == "node_hours" else 1 - best / cost
 
 
-def outcome(trial: Trial, objective: str) -> str:
-    """How a trial ended, in a few words."""
+def outcome(trial: Trial | Layout, objective: str) -> str:
+    """How a trial ended, or what came of all those of a layout, in a few words."""
     cost, result = cost_of(trial, objective), trial.result
     if cost is not None:
         return show_value(cost, objective)
     if result is None:
+        assert isinstance(trial, Trial), "a layout has a trial that has ended"
         return "interrupted" if trial.ended is not None else "running"
     what = "invalid" if result.status == INVALID else result.kind or result.status
     reason = result.reason or ""
@@ -95,23 +97,31 @@ class Live:
         candidate = trial.candidate
         expected = "" if candidate.step_s is None else f", {candidate.step_s:.3g} s a step predicted"
         place = f" on {_hosts(trial.hosts)}" if trial.hosts else ""
-        self.note(f"trial {trial.number} {candidate.key}: {candidate.processes} process(es){place}, chosen by "
-                  f"{trial.by}{expected}")  # fmt: skip
+        how = "to confirm what was found" if trial.confirms else f"chosen by {trial.by}"
+        self.note(f"trial {trial.number} {candidate.key}: {candidate.processes} process(es){place}, {how}{expected}")
 
-    def ended(self, trial: Trial, best: Trial | None, before: Trial | None) -> None:
-        cost, head = cost_of(trial, self._objective), f"trial {trial.number} {trial.candidate.key}"
-        if cost is None or best is None:
-            self.note(f"{head}: {outcome(trial, self._objective)}; {self._folder}/{trial.folder}")
+    def ended(self, trial: Trial, layout: Layout, best: Layout | None, before: Layout | None) -> None:
+        own, head = cost_of(trial, self._objective), f"trial {trial.number} {trial.candidate.key}"
+        cost = cost_of(layout, self._objective)
+        if own is None or cost is None or best is None:
+            said = outcome(trial, self._objective)
+            if own is not None:  # a good run of a layout that fails now and then
+                said += f", but {outcome(layout, self._objective)}"
+            self.note(f"{head}: {said}; {self._folder}/{trial.folder}")
             return
-        if best.number != trial.number:
-            best_cost = cost_of(best, self._objective) or cost
-            compared = f"{100 * behind(cost, best_cost, self._objective):.1f} % below the best, trial {best.number}"
-            if self._objective == "node_hours":
-                compared = compared.replace("below", "above")
-        else:
-            compared = "the best so far" if before is not None else "the first"
+        compared = self._compared(cost, layout, best, before)
+        if len(layout.runs) > 1:
+            compared = (f"measured {len(layout.runs)} times, {100 * (layout.apart or 0.0):.1f} % apart: "
+                        f"{show_value(cost, self._objective)}, {compared}")  # fmt: skip
         notes = "; ".join(trial.result.notes) if trial.result else ""
-        self.note(f"{head}: {show_value(cost, self._objective)} ({compared}){'; ' + notes if notes else ''}")
+        self.note(f"{head}: {show_value(own, self._objective)} ({compared}){'; ' + notes if notes else ''}")
+
+    def _compared(self, cost: float, layout: Layout, best: Layout, before: Layout | None) -> str:
+        if best.number == layout.number:
+            return "the best so far" if before is not None else "the first"
+        part = 100 * behind(cost, cost_of(best, self._objective) or cost, self._objective)
+        side = "above" if self._objective == "node_hours" else "below"
+        return f"{part:.1f} % {side} the best, trial {best.number}"
 
     def update(self, view: View) -> None:
         now = time.monotonic()
@@ -150,16 +160,17 @@ def progress(view: View, objective: str) -> str:
 
 
 def best_table(trials: Sequence[Trial], objective: str, top: int, width: int) -> Table:
-    """The best trials, with what the planner said of them: as many columns as fit into `width`."""
+    """The best layouts, with what the planner said of them: as many columns as fit into `width`."""
     from rich import box
     from rich.table import Table
 
-    found = sorted((cost, t.number, t) for t in trials if (cost := cost_of(t, objective)) is not None)
-    rows = [_row(trial, cost, found[0][0], objective) for cost, _, trial in found[:top]]
+    found = sorted((cost, one.number, one) for one in layouts_of(trials)
+                   if (cost := cost_of(one, objective)) is not None)  # fmt: skip
+    rows = [_row(one, cost, found[0][0], objective) for cost, _, one in found[:top]]
     heads = [name for name in _LEAST_FIRST if any(row.get(name) for row in rows)]
     while len(heads) > _FEWEST and _width(heads, rows) > width:
         heads.remove(next(name for name in _LEAST_FIRST if name in heads))
-    table = Table(title=f"best of {len(found)} valid trial(s)", title_justify="left", box=box.SIMPLE_HEAD,
+    table = Table(title=f"best of {len(found)} layout(s) with valid figures", title_justify="left", box=box.SIMPLE_HEAD,
                   pad_edge=False)  # fmt: skip
     shown = [name for name in _row_order(rows) if name in heads]
     for name in shown:
@@ -172,17 +183,19 @@ def best_table(trials: Sequence[Trial], objective: str, top: int, width: int) ->
 
 # Columns, those first that a narrow terminal goes without.
 _LEAST_FIRST = (
-    "TFLOP/s", "GiB", "chosen by", "planned", "nodes", "spread", "s/step", "behind", *_HEADS.values(), "layout", "trial"
+    "TFLOP/s", "GiB", "chosen by", "planned", "nodes", "spread", "s/step", "apart", "runs", "behind", *_HEADS.values(),
+    "layout", "trial",
 )  # fmt: skip
 _FEWEST = 4
 
 
-def _row(trial: Trial, cost: float, best: float, objective: str) -> dict[str, str]:
-    result, candidate = trial.result, trial.candidate
-    assert result is not None and result.step_s is not None, "a trial with a cost has figures"
+def _row(layout: Layout, cost: float, best: float, objective: str) -> dict[str, str]:
+    result, candidate = layout.result, layout.candidate
+    assert result.step_s is not None, "a layout with a cost has figures"
     memory = None if result.memory_bytes is None else result.memory_bytes / GIB
     return {
-        "trial": f"{trial.number}", "layout": candidate.key, "chosen by": trial.by, "nodes": f"{candidate.nodes}",
+        "trial": f"{layout.number}", "layout": candidate.key, "chosen by": layout.by, "nodes": f"{candidate.nodes}",
+        "runs": f"{len(layout.runs)}" if len(layout.runs) > 1 else "", "apart": _part(layout.apart),
         "s/step": f"{result.step_s:.3f}", "planned": _number(candidate.step_s, ".3f"), "spread": _part(result.spread),
         _HEADS[objective]: amount(objective_value(cost, objective)), "behind": _part(behind(cost, best, objective)),
         "TFLOP/s": _number(result.hardware_tflops, ".3g"), "GiB": _number(memory, ".2f"),

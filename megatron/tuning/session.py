@@ -1,7 +1,7 @@
 """A search: proposals become trials, trials become results, results become better proposals, until the budget is used.
 
 Trials run side by side where there is room. What happens is in the journal before it is acted upon; a search that was
-killed goes on from there.
+killed goes on from there. When the search has ended, the layouts that may be the best are measured again.
 """
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron.errors import ConfigError
+from megatron.tuning import confirming
 from megatron.tuning.journal import Journal
+from megatron.tuning.layouts import Layout, best_layout, layouts_of
 from megatron.tuning.ruling_out import ruled_out
 from megatron.tuning.search.optimizer import Optimizer
-from megatron.tuning.types import CRASH, DONE, LOST_RANK, Candidate, History, Parameter, Trial, best_trial, cost_of
+from megatron.tuning.types import CONFIRM, CRASH, DONE, LOST_RANK, Candidate, History, Parameter, Trial, cost_of
 
-EXHAUSTED, BUDGET, TIME, SIGNAL, ALLOCATION = (
-    "nothing is left to try", "the trials are used up", "time is up", "interrupted", "the allocation ends"
+EXHAUSTED, BUDGET, TIME, SIGNAL, ALLOCATION, NODES = (
+    "nothing is left to try", "the trials are used up", "time is up", "interrupted", "the allocation ends",
+    "too few nodes are left",
 )  # fmt: skip
 """Why a session ends."""
 
@@ -39,12 +42,19 @@ class Runner(Protocol):
     def can_start(self, candidate: Candidate) -> bool:
         """Whether there is room for it now."""
 
+    def can_ever_start(self, candidate: Candidate) -> bool:
+        """False: so many nodes have been left out in this start that there will be no room for it."""
+
     def start(self, trial: Trial) -> Trial:
         """The trial, with its hosts and when it started."""
 
     def poll(self) -> list[Trial]:
         """Those that ended since the last call, with their results; without one where it was the allocation that ended
         them."""
+
+    def lost_by(self, trial: Trial) -> str | None:
+        """Of a trial that `poll` has just returned without a result: the dead node that ended it, so that it is to run
+        again in this start on others; None: its allocation ended."""
 
     def stop_all(self, why: str) -> list[Trial]:
         """Stop what runs and wait for its end; returns those trials, with a result where they had all their steps."""
@@ -60,8 +70,8 @@ class Show(Protocol):
 
     def started(self, trial: Trial) -> None: ...
 
-    def ended(self, trial: Trial, best: Trial | None, before: Trial | None) -> None:
-        """`best`: of all trials, `before`: before this one."""
+    def ended(self, trial: Trial, layout: Layout, best: Layout | None, before: Layout | None) -> None:
+        """`layout`: the trial's, with all its trials; `best`: of all trials, `before`: before this one."""
 
     def update(self, view: View) -> None:
         """Called at every turn."""
@@ -73,6 +83,7 @@ class Plan:
 
     max_trials  of the whole search, whatever number of starts it takes; None: until nothing is left
     prior       log(cost) by the planner, for each candidate; None: search without it
+    confirm     most trials after the search that measure leading layouts again
     """
 
     candidates: Sequence[Candidate]
@@ -81,15 +92,16 @@ class Plan:
     max_trials: int | None = None
     prior: Sequence[float] | None = None
     retry_failed: bool = False
+    confirm: int = 0
 
 
 @dataclass(frozen=True)
 class View:
-    """A moment of a session. planned: trials in all, so far as is known; left_s: of its time."""
+    """A moment of a session. planned: most trials in all, so far as is known; left_s: of its time."""
 
     trials: Sequence[Trial]
     running: Sequence[Trial]
-    best: Trial | None
+    best: Layout | None
     planned: int
     ruled_out: int
     left_s: float | None
@@ -106,7 +118,7 @@ class Ending:
 
     why: str
     ended: int
-    best: Trial | None
+    best: Layout | None
     signal: str = ""
     ruled_out: int = 0
 
@@ -129,6 +141,7 @@ class Session:
         self._by_key = {candidate.key: candidate for candidate in plan.candidates}
         self._smallest = min(plan.candidates, key=lambda candidate: (candidate.nodes, candidate.processes))
         self._waiting = list[Trial]()
+        self._set_aside = list[Trial]()  # of this start: there are too few nodes left for them
         self._out_by: tuple[tuple[int, ...], frozenset[int]] = (), frozenset()
         self._ended = 0
         self._signal = ""
@@ -175,6 +188,9 @@ class Session:
             self._end(found)
         elif self._listed(trial) is None:
             self._show.note(f"trial {trial.number}, {trial.candidate.key}, is not run again: it does not fit here")
+        elif confirming.places(self._journal.trials).get(trial.number, 0) > self._plan.confirm:
+            self._show.note(f"trial {trial.number}, {trial.candidate.key}, is not run again: it was to confirm what "
+                            f"was found, and now --confirm is {self._plan.confirm}")  # fmt: skip
         else:
             self._queue(trial)
 
@@ -190,10 +206,10 @@ class Session:
 
     def _loop(self) -> str:
         while True:
-            with_results = [self._took(trial, ALLOCATION) for trial in self._runner.poll()]
+            over = self._take_ended()
             if self._signal:
                 return SIGNAL
-            if not all(with_results):
+            if over:
                 return ALLOCATION
             left_s = self._left_s()
             if self._signal:
@@ -204,19 +220,35 @@ class Session:
             self._show.update(self._view(left_s))
             self._pause()
 
+    def _take_ended(self) -> bool:
+        """Note what has ended, and run again what dead nodes ended; returns whether it was the allocation instead."""
+        over = False
+        for trial in self._runner.poll():
+            node = self._runner.lost_by(trial)
+            if self._took(trial, node or ALLOCATION):
+                continue
+            if node is None:
+                over = True
+            elif not self._signal:
+                self._waiting.insert(0, dataclasses.replace(trial, hosts=(), started=None, ended=None, result=None))
+        return over
+
     def _start_what_fits(self, left_s: float | None) -> str | None:
         """Start trials as long as there is room; returns why no other one will be started, if that is so."""
         while not self._signal:
-            used, budget = len(self._journal.ended) + len(self._runner.running), self._plan.max_trials
-            if budget is not None and used >= budget:
-                return BUDGET
+            over = self._over()
+            self._put_aside()
+            if over is not None and not self._waiting and self._to_confirm() is None:
+                return self._why_no_more(over)
+            if not self._waiting and not self._runner.can_ever_start(self._smallest):
+                return self._why_no_more(over)
             if not self._waiting and not self._has_room(self._smallest):
                 return None if self._has_time(left_s) else TIME
             if not self._has_time(left_s):
-                return TIME if self._waiting or self._runner.running or self.history().open() else EXHAUSTED
-            if not self._waiting and not self._propose():
+                return TIME if self._is_more_to_do(over) else EXHAUSTED
+            if not self._waiting and not (over is None and self._propose()) and not self._confirm():
                 # What runs may fit and so bring back what was ruled out.
-                return EXHAUSTED
+                return self._why_no_more(over)
             # The first in the queue is not overtaken by smaller ones, which would keep it waiting for ever.
             trial = self._waiting[0]
             if not self._has_room(trial.candidate):
@@ -227,6 +259,43 @@ class Session:
             self._show.started(started)
         return None
 
+    def _over(self) -> str | None:
+        """BUDGET where the search may try no more; what still waits is none of its trials then."""
+        searched = [t for t in (*self._journal.ended, *self._runner.running) if not t.confirms]
+        if self._plan.max_trials is None or len(searched) < self._plan.max_trials:
+            return None
+        self._waiting = [trial for trial in self._waiting if trial.confirms]
+        return BUDGET
+
+    def _put_aside(self) -> None:
+        """What waits for more nodes than are left is for the next start, and keeps nothing else waiting."""
+        aside = [trial for trial in self._waiting if not self._runner.can_ever_start(trial.candidate)]
+        if aside:
+            self._waiting = [trial for trial in self._waiting if trial not in aside]
+            self._set_aside += aside
+
+    def _why_no_more(self, over: str | None) -> str:
+        """With what a session ends that starts no more. Where the search is over, only what was to confirm is missing
+        for want of nodes."""
+        if over is not None:
+            return NODES if any(trial.confirms for trial in self._set_aside) else over
+        return NODES if self._set_aside or self._too_large() - self._settled() else EXHAUSTED
+
+    def _too_large(self) -> frozenset[int]:
+        """Candidates for which there are too few nodes since some were left out."""
+        return frozenset(c.index for c in self._plan.candidates if not self._runner.can_ever_start(c))
+
+    def _settled(self) -> frozenset[int]:
+        """Candidates that need no trial of the search: tried or ruled out."""
+        tried = (self._listed(trial) for trial in self._journal.ended)
+        return self._ruled_out().union(c.index for c in tried if c is not None)
+
+    def _is_more_to_do(self, over: str | None) -> bool:
+        """Whether another start would have something to run."""
+        if self._waiting or self._runner.running or self._to_confirm() is not None:
+            return True
+        return over is None and bool(self.history().open())
+
     def _has_room(self, candidate: Candidate) -> bool:
         """Raises ConfigError for what will never have room."""
         room = self._runner.can_start(candidate)
@@ -236,21 +305,43 @@ class Session:
         return room
 
     def _propose(self) -> bool:
-        count = len(self._journal.trials)
+        count = sum(not trial.confirms for trial in self._journal.trials)
         proposal = self._optimizer.propose(self.history(), count)
         if proposal is None:
             return False
-        number = count + 1
-        trial = Trial(number, self._plan.candidates[proposal.index], proposal.by, f"trials/{number:04}")
+        self._append(self._plan.candidates[proposal.index], proposal.by)
+        return True
+
+    def _append(self, candidate: Candidate, by: str) -> None:
+        """A new trial to the queue."""
+        number = len(self._journal.trials) + 1
+        trial = Trial(number, candidate, by, f"trials/{number:04}")
         self._journal.proposed(trial)
         self._waiting.append(trial)
+
+    def _confirm(self) -> bool:
+        """Put a layout into the queue that is to be measured again; returns whether there is one."""
+        ended = self._over() is not None or self._why_no_more(None) == EXHAUSTED  # not for want of nodes
+        key = self._to_confirm() if ended else None
+        if key is None:
+            return False
+        self._append(self._by_key[key], CONFIRM)
         return True
+
+    def _to_confirm(self) -> str | None:
+        """The key of a layout, once no trial of the search runs; by turns, so that each choice knows what it may."""
+        trials = self._journal.trials
+        if any(not trial.confirms for trial in self._runner.running) or confirming.made(trials) >= self._plan.confirm:
+            return None
+        keys = [key for key, candidate in self._by_key.items() if self._runner.can_ever_start(candidate)]
+        return confirming.to_confirm(trials, self._plan.objective, keys)
 
     def _end(self, trial: Trial) -> None:
         before = self._best()
         self._journal.finished(trial)
         self._ended += 1
-        self._show.ended(trial, self._best(), before)
+        (layout,) = (one for one in layouts_of(self._journal.trials) if one.candidate.key == trial.candidate.key)
+        self._show.ended(trial, layout, self._best(), before)
 
     def _interrupt(self, why: str) -> None:
         """What has ended meanwhile counts; what has not is run again by the next start."""
@@ -282,16 +373,17 @@ class Session:
     def history(self) -> History:
         """All that the next proposal depends on."""
         seen, failures = dict[int, float | None](), dict[int, str]()
-        for trial in self._journal.ended:
-            candidate = self._listed(trial)
+        for layout in layouts_of(self._journal.ended):
+            candidate = self._by_key.get(layout.candidate.key)
             if candidate is None:
                 continue
-            cost = cost_of(trial, self._plan.objective)
+            cost = cost_of(layout, self._plan.objective)
             seen[candidate.index] = None if cost is None else math.log(cost)
-            if cost is None and trial.result is not None:
-                failures[candidate.index] = trial.result.kind or trial.result.status
-        pending = frozenset(trial.candidate.index for trial in (*self._runner.running, *self._waiting))
-        left_out = pending.union(seen, self._ruled_out())
+            if cost is None:
+                failures[candidate.index] = layout.result.kind or layout.result.status
+        # Of a layout that is measured again something is known already.
+        pending = frozenset(t.candidate.index for t in (*self._runner.running, *self._waiting) if not t.confirms)
+        left_out = pending.union(seen, self._ruled_out(), self._too_large())
         return History(self._plan.candidates, self._plan.parameters, seen, failures, left_out, pending,
                        self._plan.prior)  # fmt: skip
 
@@ -305,15 +397,17 @@ class Session:
         """Candidates that are ruled out, without those that were tried before that was known."""
         return self._ruled_out() - {c.index for t in self._journal.trials if (c := self._listed(t)) is not None}
 
-    def _best(self) -> Trial | None:
-        return best_trial(self._journal.trials, self._plan.objective)
+    def _best(self) -> Layout | None:
+        return best_layout(self._journal.trials, self._plan.objective)
 
     def _view(self, left_s: float | None) -> View:
         out = self._not_tried()
         planned = len(self._plan.candidates) - len(out)
         if self._plan.max_trials is not None:
             planned = min(planned, self._plan.max_trials)
-        return View(self._journal.trials, tuple(self._runner.running), self._best(), planned, len(out), left_s)
+        trials = self._journal.trials
+        planned += sum(t.confirms for t in trials) + max(0, self._plan.confirm - confirming.made(trials))
+        return View(trials, tuple(self._runner.running), self._best(), planned, len(out), left_s)
 
     # -- signals -------------------------------------------------------------------------------------------------------
 

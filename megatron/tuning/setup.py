@@ -32,6 +32,7 @@ class Setup:
     """A search and its place.
 
     search      its name; "auto" only before a dry run
+    confirm     most trials after the search that measure leading layouts again
     flags       of pretrain_gpt.py after --; walltime_s: of this start; limit_s: of a trial, None: by its step time
     stall_s     without a new step, after which a trial hangs; None: by its step time
     """
@@ -48,6 +49,7 @@ class Setup:
     iterations: int
     warm_up: int
     max_trials: int | None
+    confirm: int
     walltime_s: float | None
     limit_s: float | None
     stall_s: float | None
@@ -92,8 +94,8 @@ class Setup:
     def settings(self) -> dict[str, Any]:
         """What may change between two starts, for the journal."""
         return {
-            "objective": self.objective, "max_trials": self.max_trials, "walltime_s": self.walltime_s,
-            "hosts": list(self.place.hosts), "parallel": self.place.parallel,
+            "objective": self.objective, "max_trials": self.max_trials, "confirm": self.confirm,
+            "walltime_s": self.walltime_s, "hosts": list(self.place.hosts), "parallel": self.place.parallel,
             "memory_limit_bytes": self.place.memory_limit_bytes, "trial_limit_s": self.limit_s,
         }  # fmt: skip
 
@@ -140,14 +142,14 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
     return Setup(
         space=space, flags=tuple(flags), cluster=cluster, machine=machine, place=place, search=search,
         seed=args.seed, prior=prior, objective=args.objective, iterations=iterations, warm_up=warm_up,
-        max_trials=args.max_trials, walltime_s=_walltime(args.walltime), limit_s=args.trial_limit, stall_s=args.stall,
-        out=args.out or ROOT / "runs" / f"tune-{space.name}",
+        max_trials=args.max_trials, confirm=args.confirm, walltime_s=_walltime(args.walltime),
+        limit_s=args.trial_limit, stall_s=args.stall, out=args.out or ROOT / "runs" / f"tune-{space.name}",
     )  # fmt: skip
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
     least = {"max_trials": 1, "parallel": 1, "processes": 1, "tasks_per_node": 1, "nodes": 1, "iterations": 1,
-             "warm_up": 0, "seed": 0}  # fmt: skip
+             "confirm": 0, "warm_up": 0, "seed": 0}  # fmt: skip
     for name, minimum in least.items():
         value = getattr(args, name)
         if value is not None and value < minimum:
@@ -176,7 +178,7 @@ def _capacity(args: argparse.Namespace, cluster: Cluster | None) -> float | None
     return None if cluster is None else cluster.memory_gib * GIB - headroom_bytes(args.headroom, cluster)
 
 
-def _local(args: argparse.Namespace, _space: Space, cluster: Cluster | None) -> tuple[Machine, Place]:
+def _local(args: argparse.Namespace, space: Space, cluster: Cluster | None) -> tuple[Machine, Place]:
     for name in ("hosts_file", "nodes", "tasks_per_node"):
         if getattr(args, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} beside --launcher local, which runs trials on this machine "
@@ -184,24 +186,25 @@ def _local(args: argparse.Namespace, _space: Space, cluster: Cluster | None) -> 
     if args.parallel is not None and args.parallel > 1:
         raise ConfigError(f"--parallel {args.parallel}: trials on one machine would slow each other down, and their "
                           "figures mean nothing then; several at once need nodes of their own: --launcher slurm")
-    processes = args.processes
-    if processes is None and cluster is not None:
-        processes = cluster.devices_per_node
-    elif processes is None:
-        from megatron.calibration.processes import devices_here
-
-        processes = devices_here()
+    processes = args.processes or (_processes_here(space) if cluster is None else cluster.devices_per_node)
     return (
         Machine(cluster, processes, 1, _capacity(args, cluster)),
         Place("local", (), processes, 1, _memory_limit(args)),
     )
 
 
+def _processes_here(space: Space) -> int:
+    """Of this machine: its GPUs; without any its cores, or more where the space asks for more: they share the cores."""
+    from megatron.calibration.processes import gpus_here
+
+    return gpus_here() or max(len(os.sched_getaffinity(0)), _most(space, "processes") or 0)
+
+
 def _slurm(args: argparse.Namespace, space: Space, cluster: Cluster | None) -> tuple[Machine, Place]:
     if args.processes is not None:
         raise ConfigError("--processes is for --launcher local; on nodes --tasks-per-node says how many each has")
     hosts = _hosts(args)
-    nodes = len(hosts) or args.nodes or _most_nodes(space)
+    nodes = len(hosts) or args.nodes or _most(space, "nodes")
     if nodes is None:
         what = "--dry-run" if args.dry_run else "--report-only"
         raise ConfigError(f"{what} without --hosts-file: give --nodes N, how many the allocation has")
@@ -234,9 +237,11 @@ def _hosts(args: argparse.Namespace) -> tuple[str, ...]:
     return hosts
 
 
-def _most_nodes(space: Space) -> int | None:
-    """The largest job that a space speaks of by name."""
-    found = [value for parameter in space.parameters if parameter.name == "nodes" for value in parameter.values]
+def _most(space: Space, name: str) -> int | None:
+    """The largest number of nodes or processes that a space speaks of by name."""
+    found = [value for parameter in space.parameters if parameter.name == name for value in parameter.values]
+    if name in space.derived and space.derived[name].text.strip().isdigit():
+        found.append(int(space.derived[name].text))
     return max((value for value in found if isinstance(value, int)), default=None)
 
 

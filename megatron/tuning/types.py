@@ -5,7 +5,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from megatron.planning.experiments import endings
 
@@ -20,6 +20,8 @@ LOST_RANK, REFUSED, CRASH = endings.LOST_RANK, endings.REFUSED, endings.CRASH
 """Kinds of failures."""
 
 OBJECTIVES = ("tokens_per_s", "node_hours")
+CONFIRM = "confirm"
+"""What proposes a trial that measures a layout again (confirming.py)."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Result:
 
     kind, reason   of a failure (the kinds above), or why the figures are invalid
     step_s         median of the steady steps; spread: (slowest - fastest) / median; steady: how many they are
-    memory_bytes   most that rank 0 held
+    memory_bytes   most that any rank held
     skipped, nan   steps of the whole trial
     notes          worth knowing of valid figures
     """
@@ -95,7 +97,7 @@ class Result:
 class Trial:
     """One candidate that was run, is running (result None, ended None), or was interrupted (result None, ended set).
 
-    number   from 1 on, in the order in which they were proposed; by: what proposed it (planner, optuna, ...)
+    number   from 1 on, in the order in which they were proposed; by: what proposed it (planner, optuna, ..., confirm)
     folder   of its files, relative to the tuner's; started, ended: seconds since 1970
     """
 
@@ -112,6 +114,21 @@ class Trial:
     def valid(self) -> bool:
         return self.result is not None and self.result.status == DONE
 
+    @property
+    def confirms(self) -> bool:
+        """Whether it measures a layout again, after the search."""
+        return self.by == CONFIRM
+
+
+class Measured(Protocol):
+    """A trial, or a layout with all its trials (layouts.py)."""
+
+    @property
+    def candidate(self) -> Candidate: ...
+
+    @property
+    def result(self) -> Result | None: ...
+
 
 def seconds_cost(step_s: float, candidate: Candidate, objective: str) -> float:
     """What a search makes small: seconds for each token, or node-seconds for each token."""
@@ -124,18 +141,12 @@ def objective_value(cost: float, objective: str) -> float:
     return cost * 1e9 / 3600 if objective == "node_hours" else 1 / cost
 
 
-def cost_of(trial: Trial, objective: str) -> float | None:
-    """None for a trial without valid figures."""
-    result = trial.result
+def cost_of(measured: Measured, objective: str) -> float | None:
+    """None without valid figures."""
+    result = measured.result
     if result is None or result.status != DONE or result.step_s is None:
         return None
-    return seconds_cost(result.step_s, trial.candidate, objective)
-
-
-def best_trial(trials: Sequence[Trial], objective: str) -> Trial | None:
-    """The valid one of least cost; of equal ones the first."""
-    costs = [(cost, trial.number, trial) for trial in trials if (cost := cost_of(trial, objective)) is not None]
-    return min(costs, key=lambda found: found[:2])[2] if costs else None
+    return seconds_cost(result.step_s, measured.candidate, objective)
 
 
 @dataclass(frozen=True)
@@ -144,7 +155,7 @@ class History:
 
     candidates  of the space, by index
     parameters  of the space, whose values are the features
-    seen        log(cost) by candidate, in the order in which trials ended; None: it failed
+    seen        log(cost) by candidate, of all its trials, in the order in which their first ones ended; None: it failed
     failures    kind of failure by candidate, of those that failed
     left_out    candidates that are not to be proposed: tried, running, ruled out
     pending     candidates that are running

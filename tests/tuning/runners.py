@@ -4,6 +4,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from megatron.tuning.layouts import Layout
 from megatron.tuning.types import DONE, Candidate, Result, Trial
 
 TURNS = 3
@@ -18,15 +19,17 @@ class Made:
     """Trials take `turns` polls each, and end as `truth` says.
 
     log  what was started and ended, in order; recovered: results that were complete although nobody noted them
+    die  by number of a trial: the hosts that die in it, of which the last one is named; each kills it once
     """
 
     def __init__(
         self, truth: Callable[[Candidate], Result], hosts: Sequence[str] = ("this",), turns: int = TURNS,
-        recovered: dict[int, Result] | None = None,
+        recovered: dict[int, Result] | None = None, die: dict[int, Sequence[str]] | None = None,
     ) -> None:  # fmt: skip
         self.truth, self.hosts, self.turns, self.recovered = truth, list(hosts), turns, recovered or {}
         self.free, self.left = list(hosts), dict[int, int]()
         self.now, self.log, self.stops = 1000.0, list[tuple[str, int]](), list[str]()
+        self.die, self.lost = dict(die or {}), dict[int, str]()
         self._running: list[Trial] = []
 
     @property
@@ -35,6 +38,12 @@ class Made:
 
     def can_start(self, candidate: Candidate) -> bool:
         return candidate.nodes <= len(self.free)
+
+    def can_ever_start(self, candidate: Candidate) -> bool:
+        return candidate.nodes <= len(self.hosts) or not self.lost
+
+    def lost_by(self, trial: Trial) -> str | None:
+        return self.lost.get(trial.number) if trial.result is None else None
 
     def start(self, trial: Trial) -> Trial:
         hosts, self.free = self.free[: trial.candidate.nodes], self.free[trial.candidate.nodes :]
@@ -50,10 +59,18 @@ class Made:
             self.left[trial.number] -= 1
             if self.left[trial.number] <= 0:
                 self._running.remove(trial)
-                self.free += trial.hosts
-                self.log.append(("end", trial.number))
-                ended.append(dataclasses.replace(trial, ended=self.now, result=self.truth(trial.candidate)))
+                dead = self.die.pop(trial.number, ())
+                self.hosts = [host for host in self.hosts if host not in dead]
+                self.free = [host for host in (*self.free, *trial.hosts) if host in self.hosts]
+                if dead:
+                    self.lost[trial.number] = f"{dead[-1]} is down"
+                self.log.append(("lost" if dead else "end", trial.number))
+                result = None if dead else self.of(trial)
+                ended.append(dataclasses.replace(trial, ended=self.now, result=result))
         return ended
+
+    def of(self, trial: Trial) -> Result:
+        return self.truth(trial.candidate)
 
     def stop_all(self, why: str) -> list[Trial]:
         stopped, self._running = self._running, []
@@ -82,7 +99,7 @@ class Quiet:
     def started(self, trial: Trial) -> None:
         self.lines.append(f"started {trial.number}")
 
-    def ended(self, trial: Trial, best: Trial | None, before: Trial | None) -> None:
+    def ended(self, trial: Trial, layout: Layout, best: Layout | None, before: Layout | None) -> None:
         self.lines.append(f"ended {trial.number}")
 
     def update(self, view: object) -> None:

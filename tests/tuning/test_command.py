@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 
+from megatron.calibration import processes as calibrated
 from megatron.errors import ConfigError
 from megatron.planning.cluster import load_cluster
 from megatron.tuning.command import exit_code
 from megatron.tuning.journal import NAME
-from megatron.tuning.session import ALLOCATION, BUDGET, EXHAUSTED, SIGNAL, TIME, Ending
+from megatron.tuning.layouts import Layout
+from megatron.tuning.session import ALLOCATION, BUDGET, EXHAUSTED, NODES, SIGNAL, TIME, Ending, Session
 from megatron.tuning.setup import digest, make_setup
 from megatron.tuning.types import DONE, Candidate, Result, Trial
 from tests.helpers.launching import ROOT
@@ -76,7 +78,8 @@ def test_help_and_the_ready_spaces(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as end:
         tune.main(["--help"])
     text = capsys.readouterr().out
-    assert end.value.code == 0 and all(word in text for word in ("--no-prior", "deephyper", "Exit code", "--walltime"))
+    said = ("--no-prior", "--confirm", "deephyper", "Exit code", "--walltime")
+    assert end.value.code == 0 and all(word in text for word in said)
     code, text = call(capsys, "--list-spaces")
     assert code == 0 and "paper-175b " in text and "two-cores" in text
 
@@ -88,7 +91,8 @@ def test_dry_run_of_the_papers_space(capsys: pytest.CaptureFixture[str]):
     for words in ("3,264 combinations", "on 16 node(s) of 8 processes, described by frontier", "57.6 of 64.0 GiB",
                   "TP x PP does not divide the processes", "best by the planner, none of it measured",
                   "a trial of the first is", "--preset gpt-175b", "--cluster frontier",
-                  "at most 20 trials of 2 + 10 steps", "node-hours"):  # fmt: skip
+                  "at most 20 trials of 2 + 10 steps and 3 more that measure the leading ones again, none",
+                  "node-hours"):  # fmt: skip
         assert words in text, words
     # Without a hosts file and --nodes: the most nodes that the space speaks of.
     assert call(capsys, "--space", "paper-175b", "--launcher", "slurm", "--dry-run", "--search", "exhaustive")[0] == 0
@@ -101,6 +105,19 @@ def test_dry_run_says_which_flags_win(capsys: pytest.CaptureFixture[str], space:
     line = text[text.index("a trial of the first is") :].splitlines()[1]
     assert "--hidden-size 64" in line and "--hidden-size 32" not in line
     assert "4 combinations: 4 layouts can be tried" in text
+
+
+def test_dry_run_counts_the_trials_that_confirm(capsys: pytest.CaptureFixture[str], space: Path):
+    """Trials of half an hour on one node; of a single layout there is nothing to confirm."""
+    for words, said in (
+        ((), "at most 4 trials of 1 + 3 steps and 3 more that measure the leading ones again, none longer than 30:00: "
+             "at most 3.5 node-hours"),
+        (("--confirm", "0"), "at most 4 trials of 1 + 3 steps, none longer than 30:00: at most 2.0 node-hours"),
+        (("--max-trials", "1"), "at most 1 trials of 1 + 3 steps, none longer than 30:00: at most 0.5 node-hours"),
+    ):  # fmt: skip
+        code, text = call(capsys, "--space", str(space), "--no-prior", "--search", "random", "--processes", "2",
+                          "--dry-run", *words)  # fmt: skip
+        assert code == 0 and said in text, text
 
 
 def test_it_needs_no_torch_on_a_login_node():
@@ -117,6 +134,7 @@ def test_it_needs_no_torch_on_a_login_node():
 @pytest.mark.parametrize(("words", "said"), [
     ((), "--space FILE|NAME"), (("--space", "nowhere"), "nowhere"),
     (("--space", "two-cores"), "tools/calibrate.py"), (("--space", "two-cores", "--max-trials", "0"), "at least 1"),
+    (("--space", "two-cores", "--no-prior", "--confirm", "-1"), "--confirm -1: at least 0"),
     (("--space", "two-cores", "--no-prior", "--walltime", "soon"), "--walltime soon"),
     (("--space", "two-cores", "--no-prior", "--parallel", "2"), "slow each other down"),
     (("--space", "two-cores", "--no-prior", "--launcher", "local", "--nodes", "2"), "--nodes beside --launcher local"),
@@ -168,10 +186,28 @@ def test_what_a_machine_says_names_it_and_not_where_its_file_lies(tmp_path: Path
     assert digest(load_cluster(copy)) == digest(frontier) != digest(load_cluster(other))
 
 
+def test_how_many_confirm_is_what_was_asked_for(
+    space: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    asked = list[int]()
+
+    def run(self: Session) -> Ending:
+        asked.append(self._plan.confirm)
+        return Ending(BUDGET, 0, None)
+
+    monkeypatch.setattr("megatron.tuning.command.Session.run", run)
+    for words in ((), ("--confirm", "5"), ("--confirm", "0")):  # of one search: it may change
+        call(capsys, "--space", str(space), "--no-prior", "--search", "random", "--processes", "2", "--out",
+             str(tmp_path / "out"), *words)  # fmt: skip
+    assert asked == [3, 5, 0]
+    assert [r["settings"]["confirm"] for r in records(tmp_path / "out") if "settings" in r] == asked
+
+
 def test_exit_codes():
     candidate = Candidate(0, "a", {}, (), 1, 1, 1)
-    best = Trial(1, candidate, "x", "f", result=Result(DONE, step_s=1.0))
+    best = Layout(candidate, (Trial(1, candidate, "x", "f", result=Result(DONE, step_s=1.0)),))
     assert [exit_code(Ending(why, 1, best)) for why in (EXHAUSTED, BUDGET, TIME, SIGNAL, ALLOCATION)] == [0, 0, 3, 3, 3]
+    assert exit_code(Ending(NODES, 0, best)) == 3, "another start has other nodes"
     assert [exit_code(Ending(why, 1, None)) for why in (EXHAUSTED, BUDGET, TIME, SIGNAL)] == [1, 1, 3, 3]
     assert exit_code(Ending(TIME, 0, best)) == 4, "what started nothing would start nothing again"
 
@@ -187,7 +223,7 @@ def test_a_report_needs_trials(capsys: pytest.CaptureFixture[str], space: Path, 
 
 def start(space: Path, out: Path, *words: str, search: str = "random", flags: tuple[str, ...] = ()) -> list[str]:
     return [sys.executable, str(ROOT / "tools" / "tune.py"), "--space", str(space), "--no-prior", "--search", search,
-            "--processes", "2", "--out", str(out), *words, "--", *flags]  # fmt: skip
+            "--processes", "2", "--confirm", "0", "--out", str(out), *words, "--", *flags]  # fmt: skip
 
 
 def ended(out: Path) -> list[int]:
@@ -312,3 +348,14 @@ def test_interrupted_before_the_first_trial_nothing_is_lost(
     code, text = call(capsys, "--space", str(space), "--no-prior", "--search", "random", "--processes", "2", "--out",
                       str(tmp_path / "out"))  # fmt: skip
     assert code == 3 and "interrupted by SIGTERM" in text and not (tmp_path / "out" / NAME).exists()
+
+
+@pytest.mark.parametrize(("said", "gpus", "found"), [("4", 0, 4), ("1", 0, 2), ("tp", 0, 2), ("4", 3, 3)])
+def test_processes_that_a_space_names_may_share_cores(
+    space: Path, monkeypatch: pytest.MonkeyPatch, said: str, gpus: int, found: int
+) -> None:
+    space.write_text(SPACE.replace('processes = "2"', f'processes = "{said}"'))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(calibrated, "gpus_here", lambda: gpus)
+    args = tune.build_parser().parse_args(["--space", str(space), "--no-prior", "--dry-run"])
+    assert make_setup(args, []).machine.processes_per_node == found

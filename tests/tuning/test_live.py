@@ -8,9 +8,10 @@ import random
 import pytest
 from rich.console import Console
 
+from megatron.tuning.layouts import Layout, best_layout
 from megatron.tuning.live import Live, behind, best_table, outcome, progress, show_value
 from megatron.tuning.session import View
-from megatron.tuning.types import DONE, FAILED, INVALID, Candidate, Result, Trial, best_trial, cost_of
+from megatron.tuning.types import CONFIRM, DONE, FAILED, INVALID, Candidate, Result, Trial, cost_of
 from tests.tuning import made
 
 EVERYTHING, TRIALS = made.trials(30, seed=4)
@@ -24,6 +25,10 @@ def console(width: int, terminal: bool = False) -> tuple[Console, io.StringIO]:
 def simple(number: int, step_s: float, nodes: int = 1) -> Trial:
     candidate = Candidate(number, f"tp={number}", {"tp": number}, (), 8, nodes, 4096, step_s=0.5)
     return Trial(number, candidate, "optuna", f"trials/{number:04}", ("n1",), 10.0, 20.0, Result(DONE, step_s=step_s))
+
+
+def of(*trials: Trial) -> Layout:
+    return Layout(trials[0].candidate, trials)
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 160])
@@ -45,10 +50,11 @@ def test_lines_of_a_log():
     failed = dataclasses.replace(slow, number=3, result=Result(FAILED, "hang", "no step for 60 s"))
     invalid = dataclasses.replace(slow, result=Result(INVALID, "invalid", "the batch is 4, not 8"))
     live.started(fast)
-    live.ended(fast, fast, None)
-    live.ended(slow, fast, fast)
-    live.ended(failed, fast, fast)
-    live.update(View([fast], [], fast, 3, 0, None))
+    best = of(fast)
+    live.ended(fast, best, best, None)
+    live.ended(slow, of(slow), best, best)
+    live.ended(failed, of(failed), best, best)
+    live.update(View([fast], [], best, 3, 0, None))
     assert text.getvalue().splitlines() == [
         " tune: trial 1 tp=1: 8 process(es) on n1, chosen by optuna, 0.5 s a step predicted",
         " tune: trial 1 tp=1: 4,096 tokens/s (the first)",
@@ -58,13 +64,38 @@ def test_lines_of_a_log():
     assert outcome(invalid, "tokens_per_s") == "invalid: the batch is 4, not 8"
 
 
+def test_lines_of_trials_that_measure_again():
+    where, text = console(60)
+    live, first, second = Live("tokens_per_s", "out", where), simple(1, 1.0), simple(2, 1.25)
+    again = dataclasses.replace(simple(1, 2.0), number=3, by=CONFIRM, folder="trials/0003")
+    crash = dataclasses.replace(again, number=4, result=Result(FAILED, "crash", "exit code 1"))
+    live.started(again)
+    live.ended(again, of(first, again), of(second), of(first))
+    live.ended(crash, of(second, crash), None, of(second))
+    live.ended(again, of(first, crash, again, crash), of(second), of(second))
+    live.ended(again, of(first, again), of(first, again), of(first))
+    assert text.getvalue().splitlines() == [
+        " tune: trial 3 tp=1: 8 process(es) on n1, to confirm what was found, 0.5 s a step predicted",
+        " tune: trial 3 tp=1: 2,048 tokens/s (measured 2 times, 66.7 % apart: 2,731 tokens/s, 16.7 % below the best, "
+        "trial 2)",
+        " tune: trial 4 tp=1: crash: exit code 1; out/trials/0003",
+        " tune: trial 3 tp=1: 2,048 tokens/s, but crash: 2 of 4 trials gave no valid figures: exit code 1; "
+        "out/trials/0003",
+        " tune: trial 3 tp=1: 2,048 tokens/s (measured 2 times, 66.7 % apart: 2,731 tokens/s, the best so far)",
+    ]
+    where, text = console(160)
+    where.print(best_table([first, second, again], "tokens_per_s", 10, 160))
+    rows = [line.split() for line in text.getvalue().splitlines() if line.split()[:1] in (["1"], ["2"])]
+    assert [row[0] for row in rows] == ["2", "1"] and rows[1][4:6] == ["2", "66.7"], "one row for a layout"
+
+
 def test_values_and_distances_of_both_objectives():
     assert show_value(1 / 12345, "tokens_per_s") == "12,345 tokens/s"
     assert show_value(3600 / 1e9 * 2.5, "node_hours") == "2.5 node-hours for a billion tokens"
     assert behind(2.0, 1.0, "tokens_per_s") == 0.5 and behind(2.0, 1.0, "node_hours") == 1.0
     where, text = console(200)
     live = Live("node_hours", "out", where)
-    live.ended(simple(2, 1.5), simple(1, 1.0), simple(1, 1.0))
+    live.ended(simple(2, 1.5), of(simple(2, 1.5)), of(simple(1, 1.0)), of(simple(1, 1.0)))
     assert "50.0 % above the best, trial 1" in text.getvalue()
 
 
@@ -72,7 +103,7 @@ def test_progress_counts_what_ended():
     chance = random.Random(1)
     trials = [made.trial(i, c, "planner", chance, 4 * made.GIB) for i, c in enumerate(EVERYTHING[:12], 1)]
     memory = sum(t.result is not None and t.result.kind == "out of memory" for t in trials)
-    view = View(trials, (), best_trial(trials, "tokens_per_s"), 40, 7, 90.0)
+    view = View(trials, (), best_layout(trials, "tokens_per_s"), 40, 7, 90.0)
     said = progress(view, "tokens_per_s")
     assert said.startswith("12 of 40 trials, about 28:00 to go, 1:30 left") and f"{memory} out of memory" in said
     assert said.endswith("7 ruled out by memory") and memory > 0
@@ -82,7 +113,7 @@ def test_on_a_terminal_there_is_a_table_that_lives_and_goes():
     where, text = console(120, terminal=True)
     running = dataclasses.replace(TRIALS[4], result=None, ended=None)
     with Live("tokens_per_s", "out", where) as live:
-        live.update(View(TRIALS, [running], best_trial(TRIALS, "tokens_per_s"), 40, 0, None))
+        live.update(View(TRIALS, [running], best_layout(TRIALS, "tokens_per_s"), 40, 0, None))
         drawn = text.getvalue()
         assert "running" in drawn and "best of" in drawn and running.candidate.key in drawn
         live.update(View(TRIALS, [running], None, 40, 0, None))

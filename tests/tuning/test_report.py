@@ -63,9 +63,9 @@ def test_everything_is_there_and_nothing_of_an_earlier_report(tmp_path: Path) ->
         assert (tmp_path / "report" / picture).read_bytes().startswith(b"\x89PNG")
     # Of fewer trials: no importances, whose picture must not stay.
     fewer = write_report(tmp_path, dataclasses.replace(whole, trials=whole.trials[:8]))
-    assert len(whole.valid) > len([t for t in whole.trials[:8] if t.valid]) < importance.LEAST_TRIALS
+    assert len(whole.valid) > len([t for t in whole.trials[:8] if t.valid]) < importance.LEAST_LAYOUTS
     assert names(fewer) == wanted - {"importance.png"} == {path.name for path in (tmp_path / "report").iterdir()}
-    assert "valid trial(s): importances need at least 8" in (tmp_path / "report" / "trials.md").read_text()
+    assert "valid layout(s): importances need at least 8" in (tmp_path / "report" / "trials.md").read_text()
 
 
 def test_trials_csv_has_every_trial_with_its_figures(tmp_path: Path) -> None:
@@ -170,13 +170,14 @@ def hand_made(rates: list[float | None], predicted: list[float]) -> ReportContex
 def test_gains_over_the_planners_first_and_the_median() -> None:
     lines = summary(hand_made([100.0, 125.0, None, 80.0], [110.0, 100.0, 90.0, 80.0]))
     assert lines[0].startswith("Best: a=1 (trial 2): 125 tokens/s, 0.008 s a step over 5 steady steps")
-    assert lines[1] == "25.0 % more throughput than the planner's first, a=0 (trial 1)."
-    assert lines[2] == "25.0 % more throughput than the median of 3 valid trials."
-    assert lines[3] == "4 of 4 layouts were tried, searched by chance."
-    assert lines[4] == "Without valid figures: 1 hang."
+    assert lines[1].startswith("The next, a=0 (trial 1), is 20.0 % behind, more than noise explains")
+    assert lines[2] == "25.0 % more throughput than the planner's first, a=0 (trial 1)."
+    assert lines[3] == "25.0 % more throughput than the median of 3 valid layouts."
+    assert lines[4] == "4 of 4 layouts were tried, searched by chance."
+    assert lines[5] == "Without valid figures: 1 hang."
     # 10 %, -20 % and 0 % off in rates: a step of 1/110 where it took 1/100 is 9.1 % off.
-    assert lines[5].startswith("The planner's steps are 9.1 % off in the median, 25.0 % at most; of two layouts it")
-    assert "in 67 % of pairs" in lines[5]
+    assert lines[6].startswith("The planner's steps are 9.1 % off in the median, 25.0 % at most; of two layouts it")
+    assert "in 67 % of pairs" in lines[6]
 
 
 def test_the_planners_first_may_fail_or_be_untried_or_best() -> None:
@@ -198,8 +199,8 @@ def test_node_hours_prefer_few_nodes() -> None:
               zip(found.trials, (1, 2), strict=True)]  # fmt: skip
     cheap = dataclasses.replace(found, trials=trials, objective="node_hours")
     assert cheap.best is not None and cheap.best.number == 1
-    assert cheap.value(trials[1]) == pytest.approx(2 / 125 * 1e9 / 3600)
-    assert cheap.loss(trials[1]) == pytest.approx(1 - 125 / 200)
+    assert cheap.value(cheap.layouts[1]) == pytest.approx(2 / 125 * 1e9 / 3600)
+    assert cheap.loss(cheap.layouts[1]) == pytest.approx(1 - 125 / 200)
 
 
 def test_an_invalid_trial_is_never_best() -> None:
@@ -214,6 +215,49 @@ def test_an_invalid_trial_is_never_best() -> None:
 def test_values_as_they_are_read() -> None:
     assert [value_text(v) for v in (None, True, False, 1, 0.25, "x")] == ["none", "on", "off", "1", "0.25", "x"]
     assert (amount(1234567.0), amount(0.012345)) == ("1,234,567", "0.01235")
+
+
+def repeated(outcomes: dict[int, list[float | str]]) -> ReportContext:
+    """Layouts a=0, a=1, ... with the outcome of each of their trials: a rate, or how it failed."""
+    whole = hand_made([None], [1.0] * len(outcomes))
+    trials = list[Trial]()
+    for turn in range(max(map(len, outcomes.values()))):
+        for a, found in outcomes.items():
+            if turn < len(found):
+                rate = found[turn]
+                result = Result(FAILED, rate, "?") if isinstance(rate, str) else Result(DONE, step_s=1 / rate, steady=5,
+                                                                                        tokens_per_s=rate)  # fmt: skip
+                by = "confirm" if turn else "chance"
+                trials.append(Trial(len(trials) + 1, whole.candidates[a], by, "", result=result))
+    return dataclasses.replace(whole, trials=trials)
+
+
+def test_all_runs_of_a_layout_count_once_and_together(tmp_path: Path) -> None:
+    whole = repeated({0: [100.0, 80.0], 1: [98.0, 97.0, 96.0], 2: [50.0]})
+    lines = summary(whole)
+    assert lines[0].startswith("Best: a=1 (trials 2, 5, 6: measured 3 times, 2.1 % apart): 97 tokens/s, 0.01031 s a "
+                               "step over 15 steady steps")  # fmt: skip
+    assert lines[1].startswith("The next, a=0 (trials 1, 4), is 8.4 % behind, within the noise (trials of one layout")
+    assert "3 of 3 layouts were tried, searched by chance; 3 more trial(s) measured leading ones again." in lines
+    (worth,) = worths(whole)
+    assert [(v.valid, v.failed, v.loss) for v in worth.values] == [(1, 0, pytest.approx(1 - 8 / 9 / 0.97)),
+                                                                   (1, 0, 0.0), (1, 0, pytest.approx(1 - 50 / 97))]
+    files = write_report(tmp_path, whole)
+    assert [(row["trial"], row["by"]) for row in rows_of(tmp_path / "report" / "trials.csv")] == [
+        ("1", "chance"), ("2", "chance"), ("3", "chance"), ("4", "confirm"), ("5", "confirm"), ("6", "confirm")
+    ]  # fmt: skip
+    assert "| 2, 5, 6 | 1 | 97 | best | 0.01031 | - | 3 | 2.1 % |" in files[0].read_text()
+    assert "Measured in trials 2, 5, 6 over 15 steps, 2.1 % apart" in (tmp_path / "report" / "best.sh").read_text()
+    # What would have been named after each trial: a=0 until it was measured again.
+    assert [round(value) for _, value in plots._best_after_each(whole)] == [100, 100, 100, 98, 97, 97]
+
+
+def test_what_fails_when_it_is_run_again_is_not_named_without_a_word() -> None:
+    lines = summary(repeated({0: [100.0, "hang"], 1: [90.0, "crash", 90.0], 2: [50.0, "lost rank"]}))
+    assert lines[0].startswith("Best: a=1 (trials 2, 7: measured 2 times, 0.0 % apart)")
+    assert lines[1] == "1 of its 3 trials gave no valid figures (trial 5: crash): see to the reason before a long run."
+    assert lines[2] == "a=0 was better in trial 1, but is not named: trial 4: hang."
+    assert lines[3].startswith("The next, a=2 (trial 3), is 44.4 % behind, more than noise explains")
 
 
 # -- importance --------------------------------------------------------------------------------------------------------
@@ -233,7 +277,7 @@ def test_importances_are_the_variances_of_a_sum_of_effects() -> None:
                 candidates.append(candidate)
                 trials.append(Trial(len(candidates), candidate, "", "", result=Result(DONE, step_s=cost, steady=1)))
     found = measured_importance(ReportContext("", "", parameters, trials, candidates, "tokens_per_s", ""))
-    assert found.trials == 72 and found.refused is None and list(found.shares) == ["a", "b", "c"]
+    assert found.layouts == 72 and found.refused is None and list(found.shares) == ["a", "b", "c"]
     assert found.shares["a"] == pytest.approx(0.9, abs=0.05) and found.shares["b"] == pytest.approx(0.1, abs=0.05)
     assert found.shares["c"] < 0.02
 
@@ -251,9 +295,9 @@ def test_importances_are_the_same_again_and_refused_without_a_difference() -> No
     whole = context()
     assert measured_importance(whole) == measured_importance(whole)
     almost = hand_made([5.0 + 1e-9 * i for i in range(9)], [1.0] * 9)
-    assert measured_importance(almost).refused == "all valid trials cost the same: no parameter matters"
+    assert measured_importance(almost).refused == "all valid layouts cost the same: no parameter matters"
     same = hand_made([5.0] * 9, [1.0] * 9)
-    assert measured_importance(same).refused == "all valid trials cost the same: no parameter matters"
+    assert measured_importance(same).refused == "all valid layouts cost the same: no parameter matters"
     assert predicted_importance(same) is None
 
 
@@ -286,7 +330,10 @@ def test_no_text_of_a_picture_overlaps_another_or_leaves_it(monkeypatch: pytest.
     monkeypatch.setattr("megatron.tuning.report.parameter_plot.save", check)
     many = (*made.PARAMETERS[:2], Parameter("mbs", tuple(range(1, 18))))
     one = (Parameter("mbs", (1, 2, 4, 8, 16, 32, 64)),)
-    for whole in (context(12), context(100), context(100, objective="node_hours"), context(30, many), context(8, one)):
+    again = context(100)
+    confirming = [dataclasses.replace(t, number=100 + i, by="confirm") for i, t in enumerate(again.valid[0].runs, 1)]
+    again = dataclasses.replace(again, trials=[*again.trials, *confirming])
+    for whole in (context(12), again, context(100, objective="node_hours"), context(30, many), context(8, one)):
         write_report(tmp_path, whole)
     assert set(seen) == PICTURES
 

@@ -52,8 +52,8 @@ def records(times: tuple[float, ...] = TIMES) -> Records:
             "event": "iteration", "time": clock, "iteration": i, "consumed_samples": BATCH * i,
             "global_batch_size": BATCH, "step_time_s": step_s, "samples_per_s": BATCH / step_s,
             "tokens_per_s_per_device": BATCH * SEQUENCE / step_s / WORLD, "model_tflops": tflops,
-            "hardware_tflops": tflops, "memory_bytes": 1000 + i, "skipped": 0, "nan": 0, "loss_scale": 1.0,
-            "grad_norm": 1.0,
+            "hardware_tflops": tflops, "memory_bytes": 1000 + i, "memory_rank": 0, "skipped": 0, "nan": 0,
+            "loss_scale": 1.0, "grad_norm": 1.0,
         })  # fmt: skip
     found.append({"event": "end", "time": clock, "iteration": len(times), "reason": "done"})
     return found

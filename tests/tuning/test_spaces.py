@@ -147,6 +147,16 @@ def test_the_scaling_questions_are_those_of_the_experiments(name: str, kind: str
         assert {n for n, value in settings(candidate).items() if expected[n] != value} <= {"log_interval"}
 
 
+@pytest.mark.parametrize("flags", ["", "--fp16 --initial-loss-scale 4096"])
+def test_every_point_of_a_scaling_question_fits_on_frontier(frontier: Cluster, flags: str) -> None:
+    """With the headroom that a tuning has by default; a series with holes answers nothing."""
+    for name in NAMES:
+        if name.startswith("scaling-"):
+            found = listed(name, Machine(frontier, 8, 31, 0.9 * 64 * GIB), flags)
+            assert not found.rejections.counts, name
+            assert len(found.candidates) == found.combinations
+
+
 def test_another_model_in_a_scaling_space() -> None:
     found = listed("scaling-tp", Machine(None, 4, 1), "--preset tiny --global-batch-size 8")
     found_sizes = [(c.values["tp"], c.processes, c.tokens) for c in found.candidates]

@@ -9,8 +9,9 @@ from megatron.config import Config
 from megatron.config.command_line import parse_args, parse_plan, scan
 from megatron.errors import ConfigError
 from megatron.planning.search.script import Origin, site_script
-from megatron.tuning.report.context import ReportContext, save_text
-from megatron.tuning.types import Candidate, Trial
+from megatron.tuning.layouts import Layout
+from megatron.tuning.report.context import ReportContext, percent, save_text
+from megatron.tuning.types import Candidate
 
 COMMAND, SCRIPT, JOB = "best.txt", "best.sh", "best.sbatch"
 _WIDTH = 110
@@ -53,7 +54,7 @@ def write_best(folder: Path, context: ReportContext) -> list[Path]:
     return [save_text(folder / COMMAND, command + "\n"), script]
 
 
-def _job(best: Trial, context: ReportContext) -> str | None:
+def _job(best: Layout, context: ReportContext) -> str | None:
     """A batch script; None for a machine without launch scripts, for parts of nodes, and for trials that were not
     under its Slurm."""
     if context.cluster is None or context.launcher != "slurm":
@@ -69,17 +70,20 @@ def _config(candidate: Candidate) -> Config:
     return parse_plan([*candidate.flags, "--world-size", str(candidate.processes)])
 
 
-def _notes(best: Trial, context: ReportContext) -> list[str]:
+def _notes(best: Layout, context: ReportContext) -> list[str]:
     result = best.result
-    assert result is not None and result.step_s is not None, "the best trial has figures"
+    assert result.step_s is not None, "the best layout has figures"
+    apart = "" if best.apart is None else f", {percent(best.apart)} apart"
+    failed = [f"{len(best.failures)} more of its trials gave no valid figures: trials.md has them."]
     return [
-        f"Measured in trial {best.number} over {result.steady} steps: {result.step_s:.4g} s a step, "
+        f"Measured in {best.numbers} over {result.steady} steps{apart}: {result.step_s:.4g} s a step, "
         f"{context.written(context.value(best))}.",
+        *(failed if best.failures else ()),
         best.candidate.key,
     ]
 
 
-def _shell_script(best: Trial, context: ReportContext) -> str:
+def _shell_script(best: Layout, context: ReportContext) -> str:
     words = command_words(best.candidate, context)
     notes = [f"The best layout that tools/tune.py measured in {context.name}. From the repository, with more flags of",
              f"pretrain_gpt.py, which win over these:  FOLDER/{SCRIPT} --train-iters 1000 ...",

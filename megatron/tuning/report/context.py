@@ -4,19 +4,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from megatron.errors import ConfigError
 from megatron.planning.cluster import Cluster
 from megatron.planning.search.space import Rejections
+from megatron.tuning.confirming import noise_of
+from megatron.tuning.layouts import Layout, best_layout, layouts_of
 from megatron.tuning.types import (
     DONE,
     FAILED,
     Candidate,
+    Measured,
     Parameter,
     Trial,
     Value,
-    best_trial,
     cost_of,
     objective_value,
     seconds_cost,
@@ -55,24 +58,34 @@ class ReportContext:
     tasks_per_node: int = 1
     flags: Sequence[str] = ()
 
-    @property
-    def best(self) -> Trial | None:
-        return best_trial(self.trials, self.objective)
+    @cached_property
+    def layouts(self) -> list[Layout]:
+        """What was tried, each with all its trials, in the order of their first ones."""
+        return layouts_of(self.trials)
 
-    @property
-    def valid(self) -> list[Trial]:
-        """Trials with figures, in order."""
-        return [trial for trial in self.trials if cost_of(trial, self.objective) is not None]
+    @cached_property
+    def valid(self) -> list[Layout]:
+        """Layouts with figures, in the order of their first trials."""
+        return [layout for layout in self.layouts if cost_of(layout, self.objective) is not None]
 
-    def cost(self, trial: Trial) -> float:
-        """Of a valid trial."""
-        cost = cost_of(trial, self.objective)
-        assert cost is not None, "only valid trials have a cost"
+    @cached_property
+    def best(self) -> Layout | None:
+        return best_layout(self.trials, self.objective)
+
+    @cached_property
+    def noise(self) -> float:
+        """Standard deviation of log(cost) of one trial."""
+        return noise_of(self.layouts)
+
+    def cost(self, measured: Measured) -> float:
+        """Of a valid layout or trial."""
+        cost = cost_of(measured, self.objective)
+        assert cost is not None, "only what has valid figures has a cost"
         return cost
 
-    def value(self, trial: Trial) -> float:
-        """Of a valid trial, as users read it."""
-        return objective_value(self.cost(trial), self.objective)
+    def value(self, measured: Measured) -> float:
+        """Of a valid layout or trial, as users read it."""
+        return objective_value(self.cost(measured), self.objective)
 
     def predicted(self, candidate: Candidate) -> float | None:
         """The objective's value by the planner."""
@@ -80,11 +93,11 @@ class ReportContext:
             return None
         return objective_value(seconds_cost(candidate.step_s, candidate, self.objective), self.objective)
 
-    def loss(self, trial: Trial) -> float:
-        """The part of the best layout's throughput (by node, for node_hours) that a valid trial's layout lacks."""
+    def loss(self, layout: Layout) -> float:
+        """The part of the best layout's throughput (by node, for node_hours) that a valid one lacks."""
         best = self.best
-        assert best is not None, "there is a valid trial"
-        return 1 - self.cost(best) / self.cost(trial)
+        assert best is not None, "there is a valid one"
+        return 1 - self.cost(best) / self.cost(layout)
 
     @property
     def label(self) -> str:
@@ -138,16 +151,18 @@ def percent(part: float) -> str:
     return f"{100 * part:.1f} %"
 
 
-def state_of(trial: Trial) -> str:
+def state_of(trial: Trial | Layout) -> str:
     """done, out of memory, invalid, ...: in the fewest words."""
-    if trial.result is None:
+    result = trial.result
+    if result is None:
+        assert isinstance(trial, Trial), "a layout has a trial that has ended"
         return "running" if trial.ended is None else "interrupted"
-    if trial.result.status == FAILED:
-        return trial.result.kind or FAILED
-    return trial.result.status
+    if result.status == FAILED:
+        return result.kind or FAILED
+    return result.status
 
 
-def kinds(trials: Iterable[Trial]) -> Counter[str]:
+def kinds(trials: Iterable[Trial | Layout]) -> Counter[str]:
     """How many ended without valid figures, by how they ended; the most frequent first."""
     counted = Counter(state_of(t) for t in trials if t.result is not None and t.result.status != DONE)
     return Counter(dict(counted.most_common()))

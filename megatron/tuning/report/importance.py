@@ -10,7 +10,7 @@ from megatron.errors import ConfigError
 from megatron.tuning.report.context import ReportContext, value_key
 from megatron.tuning.types import Candidate, Parameter, Value, seconds_cost
 
-LEAST_TRIALS = 8
+LEAST_LAYOUTS = 8
 """With fewer, trees find whatever they are asked for."""
 _MOST_PREDICTIONS = 400
 _ALIKE = 1e-6  # of log(cost): trees do not tell apart what differs by less
@@ -22,20 +22,21 @@ class Importance:
     """Parts of the variance of log(cost) that are a parameter's alone, by its name; what is missing to 1 is of
     parameters together.
 
-    trials   how many they rest on; refused: why there are none
-    trusted  R2 of a forest for trials that its trees have not seen: where it is not far above 0, importances mean
+    layouts  how many they rest on; refused: why there are none
+    trusted  R2 of a forest for layouts that its trees have not seen: where it is not far above 0, importances mean
              nothing
     """
 
     shares: Mapping[str, float]
-    trials: int
+    layouts: int
     refused: str | None = None
     trusted: float | None = None
 
 
 @dataclass(frozen=True)
 class OfValue:
-    """A value of a parameter. loss: of the best trial that has it against the best of all; None without a valid one."""
+    """A value of a parameter, and how many layouts have it. loss: of the best of them against the best of all; None
+    without a valid one."""
 
     value: Value
     valid: int
@@ -58,7 +59,7 @@ class Worth:
 
 
 def worths(context: ReportContext) -> list[Worth]:
-    """Of each parameter that varies. Nothing without a valid trial."""
+    """Of each parameter that varies. Nothing without a valid layout."""
     best = context.best
     if best is None:
         return []
@@ -70,28 +71,28 @@ def worths(context: ReportContext) -> list[Worth]:
 
 
 def _of_value(context: ReportContext, name: str, value: Value) -> OfValue:
-    with_it = [t for t in context.trials if value_key(t.candidate.values.get(name)) == value_key(value)]
-    losses = [context.loss(t) for t in context.valid if t in with_it]
-    failed = sum(t.result is not None and not t.valid for t in with_it)
+    with_it = [one for one in context.layouts if value_key(one.candidate.values.get(name)) == value_key(value)]
+    losses = [context.loss(one) for one in with_it if one.valid]
+    failed = sum(not one.valid for one in with_it)
     return OfValue(value, len(losses), failed, min(losses, default=None))
 
 
 def measured_importance(context: ReportContext) -> Importance:
-    """By the valid trials. Raises ConfigError without Optuna or scikit-learn."""
+    """By the valid layouts. Raises ConfigError without Optuna or scikit-learn."""
     valid = context.valid
-    if len(valid) < LEAST_TRIALS:
-        return Importance({}, len(valid), f"{len(valid)} valid trial(s): importances need at least {LEAST_TRIALS}")
-    costs = [math.log(context.cost(trial)) for trial in valid]
+    if len(valid) < LEAST_LAYOUTS:
+        return Importance({}, len(valid), f"{len(valid)} valid layout(s): importances need at least {LEAST_LAYOUTS}")
+    costs = [math.log(context.cost(one)) for one in valid]
     if max(costs) - min(costs) < _ALIKE:
-        return Importance({}, len(valid), "all valid trials cost the same: no parameter matters")
-    return _importance([trial.candidate for trial in valid], costs, context.parameters)
+        return Importance({}, len(valid), "all valid layouts cost the same: no parameter matters")
+    return _importance([one.candidate for one in valid], costs, context.parameters)
 
 
 def predicted_importance(context: ReportContext) -> Importance | None:
     """By the planner's predictions for candidates (a sample by chance, where they are many), tried or not; None where
     it predicted none."""
     known = [c for c in context.candidates if c.step_s is not None]
-    if len(known) < LEAST_TRIALS:
+    if len(known) < LEAST_LAYOUTS:
         return None
     if len(known) > _MOST_PREDICTIONS:
         known = random.Random(_SEED).sample(known, _MOST_PREDICTIONS)
@@ -128,7 +129,7 @@ def _importance(
                 IntDistribution(0, most) if parameter.ordered else CategoricalDistribution(range(most + 1))
             )
     if not distributions:
-        return Importance({}, len(candidates), "no parameter differs between the valid trials")
+        return Importance({}, len(candidates), "no parameter differs between the valid layouts")
     loud = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:

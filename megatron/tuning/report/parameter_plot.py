@@ -6,9 +6,11 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from megatron.drawing import pyplot, save, tidy
+from megatron.tuning.layouts import Layout
 from megatron.tuning.report.context import ReportContext, kinds, value_key, value_text
-from megatron.tuning.report.plots import BLUE, GREY, ORANGE, RED, headline, pyplot, save, tidy, value_axis
-from megatron.tuning.types import Parameter, Trial, Value
+from megatron.tuning.report.plots import BLUE, GREY, ORANGE, RED, headline, value_axis
+from megatron.tuning.types import Parameter, Value
 
 _COLUMNS = 3
 _GOLDEN = 0.6180339887
@@ -49,18 +51,18 @@ def _panel(axes: Any, context: ReportContext, parameter: Parameter, one: bool) -
     best: list[tuple[int, float]] = []
     tried = set[int]()
     for place, value in enumerate(parameter.values):
-        with_it = [t for t in context.trials if _has(t, parameter.name, value)]
-        valid = [t for t in with_it if t.valid]
-        values = [context.value(t) for t in valid]
+        with_it = [tried for tried in context.layouts if _has(tried, parameter.name, value)]
+        valid = [tried for tried in with_it if tried.valid]
+        values = [context.value(tried) for tried in valid]
         # Apart by their numbers: the same in every drawing, and no two at one place.
-        places = [place if one else place + 0.5 * (_GOLDEN * t.number % 1 - 0.5) for t in valid]
+        places = [place if one else place + 0.5 * (_GOLDEN * tried.number % 1 - 0.5) for tried in valid]
         if not one:
-            axes.plot(places, values, "o", color=GREY, markersize=3.5, alpha=0.6, label="trial", zorder=2)
+            axes.plot(places, values, "o", color=GREY, markersize=3.5, alpha=0.6, label="layout", zorder=2)
         if valid:
             best.append((place, context.value(min(valid, key=context.cost))))
         if with_it:
             tried.add(place)
-        _failed(axes, place, [t for t in with_it if t.result is not None and not t.valid], one)
+        _failed(axes, place, [tried for tried in with_it if not tried.valid], one)
     line = "-" if parameter.ordered else ""
     label = "measured" if one else "best with this value"
     axes.plot([x for x, _ in best], [y for _, y in best], f"o{line}", color=BLUE, markersize=6, label=label, zorder=4)
@@ -83,11 +85,11 @@ def _panel(axes: Any, context: ReportContext, parameter: Parameter, one: bool) -
     axes.grid(axis="x", visible=False)
 
 
-def _has(trial: Trial, name: str, value: Value) -> bool:
-    return value_key(trial.candidate.values.get(name)) == value_key(value)
+def _has(layout: Layout, name: str, value: Value) -> bool:
+    return value_key(layout.candidate.values.get(name)) == value_key(value)
 
 
-def _failed(axes: Any, place: int, failed: list[Trial], one: bool) -> None:
+def _failed(axes: Any, place: int, failed: list[Layout], one: bool) -> None:
     """On the lower edge: how many, or of one parameter how they ended."""
     if not failed:
         return

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.errors import ConfigError
+from megatron.drawing import plain_numbers, pyplot, save, tidy
+from megatron.tuning.layouts import Layout, best_layout
 from megatron.tuning.report.context import GIB, ReportContext, kinds, percent, state_of
 from megatron.tuning.report.importance import Importance
 from megatron.tuning.types import OUT_OF_MEMORY, Trial
@@ -20,49 +21,6 @@ BLUE, RED, GREEN, ORANGE, SKY, PINK, GREY = (
 _LOOKS = ((ORANGE, "s"), (BLUE, "o"), (GREEN, "^"), (PINK, "D"), (SKY, "v"))
 _LOG_FROM = 8.0
 """Costs that differ by more have a logarithmic axis."""
-
-
-def pyplot() -> Any:
-    """Raises ConfigError without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError(
-            "plots need matplotlib, which is not installed: pip install 'megatron-frontier[tune]'"
-        ) from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    pyplot.rcParams["text.parse_math"] = False  # a $ in a title or a value is one
-    return pyplot
-
-
-def save(figure: Any, path: Path) -> Path:
-    try:
-        figure.savefig(path, dpi=130)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}: choose another --out folder") from error
-    finally:
-        pyplot().close(figure)
-    return path
-
-
-def tidy(axes: Any) -> None:
-    axes.grid(alpha=0.3, linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def plain_numbers(axis: Any) -> None:
-    """12,345 and 0.05, also on a logarithmic axis that spans less than a decade."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
-
-    axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.6g}"))
-    if axis.get_scale() == "log":
-        low, high = sorted(axis.get_view_interval())
-        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)) if high / low > 10 else MaxNLocator(7))
-        axis.set_minor_locator(NullLocator())
-        axis.set_minor_formatter(NullFormatter())
 
 
 def value_axis(axes: Any, context: ReportContext, values: Sequence[float]) -> None:
@@ -78,13 +36,14 @@ def headline(context: ReportContext, figure: Any, text: str) -> None:
     lines = [text]
     if (best := context.best) is not None:
         layout = best.candidate.key.replace(",", ", ")
-        what = f"best: {layout} (trial {best.number}), {context.written(context.value(best))}"
+        what = f"best: {layout} ({best.numbers}), {context.written(context.value(best))}"
         lines += textwrap.wrap(what, int(12.5 * figure.get_figwidth()), break_on_hyphens=False)
     figure.suptitle("\n".join(lines), fontsize=10)
 
 
 def draw_trajectory(context: ReportContext, path: Path) -> Path:
-    """Every trial in order and the best so far; below, those that ended without valid figures, by how they ended."""
+    """Every trial in order and what would have been named the best after each of them, by all measurements of a layout;
+    below, those that ended without valid figures, by how they ended."""
     from matplotlib.ticker import MaxNLocator
 
     plot = pyplot()
@@ -119,17 +78,13 @@ def _strip(axes: Any, ended: Sequence[Trial], rows: Sequence[str]) -> None:
 
 
 def _values_in_order(axes: Any, context: ReportContext) -> None:
-    valid = context.valid
-    _by_maker(axes, context, [(t.number, context.value(t), t) for t in valid])
-    so_far: list[tuple[int, float]] = []
-    for trial in valid:
-        if not so_far or context.cost(trial) < so_far[-1][1]:
-            so_far.append((trial.number, context.cost(trial)))
-    by_number = {trial.number: trial for trial in valid}
-    steps = [(number, context.value(by_number[number])) for number, _ in so_far]
+    valid = [trial for trial in context.trials if trial.valid]
+    _by_maker(axes, context, [(t.number, context.value(t), t) for t in valid if not t.confirms])
+    if again := [(t.number, context.value(t)) for t in valid if t.confirms]:
+        axes.plot(*zip(*again, strict=True), "D", color=RED, fillstyle="none", markersize=6.5, markeredgewidth=1.5,
+                  label="measured again to confirm", zorder=4)  # fmt: skip
+    steps = _best_after_each(context)
     if steps:
-        last = max(trial.number for trial in context.trials if trial.result is not None)
-        steps.append((max(last, steps[-1][0]), steps[-1][1]))
         axes.step(*zip(*steps, strict=True), where="post", color="black", linewidth=1.3, label="best so far", zorder=2)
     value_axis(axes, context, [context.value(t) for t in valid])
     handles, _ = axes.get_legend_handles_labels()
@@ -138,8 +93,15 @@ def _values_in_order(axes: Any, context: ReportContext) -> None:
         axes.legend(frameon=False, fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(-0.01, 1), borderaxespad=0.2)
 
 
-def _by_maker(axes: Any, context: ReportContext, points: Sequence[tuple[float, float, Trial]]) -> None:
-    """A point for each (x, y, trial), which looks the same in all pictures by what proposed the trial."""
+def _best_after_each(context: ReportContext) -> list[tuple[int, float]]:
+    """(trial, value of the layout that was the best by then), from the first valid trial on."""
+    ended = [trial for trial in context.trials if trial.result is not None]
+    best = ((t.number, best_layout(ended[:count], context.objective)) for count, t in enumerate(ended, 1))
+    return [(number, context.value(layout)) for number, layout in best if layout is not None]
+
+
+def _by_maker(axes: Any, context: ReportContext, points: Sequence[tuple[float, float, Trial | Layout]]) -> None:
+    """A point for each (x, y, trial or layout), which looks the same in all pictures by what proposed it."""
     makers = dict.fromkeys(trial.by for trial in context.trials)
     for maker, (colour, marker) in zip(makers, _LOOKS * len(makers), strict=False):
         own = [(x, y) for x, y, trial in points if trial.by == maker]
@@ -149,23 +111,23 @@ def _by_maker(axes: Any, context: ReportContext, points: Sequence[tuple[float, f
 
 
 def draw_memory(context: ReportContext, path: Path) -> Path | None:
-    """The objective against what rank 0 held, and what nothing beats in as little memory; None where that is not
-    known of any trial."""
-    known = [(t.result.memory_bytes / GIB, t) for t in context.valid if t.result and t.result.memory_bytes]
+    """The objective against what the fullest rank held, and what nothing beats in as little memory; None where that is
+    not known of any trial."""
+    known = [(one.result.memory_bytes / GIB, one) for one in context.valid if one.result.memory_bytes]
     if not known:
         return None
     plot = pyplot()
     figure, axes = plot.subplots(figsize=(7.6, 4.8), layout="constrained")
     axes.plot([m for m, _ in known], [context.value(t) for _, t in known], "o", color=GREY, markersize=4.5, alpha=0.75,
-              label="trial", zorder=2)  # fmt: skip
-    front: list[tuple[float, Trial]] = []
-    for memory, trial in sorted(known, key=lambda found: (found[0], context.cost(found[1]))):
-        if not front or context.cost(trial) < context.cost(front[-1][1]):
-            front.append((memory, trial))
-    axes.step([m for m, _ in front], [context.value(t) for _, t in front], "o-", where="post", color=BLUE,
+              label="layout", zorder=2)  # fmt: skip
+    front: list[tuple[float, Layout]] = []
+    for memory, layout in sorted(known, key=lambda found: (found[0], context.cost(found[1]))):
+        if not front or context.cost(layout) < context.cost(front[-1][1]):
+            front.append((memory, layout))
+    axes.step([m for m, _ in front], [context.value(one) for _, one in front], "o-", where="post", color=BLUE,
               markersize=5.5, linewidth=1.4, label="nothing is better in as little memory", zorder=3)  # fmt: skip
-    too_big = [t.candidate.memory_bytes / GIB for t in context.trials
-               if t.result and t.result.kind == OUT_OF_MEMORY and t.candidate.memory_bytes]  # fmt: skip
+    too_big = [one.candidate.memory_bytes / GIB for one in context.layouts
+               if one.result.kind == OUT_OF_MEMORY and one.candidate.memory_bytes]  # fmt: skip
     if too_big:
         axes.plot(too_big, [0.03] * len(too_big), "x", color=RED, markersize=6, markeredgewidth=1.6, zorder=4,
                   transform=axes.get_xaxis_transform(), label="out of memory (place: by the planner)")  # fmt: skip
@@ -174,7 +136,7 @@ def draw_memory(context: ReportContext, path: Path) -> Path | None:
     if too_big and axes.get_yscale() == "linear":
         axes.set_ylim(low - 0.08 * (high - low), high)
     _capacity(axes, context, max(*(m for m, _ in known), *too_big, 0.0))
-    axes.set_xlabel("memory that rank 0 held, GiB")
+    axes.set_xlabel("memory that the fullest rank held, GiB")
     axes.set_xlim(left=max(0.0, axes.get_xlim()[0]))
     tidy(axes)
     figure.legend(frameon=False, fontsize=8, ncols=2, loc="outside lower center")
@@ -199,8 +161,8 @@ def _capacity(axes: Any, context: ReportContext, most: float) -> None:
 
 def draw_predicted(context: ReportContext, path: Path) -> Path | None:
     """Measured against predicted steps; None where the planner predicted none."""
-    found = [(t.candidate.step_s, t.result.step_s, t) for t in context.valid
-             if t.result and t.result.step_s and t.candidate.step_s]  # fmt: skip
+    found = [(one.candidate.step_s, one.result.step_s, one) for one in context.valid
+             if one.result.step_s and one.candidate.step_s]  # fmt: skip
     if not found:
         return None
     plot = pyplot()
@@ -231,8 +193,8 @@ def draw_predicted(context: ReportContext, path: Path) -> Path | None:
 
 def prediction_words(context: ReportContext) -> str:
     """How good the planner's predictions were, as a sentence; nothing where it made none."""
-    found = [(t.candidate.step_s, t.result.step_s) for t in context.valid
-             if t.result and t.result.step_s and t.candidate.step_s]  # fmt: skip
+    found = [(one.candidate.step_s, one.result.step_s) for one in context.valid
+             if one.result.step_s and one.candidate.step_s]  # fmt: skip
     if not found:
         return ""
     errors = sorted(abs(p / m - 1) for p, m in found)
@@ -248,7 +210,7 @@ def draw_importance(
     measured: Importance, predicted: Importance | None, context: ReportContext, path: Path
 ) -> Path | None:
     """A bar for each parameter's part of the variance: as measured, and as the planner predicts for candidates;
-    None where there are too few trials."""
+    None where there are too few layouts."""
     shares = measured.shares
     if not shares:
         return None
@@ -260,10 +222,10 @@ def draw_importance(
     places = range(len(names))
     shift = width / 2 if others else 0.0
     bars = [axes.barh([p + shift for p in places], [100 * shares[n] for n in names], width, color=BLUE,
-                      label=f"measured: {measured.trials} trials")]  # fmt: skip
+                      label=f"measured: {measured.layouts} layouts")]  # fmt: skip
     if predicted is not None and others:
         below = axes.barh([p - shift for p in places], [100 * others.get(n, 0.0) for n in names], width, color="white",
-                          edgecolor=GREY, hatch="////", label=f"planner: {predicted.trials} candidates")  # fmt: skip
+                          edgecolor=GREY, hatch="////", label=f"planner: {predicted.layouts} candidates")  # fmt: skip
         bars.append(below)
     for container in bars:
         axes.bar_label(container, fmt="%.0f %%", padding=3, fontsize=8)

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron.planning.search.tables import first_problem
 from megatron.planning.table import Table
+from megatron.tuning.layouts import Layout
 from megatron.tuning.report.best import lacking
 from megatron.tuning.report.context import (
     GIB,
@@ -22,6 +23,7 @@ from megatron.tuning.report.context import (
     value_key,
     value_text,
 )
+from megatron.tuning.report.doubts import doubts
 from megatron.tuning.report.importance import Importance, OfValue, Worth
 from megatron.tuning.report.plots import prediction_words
 from megatron.tuning.types import FAILED, Trial, objective_value, seconds_cost
@@ -70,8 +72,8 @@ def write_importance_csv(
     rows = [
         {"parameter": worth.parameter.name, "importance": measured.shares.get(worth.parameter.name),
          "importance_by_planner": predicted.shares.get(worth.parameter.name) if predicted else None,
-         "value": value_text(v.value), "best": value_key(v.value) == value_key(worth.best), "valid_trials": v.valid,
-         "failed_trials": v.failed, "loss": v.loss}
+         "value": value_text(v.value), "best": value_key(v.value) == value_key(worth.best), "valid_layouts": v.valid,
+         "failed_layouts": v.failed, "loss": v.loss}
         for worth in found for v in worth.values
     ]  # fmt: skip
     return save_csv(path, rows)
@@ -91,7 +93,10 @@ def summary(context: ReportContext) -> list[str]:
     ended = [t for t in context.trials if t.result is not None]
     sample = f"a sample of {context.sampled:,} of " if context.sampled else ""
     of = f" (the valid ones of {sample}{context.combinations:,} combinations)" if context.combinations else ""
-    lines = [f"{len(ended)} of {len(context.candidates):,} layouts{of} were tried, searched by {context.search}."]
+    again = sum(t.confirms for t in ended)
+    more = f"; {again} more trial(s) measured leading ones again" if again else ""
+    lines = [f"{len(context.layouts)} of {len(context.candidates):,} layouts{of} were tried, searched by "
+             f"{context.search}{more}."]  # fmt: skip
     failed = kinds(ended)
     if failed:
         lines.append("Without valid figures: " + ", ".join(f"{n} {kind}" for kind, n in failed.items()) + ".")
@@ -102,58 +107,62 @@ def summary(context: ReportContext) -> list[str]:
     if best is None:
         return [*lines, "No trial gave valid figures: there is no best layout."]
     result = best.result
-    assert result is not None and result.step_s is not None
+    assert result.step_s is not None
     spread = f" (spread {percent(result.spread)})" if result.spread is not None else ""
-    memory = f", {result.memory_bytes / GIB:.2f} GiB on rank 0" if result.memory_bytes else ""
-    lines.insert(0, f"Best: {best.candidate.key} (trial {best.number}): {context.written(context.value(best))}, "
+    memory = f", {result.memory_bytes / GIB:.2f} GiB on its fullest rank" if result.memory_bytes else ""
+    apart = f": measured {len(best.runs)} times, {percent(best.apart)} apart" if best.apart is not None else ""
+    lines.insert(0, f"Best: {best.candidate.key} ({best.numbers}{apart}): {context.written(context.value(best))}, "
                  f"{result.step_s:.4g} s a step over {result.steady} steady steps{spread}{memory}.")  # fmt: skip
-    lines[1:1] = _gains(context, best)
+    lines[1:1] = [*doubts(context, best), *_gains(context, best)]
     words = prediction_words(context)
     return [*lines, f"The planner's {words}."] if words else lines
 
 
-def _gains(context: ReportContext, best: Trial) -> list[str]:
-    """Over the layout that the planner ranks first, and over the median of the valid trials."""
+def _gains(context: ReportContext, best: Layout) -> list[str]:
+    """Over the layout that the planner ranks first, and over the median of the valid ones."""
     lines, unit = [], "throughput" if context.objective == "tokens_per_s" else "throughput of a node"
     known = [(context.predicted(c), c.index, c) for c in context.candidates]
     ranked = sorted((p if context.objective == "node_hours" else -p, i, c) for p, i, c in known if p is not None)
     if ranked and len(ranked) == len(known):
         first = ranked[0][2]
-        tried = next((t for t in context.trials if t.candidate.index == first.index and t.result is not None), None)
+        tried = next((one for one in context.layouts if one.candidate.index == first.index), None)
         if tried is None:
             lines.append(f"The planner's first, {first.key}, was not tried.")
         elif not tried.valid:
-            lines.append(f"The planner's first, {first.key} (trial {tried.number}): {state_of(tried)}.")
+            lines.append(f"The planner's first, {first.key} ({tried.numbers}): {state_of(tried)}.")
         elif tried.number == best.number:
             lines.append("It is the planner's first.")
         else:
             gain = context.cost(tried) / context.cost(best) - 1
-            lines.append(f"{percent(gain)} more {unit} than the planner's first, {first.key} (trial {tried.number}).")
-    costs = sorted(context.cost(t) for t in context.valid)
+            lines.append(f"{percent(gain)} more {unit} than the planner's first, {first.key} ({tried.numbers}).")
+    costs = sorted(context.cost(one) for one in context.valid)
     if len(costs) > 2:
         median = (costs[(len(costs) - 1) // 2] + costs[len(costs) // 2]) / 2
         lines.append(f"{percent(median / context.cost(best) - 1)} more {unit} than the median of {len(costs)} valid "
-                     "trials.")  # fmt: skip
+                     "layouts.")  # fmt: skip
     return lines
 
 
-def trials_table(context: ReportContext) -> Table:
-    """Valid trials, best first."""
+def layouts_table(context: ReportContext) -> Table:
+    """Valid layouts, best first: how often each was measured, and how far its runs lie apart."""
     names = [p.name for p in context.varied()]
     unit = "tokens/s" if context.objective == "tokens_per_s" else "node-h/Gtok"
-    columns = ("trial", *names, unit, "to the best", "s/step", "spread", "planner", "GiB", "proposed by")
+    columns = ("trials", *names, unit, "to the best", "s/step", "spread", "runs", "apart", "planner", "GiB",
+               "proposed by")  # fmt: skip
     rows = []
-    for trial in sorted(context.valid, key=lambda t: (context.cost(t), t.number)):
-        result, predicted = trial.result, trial.candidate.step_s
-        assert result is not None and result.step_s is not None
+    for one in sorted(context.valid, key=lambda one: (context.cost(one), one.number)):
+        result, predicted = one.result, one.candidate.step_s
+        assert result.step_s is not None
         rows.append((
-            str(trial.number), *(value_text(trial.candidate.values.get(name)) for name in names),
-            amount(context.value(trial)), f"-{percent(context.loss(trial))}" if context.loss(trial) else "best",
+            one.numbers.partition(" ")[2], *(value_text(one.candidate.values.get(name)) for name in names),
+            amount(context.value(one)), f"-{percent(context.loss(one))}" if context.loss(one) else "best",
             f"{result.step_s:.4g}", "-" if result.spread is None else percent(result.spread),
+            f"{len(one.runs)}" + (f" of {len(one.runs) + len(one.failures)}" if one.failures else ""),
+            "-" if one.apart is None else percent(one.apart),
             "-" if predicted is None else f"{100 * (predicted / result.step_s - 1):+.1f} %",
-            "-" if not result.memory_bytes else f"{result.memory_bytes / GIB:.2f}", trial.by,
+            "-" if not result.memory_bytes else f"{result.memory_bytes / GIB:.2f}", one.by,
         ))  # fmt: skip
-    return Table("valid trials, the best first", columns, rows)
+    return Table("valid layouts, the best first", columns, rows)
 
 
 def failures_table(context: ReportContext) -> Table:
@@ -207,7 +216,7 @@ def write_markdown(
     if found:
         parts.append(_section(worth_table(found, measured), _importance_words(measured, predicted)))
     fixed = f"All of them with: `{shlex.join(context.flags)}`" if context.flags else ""
-    tables = ((trials_table(context), fixed), (failures_table(context), ""), (rejections_table(context), ""))
+    tables = ((layouts_table(context), fixed), (failures_table(context), ""), (rejections_table(context), ""))
     parts += [_section(table, words) for table, words in tables if table is not None and table.rows]
     return save_text(path, "\n\n".join(parts) + "\n")
 
@@ -218,15 +227,15 @@ def _importance_words(measured: Importance, predicted: Importance | None) -> str
     else:
         words = (
             f"Importance: part of the variance of the cost that the parameter explains alone (fANOVA over "
-            f"{measured.trials} valid trials, which the search chose: not a fair sample of the space)."
+            f"{measured.layouts} valid layouts, which the search chose: not a fair sample of the space)."
         )
         if measured.trusted is not None:
-            words += f" Trees foretell the trials that they have not seen with an R2 of {max(measured.trusted, 0):.2f}"
+            words += f" Trees foretell the layouts that they have not seen with an R2 of {max(measured.trusted, 0):.2f}"
             words += ": these importances mean little." if measured.trusted < _LITTLE else "."
     if predicted is not None and predicted.shares:
         shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in predicted.shares.items())
-        words += f" By the planner's predictions for {predicted.trials} candidates it would be: {shares}."
-    return words + " Throughput with another value: that of the best trial which has it, against the best of all."
+        words += f" By the planner's predictions for {predicted.layouts} candidates it would be: {shares}."
+    return words + " Throughput with another value: that of the best layout which has it, against the best of all."
 
 
 def _section(table: Table, words: str = "") -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from megatron.drawing import pyplot
 from megatron.errors import ConfigError
 from megatron.tuning.report import plots, tables
 from megatron.tuning.report.best import COMMAND, JOB, SCRIPT, best_command, write_best
@@ -64,7 +65,7 @@ def _draw(
 ) -> list[Path]:
     """The pictures that there are figures for."""
     try:
-        plots.pyplot()
+        pyplot(install="'megatron-frontier[tune]'")
     except ConfigError as error:
         remarks.append(f"No pictures: {error}.")
         return []
