@@ -92,7 +92,7 @@ class Job:
         """The ranks that have not ended."""
         return [rank for rank, process in enumerate(self.processes) if process.poll() is None]
 
-    def wait_for(self, pattern: str, rank: int = 0, timeout_s: float = 60.0) -> bool:
+    def wait_for(self, pattern: str, rank: int = 0, timeout_s: float = 200.0) -> bool:
         """Wait until a rank's output matches; False when the job has ended without. Raises Overdue."""
         end, wanted = time.monotonic() + timeout_s, re.compile(pattern)
         while True:
@@ -114,7 +114,7 @@ class Job:
         """SIGKILL these ranks, or all."""
         self.signal(signal.SIGKILL, ranks)
 
-    def wait(self, timeout_s: float = 120.0) -> list[int]:
+    def wait(self, timeout_s: float = 300.0) -> list[int]:
         """The exit codes of all ranks, negative for a signal. Raises Overdue, after which nothing runs any more."""
         end = time.monotonic() + timeout_s
         for rank, process in enumerate(self.processes):
@@ -132,7 +132,7 @@ class Job:
 
 
 def run_job(
-    n: int, arguments: Sequence[str], logs: Path, env: Mapping[str, str] | None = None, timeout_s: float = 180.0
+    n: int, arguments: Sequence[str], logs: Path, env: Mapping[str, str] | None = None, timeout_s: float = 300.0
 ) -> Job:
     """A job from start to end. Raises Overdue."""
     with Job(n, arguments, logs, env) as job:

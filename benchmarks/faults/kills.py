@@ -223,7 +223,7 @@ class _Running:
 
     def _leave(self, job: Job, victim: int) -> list[str]:
         """Wait for the others; what is wrong with how they ended."""
-        codes = job.wait(OTHERS_LEAVE_S + 30)
+        codes = job.wait(OTHERS_LEAVE_S + 100)
         others = [code for rank, code in enumerate(codes) if rank != victim and code != -signal.SIGKILL]
         # 0: training was done before the kill; 2: a lost peer; 75: the hang detector's.
         return [f"another rank ended with exit code {code}" for code in others if code not in (0, 2, 75)]

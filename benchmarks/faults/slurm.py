@@ -93,21 +93,21 @@ def judge(folder: Path, save: Path, iterations: int, faults: list[str]) -> tuple
 def near_the_limit(
     testbed: Testbed, folder: Path, *flags: str, clock: bool, reason: str, what: str, at_once: bool = False
 ) -> Scheduled:
-    """A job of one minute that would train for hours: it saves, ends, goes back into the queue, and goes on.
+    """A job of a minute that would train for hours: it saves, ends, goes back into the queue, and goes on.
 
     clock     whether the program itself looks at the time that is left
-    at_once   it gets its USR1 after some steps, from scancel
+    at_once   it gets its USR1 after some steps, from scancel, and may take as long as it needs for them
 
     Then it is cancelled, which is a SIGTERM: it saves again, and must not go back into the queue.
     """
     save, log, iterations = folder / "run", folder / "job.log", 1_000_000
     arguments = [*training(save, iterations), "--requeue", *([] if clock else ["--walltime", "none"])]
-    job = submit(testbed, folder, arguments, "--time=1", "--requeue", *flags)
+    job = submit(testbed, folder, arguments, f"--time={10 if at_once else 1}", "--requeue", *flags)
     faults: list[str] = []
     testbed.wait_for_log(log, r"(?m)^ iteration +\d+/")
     if at_once:
         testbed.ask("scancel", "--signal=USR1", job)
-    state = testbed.wait_for_state(job, "PENDING", "COMPLETED", "FAILED", "TIMEOUT", timeout_s=150.0)
+    state = testbed.wait_for_state(job, "PENDING", "COMPLETED", "FAILED", "TIMEOUT")
     text = log.read_text(errors="replace")
     if state != "PENDING":
         faults.append(f"the job is {state}, not back in the queue: {text[-1500:]}")

@@ -90,12 +90,12 @@ class Testbed:
         """A command of slurm_testbed.sh."""
         # Its daemons would keep a pipe open.
         with open(self._log, "ab") as log:
-            subprocess.run(["bash", str(SCRIPT), *words], env=self.env, check=True, stdout=log, stderr=log, timeout=120)
+            subprocess.run(["bash", str(SCRIPT), *words], env=self.env, check=True, stdout=log, stderr=log, timeout=400)
 
     def ask(self, *command: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> str:
         """One of Slurm's own commands: what it prints. Raises RuntimeError with what it complains about."""
         done = subprocess.run(
-            command, env={**self.env, **(env or {})}, cwd=cwd, capture_output=True, text=True, timeout=60
+            command, env={**self.env, **(env or {})}, cwd=cwd, capture_output=True, text=True, timeout=180
         )
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
@@ -113,7 +113,7 @@ class Testbed:
         """PENDING, RUNNING, COMPLETED, ... as Slurm tells it."""
         return self.show(job).get("JobState", "")
 
-    def wait_for_log(self, log: Path, pattern: str, timeout_s: float = 90.0, job: str = "") -> None:
+    def wait_for_log(self, log: Path, pattern: str, timeout_s: float = 300.0, job: str = "") -> None:
         """Until the job has said this. Raises Overdue; at once where the job's number is given and it has ended."""
         end, ended, asked = time.monotonic() + timeout_s, False, 0.0
         while not (log.exists() and re.search(pattern, log.read_text(errors="replace"))):
@@ -126,7 +126,7 @@ class Testbed:
             if job and now > asked + 1:  # before the next look at the log, so that no last line is missed
                 ended, asked = self.state(job) in ENDED, now
 
-    def wait_for_state(self, job: str, *states: str, timeout_s: float = 120.0, log: Path | None = None) -> str:
+    def wait_for_state(self, job: str, *states: str, timeout_s: float = 400.0, log: Path | None = None) -> str:
         """Until the job is in one of these states. Raises Overdue, with the end of the log where it is given."""
         end = time.monotonic() + timeout_s
         while (state := self.state(job)) not in states:

@@ -91,12 +91,12 @@ shift
 while sleep "${GUARD_S:-60}"; do
     list=$(squeue -h -j "$SLURM_JOB_ID" -t RUNNING -o %N) && [[ -n $list ]] || continue
     nodes=$(scontrol show hostnames "$list") && [[ -n $nodes ]] || continue
-    grep -qxF "$node" <<<"$nodes" || "$@" "$SLURM_JOB_ID"
+    grep -qxF "$node" <<<"$nodes" || "$@" "$SLURM_JOB_ID" || ((++refused < 5)) || scancel "$SLURM_JOB_ID"
 done'
 
 # With --no-kill a job whose script died with its node goes on, and all its nodes idle until its time is over. A task on
-# another node looks after it: it puts the job back into the queue then, or ends it with REQUEUE=0. When its own node
-# dies, another one takes over.
+# another node looks after it: it puts the job back into the queue then, or ends it with REQUEUE=0 or where Slurm refuses
+# that five times. When its own node dies, another one takes over.
 guard_script() {
     local here=${SLURMD_NODENAME:-$(hostname -s)} host pid ends=(scontrol requeue)
     [[ $REQUEUE == 1 ]] || ends=(scancel)

@@ -40,6 +40,7 @@ else
     : "${GPU_VISIBILITY:=one}"
 fi
 export USER=${USER:-$(id -un)} # a part of the drive's path
+unset "${!SQUEUE_@}" # squeue takes filters from variables too: a job that they leave out would not run
 RUN_NAME_GIVEN=${RUN_NAME:-}
 : "${RUN_NAME:=${SLURM_JOB_NAME:-${MODEL:-run}}}"
 # Whether somebody chose it before env.sh does; the same for scripts that a job starts.

@@ -110,8 +110,8 @@ step_project() {
 # Of what is installed the very versions, of everything else those that were tested together.
 as_it_is() {
     {
-        PYTHONNOUSERSITE=1 "$python" -m pip list --disable-pip-version-check --format=freeze
-        grep '==' "$constraints"
+        PYTHONNOUSERSITE=1 "$python" -m pip list --disable-pip-version-check --format=freeze &&
+            grep '==' "$constraints"
     } | awk -F== '{ name = tolower($1); gsub(/[-_.]+/, "-", name) } !seen[name]++'
 }
 
@@ -120,8 +120,8 @@ as_it_is() {
 step_deephyper() {
     [[ $DEEPHYPER == 1 ]] || { say "DeepHyper: left out (DEEPHYPER=1 installs it)" && return 0; }
     local versions=$SITE_VENV/src/versions.txt # src is not packed
-    ((dry)) || { mkdir -p "${versions%/*}" && as_it_is >"$versions"; }
-    if ! pip install --only-binary :all: -c "$versions" "deephyper==$(sed -n 's/^deephyper==//p' "$constraints")"; then
+    if ! { ((dry)) || { mkdir -p "${versions%/*}" && as_it_is >"$versions"; }; } ||
+        ! pip install --only-binary :all: -c "$versions" "deephyper==$(sed -n 's/^deephyper==//p' "$constraints")"; then
         say "WARNING: DeepHyper cannot be installed, see above: left out, the tuner searches with Optuna"
     elif ! run "$python" -c 'from megatron.tuning.search.optimizer import make_optimizer as m; m("deephyper", 0)'; then
         pip uninstall --yes deephyper

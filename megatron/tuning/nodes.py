@@ -5,22 +5,26 @@ SlurmdTimeout (minutes), it still offers the node to every step, so that a node 
 """
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from megatron.training.requeue import ask_slurm
 
 _ANSWER_S = 60.0  # that a node has to start a task which only says its name
 _STOP_S = 10.0
+_ALONE = 32  # nodes that are asked by a step of their own at the same time
 # Of sinfo's %T; "draining" is none of them: a node that somebody wants back later does its work until then.
 _DEAD = {
-    "down", "drained", "error", "fail", "failing", "unknown", "reboot", "reboot_issued",
+    "down", "drained", "error", "fail", "failing", "reboot", "reboot_issued",
     "power_down", "powered_down", "powering_down", "powering_up", "power_up",
 }  # fmt: skip
-_MARKS = "*~#!%$@^-"  # behind a state; * is a node that does not respond
+_MARKS = "*~#!%$@^-"  # behind a state; * is a node that does not respond, as all are after the controller's restart
 _FAILED_ON = re.compile(r"(?:failed on node|Node failure on) ([\w.-]+)")
 
 
@@ -72,7 +76,7 @@ class Inquiry:
         self._hosts, self._job = tuple(hosts), environ["SLURM_JOB_ID"]
         self._here = environ.get("SLURMD_NODENAME")
         self._lock, self._stopped = threading.Lock(), False
-        self._probe: subprocess.Popen[str] | None = None
+        self._probes: list[subprocess.Popen[bytes]] = []
         self._dead = dict[str, str]()
         self._thread = threading.Thread(target=self._ask, name="nodes", daemon=True)
         self._thread.start()
@@ -86,67 +90,92 @@ class Inquiry:
         """Nobody waits for the answer any more."""
         with self._lock:
             self._stopped = True
-            if self._probe is not None:
-                self._probe.terminate()
+            for probe in self._probes:
+                probe.terminate()
 
     def _ask(self) -> None:
         states, members = _states(self._hosts), _members(self._job)
+        left, doubts = list[str](), dict[str, str]()
         for host in self._hosts:
             state = states.get(host, "")
             if is_dead(state):
-                self._dead[host] = f"is {_in_words(state)}"
+                self._dead[host] = f"is {_base(state)}"
             elif members and host not in members:
                 self._dead[host] = "is no longer in the job"
-        left = [host for host in self._hosts if host not in self._dead]
-        if left:
-            self._dead |= dict.fromkeys(self._silent(left), "does not answer")
+            elif responds(state):
+                left.append(host)
+            else:
+                doubts[host] = "does not respond"
+        if left or doubts:
+            with contextlib.suppress(OSError):  # srun cannot be started here
+                works, silent = self._silent(left)
+                doubts = (doubts if works else {}) | dict.fromkeys(silent, "does not answer")
+                answers = self._alone(list(doubts))
+                self._dead |= {host: why for host, why in doubts.items() if host not in answers}
 
-    def _silent(self, hosts: Sequence[str]) -> list[str]:
-        """Nodes on which no task can be started, although one can on another node, if only on that of the tuner."""
+    def _silent(self, hosts: Sequence[str]) -> tuple[bool, list[str]]:
+        """Whether a task can be started on some node, if only on that of the tuner; and nodes on which none could."""
         asked = [*hosts, *([self._here] if self._here and self._here not in hosts else [])]
-        said, late = self._start_tasks(asked)
-        answers = set(re.findall(r"^answers (\S+)$", said, re.MULTILINE))
-        named = set(_FAILED_ON.findall(said))
-        return [host for host in hosts if host not in answers and (host in named or (late and answers))]
+        said, late = self._start_tasks([asked] if asked else [])
+        answers, named = _answers(said), set(_FAILED_ON.findall(said))
+        silent = [host for host in hosts if host not in answers and (host in named or (late and answers))]
+        return bool(answers), silent
 
-    def _start_tasks(self, hosts: Sequence[str]) -> tuple[str, bool]:
-        """What srun and a task on each of the nodes say, and whether time ran out. srun itself ends all tasks when one
-        node fails, by then the others have long answered; those that have not are not held for dead."""
-        count = str(len(hosts))
-        command = [
-            "srun", "-N", count, "-n", count, "--ntasks-per-node=1", "-c", "1", "--overlap", "--kill-on-bad-exit=0",
-            "--time=3", "--job-name=nodes", "-w", ",".join(hosts), "bash", "-c", 'echo "answers $SLURMD_NODENAME"',
-        ]  # fmt: skip
-        try:
-            with self._lock:
-                if self._stopped:
-                    return "", False
-                self._probe = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                    errors="replace",
-                )  # fmt: skip
-        except OSError:
-            return "", False
-        try:
-            return self._probe.communicate(timeout=_ANSWER_S)[0], False
-        except subprocess.TimeoutExpired:
-            self._probe.terminate()
-        try:
-            return self._probe.communicate(timeout=_STOP_S)[0], True
-        except subprocess.TimeoutExpired:
-            self._probe.kill()
-            return self._probe.communicate()[0], True
+    def _alone(self, hosts: Sequence[str]) -> set[str]:
+        """Those that answer when nothing else is asked: srun starts tasks by way of other nodes, so that a dead one can
+        keep those behind it waiting, and a launch may fail for a credential that a busy node saw too late."""
+        answers = set[str]()
+        for begin in range(0, len(hosts), _ALONE):
+            answers |= _answers(self._start_tasks([[host] for host in hosts[begin : begin + _ALONE]])[0])
+        return answers
+
+    def _start_tasks(self, groups: Iterable[Sequence[str]]) -> tuple[str, bool]:
+        """What srun and a task on each node of a group say, all groups at the same time, and whether time ran out. srun
+        itself ends all tasks when one node fails, by then the others have long answered; those that have not are not
+        held for dead. Raises OSError."""
+        with self._lock:
+            self._probes = []
+            for hosts in () if self._stopped else groups:
+                self._probes.append(_probe(hosts))
+        said, running, late = dict[subprocess.Popen[bytes], bytes](), list(self._probes), False
+        for limit_s, number in ((_ANSWER_S, signal.SIGTERM), (_STOP_S, signal.SIGKILL), (_STOP_S, signal.SIGKILL)):
+            deadline = time.monotonic() + limit_s
+            for probe in list(running):
+                try:
+                    said[probe] = probe.communicate(timeout=max(0.1, deadline - time.monotonic()))[0]
+                    running.remove(probe)
+                except subprocess.TimeoutExpired as error:  # in the end a child of srun still has the pipe
+                    said[probe], late = error.output or b"", True
+                    probe.send_signal(number)
+        return b"\n".join(said.values()).decode(errors="replace"), late
+
+
+def _probe(hosts: Sequence[str]) -> subprocess.Popen[bytes]:
+    """A step beside all others, with a task on each node that says its name. Raises OSError."""
+    count = str(len(hosts))
+    command = [
+        "srun", "-N", count, "-n", count, "--ntasks-per-node=1", "-c", "1", "--overlap", "--kill-on-bad-exit=0",
+        "--time=3", "--job-name=nodes", "-w", ",".join(hosts), "bash", "-c", 'echo "answers $SLURMD_NODENAME"',
+    ]  # fmt: skip
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def _answers(said: str) -> set[str]:
+    return set(re.findall(r"^answers (\S+)$", said, re.MULTILINE))
 
 
 def is_dead(state: str) -> bool:
-    """Whether a node in this state, as sinfo's %T has it, can run no task: "down*", "allocated*", not "draining"."""
-    base = state.rstrip(_MARKS)
-    return base.lower() in _DEAD or "*" in state[len(base) :]
+    """Whether a node in this state, as sinfo's %T has it, can run no task: "down*", not "allocated*", "draining"."""
+    return _base(state) in _DEAD
 
 
-def _in_words(state: str) -> str:
-    base = state.rstrip(_MARKS)
-    return f"{base} and does not respond" if "*" in state[len(base) :] else base
+def responds(state: str) -> bool:
+    """Whether Slurm's controller has heard of a node: not "allocated*". It may live all the same."""
+    return _base(state) != "unknown" and "*" not in state
+
+
+def _base(state: str) -> str:
+    return state.rstrip(_MARKS).lower()
 
 
 def _states(hosts: Sequence[str]) -> dict[str, str]:

@@ -77,7 +77,7 @@ def run_script(folder: Path, script: Path, *arguments: str, nodes: str = "a1,a2"
         "RUN_NAME": "gpt", "DEVICE": "cpu", "PREFLIGHT": "0", **variables,
     }  # fmt: skip
     done = subprocess.run(
-        ["bash", str(script), *arguments], env=environ, cwd=folder, text=True, timeout=60, check=False,
+        ["bash", str(script), *arguments], env=environ, cwd=folder, text=True, timeout=200, check=False,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     found = []

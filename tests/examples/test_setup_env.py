@@ -29,7 +29,7 @@ def setup_env(folder: Path, *arguments: str, modules: bool = False, **variables:
     define = 'module() { export ROCM_PATH=/opt/rocm$NOT_SET; }; export -f module; ' if modules else ""
     return subprocess.run(
         ["bash", "-c", f'{define}exec bash "$0" "$@"', str(SCRIPT), *arguments], capture_output=True, text=True,
-        timeout=60, check=False,
+        timeout=200, check=False,
         env={
             "PATH": os.environ["PATH"], "HOME": str(folder), "SITE_VENV": str(folder / "venv"),
             "SITE_ENV": str(folder / "env.tar.gz"), "PYTHON": str(python), "CALLS": str(folder / "calls"),
@@ -103,6 +103,7 @@ def test_deephyper_changes_no_version_that_is_installed(tmp_path):
 
 @pytest.mark.parametrize(("fails", "words", "uninstalled"), [
     ("deephyper==", "cannot be installed, see above: left out", False),
+    ("pip list", "cannot be installed, see above: left out", False),
     ("make_optimizer", "does not work here, see above: taken out again", True),
 ])  # fmt: skip
 def test_without_deephyper_the_environment_is_ready_all_the_same(tmp_path, fails, words, uninstalled):

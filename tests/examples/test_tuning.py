@@ -126,6 +126,28 @@ def test_a_task_on_another_node_looks_after_the_script(tmp_path: Path) -> None:
         assert done.stdout.split("\n")[:-1] == (["acts 7"] * 2 if acts else []), (answer, done.stderr)
 
 
+def test_a_guard_that_slurm_refuses_ends_the_job(tmp_path: Path) -> None:
+    """Its nodes would idle until the time is over."""
+    (guard,) = re.findall(r"(?ms)^GUARD='(.*?)'$", (FRONTIER / "allocation.sh").read_text())
+    for turns, ends in ((4, []), (5, ["ended 7"])):
+        program = (
+            "squeue() { echo a2; }; scontrol() { [[ $1 == show ]] && echo a2; }; scancel() { echo ended $1; }\n"
+            f"turns=0; sleep() {{ ((turns++ < {turns})); }}\n{guard}"
+        )
+        done = subprocess.run(
+            ["bash", "-c", program, "guard", "a1", "scontrol", "requeue"], env={**os.environ, "SLURM_JOB_ID": "7"},
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.stdout.split("\n")[:-1] == ends, done.stderr
+
+
+def test_filters_of_somebodys_shell_do_not_hide_the_job(tmp_path: Path) -> None:
+    """squeue heeds SQUEUE_STATES and others: a job that it does not show has not come to its end."""
+    hides = "[[ -n ${SQUEUE_STATES-} ]] || echo COMPLETING None"
+    ended = tune(tmp_path, ENDS="3", STUB_squeue=hides, SQUEUE_STATES="PENDING")
+    assert ended.code == 3 and "left to Slurm" in ended.log
+
+
 @pytest.mark.parametrize(("left", "requeued"), [(2, True), (3, False)])
 def test_a_node_that_dies_before_the_first_trial_sends_the_job_back(tmp_path: Path, left: int, requeued: bool) -> None:
     """The preflight asks for all nodes of the job, so that it cannot even start."""

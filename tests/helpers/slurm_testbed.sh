@@ -113,9 +113,11 @@ slurm_conf() {
     echo "GresTypes=gpu"
     echo "SchedulerType=sched/backfill"
     echo "SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1"
-    # Short clocks: a node is lost after 6 s, SIGKILL follows SIGTERM after 5 s. The time limit itself is exact.
-    echo "SlurmdTimeout=6"
-    echo "KillWait=5"
+    # A node is lost when lose-node says so, not when this machine is busy. SIGKILL follows SIGTERM after 20 s. The time
+    # limit itself is exact.
+    echo "SlurmdTimeout=300"
+    echo "MessageTimeout=60"
+    echo "KillWait=20"
     echo "OverTimeLimit=0"
     echo "MinJobAge=3600"
     echo "ReturnToService=2"
@@ -263,11 +265,11 @@ start() {
     configure
     munged --force --socket="$DIR/munge/socket" --key-file="$DIR/etc/munge.key" --pid-file="$DIR/run/munged.pid" \
         --log-file="$DIR/log/munged.log" --seed-file="$DIR/munge/seed"
-    until_true 10 munged munge --socket="$DIR/munge/socket" --no-input
+    until_true 60 munged munge --socket="$DIR/munge/socket" --no-input
     slurmctld -f "$SLURM_CONF" -c
-    until_true 20 slurmctld scontrol ping
+    until_true 120 slurmctld scontrol ping
     for name in $(names); do power_on "$name"; done
-    until_true 30 "idle nodes" all_idle
+    until_true 120 "idle nodes" all_idle
 }
 
 stop() {
@@ -299,10 +301,10 @@ case ${1:-} in
         ;;
     add-node)
         power_on "${2:?name of a node}"
-        until_true 20 "$2" in_service "$2"
+        until_true 120 "$2" in_service "$2"
         ;;
     hurry)
-        until_true 60 "job ${2:?number of a job} to be requeued" waits "$2"
+        until_true 180 "job ${2:?number of a job} to be requeued" waits "$2"
         sleep 2  # earlier, the credential of the job's new run would count as one of the old run, which is revoked
         scontrol update JobId="$2" StartTime=now
         ;;

@@ -123,10 +123,10 @@ def test_time_limit_and_lost_node(testbed: Testbed, tmp_path: Path) -> None:
     # Few steps until Slurm has looked at its clock, which it does every 30 s: one task is held back.
     testbed.control("slow-task", "node02", "1", "15")
     settings = {"PRESET": "tiny", "TASKS_PER_NODE": "2", "GPU_VISIBILITY": "one", "SRUN_WAIT": "30"}
-    job = submit(testbed, tmp_path, FOUR, options=["-N", "2", "-t", "10", "--signal=USR1@105"], **settings)
+    job = submit(testbed, tmp_path, FOUR, options=["-N", "2", "-t", "10", "--signal=USR1@150"], **settings)
     job.wait_for(r"(?m)^ iteration +2/")
     testbed.control("mend")
-    shorten(job, (45, 105))
+    shorten(job, (90, 150))
     assert job.wait("PENDING", "COMPLETED", "FAILED", "TIMEOUT") == "PENDING", job.text()
     at_signal = reached(job)
     assert "receiving SIGUSR1" in job.text()
@@ -136,6 +136,7 @@ def test_time_limit_and_lost_node(testbed: Testbed, tmp_path: Path) -> None:
     testbed.control("hurry", job.number)
     job.wait_for(rf"(?m)^ iteration +{at_signal + 101}/")
     testbed.control("lose-node", "node02")
+    assert job.wait("PENDING", "COMPLETED", "FAILED", "TIMEOUT") == "PENDING", job.text()
     at_loss = reached(job)
     testbed.control("add-node", "node02")
     testbed.control("hurry", job.number)

@@ -9,15 +9,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.faults.testbed import ENDED, Testbed
+from benchmarks.faults.testbed import ENDED, Testbed, output_of
 from megatron.tuning.types import HANG, OUT_OF_MEMORY
-from tests.slurm.site import MARKS, Submitted, submit
+from tests.helpers.launching import ROOT
+from tests.slurm.site import FRONTIER, MARKS, Submitted, submit
 
 pytestmark = MARKS
 
@@ -51,8 +52,9 @@ if [[ " $* " == *" --micro-batch-size 3 "* && $* =~ --metrics-file[=\\ ]([^ ]+) 
 fi
 exec {sys.executable} "$@"
 """
-# Does not begin before a file is there.
+# Says where it is, and does not begin before a file is there.
 HELD = f"""#!/bin/bash
+: >"${{0%/*}}/on.$SLURMD_NODENAME"
 until [[ -e ${{0%/*}}/go ]]; do sleep 0.1; done
 exec {sys.executable} "$@"
 """
@@ -65,8 +67,7 @@ def testbed() -> Iterator[Testbed]:
 
 
 def tune(
-    testbed: Testbed, folder: Path, name: str, space: str = SPACE, program: str = PYTHON, more: Sequence[str] = (),
-    **settings: str,
+    testbed: Testbed, folder: Path, name: str, space: str = SPACE, program: str = PYTHON, **settings: str
 ) -> Submitted:
     python = folder / "venv/bin/python"
     if not python.exists():
@@ -74,7 +75,7 @@ def tune(
         python.write_text(program)
         python.chmod(0o755)
         (folder / "space.toml").write_text(space)
-    arguments = ["--search", "exhaustive", "--memory-limit", str(MEMORY_GIB), "--stall", "10", *more]
+    arguments = ["--search", "exhaustive", "--confirm", "0", "--memory-limit", str(MEMORY_GIB), "--stall", "10"]
     return submit(
         testbed, folder, arguments, options=["-N", "4", "--time=15"], name=name, script="tune.sbatch",
         SPACE=str(folder / "space.toml"), PRIOR="0", SITE_CLUSTER="", TASKS_PER_NODE="1", CPUS_PER_TASK="1",
@@ -94,7 +95,7 @@ def numbers(records: list[dict[str, Any]], event: str) -> list[int]:
 
 def mid_way(testbed: Testbed, folder: Path, job: Submitted, more: int) -> set[int]:
     """Wait until so many more trials have ended and another one runs. Those that have ended."""
-    before, deadline = len(numbers(journal(folder), "ended")), time.monotonic() + 200
+    before, deadline = len(numbers(journal(folder), "ended")), time.monotonic() + 400
     while time.monotonic() < deadline:
         records = journal(folder)
         ended = set(numbers(records, "ended"))
@@ -121,7 +122,7 @@ def kill_the_tuner(folder: Path) -> None:
 
 def left_behind(testbed: Testbed, folder: Path) -> list[dict[str, Any]]:
     """The journal of a job that has ended, once no step, no process of a trial and no tuner is left."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while True:
         steps = testbed.ask("squeue", "--steps", "-h")
         programs = f"(pretrain_gpt|tools/tune)[.]py .*{folder}/"
@@ -132,7 +133,7 @@ def left_behind(testbed: Testbed, folder: Path) -> list[dict[str, Any]]:
         time.sleep(0.2)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 def test_a_search_with_a_hang_and_too_little_memory_killed_and_gone_on_with(testbed: Testbed, tmp_path: Path) -> None:
     # Killed as no program can prevent.
     job = tune(testbed, tmp_path, "first")
@@ -190,17 +191,20 @@ def check_trials(ended: dict[str, dict[str, Any]], report: Path) -> None:
     assert {"trials.csv", "trials.md", "trajectory.png"} <= {path.name for path in report.iterdir()}
 
 
+def guarded(testbed: Testbed) -> bool:
+    return "guard" in testbed.ask("squeue", "--steps", "-h", "-o", "%j").split()
+
+
 def held(testbed: Testbed, folder: Path) -> tuple[Submitted, Path]:
     """A search whose first two trials are on their nodes and wait for the file, which is returned."""
     few = SPACE.replace("pp == 1 or mbs < 3", "pp == 1 and mbs < 3")
-    job = tune(testbed, folder, "run", few, HELD, ["--confirm", "0"], REQUEUE="1", GUARD_S="1")
-    deadline = time.monotonic() + 200
-    while testbed.ask("squeue", "--steps", "-h", "-o", "%j").count("trial-") < 2:
+    job = tune(testbed, folder, "run", few, HELD, REQUEUE="1", GUARD_S="1")
+    deadline, started = time.monotonic() + 400, dict[int, list[str]]()
+    while len(list((folder / "venv/bin").glob("on.node0*"))) < 4 or len(started) < 2 or not guarded(testbed):
         assert time.monotonic() < deadline and testbed.state(job.number) not in ENDED, job.text()
         time.sleep(0.2)
-    assert {r["number"]: r["hosts"] for r in journal(folder) if r["event"] == "started"} == {
-        1: ["node01", "node02"], 2: ["node03", "node04"],
-    }, job.text()  # fmt: skip
+        started = {r["number"]: r["hosts"] for r in journal(folder) if r["event"] == "started"}
+    assert started == {1: ["node01", "node02"], 2: ["node03", "node04"]}, job.text()
     return job, folder / "venv/bin/go"
 
 
@@ -213,7 +217,7 @@ def mended(testbed: Testbed) -> Iterator[list[str]]:
         testbed.control("add-node", name)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_node_dies_and_the_search_goes_on_without_it(
     testbed: Testbed, tmp_path: Path, mended: list[str]
 ) -> None:
@@ -237,7 +241,7 @@ def test_a_node_dies_and_the_search_goes_on_without_it(
     assert testbed.show(job.number)["Restarts"] == "0"
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_job_whose_script_died_with_its_node_goes_back_into_the_queue(
     testbed: Testbed, tmp_path: Path, mended: list[str]
 ) -> None:
@@ -250,3 +254,43 @@ def test_a_job_whose_script_died_with_its_node_goes_back_into_the_queue(
     left_behind(testbed, tmp_path)
     testbed.ask("scancel", job.number)
     job.wait()
+
+
+# The guard, a step with all cores and devices of its nodes, and beside it an inquiry that tells what it hears.
+FULL = f"""
+export MEGATRON_ROOT={ROOT} SITE_FILE={FRONTIER}/site.env GUARD_S=1 REQUEUE=1
+source {FRONTIER}/allocation.sh
+until_true() {{ until "$@"; do sleep 0.1; done; }}
+guarded() {{ squeue --steps -h -j "$SLURM_JOB_ID" -o %j | grep -qx guard; }}
+guard_script &
+guard=$!
+until_true guarded
+srun -N 3 -n 24 --ntasks-per-node=8 -c 14 --gpus-per-task=1 --gpu-bind=closest bash -c \
+    ': >"$0/on.$SLURM_PROCID"; until [[ -e $0/go ]]; do sleep 0.1; done; echo "ran beside it"' "$PWD" &
+trial=$!
+all_on() {{ [[ $(ls on.* 2>/dev/null | wc -l) == 24 ]]; }}
+until_true all_on
+{sys.executable} - <<'PY'
+import sys, time
+sys.path.insert(0, "{ROOT}")
+from megatron.tuning import nodes
+class Told(nodes.Inquiry):
+    def _start_tasks(self, groups):
+        told = super()._start_tasks(groups)
+        print(*told)
+        return told
+asked = Told(["node02", "node03"])
+while asked.dead is None: time.sleep(0.1)
+print("dead:", asked.dead)
+PY
+touch go
+wait "$trial"
+kill "$guard"
+"""
+
+
+@pytest.mark.timeout(600)
+def test_nodes_with_a_trial_on_all_their_cores_and_devices_answer(testbed: Testbed, tmp_path: Path) -> None:
+    said = output_of(testbed, tmp_path, FULL, ["-w", "node0[1-3]", "-D", str(tmp_path), "--time=5"])
+    assert sorted(re.findall("answers node0.", said)) == [f"answers node0{n}" for n in (1, 2, 3)], said
+    assert "dead: {}" in said and said.count("ran beside it") == 24, said

@@ -53,11 +53,11 @@ def test_a_step_ends_when_its_starter_is_killed(tmp_path: Path) -> None:
     assert starter.stdout is not None
     launcher = int(starter.stdout.readline())
     until(lambda: (tmp_path / "log").read_text().startswith("launch"))
-    assert process_state(launcher) == "sleeping"
+    until(lambda: process_state(launcher) == "sleeping")
     starter.kill()
     starter.wait()
     starter.stdout.close()
-    until(lambda: process_state(launcher) in ("gone", "dead"), 10.0)
+    until(lambda: process_state(launcher) in ("gone", "dead"))
 
 
 def test_what_a_step_is_told() -> None:

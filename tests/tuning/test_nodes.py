@@ -10,7 +10,7 @@ import pytest
 
 from megatron.tuning import nodes as asking
 from megatron.tuning import trial_runner as running
-from megatron.tuning.nodes import Inquiry, Nodes, is_dead
+from megatron.tuning.nodes import Inquiry, Nodes, is_dead, responds
 from megatron.tuning.trial_runner import Place, TrialRunner
 from megatron.tuning.types import FAILED, LOST_RANK, OUT_OF_MEMORY
 from tests.tuning.test_trial_runner import candidate, ended, settings, trial, until
@@ -47,14 +47,16 @@ def dead(*hosts: str) -> dict[str, str]:
 
 
 def test_states_of_dead_nodes() -> None:
-    assert all(map(is_dead, ("down", "down*", "allocated*", "mixed*", "drained", "failing", "DOWN$", "reboot^")))
-    assert not any(map(is_dead, ("allocated", "mixed", "draining", "idle", "completing", "mixed-", "planned", "")))
+    assert all(map(is_dead, ("down", "down*", "drained", "failing", "DOWN$", "reboot^")))
+    living = ("allocated", "mixed", "draining", "idle", "completing", "mixed-", "planned", "")
+    assert not any(map(is_dead, (*living, "allocated*", "unknown*"))) and all(map(responds, living))
+    assert not any(map(responds, ("allocated*", "mixed*", "unknown", "unknown*")))
 
 
 def test_who_is_dead(slurm: Callable[..., None]) -> None:
     assert dead("n2", "n3") == {}, "a node that is to be drained works until then"
     slurm(states="n2 down*, n3 allocated")
-    assert dead("n2", "n3") == {"n2": "is down and does not respond"}
+    assert dead("n2", "n3") == {"n2": "is down"}
     slurm(members="n1 n3", states="n2 idle")
     assert dead("n2", "n3") == {"n2": "is no longer in the job"}, "back, but this job has lost it"
 
@@ -69,10 +71,32 @@ def test_a_node_that_slurm_does_not_know_to_be_dead(
     slurm(srun="echo 'srun: error: Unable to create step for job 7: Access denied' >&2; exit 1")
     assert dead("n2", "n3") == {}
     monkeypatch.setattr(asking, "_ANSWER_S", 1.0)
-    slurm(srun="echo answers n1; echo answers n3; exec sleep 600")
-    assert dead("n2", "n3") == {"n2": "does not answer"}
     slurm(srun="exec sleep 600")
     assert dead("n2") == {}, "not even the tuner's own node"
+
+
+# Together only n1 answers; alone n3 does too.
+BEHIND = """case "$*" in
+    *"-w n1 "*) echo "answers n1" ;; *"-w n2 "*) exit 1 ;; *"-w n3 "*) echo "answers n3" ;;
+    *) echo "answers n1"; exec sleep 600 ;;
+esac"""
+
+
+def test_a_node_behind_a_dead_one_in_sruns_tree_is_not_dead(
+    slurm: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """srun comes to it only when it has given up the other, which may take longer than anybody waits."""
+    monkeypatch.setattr(asking, "_ANSWER_S", 5.0)
+    slurm(srun=BEHIND)
+    assert dead("n2", "n3") == {"n2": "does not answer"}
+
+
+def test_nodes_of_a_controller_that_has_just_been_restarted_are_asked(slurm: Callable[..., None]) -> None:
+    """It has heard of none of them yet. What it says counts where a node does not answer, and others do."""
+    slurm(states="n1 unknown*, n2 allocated*, n3 mixed*", srun=BEHIND)
+    assert dead("n2", "n3") == {"n2": "does not respond"}
+    slurm(states="n2 allocated*, n3 mixed*", srun="exit 1")
+    assert dead("n2", "n3") == {}, "it starts no step yet"
 
 
 def test_a_slurm_that_says_nothing_holds_no_node_for_dead(slurm: Callable[..., None]) -> None:

@@ -81,9 +81,11 @@ def _squeue(what: str, environ: Mapping[str, str]) -> str | None:
     job = environ.get("SLURM_JOB_ID")
     if not job:
         return None
+    # squeue takes filters from variables too: a job that they leave out would not run.
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
     try:
         done = subprocess.run(
-            ["squeue", "-h", "-j", job, "-o", what], capture_output=True, text=True, timeout=30, check=False
+            ["squeue", "-h", "-j", job, "-o", what], capture_output=True, text=True, timeout=30, check=False, env=ours
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
