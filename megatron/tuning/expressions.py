@@ -110,6 +110,8 @@ def _problem(node: ast.expr) -> str | None:
     if isinstance(node, ast.Constant):
         if type(node.value) not in (int, float, str, bool) and node.value is not None:
             return f"{type(node.value).__name__} has no place here"
+        if isinstance(node.value, float) and not _finite(node.value):  # 1e999
+            return "a number of that size has no place here"
         small = not isinstance(node.value, int) or node.value.bit_length() <= _BITS
         return None if small else "a number of that many digits has no place here"
     if isinstance(node, ast.Name):

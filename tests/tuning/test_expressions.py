@@ -82,7 +82,7 @@ def test_any_text_has_a_value_or_a_problem_and_nothing_else(text: str) -> None:
         "f'{tp}'", "(tp := 2)", "{'a': 1}", "tp[0]", "tp if tp", "tp = 2", "import os", "print(tp)", "min(*(1, 2))",
         "min(1)", "max", "tp is 1", "tp in 'tpa'", "'a' * 3", "'a' + 'b'", "1j", "b'a'", "...", "~tp", "tp & 1",
         "tp << 40", "await tp", "unknown + 1", "chunks + 1", "schedule < 2", "not schedule", "-schedule", "", "  ",
-        "1\n+ 1",
+        "1\n+ 1", "1e999", "tp < 1e999",
     ],
 )  # fmt: skip
 def test_what_is_not_offered_is_refused(text: str) -> None:

@@ -62,6 +62,28 @@ def test_predictions_with_the_new_description_are_what_was_measured(tmp_path: Pa
     assert text.splitlines()[-1] == f"{out}: frontier, corrected by 8 trial(s)"
 
 
+def test_a_layout_counts_once_however_often_it_was_measured(tmp_path: Path) -> None:
+    """By the median of its trials; which differ in where their files are alone."""
+
+    def runs(folder: str, factors: list[float]) -> list[Path]:
+        layouts = [*LAYOUTS, *[LAYOUTS[0]] * (len(factors) - len(LAYOUTS))]
+        paths = [write_run(tmp_path / folder / f"{i}", layouts[i], factor) for i, factor in enumerate(factors)]
+        for path in paths:
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            lines[0]["config"]["metrics_file"] = str(path)
+            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return paths
+
+    factors = [1.3, 1.1, 1.15, 1.2, 1.25, 1.3, 1.2, 1.1]
+    once, often = tmp_path / "once.toml", tmp_path / "often.toml"
+    alone = update_cluster("frontier", runs("once", factors), once, warm_up=2)
+    again = update_cluster("frontier", runs("often", [1.31, *factors[1:], 1.25, 1.3, 1.4, 1.29]), often, warm_up=2)
+    assert often.read_text() == once.read_text()
+    assert again.splitlines()[-1] == f"{often}: frontier, corrected by 12 trial(s) of 8 layout(s)"
+    said = [[line for line in text.splitlines() if line.startswith("predictions ")] for text in (alone, again)]
+    assert said[0] == said[1] and "of two layouts they name the faster in" in said[0][0]
+
+
 def test_what_cannot_be_used_is_named_and_left_out(tmp_path: Path) -> None:
     good = write_run(tmp_path / "good", LAYOUTS[0], 1.3)
     short = write_run(tmp_path / "short", LAYOUTS[1], 1.3, steps=2)
@@ -70,7 +92,7 @@ def test_what_cannot_be_used_is_named_and_left_out(tmp_path: Path) -> None:
     text = update_cluster("frontier", [short, good, bad, tmp_path / "gone.jsonl"], tmp_path / "out.toml", warm_up=2)
     left_out = [line for line in text.splitlines() if line.startswith("left out: ")]
     assert len(left_out) == 3 and "short" in left_out[0] and "2 record(s) of steps" in left_out[0]
-    assert text.endswith("corrected by 1 trial(s)") and "of two trials" not in text
+    assert text.endswith("corrected by 1 trial(s)") and "of two layouts" not in text
     with pytest.raises(ConfigError, match="nothing to correct it by: left out: .*2 record"):
         update_cluster("frontier", [short], tmp_path / "none.toml", warm_up=2)
     with pytest.raises(ConfigError, match="nothing to correct it by: no trial has valid figures"):

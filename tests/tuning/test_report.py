@@ -99,6 +99,20 @@ def test_a_variable_may_have_the_name_of_a_column(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_no_digit_of_a_value_is_lost_in_csv_files(tmp_path: Path) -> None:
+    """By which rows are put together again: 1.23457e-04 is none of the values."""
+    whole = context(3)
+    rates = (0.00012345678, 12345678.5, 2.0)
+    named = [dataclasses.replace(c, values={"lr": lr}) for c, lr in zip(whole.candidates, rates, strict=False)]
+    done = Result(DONE, step_s=1.0, steady=1)
+    trials = [dataclasses.replace(t, candidate=c, result=done) for t, c in zip(whole.trials, named, strict=True)]
+    parameters = (Parameter("lr", (0.00012345678, 2.0, 12345678.5)),)
+    write_report(tmp_path, dataclasses.replace(whole, parameters=parameters, trials=trials, candidates=named))
+    assert [float(row["lr"]) for row in rows_of(tmp_path / "report" / "trials.csv")] == [*rates]
+    values = [float(row["value"]) for row in rows_of(tmp_path / "report" / "importance.csv")]
+    assert values == sorted(rates)
+
+
 def test_a_title_is_no_mathematics(tmp_path: Path) -> None:
     files = write_report(tmp_path, dataclasses.replace(context(10), title=r"from $\cost{ 5 to $6"))
     assert "trajectory.png" in names(files)
@@ -112,6 +126,23 @@ def test_no_valid_trial(tmp_path: Path) -> None:
     text = (tmp_path / "report" / "trials.md").read_text()
     assert "there is no best layout" in text and "6 crash" in text and "exit code \\| 1 and more" in text
     assert names(write_report(tmp_path / "none", dataclasses.replace(whole, trials=[]))) == {"trials.md", "trials.csv"}
+
+
+def test_what_a_library_fails_at_is_left_out_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The summary is written, and no error ends a search that has to go on."""
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("what nobody\nthought of")
+
+    monkeypatch.setattr("megatron.tuning.report.plots.draw_memory", fail)
+    monkeypatch.setattr("megatron.tuning.report.write.measured_importance", fail)
+    files = write_report(tmp_path, context())
+    assert names(files) == {"trials.md", "trials.csv", "importance.csv", "best.txt", "best.sh", *PICTURES} - {
+        "memory.png", "importance.png"
+    }  # fmt: skip
+    text = files[0].read_text()
+    assert "- No memory.png: RuntimeError: what nobody thought of.\n" in text
+    assert "- No importances: RuntimeError: what nobody thought of.\n" in text
 
 
 @pytest.mark.parametrize(
@@ -203,6 +234,28 @@ def test_node_hours_prefer_few_nodes() -> None:
     assert cheap.loss(cheap.layouts[1]) == pytest.approx(1 - 125 / 200)
 
 
+def test_node_hours_are_compared_as_they_are_paid(tmp_path: Path) -> None:
+    """80 tokens a second where the best has 100 are a quarter more node-hours, everywhere."""
+    whole = dataclasses.replace(hand_made([100.0, 80.0], [1.0, 1.0]), objective="node_hours")
+    assert summary(whole)[1].startswith("The next, a=1 (trial 2), takes 25.0 % more node-hours, more than noise")
+    text = write_report(tmp_path, whole)[0].read_text()
+    assert "| +25.0 % | 0.0125 |" in text and "| 1: +25.0 % |" in text and "node-hours with others" in text
+    rates = write_report(tmp_path, dataclasses.replace(whole, objective="tokens_per_s"))[0].read_text()
+    assert "| -20.0 % | 0.0125 |" in rates and "| 1: -20.0 % |" in rates and "throughput with others" in rates
+
+
+def test_the_planner_s_order_is_judged_by_what_a_token_costs() -> None:
+    """A step of ten times the tokens is longer by everybody's count. Here it is the faster one and was said not to be,
+    and on four nodes the dearer one, as was said."""
+    sizes, predicted, measured = (100, 1000), (0.8, 9.0), (1.0, 8.0)
+    candidates = [Candidate(i, f"a={i}", {"a": i}, (), 1, (1, 4)[i], sizes[i], step_s=predicted[i]) for i in (0, 1)]
+    trials = [Trial(i + 1, candidates[i], "", "", result=Result(DONE, step_s=measured[i], steady=1)) for i in (0, 1)]
+    whole = ReportContext("x", "X", (Parameter("a", (0, 1)),), trials, candidates, "tokens_per_s", "chance")
+    assert plots.prediction_words(whole).endswith("; of two layouts it names the faster in 0 % of pairs")
+    cheap = dataclasses.replace(whole, objective="node_hours")
+    assert plots.prediction_words(cheap).endswith("; of two layouts it names the cheaper in 100 % of pairs")
+
+
 def test_an_invalid_trial_is_never_best() -> None:
     found = hand_made([100.0, 125.0], [1.0, 1.0])
     result = found.trials[1].result
@@ -258,6 +311,16 @@ def test_what_fails_when_it_is_run_again_is_not_named_without_a_word() -> None:
     assert lines[1] == "1 of its 3 trials gave no valid figures (trial 5: crash): see to the reason before a long run."
     assert lines[2] == "a=0 was better in trial 1, but is not named: trial 4: hang."
     assert lines[3].startswith("The next, a=2 (trial 3), is 44.4 % behind, more than noise explains")
+    # Nothing measures again what has failed.
+    lines = summary(repeated({0: [100.0, 100.0], 1: [99.0, "crash", 99.0], 2: [98.0]}))
+    assert lines[1].startswith("The next, a=1 (trials 2, 6), is 1.0 % behind, within the noise (trials of one layout")
+    assert lines[1].endswith("): it may be as good.")
+
+
+def test_no_layout_has_figures_although_trials_had() -> None:
+    lines = summary(repeated({0: [90.0, 100.0, "hang", "crash"], 1: ["crash"]}))
+    assert lines[-2:] == ["a=0 had 100 tokens/s in trial 3, but is not named: trial 4: hang, trial 5: crash.",
+                          "No layout has valid figures: there is no best layout."]  # fmt: skip
 
 
 # -- importance --------------------------------------------------------------------------------------------------------

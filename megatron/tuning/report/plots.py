@@ -4,6 +4,7 @@ Colours are those of Okabe and Ito, which colour-blind readers tell apart; kinds
 """
 from __future__ import annotations
 
+import statistics
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from megatron.drawing import plain_numbers, pyplot, save, tidy
 from megatron.tuning.layouts import Layout, best_layout
 from megatron.tuning.report.context import GIB, ReportContext, kinds, percent, state_of
 from megatron.tuning.report.importance import Importance
-from megatron.tuning.types import OUT_OF_MEMORY, Trial
+from megatron.tuning.types import OUT_OF_MEMORY, Trial, seconds_cost
 
 BLUE, RED, GREEN, ORANGE, SKY, PINK, GREY = (
     "#0072b2", "#d55e00", "#009e73", "#e69f00", "#56b4e9", "#cc79a7", "#888888"
@@ -193,16 +194,19 @@ def draw_predicted(context: ReportContext, path: Path) -> Path | None:
 
 def prediction_words(context: ReportContext) -> str:
     """How good the planner's predictions were, as a sentence; nothing where it made none."""
-    found = [(one.candidate.step_s, one.result.step_s) for one in context.valid
+    found = [(one.candidate.step_s, one.result.step_s, one.candidate) for one in context.valid
              if one.result.step_s and one.candidate.step_s]  # fmt: skip
     if not found:
         return ""
-    errors = sorted(abs(p / m - 1) for p, m in found)
-    words = f"steps are {percent(errors[len(errors) // 2])} off in the median, {percent(errors[-1])} at most"
-    pairs = [(a, b) for i, a in enumerate(found) for b in found[:i] if a[1] != b[1] and a[0] != b[0]]
+    errors = [abs(p / m - 1) for p, m, _ in found]
+    words = f"steps are {percent(statistics.median(errors))} off in the median, {percent(max(errors))} at most"
+    # By what is searched for: a step of a larger batch is longer, and says nothing of the layout.
+    costs = [tuple(seconds_cost(s, candidate, context.objective) for s in (p, m)) for p, m, candidate in found]
+    pairs = [(a, b) for i, a in enumerate(costs) for b in costs[:i] if a[1] != b[1] and a[0] != b[0]]
     if pairs:
         right = sum((a[0] < b[0]) == (a[1] < b[1]) for a, b in pairs)
-        words += f"; of two layouts it names the faster in {100 * right / len(pairs):.0f} % of pairs"
+        better = "faster" if context.objective == "tokens_per_s" else "cheaper"
+        words += f"; of two layouts it names the {better} in {100 * right / len(pairs):.0f} % of pairs"
     return words
 
 

@@ -1,6 +1,7 @@
 """The description of the machine corrected by the trials of a search, for the planner's next predictions."""
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,25 +46,47 @@ def update_cluster(source: str, metrics: Sequence[Path], out: Path, warm_up: int
             "another file"
         )
     cluster, left_out = load_cluster(source), list[str]()
-    runs: list[Run] = []
-    estimates: list[Estimate] = []
+    layouts: dict[str, list[Run]] = {}
+    estimates: dict[str, Estimate] = {}
     for path in metrics:
         try:
             run = read_run(path, warm_up)
-            estimates.append(_estimated(run, cluster))
+            layout = _layout_of(run)
+            if layout not in estimates:
+                estimates[layout] = _estimated(run, cluster)
         except MegatronError as error:
             left_out.append(f"left out: {error}")
         else:
-            runs.append(run)
-    if not runs:
+            layouts.setdefault(layout, []).append(run)
+    if not layouts:
         reasons = "; ".join(left_out[:_SHOWN]) or "no trial has valid figures"
         raise ConfigError(f"--update-cluster {out}: nothing to correct it by: {reasons}")
-    corrected, outcome = refined_by(cluster, runs, estimates)
+    runs = [_together(same) for same in layouts.values()]
+    corrected, outcome = refined_by(cluster, runs, [estimates[layout] for layout in layouts])
     write_cluster(corrected, out, _HEADING)
     lines = [render_factors(outcome.factors), *_errors(outcome), *_worst(outcome), *left_out[:_SHOWN]]
     if len(left_out) > _SHOWN:
         lines.append(f"left out: {len(left_out) - _SHOWN} more")
-    return "\n".join([*lines, f"{out}: {source}, corrected by {len(runs)} trial(s)"])
+    trials = sum(map(len, layouts.values()))
+    of = f" of {len(runs)} layout(s)" if len(runs) < trials else ""
+    return "\n".join([*lines, f"{out}: {source}, corrected by {trials} trial(s){of}"])
+
+
+def _layout_of(run: Run) -> str:
+    """Equal for trials of one layout, which differ in the place of their files alone."""
+    settings = {name: value for name, value in run.config.to_dict().items() if name != "metrics_file"}
+    return json.dumps(settings, sort_keys=True, default=str)
+
+
+def _together(runs: Sequence[Run]) -> Run:
+    """Of one layout: it counts once, however often it was measured, for what is right for the leading ones is not
+    right for all; and one that explains itself says nothing of the others."""
+    if len(runs) == 1:
+        return runs[0]
+    return runs[0]._replace(
+        name=", ".join(run.name for run in runs), passes=statistics.median(run.passes for run in runs),
+        rest=statistics.median(run.rest for run in runs),
+    )  # fmt: skip
 
 
 def _estimated(run: Run, cluster: Cluster) -> Estimate:
@@ -87,7 +110,7 @@ def _errors(outcome: Outcome) -> list[str]:
         pairs = [(i, j) for i in range(len(rates)) for j in range(i) if rates[i] != rates[j]]
         if pairs:
             right = sum((rates[i] < rates[j]) == (guesses[i] < guesses[j]) for i, j in pairs)
-            line += f"; of two trials they name the faster in {100 * right / len(pairs):.0f} % of pairs"
+            line += f"; of two layouts they name the faster in {100 * right / len(pairs):.0f} % of pairs"
         lines.append(line)
     return lines
 

@@ -23,10 +23,10 @@ from megatron.tuning.report.context import (
     value_key,
     value_text,
 )
-from megatron.tuning.report.doubts import doubts
+from megatron.tuning.report.doubts import doubts, failing
 from megatron.tuning.report.importance import Importance, OfValue, Worth
 from megatron.tuning.report.plots import prediction_words
-from megatron.tuning.types import FAILED, Trial, objective_value, seconds_cost
+from megatron.tuning.types import FAILED, Trial, Value, objective_value, seconds_cost
 
 _LONGEST_REASON = 160
 _SIZES = {"nodes", "processes"}  # parameters that are columns
@@ -54,7 +54,7 @@ def record(trial: Trial, context: ReportContext) -> dict[str, Any]:
         "started": trial.started, "hosts": " ".join(trial.hosts), "folder": trial.folder,
         "notes": "; ".join(result.notes) if result else None,
     }  # fmt: skip
-    values = {p.name: value_text(candidate.values.get(p.name)) for p in context.parameters}
+    values = {p.name: _exact(candidate.values.get(p.name)) for p in context.parameters}
     # A variable of a space may have the name of a column.
     values = {f"variable {name}" if name in row.keys() - _SIZES else name: text for name, text in values.items()}
     first = {name: row[name] for name in ("trial", "state", "reason", "by")}
@@ -72,11 +72,16 @@ def write_importance_csv(
     rows = [
         {"parameter": worth.parameter.name, "importance": measured.shares.get(worth.parameter.name),
          "importance_by_planner": predicted.shares.get(worth.parameter.name) if predicted else None,
-         "value": value_text(v.value), "best": value_key(v.value) == value_key(worth.best), "valid_layouts": v.valid,
+         "value": _exact(v.value), "best": value_key(v.value) == value_key(worth.best), "valid_layouts": v.valid,
          "failed_layouts": v.failed, "loss": v.loss}
         for worth in found for v in worth.values
     ]  # fmt: skip
     return save_csv(path, rows)
+
+
+def _exact(value: Value) -> str:
+    """As users read it, but no digit less."""
+    return str(value) if isinstance(value, float) else value_text(value)
 
 
 def save_csv(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
@@ -105,7 +110,7 @@ def summary(context: ReportContext) -> list[str]:
         lines.append(f"Not finished: trial {', '.join(unfinished)}.")
     best = context.best
     if best is None:
-        return [*lines, "No trial gave valid figures: there is no best layout."]
+        return [*lines, *failing(context, None), "No layout has valid figures: there is no best layout."]
     result = best.result
     assert result.step_s is not None
     spread = f" (spread {percent(result.spread)})" if result.spread is not None else ""
@@ -155,7 +160,7 @@ def layouts_table(context: ReportContext) -> Table:
         assert result.step_s is not None
         rows.append((
             one.numbers.partition(" ")[2], *(value_text(one.candidate.values.get(name)) for name in names),
-            amount(context.value(one)), f"-{percent(context.loss(one))}" if context.loss(one) else "best",
+            amount(context.value(one)), context.against_best(loss) if (loss := context.loss(one)) else "best",
             f"{result.step_s:.4g}", "-" if result.spread is None else percent(result.spread),
             f"{len(one.runs)}" + (f" of {len(one.runs) + len(one.failures)}" if one.failures else ""),
             "-" if one.apart is None else percent(one.apart),
@@ -174,20 +179,25 @@ def failures_table(context: ReportContext) -> Table:
     return Table("trials without valid figures", ("trial", "layout", "ended", "reason"), rows)
 
 
-def worth_table(found: Sequence[Worth], measured: Importance) -> Table:
+def worth_table(context: ReportContext, found: Sequence[Worth], measured: Importance) -> Table:
     """What each parameter is worth, the most important first."""
     rows = []
     for worth in sorted(found, key=lambda w: (-measured.shares.get(w.parameter.name, 0.0), -w.spread)):
         share = measured.shares.get(worth.parameter.name)
         others = [v for v in worth.values if value_key(v.value) != value_key(worth.best)]
         rows.append((worth.parameter.name, "-" if share is None else f"{100 * share:.0f} %", value_text(worth.best),
-                     ", ".join(map(_cost_words, others))))  # fmt: skip
-    return Table("what each parameter is worth", ("parameter", "importance", "best", "throughput with others"), rows)
+                     ", ".join(_cost_words(context, v) for v in others)))  # fmt: skip
+    columns = ("parameter", "importance", "best", f"{_counted(context)} with others")
+    return Table("what each parameter is worth", columns, rows)
 
 
-def _cost_words(value: OfValue) -> str:
+def _counted(context: ReportContext) -> str:
+    return "throughput" if context.objective == "tokens_per_s" else "node-hours"
+
+
+def _cost_words(context: ReportContext, value: OfValue) -> str:
     if value.loss is not None:
-        return f"{value_text(value.value)}: -{percent(value.loss)}"
+        return f"{value_text(value.value)}: {context.against_best(value.loss)}"
     return f"{value_text(value.value)}: " + (f"failed ({value.failed})" if value.failed else "not tried")
 
 
@@ -210,18 +220,18 @@ def write_markdown(
     if command is not None:
         parts += ["The best layout for a real run:", f"```\n{command}\n```"]
     if context.best is not None and (needs := lacking(context.best.candidate)):
-        items = (line if line[0].isdigit() else f"- {line}" for line in needs)
+        items = (line if line[:1].isdigit() else f"- {line}" for line in needs)
         parts.append("It still needs, as more flags behind these:\n\n" + "\n".join(items))
     parts += [f"![{picture.stem}]({picture.name})" for picture in pictures]
     if found:
-        parts.append(_section(worth_table(found, measured), _importance_words(measured, predicted)))
+        parts.append(_section(worth_table(context, found, measured), _importance_words(context, measured, predicted)))
     fixed = f"All of them with: `{shlex.join(context.flags)}`" if context.flags else ""
     tables = ((layouts_table(context), fixed), (failures_table(context), ""), (rejections_table(context), ""))
     parts += [_section(table, words) for table, words in tables if table is not None and table.rows]
     return save_text(path, "\n\n".join(parts) + "\n")
 
 
-def _importance_words(measured: Importance, predicted: Importance | None) -> str:
+def _importance_words(context: ReportContext, measured: Importance, predicted: Importance | None) -> str:
     if measured.refused is not None:
         words = f"No importances: {measured.refused}."
     else:
@@ -235,7 +245,8 @@ def _importance_words(measured: Importance, predicted: Importance | None) -> str
     if predicted is not None and predicted.shares:
         shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in predicted.shares.items())
         words += f" By the planner's predictions for {predicted.layouts} candidates it would be: {shares}."
-    return words + " Throughput with another value: that of the best layout which has it, against the best of all."
+    counted = _counted(context).capitalize()
+    return words + f" {counted} with another value: that of the best layout which has it, against the best of all."
 
 
 def _section(table: Table, words: str = "") -> str:

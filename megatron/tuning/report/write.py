@@ -16,14 +16,17 @@ __all__ = ["FOLDER", "ReportContext", "write_report"]
 
 FOLDER = "report"
 _TABLES = ("trials.csv", "trials.md", "importance.csv")
+# What matplotlib, Optuna, scikit-learn may raise at figures that nobody thought of. It costs a part of the report and
+# neither the summary nor the exit code by which a job goes on.
+_OF_LIBRARIES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _PICTURES = ("trajectory.png", "parameters.png", "memory.png", "predicted.png", "importance.png")
 
 
 def write_report(folder: Path, context: ReportContext) -> list[Path]:
     """Write the report into FOLDER of `folder`, in place of an earlier one; the files, the summary trials.md first.
 
-    What cannot be had (pictures without matplotlib, importances without Optuna or of too few trials) is left out, and
-    trials.md says why. Raises ConfigError where nothing can be written.
+    What cannot be had (pictures without matplotlib, importances without Optuna or of too few trials, what a library
+    fails at) is left out, and trials.md says why. Raises ConfigError where nothing can be written.
     """
     folder = folder / FOLDER
     _make(folder)
@@ -55,9 +58,9 @@ def _make(folder: Path) -> None:
 def _importances(context: ReportContext, remarks: list[str]) -> tuple[Importance, Importance | None]:
     try:
         return measured_importance(context), predicted_importance(context)
-    except ConfigError as error:
-        remarks.append(f"No importances: {error}.")
-        return Importance({}, len(context.valid), str(error)), None
+    except (ConfigError, *_OF_LIBRARIES) as error:
+        remarks.append(f"No importances: {_said(error)}.")
+        return Importance({}, len(context.valid), _said(error)), None
 
 
 def _draw(
@@ -76,5 +79,16 @@ def _draw(
         "predicted.png": lambda path: plots.draw_predicted(context, path),
         "importance.png": lambda path: plots.draw_importance(measured, predicted, context, path),
     }
-    made = [draw[name](folder / name) for name in _PICTURES]
-    return [path for path in made if path is not None]
+    made = list[Path]()
+    for name in _PICTURES:
+        try:
+            path = draw[name](folder / name)
+        except _OF_LIBRARIES as error:
+            remarks.append(f"No {name}: {_said(error)}.")
+        else:
+            made += [] if path is None else [path]
+    return made
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, ConfigError) else " ".join(f"{type(error).__name__}: {error}".split())
