@@ -28,8 +28,8 @@ searches:
 {searches}
 
 Exit code 0: a best layout was found and confirmed, and the trials are used up or nothing is left to try. 1: no layout
-has valid figures. 2: a mistake. 3: interrupted or out of time with trials left, also of --confirm, and the same command
-goes on. 4: out of time before any trial ended."""
+has valid figures. 2: a mistake. 3: interrupted, or out of time or of nodes with trials left, also of --confirm, and the
+same command goes on. 4: out of time before any trial ended."""
 
 
 def build_parser() -> argparse.ArgumentParser:

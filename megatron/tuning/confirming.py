@@ -55,29 +55,31 @@ def reach(noise: float, runs: int, of_best: int) -> float:
     return min(_DEVIATIONS * noise * math.sqrt(1 / runs + 1 / of_best), _FURTHEST)
 
 
-def to_confirm(trials: Sequence[Trial], objective: str, keys: Collection[str]) -> str | None:
-    """Key of the layout whose measurement is worth most now; None where there is no doubt about the best.
+def in_turn(trials: Sequence[Trial], objective: str, keys: Collection[str]) -> list[str]:
+    """Keys of the layouts whose measurement is worth most now, the best first; none where there is no doubt about the
+    best.
 
     trials  in any state; what runs counts as a measurement, so that the next one goes elsewhere
-    keys    of layouts that can be run here
+    keys    of the layouts of this search
 
-    Of the best and its rivals, those within reach, it is the one with the fewest measurements, and of those the best:
-    so the one that will be named was measured no less often than what it is compared with. One that failed when it was
-    run again is left alone.
+    Of the best and its rivals, those within reach, they are the ones with the fewest measurements: so the one that will
+    be named was measured no less often than what it is compared with. One that failed when it was run again is left
+    alone.
     """
     layouts = layouts_of(trials)
     known = sorted((math.log(cost), one.number, one) for one in layouts
                    if (cost := cost_of(one, objective)) is not None and not one.failures)  # fmt: skip
     if not known:
-        return None
+        return []
     noise, (least, _, best) = noise_of(layouts), known[0]
     rivals = [one for cost, _, one in known if cost - least <= reach(noise, len(one.runs), len(best.runs))]
     if len(rivals) < 2:
-        return None
+        return []
     under_way = Counter(trial.candidate.key for trial in trials if trial.result is None and trial.confirms)
-    open_ = [one for one in rivals if one.candidate.key in keys]
-    chosen = min(open_, key=lambda one: len(one.runs) + under_way[one.candidate.key], default=None)
-    return None if chosen is None else chosen.candidate.key
+    counts = {one.candidate.key: len(one.runs) + under_way[one.candidate.key] for one in rivals}
+    listed = [key for key in counts if key in keys]
+    fewest = min((counts[key] for key in listed), default=0)
+    return [key for key in listed if counts[key] == fewest]
 
 
 def places(trials: Sequence[Trial]) -> dict[int, int]:

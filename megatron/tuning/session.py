@@ -245,12 +245,14 @@ class Session:
             if not self._waiting and not self._has_room(self._smallest):
                 return None if self._has_time(left_s) else TIME
             if not self._has_time(left_s):
-                return TIME if self._is_more_to_do(over) else EXHAUSTED
+                return TIME if self._is_more_to_do(over) else self._why_no_more(over)
             if not self._waiting and not (over is None and self._propose()) and not self._confirm():
                 # What runs may fit and so bring back what was ruled out.
                 return self._why_no_more(over)
             # The first in the queue is not overtaken by smaller ones, which would keep it waiting for ever.
             trial = self._waiting[0]
+            if self._signal:  # it came while the search was thinking
+                return None
             if not self._has_room(trial.candidate):
                 return None
             del self._waiting[0]
@@ -277,9 +279,15 @@ class Session:
     def _why_no_more(self, over: str | None) -> str:
         """With what a session ends that starts no more. Where the search is over, only what was to confirm is missing
         for want of nodes."""
-        if over is not None:
-            return NODES if any(trial.confirms for trial in self._set_aside) else over
-        return NODES if self._set_aside or self._too_large() - self._settled() else EXHAUSTED
+        turn = self._in_turn()
+        unconfirmed = any(trial.confirms for trial in self._set_aside) or (turn and self._to_confirm(turn) is None)
+        if unconfirmed or (over is None and self._lacks_nodes()):
+            return NODES
+        return over or EXHAUSTED
+
+    def _lacks_nodes(self) -> bool:
+        """Whether the search has layouts left for which there are too few nodes now."""
+        return any(not trial.confirms for trial in self._set_aside) or bool(self._too_large() - self._settled())
 
     def _too_large(self) -> frozenset[int]:
         """Candidates for which there are too few nodes since some were left out."""
@@ -321,20 +329,26 @@ class Session:
 
     def _confirm(self) -> bool:
         """Put a layout into the queue that is to be measured again; returns whether there is one."""
-        ended = self._over() is not None or self._why_no_more(None) == EXHAUSTED  # not for want of nodes
+        ended = self._over() is not None or not self._lacks_nodes()
         key = self._to_confirm() if ended else None
         if key is None:
             return False
         self._append(self._by_key[key], CONFIRM)
         return True
 
-    def _to_confirm(self) -> str | None:
-        """The key of a layout, once no trial of the search runs; by turns, so that each choice knows what it may."""
+    def _to_confirm(self, turn: Sequence[str] | None = None) -> str | None:
+        """The key of a layout that can be measured again now, of those in turn."""
+        turn = self._in_turn() if turn is None else turn
+        return next((key for key in turn if self._runner.can_ever_start(self._by_key[key])), None)
+
+    def _in_turn(self) -> list[str]:
+        """Keys of layouts to be measured again, once no trial of the search runs; by turns, so that each choice knows
+        what it may. Where nodes died the first ones may have too few: their turn stays theirs, for others measured more
+        often instead would be named on better evidence."""
         trials = self._journal.trials
         if any(not trial.confirms for trial in self._runner.running) or confirming.made(trials) >= self._plan.confirm:
-            return None
-        keys = [key for key, candidate in self._by_key.items() if self._runner.can_ever_start(candidate)]
-        return confirming.to_confirm(trials, self._plan.objective, keys)
+            return []
+        return confirming.in_turn(trials, self._plan.objective, self._by_key)
 
     def _end(self, trial: Trial) -> None:
         before = self._best()

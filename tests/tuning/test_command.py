@@ -221,6 +221,10 @@ def test_a_report_needs_trials(capsys: pytest.CaptureFixture[str], space: Path, 
 # -- searches ----------------------------------------------------------------------------------------------------------
 
 
+LIMIT_S = 240
+"""Of a tuner that starts, or of a trial, on a machine that does other things as well."""
+
+
 def start(space: Path, out: Path, *words: str, search: str = "random", flags: tuple[str, ...] = ()) -> list[str]:
     return [sys.executable, str(ROOT / "tools" / "tune.py"), "--space", str(space), "--no-prior", "--search", search,
             "--processes", "2", "--confirm", "0", "--out", str(out), *words, "--", *flags]  # fmt: skip
@@ -231,7 +235,7 @@ def ended(out: Path) -> list[int]:
 
 
 def wait_for(process: subprocess.Popen[str], out: Path, event: str, number: int) -> None:
-    end = time.monotonic() + 90
+    end = time.monotonic() + LIMIT_S
     while count(out, event) < number:
         assert process.poll() is None and time.monotonic() < end, process.communicate()[0]
         time.sleep(0.05)
@@ -250,33 +254,36 @@ def processes_of(out: Path) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_killed_and_called_again_it_repeats_nothing(space: Path, tmp_path: Path):
     out = tmp_path / "out"
     command = start(space, out)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as first:
         wait_for(first, out, "started", 2)
-        end = time.monotonic() + 60
+        end = time.monotonic() + LIMIT_S
         while len(processes_of(out)) < 2 and time.monotonic() < end:
             time.sleep(0.05)
-        second = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        second = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
         assert second.returncode == 2 and "is in use by another run" in second.stderr, second.stdout + second.stderr
         first.send_signal(signal.SIGKILL)
         first.wait()
-    end = time.monotonic() + 20
+    end = time.monotonic() + LIMIT_S
     while processes_of(out) and time.monotonic() < end:
         time.sleep(0.1)
     assert processes_of(out) == [], "ranks outlive the tuner"
     before = (out / NAME).read_bytes()
-    assert ended(out) == [1]
+    noted, begun = ended(out), count(out, "started")
+    assert 0 < len(noted) <= begun < 4  # two and one, unless the second start took longer than a trial
 
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "going on: 1 of 2 trials have ended" in done.stdout and "Best:" in done.stdout
+    assert f"going on: {len(noted)} of {begun} trials have ended" in done.stdout and "Best:" in done.stdout
     assert (out / NAME).read_bytes().startswith(before)
     keys = {r["number"]: r["candidate"]["key"] for r in records(out) if r["event"] == "proposed"}
     starts = Counter(record["number"] for record in records(out) if record["event"] == "started")
     assert len(set(keys.values())) == len(keys) == 4 and sorted(ended(out)) == [1, 2, 3, 4]
-    assert starts == {1: 1, 2: 2, 3: 1, 4: 1}
+    assert all(starts[number] == 1 for number in noted), "what had ended is run again"
+    assert sum(starts.values()) in (4, 4 + begun - len(noted))  # all steps may have been done when it was killed
     results = {r["number"]: r["result"] for r in records(out) if r["event"] == "ended"}
     assert all(r["status"] == "done" and r["steady"] == 3 for r in results.values()), results
     fastest = min(results, key=lambda number: results[number]["step_s"])
@@ -285,13 +292,14 @@ def test_killed_and_called_again_it_repeats_nothing(space: Path, tmp_path: Path)
     assert "pretrain_gpt.py" in best and "--hidden-size 32" in best
 
     # Once more: nothing is left, nothing is run, the report is written again. Then another search in its place.
-    again = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    again = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert again.returncode == 0 and "nothing is left to try: 0 trial(s)" in again.stdout
-    other = subprocess.run(start(space, out, "--seed", "1"), capture_output=True, text=True, timeout=60)
+    other = subprocess.run(start(space, out, "--seed", "1"), capture_output=True, text=True, timeout=LIMIT_S)
     assert other.returncode == 2 and "seed was 0, now it is 1" in other.stderr and "Traceback" not in other.stderr
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_signal_stops_the_trial_and_the_report_is_written(space: Path, tmp_path: Path):
     out = tmp_path / "out"
     command = start(space, out, "--max-trials", "2")
@@ -300,20 +308,21 @@ def test_a_signal_stops_the_trial_and_the_report_is_written(space: Path, tmp_pat
         tuner.send_signal(signal.SIGUSR1)
         wait_for(tuner, out, "closed", 1)
         tuner.send_signal(signal.SIGTERM)  # Slurm says it again, while the report is written
-        text, _ = tuner.communicate(timeout=60)
+        text, _ = tuner.communicate(timeout=LIMIT_S)
     assert tuner.returncode == 3 and "interrupted by SIGUSR1" in text and "the same command goes on" in text, text
     assert processes_of(out) == [] and (out / "report" / "trials.md").exists()
     assert ended(out) == [1] and [r["number"] for r in records(out) if r["event"] == "interrupted"] == [2]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0 and ended(out) == [1, 2], done.stdout + done.stderr
     assert (out / "trials" / "0002" / "attempt-1").is_dir(), "what the first attempt left is kept"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_without_a_valid_trial_there_is_no_best(space: Path, tmp_path: Path):
     out = tmp_path / "out"
     words = start(space, out, "--max-trials", "1", "--memory-limit", "1", flags=("--hidden-size", "2048"))
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 1, done.stdout + done.stderr
     (end,) = [record["result"] for record in records(out) if record["event"] == "ended"]
     assert (end["status"], end["kind"]) == ("failed", "out of memory")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron.tuning.confirming import made, noise_of, places, reach, to_confirm
+from megatron.tuning.confirming import in_turn, made, noise_of, places, reach
 from megatron.tuning.journal import NAME
 from megatron.tuning.layouts import Layout, best_layout, layouts_of
 from megatron.tuning.search.baselines import ExhaustiveSearch
@@ -46,7 +46,8 @@ def trial(number: int, k: int, outcome: float | str | None, spread: float | None
 
 
 def chosen(*trials: Trial, keys: Sequence[str] = tuple(c.key for c in CANDIDATES)) -> str | None:
-    return to_confirm(trials, RATE, keys)
+    """The first in turn."""
+    return next(iter(in_turn(trials, RATE, keys)), None)
 
 
 # -- a layout ----------------------------------------------------------------------------------------------------------
@@ -83,6 +84,7 @@ def test_a_layout_that_fails_half_the_time_or_ran_out_of_memory_once_has_no_figu
 def test_the_best_goes_first_then_those_within_reach_that_were_measured_least() -> None:
     once = [trial(1, 0, 1.02), trial(2, 1, 1.0), trial(3, 2, 1.03), trial(4, 3, 1.4)]
     assert chosen(*once) == "k=1"
+    assert in_turn(once, RATE, ["k=0", "k=1", "k=2"]) == ["k=1", "k=0", "k=2"]
     assert chosen(*once, trial(9, 1, None)) == "k=0", "what runs counts: the next one goes elsewhere"
     assert chosen(*once, trial(9, 1, 1.0)) == "k=0"
     assert chosen(*once, trial(9, 1, 1.0), trial(10, 0, 1.02)) == "k=2"
@@ -132,7 +134,7 @@ def test_three_more_measurements_name_better_layouts() -> None:
 
         trials = [measured(k + 1, k) for k in range(8)]
         for number in range(9, 9 + confirm):
-            if (key := to_confirm(trials, RATE, [c.key for c in CANDIDATES])) is not None:
+            if (key := chosen(*trials)) is not None:
                 trials.append(measured(number, int(key[2:])))
         best = best_layout(trials, RATE)
         assert best is not None
@@ -287,3 +289,28 @@ def test_a_confirming_trial_that_a_dead_node_ended_goes_back(tmp_path: Path) -> 
     runner = Noisy(flat, ("n1", "n2"), die={5: ("n1",)})
     ending, trials = search(tmp_path, runner, Climber(), max_trials=4, confirm=2)
     assert ending.why == BUDGET and again(trials) == [5, 6] and all(trial.valid for trial in trials)
+
+
+def test_time_that_is_up_is_not_the_end_of_what_lacks_nodes(tmp_path: Path) -> None:
+    candidates = test_session.made(lambda a, b: 2 if a else 1)
+    small, runner = [c.key for c in candidates if c.nodes == 1], Noisy(flat, ("n1", "n2"), die={1: ("n1",)})
+
+    def left_s() -> float:
+        return 0.0 if sum(what == "end" for what, _ in runner.log) == len(small) else 100.0
+
+    ending, trials = search(tmp_path, runner, ExhaustiveSearch(), candidates, confirm=0, left_s=left_s)
+    assert sorted(t.candidate.key for t in trials if t.valid) == sorted(small) and ending.why == NODES
+
+
+def test_the_turn_of_a_layout_that_lacks_nodes_stays_its_own(tmp_path: Path) -> None:
+    """A node dies when all layouts were tried: those that fit are measured again once, and not in place of others."""
+    def alike(candidate: Candidate) -> Result:
+        return figures(candidate, 1.0)
+
+    candidates = test_session.made(lambda a, b: 2 if a else 1)
+    small = [c.key for c in candidates if c.nodes == 1]
+    runner = Made(alike, ("n1", "n2"), die={len(candidates) + 1: ("n1",)})
+    ending, trials = search(tmp_path, runner, ExhaustiveSearch(), candidates, confirm=20)
+    assert sorted(t.candidate.key for t in trials if t.confirms) == sorted(small) and ending.why == NODES
+    ending, trials = search(tmp_path, Made(alike, ("n1", "n2")), ExhaustiveSearch(), candidates, confirm=20)
+    assert {len(one.runs) for one in layouts_of(trials)} == {2, 3} and ending.why == EXHAUSTED

@@ -4,6 +4,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import random
+import time
 
 import pytest
 from rich.console import Console
@@ -109,7 +110,9 @@ def test_progress_counts_what_ended():
     assert said.endswith("7 ruled out by memory") and memory > 0
 
 
-def test_on_a_terminal_there_is_a_table_that_lives_and_goes():
+def test_on_a_terminal_there_is_a_table_that_lives_and_goes(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     where, text = console(120, terminal=True)
     running = dataclasses.replace(TRIALS[4], result=None, ended=None)
     with Live("tokens_per_s", "out", where) as live:
@@ -118,3 +121,6 @@ def test_on_a_terminal_there_is_a_table_that_lives_and_goes():
         assert "running" in drawn and "best of" in drawn and running.candidate.key in drawn
         live.update(View(TRIALS, [running], None, 40, 0, None))
         assert text.getvalue() == drawn, "drawn once a second"
+        now[0] += 1.0
+        live.update(View(TRIALS, [running], None, 40, 0, None))
+        assert text.getvalue() != drawn

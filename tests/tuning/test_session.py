@@ -382,3 +382,14 @@ def test_an_empty_space_is_an_error(tmp_path: Path):
     journal = Journal.open(tmp_path, WHO, {})
     with pytest.raises(ConfigError, match="nothing can be tried"):
         Session(Plan([], PARAMETERS, "tokens_per_s"), Climber(), Made(truth), journal, Quiet())
+
+
+def test_a_signal_that_comes_while_a_proposal_is_made_starts_nothing(tmp_path):
+    class Thinking(Climber):
+        def propose(self, history, count):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return super().propose(history, count)
+
+    runner = Made(lambda candidate: figures(candidate, 1.0))
+    ending, trials = search(tmp_path, runner, Thinking())
+    assert ending.why == SIGNAL and len(trials) == 1 and not runner.log
