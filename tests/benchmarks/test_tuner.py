@@ -7,6 +7,8 @@ import importlib
 import itertools
 import json
 import math
+import random
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -269,3 +271,15 @@ def test_all_stages_with_real_trials(tmp_path: Path) -> None:
     assert [len(figures[name]["tried"]) for name in ("live-prior", "live-no-prior")] == [1, 2]
     (whole,) = [row for row in figures["replay"] if row["search"] == "random"]
     assert whole["tried"] == 4 and whole["trials"][0] is not None
+
+
+def test_confirming_in_made_searches() -> None:
+    """Without noise the best is named at once; with it more measurements name better ones."""
+    tuner_confirm = module("tuner_confirm")
+    still, asked = tuner_confirm.search(random.Random(0), [0.0, 0.01, 0.5], lambda _: 0.0)
+    assert set(still) == {0.0} and asked > 0  # 1 % is within what a trial is believed to scatter by
+    chances = [random.Random(seed) for seed in range(60)]
+    crowded, restless = tuner_confirm.crowded, tuner_confirm.restless
+    found = [tuner_confirm.search(chance, crowded(chance), restless)[0] for chance in chances]
+    before, after = (statistics.mean(losses[n] for losses in found) for n in (0, 5))
+    assert after < 0.9 * before
