@@ -331,7 +331,7 @@ def test_user_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ([prefix, "--vocab-size", "0"], "--vocab-size 0: expected 1 or more"),
         ([prefix, "--merge-file", "x"], "--merge-file needs --tokenizer-type"),
         ([prefix, "--tokenizer-type", "Nothing"], "'Nothing' is not known"),
-        ([prefix, "--plot", str(tmp_path / "a.pdfx")], "--plot .*a.pdfx: "),
+        ([prefix, "--plot", str(tmp_path / "a.pdfx")], "a.pdfx: .* choose another file for --plot"),
         ([empty, "--plot", str(tmp_path / "a.png")], "no data set has a document with tokens"),
     ):
         assert inspect_dataset.main(arguments) == 2
