@@ -1,14 +1,12 @@
 """--requeue: the job goes back into Slurm's queue."""
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 from collections.abc import Callable, Mapping
 
 from megatron.parallel.environment import job_name
-
-_ANSWER_S = 60.0
+from megatron.parallel.slurm import ask_slurm
 
 
 def requeue(environ: Mapping[str, str], say: Callable[[str], object]) -> bool:
@@ -52,13 +50,3 @@ def _why_ended(job: str) -> str | None:
     if answer.returncode or state in ("", "RUNNING") or why.startswith("TimeLimit"):
         return None
     return state
-
-
-def ask_slurm(*command: str, timeout_s: float = _ANSWER_S) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's commands. Raises OSError and SubprocessError."""
-    # squeue takes formats and filters from variables too, which are not meant for our questions.
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
-    return subprocess.run(
-        command, capture_output=True, encoding="utf-8", errors="replace", timeout=timeout_s, env=environ,
-        stdin=subprocess.DEVNULL,
-    )  # fmt: skip

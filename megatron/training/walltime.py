@@ -10,7 +10,7 @@ from typing import Protocol
 
 from megatron.config.duration import duration_s, show_duration
 from megatron.parallel.environment import job_name
-from megatron.training.requeue import ask_slurm
+from megatron.parallel.slurm import ask_slurm
 
 _ASK_EVERY_S = 60.0  # a job may be extended, or cut
 _ANSWER_S = 30.0  # a busy controller takes long to answer

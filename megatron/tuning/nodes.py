@@ -14,7 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from megatron.training.requeue import ask_slurm
+from megatron.parallel.environment import job_name
+from megatron.parallel.slurm import ask_slurm
 
 _ANSWER_S = 60.0  # that a node has to start a task which only says its name
 _STOP_S = 10.0
@@ -73,7 +74,7 @@ class Inquiry:
     """
 
     def __init__(self, hosts: Sequence[str], environ: Mapping[str, str] = os.environ) -> None:
-        self._hosts, self._job = tuple(hosts), environ["SLURM_JOB_ID"]
+        self._hosts, self._job = tuple(hosts), job_name(environ) or ""
         self._here = environ.get("SLURMD_NODENAME")
         self._lock, self._stopped = threading.Lock(), False
         self._probes: list[subprocess.Popen[bytes]] = []

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from megatron.config.duration import duration_s, show_duration
 from megatron.errors import ConfigError
+from megatron.parallel.environment import job_name
+from megatron.parallel.slurm import ask_slurm
 from megatron.planning.experiments.cost import SLACK, START_UP_S, Cost
 from megatron.planning.experiments.folder import PointFolder
 from megatron.planning.experiments.launch import Run, Step, slurm_command, start_here, start_step, training_command
@@ -78,16 +80,12 @@ def slurm_job_runs(environ: Mapping[str, str] = os.environ) -> bool | None:
 
 def _squeue(what: str, environ: Mapping[str, str]) -> str | None:
     """What squeue says of this job; None where it does not answer."""
-    job = environ.get("SLURM_JOB_ID")
+    job = job_name(environ)
     if not job:
         return None
-    # squeue takes filters from variables too: a job that they leave out would not run.
-    ours = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
     try:
-        done = subprocess.run(
-            ["squeue", "-h", "-j", job, "-o", what], capture_output=True, text=True, timeout=30, check=False, env=ours
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        done = ask_slurm("squeue", "-h", "-j", job, "-o", what, timeout_s=30)
+    except (OSError, subprocess.SubprocessError):
         return None
     unknown = "Invalid job id" in done.stderr  # it has ended
     return done.stdout.strip() if done.returncode == 0 or unknown else None
