@@ -2,14 +2,13 @@
 from __future__ import annotations
 
 import ast
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.fresh_python import run_python
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron"
@@ -131,26 +130,21 @@ def test_no_module_imports_itself_through_others() -> None:
     assert done >= set(modules())
 
 
-def run(code: str) -> str:
-    """Output of Python code in a fresh process."""
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def loaded_by(names: str, heavy: tuple[str, ...]) -> list[str]:
+    """Which of the `heavy` modules a fresh process has loaded after `import names`."""
+    return run_python(f"import sys, {names}; print(*[m for m in {heavy} if m in sys.modules])").split()
 
 
 @pytest.mark.parametrize("name", WITHOUT_TORCH)
 def test_needs_no_torch(name: str) -> None:
-    heavy = ("torch", "deepspeed", "numpy", "transformers")
-    assert run(f"import sys, {name}; print([m for m in {heavy} if m in sys.modules])").strip() == "[]"
+    assert loaded_by(name, ("torch", "deepspeed", "numpy", "transformers")) == []
 
 
 @pytest.mark.parametrize(
     "name", ["megatron.planning.memory", "megatron.planning.published_table", "megatron.planning.search.command"]
 )
 def test_planning_needs_numpy_at_most(name: str) -> None:
-    code = f"import sys, {name}, megatron.planning.timing.estimate\n"
-    assert run(f"{code}print([m for m in ('torch', 'deepspeed', 'transformers') if m in sys.modules])").strip() == "[]"
+    assert loaded_by(f"{name}, megatron.planning.timing.estimate", ("torch", "deepspeed", "transformers")) == []
 
 
 def test_tuning_needs_numpy_at_most() -> None:
@@ -160,7 +154,7 @@ def test_tuning_needs_numpy_at_most() -> None:
     learns = {f"megatron.tuning.search.{name}" for name in learning}
     names = [name for name in modules() if room(name) == "tuning" and name not in learns]
     assert "megatron.tuning.command" in names and "megatron.tuning.search.start" in names
-    assert run(f"import sys, {', '.join(names)}; print([m for m in {heavy} if m in sys.modules])").strip() == "[]"
+    assert loaded_by(", ".join(names), heavy) == []
 
 
 def test_importing_the_package_has_no_effects(tmp_path: Path) -> None:
@@ -175,7 +169,7 @@ assert before == after
 assert [m for m in sys.modules if m.startswith("megatron")] == ["megatron"], sys.modules
 assert os.listdir() == []
 """
-    assert run(code) == ""
+    assert run_python(code) == ""
 
 
 def test_what_the_package_offers() -> None:
@@ -193,4 +187,4 @@ else:
 from megatron.parallel.topology import Layout
 assert megatron.Layout is Layout
 """
-    run(code)
+    run_python(code)

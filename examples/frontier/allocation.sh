@@ -110,6 +110,8 @@ guard_script() {
         trap 'kill -TERM "$pid" 2>/dev/null; exit' TERM
         wait "$pid"
     done
+    [[ -z ${pid:-} || $(squeue -h -j "$SLURM_JOB_ID" -o %T 2>/dev/null) != RUNNING* ]] ||
+        complain "no other node runs the guard: should $here die, the job would idle until its time is over"
 }
 
 # forwarded COMMAND...: in the background, with USR1 and TERM handed on to the program that it runs at the time. STOP_FILE

@@ -440,7 +440,7 @@ requeue_lost() {
             "the queue"
     else
         say "back into the queue, to go on from iteration $(reached)"
-        put_back || return 0
+        put_back || :
     fi
 }
 

@@ -155,7 +155,7 @@ def _report(setup: Setup, found: Enumeration, trials: Sequence[Trial], update: P
     paths = write_report(setup.out, context)
     _print_best(context, setup.out, paths)
     if update is not None and context.best is None:
-        print(f"--update-cluster {update}: not written, for no trial has valid figures", flush=True)
+        print(f"--update-cluster {update}: not written, for no layout has valid figures", flush=True)
     elif update is not None:
         from megatron.tuning.report.recalibrate import metrics_of, update_cluster
 

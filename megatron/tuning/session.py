@@ -178,9 +178,8 @@ class Session:
         for trial in self._journal.trials:
             if trial.result is None:
                 self._recover(trial)
-            elif trial.result.status != DONE and self._plan.retry_failed and self._listed(trial) is not None:
-                self._journal.retried(trial)
-                self._queue(trial)
+        if self._plan.retry_failed:
+            self._retry()
 
     def _recover(self, trial: Trial) -> None:
         found = None if trial.started is None else self._runner.recover(trial)
@@ -188,11 +187,31 @@ class Session:
             self._end(found)
         elif self._listed(trial) is None:
             self._show.note(f"trial {trial.number}, {trial.candidate.key}, is not run again: it does not fit here")
-        elif confirming.places(self._journal.trials).get(trial.number, 0) > self._plan.confirm:
+        elif self._confirms_too_much(trial):
             self._show.note(f"trial {trial.number}, {trial.candidate.key}, is not run again: it was to confirm what "
                             f"was found, and now --confirm is {self._plan.confirm}")  # fmt: skip
         else:
             self._queue(trial)
+
+    def _retry(self) -> None:
+        """Queue what gave no figures, as far as --max-trials and --confirm have room for it: the result of a trial
+        that is not run again stays."""
+        ended = [trial for trial in self._journal.trials if trial.result is not None]
+        tried, most = sum(not trial.confirms for trial in ended), self._plan.max_trials
+        over = most is not None and tried > most
+        if over:
+            self._show.note(f"--retry-failed: no trial of the search is run again: {tried} have ended, and --max-trials "
+                            f"is {most}")  # fmt: skip
+        for trial in ended:
+            assert trial.result is not None, "ended"
+            left_out = self._confirms_too_much(trial) if trial.confirms else over
+            if trial.result.status != DONE and self._listed(trial) is not None and not left_out:
+                self._journal.retried(trial)
+                self._queue(trial)
+
+    def _confirms_too_much(self, trial: Trial) -> bool:
+        """Whether a trial is one of those that confirm, and more than are wanted now."""
+        return confirming.places(self._journal.trials).get(trial.number, 0) > self._plan.confirm
 
     def _queue(self, trial: Trial) -> None:
         candidate = self._by_key[trial.candidate.key]

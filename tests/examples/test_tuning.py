@@ -126,6 +126,13 @@ def test_a_task_on_another_node_looks_after_the_script(tmp_path: Path) -> None:
         assert done.stdout.split("\n")[:-1] == (["acts 7"] * 2 if acts else []), (answer, done.stderr)
 
 
+@pytest.mark.parametrize(("state", "said"), [("RUNNING None", True), ("COMPLETING None", False)])
+def test_a_guard_that_can_start_nowhere_is_told(tmp_path: Path, state: str, said: bool) -> None:
+    waits = "for _ in {1..200}; do grep -q -a -e %T \"$STUB_CALLS\" && break; sleep 0.05; done; sleep 0.5"
+    ended = tune(tmp_path, nodes="a1,a2,a3", STUB_python=waits, STUB_srun="exit 1", STUB_squeue=f"echo {state}")
+    assert len(guards(ended)) == 2 and ("no other node runs the guard: should a1 die" in ended.log) is said, ended.log
+
+
 def test_a_guard_that_slurm_refuses_ends_the_job(tmp_path: Path) -> None:
     """Its nodes would idle until the time is over."""
     (guard,) = re.findall(r"(?ms)^GUARD='(.*?)'$", (FRONTIER / "allocation.sh").read_text())

@@ -141,8 +141,8 @@ def run_process(command: Sequence[str], variables: dict[str, str], timeout_s: fl
     return Outcome(done.returncode, done.stdout)
 
 
-def run_numerics(library: Path, flags: Sequence[str], *arguments: str, timeout_s: float = 240) -> Outcome:
-    """Run pytest with these arguments on a simulator library."""
+def run_numerics(library: Path, flags: Sequence[str], *arguments: str, timeout_s: float = 1200) -> Outcome:
+    """Run pytest with these arguments on a simulator library: minutes, and three times that on a busy machine."""
     # -s: what pytest captured would be lost when the simulator ends the process.
     command = [sys.executable, "-c", _START, "-q", "-x", "-s", "-p", "no:cacheprovider", "-m", "not gpu", *arguments]
     return run_process(command, environment(library, flags), timeout_s)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.fresh_python import assert_tool_loads_none
 from tests.helpers.launching import ROOT
 from tests.preflight.check.test_report import SOUND
 
@@ -80,13 +81,7 @@ def test_mistakes_of_the_user(words: list[str], text: str, tmp_path: Path) -> No
 
 
 def test_it_needs_no_torch(script: Path) -> None:
-    code = (
-        "import sys; sys.argv = ['x']; sys.path.insert(0, '.'); from tools import preflight as p\n"
-        f"code = p.main(['check', '--cluster', 'frontier', {str(script)!r}])\n"
-        "assert code == 0, code; assert 'torch' not in sys.modules and 'deepspeed' not in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert_tool_loads_none("preflight", ["check", "--cluster", "frontier", str(script)])
 
 
 @pytest.mark.parametrize(

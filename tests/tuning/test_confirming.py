@@ -238,8 +238,10 @@ def test_a_layout_that_fails_when_it_is_run_again_is_not_named(
     ending, trials = search(tmp_path, Noisy(flat, says={5: Result(status, kind, "why")}), max_trials=4, confirm=1)
     assert first is not None and ending.best is not None and trials[4].candidate.key == first.candidate.key
     assert (ending.best.candidate.key == first.candidate.key) is stays
-    # Asked for, it is run again under its number, also where no others are.
-    ending, trials = search(tmp_path, Noisy(flat), max_trials=4, retry_failed=True)
+    # Asked for, it is run again under its number; not where none are wanted now.
+    ending, trials = search(tmp_path, Noisy(flat), max_trials=4, retry_failed=True, confirm=0)
+    assert ending.ended == 0 and trials[4].result == Result(status, kind, "why")
+    ending, trials = search(tmp_path, Noisy(flat), max_trials=4, retry_failed=True, confirm=1)
     assert ending.ended == 1 and len(trials) == 5 and trials[4].valid
 
 

@@ -334,6 +334,21 @@ def test_failed_trials_are_run_again_when_asked(tmp_path: Path):
     assert ending.ended == 1 and again.result is not None and again.result.step_s == 0.5 and named(ending) == (again,)
 
 
+def test_failed_trials_for_which_a_smaller_budget_has_no_room_keep_their_results(tmp_path: Path):
+    """Noted to run again and then not run, they would be trials without an end."""
+    crash = Result(FAILED, "crash", "exit code 1")
+    search(tmp_path, Made(lambda c: crash if c.index in (1, 3) else truth(c)), ExhaustiveSearch(), max_trials=5)
+    journal, show = (tmp_path / NAME).read_text(), Quiet()
+    runner = Made(truth)
+    ending, trials = search(tmp_path, runner, max_trials=4, retry_failed=True, show=show)
+    assert (ending.why, ending.ended, runner.log) == (BUDGET, 0, [])
+    assert [t.number for t in trials if t.result == crash] == [2, 4]
+    assert '"retried"' not in (tmp_path / NAME).read_text()[len(journal) :]
+    assert any("5 have ended, and --max-trials is 4" in line for line in show.lines)
+    ending, trials = search(tmp_path, runner, max_trials=5, retry_failed=True)
+    assert ending.ended == 2 and all(t.valid for t in trials)
+
+
 def test_what_proposals_are_told(tmp_path: Path):
     seen: list[tuple[History, int]] = []
 
