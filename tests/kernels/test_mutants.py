@@ -279,7 +279,7 @@ def run_mutants(topic: Topic, mutants: dict[int, Mutant], flags: Sequence[str], 
     outputs = {number: folder / f"{number}{flags[0]}.txt" for number in (0, *mutants)}
     runs = json.dumps([(number, str(output)) for number, output in outputs.items()])
     command = [sys.executable, "-c", _DRIVER, runs, f"{NUMERICS}/test_{topic.tests}.py"]
-    outcome = run_process(command, environment(library, flags), timeout_s=580)
+    outcome = run_process(command, environment(library, flags), timeout_s=1700)
     assert outcome.passed, outcome.end
     status = {int(n): code for n, code in json.loads(outcome.output.rpartition("STATUS ")[2]).items()}
     written = {number: output.read_text(errors="replace") for number, output in outputs.items()}
@@ -290,7 +290,7 @@ def run_mutants(topic: Topic, mutants: dict[int, Mutant], flags: Sequence[str], 
     return {number: reason(status[number], written[number]) for number in mutants if status[number]}
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", TOPICS)
 def test_planted_faults_are_found(name: str, tmp_path: Path) -> None:
     topic = TOPICS[name]

@@ -35,6 +35,7 @@ def test_every_kernel_has_numerical_tests() -> None:
     assert tested == {file.stem for file in SOURCES.glob("*.cpp")} - {"library"}
 
 
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize(("wave", "flags"), [(64, SANITIZED), (32, PLAIN)], ids=["wave64-sanitized", "wave32"])
 @pytest.mark.parametrize("topic", TOPICS)
 def test_numerics(topic: str, wave: int, flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -44,6 +45,7 @@ def test_numerics(topic: str, wave: int, flags: tuple[str, ...], tmp_path_factor
     assert " passed" in outcome.output
 
 
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("topic", ["attention", "softmax", "norm", "cross_entropy"])
 def test_wide_rows(topic: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Blocks of 512 and 1,024 lanes, which the numerical tests' widths do not need."""
