@@ -18,6 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.config.command_line import split_at_dashes
 from megatron.errors import MegatronError
 from megatron.planning.cluster import known_clusters
 from megatron.planning.search import command
@@ -74,9 +75,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; returns the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    own, flags = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
-    args = build_parser().parse_args(own)
+    words, flags = split_at_dashes(argv)
+    args = build_parser().parse_args(words)
     if args.processes is None:
         args.processes = min(8, len(os.sched_getaffinity(0)))
     try:

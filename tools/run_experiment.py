@@ -23,6 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.config.command_line import split_at_dashes
 from megatron.errors import ConfigError, MegatronError
 from megatron.planning.cluster import Cluster, load_cluster
 from megatron.planning.experiments import show
@@ -166,9 +167,8 @@ def summary(outcome: Outcome, root: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; returns the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    end = words.index("--") if "--" in words else len(words)
-    args, flags = build_parser().parse_args(words[:end]), words[end + 1 :]
+    words, flags = split_at_dashes(argv)
+    args = build_parser().parse_args(words)
     try:
         cluster = None if args.cluster in ("none", "") else load_cluster(args.cluster)
         if args.print_limit is not None:

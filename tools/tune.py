@@ -18,6 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.config.command_line import split_at_dashes
 from megatron.errors import MegatronError
 from megatron.tuning import command
 from megatron.tuning.search.optimizer import SEARCHES
@@ -106,11 +107,10 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; returns the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    end = words.index("--") if "--" in words else len(words)
-    args = build_parser().parse_args(words[:end])
+    words, flags = split_at_dashes(argv)
+    args = build_parser().parse_args(words)
     try:
-        return command.run(args, words[end + 1 :])
+        return command.run(args, flags)
     except (MegatronError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -87,6 +87,13 @@ class Scanned:
     problems: list[str]
 
 
+def split_at_dashes(argv: Sequence[str] | None) -> tuple[list[str], list[str]]:
+    """The words of a tool, and after the first -- the flags of pretrain_gpt.py. None: the words of this process."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    end = words.index("--") if "--" in words else len(words)
+    return words[:end], words[end + 1 :]
+
+
 def scan(argv: Sequence[str]) -> Scanned:
     """Split a command line into flags and their words. Unknown flags become problems."""
     namespace = argparse.Namespace(found=[])

@@ -200,8 +200,8 @@ class Session:
         tried, most = sum(not trial.confirms for trial in ended), self._plan.max_trials
         over = most is not None and tried > most
         if over:
-            self._show.note(f"--retry-failed: no trial of the search is run again: {tried} have ended, and --max-trials "
-                            f"is {most}")  # fmt: skip
+            self._show.note(f"--retry-failed: no trial of the search is run again: {tried} have ended, and "
+                            f"--max-trials is {most}")  # fmt: skip
         for trial in ended:
             assert trial.result is not None, "ended"
             left_out = self._confirms_too_much(trial) if trial.confirms else over
