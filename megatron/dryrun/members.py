@@ -1,10 +1,9 @@
 """Runs the ranks that stand for all of a job, in this process or several."""
 from __future__ import annotations
 
-import multiprocessing
+import functools
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.config import Config
 from megatron.dryrun.kinds import Kind, layout_of
 from megatron.errors import MegatronError
+from megatron.parallel.pool import process_pool
 
 if TYPE_CHECKING:
     from megatron.dryrun.rank import RankRun
@@ -50,19 +50,19 @@ def run_members(
 
     processes  that share the work; more than 1 are forked, which needs a process that has not started threads of torch
     """
+    work = functools.partial(_run, config, device, micro_batches, limit_bytes, alter)
     if processes == 1 or len(members) == 1:
-        return [_run(config, member, device, micro_batches, limit_bytes, alter) for member in members]
+        return list(map(work, members))
     from megatron.engine.deepspeed_setup import import_deepspeed
 
     import_deepspeed(device)  # once, before the processes part
-    context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(min(processes, len(members)), context) as pool:
-        waiting = [pool.submit(_run, config, member, device, micro_batches, limit_bytes) for member in members]
-        return [each.result() for each in waiting]
+    killed = "a process of the dry run was killed, as where memory ends"
+    with process_pool(min(processes, len(members)), "fork", killed) as in_processes:
+        return list(in_processes(work, members))
 
 
 def _run(
-    config: Config, member: Member, device: str, micro_batches: int, limit_bytes: float, alter: Alter | None = None
+    config: Config, device: str, micro_batches: int, limit_bytes: float, alter: Alter | None, member: Member
 ) -> RankRun | str:
     from megatron.dryrun.rank import run_rank
 

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import random
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.config import Config
-from megatron.errors import ConfigError, MegatronError
+from megatron.errors import ConfigError
+from megatron.parallel.pool import process_pool
 from megatron.planning.search.space import Rejections
 from megatron.tuning.combination import Combination, Rejected, Request, make_request
 from megatron.tuning.fitting import Fit, fit
@@ -210,10 +208,6 @@ def _workers(request: Request, predict: bool, processes: int) -> Iterator[Callab
     if processes < 2:
         yield lambda parts: (_answers(request, predict, part) for part in parts)
         return
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _start, (request, predict))
-    try:
-        yield lambda parts: pool.map(_in_process, parts)
-    except BrokenProcessPool:
-        raise MegatronError("a process that checked layouts was killed, as where memory ends") from None
-    finally:
-        pool.shutdown(cancel_futures=True)
+    killed = "a process that checked layouts was killed, as where memory ends"
+    with process_pool(processes, "spawn", killed, _start, request, predict) as in_processes:
+        yield lambda parts: in_processes(_in_process, parts)

@@ -9,20 +9,14 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
-import multiprocessing
-import os
-import signal
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.errors import MegatronError
+from megatron.parallel.pool import process_pool
 from megatron.planning.search.choices import DIMENSIONS, Choices, Shape, kind_of_recompute
 from megatron.planning.search.judging import GIB, Bounded, Judge, Judged, Outdone, Refused, TooBig
 from megatron.planning.search.space import Rejections
@@ -236,19 +230,9 @@ def _answers(judge: Judge, task: Task) -> list[Answer]:
 _judge_of_process: Judge
 
 
-def _start(judge: Judge, parent: int) -> None:
+def _start(judge: Judge) -> None:
     global _judge_of_process
     _judge_of_process = judge
-    # Ctrl-C reaches all processes of a terminal: the one that asked says so, and ends the others.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-
-
-def _end_with(parent: int) -> None:
-    """Who waits for tasks does not notice that the one who gives them was killed."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
 
 
 def _in_process(task: Task) -> list[Answer]:
@@ -262,16 +246,6 @@ def _workers(judge: Judge, processes: int) -> Iterator[Callable[[Sequence[Task]]
         yield lambda tasks: (_answers(judge, task) for task in tasks)
         return
     # Forked, so that what is loaded and the judge's functions need not be sent.
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), _start, (judge, os.getpid()))
-
-    def run(tasks: Sequence[Task]) -> Iterator[list[Answer]]:
-        return pool.map(_in_process, tasks, chunksize=max(1, min(16, len(tasks) // (4 * processes))))
-
-    try:
-        yield run
-    except BrokenProcessPool:
-        raise MegatronError(
-            "a process of the search was killed, as where memory ends: search with fewer --processes, or with --fix"
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
+    killed = "a process of the search was killed, as where memory ends: search with fewer --processes, or with --fix"
+    with process_pool(processes, "fork", killed, _start, judge) as in_processes:
+        yield lambda tasks: in_processes(_in_process, tasks, max(1, min(16, len(tasks) // (4 * processes))))
