@@ -44,7 +44,7 @@ export PIP_NO_INPUT := 1
 
 help:
 	@echo 'make train   set up, then train a small GPT on text from this machine (about 5 minutes on 2 cores)'
-	@echo 'make test    set up, then run all tests (about 25 minutes on 2 cores)'
+	@echo 'make test    set up, then run all tests (about 25 minutes on 2 quiet cores)'
 	@echo 'make quick   the fast tests only (about 6 minutes)'
 	@echo 'make lint    ruff, and mypy on megatron/'
 	@echo 'make bench   set up, then measure training beside public peers (about 12 minutes on 2 quiet cores); BENCH=--quick'

@@ -35,7 +35,7 @@ def experiment(testbed: Testbed, folder: Path, name: str, **settings: str) -> Su
     )  # fmt: skip
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_points_run_side_by_side_on_nodes_of_their_own(testbed: Testbed, tmp_path: Path) -> None:
     job = experiment(testbed, tmp_path, "both")
     assert job.wait() == "COMPLETED", job.text()
@@ -55,13 +55,15 @@ def test_points_run_side_by_side_on_nodes_of_their_own(testbed: Testbed, tmp_pat
     ]  # fmt: skip
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_signal_ends_it_and_the_next_job_goes_on(testbed: Testbed, tmp_path: Path) -> None:
-    job = experiment(testbed, tmp_path, "first", SIDE_BY_SIDE="0")
+    # The second point has to last until the signal has found its way through Slurm.
+    settings = {"SIDE_BY_SIDE": "0", "ITERATIONS": "60"}
+    job = experiment(testbed, tmp_path, "first", **settings)
     job.wait_for(r"tp-0000\d: done.*\n(.*\n)*?.*tp-0000\d: \d process")
     testbed.ask("scancel", "--batch", "--signal=USR1", job.number)
     assert job.wait() == "FAILED" and "interrupted by SIGUSR1" in job.text(), job.text()
     assert "1 point(s) done, 0 failed, 1 not run" in job.text()
-    again = experiment(testbed, tmp_path, "second", SIDE_BY_SIDE="0")
+    again = experiment(testbed, tmp_path, "second", **settings)
     assert again.wait() == "COMPLETED", again.text()
     assert again.text().count("done already") == 1 and "2 point(s) done, 0 failed, 0 not run" in again.text()
