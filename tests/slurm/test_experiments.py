@@ -57,8 +57,8 @@ def test_points_run_side_by_side_on_nodes_of_their_own(testbed: Testbed, tmp_pat
 
 @pytest.mark.timeout(1200)
 def test_a_signal_ends_it_and_the_next_job_goes_on(testbed: Testbed, tmp_path: Path) -> None:
-    # The second point has to last until the signal has found its way through Slurm.
-    settings = {"SIDE_BY_SIDE": "0", "ITERATIONS": "60"}
+    # The second point has to last until the signal is said again: srun loses one that comes while its tasks start.
+    settings = {"SIDE_BY_SIDE": "0", "ITERATIONS": "100"}
     job = experiment(testbed, tmp_path, "first", **settings)
     job.wait_for(r"tp-0000\d: done.*\n(.*\n)*?.*tp-0000\d: \d process")
     testbed.ask("scancel", "--batch", "--signal=USR1", job.number)

@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from megatron.parallel.processes import process_state
+from megatron.planning.experiments import launch
 from megatron.planning.experiments.launch import Step, slurm_command, start_here, start_step, step_environment
 from tests.helpers.launching import ROOT
 from tests.tuning.test_trial_runner import until
@@ -70,6 +73,21 @@ def test_what_a_step_is_told() -> None:
     wrapped = step_environment({"MASTER_PORT": "65530"}, step, Path("/x"))["MASTER_PORT"]
     assert wrapped == "1025", "no port is above 65535"
     assert "MEMORY_LIMIT" not in step_environment(found, Step("x", [], 1, 1, 1.0), Path("/x"))
+
+
+def test_a_wish_to_end_that_was_lost_is_said_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by srun before its tasks have started. Force, which leaves no exit code of its own, is not needed."""
+    monkeypatch.setattr(launch, "_ASK_AGAIN_S", 0.2)
+    program = (
+        "import signal, sys, time\nheard = []\n"
+        "signal.signal(signal.SIGTERM, lambda *_: heard.append(1) if len(heard) < 2 else sys.exit(7))\n"
+        "print('ready', flush=True)\ntime.sleep(600)\ntime.sleep(600)"
+    )
+    run_ = start_here([sys.executable, "-c", program], 1, tmp_path / "log", tmp_path / "tasks", grace_s=600.0)
+    until(lambda: not run_.poll() and "ready" in (tmp_path / "log").read_text())
+    run_.stop()
+    until(run_.poll)
+    assert run_.exit_codes == [7]
 
 
 def test_ranks_know_their_place_and_nothing_of_a_launcher(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
 LOG, TASKS = "train.log", "tasks"
 GRACE_S = 60.0
 """From a polite signal to force, unless a run is given another."""
+_ASK_AGAIN_S = 5.0  # srun forgets a signal that comes before its tasks have started
 _PEERS_S = 20.0  # ranks end by themselves when one is lost, and say who it was
 _FIRST_PORT, _PORTS, _USER_PORTS = 3442, 1000, (1024, 65536)
 _TETHER = Path(__file__).with_name("tether.py")
@@ -84,6 +85,7 @@ class Run:
         self._own: list[int] = []
         self._failed_at: float | None = None
         self._stopped_at: float | None = None
+        self._asked_at = 0.0
         self._force = 0
         self._helpers: list[subprocess.Popen[bytes]] = []
 
@@ -103,13 +105,19 @@ class Run:
             self._force_now(now)
         if self._stopped_at is not None and now > self._stopped_at + (self._force + 1) * self._grace_s:
             self._by_force()
+        elif self._stopped_at is not None and not self._force and now > self._asked_at + _ASK_AGAIN_S:
+            self._ask()
         return False
 
     def stop(self) -> None:
         """Ask it to end; from then on `poll` ends it by force when it does not. Harmless when called twice."""
         if self._stopped_at is None and self.exit_codes is None:
             self._stopped_at = time.monotonic()
-            self._signal(signal.SIGTERM)
+            self._ask()
+
+    def _ask(self) -> None:
+        self._asked_at = time.monotonic()
+        self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """End it at once. Waits for its processes, which cannot refuse."""
