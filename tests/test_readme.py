@@ -23,7 +23,7 @@ def test_library_example(tmp_path):
     logs = ["--log-dir", str(tmp_path / "logs"), "--redirects", "3"]  # a file per rank: their lines would mix
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *logs, str(script)]
     result = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
-                            capture_output=True, text=True, timeout=120, check=False)
+                            capture_output=True, text=True, timeout=400, check=False)
     assert result.returncode == 0, result.stderr
     first, last = (
         [line for line in file.read_text().splitlines() if re.match(r"[01] [0-9.]+ \[", line)]

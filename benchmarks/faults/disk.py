@@ -8,12 +8,13 @@ import contextlib
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.faults import history
-from benchmarks.faults.job import MOCK, TINY, Job, run_job
+from benchmarks.faults.job import FAULTY, MOCK, TINY, Job, Overdue, run_job
 
 SAVE_INTERVAL, ITERATIONS = 5, 40
 
@@ -95,16 +96,22 @@ def full(
 def read_only(
     folder: Path, ranks: int, size: int, reference: dict[int, history.Step], flags: tuple[str, ...], name: str
 ) -> Disk:
-    """The folder cannot be written any more from some step after the second save on."""
+    """The folder cannot be written any more from the third save on, for which the ranks wait until it is so."""
     faults: list[str] = []
-    metrics = folder / "metrics"
+    metrics, go = folder / "metrics", folder / "go"
     with tmpfs(folder / "disk", 50 * size) as disk:
-        with Job(ranks, arguments(disk, metrics, *flags), folder / "logs") as job:
+        env = {
+            "FAULT_FOLDER": str(disk), "FAULT_LOG": str(folder / "moments.txt"), "FAULT_GO": str(go),
+            "FAULT_HOLD": f"iter_{3 * SAVE_INTERVAL:07d}",
+        }  # fmt: skip
+        with Job(ranks, arguments(disk, metrics, *flags), folder / "logs", env, FAULTY) as job:
             job.wait_for(rf"successfully saved checkpoint at iteration +{2 * SAVE_INTERVAL} ")
-            # A file that is being written keeps the file system from becoming read-only; the next save is soon over.
-            for _ in range(200):
-                if subprocess.run(["mount", "-o", "remount,ro", str(disk)], capture_output=True).returncode == 0:
-                    break
+            # A file that is being written keeps the file system from becoming read-only; that of the tracker may be.
+            end = time.monotonic() + 30
+            while subprocess.run(["mount", "-o", "remount,ro", str(disk)], capture_output=True).returncode:
+                if time.monotonic() > end:
+                    raise Overdue(f"{disk} does not become read-only:\n{job.tail()}")
+            go.touch()
             job.wait()
         faults += after_failed_saves(job, "Read-only file system", disk, metrics)
         last = int(history.newest(disk).name.removeprefix("iter_"))

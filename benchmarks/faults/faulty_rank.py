@@ -6,6 +6,8 @@ Between two such moments nothing changes on disk but the content of open files, 
 at which a kill can matter. Only files in FAULT_FOLDER count; FAULT_EVENT=os.rename counts renames alone. FAULT_LOG.R
 gets a line for each moment of rank R, the last one is where the kill came. Ranks other than FAULT_RANK only count, and
 so do all without FAULT_MOMENT.
+
+FAULT_HOLD=iter_0000015: every rank waits before it touches a file of that name, until the file FAULT_GO is there.
 """
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ import os
 import runpy
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,17 @@ def arm(folder: str, moment: int, events: tuple[str, ...], log: int) -> None:
     sys.addaudithook(hook)
 
 
+def hold(name: str, go: str) -> None:
+    """Wait for the file `go` before files with `name` in their path are touched."""
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in EVENTS and isinstance(arguments[0], str | os.PathLike) and name in os.fspath(arguments[0]):
+            while not os.path.exists(go):
+                time.sleep(0.01)
+
+    sys.addaudithook(hook)
+
+
 if __name__ == "__main__":
     root = Path(__file__).resolve().parents[2]
     sys.path.insert(0, str(root))
@@ -46,4 +60,6 @@ if __name__ == "__main__":
     only = os.environ.get("FAULT_EVENT")
     handle = os.open(f"{os.environ['FAULT_LOG']}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     arm(os.path.abspath(os.environ["FAULT_FOLDER"]), moment, (only,) if only else EVENTS, handle)
+    if "FAULT_HOLD" in os.environ:
+        hold(os.environ["FAULT_HOLD"], os.environ["FAULT_GO"])
     runpy.run_path(str(root / "pretrain_gpt.py"), run_name="__main__")

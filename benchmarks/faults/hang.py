@@ -12,9 +12,10 @@ from signal import SIGSTOP
 from benchmarks.faults import history
 from benchmarks.faults.job import MOCK, TINY, Job, run_job
 
-SAVE_INTERVAL, ITERATIONS, TIMEOUT_S = 5, 60, 4.0
+SAVE_INTERVAL, FIRST_STEPS, TIMEOUT_S = 5, 30, 4.0
 # The time-out, as much again for the answers of the ranks, and what a loaded machine adds.
-SOON_S = 2 * TIMEOUT_S + 20.0
+SOON_S = 2 * TIMEOUT_S + 180.0
+OTHERS_LEAVE_S = 2 * SOON_S  # their --distributed-timeout-minutes: it is not what ends them
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "DP2": (2, ()),
     "PP2 zero-bubble": (2, ("--pipeline-model-parallel-size", "2", "--enable-zbh1-pipeline")),
@@ -37,16 +38,14 @@ def stop_one(folder: Path, layout: str, victim: int, chance: random.Random) -> H
     ranks, flags = LAYOUTS[layout]
     save = folder / "run"
     arguments = [
-        *TINY, *MOCK, *flags, "--train-iters", str(ITERATIONS), "--save-interval", str(SAVE_INTERVAL), "--save",
-        str(save), "--load", str(save), "--hang-timeout", str(TIMEOUT_S),
+        *TINY, *MOCK, *flags, "--train-iters", "1000000", "--lr-decay-style", "constant", "--save-interval",
+        str(SAVE_INTERVAL), "--save", str(save), "--load", str(save),
     ]  # fmt: skip
+    watched = ["--hang-timeout", str(TIMEOUT_S), "--distributed-timeout-minutes", str(OTHERS_LEAVE_S / 60)]
     faults: list[str] = []
-    whole = folder / "whole"
-    reference = run_job(ranks, [a if a != str(save) else str(whole) for a in arguments], folder / "logs_whole")
-    if any(process.returncode for process in reference.processes):
-        raise RuntimeError(f"the undisturbed run failed:\n{reference.outputs()}")
-    with Job(ranks, arguments, folder / "logs") as job:
-        job.wait_for(rf"(?m)^ iteration +{chance.randint(SAVE_INTERVAL + 1, ITERATIONS // 2)}/")
+    # It would train for hours, so that it is under way however late the signal comes.
+    with Job(ranks, [*arguments, *watched], folder / "logs") as job:
+        job.wait_for(rf"(?m)^ iteration +{chance.randint(SAVE_INTERVAL + 1, FIRST_STEPS)}/")
         time.sleep(chance.uniform(0, 0.02))
         job.signal(SIGSTOP, [victim])
         stopped, others = time.monotonic(), [rank for rank in range(ranks) if rank != victim]
@@ -68,10 +67,19 @@ def stop_one(folder: Path, layout: str, victim: int, chance: random.Random) -> H
         faults.append("no hang_report.txt in the folder of the run says it")
     if output.count(conclusion) > 1 and conclusion:
         faults.append("the report is printed more than once")
-    again = run_job(ranks, arguments, folder / "logs_again")
-    if any(process.returncode for process in again.processes):
+    # More steps than were lost, then the same number by a run that nobody disturbed.
+    reached = history.steps(save)[-1][0]
+    again = run_job(ranks, [*arguments, "--exit-interval", str(4 * SAVE_INTERVAL)], folder / "logs_again")
+    found, whole = history.steps(save), folder / "whole"
+    last = found[-1][0]
+    if any(process.returncode for process in again.processes) or last < reached:
         faults.append(f"could not be resumed: {again.tail()}")
-    elif history.differing(history.steps(save), dict(history.steps(whole))):
+        return Hang(f"SIGSTOP on rank {victim} of {layout}", conclusion.strip(), seconds, tuple(faults))
+    undisturbed = [a if a != str(save) else str(whole) for a in arguments]
+    reference = run_job(ranks, [*undisturbed, "--exit-interval", str(last)], folder / "logs_whole")
+    if any(process.returncode for process in reference.processes):
+        raise RuntimeError(f"the undisturbed run failed:\n{reference.outputs()}")
+    if history.differing(found, dict(history.steps(whole))):
         faults.append("losses are not those of the undisturbed run")
     return Hang(f"SIGSTOP on rank {victim} of {layout}", conclusion.strip(), seconds, tuple(faults))
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 ROOT = Path(__file__).resolve().parents[2]
+FAULTY = ROOT / "benchmarks" / "faults" / "faulty_rank.py"
 POLL_S = 0.002
 _LAUNCHERS = ("SLURM_", "OMPI_", "PMI", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
 
@@ -48,7 +50,7 @@ class Job:
         script: str | Path = "pretrain_gpt.py",
     ) -> None:
         logs.mkdir(parents=True, exist_ok=True)
-        port = str(free_port())
+        port = str(free_ports(1))
         base = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
         self.logs = [logs / f"rank_{rank}.log" for rank in range(n)]
         self.started = time.monotonic()
@@ -92,7 +94,7 @@ class Job:
         """The ranks that have not ended."""
         return [rank for rank, process in enumerate(self.processes) if process.poll() is None]
 
-    def wait_for(self, pattern: str, rank: int = 0, timeout_s: float = 200.0) -> bool:
+    def wait_for(self, pattern: str, rank: int = 0, timeout_s: float = 400.0) -> bool:
         """Wait until a rank's output matches; False when the job has ended without. Raises Overdue."""
         end, wanted = time.monotonic() + timeout_s, re.compile(pattern)
         while True:
@@ -114,7 +116,7 @@ class Job:
         """SIGKILL these ranks, or all."""
         self.signal(signal.SIGKILL, ranks)
 
-    def wait(self, timeout_s: float = 300.0) -> list[int]:
+    def wait(self, timeout_s: float = 400.0) -> list[int]:
         """The exit codes of all ranks, negative for a signal. Raises Overdue, after which nothing runs any more."""
         end = time.monotonic() + timeout_s
         for rank, process in enumerate(self.processes):
@@ -132,7 +134,7 @@ class Job:
 
 
 def run_job(
-    n: int, arguments: Sequence[str], logs: Path, env: Mapping[str, str] | None = None, timeout_s: float = 300.0
+    n: int, arguments: Sequence[str], logs: Path, env: Mapping[str, str] | None = None, timeout_s: float = 400.0
 ) -> Job:
     """A job from start to end. Raises Overdue."""
     with Job(n, arguments, logs, env) as job:
@@ -140,8 +142,25 @@ def run_job(
     return job
 
 
-def free_port() -> int:
-    """A port of this machine that nobody listens at."""
+_tried = itertools.count(12000 + os.getpid() * 61 % 16000)  # processes that begin together begin far apart
+
+
+def free_ports(count: int) -> int:
+    """The first of `count` ports in a row that nobody listens at, none of which this process was told before. Below the
+    range of outgoing connections, from which one of them could be taken before its daemon listens."""
+    free: list[int] = []
+    while len(free) < count:
+        port = 12000 + (next(_tried) - 12000) % 20000
+        if free and port != free[-1] + 1:
+            free = []
+        free = [*free, port] if _is_free(port) else []
+    return free[0]
+
+
+def _is_free(port: int) -> bool:
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+        try:
+            listener.bind(("", port))
+        except OSError:
+            return False
+    return True

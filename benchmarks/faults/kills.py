@@ -21,13 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.faults import history
-from benchmarks.faults.job import MOCK, POLL_S, ROOT, TINY, Job, run_job
+from benchmarks.faults.job import FAULTY, MOCK, POLL_S, TINY, Job, run_job
 
-FAULTY = ROOT / "benchmarks" / "faults" / "faulty_rank.py"
 SAVE_INTERVAL = 5
 KINDS = ("step", "time", "file", "rename")
-OVERDUE_S = 90.0
-OTHERS_LEAVE_S = 20.0  # the others' --distributed-timeout-minutes: after it they miss a rank that never came
+OVERDUE_S = 400.0
+OTHERS_LEAVE_S = 20.0  # the others' --distributed-timeout-minutes, at least: after it they miss a rank that never came
 
 
 _STEP = re.compile(r"(?m)^ iteration +(\d+)/")
@@ -118,11 +117,12 @@ class _Running:
         self.files: list[int] = []  # operations on files in an interval, by rank
         self.renames: list[int] = []
         self.start_s = 0.0  # from the start to the first step
+        self.leave_s = 600.0  # before it is known how long a start takes here
 
     def arguments(self, save: Path) -> list[str]:
         return [
             *TINY, *MOCK, *self.chain.flags, "--train-iters", str(self.last), "--save-interval", str(SAVE_INTERVAL),
-            "--save", str(save), "--load", str(save), "--distributed-timeout-minutes", str(OTHERS_LEAVE_S / 60),
+            "--save", str(save), "--load", str(save), "--distributed-timeout-minutes", str(self.leave_s / 60),
         ]  # fmt: skip
 
     def run(self) -> Outcome:
@@ -132,8 +132,9 @@ class _Running:
         with Job(self.chain.ranks, self.arguments(whole), self.folder / "logs_whole", env, FAULTY) as job:
             job.wait_for(_STEP.pattern)
             self.start_s = time.monotonic() - job.started
-            if any(job.wait(300)):
+            if any(job.wait()):
                 raise RuntimeError(f"the undisturbed run failed:\n{job.outputs()}")
+        self.leave_s = max(OTHERS_LEAVE_S, 3 * self.start_s)
         saves = self.last // SAVE_INTERVAL
         for rank in range(self.chain.ranks):
             events = self._moments(listing, rank)
@@ -142,7 +143,7 @@ class _Running:
         reference = dict(history.steps(whole))
         for number in range(self.kills):
             self.one(number)
-        job = run_job(self.chain.ranks, self.arguments(self.save), self.folder / "logs_last", timeout_s=300)
+        job = run_job(self.chain.ranks, self.arguments(self.save), self.folder / "logs_last")
         self._settle(job.outputs())
         if any(process.returncode for process in job.processes):
             self.outcome.faults.append(f"the last start failed: {job.tail()}")
@@ -223,7 +224,7 @@ class _Running:
 
     def _leave(self, job: Job, victim: int) -> list[str]:
         """Wait for the others; what is wrong with how they ended."""
-        codes = job.wait(OTHERS_LEAVE_S + 100)
+        codes = job.wait(self.leave_s + 400)
         others = [code for rank, code in enumerate(codes) if rank != victim and code != -signal.SIGKILL]
         # 0: training was done before the kill; 2: a lost peer; 75: the hang detector's.
         return [f"another rank ended with exit code {code}" for code in others if code not in (0, 2, 75)]

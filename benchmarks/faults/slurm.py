@@ -27,8 +27,9 @@ class Scheduled:
     faults: tuple[str, ...]
 
 
-def submit(testbed: Testbed, folder: Path, arguments: Sequence[str], *flags: str) -> str:
-    """A job of one task on each of two nodes; its output goes to FOLDER/job.log. Returns the job's number."""
+def submit(testbed: Testbed, folder: Path, arguments: Sequence[str], *flags: str, again: str = "") -> str:
+    """A job of one task on each of two nodes; its output goes to FOLDER/job.log. Returns the job's number.
+    `again`: more arguments when it comes out of the queue again."""
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / "job.sh"
     command = " ".join(f"'{word}'" for word in [sys.executable, "pretrain_gpt.py", *arguments])
@@ -37,7 +38,7 @@ def submit(testbed: Testbed, folder: Path, arguments: Sequence[str], *flags: str
         f"cd {ROOT}\n"
         f"export OMP_NUM_THREADS=1 COLUMNS=100\n"
         "echo start ${SLURM_RESTART_COUNT:-0}\n"
-        f"srun --kill-on-bad-exit=1 {command}\n"
+        f"srun --kill-on-bad-exit=1 {command} ${{SLURM_RESTART_COUNT:+{again}}}\n"
         'code=$?; echo "end with code $code"; exit $code\n'
     )
     return testbed.sbatch(
@@ -53,11 +54,13 @@ def training(save: Path, iterations: int) -> list[str]:
     ]  # fmt: skip
 
 
-def lose_a_node(testbed: Testbed, folder: Path, iterations: int = 400) -> Scheduled:
-    """A node dies in the middle; Slurm puts the job back into the queue, and it goes on."""
-    save, log = folder / "run", folder / "job.log"
-    job = submit(testbed, folder, training(save, iterations), "--requeue", "--time=10")
-    testbed.wait_for_log(log, rf"(?m)^ iteration +{iterations // 4}\d*/")
+def lose_a_node(testbed: Testbed, folder: Path) -> Scheduled:
+    """A node dies in the middle of a training of hours; Slurm puts the job back into the queue, it goes on, and ends
+    after more steps than it lost."""
+    save, log, iterations = folder / "run", folder / "job.log", 1_000_000
+    again = f"--exit-interval {5 * SAVE_INTERVAL}"
+    job = submit(testbed, folder, training(save, iterations), "--requeue", "--time=60", again=again)
+    testbed.wait_for_log(log, rf"(?m)^ iteration +{3 * SAVE_INTERVAL}/")
     testbed.control("lose-node", "node02")
     testbed.control("add-node", "node02")
     testbed.control("hurry", job)
@@ -81,7 +84,7 @@ def judge(folder: Path, save: Path, iterations: int, faults: list[str]) -> tuple
     if max(lost, default=0) > SAVE_INTERVAL:
         faults.append(f"lost {lost} steps with a save every {SAVE_INTERVAL}")
     whole, last = folder / "whole", found[-1][0]
-    job = run_job(2, [*training(whole, iterations), "--exit-interval", str(last)], folder / "logs_whole", timeout_s=300)
+    job = run_job(2, [*training(whole, iterations), "--exit-interval", str(last)], folder / "logs_whole")
     if any(process.returncode for process in job.processes):
         raise RuntimeError(f"the undisturbed run failed:\n{job.outputs()}")
     different = history.differing(found, dict(history.steps(whole)))
@@ -102,7 +105,7 @@ def near_the_limit(
     """
     save, log, iterations = folder / "run", folder / "job.log", 1_000_000
     arguments = [*training(save, iterations), "--requeue", *([] if clock else ["--walltime", "none"])]
-    job = submit(testbed, folder, arguments, f"--time={10 if at_once else 1}", "--requeue", *flags)
+    job = submit(testbed, folder, arguments, f"--time={60 if at_once else 1}", "--requeue", *flags)
     faults: list[str] = []
     testbed.wait_for_log(log, r"(?m)^ iteration +\d+/")
     if at_once:

@@ -4,7 +4,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -12,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from benchmarks.faults.job import ROOT, Overdue
+from benchmarks.faults.job import ROOT, Overdue, free_ports
 
 SCRIPT = ROOT / "tests" / "helpers" / "slurm_testbed.sh"
 ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "CANCELLED", "OUT_OF_MEMORY", "BOOT_FAIL")
@@ -23,24 +22,6 @@ def missing() -> str:
     """What is missing for the testbed; empty where it runs."""
     done = subprocess.run(["bash", str(SCRIPT), "missing"], capture_output=True, text=True)
     return ", ".join(done.stdout.split("\n")).strip(", ") or done.stderr.strip()
-
-
-def free_ports(count: int) -> int:
-    """The first of `count` ports in a row that nobody listens at. Below the range of outgoing connections, from which
-    one of them could be taken before its daemon listens."""
-    first = 12000 + os.getpid() % 16000
-    while not all(_is_free(port) for port in range(first, first + count)):
-        first = first + count if first + 2 * count < 32000 else 12000
-    return first
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as listener:
-        try:
-            listener.bind(("", port))
-        except OSError:
-            return False
-    return True
 
 
 class Testbed:
@@ -90,12 +71,12 @@ class Testbed:
         """A command of slurm_testbed.sh."""
         # Its daemons would keep a pipe open.
         with open(self._log, "ab") as log:
-            subprocess.run(["bash", str(SCRIPT), *words], env=self.env, check=True, stdout=log, stderr=log, timeout=400)
+            subprocess.run(["bash", str(SCRIPT), *words], env=self.env, check=True, stdout=log, stderr=log, timeout=900)
 
     def ask(self, *command: str, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> str:
         """One of Slurm's own commands: what it prints. Raises RuntimeError with what it complains about."""
         done = subprocess.run(
-            command, env={**self.env, **(env or {})}, cwd=cwd, capture_output=True, text=True, timeout=180
+            command, env={**self.env, **(env or {})}, cwd=cwd, capture_output=True, text=True, timeout=300
         )
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
@@ -113,7 +94,7 @@ class Testbed:
         """PENDING, RUNNING, COMPLETED, ... as Slurm tells it."""
         return self.show(job).get("JobState", "")
 
-    def wait_for_log(self, log: Path, pattern: str, timeout_s: float = 300.0, job: str = "") -> None:
+    def wait_for_log(self, log: Path, pattern: str, timeout_s: float = 900.0, job: str = "") -> None:
         """Until the job has said this. Raises Overdue; at once where the job's number is given and it has ended."""
         end, ended, asked = time.monotonic() + timeout_s, False, 0.0
         while not (log.exists() and re.search(pattern, log.read_text(errors="replace"))):
@@ -126,7 +107,7 @@ class Testbed:
             if job and now > asked + 1:  # before the next look at the log, so that no last line is missed
                 ended, asked = self.state(job) in ENDED, now
 
-    def wait_for_state(self, job: str, *states: str, timeout_s: float = 400.0, log: Path | None = None) -> str:
+    def wait_for_state(self, job: str, *states: str, timeout_s: float = 900.0, log: Path | None = None) -> str:
         """Until the job is in one of these states. Raises Overdue, with the end of the log where it is given."""
         end = time.monotonic() + timeout_s
         while (state := self.state(job)) not in states:

@@ -79,7 +79,7 @@ def one_late(rank: int) -> tuple[float, float, float]:
 
 
 def test_a_message_begins_when_its_last_rank_has_posted_it() -> None:
-    early, late = run_processes(2, one_late)
+    early, late = sorted(run_processes(2, one_late))  # on a busy machine it may be rank 0 that posts late
     assert early[1] == late[1] == late[0]
     assert early[0] < late[0]
     assert min(early[2], late[2]) >= late[0] + LATENCY_S

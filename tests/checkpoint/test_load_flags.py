@@ -109,7 +109,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ended(root: Path) -> dict[str, Ended]:
-    (found,) = run_processes(1, all_runs, str(root), timeout_s=240)
+    (found,) = run_processes(1, all_runs, str(root), timeout_s=450)
     return found
 
 

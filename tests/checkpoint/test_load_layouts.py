@@ -150,7 +150,7 @@ def read(root: str, name: str, fields: Mapping[str, Any], world_size: int) -> di
 
 
 def on_four(rank: int, root: str) -> dict[str, Any]:
-    join(timeout_s=30)
+    join()
     out: dict[str, Any] = {name: write(root, name) for name in WRITTEN}
     for name, targets in LOADED.items():
         for number, fields in enumerate(targets):
@@ -170,7 +170,7 @@ CASES += [(name, f"{name} -> alone {n}", f) for name in WRITTEN for n, f in enum
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """What the ranks found, by name of the case."""
     root = str(Path(tmp_path_factory.mktemp("layouts")))
-    four, one = run_processes(4, on_four, root, timeout_s=150), run_processes(1, on_one, root)
+    four, one = run_processes(4, on_four, root, timeout_s=300), run_processes(1, on_one, root)
     return {name: [r[name] for r in ranks] for ranks in (four, one) for name in ranks[0]}
 
 

@@ -87,14 +87,14 @@ def fail_at_once(rank: int, directory: str, n: int) -> str:
 
     meet(directory, rank, n)
     try:
-        load_or_build(ENTRY, ["a"], [Path(directory, "cache")], build, wait_s=100)
+        load_or_build(ENTRY, ["a"], [Path(directory, "cache")], build, wait_s=200)
     except DataError as error:
         return str(error)
     return "no error"
 
 
 def test_a_failed_build_fails_on_every_rank_with_its_reason(tmp_path: Path) -> None:
-    errors = run_processes(4, fail_at_once, str(tmp_path), 4, timeout_s=100)
+    errors = run_processes(4, fail_at_once, str(tmp_path), 4)
     builders = len(list(tmp_path.glob("built-*")))
     assert errors.count("broken data") == builders
     waited = [error for error in errors if error != "broken data"]
@@ -262,7 +262,7 @@ def as_nobody(fn: Callable[[], object]) -> int:
 
 def expect_error(match: str, directories: list[Path], build: Callable[[], Arrays]) -> None:
     with pytest.raises(DataError, match=match):
-        load_or_build(ENTRY, ["a", "b"], directories, build, wait_s=100)
+        load_or_build(ENTRY, ["a", "b"], directories, build, wait_s=200)
 
 
 @pytest.fixture
@@ -308,7 +308,7 @@ def fill_at_once(rank: int, directory: str, n: int) -> str:
 
     meet(directory, rank, n)
     try:
-        load_or_build(ENTRY, ["a", "b"], [Path(directory, "disk")], build, wait_s=100)
+        load_or_build(ENTRY, ["a", "b"], [Path(directory, "disk")], build, wait_s=200)
     except DataError as error:
         return str(error)
     return "no error"
@@ -431,7 +431,7 @@ def build_or_die(rank: int, directory: str, n: int, deaths: dict[int, int]) -> b
     meet(directory, rank, n)
     if rank in deaths:
         signal_at(deaths[rank], Path(directory, "cache"))
-    return same(load_or_build(ENTRY, ["a", "b"], [Path(directory, "cache")], build, stale_s=2, wait_s=100), LARGE)
+    return same(load_or_build(ENTRY, ["a", "b"], [Path(directory, "cache")], build, stale_s=2, wait_s=200), LARGE)
 
 
 def round_of_kills(folder: Path, chance: random.Random, killed: int) -> int:

@@ -341,7 +341,7 @@ def test_kill_at_random_moments(tmp_path: Path) -> None:
     """Writing one prefix again and again, killed 25 times: there is a whole data set or none, never a mixture, and the
     parts of the killed do not pile up."""
     done = subprocess.run(
-        [sys.executable, "-c", KILLS, str(tmp_path / "a"), "25"], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", KILLS, str(tmp_path / "a"), "25"], cwd=ROOT, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stderr
     assert "whole" in done.stdout

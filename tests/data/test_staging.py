@@ -246,7 +246,7 @@ def stage_in_process(rank: int, folder: str, prefixes: list[str], target: str) -
     while len(list(Path(folder).glob("here-*"))) < 8:
         time.sleep(0.001)
     lines: list[str] = []
-    return stage(prefixes, target, say=lines.append, wait_s=100, reserve_bytes=0), lines
+    return stage(prefixes, target, say=lines.append, wait_s=200, reserve_bytes=0), lines
 
 
 def test_one_of_eight_copies(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_one_process_without_launcher(tmp_path: Path) -> None:
     env |= {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     root = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=env, cwd=root, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", PROGRAM], env=env, cwd=root, capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

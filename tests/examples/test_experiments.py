@@ -369,7 +369,7 @@ def script(name: str, *arguments: str, **environ: str) -> subprocess.CompletedPr
     variables = {**kept, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", **environ}
     return subprocess.run(
         ["bash", f"examples/frontier/{name}", *arguments], cwd=ROOT, env=variables, capture_output=True, text=True,
-        timeout=240, check=False,
+        timeout=400, check=False,
     )  # fmt: skip
 
 
@@ -412,6 +412,7 @@ def test_submission_asks_for_what_the_points_need(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_small_experiment_runs_for_real_and_is_reported(tmp_path: Path) -> None:
     """Two points on one and two processes, a third that fails, then the same command again, then the report."""
     small = {
@@ -427,7 +428,7 @@ def test_a_small_experiment_runs_for_real_and_is_reported(tmp_path: Path) -> Non
     assert again.stdout.count("done already") == 2, again.stdout
     report = subprocess.run(
         [sys.executable, "tools/report_scaling.py", str(root), "--out", str(root / "report"), "--strict"],
-        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert report.returncode == 0, report.stdout + report.stderr
     with open(root / "report/report.csv", newline="") as file:

@@ -30,7 +30,7 @@ def sourced(script: Path, **variables: str) -> tuple[subprocess.CompletedProcess
     """A script sourced by a strict shell, and what it changed in the environment."""
     before = {"PATH": os.environ["PATH"], "USER": "ada", **variables}
     command = ["bash", "-euc", 'source "$0"; printf "\\1"; env -0', str(script)]
-    done = subprocess.run(command, env=before, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, env=before, capture_output=True, text=True, timeout=120, check=False)
     _, _, listed = done.stdout.partition("\1")
     after = dict(entry.split("=", 1) for entry in listed.split("\0") if "=" in entry)
     ignored = {*before, "PWD", "SHLVL", "_"}
@@ -122,7 +122,7 @@ def test_site_sourced_again_after_an_edit(tmp_path):
         f'echo "${{SBATCH_ACCOUNT:-}} ${{SITE_RUNS:-}} ${{SITE_DATA:-}} ${{SITE_VOCAB:-}}"; ' for number in range(3)
     )  # fmt: skip
     done = subprocess.run(
-        ["bash", "-uc", f"{steps} SITE_DATA=/mine; source {site}; echo $SITE_DATA"], text=True, timeout=30, check=True,
+        ["bash", "-uc", f"{steps} SITE_DATA=/mine; source {site}; echo $SITE_DATA"], text=True, timeout=120, check=True,
         capture_output=True, env={"PATH": os.environ["PATH"], "USER": "ada", "MEMBERWORK": "/w", "SITE_VOCAB": "/v"},
     )  # fmt: skip
     said = done.stdout.splitlines()

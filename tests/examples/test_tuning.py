@@ -104,7 +104,7 @@ def guards(ended: Ended) -> list[list[str]]:
 def test_a_task_on_another_node_looks_after_the_script(tmp_path: Path) -> None:
     """It asks, time and again, whether the script's node is still in the job; only then it does something."""
     assert "#SBATCH --no-kill" in TUNE.read_text().splitlines()
-    waits = 'for _ in {1..200}; do grep -q guard "$STUB_CALLS" && break; sleep 0.05; done'
+    waits = 'for _ in {1..2000}; do grep -q guard "$STUB_CALLS" && break; sleep 0.05; done'
     for requeue, does in (("1", ["scontrol", "requeue"]), ("0", ["scancel"])):
         ended = tune(tmp_path, nodes="a1,a2", REQUEUE=requeue, STUB_python=waits, STUB_srun="exec sleep 20")
         (words,) = guards(ended)
@@ -121,14 +121,18 @@ def test_a_task_on_another_node_looks_after_the_script(tmp_path: Path) -> None:
         )
         done = subprocess.run(
             ["bash", "-c", program, "guard", "a1", "echo", "acts"], env={**os.environ, "SLURM_JOB_ID": "7"},
-            capture_output=True, text=True, timeout=20,
+            capture_output=True, text=True, timeout=120,
         )  # fmt: skip
         assert done.stdout.split("\n")[:-1] == (["acts 7"] * 2 if acts else []), (answer, done.stderr)
 
 
 @pytest.mark.parametrize(("state", "said"), [("RUNNING None", True), ("COMPLETING None", False)])
 def test_a_guard_that_can_start_nowhere_is_told(tmp_path: Path, state: str, said: bool) -> None:
-    waits = "for _ in {1..200}; do grep -q -a -e %T \"$STUB_CALLS\" && break; sleep 0.05; done; sleep 0.5"
+    # Until the guard has ended: the shell of the script has no other child then than that which started this program.
+    waits = (
+        "while read -r name shell; do [[ $name != PPid: ]] || break; done </proc/$PPID/status; for _ in {1..2000}; do "
+        "read -ra children </proc/$shell/task/$shell/children; ((${#children[@]} > 1)) || break; sleep 0.05; done"
+    )
     ended = tune(tmp_path, nodes="a1,a2,a3", STUB_python=waits, STUB_srun="exit 1", STUB_squeue=f"echo {state}")
     assert len(guards(ended)) == 2 and ("no other node runs the guard: should a1 die" in ended.log) is said, ended.log
 
@@ -143,7 +147,7 @@ def test_a_guard_that_slurm_refuses_ends_the_job(tmp_path: Path) -> None:
         )
         done = subprocess.run(
             ["bash", "-c", program, "guard", "a1", "scontrol", "requeue"], env={**os.environ, "SLURM_JOB_ID": "7"},
-            capture_output=True, text=True, timeout=60,
+            capture_output=True, text=True, timeout=120,
         )  # fmt: skip
         assert done.stdout.split("\n")[:-1] == ends, done.stderr
 
@@ -167,7 +171,7 @@ def test_a_node_that_dies_before_the_first_trial_sends_the_job_back(tmp_path: Pa
 def on_a_login_node(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SITE_", "MEGATRON_", "OUT"))}
     return subprocess.run(
-        ["bash", str(TUNE), *arguments], env={**kept, **variables}, capture_output=True, text=True, timeout=60,
+        ["bash", str(TUNE), *arguments], env={**kept, **variables}, capture_output=True, text=True, timeout=120,
         check=False,
     )  # fmt: skip
 

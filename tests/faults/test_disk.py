@@ -12,7 +12,7 @@ REASON = disk.missing()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3000)
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 def test_a_disk_that_fails_costs_no_training(tmp_path: Path) -> None:
     whole = tmp_path / "whole"

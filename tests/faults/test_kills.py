@@ -10,7 +10,7 @@ from benchmarks.faults import kills
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(7200)
 def test_a_run_that_is_killed_again_and_again_trains_as_if_it_were_not(tmp_path: Path) -> None:
     chain = kills.Chain("DP2", 2, ("--async-save", "--keep-last", "2"))
     outcome = kills.run_chain(chain, len(kills.KINDS), tmp_path / "chain", random.Random(1))

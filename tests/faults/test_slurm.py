@@ -17,7 +17,7 @@ pytestmark = [
 ]  # fmt: skip
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("fault", [slurm.lose_a_node, slurm.usr1_at_once])
 def test_a_job_goes_on_after(fault: Callable[..., slurm.Scheduled], tmp_path: Path) -> None:
     with Testbed() as testbed:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.parallel.topology import DEFAULT_ORDER, Topology
 
 
-def join(tensor: int = 1, pipeline: int = 1, timeout_s: float = 60, order: str = DEFAULT_ORDER) -> Topology:
+def join(tensor: int = 1, pipeline: int = 1, timeout_s: float = 120, order: str = DEFAULT_ORDER) -> Topology:
     """Initialise gloo from the environment that run_processes set, and the topology over it."""
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=timeout_s)

@@ -29,7 +29,7 @@ class Outcome(NamedTuple):
 
 
 def launch(
-    n: int, arguments: Sequence[str], timeout_s: float = 120, env: Mapping[str, str] | None = None,
+    n: int, arguments: Sequence[str], timeout_s: float = 240, env: Mapping[str, str] | None = None,
     absent: Sequence[int] = (), script: str = "pretrain_gpt.py",
 ) -> list[Outcome | None]:
     """Start the ranks of a world of n (without those in `absent`); None for an absent rank.

@@ -20,7 +20,7 @@ def accepted(script: Path, folder: Path) -> list[dict[str, Any]]:
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, str(ROOT / "tools" / "preflight.py"), "check", "--json", str(script), "--mock-data"],
-        capture_output=True, text=True, cwd=folder, env=environ, timeout=120,
+        capture_output=True, text=True, cwd=folder, env=environ, timeout=300,
     )  # fmt: skip
     report = json.loads(done.stdout or "{}")
     assert report, done.stderr

@@ -5,8 +5,10 @@ starts in a fraction of a second.
 """
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import secrets
 import socket
 import time
 import traceback
@@ -17,21 +19,29 @@ from typing import Any
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.helpers.preload"])
 
+LIMIT_S = 240.0  # only what hangs takes so long, on any machine
+
 
 class ProcessFailed(AssertionError):
     """A process raised, died or did not end in time; the message holds the tracebacks of all that failed."""
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """None of those that the system gives to whoever asks for any: another process would get it before it is used."""
+    while True:
+        port = 10000 + secrets.randbelow(20000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("", port))
+            return port
 
 
 def _body(
     results: Connection, rank: int, env: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     os.environ.update(env)
+    results.send(None)  # fn and its module are there
+    with contextlib.suppress(EOFError):
+        results.recv()  # those of all others too: time limits of the test do not count how long imports take
     try:
         outcome = (True, fn(rank, *args))
     except BaseException as error:
@@ -49,13 +59,23 @@ def _outcome(process: Any, pipe: Connection) -> tuple[bool, Any] | None:
             return outcome
         if not ended:
             return None
-    except EOFError:
-        process.join(timeout=1)
+    except (EOFError, ConnectionError):
+        process.join(timeout=60)  # it has closed its end, and ends
     return False, f"ended with exit code {process.exitcode} and no result"
 
 
+def _begin_together(pipes: list[Connection], deadline: float) -> None:
+    for pipe in pipes:
+        with contextlib.suppress(EOFError, ConnectionError):  # that it has ended is noticed later
+            if pipe.poll(max(deadline - time.monotonic(), 0.0)):
+                pipe.recv()
+    for pipe in pipes:
+        with contextlib.suppress(ConnectionError):
+            pipe.send(None)
+
+
 def run_processes(
-    n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120, env: dict[str, str] | None = None
+    n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = LIMIT_S, env: dict[str, str] | None = None
 ) -> list[Any]:
     """Call `fn(rank, *args)` in n processes; the results in rank order.
 
@@ -70,7 +90,7 @@ def run_processes(
 
 
 def run_processes_raw(
-    n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 120, env: dict[str, str] | None = None
+    n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = LIMIT_S, env: dict[str, str] | None = None
 ) -> list[tuple[bool, Any]]:
     """Like run_processes, but returns (succeeded, result or error text) for each rank instead of raising."""
     port = str(free_port())
@@ -87,14 +107,15 @@ def run_processes_raw(
             **(env or {}),
         }
         # A pipe for each: a process killed while it writes to one that all share would keep the others waiting.
-        receive, send = _context.Pipe(duplex=False)
-        process = _context.Process(target=_body, args=(send, rank, variables, fn, args), daemon=True)
+        ours, theirs = _context.Pipe()
+        process = _context.Process(target=_body, args=(theirs, rank, variables, fn, args), daemon=True)
         process.start()
-        send.close()
+        theirs.close()
         processes.append(process)
-        pipes.append(receive)
+        pipes.append(ours)
     outcomes: list[tuple[bool, Any]] = [(False, f"no result within {timeout_s} s")] * n
     missing, deadline = set(range(n)), time.monotonic() + timeout_s
+    _begin_together(pipes, deadline)
     while missing and (left := deadline - time.monotonic()) > 0:
         wait([waited for rank in missing for waited in (pipes[rank], processes[rank].sentinel)], timeout=left)
         for rank in sorted(missing):

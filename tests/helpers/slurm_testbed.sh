@@ -113,11 +113,11 @@ slurm_conf() {
     echo "GresTypes=gpu"
     echo "SchedulerType=sched/backfill"
     echo "SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1"
-    # A node is lost when lose-node says so, not when this machine is busy. SIGKILL follows SIGTERM after 20 s. The time
+    # A node is lost when lose-node says so, not when this machine is busy. SIGKILL follows SIGTERM after 60 s. The time
     # limit itself is exact.
     echo "SlurmdTimeout=300"
     echo "MessageTimeout=60"
-    echo "KillWait=20"
+    echo "KillWait=60"
     echo "OverTimeLimit=0"
     echo "MinJobAge=3600"
     echo "ReturnToService=2"
@@ -235,9 +235,18 @@ power_on() {
     echo $! >"$DIR/run/$1.pid"
 }
 
+# power_off NAME: its first process in $first, which is gone once all others of the node are.
 power_off() {
     runs "$DIR/run/$1.pid" || fail "$1 does not run"
+    first=$(pgrep -P "$(<"$DIR/run/$1.pid")") || first=
     kill -KILL "$(<"$DIR/run/$1.pid")"
+}
+
+is_off() {  # is_off NAME FIRST
+    local state
+    ! runs "$DIR/run/$1.pid" || return 1
+    [[ -n $2 ]] && state=$(ps -o stat= -p "$2") || return 0
+    [[ $state == Z* ]]
 }
 
 in_service() {  # in_service NAME: it has registered; one that was set down has to be resumed by hand
@@ -265,11 +274,11 @@ start() {
     configure
     munged --force --socket="$DIR/munge/socket" --key-file="$DIR/etc/munge.key" --pid-file="$DIR/run/munged.pid" \
         --log-file="$DIR/log/munged.log" --seed-file="$DIR/munge/seed"
-    until_true 60 munged munge --socket="$DIR/munge/socket" --no-input
+    until_true 120 munged munge --socket="$DIR/munge/socket" --no-input
     slurmctld -f "$SLURM_CONF" -c
-    until_true 120 slurmctld scontrol ping
+    until_true 300 slurmctld scontrol ping
     for name in $(names); do power_on "$name"; done
-    until_true 120 "idle nodes" all_idle
+    until_true 300 "idle nodes" all_idle
 }
 
 stop() {
@@ -298,13 +307,14 @@ case ${1:-} in
     lose-node)
         power_off "${2:?name of a node}"
         scontrol update NodeName="$2" State=DOWN Reason="lost by the testbed"
+        until_true 300 "the end of $2" is_off "$2" "$first"  # until then it has its port
         ;;
     add-node)
         power_on "${2:?name of a node}"
-        until_true 120 "$2" in_service "$2"
+        until_true 600 "$2" in_service "$2"
         ;;
     hurry)
-        until_true 180 "job ${2:?number of a job} to be requeued" waits "$2"
+        until_true 600 "job ${2:?number of a job} to be requeued" waits "$2"
         sleep 2  # earlier, the credential of the job's new run would count as one of the old run, which is revoked
         scontrol update JobId="$2" StartTime=now
         ;;

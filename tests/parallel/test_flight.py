@@ -171,7 +171,7 @@ def test_without_a_folder_there_is_no_file(tmp_path: Path) -> None:
 
 
 def test_a_process_is_known_by_its_start() -> None:
-    child = subprocess.Popen(["sleep", "60"])
+    child = subprocess.Popen(["sleep", "600"])
     start = process_start(child.pid)
     assert start and process_state(child.pid, start) in ("sleeping", "running")
     assert process_state(child.pid, start + 1) == GONE

@@ -332,7 +332,7 @@ def test_places_have_the_numbers_that_only_all_together_know() -> None:
         hello = {"node": "n", "pid": 10 + task, "device": "cuda:0", "identity": str(bus), "backend": "gloo",
                  "number": 0, "address": (0, bus, 0), "near": (), "agreed": "", "notices": ()}  # fmt: skip
         meeting._store.set(f"hello/{task}", json.dumps(hello))
-    assert meeting._gather_hellos(time.monotonic() + 1) == ""
+    assert meeting._gather_hellos(time.monotonic() + 60) == ""
     meeting._take_rank()
     assert (meeting.launch.rank, meeting.launch.task, meeting.server, meeting.notices) == (1, 0, 1, [])
     assert meeting.places == ["n:cuda:0", "n:cuda:0 (device 1)"]
@@ -357,7 +357,7 @@ def test_processes_that_place_differently_are_refused_everywhere() -> None:
 def fail_later(number: int, port: int, victim: int) -> tuple[str, bool]:
     """One task dies after the meeting; what the others say, and whether one of them is to act on it."""
     as_task(number, port, ROCR_VISIBLE_DEVICES=str(number % 4))
-    rendezvous = connect(detect_launch(), timedelta(seconds=10), placing=Placing(ORDER))
+    rendezvous = connect(detect_launch(), timedelta(seconds=60), placing=Placing(ORDER))
     if number == victim:
         os._exit(9)
     try:
@@ -373,7 +373,7 @@ def fail_later(number: int, port: int, victim: int) -> tuple[str, bool]:
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_dead_rank_is_named_by_its_rank(victim: int) -> None:
     """Task 0, which serves the store, has device 0 and so rank 1; task 1 has device 1 and so rank 3."""
-    outcomes = run_processes_raw(8, fail_later, free_port(), victim, timeout_s=100)
+    outcomes = run_processes_raw(8, fail_later, free_port(), victim)
     found = [value for number, (_, value) in enumerate(outcomes) if number != victim]
     assert sum(speaks for _, speaks in found) == 1
     for text, _ in found:

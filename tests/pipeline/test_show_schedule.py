@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def show(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "tools" / "show_schedule.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 def test_text_and_plot(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults.job import ROOT
-from benchmarks.faults.testbed import ENDED, Testbed, free_ports, missing
+from benchmarks.faults.job import ROOT, free_ports
+from benchmarks.faults.testbed import ENDED, Testbed, missing
 
 FRONTIER = ROOT / "examples" / "frontier"
 _REASON = missing()
@@ -40,11 +40,11 @@ class Submitted:
         """What the tasks wrote to standard error, and the preflight's result, in the job's nth start."""
         return self.run / "logs" / self.number / str(start)
 
-    def wait_for(self, pattern: str, timeout_s: float = 300.0) -> None:
+    def wait_for(self, pattern: str, timeout_s: float = 900.0) -> None:
         """Until the job's output has this. Raises Overdue, at once where the job ends without."""
         self.testbed.wait_for_log(self.log, pattern, timeout_s, self.number)
 
-    def wait(self, *states: str, timeout_s: float = 400.0) -> str:
+    def wait(self, *states: str, timeout_s: float = 900.0) -> str:
         """Until the job has ended, or is in one of `states`; its state. Raises Overdue."""
         return self.testbed.wait_for_state(self.number, *(states or ENDED), timeout_s=timeout_s, log=self.log)
 

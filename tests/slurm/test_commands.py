@@ -42,13 +42,14 @@ def foretold(folder: Path, script: str, arguments: list[str], settings: dict[str
     words = ["-N", "2", str(FRONTIER / script), *arguments]
     done = subprocess.run(
         [sys.executable, "tools/preflight.py", "check", "--json", *words], cwd=ROOT, capture_output=True, text=True,
-        env={**settings_of_site(folder), **settings}, timeout=120, check=False,
+        env={**settings_of_site(folder), **settings}, timeout=400, check=False,
     )  # fmt: skip
     assert done.stdout.startswith("{"), done.stderr
     (training,) = json.loads(done.stdout)["trainings"]
     return training
 
 
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("script, recipe", CASES)
 def test_srun_starts_what_the_check_foretold(testbed: Testbed, tmp_path: Path, script: str, recipe: str) -> None:
     python = tmp_path / "venv" / "bin" / "python"

@@ -30,6 +30,7 @@ def tasks(text: str) -> list[tuple[int, str, int, str]]:
     return sorted((int(rank), node, int(local), devices) for rank, node, local, devices in found)
 
 
+@pytest.mark.timeout(1800)
 def test_devices_of_tasks(testbed: Testbed, tmp_path: Path) -> None:
     script = (
         f"{TASKS} --gpus-per-task=1 --gpu-bind=closest {SHOW}; echo next; {TASKS} --gpus-per-node=8 {SHOW}; echo next\n"
@@ -47,17 +48,27 @@ def test_devices_of_tasks(testbed: Testbed, tmp_path: Path) -> None:
     assert hidden == [row if row[1:3] != ("node02", 3) else (*row[:3], "none") for row in one]
 
 
+@pytest.mark.timeout(3600)
 def test_a_slow_task_has_its_share_of_the_time(testbed: Testbed, tmp_path: Path) -> None:
     """A child of the task, too: a launch script may wrap the program into a shell. How often a loop that sleeps between
-    its turns comes round depends less on how busy this machine is than the work that it gets done."""
-    loop = "end=$((SECONDS + 4)); while ((SECONDS < end)); do sleep 0.02; ((++n)); done; echo $SLURM_LOCALID $n"
+    its turns comes round depends less on how busy this machine is than the work that it gets done. What slows the task
+    down is a process too, which may be paused for longer than all turns take: it has three tries."""
+    loop = (  # both begin together, and the other one's turns end it
+        "n=0; : >on.$SLURM_LOCALID; until [[ -e on.0 && -e on.1 ]]; do sleep 0.02; done; until [[ -e done ]]; do "
+        "sleep 0.02; ((++n != 150 || SLURM_LOCALID)) || : >done; done; echo $SLURM_LOCALID $n"
+    )
+    shares = list[float]()
     testbed.control("slow-task", "node01", "1", "5")
     try:
-        said = output_of(testbed, tmp_path, f"srun -n 2 bash -c 'bash -c \"$0\"; exit 0' '{loop}'", ["-N", "1"])
+        while len(shares) < 3 and min(shares, default=1.0) >= 0.7:
+            folder = tmp_path / f"try_{len(shares)}"
+            script = f"srun -n 2 bash -c 'bash -c \"$0\"; exit 0' '{loop}'"
+            said = output_of(testbed, folder, script, ["-N", "1", "-D", str(folder)])
+            turns = {int(task): int(count) for task, count in (line.split() for line in said.splitlines())}
+            shares.append(turns[1] / turns[0])
     finally:
         testbed.control("mend")
-    turns = {int(task): int(count) for task, count in (line.split() for line in said.splitlines())}
-    assert turns[1] < 0.7 * turns[0]
+    assert min(shares) < 0.7, shares
 
 
 @pytest.mark.parametrize(
@@ -81,6 +92,7 @@ def test_what_frontier_would_refuse_is_refused(
         testbed.sbatch(*options, script)
 
 
+@pytest.mark.timeout(1800)
 def test_each_node_has_its_own_folder_where_the_nvme_is(testbed: Testbed, tmp_path: Path) -> None:
     one = "bash -c 'echo $SLURMD_NODENAME >/mnt/bb/$USER/name; sleep 0.3; cat /mnt/bb/$USER/name'"
     (tmp_path / "file").write_text("sent\n")

@@ -67,14 +67,14 @@ def _train(rank: int, arguments: Sequence[str]) -> int:
     return main(list(arguments))
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 def test_two_nodes_train_what_one_process_trains(testbed: Testbed, tmp_path: Path) -> None:
     pack(tmp_path / "environment.tar")
     # Both at once would take as long: this machine's cores are the limit.
     for name, settings in (("one", {"SITE_ENV": str(tmp_path / "environment.tar")}), ("all", {})):
         job = submit(
             testbed, tmp_path, SIXTEEN, options=["-N", "2"], name=name, PRESET="tiny", GPU_VISIBILITY=name,
-            SRUN_WAIT="60", **settings,
+            SRUN_WAIT="300", **settings,
         )  # fmt: skip
         assert job.wait() == "COMPLETED", job.text()
         placed(job)
@@ -117,27 +117,27 @@ def newest(job: Submitted) -> int:
     return int(history.newest(job.checkpoints).name.removeprefix("iter_"))
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(7200)
 def test_time_limit_and_lost_node(testbed: Testbed, tmp_path: Path) -> None:
     """One job: Slurm's signal before the time limit, then a lost node; its losses are those of an undisturbed run."""
     # Few steps until Slurm has looked at its clock, which it does every 30 s: one task is held back.
     testbed.control("slow-task", "node02", "1", "15")
-    settings = {"PRESET": "tiny", "TASKS_PER_NODE": "2", "GPU_VISIBILITY": "one", "SRUN_WAIT": "30"}
-    job = submit(testbed, tmp_path, FOUR, options=["-N", "2", "-t", "10", "--signal=USR1@150"], **settings)
+    settings = {"PRESET": "tiny", "TASKS_PER_NODE": "2", "GPU_VISIBILITY": "one", "SRUN_WAIT": "300"}
+    job = submit(testbed, tmp_path, FOUR, options=["-N", "2", "-t", "60", "--signal=USR1@600"], **settings)
     job.wait_for(r"(?m)^ iteration +2/")
     testbed.control("mend")
-    shorten(job, (90, 150))
+    shorten(job, (500, 590))  # the signal is due at once, and there is time for a slow save
     assert job.wait("PENDING", "COMPLETED", "FAILED", "TIMEOUT") == "PENDING", job.text()
     at_signal = reached(job)
     assert "receiving SIGUSR1" in job.text()
     assert newest(job) == at_signal
 
-    testbed.ask("scontrol", "update", f"JobId={job.number}", "TimeLimit=10")
+    testbed.ask("scontrol", "update", f"JobId={job.number}", "TimeLimit=60")
     testbed.control("hurry", job.number)
     job.wait_for(rf"(?m)^ iteration +{at_signal + 101}/")
     testbed.control("lose-node", "node02")
     assert job.wait("PENDING", "COMPLETED", "FAILED", "TIMEOUT") == "PENDING", job.text()
-    at_loss = reached(job)
+    at_loss = history.steps(job.checkpoints)[-1][0]  # the last lines of the output may have been lost with the node
     testbed.control("add-node", "node02")
     testbed.control("hurry", job.number)
     job.wait_for(rf"(?s) start 2 .*\n iteration +{at_loss + 1}/")
@@ -147,7 +147,7 @@ def test_time_limit_and_lost_node(testbed: Testbed, tmp_path: Path) -> None:
     starts = (job.run / "logs" / job.number / "starts").read_text().split("\n")
     assert starts[:2] == ["0 0", f"1 {at_signal}"]
     third = int(starts[2].removeprefix("2 "))
-    assert at_loss - 50 <= third <= at_loss
+    assert at_loss - 2 * 50 <= third <= at_loss  # a save may be on its way for one interval
     found = history.steps(job.checkpoints)
     assert [step for step, _ in found] == [*range(1, at_loss + 1), *range(third + 1, found[-1][0] + 1)]
     last, folder = found[-1][0], tmp_path / "undisturbed"

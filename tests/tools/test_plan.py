@@ -223,7 +223,7 @@ def test_another_machine_gets_a_command(capsys, tmp_path: Path):
     assert code == 0 and "Not run on" in text
     line = (tmp_path / "command.sh").read_text().splitlines()[-1]
     assert line.startswith("torchrun --nproc-per-node=8 pretrain_gpt.py --num-layers") and '"$@"' in line
-    assert subprocess.run(["bash", "-n", str(tmp_path / "command.sh")], timeout=20).returncode == 0
+    assert subprocess.run(["bash", "-n", str(tmp_path / "command.sh")], timeout=120).returncode == 0
 
 
 def test_the_length_is_said_once(capsys, tmp_path: Path):
@@ -242,13 +242,13 @@ def test_ctrl_c_ends_all_of_it():
         while done.poll() is None and len(children.read_text().split()) < 2:
             time.sleep(0.05)
         os.killpg(done.pid, signal.SIGINT)
-        out, errors = done.communicate(timeout=60)
+        out, errors = done.communicate(timeout=240)
     assert (done.returncode, out, errors) == (130, "", "")
 
 
 def test_help():
     done = subprocess.run([sys.executable, str(ROOT / "tools" / "plan.py"), "--help"], capture_output=True, text=True,
-                          timeout=60)  # fmt: skip
+                          timeout=240)  # fmt: skip
     assert done.returncode == 0 and "--explain" in done.stdout and "tp beyond a node" in done.stdout
 
 

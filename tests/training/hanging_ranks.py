@@ -44,7 +44,8 @@ def hold_interpreter() -> None:
 
 def stop_for_good() -> None:
     """As on a node that lost its network: no neighbour can end this process. It ends after the others."""
-    subprocess.Popen(["sh", "-c", f"sleep 9; kill -KILL {os.getpid()}"])
+    wait = f"for p in {os.environ['OTHERS']}; do while [ -e /proc/$(cat $p) ]; do sleep 0.1; done; done"
+    subprocess.Popen(["sh", "-c", f"{wait}; kill -KILL {os.getpid()}"])
     stop()
 
 
@@ -83,6 +84,9 @@ class Toy:
 def train_on_two_nodes(rank: int, victims: tuple[int, ...], way: str, folder: str) -> str:
     """Four data-parallel ranks on two nodes, which share no flight file."""
     os.environ.update(SLURMD_NODENAME=f"node{rank // 2}", LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
+    numbers = [os.path.join(folder, f"process-{other}") for other in range(4)]
+    Path(numbers[rank]).write_text(str(os.getpid()))
+    os.environ["OTHERS"] = " ".join(number for other, number in enumerate(numbers) if other not in victims)
     return train(rank, 1, 1, rank if rank in victims else -1, way, folder)
 
 

@@ -104,7 +104,7 @@ def test_secrets_stay_out() -> None:
 
 def test_what_hangs_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = threading.Event()
-    monkeypatch.setattr(passport, "git_revision", lambda folder: held.wait(20))
+    monkeypatch.setattr(passport, "git_revision", lambda folder: held.wait(500))
     monkeypatch.setattr(passport, "_WAIT_S", 0.05)
     found = Passport(config(write(tmp_path / "text", [5])), topology())
     waits: list[float] = []

@@ -1,11 +1,13 @@
 """Slow ranks are named, and those that wait for them are not."""
 from __future__ import annotations
 
-import time
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 
+from megatron.parallel import flight
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.topology import Layout
 from megatron.pipeline.executor import Executor
@@ -48,11 +50,20 @@ def test_without_peers_nothing_is_said_about_slowness() -> None:
 
 
 def measure(rank: int) -> dict[str, Any] | None:
-    """Rank 1 sleeps in every forward pass, and rank 0 waits for it in a collective of the same pass."""
-    topology = join(tensor=2)
+    """Rank 1 is slow in every forward pass, and rank 0 waits for it in a collective of the same pass. A clock that both
+    set: on a busy machine no real one would tell them apart."""
+    topology, plain, now = join(tensor=2), dist.all_reduce, [0.0]
+    monkeypatch = pytest.MonkeyPatch()  # never undone: the process is the test's own
+    monkeypatch.setattr(flight, "_clock", lambda: now[0])
+
+    def wait_and_reduce(*args: Any, **kwargs: Any) -> Any:
+        now[0] += 0.0 if rank == 1 else 0.029
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(dist, "all_reduce", wait_and_reduce)
 
     def chunk(_: int, hidden: torch.Tensor | None) -> torch.Tensor:
-        time.sleep(0.03 if rank == 1 else 0.001)
+        now[0] += 0.03 if rank == 1 else 0.001
         all_reduce(torch.ones(4), topology.tensor)
         return torch.zeros((), requires_grad=True) * 1.0
 
@@ -71,4 +82,4 @@ def test_waiting_for_a_slow_rank_does_not_make_a_rank_slow() -> None:
     record, nothing = run_processes(2, measure)
     assert nothing is None
     assert [one["rank"] for one in record["slow"]] == [1] and record["slow"][0]["place"] == "b:cpu"
-    assert 60.0 <= record["max_ms"] < 120.0  # two micro-batches of 30 ms of sleep; with those paused it would be 120
+    assert record["max_ms"] == pytest.approx(60.0)  # two micro-batches of 30 ms; with those paused it would be 120

@@ -27,7 +27,7 @@ def test_a_terminal_shows_progress():
         if not read:
             break
         output += read
-    assert process.wait(timeout=60) == 0, output.decode(errors="replace")
+    assert process.wait(timeout=240) == 0, output.decode(errors="replace")
     text = output.decode(errors="replace")
     assert re.search(r"training .*[0-4]/4", text), text[-2000:]
     lines = [line for line in text.replace("\r", "\n").splitlines() if " iteration " in line]

@@ -16,7 +16,7 @@ KILLED = "ended with exit code -9 and no result"
 
 def hang(tmp_path: Path, n: int, tensor: int, pipeline: int, victim: int, way: str) -> tuple[str, list[str]]:
     """The report, and how each rank ended."""
-    outcomes = run_processes_raw(n, train, tensor, pipeline, victim, way, str(tmp_path), timeout_s=60)
+    outcomes = run_processes_raw(n, train, tensor, pipeline, victim, way, str(tmp_path))
     path = tmp_path / REPORT_NAME
     return path.read_text() if path.exists() else "", [str(value) for _, value in outcomes]
 
@@ -69,7 +69,7 @@ def test_a_collective_that_was_left_out_is_named(tmp_path: Path) -> None:
 
 def hang_on_two_nodes(tmp_path: Path, victims: tuple[int, ...], way: str) -> tuple[list[str], list[str]]:
     """The conclusions, and how each rank ended."""
-    outcomes = run_processes_raw(4, train_on_two_nodes, victims, way, str(tmp_path), timeout_s=60)
+    outcomes = run_processes_raw(4, train_on_two_nodes, victims, way, str(tmp_path))
     text = (tmp_path / REPORT_NAME).read_text()
     return sorted(line for line in text.splitlines() if "the job hangs" in line), [str(value) for _, value in outcomes]
 

@@ -105,10 +105,10 @@ def test_real_programs_at_a_real_limit(tmp_path: Path, program: str) -> None:
     log = tmp_path / "log"
     with open(log, "wb") as file:
         command = [sys.executable, str(tether), "0", str(1 << 29), sys.executable, "-c", program]
-        code = subprocess.run(command, stdout=file, stderr=file, timeout=60, check=False).returncode
+        code = subprocess.run(command, stdout=file, stderr=file, timeout=240, check=False).returncode
     assert code == 1 and ending(code, [log]).kind == OUT_OF_MEMORY, log.read_text()
     command[3] = str(1 << 43)
-    assert subprocess.run([*command[:6], "print(1)"], timeout=60, check=False).returncode == 0
+    assert subprocess.run([*command[:6], "print(1)"], timeout=240, check=False).returncode == 0
 
 
 def test_a_node_that_died_before_slurm_knew_it(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_nothing_hangs(text: str) -> None:
     began = time.monotonic()
     with pytest.raises(ExpressionError):
         parse_expression(text).value(NAMES)
-    assert time.monotonic() - began < 5  # a power computed in full would take hours
+    assert time.monotonic() - began < 60  # a power computed in full would take hours
 
 
 def test_what_is_guarded_is_not_looked_at() -> None:

@@ -2,8 +2,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -83,11 +84,20 @@ esac"""
 
 
 def test_a_node_behind_a_dead_one_in_sruns_tree_is_not_dead(
-    slurm: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    slurm: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """srun comes to it only when it has given up the other, which may take longer than anybody waits."""
-    monkeypatch.setattr(asking, "_ANSWER_S", 5.0)
-    slurm(srun=BEHIND)
+    probe = asking._probe
+
+    def heard(hosts: Sequence[str]) -> subprocess.Popen[bytes]:
+        """A probe that has said its word, or ended: the time that is then waited in vain may be short."""
+        found = probe(hosts)
+        until(lambda: (tmp_path / f"said-{found.pid}").exists() or found.poll() is not None)
+        return found
+
+    monkeypatch.setattr(asking, "_probe", heard)
+    monkeypatch.setattr(asking, "_ANSWER_S", 1.0)
+    slurm(srun=BEHIND.replace("exec sleep", f"touch {tmp_path}/said-$$; exec sleep"))
     assert dead("n2", "n3") == {"n2": "does not answer"}
 
 
@@ -109,7 +119,7 @@ def test_an_inquiry_that_nobody_waits_for(slurm: Callable[..., None], tmp_path: 
     asked = Inquiry(["n2"])
     until((tmp_path / "asked").exists)
     asked.stop()
-    until(lambda: asked.dead is not None, 20.0)
+    until(lambda: asked.dead is not None)
 
 
 def test_nodes_keep_their_order_and_do_not_come_back() -> None:
@@ -172,7 +182,7 @@ def test_stopped_while_slurm_is_asked_a_trial_is_run_again(
     monkeypatch.setattr(running, "slurm_command", lambda flags: ["bash", "-c", "exit 75"])
     own = TrialRunner(tmp_path, Place("slurm", ("n1", "n2"), 1), settings())
     own.start(trial(candidate(processes=1, nodes=1)))
-    end = time.monotonic() + 60
+    end = time.monotonic() + 200
     while not (tmp_path / "asked").exists():
         assert own.poll() == [] and own.running and time.monotonic() < end
         time.sleep(0.05)

@@ -436,7 +436,7 @@ def test_best_script_starts_it_and_says_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "torchrun").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
     (tmp_path / "torchrun").chmod(0o755)
     done = subprocess.run([script, "--lr", "1e-3", "--train-iters", "9", "--mock-data"], capture_output=True, text=True,
-                          env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, timeout=20, check=True)  # fmt: skip
+                          env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}, timeout=120, check=True)  # fmt: skip
     words = done.stdout.split("\n")[:-1]
     config = parse_args(words[words.index("pretrain_gpt.py") + 1 :], 8)
     assert whole.best is not None

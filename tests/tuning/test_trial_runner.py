@@ -14,11 +14,13 @@ import pytest
 
 from megatron.errors import ConfigError
 from megatron.parallel.processes import process_state
+from megatron.planning.experiments.endings import Ending
 from megatron.planning.scaling.runs import read_run
 from megatron.tuning import trial_runner as running
 from megatron.tuning.trial_folder import trial_flags
 from megatron.tuning.trial_runner import Place, TrialRunner, TrialSettings
 from megatron.tuning.types import CRASH, DONE, FAILED, HANG, OUT_OF_MEMORY, REFUSED, TIME_OUT, Candidate, Result, Trial
+from megatron.tuning.watch import Watch
 from tests.helpers.launching import ROOT
 
 GIB = 2**30
@@ -247,13 +249,20 @@ def test_a_trial_that_will_not_end_is_ended_by_force(
 
 
 def test_what_stands_still_at_its_memory_limit_is_out_of_memory(
-    tmp_path: Path, programs: Callable[[str], None]
+    tmp_path: Path, programs: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     programs(
-        "import time\nkept = []\ntry:\n    while True: kept.append(bytearray(1 << 20))\n"
-        "except MemoryError:\n    time.sleep(600)"
+        "import os, time\nkept, full = [], metrics + '.full'\ntry:\n    while True: kept.append(bytearray(1 << 20))\n"
+        "except MemoryError:\n    kept.pop()\n    os.mkdir(full)\n    time.sleep(600)"
     )
-    result = run(tmp_path, candidate(), settings(limit_s=8.0), memory=GIB // 4)
+
+    def look(watch: Watch, now: float) -> Ending | None:
+        """Its time is over once it has all the memory that it gets, however long that takes."""
+        full = (tmp_path / "trials/0001/metrics.jsonl.full").exists()
+        return Ending(TIME_OUT, "stopped after its limit") if full else None
+
+    monkeypatch.setattr(Watch, "look", look)
+    result = run(tmp_path, candidate(), memory=GIB // 4)
     assert (result.status, result.kind) == (FAILED, OUT_OF_MEMORY) and "at its limit of 0.25 GiB" in str(result.reason)
 
 

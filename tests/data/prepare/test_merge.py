@@ -228,7 +228,7 @@ def test_kill_at_random_moments(tmp_path: Path) -> None:
     write(tmp_path / "a", [[[7] * 7]] * 40)
     write(tmp_path / "b", [[[8] * 8]] * 30)
     done = subprocess.run(
-        [sys.executable, "-c", KILLS, str(tmp_path), "25"], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", KILLS, str(tmp_path), "25"], cwd=ROOT, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stderr
     assert "whole" in done.stdout

@@ -23,7 +23,7 @@ HARMFUL = (
     "env rm kept",
     "env A=1 /bin/rm kept",
     "nohup rm kept",
-    "timeout 5 /bin/rm kept",
+    "timeout 50 /bin/rm kept",
     "eval 'rm kept'",
     "eval /bin/rm kept",
     "eval 'echo > kept'",
@@ -163,7 +163,7 @@ HARMFUL = (
 
 
 def follow(
-    text: str, *arguments: str, kernel: bool = True, limit_s: float = 30.0, **environ: str
+    text: str, *arguments: str, kernel: bool = True, limit_s: float = 120.0, **environ: str
 ) -> tuple[Followed, dict[str, str]]:
     """What came of a script, and the files it wrote, by their names."""
     script, _ = directives(text, "script")

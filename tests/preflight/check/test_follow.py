@@ -29,7 +29,7 @@ def test_the_harmful_lines_are_harmful(tmp_path: Path) -> None:
         folder = victim(tmp_path, f"victim{number}")
         before = snapshot(folder)
         subprocess.run(
-            ["bash", "-c", line], cwd=folder, capture_output=True, timeout=20, stdin=subprocess.DEVNULL,
+            ["bash", "-c", line], cwd=folder, capture_output=True, timeout=120, stdin=subprocess.DEVNULL,
             env={**os.environ, "VICTIM": str(folder)},
         )  # fmt: skip
         if not folder.exists() or snapshot(folder) != before:
@@ -130,7 +130,7 @@ echo done | { read -r z; echo "got $z"; }
 
 def test_harmless_text_does_what_bash_does(tmp_path: Path) -> None:
     done = subprocess.run(
-        ["bash", "-c", HARMLESS, "bash", "arg 1", ">x"], capture_output=True, text=True, cwd=tmp_path, timeout=20
+        ["bash", "-c", HARMLESS, "bash", "arg 1", ">x"], capture_output=True, text=True, cwd=tmp_path, timeout=120
     )
     assert done.returncode == 0, done.stderr
     followed, files = follow(f"#!/bin/bash\ncd {tmp_path}\n{HARMLESS}\n", "arg 1", ">x")
@@ -152,7 +152,7 @@ cd sub && echo here > there; echo 'v=7; echo sourced > ../src' > env.sh; source 
 
 
 def test_files_that_a_script_writes_are_there_for_it(tmp_path: Path) -> None:
-    subprocess.run(["bash", "-c", FILES], cwd=tmp_path, check=True, timeout=20)
+    subprocess.run(["bash", "-c", FILES], cwd=tmp_path, check=True, timeout=120)
     expected = {str(path): path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
     empty = tmp_path.with_name("empty")
     empty.mkdir()

@@ -15,8 +15,11 @@ PER_NODE = 4
 HOSTS = ("node01", "node02")
 _OTHER_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
-# Runs 60 ms of every 200 ms.
-THROTTLE = 'while kill -STOP "$1" 2>/dev/null; do sleep 0.14; kill -CONT "$1" 2>/dev/null; sleep 0.06; done'
+# Runs 60 ms of every 200 ms. Says a word, once, when it has stopped it for the first time.
+THROTTLE = (
+    'while kill -STOP "$1" 2>/dev/null; do echo stopped; exec >/dev/null; sleep 0.14; kill -CONT "$1" 2>/dev/null; '
+    "sleep 0.06; done"
+)
 
 Act = Callable[[int], "type[Tasks] | None"]
 """What happens to a rank before it takes part: returns the tasks to use, or None for the usual ones."""
@@ -40,7 +43,10 @@ def throttle() -> None:
     """Stop this process 70 % of the time from now on, as long as it lives."""
     # Without our pipes: whoever reads them would wait for the throttle, and the throttle for our end.
     command = ["sh", "-c", THROTTLE, "throttle", str(os.getpid())]
-    subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert started.stdout is not None
+    with started.stdout as word:
+        word.readline()
 
 
 def _take_part(rank: int, seconds: float, act: Act, hosts: Sequence[str], options: dict[str, Any]) -> Any:

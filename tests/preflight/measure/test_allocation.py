@@ -15,7 +15,10 @@ from tests.preflight.measure.allocation import allocate, found_by_rank_0, thrott
 
 
 def test_a_good_allocation() -> None:
-    found = found_by_rank_0()
+    for _ in range(3):  # again where a busy machine has kept a rank from running: it is rightly named then
+        found = found_by_rank_0(seconds=30.0)
+        if not found["findings"]:
+            break
     assert found["findings"] == []
     assert (found["exit_code"], found["good_hosts"], found["exclude"]) == (0, ["node01", "node02"], "")
     for host in ("node01", "node02"):
@@ -33,7 +36,7 @@ def _throttled(rank: int) -> None:
 
 @pytest.mark.slow
 def test_a_throttled_rank_is_named() -> None:
-    found = found_by_rank_0(_throttled)
+    found = found_by_rank_0(_throttled, 60.0)  # all of them answer, nothing waits for the limit
     (finding,) = found["findings"]
     assert (finding["kind"], finding["host"], finding["local_rank"]) == ("stopped", "node02", 1)
     assert found["bad_hosts"] == ["node02"]
@@ -113,15 +116,30 @@ def test_a_slow_card_is_told_from_its_neighbours() -> None:
     assert (found["exit_code"], found["good_hosts"]) == (0, ["node01", "node02", "node04", "node05"])
 
 
-def _rank_0_stops(rank: int) -> None:
+# Kills $1 when it is the last child of $2, or after some minutes.
+_KILL_THE_LAST = """for _ in $(seq 600); do
+    sleep 0.2; read -ra children </proc/$2/task/$2/children; ((${#children[@]} > 1)) || break
+done; kill -KILL $1"""
+
+
+class _StoppedWhenMeasured(Tasks):
+    """When all have come, so that each has its connection to the store."""
+
+    def device(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return {}
+
+
+def _rank_0_stops(rank: int) -> type[Tasks] | None:
     board._PROBE_S = 2.0
-    if rank == 0:
-        process = os.getpid()
-        subprocess.Popen(["sh", "-c", f"sleep 0.7; kill -STOP {process}; sleep 14; kill -KILL {process}"])
+    if rank:
+        return None
+    subprocess.Popen(["bash", "-c", _KILL_THE_LAST, "bash", str(os.getpid()), str(os.getppid())])
+    return _StoppedWhenMeasured
 
 
 @pytest.mark.slow
 def test_all_others_end_when_rank_0_stops() -> None:
-    for ended, text in allocate(_rank_0_stops)[1:]:
+    for ended, text in allocate(_rank_0_stops, 30.0)[1:]:
         assert not ended
         assert "StoreLostError: rank 0's store gave no answer within" in text

@@ -24,18 +24,21 @@ def client(server: Any) -> Any:
     return dist.TCPStore("127.0.0.1", server.port, None, is_master=False, wait_for_workers=False)
 
 
-def answering(server: Any, rank: int, delays: list[float]) -> threading.Thread:
-    """A rank that answers one order after another, after a delay each."""
+def answering(server: Any, rank: int, delays: list[float | threading.Event]) -> threading.Thread:
+    """A rank that is there, and answers one order after another, after a delay or an event each."""
+    there = threading.Event()
 
     def body() -> None:
         worker = Worker(client(server), rank, 1500)
+        there.set()
         for delay in delays:
-            order = worker.next_order(30)
-            time.sleep(delay)
+            order = worker.next_order(200)
+            delay.wait() if isinstance(delay, threading.Event) else time.sleep(delay)
             worker.answer({"was": order, "rank": rank})
 
     thread = threading.Thread(target=body, daemon=True)
     thread.start()
+    assert there.wait(200)
     return thread
 
 
@@ -44,7 +47,7 @@ def test_each_rank_gets_its_order_and_only_the_asked_count(server: Any) -> None:
     conductor = Conductor(server)
     for first in ("a", "b"):
         asked = {rank: {"task": f"{first}{rank}"} for rank in range(3)}
-        assert conductor.ask(asked, 30) == {rank: {"was": asked[rank], "rank": rank} for rank in range(3)}
+        assert conductor.ask(asked, 200) == {rank: {"was": asked[rank], "rank": rank} for rank in range(3)}
     for thread in threads:
         thread.join()
 
@@ -59,18 +62,20 @@ def test_more_ranks_than_fit_into_one_request(server: Any) -> None:
 
 def test_a_late_answer_belongs_to_its_own_question(server: Any) -> None:
     answering(server, 0, [0.0, 0.0])
-    late = answering(server, 1, [1.0, 0.0])
+    asked_again = threading.Event()
+    late = answering(server, 1, [asked_again, 0.0])
     conductor = Conductor(server)
-    assert sorted(conductor.ask({0: {"task": "a"}, 1: {"task": "a"}}, 0.5)) == [0]
-    assert conductor.ask({0: {"task": "b"}}, 30)[0]["was"] == {"task": "b"}
-    assert conductor.ask({1: {"task": "c"}}, 30)[1]["was"] == {"task": "c"}
+    assert sorted(conductor.ask({0: {"task": "a"}, 1: {"task": "a"}}, 1.0)) == [0]
+    asked_again.set()
+    assert conductor.ask({0: {"task": "b"}}, 200)[0]["was"] == {"task": "b"}
+    assert conductor.ask({1: {"task": "c"}}, 200)[1]["was"] == {"task": "c"}
     late.join()
 
 
 def test_with_patience_those_who_come_twice_as_late_are_waited_for(server: Any) -> None:
     answering(server, 0, [1.0])
     answering(server, 1, [2.0])
-    answers = Conductor(server).ask({0: {}, 1: {}}, 1.5, patience_s=3.0, at_most_s=60.0)
+    answers = Conductor(server).ask({0: {}, 1: {}}, 1.5, patience_s=30.0, at_most_s=200.0)
     assert sorted(answers) == [0, 1]
 
 

@@ -40,7 +40,7 @@ def start(*arguments: str, **variables: str) -> subprocess.Popen[str]:
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=280)
     return process.returncode, output
 
 
@@ -75,7 +75,7 @@ def test_the_clusters_disk_is_tested_too(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_two_processes_as_a_user_starts_them(tmp_path: Path) -> None:
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = [
-        start("--out", str(tmp_path), "--seconds", "30", RANK=str(rank), LOCAL_RANK=str(rank), **common)
+        start("--out", str(tmp_path), "--seconds", "90", RANK=str(rank), LOCAL_RANK=str(rank), **common)
         for rank in range(2)
     ]
     (code, output), other = map(ended, processes)
