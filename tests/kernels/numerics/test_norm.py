@@ -1,10 +1,7 @@
 """LayerNorm and RMSNorm, with and without a residual, values and gradients, against float64."""
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -37,14 +34,6 @@ def relative(n: int) -> float:
     products take the rest of the 128.
     """
     return (n / 32 + 128) * 2.0**-24
-
-
-def half(name: str, values: Sequence[int]) -> Callable[[Any], Any]:
-    """Parameters dtype, rms and `name`: all combinations; in a simulator, which is slow, every other one, so that each
-    two of the three meet."""
-    combinations = itertools.product(enumerate(TYPES), (False, True), enumerate(values))
-    kept = [(dtype, rms, value) for (i, dtype), rms, (j, value) in combinations if not SIMULATED or (i + rms + j) % 2]
-    return pytest.mark.parametrize(("dtype", "rms", name), kept)
 
 
 @dataclass(frozen=True)
@@ -142,14 +131,18 @@ def test_against_float64(device: str, dtype: torch.dtype, rows: int, n: int, cas
 
 # Each kernel's widest row, in packs of 16 bytes, and past it to where the sums have a kernel of their own.
 @pytest.mark.parametrize("device", DEVICES)
-@half("packs", [1024, 1025, 2048, 2049, 4096, 4097, 8192])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("packs", [1024, 1025, 2048, 2049, 4096, 4097, 8192])
 def test_wide_rows(device: str, dtype: torch.dtype, rms: bool, packs: int) -> None:
     compare(3, packs * 16 // dtype.itemsize, dtype, device, Case(rms=rms, added=packs % 2 == 0), packs)
 
 
 # Groups of 16 lanes, of a wave and of a block; more rows than blocks at work at a time.
 @pytest.mark.parametrize("device", DEVICES)
-@half("n", [24, 136, 520, 2048, 77])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("n", [24, 136, 520, 2048, 77])
 def test_many_rows(device: str, dtype: torch.dtype, rms: bool, n: int) -> None:
     compare(70 if SIMULATED else 2100, n, dtype, device, Case(rms=rms), n)
 
