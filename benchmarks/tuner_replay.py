@@ -17,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from tuner_table import OBJECTIVE, Table
+from tuner_table import OBJECTIVE, Measured, Table
 
 from megatron.tuning.journal import Journal
 from megatron.tuning.layouts import Layout, best_layout
@@ -132,7 +132,8 @@ class TableRunner:
         if told is None:
             return Result(FAILED, kind, "as in the sweep")
         step_s = math.exp(told) * trial.candidate.tokens
-        steps = next(s for measured in self._table.passes if (s := measured[trial.candidate.key].steps_s))
+        found = (measured.get(trial.candidate.key, Measured()).steps_s for measured in self._table.passes)
+        steps = next(filter(None, found))
         spread = (max(steps) - min(steps)) / statistics.median(steps)
         return Result(
             DONE, step_s=step_s, spread=spread, steady=len(steps), tokens_per_s=trial.candidate.tokens / step_s

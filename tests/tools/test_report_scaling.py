@@ -237,6 +237,18 @@ def test_batches_that_fit_neither_kind_have_no_efficiency(tmp_path: Path) -> Non
     assert series.base is None and series.efficiency(series.members[1]) is None
 
 
+@pytest.mark.parametrize("above", [".", "attempt-3", "attempt-3/runs"])
+def test_what_a_run_moved_aside_is_no_run(tmp_path: Path, above: str) -> None:
+    """A folder of the user's with such a name is one."""
+    folder = tmp_path / above
+    first = write(folder / "p1", records(settings("22b", 8, 1, 1, 8), [1.0] * 3), {"name": "p1"})
+    write(first / "attempt-1", records(settings("22b", 8, 1, 1, 8), [2.0] * 3), {"name": "p1"})
+    write(folder / "attempt-1", records(settings("22b", 8, 1, 1, 8), [3.0] * 3))
+    for given in (tmp_path, folder):
+        assert {run.path.parent for run in find_runs([given])} == {first, folder / "attempt-1"}
+    assert [run.path.parent for run in find_runs([first / "attempt-1"])] == [first / "attempt-1"]
+
+
 # ---- logs
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -103,15 +103,20 @@ def find_runs(paths: Sequence[str | Path]) -> list[MeasuredRun]:
 
 
 def _below(folder: Path) -> list[MeasuredRun]:
-    marked = {file.parent for name in (METRICS, POINT) for file in folder.rglob(name) if "attempt-" not in str(file)}
+    marked = {file.parent for name in (METRICS, POINT) for file in folder.rglob(name)}
     if marked:
-        return [read_run(each) for each in sorted(marked)]
+        return [read_run(each) for each in sorted(marked) if not _is_earlier_attempt(each, marked)]
     runs = []
     for file in sorted(each for pattern in ("*.log", "*.out", "*.txt") for each in folder.rglob(pattern)):
         found = read_log(file)
         if found.lines:
             runs.append(_from_log(file, file.stem, {}))
     return runs
+
+
+def _is_earlier_attempt(folder: Path, runs: Set[Path]) -> bool:
+    """Whether a run moved this folder aside into its own (experiments/folder.py), rather than its user named it so."""
+    return folder.name.startswith("attempt-") and folder.parent in runs
 
 
 def _with_own_names(runs: list[MeasuredRun]) -> list[MeasuredRun]:
