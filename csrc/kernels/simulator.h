@@ -12,7 +12,7 @@
 //   launches   of empty or too large grids and blocks
 //
 // With -fsanitize=address and --param asan-instrumentation-with-call-threshold=0 the compiler calls a function before
-// each access to memory; here that function looks at LDS before it asks AddressSanitizer.
+// each access to memory; here that function asks AddressSanitizer, and then looks at LDS.
 //
 // One launch runs at a time, on the thread that called it.
 #pragma once
@@ -262,6 +262,7 @@ NO_CHECKS inline bool shuffles_done(Fiber *wave, int lanes) {
     for (int i = 0; i < lanes; ++i) {
         self = &wave[i];
         if (self->state != AT_SHUFFLE) continue;
+        // The row of the lane before was found to be at one shuffle, and this lane is of that row.
         const bool row_is_seen = i > 0 && wave[i - 1].state == AT_SHUFFLE && wave[i - 1].mask == self->mask && together(*self, i - 1);
         for (int j = 0; j < WAVE && !row_is_seen; ++j) {
             if (!together(*self, j)) continue;
