@@ -358,9 +358,10 @@ def fail_later(number: int, port: int, victim: int) -> tuple[str, bool]:
     """One task dies after the meeting; what the others say, and whether one of them is to act on it."""
     as_task(number, port, ROCR_VISIBLE_DEVICES=str(number % 4))
     rendezvous = connect(detect_launch(), timedelta(seconds=60), placing=Placing(ORDER))
-    if number == victim:
-        os._exit(9)
     try:
+        dist.barrier()  # nobody still connects; those that are still in here when the task dies see it here
+        if number == victim:
+            os._exit(9)
         dist.all_reduce(torch.ones(1))
     except RuntimeError as error:
         text = str(rendezvous.explain(error))
@@ -375,6 +376,7 @@ def test_a_dead_rank_is_named_by_its_rank(victim: int) -> None:
     """Task 0, which serves the store, has device 0 and so rank 1; task 1 has device 1 and so rank 3."""
     outcomes = run_processes_raw(8, fail_later, free_port(), victim)
     found = [value for number, (_, value) in enumerate(outcomes) if number != victim]
+    assert all(ok for number, (ok, _) in enumerate(outcomes) if number != victim), found
     assert sum(speaks for _, speaks in found) == 1
     for text, _ in found:
         if victim == 0:
