@@ -3,16 +3,21 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from benchmarks.faults.testbed import Testbed
+from megatron.planning.experiments.launch import Step, slurm_command, start_step
 from tests.helpers.launching import ROOT
-from tests.slurm.site import MARKS, Submitted, submit
+from tests.slurm.site import FRONTIER, MARKS, Submitted, settings_of_site, submit
+from tests.tuning.test_trial_runner import until
 
 pytestmark = MARKS
 
@@ -57,8 +62,8 @@ def test_points_run_side_by_side_on_nodes_of_their_own(testbed: Testbed, tmp_pat
 
 @pytest.mark.timeout(1200)
 def test_a_signal_ends_it_and_the_next_job_goes_on(testbed: Testbed, tmp_path: Path) -> None:
-    # The second point has to last until the signal is said again: srun loses one that comes while its tasks start.
-    settings = {"SIDE_BY_SIDE": "0", "ITERATIONS": "100"}
+    # The second point has to last until Slurm itself is told: srun loses a signal that comes while its tasks start.
+    settings = {"SIDE_BY_SIDE": "0", "ITERATIONS": "300"}
     job = experiment(testbed, tmp_path, "first", **settings)
     job.wait_for(r"tp-0000\d: done.*\n(.*\n)*?.*tp-0000\d: \d process")
     testbed.ask("scancel", "--batch", "--signal=USR1", job.number)
@@ -67,3 +72,43 @@ def test_a_signal_ends_it_and_the_next_job_goes_on(testbed: Testbed, tmp_path: P
     again = experiment(testbed, tmp_path, "second", **settings)
     assert again.wait() == "COMPLETED", again.text()
     assert again.text().count("done already") == 1 and "2 point(s) done, 0 failed, 0 not run" in again.text()
+
+
+@pytest.mark.timeout(1800)
+def test_a_step_that_is_to_end_while_its_tasks_start_ends_without_force(
+    testbed: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """srun asks Slurm once to end such a step; a node whose daemon is slow may hear that before it has the tasks."""
+    script = tmp_path / "hold.sh"
+    script.write_text("#!/bin/bash\nsleep 3600\n")
+    job = testbed.sbatch("-N", "2", "-D", tmp_path, script)
+    testbed.wait_for_state(job, "RUNNING")
+    (tmp_path / "pretrain_gpt.py").write_text("import time; time.sleep(3600)")
+    nodes = testbed.show(job)["NodeList"]
+    for name, value in {
+        **settings_of_site(tmp_path), "SLURM_CONF": testbed.env["SLURM_CONF"], "SLURM_JOB_ID": job,
+        "SLURM_JOB_NODELIST": nodes, "SLURM_JOB_NUM_NODES": "2", "SLURMD_NODENAME": "node02",
+        "SITE_FILE": str(FRONTIER / "site.env"), "POINT_PYTHON": sys.executable, "POINT_CODE": str(tmp_path),
+        "DEVICE": "cpu", "CPUS_PER_TASK": "1",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    slurmd = int(testbed.ask("bash", "-c", 'pgrep -P "$(<"$TESTBED_DIR/run/node02.pid")"').split()[0])
+    for number in range(6):
+        os.kill(slurmd, signal.SIGSTOP)
+        try:
+            step, log = Step(f"told-{number}", ["node02"], 1, number, 3600.0), tmp_path / f"log-{number}"
+            run = start_step(slurm_command([]), step, log, tmp_path / f"tasks-{number}", grace_s=300.0)
+            until(lambda: "+ srun" in log.read_text())  # noqa: B023
+            time.sleep(0.5)  # it asks the node for its task
+            run.stop()
+            time.sleep(0.2 * number)
+        finally:
+            os.kill(slurmd, signal.SIGCONT)
+        begun = time.monotonic()
+        while not run.poll():
+            assert time.monotonic() - begun < 60, log.read_text()
+            time.sleep(0.05)
+        print(f"ended after {time.monotonic() - begun:.1f} s, with {run.exit_codes}")
+    left = testbed.ask("squeue", "-h", "-s", "-j", job, "-o", "%j").split()
+    testbed.ask("scancel", job)
+    assert not [name for name in left if name.startswith("told")]

@@ -41,17 +41,19 @@ def test_a_step_is_launched_by_the_jobs_own_functions(tmp_path: Path) -> None:
         assert run_.exit_codes == [5] and (tmp_path / "log").read_text() == f"launch {words}\n"
 
 
+STARTER = (
+    "import os, sys, time\nfrom pathlib import Path\n"
+    "from megatron.planning.experiments.launch import Step, slurm_command, start_step\n"
+    "folder = Path(sys.argv[1])\n"
+    "run = start_step(slurm_command([]), Step('x', ['n1'], 1, 1, 60.0), folder / 'log', folder / 'tasks')\n"
+    "print(run.processes[0].pid, flush=True)\ntime.sleep(600)\n"
+)
+
+
 def test_a_step_ends_when_its_starter_is_killed(tmp_path: Path) -> None:
-    program = (
-        "import os, sys, time\nfrom pathlib import Path\n"
-        "from megatron.planning.experiments.launch import Step, slurm_command, start_step\n"
-        "folder = Path(sys.argv[1])\n"
-        "run = start_step(slurm_command([]), Step('x', ['n1'], 1, 1, 60.0), folder / 'log', folder / 'tasks')\n"
-        "print(run.processes[0].pid, flush=True)\ntime.sleep(600)\n"
-    )
     environ = {**os.environ, "MEGATRON_ROOT": str(stub_site(tmp_path / "site")), "NAP": "600"}
     starter = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", STARTER, str(tmp_path)], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True
     )
     assert starter.stdout is not None
     launcher = int(starter.stdout.readline())
@@ -88,6 +90,60 @@ def test_a_wish_to_end_that_was_lost_is_said_again(tmp_path: Path, monkeypatch: 
     run_.stop()
     until(run_.poll)
     assert run_.exit_codes == [7]
+
+
+# A Slurm with another step beside it, and a step that ends only when Slurm is told.
+SLURM = {
+    "squeue": 'echo 7.1 x-1; echo 7.2 x; echo "$*" >"$ASKED"',
+    "scancel": 'echo "$*" >"$TOLD.new"; mv "$TOLD.new" "$TOLD"',
+}
+DEAF = 'launch_training() { trap "" TERM; echo launched; until [[ -e $TOLD ]]; do sleep 0.05; done; return 143; }\n'
+
+
+@pytest.fixture
+def deaf_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What Slurm was told is in this file."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, does in SLURM.items():
+        (programs / name).write_text(f"#!/bin/bash\n{does}\n")
+        (programs / name).chmod(0o755)
+    (stub_site(tmp_path / "site") / "examples/frontier/job.sh").write_text(STUB + DEAF)
+    for name, value in {
+        "PATH": f"{programs}:{os.environ['PATH']}", "MEGATRON_ROOT": str(tmp_path / "site"), "SLURM_JOB_ID": "7",
+        "ASKED": str(tmp_path / "asked"), "TOLD": str(tmp_path / "told"),
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    return tmp_path / "told"
+
+
+def test_what_srun_does_not_heed_slurm_is_told(
+    deaf_step: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_ASK_AGAIN_S", 0.2)
+    step = Step("x", ["n1"], 1, 1, 60.0)
+    run_ = start_step(slurm_command([]), step, tmp_path / "log", tmp_path / "tasks", grace_s=600.0)
+    until(lambda: not run_.poll() and "launched" in (tmp_path / "log").read_text())
+    run_.stop()
+    assert not deaf_step.exists(), "first srun, which ends its tasks itself"
+    until(run_.poll)
+    assert run_.exit_codes == [143] and deaf_step.read_text() == "-s TERM 7.2\n"
+    assert (tmp_path / "asked").read_text().startswith("-h -s -j 7 ")
+
+
+@pytest.mark.slow
+def test_slurm_ends_the_step_of_a_starter_that_was_killed(deaf_step: Path, tmp_path: Path) -> None:
+    starter = subprocess.Popen(
+        [sys.executable, "-c", STARTER, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert starter.stdout is not None
+    launcher = int(starter.stdout.readline())
+    until(lambda: (tmp_path / "log").read_text().startswith("launched"))
+    starter.kill()
+    starter.wait()
+    starter.stdout.close()
+    until(lambda: process_state(launcher) in ("gone", "dead"))
+    assert deaf_step.read_text() == "-s KILL 7.2\n"
 
 
 def test_ranks_know_their_place_and_nothing_of_a_launcher(tmp_path: Path) -> None:

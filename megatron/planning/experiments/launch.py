@@ -21,19 +21,35 @@ ROOT = Path(__file__).resolve().parents[3]
 LOG, TASKS = "train.log", "tasks"
 GRACE_S = 60.0
 """From a polite signal to force, unless a run is given another."""
-_ASK_AGAIN_S = 5.0  # srun forgets a signal that comes before its tasks have started
+_ASK_AGAIN_S = 5.0
 _PEERS_S = 20.0  # ranks end by themselves when one is lost, and say who it was
 _FIRST_PORT, _PORTS, _USER_PORTS = 3442, 1000, (1024, 65536)
 _TETHER = Path(__file__).with_name("tether.py")
 _LAUNCHERS = ("SLURM_", "PMI_", "PMIX_", "OMPI_", "MPI_", "PALS_", "MV2_", "TORCHELASTIC_")
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 
+# Has Slurm signal the step that is called STEP. An srun that is to end while its tasks start asks Slurm once to kill
+# them; where they are not there yet that is lost, and from then on srun waits for them, whatever it is told.
+_TELL_STEP = """
+for id in $(squeue -h -s -j "$SLURM_JOB_ID" -o "%i %j" | awk -v name="$STEP" '$2 == name { print $1 }'); do
+    scancel -s "$1" "$id"
+done
+"""
+
 # The functions of job.sh start the tasks; it sets PYTHON and CODE anew when it is sourced. ALIVE is a pipe of which the
 # starter holds the other end: its end is the end of the starter, and srun does not notice that by itself.
 _SLURM_LAUNCH = """
 source "$MEGATRON_ROOT/examples/frontier/job.sh" || exit 2
 PYTHON=${POINT_PYTHON:-$PYTHON}; CODE=${POINT_CODE:-$CODE}
-{ trap '' TERM USR1 INT; read -r -u "$ALIVE" _; kill -TERM -- -$$; sleep 30; kill -KILL -- -$$; } >/dev/null 2>&1 &
+{
+    trap '' TERM USR1 INT
+    read -r -u "$ALIVE" _
+    kill -TERM -- -$$
+    sleep 10
+    timeout 30 bash -c "$TELL_STEP" tell KILL
+    sleep 20
+    kill -KILL -- -$$
+} >/dev/null 2>&1 &
 watch=$!
 disown "$watch"
 code=0
@@ -116,8 +132,10 @@ class Run:
             self._ask()
 
     def _ask(self) -> None:
-        self._asked_at = time.monotonic()
+        self._asked_at, again = time.monotonic(), self._asked_at > 0
         self._signal(signal.SIGTERM)
+        if again and self._step is not None:
+            self._helpers.append(_tell_step(self._step, "TERM"))
 
     def kill(self) -> None:
         """End it at once. Waits for its processes, which cannot refuse."""
@@ -145,7 +163,7 @@ class Run:
         """First the tasks: a step whose srun is gone would go on. Then the launcher too."""
         self._force += 1
         if self._step is not None:
-            self._helpers.append(_end_step(self._step))
+            self._helpers.append(_tell_step(self._step, "KILL"))
         if self._step is None or at_once or self._force > 1:
             self._signal(signal.SIGKILL)
 
@@ -206,7 +224,11 @@ def start_step(
     try:
         with open(log, "wb") as file:
             process = subprocess.Popen(
-                command, env={**step_environment(environ, step, tasks), "ALIVE": str(listening)},
+                command,
+                env={
+                    **step_environment(environ, step, tasks), "ALIVE": str(listening), "STEP": step.name,
+                    "TELL_STEP": _TELL_STEP,
+                },
                 stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
                 pass_fds=(listening,),
             )  # fmt: skip
@@ -265,13 +287,9 @@ def logs_of(log: Path, tasks: Path, most: int = 256) -> list[Path]:
     return [log, *sorted(tasks.glob("*.err"))[:most]]
 
 
-def _end_step(name: str) -> subprocess.Popen[bytes]:
-    """Have Slurm kill a step of this job, without waiting for that."""
-    command = (
-        'for id in $(squeue -h -s -j "$SLURM_JOB_ID" -o "%i %j" | awk -v name="$1" \'$2 == name { print $1 }\'); do '
-        'scancel -s KILL "$id"; done'
-    )
+def _tell_step(name: str, number: str) -> subprocess.Popen[bytes]:
+    """Have Slurm send a signal to a step of this job, without waiting for that."""
     return subprocess.Popen(
-        ["timeout", "30", "bash", "-c", command, "end", name], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL, start_new_session=True,
+        ["timeout", "30", "bash", "-c", _TELL_STEP, "tell", number], env={**os.environ, "STEP": name},
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip

@@ -214,7 +214,7 @@ class Runner:
         words = command(point, self._place.launcher, folder)
         if self._place.launcher == "local":
             return start_here(words, point.world, folder.log, folder.tasks)
-        step = Step(point.name, hosts, point.tasks_per_node, self._started + 1, limit)
+        step = Step(f"{point.name}-{os.getpid()}", hosts, point.tasks_per_node, self._started + 1, limit)
         return start_step(words, step, folder.log, folder.tasks)
 
     def _reap(self) -> None:
