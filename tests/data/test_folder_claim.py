@@ -13,7 +13,7 @@ from megatron.data.folder_claim import JOB_NAME, LOCK_NAME, FolderClaim
 from megatron.errors import ConfigError
 from tests.helpers.launching import ROOT
 
-SHORT_S = 0.6  # a living owner touches its lock six times in it
+SHORT_S = 2.0  # a living owner touches its lock six times in it
 
 
 @pytest.fixture(autouse=True)

@@ -270,7 +270,7 @@ def test_devices_that_are_not_there(
 
 
 def total_of_ranks(_: int) -> tuple[float, list[str], int]:
-    with connect(detect_launch(), timedelta(seconds=60)) as rendezvous:
+    with connect(detect_launch(), timedelta(seconds=180)) as rendezvous:
         assert (os.environ["RANK"], dist.get_rank()) == (str(rendezvous.launch.rank), rendezvous.launch.rank)
         x = torch.tensor([float(dist.get_rank())])
         dist.all_reduce(x)
@@ -378,7 +378,7 @@ def test_rank_0_that_does_not_come_is_named_with_its_address() -> None:
 
 def meet_as(rank: int, ranks: list[int]) -> None:
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(ranks[rank])
-    connect(detect_launch(), timedelta(seconds=60))
+    connect(detect_launch(), timedelta(seconds=180))
 
 
 @pytest.mark.parametrize(("ranks", "twice"), [([0, 1, 1], 1), pytest.param([0, 0, 1], 0, marks=pytest.mark.slow)])
@@ -401,15 +401,15 @@ def test_a_port_in_use_is_named() -> None:
 
 def reduce_until_an_end(rank: int, killed: int, message: str) -> str:
     """Rank `killed` dies at once, or fails with a message; the others explain what they see."""
-    rendezvous = connect(detect_launch(), timedelta(seconds=60))
-    dist.barrier()  # a failure would wake a rank that is still connecting
-    if rank == killed:
-        if not message:
-            os.kill(os.getpid(), signal.SIGKILL)
-        rendezvous.fail(message)
-        rendezvous.close()
-        return "ended"
+    rendezvous = connect(detect_launch(), timedelta(seconds=180))
     try:
+        dist.barrier()  # a failure would wake a rank that is still connecting
+        if rank == killed:
+            if not message:
+                os.kill(os.getpid(), signal.SIGKILL)
+            rendezvous.fail(message)
+            rendezvous.close()
+            return "ended"
         for _ in range(1000):
             dist.all_reduce(torch.ones(1))
             time.sleep(0.01)

@@ -278,7 +278,7 @@ def meet(number: int, port: int, shown: dict[int, str], cyclic: bool = False) ->
     """What a task finds that sees only the devices shown[number]."""
     as_task(number, port, cyclic=cyclic, ROCR_VISIBLE_DEVICES=shown.get(number, ""))
     order = "pp-tp-dp"
-    with connect(detect_launch(), timedelta(seconds=60), placing=Placing(ORDER, rank_order=order)) as rendezvous:
+    with connect(detect_launch(), timedelta(seconds=180), placing=Placing(ORDER, rank_order=order)) as rendezvous:
         launch = rendezvous.launch
         assert (dist.get_rank(), os.environ["RANK"]) == (launch.rank, str(launch.rank))
         assert rendezvous.serves_store == (launch.task == 0)
@@ -345,7 +345,7 @@ def disagree(number: int, port: int) -> str:
     as_task(number, port)
     placing = Placing(ORDER, rank_order="tp-pp-dp" if number == 5 else "tp-dp-pp")
     with pytest.raises(LaunchError) as caught:
-        connect(detect_launch(), timedelta(seconds=60), placing=placing)
+        connect(detect_launch(), timedelta(seconds=180), placing=placing)
     return str(caught.value)
 
 
@@ -357,7 +357,7 @@ def test_processes_that_place_differently_are_refused_everywhere() -> None:
 def fail_later(number: int, port: int, victim: int) -> tuple[str, bool]:
     """One task dies after the meeting; what the others say, and whether one of them is to act on it."""
     as_task(number, port, ROCR_VISIBLE_DEVICES=str(number % 4))
-    rendezvous = connect(detect_launch(), timedelta(seconds=60), placing=Placing(ORDER))
+    rendezvous = connect(detect_launch(), timedelta(seconds=180), placing=Placing(ORDER))
     try:
         dist.barrier()  # nobody still connects; those that are still in here when the task dies see it here
         if number == victim:

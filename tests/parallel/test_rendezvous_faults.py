@@ -170,7 +170,7 @@ def test_a_rank_that_dies_while_groups_are_made_is_named() -> None:
 
 def explain_after_rank_0_left(rank: int) -> tuple[float, str]:
     rendezvous._LINGER_S = LINGER_S
-    meeting = connect(detect_launch(), timedelta(seconds=60))
+    meeting = connect(detect_launch(), timedelta(seconds=180))
     dist.barrier()  # a failure would wake a rank that is still connecting
     if rank == 0:
         meeting.fail("DataError: corpus.bin is truncated")
@@ -196,7 +196,7 @@ def test_a_roll_call_does_not_wait_for_a_rank_that_has_left() -> None:
 def explain_after_the_store(rank: int) -> str:
     """Rank 0 fails for a reason of its own; the others see that something is wrong when its store is gone."""
     rendezvous._LINGER_S = 0.5
-    meeting = connect(detect_launch(), timedelta(seconds=60))
+    meeting = connect(detect_launch(), timedelta(seconds=180))
     dist.barrier()
     if rank == 0:
         meeting.fail("DataError: corpus.bin is truncated")
@@ -219,11 +219,11 @@ def die_or_wait(rank: int) -> str:
     """Rank 2 dies, rank 0 waits for it; rank 1 is busy until rank 0 and its store are gone, then waits for it."""
     coming.ANSWER_S = rendezvous.ANSWER_S = 3.0
     rendezvous._LINGER_S = 0.5
-    meeting = connect(detect_launch(), timedelta(seconds=60))
-    dist.barrier()
-    if rank == 2:
-        die()
+    meeting = connect(detect_launch(), timedelta(seconds=180))
     try:
+        dist.barrier()
+        if rank == 2:
+            die()
         while rank == 1 and not meeting._store_lost:
             time.sleep(0.01)
         dist.recv(torch.zeros(1), 2 if rank == 0 else 0)

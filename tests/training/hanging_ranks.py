@@ -94,8 +94,8 @@ def train(rank: int, tensor: int, pipeline: int, victim: int, way: str, folder: 
     """Returns "done" only where nothing hung."""
     torch.set_num_threads(1)
     watchdog._ANSWER_S, watchdog._NODE_S = 3.0, 0.5
-    with connect(detect_launch(), timedelta(seconds=60)) as meeting:
-        topology = Topology.create(tensor, pipeline, timeout=timedelta(seconds=60), flight=meeting.flight)
+    with connect(detect_launch(), timedelta(seconds=180)) as meeting:
+        topology = Topology.create(tensor, pipeline, timeout=timedelta(seconds=180), flight=meeting.flight)
         try:
             steps(Toy(topology, rank == victim, way), meeting, Path(folder))
         except (LaunchError, RuntimeError) as error:  # as training.setup does: the watchdog knows more
