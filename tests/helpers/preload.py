@@ -1,4 +1,5 @@
 """Imported once by the fork server: what every test process needs."""
+import contextlib
 import os
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -12,3 +13,17 @@ torch.set_num_threads(1)
 from megatron.engine.deepspeed_setup import import_deepspeed  # noqa: E402
 
 import_deepspeed("cpu")  # a second that every process of every case would spend
+
+# What nearly every case needs beside: else each of its processes would spend a second on it.
+import hypothesis  # noqa: E402, F401
+import numpy  # noqa: E402, F401
+import pytest  # noqa: E402, F401
+
+import megatron.checkpoint.load  # noqa: E402
+import megatron.checkpoint.save  # noqa: E402
+import megatron.model.gpt  # noqa: E402
+import megatron.training.run  # noqa: E402, F401
+import tests.helpers.training  # noqa: E402, F401
+
+with contextlib.suppress(ImportError):  # DeepSpeed's initialize takes it where it is there
+    import deepspeed.module_inject.auto_ep_layer  # noqa: F401

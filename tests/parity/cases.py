@@ -18,12 +18,17 @@ def layout(
     tp: int = 1, pp: int = 1, dp: int = 1, schedule: str = "1f1b", sp: bool = False, zero: int = 1,
     recompute: dict[str, Any] = NONE, **more: Any,
 ) -> tuple[str, int, dict[str, Any]]:
-    """(name, world size, fields) of one case."""
-    layers = more.get("num_layers", 8)
+    """(name, world size, fields) of one case.
+
+    As few layers and micro-batches as let each stage, chunk and phase of the schedule have its turn: what a case costs
+    is messages between more processes than cores.
+    """
+    layers = more.get("num_layers", 8 if pp == 4 and schedule == "interleaved" else 4)
     fields = dict(
         tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, sequence_parallel=sp, zero_stage=zero,
-        **recompute, **more,
+        num_layers=layers, global_batch_size=4 * dp * more.get("micro_batch_size", 1) if pp <= 2 else 8, **recompute,
     )
+    fields.update(more)
     if schedule == "interleaved":
         fields["num_layers_per_virtual_pipeline_stage"] = layers // (2 * pp)
     elif schedule == "zb-h1":

@@ -14,7 +14,7 @@ from tests.helpers.processes import run_processes
 from tests.helpers.training import STEPS, train_in_process, train_plainly
 from tests.parity.cases import FULL, LLAMA, SELECTIVE, layout, params
 from tests.parity.test_grid import check_against, model_fields, reference_of
-from tests.parity.test_precision import BF16, LOSS, NORM, fp32
+from tests.parity.test_precision import BF16, LOSS, NORM
 
 UNFUSED = dict(attention_backend="unfused")
 DROPOUT = dict(hidden_dropout=0.2, attention_dropout=0.1)
@@ -49,18 +49,15 @@ def plainly_fused(fields):
     ),
 )
 def test_kernels_on_a_layout_equal_torch_in_one_process(world_size, fields):
-    # The reference takes torch's attention: another way to the same numbers.
-    plain = {k: v for k, v in fields.items() if k != "attention_backend"}
-    check_against(reference_of(plain), run_processes(world_size, train_fused, fields))
+    check_against(reference_of(fields), run_processes(world_size, train_fused, fields))
 
 
 @pytest.mark.slow
 def test_packed_documents():
     more = {**LLAMA, **UNFUSED, "reset_attention_mask": True, "reset_position_ids": True}
     _, world_size, fields = layout(tp=2, pp=2, sp=True, recompute=SELECTIVE, **more)
-    plain = {k: v for k, v in fields.items() if k != "attention_backend"}
     ranks = run_processes(world_size, train_fused, fields, STEPS, True)
-    check_against(reference_of(plain, packed=True), ranks)
+    check_against(reference_of(fields, packed=True), ranks)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +88,9 @@ def test_bf16_with_dropout_on_all_parallelisms_repeats_under_recomputation(recom
 @pytest.mark.slow
 def test_bf16_follows_fp32():
     _, world_size, fields = layout(tp=2, pp=2, sp=True, recompute=FULL, **UNFUSED, **BF16)
+    fp32 = reference_of(fields)["history"]
     for rank in run_processes(world_size, train_fused, fields):
-        for (loss, norm, skipped, _), (loss_32, norm_32) in zip(rank["history"], fp32(), strict=True):
+        for (loss, norm, skipped, _), (loss_32, norm_32) in zip(rank["history"], fp32, strict=True):
             assert not skipped
             assert loss == pytest.approx(loss_32, rel=LOSS["bf16"])
             assert norm == pytest.approx(norm_32, rel=NORM["bf16"])

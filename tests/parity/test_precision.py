@@ -6,13 +6,12 @@ precision only the order of sums and of roundings differs.
 """
 from __future__ import annotations
 
-import functools
-
 import pytest
 
 from tests.helpers.processes import run_processes
-from tests.helpers.training import train_in_process, train_plainly
+from tests.helpers.training import train_in_process
 from tests.parity.cases import FULL, layout, params
+from tests.parity.test_grid import reference_of
 
 FP16 = dict(fp16=True, initial_loss_scale=2.0**14, loss_scale_window=1000, hysteresis=1)
 BF16 = dict(bf16=True)
@@ -28,18 +27,13 @@ LAYOUTS = [
 ]
 
 
-@functools.cache
-def fp32():
-    return train_plainly({})["history"]
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize(("world_size", "fields"), params(LAYOUTS, quick=(1,)))
 def test_sixteen_bits_follow_fp32(precision, world_size, fields):
     settings = BF16 if precision == "bf16" else FP16
-    ranks = run_processes(world_size, train_in_process, {**fields, **settings})
+    ranks, fp32 = run_processes(world_size, train_in_process, {**fields, **settings}), reference_of(fields)["history"]
     for rank in ranks:
-        for (loss, norm, skipped, _), (loss_32, norm_32) in zip(rank["history"], fp32(), strict=True):
+        for (loss, norm, skipped, _), (loss_32, norm_32) in zip(rank["history"], fp32, strict=True):
             assert not skipped
             assert loss == pytest.approx(loss_32, rel=LOSS[precision])
             assert norm == pytest.approx(norm_32, rel=NORM[precision])

@@ -31,7 +31,7 @@ def draw_layout(draw: random.Random) -> tuple[int, dict[str, Any]]:
         tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
         sequence_parallel=tp > 1 and draw.random() < 0.6, zero_stage=draw.choice([0, 1]),
         micro_batch_size=micro_batch, global_batch_size=micro_batch * dp * draw.choice([1, 2, 3, 5]),
-        num_layers=draw.choice([8, 9, 12]), **draw.choice([NONE, FULL, FULL2, BLOCK, SELECTIVE]),
+        num_layers=max(pp, 4) + draw.choice([0, 1]), **draw.choice([NONE, FULL, FULL2, BLOCK, SELECTIVE]),
     )  # fmt: skip
     schedule = draw.choice(["1f1b", "interleaved", "zb-h1", "uneven"]) if pp > 1 else "1f1b"
     if schedule == "interleaved":
