@@ -124,11 +124,13 @@ def description(target: str, archs: Sequence[str], tool: str, flags: Sequence[st
 def build(
     target: str, archs: Sequence[str] | None = None, *, folder: Path = LIBRARIES, sources: Path = SOURCES,
     only: Sequence[str] = (), extra: Sequence[str] = (), jobs: int | None = None,
+    hear: Callable[[str], object] = lambda words: None,
 ) -> Path:
     """Compile the kernels for `target` and return the library's path. Raises BuildError.
 
     `only` names the .cpp files (without suffix) to take, all by default; library.cpp always goes in. `extra` flags go
-    to every command. The library appears under its name only when it is complete.
+    to every command. `hear` is told what each command said on standard error, from several threads. The library appears
+    under its name only when it is complete.
     """
     tool = compiler(target)
     if tool is None:
@@ -147,6 +149,7 @@ def build(
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, cwd=sources)
         if done.returncode:
             raise BuildError(f"{' '.join(command)}\n{_shortened(done.stderr or done.stdout)}")
+        hear(done.stderr)
 
     with tempfile.TemporaryDirectory(prefix="megatron-kernels-") as scratch:
         objects = [f"{scratch}/{name}.o" for name in names]

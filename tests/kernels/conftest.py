@@ -16,7 +16,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """built("host" | "hip" | "cuda"): a library of all kernels; skips where no compiler is there.
 
     The one in megatron/kernels/lib where it is current. Otherwise the first process of pytest-xdist that asks builds
-    one in the session's temporary folder, and the others wait for it.
+    one in the session's temporary folder, and the others wait for it; what the compiler said lies beside it, in
+    TARGET.txt, from nvcc with the registers and the stack of every kernel.
     """
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "kernels"
@@ -29,9 +30,13 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         if build.compiler(target) is None:
             pytest.skip(build.no_compiler(target))
         folder.mkdir(exist_ok=True)
-        with (folder / f"{target}.lock").open("w") as lock:
+        with (folder / f"{target}.lock").open("w") as lock, pytest.MonkeyPatch.context() as patch:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            build.make([target], folder=folder)
+            if not build.is_current(folder / name, target, archs):
+                said: list[str] = []
+                patch.setenv("NVCC_APPEND_FLAGS", "-Xptxas -v")
+                build.build(target, archs, folder=folder, hear=said.append)
+                (folder / f"{target}.txt").write_text("".join(said))
         return folder / name
 
     return get

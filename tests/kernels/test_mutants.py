@@ -1,14 +1,15 @@
-"""Faults are planted in the kernels; the numerical tests, run on the simulator, must find every one.
+"""The numerical tests on the simulator of GPU lanes: they pass on the kernels as they are and find every planted fault.
 
-All faults of a topic go into one copy of the sources, each behind a condition on a number, so that one build serves: an
-expression OLD becomes (planted(7) ? (NEW) : (OLD)), a statement the like with if. The tests run once for each number,
-and first for none, in processes forked from one that has imported torch; with AddressSanitizer, which takes five times
-as long, only where they did not fail without.
+For each topic two libraries are made: one for waves of 32 lanes, and one for waves of 64 with sanitizers, which takes
+longer to compile and to run. Faults go into a copy of the sources, each behind a condition on a number, so that one
+build serves: an expression OLD becomes (planted(7) ? (NEW) : (OLD)), a statement the like with if. The tests run first
+without a fault, then once for each number, in processes forked from one that has imported torch.
 """
 from __future__ import annotations
 
 import json
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,37 +18,53 @@ from pathlib import Path
 import pytest
 
 from megatron.kernels.build import SOURCES
-from tests.helpers.kernels import ADDRESS, NUMERICS, PLAIN, environment, needs_simulator, run_process, simulator_library
+from tests.helpers.kernels import (
+    NUMERICS,
+    PLAIN,
+    ROOT,
+    SANITIZED,
+    environment,
+    needs_simulator,
+    run_process,
+    simulator_library,
+)
 
 pytestmark = [needs_simulator, pytest.mark.slow]
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A fault: in `file`, the first `old` after `after` becomes `new`. One that ends in ";" is a statement."""
+    """A fault: in `file`, the first `old` after `after` becomes `new`. One that ends in ";" is a statement.
+
+    `sanitized`: it is planted in the sanitized library alone. So are faults that lanes which run one after the other,
+    or memory that happens to be there, do not show in a result.
+    """
 
     name: str
     file: str
     old: str
     new: str
     after: str = ""
+    sanitized: bool = False
 
 
 @dataclass(frozen=True)
 class Topic:
     """tests     the file of numerical tests
     sources      the .cpp files they need
+    wide         whether its wide rows, of blocks of 512 and 1,024 lanes, are those of tests/kernels/test_large.py
     """
 
     tests: str
     sources: tuple[str, ...]
     mutants: tuple[Mutant, ...]
+    wide: bool = False
 
 
 ROWS = (
     Mutant("barrier before waves meet", "group.h", "__syncthreads();", "", after="constexpr int WAVES ="),
     Mutant("barrier after waves wrote", "group.h", "__syncthreads();", "", after="+ lane / MK_WAVE] = x[c];"),
-    Mutant("one pack past the row", "group.h", "column(i) < n", "column(i) <= n"),
+    Mutant("one pack past the row", "group.h", "column(i) < n", "column(i) <= n", sanitized=True),
     Mutant("the last column is left out", "group.h", "column(i) < n", "column(i) < n - 1"),
     Mutant("butterfly starts at a quarter", "group.h", "WIDTH / 2", "WIDTH / 4", after="for (int m = "),
     Mutant("16 lanes take 32", "group.h", "WIDTH / 2", "(WIDTH == 16 ? 16 : WIDTH / 2)", after="for (int m = "),
@@ -55,7 +72,7 @@ ROWS = (
     Mutant("two waves at one word", "group.h", "lane / MK_WAVE", "lane / MK_WAVE / 2", after="lds[c * MK_MAX_WAVES + "),
     Mutant("the last packs are left out", "group.h", "(n + LANES * VEC - 1) / (LANES * VEC)", "n / (LANES * VEC)"),
     Mutant("rows are skipped", "launch.h", "(int64_t)gridDim.x * ROWS", "(int64_t)gridDim.x * ROWS * 2"),
-    Mutant("one row too many", "launch.h", "row < rows", "row <= rows"),
+    Mutant("one row too many", "launch.h", "row < rows", "row <= rows", sanitized=True),
     Mutant("blocks overlap", "launch.h", "(int64_t)blockIdx.x * ROWS", "(int64_t)blockIdx.x * (ROWS - 1)"),
     Mutant("packs where rows do not allow it", "launch.h", "n % V", "(n * 2) % V", after="launch_rows(const Op &op"),
 )
@@ -69,8 +86,8 @@ NUMBERS = (
     Mutant("exp without a term", "number.h", "8.3334519073e-3f", "0.0f"),
 )
 TILES = (
-    Mutant("one pack past the tile", "launch.h", "c >= n", "c > n", after="tile_kernel(Op op"),
-    Mutant("one row past the tile", "launch.h", "row < rows", "row <= rows", after="tile_kernel(Op op"),
+    Mutant("one pack past the tile", "launch.h", "c >= n", "c > n", after="tile_kernel(Op op", sanitized=True),
+    Mutant("one row past the tile", "launch.h", "row < rows", "row <= rows", after="tile_kernel(Op op", sanitized=True),
     Mutant("tiles' rows are skipped", "launch.h", "(int64_t)gridDim.y * ROWS", "(int64_t)gridDim.y * ROWS * 2"),
     Mutant("tiles are too few", "launch.h", "(n / V + COLUMNS - 1) / COLUMNS", "n / V / COLUMNS"),
 )
@@ -88,15 +105,17 @@ PART_SUMS = (
 ROW_SUMS = (
     Mutant("no barrier before columns meet", "row_sums.h", "__syncthreads();", "", after="if constexpr (ROWS > 1)"),
     Mutant("no barrier after columns were written", "row_sums.h", "__syncthreads();", "", after="] = sum[k];"),
-    Mutant("a group without a row adds one", "row_sums.h", "first + group < rows", "first + group <= rows"),
+    Mutant("a group without a row adds one", "row_sums.h", "first + group < rows", "first + group <= rows",
+           sanitized=True),
     Mutant("rows of the last group are lost", "row_sums.h", "r < ROWS", "r < ROWS - 1"),
-)
+)  # fmt: skip
 TENSORS = (
     Mutant("a tensor's last element", "tensor_list.h", "i < length", "i < length - 1", after="length, bool packed"),
     Mutant("the next tensor's chunk", "tensor_list.h", "first_chunk[t + step] <= at", "first_chunk[t + step] < at"),
-    Mutant("past the end", "tensor_list.h", "i + k * BLOCK < last", "i + k * BLOCK <= last", after="store(T *p"),
+    Mutant("past the end", "tensor_list.h", "i + k * BLOCK < last", "i + k * BLOCK <= last", after="store(T *p",
+           sanitized=True),
     Mutant("a pack is left out", "tensor_list.h", "length / V * V", "length / V * V - V"),
-)
+)  # fmt: skip
 
 TOPICS = {
     "softmax": Topic("softmax", ("softmax",), (
@@ -109,7 +128,7 @@ TOPICS = {
         Mutant("gradient without scale", "softmax.cpp", "scale * v[k] * (u[k] - dot)", "v[k] * (u[k] - dot)"),
         Mutant("one mask for all samples", "softmax.cpp", "row / rows_per_sample * sq", "(int64_t)0"),
         Mutant("no shift by the maximum", "softmax.cpp", "top == -MK_INFINITY ? 0.0f : top", "0.0f"),
-    )),
+    ), wide=True),
     "norm": Topic("norm", ("norm",), (
         *SUM2, *ROW_SUMS, *TILE_SUMS, *PART_SUMS[:2],  # the third needs 16 parts: see activation
         Mutant("variance over n + 1", "norm.cpp", "m2 / n - m1 * m1", "m2 / (n + 1)"),
@@ -153,7 +172,7 @@ TOPICS = {
         Mutant("weights are not dropped", "attention.cpp", "v[k] *= drop[k];", ""),
         Mutant("gradient of what is not seen", "attention.cpp", "c + k < here.valid", "c + k <= here.valid"),
         Mutant("squares for products", "attention.cpp", "u[k] * v[k]", "u[k] * u[k]"),
-    )),
+    ), wide=True),
     "dropout": Topic("dropout", ("dropout",), (
         *TILES, *TILE_SUMS, *PART_SUMS, Mutant("bf16 is cut off", "number.h", ROUNDING, "u >> 16"),
         Mutant("ties in bf16 go up", "number.h", ROUNDING, "(u + 0x8000u) >> 16"),
@@ -174,7 +193,7 @@ TOPICS = {
         Mutant("lanes keep their maximum", "cross_entropy.cpp", "total * exponential(top - finite(all))", "total"),
         Mutant("label has no gradient", "cross_entropy.cpp", "c + k == mine ? up : 0.0f", "0.0f"),
         Mutant("rows are skipped", "cross_entropy.cpp", "row += gridDim.y", "row += gridDim.y + 1"),
-    )),
+    ), wide=True),
     "rotary": Topic("rotary", ("rotary",), (
         Mutant("gradient turns on", "rotary.cpp", "sign * b[k]", "b[k]"),
         Mutant("rest is the wrong half", "rotary.cpp", "from + half + c", "from + c", after="(to + half + c) = "),
@@ -200,52 +219,74 @@ TOPICS = {
 # In the copy, where every other file can see it.
 _PLANTED = """
 #include <stdlib.h>
-static inline bool planted(int number) {
-    static const int chosen = atoi(getenv("MEGATRON_MUTANT"));
-    return chosen == number;
-}
+static const int chosen_fault = atoi(getenv("MEGATRON_MUTANT"));
+#define planted(number) (chosen_fault == (number))
 """
 
-# Argument: a JSON list of [number, output file]. Prints the exit status of each as JSON.
+# pytest that collects once and forks for each run: to start and to collect takes longer than a run. Arguments: a JSON
+# list of [name, number, part of the tests' names, seconds of CPU time, output file], then pytest's. Prints the exit
+# status of each as JSON. The last two modules are what an operator's first call and the first random example import;
+# without freeze() each run would search all that torch has made for garbage, several times.
 _DRIVER = """
-import json, os, signal, sys
-import pytest, torch
+import gc, json, os, resource, sys
+import pytest
 from hypothesis import Phase, settings
-from megatron.kernels.library import find
+from megatron.kernels import library
+import numpy.random, torch.fx.experimental.symbolic_shapes
 
-class WithoutShrinking:
+class Runs:
+    def __init__(self, runs):
+        self.runs, self.status, self.forked = runs, {}, False
+
     def pytest_collection(self):  # conftest.py has been read, the tests not yet
         settings.register_profile("mutants", settings.get_profile("ci"), phases=[Phase.explicit, Phase.generate])
         settings.load_profile("mutants")
 
-status = {}
-for number, output in json.loads(sys.argv[1]):
-    child = os.fork()
-    if not child:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session):
+        sys.stdout.flush()
+        gc.collect()
+        gc.freeze()
+        for run in self.runs:
+            child = os.fork()
+            if not child:
+                self.forked = True
+                return self.begin(session, *run)
+            self.status[run[0]] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return True
+
+    def begin(self, session, name, number, part, seconds, output):  # pytest's own loop does the rest
         file = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
         os.dup2(file, 1)
         os.dup2(file, 2)
-        signal.alarm(100)
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 10))
         os.environ["MEGATRON_MUTANT"] = str(number)
-        if find("cpu").target != "simulator":
+        # Otherwise a library that cannot be loaded would let tests pass, on torch's own operators.
+        library.forget()
+        if library.find("cpu").target != "simulator":
             os._exit(99)
-        options = ["-q", "-x", "-s", "-p", "no:cacheprovider", "-m", "not gpu", "--tb=short"]
-        code = pytest.main([*options, *sys.argv[2:]], [WithoutShrinking()])
-        sys.stdout.flush()
-        os._exit(code)
-    status[number] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-print("STATUS " + json.dumps(status))
+        session.items[:] = [item for item in session.items if part in item.nodeid]
+        return None if session.items else os._exit(98)
+
+runs = Runs(json.loads(sys.argv[1]))
+# -s: what pytest captured would be lost when the simulator ends the process.
+options = ["-q", "-x", "-s", "-p", "no:cacheprovider", "-m", "not gpu", "--tb=short"]
+code = pytest.main([*options, *sys.argv[2:]], [runs])
+sys.stdout.flush()
+if runs.forked:
+    os._exit(code)
+print("STATUS " + json.dumps(runs.status))
 """
 # A test that failed, the simulator's abort, AddressSanitizer's exit code, a crash, an endless loop. Anything else (no
 # test found, the library not loaded) is an error of this test.
-_CAUGHT = {1, -6, 86, -7, -11, -14}
+_CAUGHT = {1, -signal.SIGABRT, 86, -signal.SIGBUS, -signal.SIGSEGV, -signal.SIGXCPU}
 
 
-def plant(mutants: Sequence[Mutant], folder: Path) -> None:
-    """A copy of the sources in `folder` with all mutants, numbered from 1."""
+def plant(mutants: dict[int, Mutant], folder: Path) -> None:
+    """A copy of the sources in `folder` with these mutants."""
     shutil.copytree(SOURCES, folder, ignore=lambda _, names: [n for n in names if not n.endswith((".h", ".cpp"))])
     places: dict[tuple[str, int, str], list[tuple[int, str]]] = {}
-    for number, mutant in enumerate(mutants, 1):
+    for number, mutant in mutants.items():
         text = (SOURCES / mutant.file).read_text()
         anchor = text.find(mutant.after)
         place = text.find(mutant.old, anchor + len(mutant.after)) if anchor >= 0 else -1
@@ -271,36 +312,60 @@ def reason(code: int, output: str) -> str:
     return next(found, f"code {code}")
 
 
-def run_mutants(topic: Topic, mutants: dict[int, Mutant], flags: Sequence[str], folder: Path) -> dict[int, str]:
-    """What the tests found, for the number of each mutant that they found."""
-    if not mutants:
-        return {}
-    library = simulator_library(folder, 64, flags, topic.sources, folder / "sources")
-    outputs = {number: folder / f"{number}{flags[0]}.txt" for number in (0, *mutants)}
-    runs = json.dumps([(number, str(output)) for number, output in outputs.items()])
-    command = [sys.executable, "-c", _DRIVER, runs, f"{NUMERICS}/test_{topic.tests}.py"]
+@dataclass(frozen=True)
+class Run:
+    """The tests with `part` in their names, on a library with one fault; number 0: with none."""
+
+    name: str
+    number: int
+    part: str
+    seconds: int = 300
+
+
+def run_all(
+    runs: Sequence[Run], files: Sequence[str], library: Path, flags: Sequence[str], folder: Path
+) -> dict[str, tuple[int, str]]:
+    """The exit code and the output of each, by its name."""
+    outputs = {run.name: folder / f"{i}.txt" for i, run in enumerate(runs)}
+    argument = json.dumps([(r.name, r.number, r.part, r.seconds, str(outputs[r.name])) for r in runs])
+    command = [sys.executable, "-c", _DRIVER, argument, *files]
     outcome = run_process(command, environment(library, flags), timeout_s=1700)
-    assert outcome.passed, outcome.end
-    status = {int(n): code for n, code in json.loads(outcome.output.rpartition("STATUS ")[2]).items()}
-    written = {number: output.read_text(errors="replace") for number, output in outputs.items()}
-    assert status[0] == 0 and " passed" in written[0], f"without a fault, exit code {status[0]}:\n{written[0][-3000:]}"
-    for number, mutant in mutants.items():
-        code = status[number]
-        assert code in {0, *_CAUGHT}, f"{mutant.name}: exit code {code}\n{written[number][-3000:]}"
-    return {number: reason(status[number], written[number]) for number in mutants if status[number]}
+    assert outcome.passed and "STATUS " in outcome.output, outcome.end
+    status = json.loads(outcome.output.rpartition("STATUS ")[2])
+    return {name: (status[name], output.read_text(errors="replace")) for name, output in outputs.items()}
 
 
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("wave", "flags"), [(64, SANITIZED), (32, PLAIN)], ids=["wave64-sanitized", "wave32"])
 @pytest.mark.parametrize("name", TOPICS)
-def test_planted_faults_are_found(name: str, tmp_path: Path) -> None:
-    topic = TOPICS[name]
-    plant(topic.mutants, tmp_path / "sources")
-    left = dict(enumerate(topic.mutants, 1))
-    for flags in (PLAIN, ADDRESS):
-        for number, line in run_mutants(topic, left, flags, tmp_path).items():
-            print(f"{name}: {left.pop(number).name}: {line}")
-    found_by_none = [f"{m.file}: {m.name}: {m.old!r} -> {m.new!r}" for m in left.values()]
-    assert not left, "faults that no test found:\n" + "\n".join(found_by_none)
+def test_numerics_and_planted_faults(name: str, wave: int, flags: tuple[str, ...], tmp_path: Path) -> None:
+    topic, sanitized = TOPICS[name], flags is SANITIZED
+    faults = {i: mutant for i, mutant in enumerate(topic.mutants, 1) if mutant.sanitized == sanitized}
+    plant(faults, tmp_path / "sources")
+    library = simulator_library(tmp_path, wave, flags, topic.sources, tmp_path / "sources")
+    tests, wide = f"{NUMERICS}/test_{topic.tests}.py", "tests/kernels/test_large.py"
+    right, files = [Run("numerics", 0, tests)], [tests]
+    if topic.wide and sanitized:
+        right.append(Run("wide rows", 0, f"{wide}::test_wide_{name}"))
+        files.append(wide)
+    found = run_all([*right, *(Run(str(i), i, tests) for i in faults)], files, library, flags, tmp_path)
+    for run in right:
+        code, output = found[run.name]
+        assert code == 0 and " passed" in output, f"{run.name}, exit code {code}:\n{output[-5000:]}"
+    left = []
+    for i, mutant in faults.items():
+        code, output = found[str(i)]
+        assert code in {0, *_CAUGHT}, f"{mutant.name}: exit code {code}\n{output[-3000:]}"
+        print(f"{name}: {mutant.name}: {reason(code, output) if code else 'not found'}")
+        if code == 0:
+            left.append(f"{mutant.file}: {mutant.name}: {mutant.old!r} -> {mutant.new!r}")
+    assert not left, "faults that no test found:\n" + "\n".join(left)
+
+
+def test_every_kernel_has_numerical_tests() -> None:
+    assert {f"test_{topic.tests}" for topic in TOPICS.values()} == {p.stem for p in (ROOT / NUMERICS).glob("test_*.py")}
+    tested = {name for topic in TOPICS.values() for name in topic.sources}
+    assert tested == {file.stem for file in SOURCES.glob("*.cpp")} - {"library"}
 
 
 def test_every_kernel_has_mutants() -> None:
@@ -312,4 +377,4 @@ def test_every_kernel_has_mutants() -> None:
 
 def test_an_outdated_mutant_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="the mutant 'old' is outdated"):
-        plant([Mutant("old", "softmax.cpp", "there is no such text", "")], tmp_path / "sources")
+        plant({1: Mutant("old", "softmax.cpp", "there is no such text", "")}, tmp_path / "sources")

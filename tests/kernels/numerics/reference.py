@@ -24,6 +24,9 @@ SMALLEST = {torch.float32: 0.0, torch.float16: 2.0**-25, torch.bfloat16: 0.0}
 SIMULATED = "simulator" in os.environ.get("MEGATRON_KERNELS_LIBRARY", "")
 """True where a simulator of GPU lanes stands in for the host library: small sizes, few examples."""
 
+without_simulator = pytest.mark.skipif(SIMULATED, reason="computes nothing that a simulator would do in another way")
+"""For tests of torch's own operators, of torch.compile and of host code: they run on the host library."""
+
 EXAMPLES = settings(max_examples=8 if SIMULATED else 40)
 
 # Around one pack, one wave, and each width at which the launcher changes its layout.

@@ -12,7 +12,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.errors import KernelError
 from megatron.kernels.ops import cross_entropy as module
 from megatron.kernels.ops.cross_entropy import cross_entropy, gradient_, local_pass
-from tests.kernels.numerics.reference import DEVICES, EXAMPLES, ROWS, TYPES, WIDTHS, assert_close, exact, random
+from tests.kernels.numerics.reference import (
+    DEVICES,
+    EXAMPLES,
+    ROWS,
+    TYPES,
+    WIDTHS,
+    assert_close,
+    exact,
+    random,
+    without_simulator,
+)
 
 # exp is good to 2^-21 of itself, the argument's rounding costs 2^-24 of its size (below 100, or the term is nothing),
 # and each lane's sum, added up strip by strip, less than 2^-18: together below 2^-16.
@@ -256,6 +266,7 @@ def test_a_rank_without_logits_above_minus_infinity(device: str) -> None:
         assert maximum.tolist() == [-INFINITY] * 2 and total.tolist() == [0.0, 0.0]
 
 
+@without_simulator
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("real", [0, 30, 37])
@@ -361,6 +372,7 @@ def test_no_second_array_of_the_logits_size(device: str, kernel: bool, monkeypat
     assert watch.seen >= 4 and torch.equal(inner, gradient)
 
 
+@without_simulator
 @pytest.mark.parametrize("device", DEVICES)
 def test_compiled(device: str) -> None:
     """The logits come from a layer within the compiled function, or from outside of it."""

@@ -26,6 +26,7 @@ from tests.kernels.numerics.reference import (
     exact,
     moved_on,
     random,
+    without_simulator,
 )
 
 SEEDS = st.one_of(st.integers(0, 9), st.integers(0, 2**63 - 1), st.just(2**63 - 1))
@@ -70,6 +71,7 @@ def needs_kernels(device: str) -> None:
         pytest.skip(f"no kernel library for {device}")
 
 
+@without_simulator
 def test_known_words() -> None:
     """The Philox of this file."""
     for counter, key, expected in KNOWN:
@@ -77,6 +79,7 @@ def test_known_words() -> None:
         assert [int(w[0]) for w in found] == expected
 
 
+@without_simulator
 @pytest.mark.parametrize("arch", [arch for arch in host_archs() if arch != "x86-64-v2"])
 def test_known_words_in_c(tmp_path: Path, arch: str) -> None:
     """The Philox of the kernels, with and without vectors, also for counters of more than 32 bits."""
@@ -245,6 +248,7 @@ def test_empty(device: str) -> None:
         assert y.shape == shape and torch.equal(bias.grad, torch.zeros_like(bias))
 
 
+@without_simulator
 def test_compiled_once_for_all_seeds() -> None:
     """The seed is not burnt into what torch.compile makes; a second compilation is what it takes to find that out."""
     compiled = 0
@@ -265,6 +269,7 @@ def test_compiled_once_for_all_seeds() -> None:
     assert compiled <= 2
 
 
+@without_simulator
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("biased", [False, True])
 def test_fallback(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, biased: bool) -> None:

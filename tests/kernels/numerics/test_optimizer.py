@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # torch.optim does at its first use; here it is done before processes are forked
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.errors import KernelError
 from megatron.kernels.ops import optimizer
 from megatron.kernels.ops.optimizer import Tensors, adamw_, scale_and_norm_
-from tests.kernels.numerics.reference import DEVICES, EXAMPLES, SIMULATED, TYPES, random
+from tests.kernels.numerics.reference import DEVICES, EXAMPLES, SIMULATED, TYPES, random, without_simulator
 
 U = 2.0**-24  # half a unit in the last place of fp32
 GUARD = 7.0
@@ -158,6 +159,7 @@ def test_adamw_settings(scale: float, decay: float) -> None:
     check_adamw([33, 1024], torch.float32, None, [0] * 5, "cpu", 5, decay, scale)
 
 
+@without_simulator
 @pytest.mark.parametrize("dtype", TYPES)
 def test_adamw_without_kernels(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's fused AdamW rounds each coefficient and both products of a moment, and the decayed weight."""
@@ -235,6 +237,7 @@ def test_norm_of_many_elements(device: str) -> None:
     assert float(scale_and_norm_([x])) == pytest.approx(expected, rel=1.001 * U)
 
 
+@without_simulator
 @pytest.mark.parametrize("dtype", TYPES)
 def test_norm_without_kernels(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer, "available", lambda device: False)
@@ -275,6 +278,7 @@ def test_empty_lists() -> None:
     assert float(scale_and_norm_([torch.zeros(0), torch.zeros(3, 0)])) == 0
 
 
+@without_simulator
 def test_torch_compile_passes_through() -> None:
     """Mutated lists under fullgraph=True, with the same bits as without."""
 

@@ -10,7 +10,7 @@ from megatron.errors import KernelError
 from megatron.kernels.ops import rotary as module
 from megatron.kernels.ops.rotary import rotate
 from megatron.layers.rotary import RotaryEmbedding
-from tests.kernels.numerics.reference import DEVICES, EXAMPLES, TYPES, assert_close, exact, random
+from tests.kernels.numerics.reference import DEVICES, EXAMPLES, TYPES, assert_close, exact, random, without_simulator
 
 # Two products and a sum, each rounded to fp32: 2^-24 of the products twice over, and of the sum.
 ARITHMETIC = 2.0**-22
@@ -135,6 +135,7 @@ def test_nan_stays_with_its_pair(device: str) -> None:
     assert rotate(x, cos, sin).isnan().nonzero()[:, 2:].tolist() == [[0, 3], [0, 19], [1, 35]]
 
 
+@without_simulator
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("half", [0, 5, 8])
@@ -151,6 +152,7 @@ def test_without_a_library(device: str, dtype: torch.dtype, half: int, monkeypat
     assert_close(x.grad, wide.grad, dtype, ARITHMETIC * size(exact(dy), half))
 
 
+@without_simulator
 @pytest.mark.parametrize("device", DEVICES)
 def test_compiled(device: str) -> None:
     """A slice of a projection within the compiled function."""
