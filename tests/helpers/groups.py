@@ -14,4 +14,6 @@ def join(tensor: int = 1, pipeline: int = 1, timeout_s: float = 120, order: str 
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", timeout=timeout)
-    return Topology.create(tensor, pipeline, timeout=timeout, order=order)
+    topology = Topology.create(tensor, pipeline, timeout=timeout, order=order)
+    dist.barrier()  # who ends at once takes the store from those that still connect
+    return topology

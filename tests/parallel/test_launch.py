@@ -353,7 +353,7 @@ def test_a_second_connection_is_refused() -> None:
 
 # -- processes that do not come, or do not stay ----------------------------------------------------------------------
 
-SHORT = timedelta(seconds=4)
+SHORT = timedelta(seconds=10)  # on a busy machine processes come seconds apart
 
 
 def meet_unless(rank: int, absent: int) -> None:
@@ -365,7 +365,7 @@ def test_a_rank_that_does_not_come_is_named_by_all_others() -> None:
     outcomes = run_processes_raw(4, meet_unless, 2)
     for rank in (0, 1, 3):
         succeeded, text = outcomes[rank]
-        assert not succeeded and text.startswith("LaunchError: rank 2 of 4 did not come within 4 s"), text
+        assert not succeeded and text.startswith("LaunchError: rank 2 of 4 did not come within 10 s"), text
         present = text.splitlines()[0]
         assert all(f"rank {other} on " in present for other in (0, 1, 3)) and "rank 2 on " not in present
 
@@ -466,7 +466,7 @@ def wait_for_a_sleeper(rank: int, explained: str) -> str:
 @pytest.mark.slow
 def test_the_time_limit_holds_from_the_first_collective_and_says_where_ranks_are(tmp_path: Path) -> None:
     text, _ = run_processes(2, wait_for_a_sleeper, str(tmp_path / "explained"))
-    assert "no rank died" in text and "Timed out waiting 4000ms" in text
+    assert "no rank died" in text and "Timed out waiting 10000ms" in text
     assert "rank 1 in sleep_in_a_function_of_its_own (test_launch.py:" in text
 
 

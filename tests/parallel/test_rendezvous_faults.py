@@ -28,11 +28,11 @@ from megatron.parallel.rendezvous import Rendezvous
 from megatron.parallel.topology import Topology
 from tests.helpers.processes import run_processes_raw
 
-ANSWER_S = 2.0  # instead of 5 s, for quick tests
-LIMIT_S = 5.0  # the time limit of connect()
+ANSWER_S = 4.0  # instead of 5 s, for quicker tests
+LIMIT_S = 10.0  # the time limit of connect(); on a busy machine ranks come seconds apart
 LINGER_S = 50.0  # instead of 5 s: how long rank 0 serves the store for those that are still there
 NOBODY = -1
-END_S = LIMIT_S + 20.0  # the latest end of the others; without the fix gloo alone takes 5 * LIMIT_S
+END_S = 4 * LIMIT_S  # the latest end of the others; without the fix gloo alone takes 5 * LIMIT_S
 
 
 def die() -> None:
@@ -148,7 +148,7 @@ def test_rank_0_hangs(tmp_path: Path, in_gloo: bool) -> None:
 def group(rank: int) -> tuple[float, str]:
     coming.ANSWER_S = rendezvous.ANSWER_S = topology._LATE_S = ANSWER_S
     limit = timedelta(seconds=LIMIT_S)
-    with connect(detect_launch(), limit) as meeting:
+    with connect(detect_launch(), timedelta(seconds=180)) as meeting:
         dist.barrier()
         if rank == 1:
             end_in_gloo(die, address_first=True)
@@ -217,7 +217,7 @@ def test_the_reason_why_the_rank_with_the_store_failed_outlives_the_store() -> N
 
 def die_or_wait(rank: int) -> str:
     """Rank 2 dies, rank 0 waits for it; rank 1 is busy until rank 0 and its store are gone, then waits for it."""
-    coming.ANSWER_S = rendezvous.ANSWER_S = 3.0
+    coming.ANSWER_S = rendezvous.ANSWER_S = ANSWER_S
     rendezvous._LINGER_S = 0.5
     meeting = connect(detect_launch(), timedelta(seconds=180))
     try:

@@ -109,7 +109,9 @@ def make(
 
 def connect(size: int) -> Topology:
     torch.distributed.init_process_group("gloo")
-    return Topology.create(1, size)
+    topology = Topology.create(1, size)
+    torch.distributed.barrier()  # who ends at once takes the store from those that still connect
+    return topology
 
 
 CASES = {
@@ -309,7 +311,8 @@ def test_a_dead_neighbour_is_named(name: str, size: int, dying: int) -> None:
 
 
 def one_sleeps(rank: int, named: str) -> None:
-    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=2))
+    # Also the time in which both have to come, and on a busy machine they do so seconds apart.
+    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=10))
     executor, _ = make(Topology.create(1, 2), "1f1b", 1)
     if rank == 1:
         while not os.path.exists(named):

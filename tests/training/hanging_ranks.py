@@ -20,7 +20,7 @@ from megatron.pipeline.executor import Executor
 from megatron.training import watchdog
 from megatron.training.watchdog import Watchdog
 
-TIMEOUT_S = 1.5
+TIMEOUT_S = 3.0
 SHAPE = (2, 4)
 
 
