@@ -1,6 +1,8 @@
 """The memory model beside the dry run and real processes: a part of what benchmarks/memory_model.py compares."""
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks import memory_model
@@ -18,6 +20,9 @@ QUICK = (
     for name in [f"{shape.name} ({shape.device})"]
 ])
 def test_the_closed_form_is_what_the_code_allocates(shape):
+    if shape.device == "cpu":  # attention in blocks is rehearsed block by block, as many as the square of the tokens
+        few = {"num_layers": 4} if shape.config().parallel.schedule == "1f1b" else {}
+        shape = replace(shape, fields={**shape.fields, "seq_length": 512, **few})
     rows = memory_model.compare_formula(shape)
     assert rows
     for row in rows:
@@ -26,8 +31,8 @@ def test_the_closed_form_is_what_the_code_allocates(shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", [run for run in RUNS if run.name in ("bf16", "TP 2, SP")], ids=lambda run: run.name)
-def test_a_run_needs_what_its_rehearsal_said(run):
+def test_a_run_needs_what_its_rehearsal_said():
+    (run,) = (run for run in RUNS if run.name == "TP 2, SP")
     for row in memory_model.compare_run(run):
         assert row.model == pytest.approx(row.found, rel=memory_model.RUN_LIMIT), row
 
