@@ -15,6 +15,7 @@
 #   SYSTEM_SITE  1: let a new environment see the system's packages, for a torch that is installed there (modules,
 #                containers)
 #   WORKERS      processes that run tests side by side
+#   TESTS        arguments of pytest, e.g. make test TESTS=--slow-within=1200, make test TESTS=tests/parity
 #   BENCH        arguments of benchmarks/bench.py, e.g. make bench BENCH='--only W1'
 #   FAULTS       arguments of benchmarks/fault_campaign.py, e.g. make faults FAULTS='--only kills --kills 20'
 #   RESUME       arguments of benchmarks/prove_resume.py, e.g. make prove-resume RESUME=--quick
@@ -26,6 +27,7 @@ VENV        ?= .venv
 TORCH       ?=
 SYSTEM_SITE ?=
 WORKERS     ?= 2
+TESTS       ?=
 BENCH       ?=
 FAULTS      ?=
 RESUME      ?=
@@ -57,7 +59,7 @@ help:
 	@echo '             registers, LDS and occupancy of the kernels on gfx90a; fails where they break the rules (hipcc)'
 	@echo 'make clean   remove caches and built files; the environment and runs/ stay'
 	@echo
-	@echo 'Settings: PYTHON, VENV, TORCH, SYSTEM_SITE, WORKERS, BENCH; see the head of the Makefile.'
+	@echo 'Settings: PYTHON, VENV, TORCH, SYSTEM_SITE, WORKERS, TESTS, BENCH; see the head of the Makefile.'
 
 setup: $(STAMP)
 
@@ -69,10 +71,10 @@ train: $(STAMP)
 	@$(PY) tools/train_example.py
 
 test: $(STAMP)
-	@$(PY) -m pytest -n $(WORKERS)
+	@$(PY) -m pytest -n $(WORKERS) $(TESTS)
 
 quick: $(STAMP)
-	@$(PY) -m pytest -n $(WORKERS) -m 'not slow'
+	@$(PY) -m pytest -n $(WORKERS) -m 'not slow' $(TESTS)
 
 lint: $(STAMP)
 	@$(PY) -m ruff check .

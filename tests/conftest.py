@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 # Before anything imports torch or DeepSpeed: the tests run many processes on few cores.
@@ -43,13 +44,33 @@ def _missing_accelerator() -> str:
     return ""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+_START = time.monotonic()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--slow-within", type=float, metavar="SECONDS",
+        help="where time is limited: slow tests come last, and those that would begin later than this are skipped",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run, with the reason."""
+    if config.getoption("slow_within") is not None:
+        items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     reason = _missing_accelerator() if marked else ""
     if reason:
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before the fixtures, which may take as long as the test."""
+    within = item.config.getoption("slow_within")
+    if within is not None and item.get_closest_marker("slow") and time.monotonic() - _START > within:
+        pytest.skip(f"slow, and the {within:.0f} s of --slow-within are over")
 
 
 @pytest.fixture(autouse=True)
