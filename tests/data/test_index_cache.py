@@ -462,19 +462,20 @@ def test_fifty_kills(tmp_path: Path) -> None:
         deaths += round_of_kills(tmp_path / f"round-{rounds}", chance, 6)
         rounds += 1
     folder = tmp_path / "outside"
-    start = time.monotonic()
-    load_or_build(ENTRY, ["a", "b"], [tmp_path / "timed"], lambda: LARGE)
-    usual_s = time.monotonic() - start
-    while deaths < 50:
+    span_s, ended = 0.01, 0
+    while deaths < 50 or ended < 10:
         pids = [
             forked(lambda: load_or_build(ENTRY, ["a", "b"], [folder], lambda: LARGE, stale_s=2)) for _ in range(4)
         ]
         for pid in pids:
-            time.sleep(chance.uniform(0, 2 * usual_s))
+            time.sleep(chance.uniform(0, span_s))
             os.kill(pid, signal.SIGKILL)
         codes = [wait_for(pid) for pid in pids]
         assert set(codes) <= {0, -9}
-        deaths += codes.count(-9)
+        killed = codes.count(-9)
+        deaths, ended = deaths + killed, ended + 4 - killed
+        # How long a build takes is the machine's affair and changes: the kills follow it, so that half of them hit.
+        span_s *= 1.4 if killed > 1 else 0.7
         assert same(load_or_build(ENTRY, ["a", "b"], [folder], lambda: LARGE, stale_s=2), LARGE)
         for name in names(folder):
             if name.endswith((".npy", ".dsc")):

@@ -151,7 +151,7 @@ def test_a_rank_that_stands_still_ends_the_trial_as_a_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(running, "GRACE_S", 1.0)
-    own = runner(tmp_path, settings(10_000, 1, stall_s=6.0))
+    own = runner(tmp_path, settings(10_000, 1, stall_s=15.0))
     own.start(trial(candidate("--tensor-model-parallel-size", "2", processes=2)))
     folder = tmp_path / "trials/0001"
     until(lambda: (folder / "metrics.jsonl").exists() and '"iteration": 3' in (folder / "metrics.jsonl").read_text())
