@@ -131,10 +131,10 @@ def test_launch_adds_up_peaks_and_returns_every_exit_code(tmp_path: Path) -> Non
     """Rank 1 holds 200 MB more than an empty interpreter; the sum shows them. Pages and the interpreter itself take a
     few MB, 50 at most are allowed for."""
     code = (
-        "import os, time; r = int(os.environ['RANK']); kept = b'x' * (200_000_000 * r); time.sleep(0.5); "
+        "import os, time; r = int(os.environ['RANK']); kept = b'x' * (200_000_000 * r); time.sleep(2); "
         "raise SystemExit(3 * r)"
     )
-    waiting = [sys.executable, "-c", "import time; time.sleep(0.5)"]
+    waiting = [sys.executable, "-c", "import time; time.sleep(2)"]
     _, one = module("sides").launch(waiting, {}, 1, tmp_path / "log")
     _, empty = module("sides").launch(waiting, {}, 2, tmp_path / "log")
     assert empty == pytest.approx(2 * one, rel=0.25)  # the same program twice
