@@ -81,10 +81,10 @@ def test_ctrl_c_while_they_start_ends_none_of_them(method: str, tmp_path: Path) 
 
 
 WAITS = """
-import time
+import os, time
 from megatron.parallel.pool import process_pool
 def wait(number):
-    print("waits", flush=True)
+    os.write(1, b"waits\\n")  # at once: print may write the end of the line by itself
     time.sleep(600)
 with process_pool(2, "fork", "killed") as run:
     list(run(wait, [1, 2]))
