@@ -55,7 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, with the reason."""
+    """Put slow tests last where time is limited; skip what this machine cannot run, with the reason."""
     if config.getoption("slow_within") is not None:
         items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
     marked = [item for item in items if item.get_closest_marker("gpu")]

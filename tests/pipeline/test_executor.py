@@ -20,6 +20,7 @@ from megatron.parallel.topology import Topology
 from megatron.pipeline.exchange import SENDS_IN_FLIGHT
 from megatron.pipeline.executor import Executor
 from megatron.pipeline.schedule import build_schedule, peak_activations
+from tests.helpers.groups import join
 from tests.helpers.processes import run_processes, run_processes_raw
 
 WIDTH, ROWS = 6, 3
@@ -107,13 +108,6 @@ def make(
     return Executor(topology, stages, schedule, chunks, (ROWS, WIDTH), torch.float64, queue, **options), stages
 
 
-def connect(size: int) -> Topology:
-    torch.distributed.init_process_group("gloo")
-    topology = Topology.create(1, size)
-    torch.distributed.barrier()  # who ends at once takes the store from those that still connect
-    return topology
-
-
 CASES = {
     2: [("1f1b", 1, 1), ("1f1b", 1, 5), ("interleaved", 2, 4), ("interleaved", 3, 3), ("interleaved", 2, 1),
         ("zb-h1", 1, 5), ("zb-h1", 1, 1)],
@@ -123,7 +117,7 @@ CASES = {
 
 
 def every_case(rank: int, size: int) -> list[tuple[Any, ...]]:
-    topology = connect(size)
+    topology = join(pipeline=size)
     results = []
     for name, chunks, count in CASES[size]:
         backwards: list[int] = []
@@ -211,7 +205,7 @@ class InWatchedMemory(torch.autograd.Function):
 
 
 def count_live(rank: int, name: str, chunks: int, count: int) -> tuple[int, int, int, int]:
-    topology = connect(2)
+    topology = join(pipeline=2)
     saved, outputs = Alive(), Alive()
 
     def chunk_of(stage: int) -> Callable[[Any, torch.Tensor | None], torch.Tensor]:
@@ -246,7 +240,7 @@ def test_memory_is_freed_as_the_schedule_says(name: str, chunks: int, count: int
 
 def frozen_and_unused(rank: int) -> list[Any]:
     """A first stage without gradients, and a second one that does not look at its input."""
-    topology = connect(2)
+    topology = join(pipeline=2)
     weight = torch.ones(2, requires_grad=rank == 1)
 
     def first(batch: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
@@ -268,7 +262,7 @@ def test_any_callable_frozen_or_blind() -> None:
 
 def other_size_for_evaluation(rank: int) -> list[float]:
     """message_shape as a function of the micro-batch: batches of different sizes in one executor."""
-    executor, _ = make(connect(2), "1f1b", 1)
+    executor, _ = make(join(pipeline=2), "1f1b", 1)
     executor.message_shape = lambda batch: batch["x"].shape
     batches = micro_batches(3)
     executor.train(batches)
@@ -285,7 +279,7 @@ def test_message_shape_may_follow_the_micro_batch() -> None:
 
 def die_in_the_middle(rank: int, dying: int, name: str) -> None:
     size = 4 if name != "interleaved" else 2
-    topology = connect(size)
+    topology = join(pipeline=size)
     executor, stages = make(topology, name, 2 if name == "interleaved" else 1)
     if rank == dying:
         calls = iter(range(100))
@@ -331,7 +325,7 @@ def test_a_neighbour_that_hangs_is_named_after_the_timeout(tmp_path: Path) -> No
 
 
 def wrong_output(rank: int) -> str:
-    executor, _ = make(connect(2), "1f1b", 1)
+    executor, _ = make(join(pipeline=2), "1f1b", 1)
     executor.message_shape = (ROWS, WIDTH + 1)
     try:
         executor.train(micro_batches(1))
