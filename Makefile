@@ -1,9 +1,8 @@
 # make train   set up, then train a small GPT on real text on this machine
-# make test    set up, then run all tests
+# make test    set up, then run everything that a change can break
+# make prove   the long proofs, as named campaigns: ONLY=list names them with their minutes
 # make kernels compile csrc/kernels/ for every compiler that is there: GPUs and this processor
 # make bench   set up, then measure training beside public peers
-# make prove-resume
-#              kill runs with SIGKILL, resume them on the same layout and on others, compare
 # make help    the other targets and the settings
 #
 # Settings, on the command line:
@@ -15,10 +14,9 @@
 #   SYSTEM_SITE  1: let a new environment see the system's packages, for a torch that is installed there (modules,
 #                containers)
 #   WORKERS      processes that run tests side by side
-#   TESTS        arguments of pytest, e.g. make test TESTS=--slow-within=1200, make test TESTS=tests/parity
+#   TESTS        arguments of pytest, e.g. make test TESTS=tests/parity
+#   ONLY         campaigns of make prove, e.g. make prove ONLY="kills parity"; PROVE: further arguments of theirs
 #   BENCH        arguments of benchmarks/bench.py, e.g. make bench BENCH='--only W1'
-#   FAULTS       arguments of benchmarks/fault_campaign.py, e.g. make faults FAULTS='--only kills --kills 20'
-#   RESUME       arguments of benchmarks/prove_resume.py, e.g. make prove-resume RESUME=--quick
 #   MEGATRON_KERNELS_TARGETS
 #                which kernels the set-up builds, e.g. host,hip; none; default: host, and the kind of GPU torch is for
 
@@ -29,8 +27,8 @@ SYSTEM_SITE ?=
 WORKERS     ?= 2
 TESTS       ?=
 BENCH       ?=
-FAULTS      ?=
-RESUME      ?=
+ONLY        ?=
+PROVE       ?=
 
 PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.ready
@@ -41,25 +39,23 @@ MADE_FROM := pyproject.toml setup.py $(filter-out requirements/bench.txt,$(wildc
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help setup train test quick lint bench prove-resume faults kernels kernels-check clean
+.PHONY: help setup train test quick prove lint bench kernels kernels-check clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make train   set up, then train a small GPT on text from this machine (about 5 minutes on 2 cores)'
-	@echo 'make test    set up, then run all tests (about 25 minutes on 2 quiet cores)'
-	@echo 'make quick   the fast tests only (about 6 minutes)'
+	@echo 'make test    set up, then run everything that a change can break (about 6 minutes on 2 quiet cores)'
+	@echo 'make quick   the fast tests only (about a minute)'
+	@echo 'make prove   the long proofs, hours in all; ONLY=list names them, ONLY=kills runs one'
 	@echo 'make lint    ruff, and mypy on megatron/'
 	@echo 'make bench   set up, then measure training beside public peers (about 12 minutes on 2 quiet cores); BENCH=--quick'
-	@echo 'make prove-resume'
-	@echo '             kill runs and resume them, also on other layouts; they must go on to the bit (about 2 minutes)'
-	@echo 'make faults  100 kills, damaged files, full disk, hangs, lost nodes: nothing may be lost (about 15 minutes)'
 	@echo 'make setup   only the virtual environment: $(VENV), with dependencies and csrc'
 	@echo 'make kernels compile csrc/kernels/, say what is there, and test it'
 	@echo 'make kernels-check'
 	@echo '             registers, LDS and occupancy of the kernels on gfx90a; fails where they break the rules (hipcc)'
 	@echo 'make clean   remove caches and built files; the environment and runs/ stay'
 	@echo
-	@echo 'Settings: PYTHON, VENV, TORCH, SYSTEM_SITE, WORKERS, TESTS, BENCH; see the head of the Makefile.'
+	@echo 'Settings: PYTHON, VENV, TORCH, SYSTEM_SITE, WORKERS, TESTS, ONLY, BENCH; see the head of the Makefile.'
 
 setup: $(STAMP)
 
@@ -71,10 +67,13 @@ train: $(STAMP)
 	@$(PY) tools/train_example.py
 
 test: $(STAMP)
-	@$(PY) -m pytest -n $(WORKERS) $(TESTS)
+	@$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 quick: $(STAMP)
-	@$(PY) -m pytest -n $(WORKERS) -m 'not slow' $(TESTS)
+	@$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m 'not slow' $(TESTS)
+
+prove: $(STAMP)
+	@$(PY) -m tests.prove $(ONLY) --args='$(PROVE)'
 
 lint: $(STAMP)
 	@$(PY) -m ruff check .
@@ -88,12 +87,6 @@ $(PEERS): requirements/bench.txt | $(STAMP)
 
 bench: $(STAMP) $(PEERS)
 	@$(PY) benchmarks/bench.py $(BENCH)
-
-prove-resume: $(STAMP)
-	@$(PY) benchmarks/prove_resume.py $(RESUME)
-
-faults: $(STAMP)
-	@$(PY) benchmarks/fault_campaign.py $(FAULTS)
 
 kernels: $(STAMP)
 	@$(PY) setup.py -q build_kernels

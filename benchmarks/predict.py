@@ -31,9 +31,10 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 from predict_layouts import CALIBRATED, LAYOUTS, Layout  # noqa: E402
 
-from megatron.calibration.processes import environment, free_port  # noqa: E402
 from megatron.config.command_line import parse_plan  # noqa: E402
+from megatron.parallel.processes import reserve_port  # noqa: E402
 from megatron.planning.cluster import load_cluster  # noqa: E402
+from megatron.planning.experiments.launch import environment  # noqa: E402
 from megatron.planning.metrics_file import read_records  # noqa: E402
 from megatron.planning.timing import estimate  # noqa: E402
 
@@ -80,7 +81,7 @@ def predict(layout: Layout, cluster: Path) -> tuple[float, dict[str, float]]:
 
 def run(layout: Layout, folder: Path) -> None:
     """Train for some steps; the metrics file in the folder tells of them."""
-    metrics, port = folder / f"{layout.slug}.jsonl", str(free_port())
+    metrics, held = folder / f"{layout.slug}.jsonl", reserve_port()
     metrics.unlink(missing_ok=True)
     command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *layout.arguments, "--train-iters", str(WARM_UP + STEPS),
                "--timing-log-level", "1", "--metrics-file", str(metrics)]  # fmt: skip
@@ -88,11 +89,12 @@ def run(layout: Layout, folder: Path) -> None:
     try:
         for rank in range(layout.processes):
             with (folder / f"{layout.slug}.{rank}.log").open("wb") as log:
-                env = environment(os.environ, rank, layout.processes, port)
+                env = environment(os.environ, rank, layout.processes, str(held.getsockname()[1]))
                 started.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT))
         deadline = time.monotonic() + LIMIT_S
         codes = [process.wait(max(1.0, deadline - time.monotonic())) for process in started]
     finally:
+        held.close()
         for process in started:
             process.kill()
     if any(codes):

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 # Before anything imports torch or DeepSpeed: the tests run many processes on few cores.
@@ -21,10 +21,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
-_COMMON = {"deadline": None, "max_examples": 50, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("local", **_COMMON)  # type: ignore[arg-type]
-settings.register_profile("ci", derandomize=True, database=None, **_COMMON)  # type: ignore[arg-type]
-settings.load_profile("ci" if os.environ.get("CI") else "local")
+# `make test` gives the same answer every time; `make prove ONLY=hypothesis` looks further, at random.
+_COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+settings.register_profile("test", derandomize=True, database=None, max_examples=25, **_COMMON)  # type: ignore[arg-type]
+settings.register_profile("prove", print_blob=True, max_examples=1000, **_COMMON)  # type: ignore[arg-type]
+settings.load_profile("test")
 
 # What a launcher leaves in the environment must not reach the tests: they would wait for other ranks.
 _LAUNCHERS = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "MV2_", "PALS_", "TORCHELASTIC_", "MPI_LOCAL")
@@ -32,45 +33,51 @@ _RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 for _name in [name for name in os.environ if name.startswith(_LAUNCHERS) or name in _RANKS]:
     del os.environ[_name]
 
-
-def _missing_accelerator() -> str:
-    """Why tests marked gpu cannot run; "" when they can."""
-    if not _HAS_DRIVER:
-        return "needs a CUDA or ROCm device; this machine has none"
-    import torch
-
-    if not torch.cuda.is_available():
-        return f"needs a CUDA or ROCm device; torch {torch.__version__} sees none"
-    return ""
-
-
-_START = time.monotonic()
+CAMPAIGN_LIMIT_S = 3600
+# A worker gets whole files (--dist loadfile). Those that take longest begin first, so that no worker ends alone.
+LONGEST: tuple[str, ...] = ()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--slow-within", type=float, metavar="SECONDS",
-        help="where time is limited: slow tests come last, and those that would begin later than this are skipped",
+        "--campaign", metavar="NAME",
+        help="run the tests of this campaign (marked campaign(NAME)) and nothing else; `make prove ONLY=list`",
     )
 
 
+def _has_gpu() -> bool:
+    if not _HAS_DRIVER:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _partition(
+    config: pytest.Config, items: list[pytest.Item], keep: Callable[[pytest.Item], bool]
+) -> None:
+    """Leave out the items that `keep` refuses."""
+    config.hook.pytest_deselected(items=[item for item in items if not keep(item)])
+    items[:] = [item for item in items if keep(item)]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put slow tests last where time is limited; skip what this machine cannot run, with the reason."""
-    if config.getoption("slow_within") is not None:
-        items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    reason = _missing_accelerator() if marked else ""
-    if reason:
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason=reason))
+    """Take the tests of one campaign, or those of none; leave out what needs a device that is not here."""
+    wanted = config.getoption("campaign")
 
+    def campaigns(item: pytest.Item) -> set[str]:
+        return {name for mark in item.iter_markers("campaign") for name in mark.args}
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Before the fixtures, which may take as long as the test."""
-    within = item.config.getoption("slow_within")
-    if within is not None and item.get_closest_marker("slow") and time.monotonic() - _START > within:
-        pytest.skip(f"slow, and the {within:.0f} s of --slow-within are over")
+    _partition(config, items, lambda item: wanted in campaigns(item) if wanted else not campaigns(item))
+    if wanted:
+        for item in items:
+            if not item.get_closest_marker("timeout"):
+                item.add_marker(pytest.mark.timeout(CAMPAIGN_LIMIT_S))
+    if any(item.get_closest_marker("gpu") for item in items) and not _has_gpu():
+        _partition(config, items, lambda item: not item.get_closest_marker("gpu"))
+    position = {name: number for number, name in enumerate(LONGEST)}
+    root = Path(__file__).parent
+    items.sort(key=lambda item: position.get(item.path.relative_to(root).as_posix(), len(position)))
 
 
 @pytest.fixture(autouse=True)

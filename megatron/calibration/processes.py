@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import LaunchError
-from megatron.planning.experiments.launch import environment, free_port
+from megatron.parallel.processes import reserve_port
+from megatron.planning.experiments.launch import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 _SPARE_S = 180.0
@@ -26,11 +27,11 @@ def run_workers(what: str, argv: Sequence[str], count: int, seconds: float, thre
     what  "machine" or "host"; argv: flags of pretrain_gpt.py; threads: of each process, None: its part of the cores.
     Raises LaunchError, with the last lines of a process that failed.
     """
-    with tempfile.TemporaryDirectory(prefix="megatron-calibration-") as folder:
+    with tempfile.TemporaryDirectory(prefix="megatron-calibration-") as folder, reserve_port() as held:
         out, logs = Path(folder, "found.json"), [Path(folder, f"{rank}.log") for rank in range(count)]
         job = json.dumps({"what": what, "argv": list(argv), "seconds": seconds, "out": str(out)})
         command = [sys.executable, "-m", "megatron.calibration.worker", job]
-        port, processes = str(free_port()), list[subprocess.Popen[bytes]]()
+        port, processes = str(held.getsockname()[1]), list[subprocess.Popen[bytes]]()
         try:
             for rank, log in enumerate(logs):
                 env = environment(os.environ, rank, count, port, threads)

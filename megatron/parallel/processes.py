@@ -1,9 +1,10 @@
-"""What Linux says about a process of this host; used for ranks that do not answer. Needs no torch."""
+"""Processes of this host: what Linux says of one that does not answer, a port for new ones. Needs no torch."""
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import socket
 
 GONE, DEAD, STOPPED = "gone", "dead", "stopped"
 _STATES = {
@@ -34,6 +35,18 @@ def process_state(pid: int, start: int = 0) -> str:
     if not fields or (start and int(fields[19]) != start):
         return GONE
     return _STATES.get(fields[0], f"in state {fields[0]}")
+
+
+def reserve_port() -> socket.socket:
+    """A socket whose port (getsockname()[1]) nobody else is given until it is closed.
+
+    Bound with SO_REUSEADDR and not listening, it keeps the port from whoever asks for any port and from outgoing
+    connections; a server that sets SO_REUSEADDR too, as torch's store does, may listen there all the same.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("", 0))
+    return held
 
 
 def kill_process(pid: int, start: int) -> bool:

@@ -1,15 +1,18 @@
 """Run pretrain_gpt.py in N processes as a launcher would, each rank's output apart."""
 from __future__ import annotations
 
+import atexit
 import os
-import subprocess
+import runpy
 import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from tests.helpers.processes import free_port
+from tests.helpers.processes import LIMIT_S, fork_context, free_port, rank_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,55 +22,119 @@ TINY = (
     "--vocab-size 100 --make-vocab-size-divisible-by 8 --log-interval 1 --eval-iters 0 --num-workers 0"
 ).split()
 
+_LAUNCHERS = ("SLURM_", "OMPI_", "PMI", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
+
 
 class Outcome(NamedTuple):
-    """How one rank ended: exit code, standard output and error together, seconds."""
+    """How one process ended: its exit code (negative: the signal), standard output and error together."""
 
     code: int
     output: str
-    seconds: float
+
+
+class Script:
+    """A script that runs in a process forked from one that has imported torch and DeepSpeed.
+
+        with Script("pretrain_gpt.py", arguments, folder / "log") as script:
+            ...
+            outcome = script.wait()
+
+    What still runs at the end of the block is killed. Use a real `python` only where imports or start-up are what is
+    tested.
+    """
+
+    def __init__(
+        self, script: str, arguments: Sequence[str], log: Path, env: Mapping[str, str] | None = None,
+        arm: Any = None,
+    ) -> None:
+        """`arm`: a function of a module's top level, called in the process before the script, as (function, *args)."""
+        base = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHERS)}
+        variables = {**base, "OMP_NUM_THREADS": "1", "COLUMNS": "100", "PYTHONUNBUFFERED": "1", **(env or {})}
+        self.log = log
+        self.process = fork_context.Process(
+            target=_run_script, args=(script, list(arguments), str(log), variables, arm), daemon=False
+        )
+        self.process.start()
+
+    def __enter__(self) -> Script:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.kill()
+        self.process.join()
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    @property
+    def output(self) -> str:
+        """What it has printed so far."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def wait(self, timeout_s: float = LIMIT_S) -> Outcome:
+        """Wait for its end; fails the test when that does not come in time."""
+        self.process.join(timeout_s)
+        code = self.process.exitcode
+        assert code is not None, f"{self.log.name} did not end within {timeout_s:.0f} s:\n{self.output[-3000:]}"
+        return Outcome(code, self.output)
+
+
+def _run_script(
+    script: str, arguments: list[str], log: str, variables: dict[str, str], arm: tuple[Any, ...] | None
+) -> None:
+    with open(log, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdin = open(os.devnull)  # noqa: SIM115
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    os.chdir(ROOT)
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.argv = [script, *arguments]
+    sys.path[0:0] = [str((ROOT / script).parent)]
+    code: object = 0
+    try:
+        if arm is not None:
+            arm[0](*arm[1:])
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    except SystemExit as end:
+        code = end.code
+        if not isinstance(code, int | None):
+            print(code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def launch(
-    n: int, arguments: Sequence[str], timeout_s: float = 240, env: Mapping[str, str] | None = None,
-    absent: Sequence[int] = (), script: str = "pretrain_gpt.py",
+    n: int, arguments: Sequence[str], timeout_s: float = LIMIT_S, env: Mapping[str, str] | None = None,
+    absent: Sequence[int] = (), script: str = "pretrain_gpt.py", arm: Mapping[int, tuple[Any, ...]] | None = None,
 ) -> list[Outcome | None]:
-    """Start the ranks of a world of n (without those in `absent`); None for an absent rank.
+    """Start the ranks of a world of n (without those in `absent`) and wait for them; None for an absent rank.
+
+    arm  {rank: (function, *args)}, called in that rank's process before the script
 
     A rank that outlives the time limit fails the test: nothing may hang.
     """
-    port, started = str(free_port()), time.monotonic()
-    base = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "OMPI_", "PMI", "RANK", "WORLD_SIZE"))}
-    processes: list[subprocess.Popen[str] | None] = []
-    for rank in range(n):
-        if rank in absent:
-            processes.append(None)
-            continue
-        launcher = (
-            {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n),
-             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            if n > 1
-            else {}
-        )
-        variables = {**base, "OMP_NUM_THREADS": "1", "COLUMNS": "100", **launcher, **(env or {})}
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, script, *arguments], cwd=ROOT, env=variables, stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    port, end = free_port(), time.monotonic() + timeout_s
+    with tempfile.TemporaryDirectory() as folder:
+        scripts: list[Script | None] = [
+            None if rank in absent else Script(
+                script, arguments, Path(folder, f"rank_{rank}.log"),
+                {**(rank_environment(rank, n, port) if n > 1 else {}), **(env or {})}, (arm or {}).get(rank),
             )
-        )
-    outcomes: list[Outcome | None] = []
-    for rank, process in enumerate(processes):
-        if process is None:
-            outcomes.append(None)
-            continue
+            for rank in range(n)
+        ]  # fmt: skip
         try:
-            output, _ = process.communicate(timeout=max(1.0, timeout_s - (time.monotonic() - started)))
-        except subprocess.TimeoutExpired:
-            for other in processes:
-                if other is not None:
-                    other.kill()
-            output, _ = process.communicate()
-            raise AssertionError(f"rank {rank} of {n} did not end within {timeout_s} s:\n{output[-3000:]}") from None
-        outcomes.append(Outcome(process.returncode, output, time.monotonic() - started))
-    return outcomes
+            return [s and s.wait(max(1.0, end - time.monotonic())) for s in scripts]
+        finally:
+            for s in scripts:
+                if s is not None:
+                    s.__exit__()

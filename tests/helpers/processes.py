@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import secrets
 import socket
 import time
 import traceback
@@ -16,23 +15,34 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.helpers.preload"])
+from megatron.parallel.processes import reserve_port
 
-LIMIT_S = 240.0  # only what hangs takes so long, on any machine
+fork_context = multiprocessing.get_context("forkserver")
+fork_context.set_forkserver_preload(["tests.helpers.preload"])
+
+LIMIT_S = 50.0  # below the time limit of a test, which would not say which process hung
 
 
 class ProcessFailed(AssertionError):
     """A process raised, died or did not end in time; the message holds the tracebacks of all that failed."""
 
 
+_reserved: list[socket.socket] = []
+
+
 def free_port() -> int:
-    """None of those that the system gives to whoever asks for any: another process would get it before it is used."""
-    while True:
-        port = 10000 + secrets.randbelow(20000)
-        with socket.socket() as s, contextlib.suppress(OSError):
-            s.bind(("", port))
-            return port
+    """A port that nobody else gets as long as this process lives."""
+    _reserved.append(reserve_port())
+    port: int = _reserved[-1].getsockname()[1]
+    return port
+
+
+def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
+    """What torchrun tells a process of one node."""
+    return {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
 
 
 def _body(
@@ -93,12 +103,11 @@ def run_processes_raw(
     n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = LIMIT_S, env: dict[str, str] | None = None
 ) -> list[tuple[bool, Any]]:
     """Like run_processes, but returns (succeeded, result or error text) for each rank instead of raising."""
-    port = str(free_port())
+    port = free_port()
     processes, pipes = [], []
     for rank in range(n):
         variables = {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
+            **rank_environment(rank, n, port), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
             # torch's store asks DNS for the name of ::ffff:127.0.0.1. A query lost on a busy machine would take five
             # seconds, longer than the time limits of some tests.
             "RES_OPTIONS": "timeout:1",
@@ -107,8 +116,8 @@ def run_processes_raw(
             **(env or {}),
         }
         # A pipe for each: a process killed while it writes to one that all share would keep the others waiting.
-        ours, theirs = _context.Pipe()
-        process = _context.Process(target=_body, args=(theirs, rank, variables, fn, args), daemon=True)
+        ours, theirs = fork_context.Pipe()
+        process = fork_context.Process(target=_body, args=(theirs, rank, variables, fn, args), daemon=True)
         process.start()
         theirs.close()
         processes.append(process)

@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.parallel.processes import reserve_port
+
 ROOT = Path(__file__).resolve().parents[3]
 LOG, TASKS = "train.log", "tasks"
 GRACE_S = 60.0
@@ -94,9 +96,10 @@ class Run:
 
     def __init__(
         self, processes: Sequence[subprocess.Popen[bytes]], *, step: str | None = None, alive: int | None = None,
-        grace_s: float = GRACE_S,
+        grace_s: float = GRACE_S, port: socket.socket | None = None,
     ) -> None:
         self.processes, self._step, self._alive, self._grace_s = list(processes), step, alive, grace_s
+        self._port = port  # kept for the store of these processes
         self.exit_codes: list[int] | None = None
         self._own: list[int] = []
         self._failed_at: float | None = None
@@ -177,6 +180,9 @@ class Run:
         if self._alive is not None:
             os.close(self._alive)
             self._alive = None
+        if self._port is not None:
+            self._port.close()
+            self._port = None
 
 
 def training_command(flags: Sequence[str]) -> list[str]:
@@ -197,7 +203,7 @@ def start_here(
 
     They live as long as the thread that calls this, which is to be the main one.
     """
-    port, processes = str(free_port()), list[subprocess.Popen[bytes]]()
+    port, processes = reserve_port(), list[subprocess.Popen[bytes]]()
     tether = [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid()), str(memory_limit_bytes or 0)]
     if count > 1:
         tasks.mkdir(exist_ok=True)
@@ -205,14 +211,14 @@ def start_here(
         for rank in range(count):
             with open(tasks / f"task_{rank}.err" if rank else log, "wb") as file:
                 started = subprocess.Popen(
-                    [*tether, *command], env=environment(environ, rank, count, port),
+                    [*tether, *command], env=environment(environ, rank, count, str(port.getsockname()[1])),
                     stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
                 )  # fmt: skip
             processes.append(started)
     except BaseException:
-        Run(processes).kill()
+        Run(processes, port=port).kill()
         raise
-    return Run(processes, grace_s=grace_s)
+    return Run(processes, grace_s=grace_s, port=port)
 
 
 def start_step(
@@ -273,13 +279,6 @@ def _port(first: int, turn: int) -> int:
     """Of a step: another one than those of the steps before it."""
     least, end = _USER_PORTS
     return least + (first + turn % _PORTS - least) % (end - least)
-
-
-def free_port() -> int:
-    """One that nobody listens at now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def logs_of(log: Path, tasks: Path, most: int = 256) -> list[Path]:

@@ -1,0 +1,159 @@
+"""Long proofs: named campaigns that take too long for `make test`.
+
+    make prove ONLY=list                  their names, minutes and rooms
+    make prove ONLY=kills                 one campaign; ONLY="kills parity": two
+    make prove ONLY=planted-faults PROVE="--room data"
+
+Each says first how long it takes and ends with a line of figures. What did not run, for want of Slurm, root or a
+compiler, is reported as not proved. Exit code: 0 proved, 1 something failed, 2 nothing failed but something was not
+proved.
+"""
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PROVED, FAILED, NOT_PROVED = "proved", "FAILED", "NOT PROVED"
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """what      it proves
+    minutes   on two quiet cores
+    rooms     whoever changes one of these runs it before calling the change done
+    commands  arguments of python, run one after the other; "pytest ..." selects tests, whose counts are the figures
+    """
+
+    what: str
+    minutes: float
+    rooms: str
+    commands: tuple[str, ...]
+
+
+def marked(name: str, extra: str = "") -> str:
+    """The tests that carry @pytest.mark.campaign(name)."""
+    return f"pytest --campaign {name} -n 2 {extra}"
+
+
+CAMPAIGNS = {
+    "parity": Campaign(
+        "every layout, mixture, precision and rank order gives the training run of one process", 12,
+        "layers model engine pipeline parallel", (marked("parity"),),
+    ),
+    "kills": Campaign(
+        "runs that are killed, damaged, hung or out of disk go on to the bit, from the newest whole checkpoint", 20,
+        "checkpoint training data parallel",
+        (marked("kills"), "benchmarks/fault_campaign.py --only kills damage disk hang", "benchmarks/prove_resume.py"),
+    ),
+    "simulator": Campaign(
+        "the kernels in all shapes and types on a simulator of waves of 64 and 32 lanes, with sanitizers", 15,
+        "csrc kernels", (marked("simulator"),),
+    ),
+    "mutants": Campaign("every planted fault of a kernel is found on the simulator", 10, "csrc kernels",
+                        (marked("mutants"),)),
+    "large": Campaign("kernels and data beyond 2^31 elements", 5, "csrc kernels data", (marked("large"),)),
+    "hypothesis": Campaign(
+        "every property test with 1,000 random examples", 30, "all",
+        ("pytest -m hypothesis -n 2 --hypothesis-profile prove -o timeout=3600",),
+    ),
+    "search": Campaign("the planner's and the tuner's searches against exhaustive ones", 10, "planning tuning",
+                       (marked("search"),)),
+    "memory": Campaign(
+        "memory formulas against dry runs, and dry runs against real processes", 15, "planning dryrun engine training",
+        (marked("memory"), "benchmarks/memory_model.py"),
+    ),
+    "real-time": Campaign("locks, watchdogs, wall time and stragglers by the real clock", 3,
+                          "data training parallel tuning", (marked("real-time", "-n 0"),)),
+    "slurm": Campaign("jobs, experiments, preflight and tuning on a real Slurm of virtual nodes (root)", 25,
+                      "examples preflight tuning",
+                      (marked("slurm", "-n 0"), "benchmarks/fault_campaign.py --only slurm")),
+    "benchmarks": Campaign("the benchmarks measure what they say", 5, "benchmarks", (marked("benchmarks"),)),
+    "peers": Campaign("megatron-core, installed from PyPI, reads and writes the same data", 3, "data",
+                      (marked("peers", "-n 0"),)),
+    "planted-faults": Campaign("`make test` finds each of the deliberate faults of tests/planted_faults", 30, "all",
+                               ("-m tests.prove.planted_faults",)),
+    "steady": Campaign("`make test` answers alike ten times in random order beside a busy loop per core", 120, "tests",
+                       ("-m tests.prove.steady",)),
+}  # fmt: skip
+
+
+def run(name: str, extra: Sequence[str]) -> tuple[str, str]:
+    """(verdict, figures) of a campaign."""
+    verdict, figures, start = PROVED, [], time.monotonic()
+    for command in CAMPAIGNS[name].commands:
+        words = [*command.split(), *extra]
+        found, figure = run_pytest(words[1:]) if words[0] == "pytest" else run_script(words)
+        verdict = max(verdict, found, key=[PROVED, NOT_PROVED, FAILED].index)
+        figures.append(figure)
+    return verdict, f"{'; '.join(figures)}; {(time.monotonic() - start) / 60:.1f} min"
+
+
+def run_pytest(words: Sequence[str]) -> tuple[str, str]:
+    with tempfile.NamedTemporaryFile(suffix=".xml") as report:
+        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report.name}", *words]
+        code = subprocess.run(command, cwd=ROOT).returncode
+        try:
+            cases = list(ElementTree.parse(report.name).iter("testcase"))
+        except ElementTree.ParseError:
+            return FAILED, f"pytest ended with exit code {code}"
+    counts = Counter(
+        next((kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None), "passed")
+        for case in cases
+    )
+    failed = counts["failure"] + counts["error"]
+    figure = f"{counts['passed']} passed, {failed} failed, {counts['skipped']} not run"
+    if failed or code not in (0, 5):
+        return FAILED, figure
+    return (NOT_PROVED if counts["skipped"] or not counts["passed"] else PROVED), figure
+
+
+def run_script(words: Sequence[str]) -> tuple[str, str]:
+    """A script's last line is its figures. It says "not proved" in it for what it could not run."""
+    last = ""
+    with subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            last = line.strip() or last
+    if process.returncode:
+        return FAILED, f"{last or words[0]} (exit code {process.returncode})"
+    return (NOT_PROVED if "not proved" in last.lower() else PROVED), last
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make prove ONLY=", description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="campaigns; none: all of them; list: their names")
+    parser.add_argument("--args", default="", help="further arguments of the campaigns' commands")
+    options = parser.parse_args()
+    if options.names == ["list"]:
+        for name, campaign in CAMPAIGNS.items():
+            print(f"{name:16}{campaign.minutes:5.0f} min  {campaign.what} [{campaign.rooms}]")
+        return 0
+    if unknown := set(options.names) - set(CAMPAIGNS):
+        parser.error(f"no campaign {', '.join(sorted(unknown))}: choose from {', '.join(CAMPAIGNS)}")
+    names = options.names or list(CAMPAIGNS)
+    minutes = sum(CAMPAIGNS[name].minutes for name in names)
+    print(f"prove: {len(names)} campaign(s), about {minutes:.0f} minutes", flush=True)
+    lines, verdicts = [], set()
+    for name in names:
+        print(f"prove: {name}: {CAMPAIGNS[name].what}: about {CAMPAIGNS[name].minutes:.0f} minutes", flush=True)
+        verdict, figures = run(name, options.args.split())
+        lines.append(f"prove: {name}: {verdict}: {figures}")
+        verdicts.add(verdict)
+        print(lines[-1], flush=True)
+    if len(names) > 1:
+        print("\n".join(["", *lines]))
+    return 1 if FAILED in verdicts else 2 if NOT_PROVED in verdicts else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""Plants each deliberate fault of tests/planted_faults/*.toml into a copy of the tree; the tests must find it.
+
+    make prove ONLY=planted-faults [PROVE="--room data --room csrc"] [PROVE="--fault data-lock-kept"]
+
+A fault is found when tests fail that pass without it. Those that `found_by` names run first, then all others. A fault
+with `campaign` is found by that campaign alone; at most ten are. A fault whose text is no longer in its file is out of
+date: write it anew for the code that took its place.
+"""
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FAULTS = ROOT / "tests" / "planted_faults"
+LIMIT_S = 1800
+MOST_BY_CAMPAIGN = 10
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`old`, whole lines that stand once in `file`, become `new`.
+
+    found_by  tests that find it: paths, or node ids, of pytest
+    campaign  the campaign whose tests they are; "": `make test`
+    """
+
+    name: str
+    file: str
+    what: str
+    old: str
+    new: str
+    found_by: tuple[str, ...] = ()
+    campaign: str = ""
+
+    @property
+    def room(self) -> str:
+        return self.name.partition("-")[0]
+
+
+def faults() -> list[Fault]:
+    found = []
+    for file in sorted(FAULTS.glob("*.toml")):
+        for entry in tomllib.loads(file.read_text())["fault"]:
+            found.append(Fault(**{**entry, "found_by": tuple(entry.get("found_by", ()))}))
+    return found
+
+
+def outdated(fault: Fault, root: Path = ROOT) -> str:
+    """Why a fault cannot be planted; "" when it can."""
+    try:
+        count = (root / fault.file).read_text().count(fault.old)
+    except FileNotFoundError:
+        return f"{fault.file} is gone"
+    return "" if count == 1 else f"its text stands {count} times in {fault.file}"
+
+
+def copy_tree(folder: Path) -> None:
+    """What git tracks, as it is now, with what was built."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"], cwd=ROOT, check=True, capture_output=True,
+    )
+    for name in listed.stdout.decode().split("\0"):
+        if name and (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    for built in [*(ROOT / "megatron").rglob("*.so"), *(ROOT / "megatron" / "kernels" / "lib").glob("*")]:
+        target = folder / built.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(built, target)
+
+
+def build(folder: Path, environ: dict[str, str]) -> str:
+    """Compile csrc/ of a copy; what the compiler said where it failed."""
+    for command in ("build_ext --inplace --force", "build_kernels --target host"):
+        done = subprocess.run(
+            [sys.executable, "setup.py", "-q", *command.split()], cwd=folder, env=environ, capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            return f"does not compile: {done.stderr[-500:]}"
+    return ""
+
+
+def plant(fault: Fault, suite: str) -> tuple[str, str]:
+    """("found", by which tests), ("MISSED", ...) or ("OUT OF DATE", why)."""
+    if reason := outdated(fault):
+        return "OUT OF DATE", reason
+    with tempfile.TemporaryDirectory(prefix="planted-") as temporary:
+        folder = Path(temporary, "tree")
+        copy_tree(folder)
+        target = folder / fault.file
+        target.write_text(target.read_text().replace(fault.old, fault.new))
+        environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+        environ |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": temporary}
+        if fault.file.startswith("csrc/") and (reason := build(folder, environ)):
+            return "OUT OF DATE", reason
+        rest = [suite] if not fault.campaign else []
+        for paths in filter(None, [list(fault.found_by), rest]):
+            gone = [path for path in paths if not (folder / path.partition("::")[0]).exists()]
+            if gone:
+                return "OUT OF DATE", f"{', '.join(gone)} does not exist"
+            named = ["--campaign", fault.campaign] if fault.campaign else []
+            done = subprocess.run(
+                [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", *named, *paths],
+                cwd=folder, env=environ, capture_output=True, text=True, timeout=LIMIT_S,
+            )  # fmt: skip
+            failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+            if done.returncode == 1 and failed:
+                return "found", failed[0]
+            if done.returncode not in (0, 1, 5):
+                return "MISSED", f"pytest could not run {paths}: {(done.stdout + done.stderr)[-500:]}"
+    return "MISSED", fault.what
+
+
+def look(fault: Fault) -> tuple[str, str]:
+    """Whether a fault can be planted."""
+    reason = outdated(fault)
+    return ("OUT OF DATE", reason) if reason else ("plantable", fault.what)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--room", action="append", help="faults of this room alone; repeatable")
+    parser.add_argument("--fault", action="append", help="this fault alone; repeatable")
+    parser.add_argument("--check", action="store_true", help="only look whether every fault can still be planted")
+    parser.add_argument("--suite", default="tests", help="the tests that may find what `found_by` did not")
+    parser.add_argument("--jobs", type=int, default=2)
+    options = parser.parse_args()
+    chosen = [
+        fault for fault in faults()
+        if (not options.room or fault.room in options.room) and (not options.fault or fault.name in options.fault)
+    ]
+    wrong = 0
+    with ThreadPoolExecutor(options.jobs) as pool:
+        verdicts = pool.map(lambda fault: look(fault) if options.check else plant(fault, options.suite), chosen)
+        for fault, (verdict, note) in zip(chosen, verdicts, strict=True):
+            wrong += verdict in ("MISSED", "OUT OF DATE")
+            where = f" (campaign {fault.campaign})" if fault.campaign else ""
+            print(f"{verdict:12}{fault.name}{where}: {note}", flush=True)
+    campaigns = sum(bool(fault.campaign) for fault in chosen)
+    if campaigns > MOST_BY_CAMPAIGN:
+        wrong += 1
+        print(f"{campaigns} faults are left to campaigns: {MOST_BY_CAMPAIGN} at most")
+    print(f"{len(chosen) - wrong} of {len(chosen)} planted faults found, {campaigns} of them by campaigns alone")
+    return 1 if wrong or not chosen else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
