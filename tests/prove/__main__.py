@@ -1,6 +1,6 @@
 """Long proofs: named campaigns that take too long for `make test`.
 
-    make prove ONLY=list                  their names, minutes and rooms
+    make prove ONLY=list                  their names and minutes
     make prove ONLY=kills                 one campaign; ONLY="kills parity": two
     make prove ONLY=planted-faults PROVE="--room data"
 
@@ -29,13 +29,11 @@ PROVED, FAILED, NOT_PROVED = "proved", "FAILED", "NOT PROVED"
 class Campaign:
     """what      it proves
     minutes   on two quiet cores
-    rooms     whoever changes one of these runs it before calling the change done
     commands  arguments of python, run one after the other; "pytest ..." selects tests, whose counts are the figures
     """
 
     what: str
     minutes: float
-    rooms: str
     commands: tuple[str, ...]
 
 
@@ -46,44 +44,41 @@ def marked(name: str, extra: str = "") -> str:
 
 CAMPAIGNS = {
     "parity": Campaign(
-        "every layout, mixture, precision and rank order gives the training run of one process", 12,
-        "layers model engine pipeline parallel", (marked("parity"),),
+        "every layout, mixture, precision and rank order gives the training run of one process", 12, (marked("parity"),)
     ),
     "kills": Campaign(
-        "runs that are killed, damaged, hung or out of disk go on to the bit, from the newest whole checkpoint", 20,
-        "checkpoint training data parallel",
+        "runs that are killed, damaged, hung or out of disk go on to the bit from the newest whole checkpoint", 20,
         (marked("kills"), "benchmarks/fault_campaign.py --only kills damage disk hang", "benchmarks/prove_resume.py"),
     ),
     "simulator": Campaign(
         "the kernels in all shapes and types on a simulator of waves of 64 and 32 lanes, with sanitizers", 15,
-        "csrc kernels", (marked("simulator"),),
+        (marked("simulator"),),
     ),
-    "mutants": Campaign("every planted fault of a kernel is found on the simulator", 10, "csrc kernels",
-                        (marked("mutants"),)),
-    "large": Campaign("kernels and data beyond 2^31 elements", 5, "csrc kernels data", (marked("large"),)),
+    "mutants": Campaign("every planted fault of a kernel is found on the simulator", 10, (marked("mutants"),)),
+    "large": Campaign("kernels and data beyond 2^31 elements", 5, (marked("large", "-n 0"),)),
     "hypothesis": Campaign(
-        "every property test with 1,000 random examples", 30, "all",
+        "every property test with 1,000 random examples", 30,
         ("pytest -m hypothesis -n 2 --hypothesis-profile prove -o timeout=3600",),
     ),
-    "search": Campaign("the planner's and the tuner's searches against exhaustive ones", 10, "planning tuning",
-                       (marked("search"),)),
+    "search": Campaign("the planner's and the tuner's searches against exhaustive ones", 10, (marked("search"),)),
     "memory": Campaign(
-        "memory formulas against dry runs, and dry runs against real processes", 15, "planning dryrun engine training",
+        "memory formulas against dry runs, and dry runs against real processes", 15,
         (marked("memory"), "benchmarks/memory_model.py"),
     ),
-    "real-time": Campaign("locks, watchdogs, wall time and stragglers by the real clock", 3,
-                          "data training parallel tuning", (marked("real-time", "-n 0"),)),
-    "slurm": Campaign("jobs, experiments, preflight and tuning on a real Slurm of virtual nodes (root)", 25,
-                      "examples preflight tuning",
-                      (marked("slurm", "-n 0"), "benchmarks/fault_campaign.py --only slurm")),
-    "benchmarks": Campaign("the benchmarks measure what they say", 5, "benchmarks", (marked("benchmarks"),)),
-    "peers": Campaign("megatron-core, installed from PyPI, reads and writes the same data", 3, "data",
-                      (marked("peers", "-n 0"),)),
-    "planted-faults": Campaign("`make test` finds each of the deliberate faults of tests/planted_faults", 30, "all",
-                               ("-m tests.prove.planted_faults",)),
-    "steady": Campaign("`make test` answers alike ten times in random order beside a busy loop per core", 120, "tests",
-                       ("-m tests.prove.steady",)),
-}  # fmt: skip
+    "real-time": Campaign("locks, watchdogs, wall time and stragglers by the real clock", 3, (marked("real-time", "-n 0"),)),
+    "slurm": Campaign(
+        "jobs, experiments, preflight and tuning on a real Slurm of virtual nodes (root)", 25,
+        (marked("slurm", "-n 0"), "benchmarks/fault_campaign.py --only slurm"),
+    ),
+    "benchmarks": Campaign("the benchmarks measure what they say", 5, (marked("benchmarks"),)),
+    "peers": Campaign("megatron-core, installed from PyPI, reads and writes the same data", 3, (marked("peers", "-n 0"),)),
+    "planted-faults": Campaign(
+        "`make test` finds each of the deliberate faults of tests/planted_faults", 30, ("-m tests.prove.planted_faults",)
+    ),
+    "steady": Campaign(
+        "`make test` answers alike ten times in random order beside a busy loop per core", 120, ("-m tests.prove.steady",)
+    ),
+}
 
 
 def run(name: str, extra: Sequence[str]) -> tuple[str, str]:
@@ -136,7 +131,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.names == ["list"]:
         for name, campaign in CAMPAIGNS.items():
-            print(f"{name:16}{campaign.minutes:5.0f} min  {campaign.what} [{campaign.rooms}]")
+            print(f"{name:16}{campaign.minutes:5.0f} min  {campaign.what}")
         return 0
     if unknown := set(options.names) - set(CAMPAIGNS):
         parser.error(f"no campaign {', '.join(sorted(unknown))}: choose from {', '.join(CAMPAIGNS)}")

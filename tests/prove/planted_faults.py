@@ -66,13 +66,14 @@ def outdated(fault: Fault, root: Path = ROOT) -> str:
 def copy_tree(folder: Path) -> None:
     """What git tracks, as it is now, with what was built."""
     listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"], cwd=ROOT, check=True, capture_output=True,
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT, check=True, capture_output=True,
     )
     for name in listed.stdout.decode().split("\0"):
         if name and (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
-    for built in [*(ROOT / "megatron").rglob("*.so"), *(ROOT / "megatron" / "kernels" / "lib").glob("*")]:
+    for built in (ROOT / "megatron").rglob("*.so"):
         target = folder / built.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(built, target)
