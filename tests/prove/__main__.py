@@ -29,67 +29,61 @@ PROVED, FAILED, NOT_PROVED = "proved", "FAILED", "NOT PROVED"
 class Campaign:
     """what      it proves
     minutes   on two quiet cores
-    commands  arguments of python, run one after the other; "pytest ..." selects tests, whose counts are the figures
+    workers   processes that run its tests, those marked campaign(its name); 0: this one; None: it has no tests
+    programs  what else belongs to it: arguments of python, whose last line of output are the figures
     """
 
     what: str
     minutes: float
-    commands: tuple[str, ...]
-
-
-def marked(name: str, extra: str = "") -> str:
-    """The tests that carry @pytest.mark.campaign(name)."""
-    return f"pytest --campaign {name} -n 2 {extra}"
+    workers: int | None = 2
+    programs: tuple[str, ...] = ()
 
 
 CAMPAIGNS = {
-    "parity": Campaign(
-        "every layout, mixture, precision and rank order gives the training run of one process", 12, (marked("parity"),)
-    ),
+    "parity": Campaign("every layout, mixture, precision and rank order gives the training run of one process", 12),
     "kills": Campaign(
         "runs that are killed, damaged, hung or out of disk go on to the bit from the newest whole checkpoint", 20,
-        (marked("kills"), "benchmarks/fault_campaign.py --only kills damage disk hang", "benchmarks/prove_resume.py"),
+        programs=("benchmarks/fault_campaign.py --only kills damage disk hang", "benchmarks/prove_resume.py"),
     ),
-    "simulator": Campaign(
-        "the kernels in all shapes and types on a simulator of waves of 64 and 32 lanes, with sanitizers", 15,
-        (marked("simulator"),),
-    ),
-    "mutants": Campaign("every planted fault of a kernel is found on the simulator", 10, (marked("mutants"),)),
-    "large": Campaign("kernels and data beyond 2^31 elements", 5, (marked("large", "-n 0"),)),
-    "hypothesis": Campaign(
-        "every property test with 1,000 random examples", 30,
-        ("pytest -m hypothesis -n 2 --hypothesis-profile prove -o timeout=3600",),
-    ),
-    "search": Campaign("the planner's and the tuner's searches against exhaustive ones", 10, (marked("search"),)),
+    "simulator": Campaign("the kernels on a simulator of waves of 64 and 32 lanes: all shapes, sanitizers", 15),
+    "mutants": Campaign("every planted fault of a kernel is found on the simulator", 10),
+    "large": Campaign("kernels and data beyond 2^31 elements", 5, workers=0),
+    "hypothesis": Campaign("every property test with 1,000 random examples", 30),
+    "search": Campaign("the planner's and the tuner's searches against exhaustive ones", 10),
     "memory": Campaign(
         "memory formulas against dry runs, and dry runs against real processes", 15,
-        (marked("memory"), "benchmarks/memory_model.py"),
+        programs=("benchmarks/memory_model.py",),
     ),
-    "real-time": Campaign("locks, watchdogs, wall time and stragglers by the real clock", 3, (marked("real-time", "-n 0"),)),
+    "real-time": Campaign("locks, watchdogs, wall time and stragglers by the real clock", 3, workers=0),
     "slurm": Campaign(
-        "jobs, experiments, preflight and tuning on a real Slurm of virtual nodes (root)", 25,
-        (marked("slurm", "-n 0"), "benchmarks/fault_campaign.py --only slurm"),
+        "jobs, experiments, preflight and tuning on a real Slurm of virtual nodes (root)", 25, workers=0,
+        programs=("benchmarks/fault_campaign.py --only slurm",),
     ),
-    "benchmarks": Campaign("the benchmarks measure what they say", 5, (marked("benchmarks"),)),
-    "peers": Campaign("megatron-core, installed from PyPI, reads and writes the same data", 3, (marked("peers", "-n 0"),)),
+    "benchmarks": Campaign("the benchmarks measure what they say", 5),
+    "peers": Campaign("megatron-core, installed from PyPI, reads and writes the same data", 3, workers=0),
     "planted-faults": Campaign(
-        "`make test` finds each of the deliberate faults of tests/planted_faults", 30, ("-m tests.prove.planted_faults",)
+        "`make test` finds each deliberate fault of tests/planted_faults", 30, workers=None,
+        programs=("-m tests.prove.planted_faults",),
     ),
     "steady": Campaign(
-        "`make test` answers alike ten times in random order beside a busy loop per core", 120, ("-m tests.prove.steady",)
+        "`make test` answers alike ten times in random order beside a busy loop per core", 120, workers=None,
+        programs=("-m tests.prove.steady",),
     ),
 }
+# Its tests are those of hypothesis, in whatever room.
+_SELECTED = {"hypothesis": "-m hypothesis --hypothesis-profile prove -o timeout=3600"}
 
 
 def run(name: str, extra: Sequence[str]) -> tuple[str, str]:
     """(verdict, figures) of a campaign."""
-    verdict, figures, start = PROVED, [], time.monotonic()
-    for command in CAMPAIGNS[name].commands:
-        words = [*command.split(), *extra]
-        found, figure = run_pytest(words[1:]) if words[0] == "pytest" else run_script(words)
-        verdict = max(verdict, found, key=[PROVED, NOT_PROVED, FAILED].index)
-        figures.append(figure)
-    return verdict, f"{'; '.join(figures)}; {(time.monotonic() - start) / 60:.1f} min"
+    campaign, start = CAMPAIGNS[name], time.monotonic()
+    found = []
+    if campaign.workers is not None:
+        selected = _SELECTED.get(name, f"--campaign {name}").split()
+        found.append(run_pytest([*selected, "-n", str(campaign.workers), *([] if campaign.programs else extra)]))
+    found += [run_program([*program.split(), *extra]) for program in campaign.programs]
+    verdict = max((verdict for verdict, _ in found), key=[PROVED, NOT_PROVED, FAILED].index)
+    return verdict, f"{'; '.join(figures for _, figures in found)}; {(time.monotonic() - start) / 60:.1f} min"
 
 
 def run_pytest(words: Sequence[str]) -> tuple[str, str]:
@@ -111,8 +105,8 @@ def run_pytest(words: Sequence[str]) -> tuple[str, str]:
     return (NOT_PROVED if counts["skipped"] or not counts["passed"] else PROVED), figure
 
 
-def run_script(words: Sequence[str]) -> tuple[str, str]:
-    """A script's last line is its figures. It says "not proved" in it for what it could not run."""
+def run_program(words: Sequence[str]) -> tuple[str, str]:
+    """A program's last line is its figures. It says "not proved" in it for what it could not run."""
     last = ""
     with subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -127,7 +121,7 @@ def run_script(words: Sequence[str]) -> tuple[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make prove ONLY=", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="campaigns; none: all of them; list: their names")
-    parser.add_argument("--args", default="", help="further arguments of the campaigns' commands")
+    parser.add_argument("--args", default="", help="further arguments of the campaigns' programs, or of pytest where they have none")
     options = parser.parse_args()
     if options.names == ["list"]:
         for name, campaign in CAMPAIGNS.items():
