@@ -121,7 +121,7 @@ def run_program(words: Sequence[str]) -> tuple[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make prove ONLY=", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="campaigns; none: all of them; list: their names")
-    parser.add_argument("--args", default="", help="further arguments of the campaigns' programs, or of pytest where they have none")
+    parser.add_argument("--args", default="", help="for the campaigns' programs; for pytest where they have none")
     options = parser.parse_args()
     if options.names == ["list"]:
         for name, campaign in CAMPAIGNS.items():

@@ -23,7 +23,7 @@ def answers(seed: int, workers: int) -> dict[str, str]:
     with tempfile.NamedTemporaryFile(suffix=".xml") as report:
         subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "--tb=short", "-n", str(workers), "--dist", "loadfile", "-o",
-             "addopts=--strict-markers", "-p", "randomly", f"--randomly-seed={seed}",
+             "addopts=--strict-markers", f"--randomly-seed={seed}",
              f"--junitxml={report.name}"],
             cwd=ROOT,
         )  # fmt: skip
