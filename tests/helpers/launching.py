@@ -133,7 +133,7 @@ def launch(
             for rank in range(n)
         ]  # fmt: skip
         try:
-            return [s and s.wait(max(1.0, end - time.monotonic())) for s in scripts]
+            return [None if s is None else s.wait(max(1.0, end - time.monotonic())) for s in scripts]
         finally:
             for s in scripts:
                 if s is not None:

@@ -55,8 +55,8 @@ def main() -> int:
         for process in busy:
             process.kill()
     odd = {t: a for t, a in seen.items() if len(set(a)) > 1 or len(a) < options.runs or a[0] in ("failure", "error")}
-    for test, answer in sorted(odd.items()):
-        print(f"unsteady: {test}: {', '.join(answer)}")
+    for test, given in sorted(odd.items()):
+        print(f"unsteady: {test}: {', '.join(given)}")
     print(
         f"{len(seen)} tests, {options.runs} runs beside {len(busy)} busy loops, {min(seconds):.0f} to "
         f"{max(seconds):.0f} s: {len(odd)} did not answer alike"
