@@ -5,14 +5,26 @@ The points are audit events (PEP 578). Python raises its own ("open", "os.rename
 meeting, after a step. Nobody listens unless a test does, so that they cost nothing and need no switch.
 
     launch(2, arguments, arm={1: (strike, "megatron.run.step", 3, "kill")})    # rank 1 dies after its third step
+
+A moment is a point of the library or an operation on a file of a folder. Between two moments nothing changes on disk
+but the content of open files, so all of them together are all at which a kill can matter: `record` lists those of a
+run, `strike_at` strikes at one of them, by its name or by its number, without luck and without sleeping.
 """
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
 from typing import Any
+
+FILES = {
+    "open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.utime", "os.truncate", "os.scandir",
+    "os.listdir",
+}  # fmt: skip
+_FOLDER_ARGUMENT = {"os.remove": 1, "os.rmdir": 1, "os.mkdir": 2, "os.rename": 2}
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}
 
 
 def on(event: str, act: Callable[..., object], nth: int = 1, containing: str = "") -> None:
@@ -35,16 +47,74 @@ def on(event: str, act: Callable[..., object], nth: int = 1, containing: str = "
 def strike(event: str, nth: int, what: str, containing: str = "") -> None:
     """Arm this process: "kill", "stop" or "terminate" it (a signal), let it "fail" (RuntimeError), make the system
     refuse ("full": OSError ENOSPC), or hold it until somebody writes to a FIFO ("hold:PATH")."""
+    on(event, lambda *_: _act(what, event), nth, containing)
 
-    def act(*_: object) -> None:
-        if what == "fail":
-            raise RuntimeError(f"planted at {event}")
-        if what == "full":
-            raise OSError(28, "No space left on device")
-        if what.startswith("hold:"):
-            with open(what.removeprefix("hold:"), "rb") as gate:
-                gate.read(1)
-            return
-        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}[what])
 
-    on(event, act, nth, containing)
+def strike_at(folder: str | os.PathLike[str], nth: int, what: str, name: str = "") -> None:
+    """As `strike`, before the nth moment of this process from now on; `name`: before the nth of that name."""
+    left = nth
+
+    def look(moment: str) -> None:
+        nonlocal left
+        if name in ("", moment) and left:
+            left -= 1
+            if not left:
+                _act(what, moment)
+
+    _on_moments(folder, look)
+
+
+def record(folder: str | os.PathLike[str], log: str | os.PathLike[str]) -> None:
+    """Write the name of every moment of this process to a file, a line each, as they come."""
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    _on_moments(folder, lambda moment: os.write(handle, f"{moment}\n".encode()))
+
+
+def _on_moments(folder: str | os.PathLike[str], call: Callable[[str], object]) -> None:
+    prefix = os.path.abspath(folder)
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if moment := _moment(event, arguments, prefix):
+            call(moment)
+
+    sys.addaudithook(hook)
+
+
+def _moment(event: str, arguments: tuple[Any, ...], prefix: str) -> str:
+    """Its name, with # for every number in the path from `prefix` on; "" where the event is none."""
+    if event.startswith("megatron."):
+        return event
+    if event not in FILES:
+        return ""
+    path = _path(event, arguments)
+    if not path.startswith(prefix):
+        return ""
+    return f"{event} {re.sub(r'(?<=[.])[0-9a-f]{8}(?=[.])|[0-9]+', '#', path.removeprefix(prefix).lstrip('/'))}"
+
+
+def _path(event: str, arguments: tuple[Any, ...]) -> str:
+    """The file that an event is about, "" for none."""
+    path = arguments[0]
+    try:
+        if isinstance(path, int):  # opened just now, by os.open, and given a Python object
+            return os.readlink(f"/proc/self/fd/{path}")
+        if not isinstance(path, str | bytes | os.PathLike):
+            return ""
+        at = _FOLDER_ARGUMENT.get(event)
+        beside = arguments[at] if at is not None and len(arguments) > at else -1
+        parent = os.readlink(f"/proc/self/fd/{beside}") if isinstance(beside, int) and beside >= 0 else ""
+    except OSError:
+        return ""
+    return os.path.abspath(os.path.join(parent, os.fsdecode(path)))
+
+
+def _act(what: str, where: str) -> None:
+    if what == "fail":
+        raise RuntimeError(f"planted at {where}")
+    if what == "full":
+        raise OSError(28, "No space left on device")
+    if what.startswith("hold:"):
+        with open(what.removeprefix("hold:"), "rb") as gate:
+            gate.read(1)
+        return
+    os.kill(os.getpid(), _SIGNALS[what])
