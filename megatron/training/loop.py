@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -69,6 +70,7 @@ def train_steps(run: Run) -> Stop | None:
     run.done_before(False)  # a first step may compile, or connect thousands of ranks
     while stop is None and progress.iteration < run.total_iterations:
         spike = train_step(run)
+        sys.audit("megatron.run.step", progress.iteration)
         run.done_before(True)
         if spike is not None and went_back(run, spike):
             continue
