@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ def write_text(path: Path, text: str) -> Written:
         f.write(data)
         f.flush()
         os.fsync(f.fileno())
+    sys.audit("megatron.checkpoint.synced", str(path))
     return len(data), digest(data)
 
 
@@ -118,3 +120,4 @@ def sync_directory(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+    sys.audit("megatron.checkpoint.synced", str(path))

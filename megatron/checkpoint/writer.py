@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -185,5 +186,6 @@ class _Sink:
     def _sync(self) -> None:
         self._file.flush()
         os.fsync(self._file.fileno())
+        sys.audit("megatron.checkpoint.synced", str(self._file.name))
         self._synced = self.at
         self._alive()
