@@ -81,7 +81,6 @@ def train_steps(run: Run) -> Stop | None:
             validate(run)
         if training.manual_gc and training.manual_gc_interval and iteration % training.manual_gc_interval == 0:
             gc.collect()
-        sys.audit("megatron.run.step", iteration)
         stop = between_steps(run)
     return stop
 
