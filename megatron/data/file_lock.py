@@ -153,12 +153,15 @@ def _look(path: Path) -> _Seen | None:
 class FileLock:
     """See the head of this file. One object is one wait for the lock, or one hold of it; threads do not share it.
 
-    Every method raises OSError where the file system refuses.
+    Every method raises OSError where the file system refuses. `clock` and `sleep` are what a waiter goes by; `pause` is
+    what the owner's heartbeat goes by: it waits for the event or so many seconds, and says whether the event came.
     """
 
     path: Path
     stale_s: float = STALE_S
     clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    pause: Callable[[threading.Event, float], bool] = threading.Event.wait
     taken_from: Owner | None = field(default=None, init=False)  # the owner that a dead lock was taken over from
 
     def __post_init__(self) -> None:
@@ -190,7 +193,7 @@ class FileLock:
         """
         end, before = self.clock() + timeout_s, self._seen
         while (left_s := end - self.clock()) > 0:
-            time.sleep(min(self._pause_s(), left_s))
+            self.sleep(min(self._pause_s(), left_s))
             seen = _look(self.path)
             if seen is None or (before and before.text != seen.text) or self._is_abandoned(seen):
                 return True
@@ -264,7 +267,7 @@ class FileLock:
         mark = hashlib.md5(dead.text.encode(), usedforsecurity=False).hexdigest()[:8]
         path = self.path.with_name(f"{self.path.name}.{mark}")
         if self._guard is None or self._guard.path != path:  # kept between attempts: it remembers what it saw
-            self._guard = FileLock(path, self.stale_s, self.clock)
+            self._guard = FileLock(path, self.stale_s, self.clock, self.sleep)
         guard = self._guard
         if not guard._enter():
             return False
@@ -291,7 +294,7 @@ class FileLock:
         return self._unchanged_s >= (self.stale_s if seen.text else min(self.stale_s, _UNWRITTEN_S))
 
     def _beat(self, stop: threading.Event) -> None:
-        while not stop.wait(self.stale_s / _BEATS):
+        while not self.pause(stop, self.stale_s / _BEATS):
             with contextlib.suppress(OSError):  # a file system that is away for a moment: the next beat tries again
                 if not self.is_ours():
                     return

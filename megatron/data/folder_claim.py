@@ -31,18 +31,19 @@ class FolderClaim:
     """
 
     def __init__(
-        self, folder: Path, what: str, environ: Mapping[str, str] | None = None, stale_s: float = STALE_S
+        self, folder: Path, what: str, environ: Mapping[str, str] | None = None, stale_s: float = STALE_S, *,
+        clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._folder, self._what = folder, what
         self._environ = os.environ if environ is None else environ
-        self._stale_s = stale_s
+        self._stale_s, self._clock, self._sleep = stale_s, clock, sleep
         self._lock: FileLock | None = None
 
     def take(self, say: Callable[[str], object]) -> None:
         """Claim the folder. Raises ConfigError while another program has it."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(self._folder / LOCK_NAME, self._stale_s)
+            lock = FileLock(self._folder / LOCK_NAME, self._stale_s, self._clock, self._sleep)
             if not lock.acquire():
                 self._take_over(lock, say)
             self._lock = lock
@@ -64,9 +65,9 @@ class FolderClaim:
         if self._is_of_an_earlier_start():
             lock.path.unlink(missing_ok=True)
         wait_s = self._stale_s + _MARGIN_S
-        end, told = time.monotonic() + wait_s, False
+        end, told = self._clock() + wait_s, False
         while not lock.acquire():
-            owner, left_s = lock.owner(), end - time.monotonic()
+            owner, left_s = lock.owner(), end - self._clock()
             if (owner is not None and owner.lives_here()) or left_s <= 0:
                 raise ConfigError(
                     f"{self._what} is in use by another run: {lock.describe()}. Wait for its end or stop it, or give "

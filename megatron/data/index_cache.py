@@ -108,6 +108,8 @@ def load_or_build(
     fits: Callable[[Arrays], bool] = lambda _: True,
     wait_s: float = DEFAULT_WAIT_S,
     stale_s: float = STALE_S,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> Arrays:
     """The arrays of an entry: from the first directory that has it, otherwise built and written to the last one.
 
@@ -117,7 +119,7 @@ def load_or_build(
     failed, or when the wait is over; the message names the lock and its owner.
     """
     entries = [CacheEntry(Path(directory), description, tuple(parts)) for directory in directories]
-    target, deadline = entries[-1], time.monotonic() + wait_s
+    target, deadline = entries[-1], clock() + wait_s
 
     def find() -> Arrays | None:
         for entry in entries:
@@ -132,14 +134,14 @@ def load_or_build(
         return arrays
     try:
         target.directory.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(target.lock_path, stale_s)
+        lock = FileLock(target.lock_path, stale_s, clock, sleep)
         while arrays is None:
             if lock.acquire():
                 arrays = _find_or_build(lock, target, find, build, fits)
                 continue
             if log.isEnabledFor(logging.INFO):  # who it is must be read from the file
                 log.info("waiting for %s: %s", target.description_path, lock.describe(), extra={"entry": target})
-            if lock.wait(deadline - time.monotonic()):
+            if lock.wait(deadline - clock()):
                 arrays = _after_waiting(lock, target, find)
             else:
                 raise DataError(
@@ -208,7 +210,7 @@ def _build(
 def _after_waiting(lock: FileLock, entry: CacheEntry, find: Callable[[], Arrays | None]) -> Arrays | None:
     """What the lock's owner built; None when it is our turn to try. Raises DataError when the owner failed."""
     for pause_s in _SETTLING_PAUSES_S:
-        time.sleep(pause_s)
+        lock.sleep(pause_s)
         os.close(os.open(entry.directory, os.O_RDONLY))  # makes an NFS client forget which files were not there
         arrays = find()
         if arrays is not None:

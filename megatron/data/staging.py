@@ -23,6 +23,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megatron.data.file_lock import (
@@ -61,6 +62,8 @@ def stage(
     wait_s: float = DEFAULT_WAIT_S,
     reserve_bytes: int | None = None,
     stale_s: float = STALE_S,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> dict[str, str]:
     """prefix -> where to read its pair of files: a copy under the folder `target`, or the prefix itself.
 
@@ -71,7 +74,8 @@ def stage(
     pairs = {prefix: pair for prefix in prefixes if (pair := _Pair.of(prefix, Path(target))) is not None}
     reasons: Mapping[str, str] = {}
     if not all(pair.is_staged() for pair in pairs.values()):
-        reasons = _with_one_copying(list(pairs.values()), Path(target), say, wait_s, reserve_bytes, stale_s)
+        make_lock = partial(FileLock, stale_s=stale_s, clock=clock, sleep=sleep)
+        reasons = _with_one_copying(make_lock, list(pairs.values()), Path(target), say, wait_s, reserve_bytes)
     locations = {prefix: prefix for prefix in prefixes}
     staged_bytes, left = 0, list[str]()
     for prefix, pair in pairs.items():
@@ -140,17 +144,18 @@ def _identity(prefix: str) -> tuple[tuple[str, int, int], ...]:
 
 
 def _with_one_copying(
-    pairs: Sequence[_Pair], target: Path, say: Say, wait_s: float, reserve_bytes: int | None, stale_s: float
+    make_lock: Callable[[Path], FileLock], pairs: Sequence[_Pair], target: Path, say: Say, wait_s: float,
+    reserve_bytes: int | None,
 ) -> Mapping[str, str]:
     """Copy the pairs, or wait for the process that does: folder name -> reason for those that were not staged."""
-    deadline = time.monotonic() + wait_s
     try:
         target.mkdir(parents=True, exist_ok=True)
-        lock, told = FileLock(target / _LOCK, stale_s), ""
+        lock, told = make_lock(target / _LOCK), ""
+        deadline = lock.clock() + wait_s
         while True:
             if lock.acquire():
                 return _copy_all(lock, pairs, target, say, reserve_bytes)
-            left_s = deadline - time.monotonic()
+            left_s = deadline - lock.clock()
             if left_s <= 0:
                 reason = f"waited {wait_s:g} s for {lock.describe()}, which copies"
                 return {pair.folder.name: reason for pair in pairs}
@@ -194,7 +199,7 @@ def _copy_all(
     try:
         remove_remains(lock, "staged")
         missing = list({pair.folder: pair for pair in pairs if not pair.is_staged()}.values())
-        progress = _Progress(sum(pair.size for pair in missing), target / _PROGRESS, say)
+        progress = _Progress(sum(pair.size for pair in missing), target / _PROGRESS, say, lock.clock)
         staged = 0
         for pair in missing:
             try:
@@ -320,17 +325,17 @@ class _Progress:
     """Counts bytes of all threads and says how far they are, at most every _PROGRESS_S; the line also goes to a file
     for the processes that wait."""
 
-    def __init__(self, total_bytes: int, path: Path, say: Say) -> None:
-        self.say, self._total, self._path = say, total_bytes, path
+    def __init__(self, total_bytes: int, path: Path, say: Say, clock: Callable[[], float]) -> None:
+        self.say, self._clock, self._total, self._path = say, clock, total_bytes, path
         self._copied = self._checked = self._said_bytes = 0
-        self._said = time.monotonic()
+        self._said = clock()
         self._guard = threading.Lock()
 
     def add(self, copied: int = 0, checked: int = 0) -> None:
         with self._guard:
             self._copied += copied
             self._checked += checked
-            now, done = time.monotonic(), self._copied + self._checked
+            now, done = self._clock(), self._copied + self._checked
             if now - self._said < _PROGRESS_S:
                 return
             rate = (done - self._said_bytes) / (now - self._said)

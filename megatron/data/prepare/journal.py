@@ -17,6 +17,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -207,14 +208,15 @@ def _shown(value: Any) -> str:
 
 @contextmanager
 def locked(
-    prefix: str, say: Callable[[str], None], poll: Callable[[], None] = lambda: None, stale_s: float = STALE_S
+    prefix: str, say: Callable[[str], None], poll: Callable[[], None] = lambda: None, stale_s: float = STALE_S, *,
+    clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[FileLock]:
     """Hold the lock of the output prefix; DataError when another process has it and is alive.
 
     That a process of this host has ended is seen at once. Of another host's, only that it touches its lock every few
     seconds: so a run whose node died is continued elsewhere after `stale_s` seconds.
     """
-    lock = FileLock(Path(f"{prefix}_partial.lock"), stale_s)
+    lock = FileLock(Path(f"{prefix}_partial.lock"), stale_s, clock, sleep)
     if not lock.acquire():
         _wait_for_the_dead(lock, prefix, say, poll)
     try:

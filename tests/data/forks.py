@@ -1,0 +1,76 @@
+"""Forked processes: several at once, and one that is killed, or suspended, at every moment that matters."""
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.fault_points import record
+from tests.helpers.killing import forked, signal_at, wait_for, wait_until_stopped
+
+context = multiprocessing.get_context("fork")  # for semaphores and barriers of processes
+Run = Callable[[Path], object]  # is given a new folder, and works there
+# Before each renaming and removal; in the campaign before each operation on a file.
+MOMENTS = pytest.mark.parametrize(
+    "every", [pytest.param(False, id="names"), pytest.param(True, id="all", marks=pytest.mark.campaign("kills"))]
+)
+
+
+def _begun(folder: Path, run: Run, every: bool, prepare: Run, sent: int) -> Iterator[tuple[Path, int]]:
+    whole, log = folder / "whole", folder / "moments"
+    whole.mkdir()
+    prepare(whole)
+    assert wait_for(forked(lambda: (record(whole, log), run(whole)))) == 0
+    for moment, name in enumerate(log.read_text().splitlines()):
+        if every or name.startswith(("os.rename", "os.remove")):
+            here = folder / f"{moment} {name.replace('/', ' ')}"[:100]
+            here.mkdir()
+            prepare(here)
+            yield here, forked(lambda: (signal_at(moment, here, sent), run(here)))  # noqa: B023
+
+
+def killed_at_each(folder: Path, run: Run, every: bool, prepare: Run = lambda _: None) -> Iterator[Path]:
+    """The folders that `run` leaves where it is killed, of each moment one."""
+    for here, pid in _begun(folder, run, every, prepare, signal.SIGKILL):
+        assert wait_for(pid) == -signal.SIGKILL, here
+        yield here
+
+
+def stopped_at_each(folder: Path, run: Run, every: bool) -> Iterator[tuple[Path, int]]:
+    """The same with processes that are suspended: their numbers, to be woken and waited for."""
+    for here, pid in _begun(folder, run, every, lambda _: None, signal.SIGSTOP):
+        assert wait_until_stopped(pid), here
+        yield here, pid
+
+
+def at_once(number: int, fn: Callable[[int], Any]) -> list[Any]:
+    """What `fn` gives in each of several processes, which all are there before the first calls it."""
+    barrier, readers, pids = context.Barrier(number), [], []
+    try:
+        for rank in range(number):
+            reader, writer = os.pipe()
+            readers.append(reader)
+
+            def child(rank: int = rank, writer: int = writer) -> None:
+                barrier.wait()
+                os.write(writer, pickle.dumps(fn(rank)))
+
+            pids.append(forked(child))
+            os.close(writer)
+        found = [os.read(reader, 1 << 16) for reader in readers]
+        assert [wait_for(pids.pop(0)) for _ in range(number)] == [0] * number
+        return [pickle.loads(result) for result in found]
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            wait_for(pid)
+        for reader in readers:
+            os.close(reader)
