@@ -4,7 +4,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -63,7 +63,10 @@ class Live:
     folder  of the tuner, for the places of logs
     """
 
-    def __init__(self, objective: str, folder: str, console: Console | None = None) -> None:
+    def __init__(
+        self, objective: str, folder: str, console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         from rich.live import Live as RichLive
 
         self._console = console or make_console()
@@ -71,7 +74,8 @@ class Live:
         self._live: RichLive | None = None
         if self._console.is_terminal:
             self._live = RichLive(console=self._console, auto_refresh=False, transient=True)
-        self._drawn, self._told = 0.0, time.monotonic()
+        self._clock = clock
+        self._drawn, self._told = 0.0, clock()
 
     def __enter__(self) -> Live:
         if self._live is not None:
@@ -88,7 +92,7 @@ class Live:
 
     def progress(self, looked: int, combinations: int) -> None:
         """Of the enumeration, now and then: that of a large space takes minutes."""
-        now = time.monotonic()
+        now = self._clock()
         if now - self._told >= _TELL_S and looked < combinations:
             self._told = now
             self.note(f"looked at {looked:,} of {combinations:,} combinations")
@@ -124,7 +128,7 @@ class Live:
         return f"{part:.1f} % {side} the best, trial {best.number}"
 
     def update(self, view: View) -> None:
-        now = time.monotonic()
+        now = self._clock()
         if self._live is not None and now - self._drawn >= _REFRESH_S:
             self._drawn = now
             self._live.update(self._drawing(view), refresh=True)

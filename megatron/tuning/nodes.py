@@ -29,6 +29,16 @@ _MARKS = "*~#!%$@^-"  # behind a state; * is a node that does not respond, as al
 _FAILED_ON = re.compile(r"(?:failed on node|Node failure on) ([\w.-]+)")
 
 
+def _probe(hosts: Sequence[str]) -> subprocess.Popen[bytes]:
+    """A step beside all others, with a task on each node that says its name. Raises OSError."""
+    count = str(len(hosts))
+    command = [
+        "srun", "-N", count, "-n", count, "--ntasks-per-node=1", "-c", "1", "--overlap", "--kill-on-bad-exit=0",
+        "--time=3", "--job-name=nodes", "-w", ",".join(hosts), "bash", "-c", 'echo "answers $SLURMD_NODENAME"',
+    ]  # fmt: skip
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
 class Nodes:
     """Free ones and those that are left out; `say` gets a line for each of the latter."""
 
@@ -68,14 +78,17 @@ class Nodes:
 
 
 class Inquiry:
-    """Finds out, in a thread of its own, which of some nodes of this job are dead.
+    """Finds out, in a thread of its own, which of some nodes of this job are dead. `probe` starts a step on nodes.
 
     Where Slurm does not answer, no node is: a trial's failure is then held against its layout.
     """
 
-    def __init__(self, hosts: Sequence[str], environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self, hosts: Sequence[str], environ: Mapping[str, str] = os.environ,
+        probe: Callable[[Sequence[str]], subprocess.Popen[bytes]] = _probe,
+    ) -> None:
         self._hosts, self._job = tuple(hosts), job_name(environ) or ""
-        self._here = environ.get("SLURMD_NODENAME")
+        self._here, self._probe = environ.get("SLURMD_NODENAME"), probe
         self._lock, self._stopped = threading.Lock(), False
         self._probes: list[subprocess.Popen[bytes]] = []
         self._dead = dict[str, str]()
@@ -137,7 +150,7 @@ class Inquiry:
         with self._lock:
             self._probes = []
             for hosts in () if self._stopped else groups:
-                self._probes.append(_probe(hosts))
+                self._probes.append(self._probe(hosts))
         said, running, late = dict[subprocess.Popen[bytes], bytes](), list(self._probes), False
         for limit_s, number in ((_ANSWER_S, signal.SIGTERM), (_STOP_S, signal.SIGKILL), (_STOP_S, signal.SIGKILL)):
             deadline = time.monotonic() + limit_s
@@ -149,16 +162,6 @@ class Inquiry:
                     said[probe], late = error.output or b"", True
                     probe.send_signal(number)
         return b"\n".join(said.values()).decode(errors="replace"), late
-
-
-def _probe(hosts: Sequence[str]) -> subprocess.Popen[bytes]:
-    """A step beside all others, with a task on each node that says its name. Raises OSError."""
-    count = str(len(hosts))
-    command = [
-        "srun", "-N", count, "-n", count, "--ntasks-per-node=1", "-c", "1", "--overlap", "--kill-on-bad-exit=0",
-        "--time=3", "--job-name=nodes", "-w", ",".join(hosts), "bash", "-c", 'echo "answers $SLURMD_NODENAME"',
-    ]  # fmt: skip
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def _answers(said: str) -> set[str]:

@@ -469,24 +469,25 @@ def _difference(trial: Trial, now: Candidate) -> str:
 
 
 def time_of(walltime_s: float | None, allocation_s: Callable[[], float | None], *, reserve_s: float,
-            look_s: float = 30.0) -> Callable[[], float | None]:  # fmt: skip
+            look_s: float = 30.0, clock: Callable[[], float] = time.monotonic,
+            ) -> Callable[[], float | None]:  # fmt: skip
     """Seconds left for trials: of `walltime_s` from now on, and of the allocation less a reserve for the end.
 
     The allocation is asked every `look_s` seconds: its answer costs the scheduler something. Where it has none (None),
     the one before holds.
     """
-    end = None if walltime_s is None else time.monotonic() + walltime_s
+    end = None if walltime_s is None else clock() + walltime_s
     asked: float | None = None
     allocation_end: float | None = None
 
     def left_s() -> float | None:
         nonlocal asked, allocation_end
-        if asked is None or time.monotonic() - asked > look_s:
+        if asked is None or clock() - asked > look_s:
             answer = allocation_s()
-            asked = time.monotonic()
+            asked = clock()
             if answer is not None:
                 allocation_end = asked + answer - reserve_s
         ends = [each for each in (end, allocation_end) if each is not None]
-        return min(ends) - time.monotonic() if ends else None
+        return min(ends) - clock() if ends else None
 
     return left_s

@@ -78,12 +78,14 @@ class TrialRunner:
     """Runs trials in folders below `folder`, the tuner's. `say` gets a line for each node that is left out."""
 
     def __init__(
-        self, folder: Path, place: Place, settings: TrialSettings, say: Callable[[str], object] = lambda text: None
-    ) -> None:
+        self, folder: Path, place: Place, settings: TrialSettings, say: Callable[[str], object] = lambda text: None,
+        *, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
+    ) -> None:  # fmt: skip
         if place.launcher not in ("local", "slurm"):
             raise ConfigError(f"launcher '{place.launcher}' is unknown: use local or slurm")
         self._folder, self._place, self._settings = folder.resolve(), place, settings
         self._nodes = Nodes(place.hosts, say)
+        self._clock, self._sleep = clock, sleep
         self._running: list[_Running] = []
         self._lost, self._losses = dict[int, str](), Counter[int]()
 
@@ -131,7 +133,7 @@ class TrialRunner:
                 trial = self._settled(each)
                 ended += [] if trial is None else [trial]
             elif each.watch is not None and each.stopped is None:
-                each.stopped = self._at_its_limit(each.run, each.watch.look(time.monotonic()))
+                each.stopped = self._at_its_limit(each.run, each.watch.look(self._clock()))
                 if each.stopped is not None:
                     each.run.stop()
         return ended
@@ -145,11 +147,11 @@ class TrialRunner:
             if each.run is not None:
                 each.stopped = each.stopped or Ending(INTERRUPTED, why)
                 each.run.stop()
-        ended, deadline = list[Trial](), time.monotonic() + 2 * GRACE_S
-        while self._running and time.monotonic() < deadline:
+        ended, deadline = list[Trial](), self._clock() + 2 * GRACE_S
+        while self._running and self._clock() < deadline:
             ended += self._stopped()
             if self._running:
-                time.sleep(_POLL_S)
+                self._sleep(_POLL_S)
         for each in self._running:
             if each.run is not None:
                 each.run.kill()
@@ -192,7 +194,7 @@ class TrialRunner:
         limit_s = settings.limit_s(candidate)
         folder.prepare(flags, settings)
         run = self._launch(folder, [*flags, "--metrics-file", str(folder.metrics)], limit_s, starts)
-        watch = Watch(folder.metrics, settings.steps, time.monotonic(), limit_s, settings.stall_s, candidate.step_s)
+        watch = Watch(folder.metrics, settings.steps, self._clock(), limit_s, settings.stall_s, candidate.step_s)
         return _Running(trial, folder, asked, run, watch, starts=starts)
 
     def _check_size(self, candidate: Candidate) -> None:
@@ -211,13 +213,13 @@ class TrialRunner:
         if self._place.launcher == "local":
             return start_here(
                 training_command(flags), candidate.processes, folder.log, folder.tasks, memory_limit_bytes=limit,
-                grace_s=GRACE_S,
+                grace_s=GRACE_S, clock=self._clock,
             )  # fmt: skip
         tasks = candidate.processes // candidate.nodes
         name = f"trial-{trial.number}-{os.getpid()}"  # another search may run in this job
         turn = trial.number + _OTHER_PORT * starts
         step = Step(name, trial.hosts, tasks, turn, limit_s, _WAIT_S, limit)
-        return start_step(slurm_command(flags), step, folder.log, folder.tasks, grace_s=GRACE_S)
+        return start_step(slurm_command(flags), step, folder.log, folder.tasks, grace_s=GRACE_S, clock=self._clock)
 
     def _settled(self, each: _Running) -> Trial | None:
         """A trial whose processes have ended, as soon as it is known what that means; None: not yet, or it has been

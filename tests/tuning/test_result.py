@@ -59,10 +59,13 @@ def records(times: tuple[float, ...] = TIMES) -> Records:
     return found
 
 
-def read(folder: Path, of: Records, **more: Any) -> Result | None:
-    path = folder / "metrics.jsonl"
+def write(path: Path, of: Records) -> Path:
     path.write_text("".join(json.dumps(record) + "\n" for record in of))
-    return read_result(path, CANDIDATE, ASKED, ITERATIONS, WARM_UP, **more)
+    return path
+
+
+def read(folder: Path, of: Records, **more: Any) -> Result | None:
+    return read_result(write(folder / "metrics.jsonl", of), CANDIDATE, ASKED, ITERATIONS, WARM_UP, **more)
 
 
 def test_figures_are_those_of_the_steady_steps(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,14 +92,17 @@ class Run:
     """The processes of a run: those of all ranks, or a launcher. step: its name under Slurm.
 
     exit_codes  once it has ended: those that processes ended with by themselves, not those that force gave them
+    send        signals a session: (process id of its leader, signal)
     """
 
     def __init__(
         self, processes: Sequence[subprocess.Popen[bytes]], *, step: str | None = None, alive: int | None = None,
-        grace_s: float = GRACE_S, port: socket.socket | None = None,
+        grace_s: float = GRACE_S, port: socket.socket | None = None, clock: Callable[[], float] = time.monotonic,
+        send: Callable[[int, int], None] = os.killpg,
     ) -> None:
         self.processes, self._step, self._alive, self._grace_s = list(processes), step, alive, grace_s
         self._port = port  # kept for the store of these processes
+        self._clock, self._send = clock, send
         self.exit_codes: list[int] | None = None
         self._own: list[int] = []
         self._failed_at: float | None = None
@@ -110,7 +113,7 @@ class Run:
 
     def poll(self) -> bool:
         """Whether it has ended. Sends what is due: to ranks whose peer is lost, to those that were asked to end."""
-        codes, now = [process.poll() for process in self.processes], time.monotonic()
+        codes, now = [process.poll() for process in self.processes], self._clock()
         if self.exit_codes is None and None not in codes:
             self.exit_codes = self._own or [code for code in codes if code is not None]
             self._signal(signal.SIGKILL)  # what they had started
@@ -131,11 +134,11 @@ class Run:
     def stop(self) -> None:
         """Ask it to end; from then on `poll` ends it by force when it does not. Harmless when called twice."""
         if self._stopped_at is None and self.exit_codes is None:
-            self._stopped_at = time.monotonic()
+            self._stopped_at = self._clock()
             self._ask()
 
     def _ask(self) -> None:
-        self._asked_at, again = time.monotonic(), self._asked_at > 0
+        self._asked_at, again = self._clock(), self._asked_at > 0
         self._signal(signal.SIGTERM)
         if again and self._step is not None:
             self._helpers.append(_tell_step(self._step, "TERM"))
@@ -174,7 +177,7 @@ class Run:
         """To the whole session of every process."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, number)
+                self._send(process.pid, number)
 
     def _release(self) -> None:
         if self._alive is not None:
@@ -197,7 +200,7 @@ def slurm_command(flags: Sequence[str]) -> list[str]:
 
 def start_here(
     command: Sequence[str], count: int, log: Path, tasks: Path, *, environ: Mapping[str, str] = os.environ,
-    memory_limit_bytes: int | None = None, grace_s: float = GRACE_S,
+    memory_limit_bytes: int | None = None, grace_s: float = GRACE_S, clock: Callable[[], float] = time.monotonic,
 ) -> Run:
     """Start `count` ranks on this machine. The first writes to `log`, the others to TASKS/task_N.err.
 
@@ -218,12 +221,12 @@ def start_here(
     except BaseException:
         Run(processes, port=port).kill()
         raise
-    return Run(processes, grace_s=grace_s, port=port)
+    return Run(processes, grace_s=grace_s, port=port, clock=clock)
 
 
 def start_step(
     command: Sequence[str], step: Step, log: Path, tasks: Path, *, environ: Mapping[str, str] = os.environ,
-    grace_s: float = GRACE_S,
+    grace_s: float = GRACE_S, clock: Callable[[], float] = time.monotonic,
 ) -> Run:
     """Start a job step on its hosts. What tasks print goes to `log`, their errors to TASKS/task_N.err."""
     listening, alive = os.pipe()
@@ -243,7 +246,7 @@ def start_step(
         raise
     finally:
         os.close(listening)
-    return Run([process], step=step.name, alive=alive, grace_s=grace_s)
+    return Run([process], step=step.name, alive=alive, grace_s=grace_s, clock=clock)
 
 
 def environment(

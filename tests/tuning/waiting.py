@@ -1,0 +1,35 @@
+"""Waiting for processes without a clock deciding anything: FIFOs that tell of a start and of an end."""
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+LIMIT_S = 50.0
+
+
+def until(true: Callable[[], object], limit_s: float = LIMIT_S) -> None:
+    """Wait until something is true; only what hangs takes `limit_s`."""
+    end = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < end, "it does not come true"
+        time.sleep(0.01)
+
+
+class Lifeline:
+    """A FIFO that processes under test hold open for writing as long as they live.
+
+    `started` waits until one of them has opened it, `gone` until none has it any more.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        os.mkfifo(path)
+
+    def started(self) -> None:
+        self._file = open(self.path, "rb")  # noqa: SIM115
+
+    def gone(self) -> None:
+        with self._file:
+            self._file.read()
