@@ -2,15 +2,16 @@
 
     python benchmarks/fault_campaign.py [--only kills damage disk hang slurm] [--kills 100] [--flips 3] [--seed N]
 
-kills    SIGKILL at random moments of training, saves, renames, loads, start-up; of one rank or of all
+kills    SIGKILL at the moments of training, saves, loads and removals, as they are listed; of one rank or of all
 damage   bits flipped, files cut, emptied, zeroed, lost: each file of a checkpoint, and the tracker
 disk     a full disk, a folder that became read-only (root)
 hang     SIGSTOP on one rank: the report has to name it
 slurm    a node lost, USR1 before the time limit, a time limit without a signal (root, Slurm's programs)
 
 After each the run is resumed. It has to go on from a checkpoint that is whole, to have lost no more than the steps
-since the last save, and to compute what a run computes that nobody disturbed, to the bit. Prints a row for each part;
-the exit code is 1 when anything was wrong. What cannot run here is left out, with the reason.
+since the last save, and to compute what a run computes that nobody disturbed, to the bit. Prints a row for each part
+and a line of figures; the exit code is 1 when anything was wrong. What cannot run here is left out, with the reason,
+and called not proved.
 """
 from __future__ import annotations
 
@@ -32,6 +33,7 @@ from benchmarks.faults import damage, disk, hang, kills, slurm, testbed  # noqa:
 T = TypeVar("T")
 Rows = list[tuple[str, str, list[str]]]
 """What was done, what came of it, what was wrong."""
+LEFT_OUT = "not proved"
 
 
 def do_kills(folder: Path, chance: random.Random, options: argparse.Namespace) -> Rows:
@@ -39,17 +41,14 @@ def do_kills(folder: Path, chance: random.Random, options: argparse.Namespace) -
     rows: Rows = []
     share, rest = divmod(options.kills, len(kills.CHAINS))
     for number, chain in enumerate(kills.CHAINS):
-        count = share + (number < rest)
-        if not count:
-            continue
+        count = share + (number < rest) if options.kills else None
         outcome = kills.run_chain(chain, count, folder / str(number), chance, say)
-        kinds = ", ".join(f"{kind} {n}" for kind, n in sorted(outcome.by_kind().items()))
-        lost = outcome.lost or [0]
+        lost, done = outcome.lost or [0], len(outcome.kills)
         notes = (
-            f"{kinds}; lost {sum(lost) / len(lost):.1f} steps on average, {max(lost)} at most, a save every "
+            f"lost {sum(lost) / len(lost):.1f} steps on average, {max(lost)} at most, a save every "
             f"{kills.SAVE_INTERVAL}; {outcome.steps_compared} losses compared"
         )
-        rows.append((f"{count} kills, {chain.name}", notes, outcome.wrong))
+        rows.append((f"{done} kills at {outcome.moments} moments, {chain.name}", notes, outcome.wrong))
     return rows
 
 
@@ -64,19 +63,19 @@ def do_damage(folder: Path, chance: random.Random, options: argparse.Namespace) 
 def do_disk(folder: Path, chance: random.Random, options: argparse.Namespace) -> Rows:
     reason = disk.missing()
     if reason:
-        return [("disk", f"left out: {reason}", [])]
+        return [("disk", f"{LEFT_OUT}: {reason}", [])]
     return [(d.what, d.notes, list(d.faults)) for d in told(disk.campaign(folder), lambda d: d.what)]
 
 
 def do_hang(folder: Path, chance: random.Random, options: argparse.Namespace) -> Rows:
     found = told(hang.campaign(folder, chance), lambda h: h.what)
-    return [(h.what, f"ended after {h.seconds:.1f} s: {h.conclusion}", list(h.faults)) for h in found]
+    return [(h.what, h.conclusion, list(h.faults)) for h in found]
 
 
 def do_slurm(folder: Path, chance: random.Random, options: argparse.Namespace) -> Rows:
     reason = testbed.missing()
     if reason:
-        return [("slurm", f"left out: missing {reason}", [])]
+        return [("slurm", f"{LEFT_OUT}: missing {reason}", [])]
     return [(s.what, s.notes, list(s.faults)) for s in told(slurm.campaign(folder), lambda s: s.what)]
 
 
@@ -99,7 +98,7 @@ def say(text: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run")
-    parser.add_argument("--kills", type=int, default=100, help="kills in all")
+    parser.add_argument("--kills", type=int, default=100, help="kills in all; 0: at every moment")
     parser.add_argument("--flips", type=int, default=3, help="bit flips in each file")
     parser.add_argument("--seed", type=int, default=None, help="of all chances; printed, default: random")
     parser.add_argument("--folder", type=Path, help="where the runs are kept; a temporary one otherwise")
@@ -120,7 +119,8 @@ def main() -> int:
         for fault in wrong:
             print(f"      - {fault}")
     count = sum(len(wrong) for _, _, wrong in rows)
-    print(f"\n{count} faults found, seed {seed}")
+    missing = [f"{what} {notes}" for what, notes, _ in rows if notes.startswith(LEFT_OUT)]
+    print("; ".join([f"{len(rows) - len(missing)} cases of faults, {count} things wrong, seed {seed}", *missing]))
     return 1 if count else 0
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.faults import history
-from benchmarks.faults.job import MOCK, TINY, run_job
+from benchmarks.faults.job import MOCK, TINY, run_job, run_well
 
 TRACKER = "latest_checkpointed_iteration.txt"
 SAVES, SAVE_INTERVAL, MORE = 3, 4, 3
@@ -89,9 +89,7 @@ def train(folder: Path, ranks: int = 2) -> Trained:
     for name, iterations in (("before", last), ("whole", last + MORE)):
         if name == "whole":
             shutil.copytree(folder / "before", folder / name)
-        job = run_job(ranks, trained.arguments(folder / name, iterations), folder / f"logs_{name}")
-        if any(process.returncode for process in job.processes):
-            raise RuntimeError(f"the undisturbed run failed:\n{job.outputs()}")
+        run_well(ranks, trained.arguments(folder / name, iterations), folder / f"logs_{name}")
     return Trained(folder, dict(history.steps(folder / "whole")), ranks)
 
 
@@ -111,7 +109,7 @@ def hurt(trained: Trained, name: str, kind: str, number: int, seed: int) -> Dama
     says_the_same = name == TRACKER and file.exists() and file.read_bytes().strip() == str(last).encode()
     (place / "metrics.jsonl").unlink()
     job = run_job(trained.ranks, trained.arguments(place, last + MORE), trained.folder / f"logs_{number}")
-    output, codes = job.outputs(), [process.returncode for process in job.processes]
+    output, codes = job.outputs(), job.codes
     faults, resumed = [], None
     if any(codes):
         faults.append(f"ended with exit codes {codes}: {job.tail()}")

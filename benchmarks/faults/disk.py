@@ -8,13 +8,13 @@ import contextlib
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.faults import history
-from benchmarks.faults.job import FAULTY, MOCK, TINY, Job, Overdue, run_job
+from benchmarks.faults.job import MOCK, TINY, Arms, Job, run_job, run_well
+from tests.helpers.fault_points import on
 
 SAVE_INTERVAL, ITERATIONS = 5, 40
 
@@ -52,6 +52,18 @@ def remount(folder: Path, options: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], check=True)
 
 
+@dataclass(frozen=True)
+class Closing:
+    """Makes a file system read-only, from within the run, at a moment at which nothing of it is open."""
+
+    folder: str
+
+    def __call__(self, *_: object) -> None:
+        command = ["mount", "-o", "remount,ro", self.folder]
+        while subprocess.run(command, capture_output=True).returncode:  # another thread is writing a sign of life
+            pass
+
+
 def arguments(save: Path, metrics: Path, *more: str) -> list[str]:
     """Metrics go elsewhere: they have to be whole where the disk is not."""
     metrics.mkdir(parents=True, exist_ok=True)
@@ -64,9 +76,7 @@ def arguments(save: Path, metrics: Path, *more: str) -> list[str]:
 def campaign(folder: Path, ranks: int = 2) -> Iterator[Disk]:
     """Each fault, with synchronous and with asynchronous saves."""
     whole = folder / "whole"
-    job = run_job(ranks, arguments(whole, whole), folder / "logs_whole")
-    if any(process.returncode for process in job.processes):
-        raise RuntimeError(f"the undisturbed run failed:\n{job.outputs()}")
+    run_well(ranks, arguments(whole, whole), folder / "logs_whole")
     reference = dict(history.steps(whole))
     size = sum(file.stat().st_blocks * 512 for file in history.newest(whole).iterdir())
     for flags in ((), ("--async-save",)):
@@ -96,23 +106,13 @@ def full(
 def read_only(
     folder: Path, ranks: int, size: int, reference: dict[int, history.Step], flags: tuple[str, ...], name: str
 ) -> Disk:
-    """The folder cannot be written any more from the third save on, for which the ranks wait until it is so."""
+    """The folder cannot be written any more when rank 0 is about to begin the third save."""
     faults: list[str] = []
-    metrics, go = folder / "metrics", folder / "go"
+    metrics = folder / "metrics"
     with tmpfs(folder / "disk", 50 * size) as disk:
-        env = {
-            "FAULT_FOLDER": str(disk), "FAULT_LOG": str(folder / "moments.txt"), "FAULT_GO": str(go),
-            "FAULT_HOLD": f"iter_{3 * SAVE_INTERVAL:07d}",
-        }  # fmt: skip
-        with Job(ranks, arguments(disk, metrics, *flags), folder / "logs", env, FAULTY) as job:
-            job.wait_for(rf"successfully saved checkpoint at iteration +{2 * SAVE_INTERVAL} ")
-            # A file that is being written keeps the file system from becoming read-only; that of the tracker may be.
-            end = time.monotonic() + 30
-            while subprocess.run(["mount", "-o", "remount,ro", str(disk)], capture_output=True).returncode:
-                if time.monotonic() > end:
-                    raise Overdue(f"{disk} does not become read-only:\n{job.tail()}")
-            go.touch()
-            job.wait()
+        close = (on, "os.mkdir", Closing(str(disk)), 1, f"iter_{3 * SAVE_INTERVAL:07d}")
+        arms: Arms = {0: [close]}
+        job = run_job(ranks, arguments(disk, metrics, *flags), folder / "logs", arms=arms)
         faults += after_failed_saves(job, "Read-only file system", disk, metrics)
         last = int(history.newest(disk).name.removeprefix("iter_"))
         remount(disk, "rw")
@@ -127,8 +127,8 @@ def after_failed_saves(job: Job, reason: str, disk: Path, metrics: Path) -> list
         faults.append(f"training ended at step {history.steps(metrics)[-1][0]}: {job.tail()}")
     if reason not in job.output():
         faults.append(f"the log says nothing of {reason!r}")
-    codes = [process.returncode for process in job.processes]
-    if not all(codes) or any(code < 0 for code in codes):
+    codes = [code or 0 for code in job.codes]
+    if not all(code > 0 for code in codes):
         faults.append(f"exit codes {codes}, although the last save failed")
     left = [path.name for path in disk.iterdir() if re.search(r"\.tmp|\.old|\.removed", path.name)]
     if left and "Read-only" not in reason:
@@ -143,9 +143,8 @@ def resumed(
     """What is wrong with the next start, for which the disk is good again."""
     before = len(history.steps(metrics))
     job = run_job(ranks, arguments(disk, metrics, *flags), folder / "logs_resumed")
-    codes = [process.returncode for process in job.processes]
-    if any(codes):
-        return [f"could not be resumed, exit codes {codes}: {job.tail()}"]
+    if any(job.codes):
+        return [f"could not be resumed, exit codes {job.codes}: {job.tail()}"]
     found = history.steps(metrics)
     faults = []
     if found[before][0] != wanted + 1:

@@ -3,14 +3,13 @@ from __future__ import annotations
 
 import random
 import re
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from signal import SIGSTOP
 
 from benchmarks.faults import history
-from benchmarks.faults.job import MOCK, TINY, Job, run_job
+from benchmarks.faults.job import MOCK, TINY, Job, run_job, run_well
+from tests.helpers.fault_points import strike
 
 SAVE_INTERVAL, FIRST_STEPS, TIMEOUT_S = 5, 30, 4.0
 # The time-out, as much again for the answers of the ranks, and what a loaded machine adds.
@@ -25,16 +24,15 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Hang:
-    """A rank that was stopped: what the report said, how long it took, and what was wrong."""
+    """A rank that was stopped: what the report said, and what was wrong."""
 
     what: str
     conclusion: str
-    seconds: float
     faults: tuple[str, ...]
 
 
-def stop_one(folder: Path, layout: str, victim: int, chance: random.Random) -> Hang:
-    """Stop a rank in some step, read the report, resume."""
+def stop_one(folder: Path, layout: str, victim: int, step: int) -> Hang:
+    """Stop a rank after some step, read the report, resume."""
     ranks, flags = LAYOUTS[layout]
     save = folder / "run"
     arguments = [
@@ -43,49 +41,40 @@ def stop_one(folder: Path, layout: str, victim: int, chance: random.Random) -> H
     ]  # fmt: skip
     watched = ["--hang-timeout", str(TIMEOUT_S), "--distributed-timeout-minutes", str(OTHERS_LEAVE_S / 60)]
     faults: list[str] = []
-    # It would train for hours, so that it is under way however late the signal comes.
-    with Job(ranks, [*arguments, *watched], folder / "logs") as job:
-        job.wait_for(rf"(?m)^ iteration +{chance.randint(SAVE_INTERVAL + 1, FIRST_STEPS)}/")
-        time.sleep(chance.uniform(0, 0.02))
-        job.signal(SIGSTOP, [victim])
-        stopped, others = time.monotonic(), [rank for rank in range(ranks) if rank != victim]
-        while set(job.running()) & set(others) and time.monotonic() - stopped < SOON_S:
-            time.sleep(0.05)
-        seconds = time.monotonic() - stopped
-        left = sorted(set(job.running()) & set(others))
-        if left:
-            faults.append(f"ranks {left} still run after {seconds:.0f} s")
-        codes = [job.processes[rank].poll() for rank in others]
-        if not left and not all(codes):
-            faults.append(f"exit codes {codes}")
+    stop = {victim: [(strike, "megatron.run.step", step, "stop")]}
+    with Job(ranks, [*arguments, *watched], folder / "logs", arms=stop) as job:
+        others = [rank for rank in range(ranks) if rank != victim]
+        if not job.wait_for_end(others, SOON_S):
+            faults.append(f"of ranks {others} some still run after {SOON_S:.0f} s: exit codes {job.codes}")
+        elif not all(job.codes[rank] for rank in others):
+            faults.append(f"exit codes {job.codes}")
     output = job.outputs()
     conclusion = next((line for line in output.splitlines() if re.search(rf"rank {victim}\b.*stopped", line)), "")
     if not conclusion:
         faults.append(f"nobody says that rank {victim} is stopped")
+    elif output.count(conclusion) > 1:
+        faults.append("the report is printed more than once")
     reports = list(save.glob("hang_report*.txt"))
     if not reports or not re.search(rf"rank {victim}\b.*stopped", reports[0].read_text()):
         faults.append("no hang_report.txt in the folder of the run says it")
-    if output.count(conclusion) > 1 and conclusion:
-        faults.append("the report is printed more than once")
     # More steps than were lost, then the same number by a run that nobody disturbed.
     reached = history.steps(save)[-1][0]
     again = run_job(ranks, [*arguments, "--exit-interval", str(4 * SAVE_INTERVAL)], folder / "logs_again")
     found, whole = history.steps(save), folder / "whole"
     last = found[-1][0]
-    if any(process.returncode for process in again.processes) or last < reached:
+    if any(again.codes) or last < reached:
         faults.append(f"could not be resumed: {again.tail()}")
-        return Hang(f"SIGSTOP on rank {victim} of {layout}", conclusion.strip(), seconds, tuple(faults))
-    undisturbed = [a if a != str(save) else str(whole) for a in arguments]
-    reference = run_job(ranks, [*undisturbed, "--exit-interval", str(last)], folder / "logs_whole")
-    if any(process.returncode for process in reference.processes):
-        raise RuntimeError(f"the undisturbed run failed:\n{reference.outputs()}")
-    if history.differing(found, dict(history.steps(whole))):
-        faults.append("losses are not those of the undisturbed run")
-    return Hang(f"SIGSTOP on rank {victim} of {layout}", conclusion.strip(), seconds, tuple(faults))
+    else:
+        undisturbed = [a if a != str(save) else str(whole) for a in arguments]
+        run_well(ranks, [*undisturbed, "--exit-interval", str(last)], folder / "logs_whole")
+        if history.differing(found, dict(history.steps(whole))):
+            faults.append("losses are not those of the undisturbed run")
+    return Hang(f"SIGSTOP on rank {victim} of {layout} after step {step}", conclusion.strip(), tuple(faults))
 
 
 def campaign(folder: Path, chance: random.Random) -> Iterator[Hang]:
     """Each layout with rank 0, which serves the store, and with another."""
     for number, layout in enumerate(LAYOUTS):
         for victim in (0, LAYOUTS[layout][0] - 1):
-            yield stop_one(folder / f"{number}_{victim}", layout, victim, chance)
+            step = chance.randint(SAVE_INTERVAL + 1, FIRST_STEPS)
+            yield stop_one(folder / f"{number}_{victim}", layout, victim, step)

@@ -40,9 +40,14 @@ def steps(folder: Path) -> list[tuple[int, Step]]:
     ]
 
 
-def differing(found: Iterable[tuple[int, Step]], reference: dict[int, Step]) -> list[int]:
-    """The iterations of which any figure is not that of the reference, to the bit."""
-    return sorted({iteration for iteration, step in found if reference.get(iteration) != step})
+def differing(found: Iterable[tuple[int, Step]], reference: dict[int, Step], norms: bool = True) -> list[int]:
+    """The iterations of which any figure (without `norms`: but that of the gradient) is not that of the reference, to
+    the bit."""
+    kept = (0, 1, 2) if norms else (0, 2)
+    return sorted({
+        iteration for iteration, step in found
+        if iteration not in reference or any(reference[iteration][i] != step[i] for i in kept)
+    })  # fmt: skip
 
 
 def largest_difference(found: Iterable[tuple[int, Step]], reference: dict[int, Step]) -> float:

@@ -4,20 +4,23 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-FAULTY = ROOT / "benchmarks" / "faults" / "faulty_rank.py"
-POLL_S = 0.002
-_LAUNCHERS = ("SLURM_", "OMPI_", "PMI", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
+from megatron.parallel.processes import reserve_port
+from tests.helpers.launching import ROOT, Script
+from tests.helpers.processes import rank_environment
+
+__all__ = ["MOCK", "ROOT", "TINY", "Arms", "Job", "Overdue", "free_ports", "run_job"]
+
+LIMIT_S = 400.0  # only what hangs takes so long
+Arms = Mapping[int, Sequence[tuple[Any, ...]]]
+"""What is armed in a rank's process before it starts: (function, *arguments), such as (strike, "open", 3, "kill")."""
 
 TINY = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
@@ -31,15 +34,28 @@ MOCK = ["--mock-data", "--vocab-size", "100"]
 
 
 class Overdue(Exception):
-    """A job that did not end, or did not say something, in time."""
+    """A job that did not end in time."""
+
+
+class Rank(Script):
+    """One process of a job."""
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+        return self.process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
 
 class Job:
     """N ranks of pretrain_gpt.py, or of another script, each with its output in LOGS/rank_R.log.
 
-        with Job(2, arguments, logs) as job:
-            job.wait_for(r"iteration +5/")
-            job.kill([1])
+        with Job(2, arguments, logs, arms={1: [(strike, "megatron.run.step", 5, "kill")]}) as job:
+            job.wait_for_end([1])
             codes = job.wait()
 
     What is still running at the end of the block is killed.
@@ -47,27 +63,20 @@ class Job:
 
     def __init__(
         self, n: int, arguments: Sequence[str], logs: Path, env: Mapping[str, str] | None = None,
-        script: str | Path = "pretrain_gpt.py",
+        script: str = "pretrain_gpt.py", arms: Arms | None = None,
     ) -> None:
         logs.mkdir(parents=True, exist_ok=True)
-        port = str(free_ports(1))
-        base = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
+        self._port = reserve_port()
+        port = self._port.getsockname()[1]
         self.logs = [logs / f"rank_{rank}.log" for rank in range(n)]
-        self.started = time.monotonic()
-        self.processes: list[subprocess.Popen[bytes]] = []
-        for rank in range(n):
-            place = {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-            }  # fmt: skip
-            variables = {**base, "OMP_NUM_THREADS": "1", "COLUMNS": "100", **(place if n > 1 else {}), **(env or {})}
-            with open(self.logs[rank], "wb") as log:
-                self.processes.append(
-                    subprocess.Popen(
-                        [sys.executable, str(script), *arguments], cwd=ROOT, env=variables, stdin=subprocess.DEVNULL,
-                        stdout=log, stderr=subprocess.STDOUT,
-                    )
-                )
+        self.processes = [
+            Rank(
+                script, arguments, self.logs[rank],
+                {**(rank_environment(rank, n, port) if n > 1 else {}), **(env or {})},
+                (_arm, [*(arms or {}).get(rank, ())]),
+            )
+            for rank in range(n)
+        ]  # fmt: skip
 
     def __enter__(self) -> Job:
         return self
@@ -76,36 +85,22 @@ class Job:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for process in self.processes:
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.send_signal(signal.SIGCONT)  # one that was stopped
-                process.kill()
-            process.wait()
+            process.send_signal(signal.SIGCONT)  # one that was stopped
+            process.__exit__()
+        self._port.close()
+
+    @property
+    def codes(self) -> list[int | None]:
+        """The exit codes of all ranks, negative for a signal; None for one that runs."""
+        return [process.returncode for process in self.processes]
 
     def output(self, rank: int = 0) -> str:
         """What a rank has written so far, errors and output in one text."""
-        return self.logs[rank].read_text(errors="replace")
+        return self.processes[rank].output
 
     def outputs(self) -> str:
         """What all ranks have written so far."""
         return "\n".join(self.output(rank) for rank in range(len(self.logs)))
-
-    def running(self) -> list[int]:
-        """The ranks that have not ended."""
-        return [rank for rank, process in enumerate(self.processes) if process.poll() is None]
-
-    def wait_for(self, pattern: str, rank: int = 0, timeout_s: float = 400.0) -> bool:
-        """Wait until a rank's output matches; False when the job has ended without. Raises Overdue."""
-        end, wanted = time.monotonic() + timeout_s, re.compile(pattern)
-        while True:
-            ended = not self.running()  # before the look, so that the last lines are not missed
-            if wanted.search(self.output(rank)):
-                return True
-            if ended:
-                return False
-            if time.monotonic() > end:
-                raise Overdue(f"rank {rank} said nothing like {pattern!r} in {timeout_s:.0f} s:\n{self.tail(rank)}")
-            time.sleep(POLL_S)
 
     def signal(self, number: int, ranks: Iterable[int] | None = None) -> None:
         """Send a signal to these ranks, or to all, as far as they still run."""
@@ -116,30 +111,45 @@ class Job:
         """SIGKILL these ranks, or all."""
         self.signal(signal.SIGKILL, ranks)
 
-    def wait(self, timeout_s: float = 400.0) -> list[int]:
-        """The exit codes of all ranks, negative for a signal. Raises Overdue, after which nothing runs any more."""
+    def wait_for_end(self, ranks: Iterable[int], timeout_s: float = LIMIT_S) -> bool:
+        """Wait until these ranks have ended; whether they have in time."""
         end = time.monotonic() + timeout_s
-        for rank, process in enumerate(self.processes):
-            try:
-                process.wait(max(0.1, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                left = self.running()
-                self.__exit__(None, None, None)
-                raise Overdue(f"ranks {left} did not end within {timeout_s:.0f} s:\n{self.tail(rank)}") from None
-        return [process.returncode for process in self.processes]
+        for rank in ranks:
+            self.processes[rank].process.join(max(0.0, end - time.monotonic()))
+        return all(self.processes[rank].returncode is not None for rank in ranks)
+
+    def wait(self, timeout_s: float = LIMIT_S) -> list[int]:
+        """The exit codes of all ranks. Raises Overdue, after which nothing runs any more."""
+        if not self.wait_for_end(range(len(self.processes)), timeout_s):
+            left = [rank for rank, code in enumerate(self.codes) if code is None]
+            self.__exit__(None, None, None)
+            raise Overdue(f"ranks {left} did not end within {timeout_s:.0f} s:\n{self.tail(left[0])}")
+        return [code for code in self.codes if code is not None]
 
     def tail(self, rank: int = 0) -> str:
         """The last lines of a rank's output, for messages."""
         return "\n".join(self.output(rank).splitlines()[-25:])
 
 
+def _arm(arms: Sequence[tuple[Any, ...]]) -> None:
+    for function, *arguments in arms:
+        function(*arguments)
+
+
 def run_job(
-    n: int, arguments: Sequence[str], logs: Path, env: Mapping[str, str] | None = None, timeout_s: float = 400.0
+    n: int, arguments: Sequence[str], logs: Path, env: Mapping[str, str] | None = None, arms: Arms | None = None
 ) -> Job:
     """A job from start to end. Raises Overdue."""
-    with Job(n, arguments, logs, env) as job:
-        job.wait(timeout_s)
+    with Job(n, arguments, logs, env, arms=arms) as job:
+        job.wait()
     return job
+
+
+def run_well(n: int, arguments: Sequence[str], logs: Path, arms: Arms | None = None) -> None:
+    """A job that nobody disturbs, and that must succeed: raises RuntimeError with its output where it does not."""
+    job = run_job(n, arguments, logs, arms=arms)
+    if any(job.codes):
+        raise RuntimeError(f"an undisturbed run failed:\n{job.outputs()}")
 
 
 _tried = itertools.count(12000 + os.getpid() * 61 % 16000)  # processes that begin together begin far apart

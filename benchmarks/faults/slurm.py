@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.faults import history
-from benchmarks.faults.job import MOCK, ROOT, TINY, run_job
+from benchmarks.faults.job import MOCK, ROOT, TINY, run_well
 from benchmarks.faults.testbed import Testbed
 
 SAVE_INTERVAL = 20
@@ -84,9 +84,7 @@ def judge(folder: Path, save: Path, iterations: int, faults: list[str]) -> tuple
     if max(lost, default=0) > SAVE_INTERVAL:
         faults.append(f"lost {lost} steps with a save every {SAVE_INTERVAL}")
     whole, last = folder / "whole", found[-1][0]
-    job = run_job(2, [*training(whole, iterations), "--exit-interval", str(last)], folder / "logs_whole")
-    if any(process.returncode for process in job.processes):
-        raise RuntimeError(f"the undisturbed run failed:\n{job.outputs()}")
+    run_well(2, [*training(whole, iterations), "--exit-interval", str(last)], folder / "logs_whole")
     different = history.differing(found, dict(history.steps(whole)))
     if different:
         faults.append(f"losses of steps {different[:8]} are not those of the undisturbed run")
@@ -94,22 +92,19 @@ def judge(folder: Path, save: Path, iterations: int, faults: list[str]) -> tuple
 
 
 def near_the_limit(
-    testbed: Testbed, folder: Path, *flags: str, clock: bool, reason: str, what: str, at_once: bool = False
+    testbed: Testbed, folder: Path, *flags: str, clock: bool, reason: str, what: str
 ) -> Scheduled:
     """A job of a minute that would train for hours: it saves, ends, goes back into the queue, and goes on.
 
-    clock     whether the program itself looks at the time that is left
-    at_once   it gets its USR1 after some steps, from scancel, and may take as long as it needs for them
+    clock   whether the program itself looks at the time that is left
 
     Then it is cancelled, which is a SIGTERM: it saves again, and must not go back into the queue.
     """
     save, log, iterations = folder / "run", folder / "job.log", 1_000_000
     arguments = [*training(save, iterations), "--requeue", *([] if clock else ["--walltime", "none"])]
-    job = submit(testbed, folder, arguments, f"--time={60 if at_once else 1}", "--requeue", *flags)
+    job = submit(testbed, folder, arguments, "--time=1", "--requeue", *flags)
     faults: list[str] = []
     testbed.wait_for_log(log, r"(?m)^ iteration +\d+/")
-    if at_once:
-        testbed.ask("scancel", "--signal=USR1", job)
     state = testbed.wait_for_state(job, "PENDING", "COMPLETED", "FAILED", "TIMEOUT")
     text = log.read_text(errors="replace")
     if state != "PENDING":
@@ -137,12 +132,6 @@ def usr1(testbed: Testbed, folder: Path) -> Scheduled:
     """--signal=USR1@45 of sbatch: to every task. Slurm looks at its clock every 30 s, so that 15 to 45 s are left."""
     what = "USR1 before the time limit, requeued by the program"
     return near_the_limit(testbed, folder, "--signal=USR1@45", clock=False, reason="SIGUSR1", what=what)
-
-
-def usr1_at_once(testbed: Testbed, folder: Path) -> Scheduled:
-    """The same signal without the waiting."""
-    what = "USR1 from scancel, requeued by the program"
-    return near_the_limit(testbed, folder, clock=False, reason="SIGUSR1", what=what, at_once=True)
 
 
 def no_signal(testbed: Testbed, folder: Path) -> Scheduled:
