@@ -55,6 +55,7 @@ class Watchdog:
     first_s    seconds without progress while `patient`, where that is more than `timeout_s`
     before_leaving  called on the rank that reports, before any ends
     patient    whether the ranks do something for the first time, which compiles and connects and so may take long
+    clock, sleep    seconds, and how to let them pass; by default the real ones, where `stop` ends a pause
 
     Start it on all ranks when they begin to work together, patient as it is then. Progress is whatever is written to
     the flight record: instructions, collectives, steps, phases and `flight.alive()`.
@@ -62,7 +63,8 @@ class Watchdog:
 
     def __init__(
         self, recorder: FlightRecorder, rendezvous: Rendezvous, topology: Topology, timeout_s: float,
-        folder: Path | None = None, first_s: float = 0.0,
+        folder: Path | None = None, first_s: float = 0.0, clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] | None = None,
     ) -> None:
         assert recorder is topology.flight, "the record that the groups write to"
         self._recorder, self._rendezvous, self._topology = recorder, rendezvous, topology
@@ -70,6 +72,7 @@ class Watchdog:
         self.patient = True
         self.before_leaving: Callable[[], object] = lambda: None
         self._stopped, self._cleared, self._leaving = threading.Event(), threading.Event(), threading.Lock()
+        self._clock, self._sleep, self._pause = clock, sleep or time.sleep, sleep or self._stopped.wait
         self._collecting, self._fired = False, False
         self._inquiry = _ALONE  # the one that is being answered
         self._thread: threading.Thread | None = None
@@ -110,16 +113,19 @@ class Watchdog:
 
     def _watch(self) -> None:
         pause = min(self._shortest_s / 10, _LONGEST_PAUSE_S)
-        last, quiet_s, at = self._recorder.progress(), 0.0, time.monotonic()
-        while not self._stopped.wait(pause):
-            now, progress = time.monotonic(), self._recorder.progress()
+        last, quiet_s, at = self._recorder.progress(), 0.0, self._clock()
+        while True:
+            self._pause(pause)
+            if self._stopped.is_set():
+                return
+            now, progress = self._clock(), self._recorder.progress()
             # Not by the clock: a job that was suspended as a whole has not hung for as long.
             quiet_s, at = quiet_s + min(now - at, 2 * pause), now
             if progress != last:
                 last, quiet_s = progress, 0.0
             elif quiet_s >= self._timeout_s:
                 quiet_s = self._timeout_s - max(self._investigate(), pause)
-                at = time.monotonic()
+                at = self._clock()
 
     def _investigate(self) -> float:
         """This rank makes no progress: find out whether the job hangs, and end it if so. Otherwise the seconds after
@@ -127,6 +133,7 @@ class Watchdog:
         self._rendezvous.judged.clear()
         self._cleared.clear()
         self._fired = True
+        sys.audit("megatron.training.inquiry")
         self._write_answer(self._inquiry)
         try:
             collector = self._topology.world.size > 1 and bounded(self._claim, _ANSWER_S)
@@ -170,22 +177,22 @@ class Watchdog:
     def _gather(self, store: Any, number: int) -> dict[int, bytes]:
         """The answers that came in time, by rank."""
         ranks = list(range(self._topology.world.size))
-        deadline, found = time.monotonic() + _ANSWER_S + 2 * _NODE_S, dict[int, bytes]()
-        while ranks and time.monotonic() < deadline:
+        deadline, found = self._clock() + _ANSWER_S + 2 * _NODE_S, dict[int, bytes]()
+        while ranks and self._clock() < deadline:
             late = []
             for first in range(0, len(ranks), 64):
                 batch = ranks[first : first + 64]
                 keys = [f"hang/{number}/{rank}" for rank in batch]
                 if store.check(keys):
                     found.update(zip(batch, store.multi_get(keys), strict=True))
-                elif len(batch) > 1 and time.monotonic() > deadline - 2 * _NODE_S:
+                elif len(batch) > 1 and self._clock() > deadline - 2 * _NODE_S:
                     there = [rank for rank, key in zip(batch, keys, strict=True) if store.check([key])]
                     found.update((rank, store.get(f"hang/{number}/{rank}")) for rank in there)
                     late += [rank for rank in batch if rank not in found]
                 else:
                     late += batch
             ranks = late
-            time.sleep(max(0.05, len(ranks) / 10000))
+            self._sleep(max(0.05, len(ranks) / 10000))
         return found
 
     # -- answering -----------------------------------------------------------------------------------------------------
@@ -196,7 +203,8 @@ class Watchdog:
         self._inquiry = number
         self._write_answer(number)
         self._publish(store, number, [seen for seen in self._states() if seen.state.rank == self._topology.rank])
-        time.sleep(_NODE_S)
+        sys.audit("megatron.training.answered", number)
+        self._sleep(_NODE_S)
         states = self._states()
         answered = [seen.state.rank for seen in states if seen.state.inquiry == number]
         if answered and answered[0] == self._topology.rank:
@@ -247,13 +255,15 @@ class Watchdog:
         self._recorder.device_is(None, None)
         self._rendezvous.judged.set()
         self._cleared.set()
+        sys.audit("megatron.training.cleared")
 
     # -- without the store ---------------------------------------------------------------------------------------------
 
     def _report_alone(self) -> float:
         """Judge by the records of this node; the first rank of the node that has no progress reports for all."""
         self._write_answer(_ALONE)
-        time.sleep(_NODE_S)
+        sys.audit("megatron.training.answered", _ALONE)
+        self._sleep(_NODE_S)
         states = self._states()
         fired = [seen.state for seen in states if seen.state.flags & (_FIRED | _REPORTED)]
         found = {
@@ -268,9 +278,9 @@ class Watchdog:
             self._print(report(verdict, found, self._topology.layout))
             self._recorder.answer(_ALONE, _FIRED | _REPORTED, "")
         else:
-            deadline = time.monotonic() + 2 * _ANSWER_S
-            while time.monotonic() < deadline and not any(s.state.flags & _REPORTED for s in self._states()):
-                time.sleep(0.05)
+            deadline = self._clock() + 2 * _ANSWER_S
+            while self._clock() < deadline and not any(s.state.flags & _REPORTED for s in self._states()):
+                self._sleep(0.05)
             self._print_line(verdict.conclusion)
         self._leave(None)
         return 0.0
@@ -298,21 +308,23 @@ class Watchdog:
         """End this process, and those of this node that cannot; the one with the store stays until the others, without
         those that are `lost`, have read the verdict."""
         with self._leaving:
+            sys.audit("megatron.training.leaving")
             if number is None:
-                time.sleep(_NODE_S)  # for the others to see that this rank has reported
+                self._sleep(_NODE_S)  # for the others to see that this rank has reported
             else:
                 with contextlib.suppress(RuntimeError, LaunchError):
                     bounded(lambda: self._await_others(number, lost), _ANSWER_S)
             _kill(seen.state for seen in self._states() if seen.state.inquiry == 0 or seen.process == STOPPED)
+            sys.audit("megatron.training.left")
             os._exit(EXIT_LOST_RANK)
 
     def _await_others(self, number: int, lost: int) -> None:
-        store, deadline = self._rendezvous.store, time.monotonic() + _ANSWER_S - 1
+        store, deadline = self._rendezvous.store, self._clock() + _ANSWER_S - 1
         gone = store.add(f"hang/{number}/gone", 1)
         while self._rendezvous.serves_store and gone < self._topology.world.size - lost:
-            if time.monotonic() > deadline:
+            if self._clock() > deadline:
                 return
-            time.sleep(0.02)
+            self._sleep(0.02)
             gone = store.add(f"hang/{number}/gone", 0)
 
 

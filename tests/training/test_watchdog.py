@@ -1,100 +1,161 @@
-"""Jobs of real processes that hang: who is at fault is named, and all end with the exit code of a hang."""
+"""When a rank that makes no progress is given up, and jobs of real processes that hang: who is at fault is named, and
+all end with the exit code of a hang."""
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from megatron.parallel import flight
+from megatron.parallel.topology import Layout, Topology
 from megatron.training.failures import EXIT_LOST_RANK
-from megatron.training.watchdog import REPORT_NAME
+from megatron.training.watchdog import REPORT_NAME, Watchdog
+from tests.helpers.clock import VirtualClock
+from tests.helpers.killing import forked, wait_for
 from tests.helpers.processes import run_processes_raw
-from tests.training.hanging_ranks import train, train_on_two_nodes
+from tests.training.hanging_ranks import train
 
 ENDED = f"ended with exit code {EXIT_LOST_RANK} and no result"
 KILLED = "ended with exit code -9 and no result"
 
 
-def hang(tmp_path: Path, n: int, tensor: int, pipeline: int, victim: int, way: str) -> tuple[str, list[str]]:
-    """The report, and how each rank ended."""
-    outcomes = run_processes_raw(n, train, tensor, pipeline, victim, way, str(tmp_path))
-    path = tmp_path / REPORT_NAME
-    return path.read_text() if path.exists() else "", [str(value) for _, value in outcomes]
+# -- one rank, whose seconds are counted -------------------------------------------------------------------------------
+
+
+def watch(folder: Path, clock: VirtualClock, changes: dict[float, str]) -> None:
+    """A rank with a limit of 30 s, 300 s for what is done for the first time; `changes` come after so many seconds."""
+    flight._clock = clock
+    recorder = flight.FlightRecorder()
+    recorder.describe(0, os.getpid(), "n:cpu")
+    topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"), flight=recorder)
+    meeting: Any = SimpleNamespace(on_inquiry=None, judged=threading.Event(), flight_file=None, server=0)
+    dog = Watchdog(recorder, meeting, topology, 30.0, folder, first_s=300.0, clock=clock, sleep=clock.sleep)
+    dog.patient = False
+    acts: dict[str, Any] = {
+        "alive": recorder.alive, "first": lambda: setattr(dog, "patient", True),
+        "suspended": lambda: setattr(clock, "now", clock.now + 3600.0),
+        "end": lambda: os._exit(0),
+    }
+    for seconds, what in changes.items():
+        clock.at(seconds, acts[what])
+    dog.start()
+    threading.Event().wait()  # the watchdog ends this process, or `end` does
 
 
 @pytest.mark.parametrize(
-    ("n", "tensor", "pipeline", "victim", "words"),
+    ("changes", "at"),
     [
-        (3, 1, 3, 1, "ranks 0, 2 wait for it"),
-        (3, 1, 1, 2, "ranks 0-1 wait for it"),
-        (4, 2, 1, 3, "ranks 0-2 wait for it"),
-        (3, 1, 3, 0, "ranks 1-2 wait for it"),  # which serves the store
+        ({}, 30.0),
+        ({20.0: "alive", 40.0: "alive"}, 70.0),
+        ({0.0: "first"}, 300.0),
+        ({10.0: "suspended"}, 3630.0),  # the job as a whole: an hour in which nobody could work
+        ({29.0 * i: "alive" for i in range(1, 30)} | {870.0: "end"}, None),
     ],
-    ids=["pipeline", "data", "tensor", "store"],
 )
-def test_a_stopped_rank_is_named(tmp_path: Path, n: int, tensor: int, pipeline: int, victim: int, words: str) -> None:
-    text, ends = hang(tmp_path, n, tensor, pipeline, victim, "stop")
-    conclusion = text.splitlines()[0]
-    assert f"rank {victim} (" in conclusion and "is stopped (SIGSTOP) since step 4, in FORWARD" in conclusion
-    assert words in conclusion
-    assert text.count("the job hangs") == 1
-    assert ends == [KILLED if rank == victim else ENDED for rank in range(n)]
+def test_a_rank_is_given_up_after_its_time_without_a_sign_of_life(
+    tmp_path: Path, changes: dict[float, str], at: float | None
+) -> None:
+    clock = VirtualClock()
+
+    def body() -> None:
+        begin = clock.now
+        exit_ = os._exit
+
+        def leave(code: int) -> None:
+            (tmp_path / "at").write_text(str(clock.now - begin))
+            exit_(code)
+
+        os._exit = leave  # type: ignore[assignment]
+        watch(tmp_path, clock, changes)
+
+    code = wait_for(forked(body))
+    if at is None:
+        assert code == 0 and not (tmp_path / REPORT_NAME).exists()
+        return
+    assert code == EXIT_LOST_RANK and "rank 0" in (tmp_path / REPORT_NAME).read_text()
+    assert at <= float((tmp_path / "at").read_text()) <= at + 6  # looks once a second, and takes its time to report
 
 
-def test_an_endless_loop_is_named_with_its_place(tmp_path: Path) -> None:
-    text, ends = hang(tmp_path, 2, 1, 2, 1, "loop")
-    conclusion = text.splitlines()[0]
-    assert "rank 1 (" in conclusion and "is in no collective and makes no progress" in conclusion
-    assert "hanging_ranks.py" in conclusion and "endless_loop" in conclusion
-    assert "rank 0: step 4" in text and "receive of 32 bytes from rank 1" in text
-    assert "exchange.py" in text.split("Python stacks of rank 0")[1]
-    assert ends == [ENDED, ENDED]
+# -- several ranks -----------------------------------------------------------------------------------------------------
 
 
-def test_a_held_interpreter_is_named_with_its_stack(tmp_path: Path) -> None:
-    text, ends = hang(tmp_path, 2, 1, 1, 1, "hold")
-    conclusion = text.splitlines()[0]
-    assert "rank 1 (" in conclusion and "its Python interpreter is held up" in conclusion
-    assert "hold_interpreter" in text.split("Python stacks of rank 1")[1]
+def hang(
+    folder: Path, size: int, victims: list[int], way: str, tensor: int = 1, pipeline: int = 1, nodes: int = 1,
+    real: bool = False,
+) -> tuple[list[str], str, list[str]]:
+    """The conclusions, the whole report, and how each rank ended."""
+    arguments = (size, tensor, pipeline, nodes, victims, way, str(folder), real)
+    ends = [str(value) for _, value in run_processes_raw(size, train, *arguments)]
+    path = folder / REPORT_NAME
+    text = path.read_text() if path.exists() else ""
+    return [line for line in text.splitlines() if "the job hangs" in line], text, ends
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
+    (conclusion,), text, ends = hang(tmp_path, 2, [1], "stop", pipeline=2)
+    assert "rank 1 (" in conclusion and "SIGSTOP" in conclusion and "step 4, in FORWARD" in conclusion
+    assert "receive of 32 bytes from rank 1" in text and "exchange.py" in text.split("Python stacks of rank 0")[1]
     assert ends == [ENDED, KILLED]
 
 
+@pytest.mark.slow
+def test_an_endless_loop_is_named_with_its_place(tmp_path: Path) -> None:
+    (conclusion,), _, ends = hang(tmp_path, 2, [1], "loop")
+    assert "rank 1 (" in conclusion and "hanging_ranks.py" in conclusion and "endless_loop" in conclusion
+    assert ends == [ENDED, ENDED]
+
+
+@pytest.mark.slow
 def test_a_collective_that_was_left_out_is_named(tmp_path: Path) -> None:
-    text, ends = hang(tmp_path, 4, 2, 1, 3, "skip")
-    conclusion = text.splitlines()[0]
-    assert "ranks wait for each other" in conclusion and "left out" in conclusion
+    (conclusion,), _, ends = hang(tmp_path, 4, [3], "skip", tensor=2)
     assert "rank 1 waits in all_reduce of 64 bytes over its data group (number 4) for rank 3" in conclusion
     assert "rank 3 waits in all_reduce of 16 bytes over its world group (number 4) for rank 1" in conclusion
     assert ends == [ENDED] * 4
 
 
-def hang_on_two_nodes(tmp_path: Path, victims: tuple[int, ...], way: str) -> tuple[list[str], list[str]]:
-    """The conclusions, and how each rank ended."""
-    outcomes = run_processes_raw(4, train_on_two_nodes, victims, way, str(tmp_path))
-    text = (tmp_path / REPORT_NAME).read_text()
-    return sorted(line for line in text.splitlines() if "the job hangs" in line), [str(value) for _, value in outcomes]
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [1, 0])
+def test_a_node_that_is_silent_as_a_whole_is_named(tmp_path: Path, victim: int) -> None:
+    """Rank 0 serves the store: without it the other node can tell no more than that."""
+    (conclusion,), _, ends = hang(tmp_path, 2, [victim], "stop", nodes=2)
+    expected = ["rank 1 (", "node1", "rank 0 waits for it"] if victim else ["store", "rank 0"]
+    assert all(words in conclusion for words in expected), conclusion
+    assert ends == [KILLED if rank == victim else ENDED for rank in range(2)]
 
 
 @pytest.mark.slow
-def test_a_node_that_is_silent_as_a_whole_is_named(tmp_path: Path) -> None:
-    conclusions, ends = hang_on_two_nodes(tmp_path, (2, 3), "node")
-    assert len(conclusions) == 1
-    assert "ranks 2-3 (on node1) gave no sign of life, and no rank of its node did" in conclusions[0]
-    assert "ranks 0-1 wait for them" in conclusions[0]
-    assert ends == [ENDED, ENDED, KILLED, KILLED]
+def test_a_rank_that_is_slow_but_alive_is_no_hang(tmp_path: Path) -> None:
+    assert hang(tmp_path, 2, [1], "slow") == ([], "", ["done"] * 2)
 
 
 @pytest.mark.slow
-def test_each_node_reports_for_itself_where_the_store_is_silent(tmp_path: Path) -> None:
-    conclusions, ends = hang_on_two_nodes(tmp_path, (0,), "stop")
-    assert ends == [KILLED, ENDED, ENDED, ENDED]
-    assert len(conclusions) == 2
-    named = [line for line in conclusions if "rank 0 (node0:cpu" in line]
-    assert len(named) == 1 and "is stopped (SIGSTOP)" in named[0]
-    assert sum("the store, which rank 0 serves, does not answer" in line for line in conclusions) == 1
-
-
-@pytest.mark.parametrize("way", ["slow", "first"])
-def test_a_rank_that_is_slow_but_alive_is_no_hang(tmp_path: Path, way: str) -> None:
-    text, ends = hang(tmp_path, 3, 1, 1, 1, way)
-    assert text == ""
-    assert ends == ["done"] * 3
+@pytest.mark.campaign("real-time")
+@pytest.mark.parametrize(
+    ("size", "victims", "way", "groups", "said"),
+    [
+        (3, [1], "stop", dict(pipeline=3), ["rank 1 (", "SIGSTOP", "ranks 0, 2 wait for it"]),
+        (3, [2], "stop", {}, ["rank 2 (", "SIGSTOP", "ranks 0-1 wait for it"]),
+        (4, [3], "stop", dict(tensor=2), ["rank 3 (", "SIGSTOP", "ranks 0-2 wait for it"]),
+        (3, [0], "stop", dict(pipeline=3), ["rank 0 (", "SIGSTOP", "ranks 1-2 wait for it"]),
+        (2, [1], "hold", {}, ["rank 1 (", "interpreter"]),
+        (4, [2, 3], "stop", dict(nodes=2), ["ranks 2-3 (on node1)", "ranks 0-1 wait for them"]),
+        (3, [1], "slow", {}, []),
+    ],
+)  # fmt: skip
+def test_hangs_by_the_real_clock(
+    tmp_path: Path, size: int, victims: list[int], way: str, groups: dict[str, int], said: list[str]
+) -> None:
+    conclusions, text, ends = hang(tmp_path, size, victims, way, **groups, real=True)
+    if way == "slow":
+        assert (text, ends) == ("", ["done"] * size)
+        return
+    (conclusion,) = conclusions
+    assert all(words in conclusion for words in said), conclusion
+    assert way != "hold" or "hold_interpreter" in text.split("Python stacks of rank 1")[1]
+    assert ends == [KILLED if rank in victims else ENDED for rank in range(size)]
