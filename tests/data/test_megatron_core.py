@@ -1,18 +1,19 @@
-"""The .bin/.idx files against megatron-core's IndexedDataset, both directions, all types.
+"""Files, sample orders and blends against megatron-core's, byte for byte.
 
-megatron-core is looked for in the folder that MEGATRON_CORE_FOLDER names, then in build/peers/, where it is installed
-from PyPI if it is not there.
+`make test` compares with digests of what megatron-core made (core_golden.json); the campaign `peers` with
+megatron-core itself, in both directions, and with the digests. It is looked for in the folder that
+MEGATRON_CORE_FOLDER names, then in build/peers/, where it is installed from PyPI if it is not there. To make the
+digests anew: MEGATRON_CORE_GOLDEN=write, with the campaign.
 """
-
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,36 +21,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron.data.gpt_index import PARTS, IndexRequest, build_index
+from megatron.data.index_helpers import build_blend_index
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.prepare.merge import merge
+from tests.helpers.launching import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 VERSION = "0.16.1"
+GOLDEN = Path(__file__).with_name("core_golden.json")
 DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16")
+KINDS = [(dtype, modes) for dtype in DTYPES for modes in (False, True)]
+MODES = [0, 1, -1, 2, 0, 127, -128, 3, 1, 0]
 Documents = list[list[list[float]]]
-
-
-def find_core() -> Path:
-    """The folder with megatron-core; skips where there is none and PyPI is out of reach."""
-    named = os.environ.get("MEGATRON_CORE_FOLDER")
-    folder = Path(named) if named else ROOT / "build" / "peers" / f"megatron-core-{VERSION}"
-    if (folder / "megatron" / "core").is_dir():
-        return folder
-    if named:
-        pytest.skip(f"MEGATRON_CORE_FOLDER={named} has no megatron/core in it")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # Installed under another name first: a killed installation is not taken for a whole one.
-    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        pip += ["--only-binary", ":all:", "--retries", "1", "--timeout", "15", "--target", f"{temporary}/core"]
-        done = subprocess.run([*pip, f"megatron-core=={VERSION}"], capture_output=True, text=True, timeout=200)
-        if done.returncode:
-            reason = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
-            pytest.skip(f"megatron-core {VERSION} cannot be installed from PyPI: {reason}")
-        with contextlib.suppress(OSError):  # another test process was faster
-            os.rename(f"{temporary}/core", folder)
-    return folder
 
 
 def documents_of(dtype: str) -> Documents:
@@ -58,113 +42,181 @@ def documents_of(dtype: str) -> Documents:
         low, high = -1.5, float(np.finfo(np.float32).max)
     else:
         low, high = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
-    random = np.random.RandomState(0)
-    long = random.randint(0, 127, 5000).tolist()
+    long = np.random.RandomState(0).randint(0, 127, 5000).tolist()
     return [[[1, 2, 3], [4]], [], [[low, high]], [[], [5], []], [long], [[]], [[6], [7, 8]], []]
 
 
-MODES = [0, 1, -1, 2, 0, 127, -128, 3, 1, 0]
+def write(prefix: Path, dtype: str, modes: bool) -> Path:
+    kinds = iter(MODES)
+    with IndexedDatasetWriter(prefix, dtype, with_modes=modes) as writer:
+        for document in documents_of(dtype):
+            tokens = np.array([token for sequence in document for token in sequence], dtype)
+            sequence_modes = [next(kinds) for _ in document] if modes else None
+            writer.add_batch(tokens, list(map(len, document)), [len(document)], sequence_modes)
+    return prefix
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """The files both sides wrote, and what megatron-core read of ours: by (dtype, with modes, mapped)."""
+def digest(*parts: bytes) -> str:
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:32]
 
-    folder: Path
-    read: dict[tuple[str, bool, bool], dict[str, Any]]
 
-    def prefix(self, side: str, dtype: str, modes: bool) -> Path:
-        return self.folder / f"{side}_{dtype}_{'modes' if modes else 'plain'}"
+def digest_of(prefix: Path) -> str:
+    return digest(Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes())
+
+
+def orders(count: int) -> list[dict[str, Any]]:
+    """Splits of some documents, some of them empty or of one token, and up to 6 epochs of samples."""
+    random, found = np.random.RandomState(7), []
+    for _ in range(count):
+        number = int(random.randint(1, 60))
+        sizes = np.where(random.rand(number) < 0.2, random.randint(0, 2, number), random.randint(0, 300, number))
+        start = int(random.randint(number))
+        stop = int(random.randint(start + 1, number + 1))
+        sizes[start] += 2
+        seq_length = int(random.randint(1, 40) if random.rand() < 0.8 else random.randint(1, 2000))
+        per_epoch = int(sizes[start:stop].sum()) / seq_length
+        found.append({
+            "sizes": sizes.tolist(), "start": start, "stop": stop, "seq_length": seq_length,
+            "num_samples": max(1, int(per_epoch * random.rand() * random.choice([1, 2.5, 6]))),
+            "seed": int(random.randint(2**32, dtype=np.uint32)),
+        })  # fmt: skip
+    return found
+
+
+def our_order(case: dict[str, Any]) -> tuple[str, tuple[int, bool]]:
+    """Digest of the three arrays, and which of the ways to use the last epoch this is."""
+    sizes = np.array(case["sizes"], np.int32)
+    split = case["start"], case["stop"], int(sizes[case["start"] : case["stop"]].sum())
+    request = IndexRequest("p", "train", "1", *split, case["num_samples"], case["seq_length"], case["seed"])
+    arrays = build_index(request, sizes)
+    way = min(request.num_epochs, 2), request.separate_last_epoch
+    return digest(*(np.ascontiguousarray(arrays[part]).tobytes() for part in PARTS)), way
+
+
+def blends(largest: int) -> list[dict[str, Any]]:
+    random = np.random.RandomState(8)
+    weights = [np.ones(1), np.ones(3), np.ones(200), *(random.gamma(0.7, size=n) + 1e-3 for n in range(2, largest))]
+    return [{"weights": (some / some.sum()).tolist(), "size": 2000} for some in weights]
+
+
+def our_blend(case: dict[str, Any]) -> str:
+    which, number = build_blend_index(np.array(case["weights"]), case["size"])
+    return digest(which.astype(np.int16).tobytes(), number.astype(np.int64).tobytes())
+
+
+def test_files_are_megatron_cores(tmp_path: Path) -> None:
+    golden = json.loads(GOLDEN.read_text())["files"]
+    for (dtype, modes), expected in zip(KINDS, golden, strict=True):
+        prefix = write(tmp_path / f"{dtype}_{modes}", dtype, modes)
+        assert digest_of(prefix) == expected, dtype
+        indexed = IndexedDataset(prefix)
+        sequences = [sequence for document in documents_of(dtype) for sequence in document]
+        assert [indexed[i].tolist() for i in range(len(indexed))] == sequences
+
+
+def test_orders_and_blends_are_megatron_cores() -> None:
+    golden = json.loads(GOLDEN.read_text())
+    found = [our_order(case) for case in orders(len(golden["orders"]))]
+    assert [order for order, _ in found] == golden["orders"]
+    assert {way for _, way in found} == {(1, False), (2, False), (2, True)}
+    assert [our_blend(case) for case in blends(6)] == golden["blends"]
+
+
+# megatron-core itself
 
 
 @pytest.fixture(scope="module")
-def exchange(tmp_path_factory: pytest.TempPathFactory) -> Exchange:
-    core = find_core()
-    result = Exchange(tmp_path_factory.mktemp("exchange"), {})
-    jobs: list[dict[str, Any]] = []
-    reads: list[tuple[int, tuple[str, bool, bool]]] = []
-    for dtype in DTYPES:
-        documents = documents_of(dtype)
-        for modes in (False, True):
-            ours, theirs = str(result.prefix("ours", dtype, modes)), str(result.prefix("theirs", dtype, modes))
-            write(ours, dtype, documents, modes)
-            jobs.append({"write": theirs, "dtype": dtype, "documents": documents, "modes": MODES if modes else None})
-            for mapped in (True, False):
-                reads.append((len(jobs), (dtype, modes, mapped)))
-                jobs.append({"read": ours, "mmap": mapped, "multimodal": modes})
-            inputs, merged = [theirs, ours, theirs], str(result.prefix("merged_theirs", dtype, modes))
-            jobs.append({"merge": merged, "dtype": dtype, "inputs": inputs, "multimodal": modes})
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+def core() -> Path:
+    """The folder with megatron-core; skips where there is none and PyPI is out of reach."""
+    named = os.environ.get("MEGATRON_CORE_FOLDER")
+    folder = Path(named) if named else ROOT / "build" / "peers" / f"megatron-core-{VERSION}"
+    if (folder / "megatron" / "core").is_dir():
+        return folder.resolve()
+    if named:
+        pytest.skip(f"MEGATRON_CORE_FOLDER={named} has no megatron/core in it")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Installed under another name first: a killed installation is not taken for a whole one.
+    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        pip += ["--only-binary", ":all:", "--retries", "1", "--timeout", "15", "--target", f"{temporary}/core"]
+        done = subprocess.run([*pip, f"megatron-core=={VERSION}"], capture_output=True, text=True)
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or ["pip failed"])[-1]
+            pytest.skip(f"megatron-core {VERSION} cannot be installed from PyPI: {reason}")
+        with contextlib.suppress(OSError):  # another test process was faster
+            os.rename(f"{temporary}/core", folder)
+    return folder.resolve()
+
+
+def run_core(peer: str, *arguments: str, jobs: Any = None) -> str:
+    """What a script of this folder says that runs with megatron-core in the place of our package."""
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("core_peer.py")), str(core)],
-        input=json.dumps(jobs), capture_output=True, text=True, timeout=200, cwd=result.folder, env=environment,
+        [sys.executable, str(Path(__file__).with_name(peer)), *arguments], input=json.dumps(jobs), text=True,
+        capture_output=True, cwd="/", env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
     )  # fmt: skip
     if done.returncode and "ImportError" in done.stderr.strip().splitlines()[-1]:
         pytest.skip(f"megatron-core does not import here: {done.stderr.strip().splitlines()[-1]}")
     assert done.returncode == 0, done.stderr
-    answers = json.loads(done.stdout)
-    result.read.update({key: answers[at] for at, key in reads})
-    return result
+    return done.stdout
 
 
-def write(prefix: str, dtype: str, documents: Documents, modes: bool) -> None:
-    kinds = iter(MODES)
-    with IndexedDatasetWriter(prefix, dtype, with_modes=modes) as writer:
-        for document in documents:
-            tokens = np.array([token for sequence in document for token in sequence], dtype)
-            sequence_modes = [next(kinds) for _ in document] if modes else None
-            writer.add_batch(tokens, list(map(len, document)), [len(document)], sequence_modes)
+def check_golden(name: str, found: list[str]) -> None:
+    golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+    if os.environ.get("MEGATRON_CORE_GOLDEN") == "write":
+        GOLDEN.write_text(json.dumps({**golden, name: found}, indent=1) + "\n")
+    else:
+        assert found == golden[name]
 
 
-@pytest.mark.parametrize("modes", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_files_are_the_same(exchange: Exchange, dtype: str, modes: bool) -> None:
-    """Byte for byte, what both sides write of the same documents."""
-    ours, theirs = exchange.prefix("ours", dtype, modes), exchange.prefix("theirs", dtype, modes)
-    for suffix in (".bin", ".idx"):
-        assert Path(f"{ours}{suffix}").read_bytes() == Path(f"{theirs}{suffix}").read_bytes()
+@pytest.mark.campaign("peers")
+def test_files_both_ways(core: Path, tmp_path: Path) -> None:
+    """What both sides write, read of each other's and merge of both, mapped and not."""
+    jobs: list[dict[str, Any]] = []
+    for dtype, modes in KINDS:
+        ours, theirs = (tmp_path / f"{side}_{dtype}_{modes}" for side in ("ours", "theirs"))
+        write(ours, dtype, modes)
+        documents = documents_of(dtype)
+        jobs += [
+            {"write": str(theirs), "dtype": dtype, "documents": documents, "modes": MODES if modes else None},
+            {"read": str(ours), "mmap": True, "multimodal": modes},
+            {"read": str(ours), "mmap": False, "multimodal": modes},
+            {"merge": f"{theirs}_merged", "dtype": dtype, "inputs": [str(theirs), str(ours)], "multimodal": modes},
+        ]
+    answers = json.loads(run_core("core_peer.py", str(core), jobs=jobs))
+    for at, (dtype, modes) in enumerate(KINDS):
+        ours, theirs = (tmp_path / f"{side}_{dtype}_{modes}" for side in ("ours", "theirs"))
+        documents = documents_of(dtype)
+        sequences = [sequence for document in documents for sequence in document]
+        starts = [0, *accumulate(map(len, documents))]
+        assert digest_of(ours) == digest_of(theirs)
+        assert answers[4 * at + 1] == answers[4 * at + 2] == {
+            "dtype": dtype, "sequences": sequences, "modes": MODES if modes else None,
+            "lengths": list(map(len, sequences)), "document_indices": starts,
+        }  # fmt: skip
+        merge([theirs, ours], f"{ours}_merged")
+        assert digest_of(Path(f"{ours}_merged")) == digest_of(Path(f"{theirs}_merged"))
+        for mapped in (True, False):
+            indexed = IndexedDataset(theirs, mmap=mapped)
+            assert indexed.dtype == np.dtype(dtype) and indexed.document_indices.tolist() == starts
+            assert [indexed[i].tolist() for i in range(len(indexed))] == sequences
+            assert (None if indexed.modes is None else indexed.modes.tolist()) == (MODES if modes else None)
+    check_golden("files", [digest_of(tmp_path / f"theirs_{dtype}_{modes}") for dtype, modes in KINDS])
 
 
-@pytest.mark.parametrize("mapped", [True, False])
-@pytest.mark.parametrize("modes", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_megatron_core_reads_ours(exchange: Exchange, dtype: str, modes: bool, mapped: bool) -> None:
-    documents = documents_of(dtype)
-    assert exchange.read[dtype, modes, mapped] == {
-        "dtype": dtype,
-        "sequences": [sequence for document in documents for sequence in document],
-        "modes": MODES if modes else None,
-        "lengths": [len(sequence) for document in documents for sequence in document],
-        "document_indices": [0, *accumulate(map(len, documents))],
-    }
-
-
-@pytest.mark.parametrize("mapped", [True, False])
-@pytest.mark.parametrize("modes", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_we_read_megatron_core(exchange: Exchange, dtype: str, modes: bool, mapped: bool) -> None:
-    documents = documents_of(dtype)
-    sequences = [sequence for document in documents for sequence in document]
-    indexed = IndexedDataset(exchange.prefix("theirs", dtype, modes), mmap=mapped)
-    assert indexed.dtype == np.dtype(dtype)
-    assert [indexed[i].tolist() for i in range(len(indexed))] == sequences
-    assert indexed.document_indices.tolist() == [0, *accumulate(map(len, documents))]
-    assert (None if indexed.modes is None else indexed.modes.tolist()) == (MODES if modes else None)
-    if np.dtype(dtype).kind in "iu":
-        lengths = np.array(list(map(len, sequences)))
-        out = np.empty(int(lengths.sum()), np.int64)
-        order = np.random.RandomState(1).permutation(len(sequences))
-        indexed.gather(order, np.zeros(len(order), np.int64), lengths[order], out)
-        assert out.tolist() == [token for i in order for token in sequences[i]]
-
-
-@pytest.mark.parametrize("modes", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_merged_files_are_the_same(exchange: Exchange, dtype: str, modes: bool) -> None:
-    """Byte for byte, our merge and megatron-core's add_index of both sides' files."""
-    ours, theirs = exchange.prefix("ours", dtype, modes), exchange.prefix("theirs", dtype, modes)
-    merged = exchange.prefix("merged_ours", dtype, modes)
-    merge([theirs, ours, theirs], merged)
-    for suffix in (".bin", ".idx"):
-        expected = Path(f"{exchange.prefix('merged_theirs', dtype, modes)}{suffix}").read_bytes()
-        assert Path(f"{merged}{suffix}").read_bytes() == expected
+@pytest.mark.campaign("peers")
+def test_orders_and_blends(core: Path, tmp_path: Path) -> None:
+    wanted = {"orders": orders(150), "blends": blends(40)}
+    (tmp_path / "cases.json").write_text(json.dumps(wanted))
+    run_core("core_index_peer.py", str(core), str(tmp_path / "cases.json"), str(tmp_path / "out.npz"))
+    theirs = np.load(tmp_path / "out.npz")
+    order = [
+        digest(*(np.ascontiguousarray(theirs[f"{name}_{i}"]).tobytes() for name in ("doc", "sample", "shuffle")))
+        for i in range(150)
+    ]
+    blend = [
+        digest(theirs[f"which_{i}"].tobytes(), theirs[f"number_{i}"].tobytes()) for i in range(len(wanted["blends"]))
+    ]
+    assert order == [our_order(case)[0] for case in wanted["orders"]]
+    assert blend == [our_blend(case) for case in wanted["blends"]]
+    check_golden("orders", order[:20])
+    check_golden("blends", blend[: len(blends(6))])
