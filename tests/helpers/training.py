@@ -24,6 +24,19 @@ STEPS = 3
 """The moments of Adam are used from the second on. Each costs the processes of a layout hundreds of messages."""
 
 
+_NOT_OF_THE_MODEL = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel", "tp_comm_overlap",
+    "num_layers_per_virtual_pipeline_stage", "enable_zbh1_pipeline", "pipeline_layout", "rank_order", "zero_stage",
+    "recompute", "gradient_accumulation_fusion", "bf16", "fp16", "initial_loss_scale", "loss_scale_window",
+    "hysteresis",
+)  # fmt: skip
+
+
+def model_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields that change the numbers; the others change only how they are computed."""
+    return {name: value for name, value in fields.items() if not name.startswith(_NOT_OF_THE_MODEL)}
+
+
 def batches(config: Config, step: int, data_rank: int = 0, packed: bool = False) -> list[MicroBatch]:
     """The micro-batches of one data-parallel rank: items [r*mbs, (r+1)*mbs) of each chunk of mbs*dp.
 
@@ -92,13 +105,13 @@ def train_in_process(
     """One rank of a run over the whole stack; call through run_processes with config's world size.
 
     poison = (step, rank): there one element of one gradient becomes infinite before the optimizer step.
+    Processes may do several runs, one after the other.
     """
     from megatron.engine.engine import Engine
     from megatron.model.gpt import build_chunks, hidden_dtype, hidden_shape, layer_context, stages_of
     from megatron.pipeline.executor import Executor
 
-    world_size = dist_world_size()
-    settings = {**BASE, **fields, "world_size": world_size}
+    settings = {**BASE, **fields, "world_size": dist_world_size()}
     if poison:  # a gradient is changed after the backward passes: it must not be on its way by then
         settings["overlap_grad_reduce"] = False
     config = Config.create(**settings)
@@ -141,17 +154,11 @@ def dist_world_size() -> int:
 
 
 def train_plainly(fields: dict[str, Any], steps: int = STEPS, packed: bool = False) -> dict[str, Any]:
-    """The same training in this process by torch alone: no engine, no executor, no process group."""
+    """The same training in this process by torch alone: no engine, no executor, no process group; in fp32."""
     from megatron.model.gpt import build_chunks
     from megatron.parallel.topology import Layout, Topology
 
-    single = {
-        k: v for k, v in fields.items()
-        if k not in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel",
-                     "num_layers_per_virtual_pipeline_stage", "enable_zbh1_pipeline", "pipeline_layout", "zero_stage",
-                     "recompute_granularity", "recompute_method", "recompute_num_layers", "bf16", "fp16")
-    }
-    config = Config.create(**{**BASE, **single, "world_size": 1})
+    config = Config.create(**{**BASE, **model_fields(fields), "world_size": 1})
     topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
     (model,) = build_chunks(config, topology).values()
     model.train()

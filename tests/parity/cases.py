@@ -1,10 +1,21 @@
-"""The layouts of the parity grid: name -> configuration fields. The world size follows from the fields."""
+"""What is compared with one process: layouts, models, precisions. Those of TOGETHER in `make test`, all in a campaign.
+
+Among the fields of a configuration are some for train() alone:
+
+    packed=True           packed samples in place of joined ones
+    fused=True            every kernel, whatever the flags and the machine say
+    poison=(step, rank)   there a gradient is not finite: the step is skipped everywhere
+"""
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
+
+from tests.helpers.fusions import force
+from tests.helpers.training import STEPS, train_in_process
+
+Case = tuple[str, int, dict[str, Any]]
 
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 FULL2 = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)
@@ -17,7 +28,7 @@ NONE: dict[str, Any] = {}
 def layout(
     tp: int = 1, pp: int = 1, dp: int = 1, schedule: str = "1f1b", sp: bool = False, zero: int = 1,
     recompute: dict[str, Any] = NONE, **more: Any,
-) -> tuple[str, int, dict[str, Any]]:
+) -> Case:
     """(name, world size, fields) of one case.
 
     As few layers and micro-batches as let each stage, chunk and phase of the schedule have its turn: what a case costs
@@ -40,12 +51,20 @@ def layout(
     return name, tp * pp * dp, fields
 
 
-def params(cases: Iterable[tuple[str, int, dict[str, Any]]], quick: Iterable[int] = ()) -> list[Any]:
-    """The cases for pytest.mark.parametrize; those at the indices `quick` are part of the quick tests."""
-    return [
-        pytest.param(world_size, fields, id=name, marks=() if i in quick else pytest.mark.slow)
-        for i, (name, world_size, fields) in enumerate(cases)
-    ]
+def train(rank: int, runs: list[dict[str, Any]], steps: int = STEPS) -> list[dict[str, Any]]:
+    """One rank of several runs, one after the other; call through run_processes."""
+    from megatron.layers import chunked_products
+
+    out = []
+    for fields in runs:
+        given = dict(fields)
+        packed, fused, poison = (given.pop(name, None) for name in ("packed", "fused", "poison"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(chunked_products, "LEAST_TOKENS", 1)
+            if fused:
+                force(patch)
+            out.append(train_in_process(rank, given, steps, poison, bool(packed)))
+    return out
 
 
 GRID = [
@@ -102,7 +121,7 @@ GRID = [
     layout(tp=2, pp=2, dp=2, sp=True, schedule="interleaved", recompute=CHEAP),  # what gpt-1t-frontier is made of
 ]
 
-LLAMA = dict(
+LLAMA: dict[str, Any] = dict(
     num_key_value_heads=2, ffn_hidden_size=48, position_embedding_type="rope", normalization="rmsnorm", swiglu=True,
     add_bias_linear=False, untie_embeddings_and_output_weights=True,
 )
@@ -116,3 +135,86 @@ MIXTURES = {
     "documents-alibi": dict(position_embedding_type="alibi", reset_attention_mask=True),
     "post-norm-residual-xavier": dict(apply_residual_connection_post_layernorm=True, init_method_xavier_uniform=True),
 }
+
+DOCUMENTS = dict(reset_attention_mask=True, reset_position_ids=True)
+UNFUSED = dict(attention_backend="unfused")
+BLOCKED = dict(attention_backend="blocked")
+DROPOUT = dict(hidden_dropout=0.2, attention_dropout=0.1)
+BF16 = dict(bf16=True)
+FP16 = dict(fp16=True, initial_loss_scale=2.0**14, loss_scale_window=1000, hysteresis=1)
+CHUNKS = dict(tp_comm_overlap=True, tp_comm_overlap_chunks=3)
+
+# Every kind of parallelism, schedule, recomputation, precision, batch and kernel, with as few processes as that takes:
+# those of one world size share theirs.
+TOGETHER = [
+    layout(recompute=BLOCK, micro_batch_size=2),
+    layout(tp=2, sp=True, recompute=FULL, fused=True, **UNFUSED, **LLAMA),
+    layout(tp=2, recompute=FULL2, gradient_accumulation_fusion=False, **CHUNKS),
+    layout(pp=2, schedule="zb-h1", recompute=FULL, micro_batch_size=2, reset_attention_mask=True, **DROPOUT),
+    layout(pp=2, num_layers=7),  # the stated rule distributes 7 layers over 2 stages
+    layout(dp=2, **BF16),
+    layout(tp=2, pp=2, sp=True, schedule="interleaved", recompute=SELECTIVE, packed=True, **LLAMA, **DOCUMENTS),
+    layout(tp=2, pp=2, sp=True, schedule="zb-h1", recompute=SELECTIVE, fused=True, **UNFUSED, **LLAMA),
+    layout(tp=2, dp=2, zero=0, fused=True, **UNFUSED, position_embedding_type="alibi", squared_relu=True),
+    layout(pp=2, dp=2, schedule="interleaved", recompute=FULL, fused=True, **UNFUSED, **DROPOUT),
+    layout(tp=2, pp=2, sp=True, **FP16),
+    layout(tp=2, pp=2, **FP16, poison=(1, 3)),
+    # Uneven, with fewer micro-batches than stages. The last of its processes: ranks within the pipeline are members of
+    # fewer groups than those at its ends, and torch counts them to name the next.
+    layout(pp=4, schedule="zb-h1", num_layers=6, pipeline_layout="2,1,2,1", global_batch_size=3),
+    # What gpt-1t-frontier is made of, with another order of the ranks.
+    layout(tp=2, pp=2, dp=2, sp=True, schedule="interleaved", recompute=CHEAP, rank_order="dp-pp-tp"),
+]
+
+ALL = DOCUMENTS | dict(tp=2, pp=2, sp=True, schedule="interleaved", packed=True, recompute=SELECTIVE)
+CAMPAIGN = [
+    *GRID,
+    *[layout(tp=2, pp=2, sp=True, schedule="interleaved", **mixture) for mixture in MIXTURES.values()],
+    *[layout(**{**MIXTURES[name], **ALL}) for name in ("documents", "documents-rope", "documents-alibi")],
+    # uneven
+    layout(pp=4, num_layers=6, pipeline_layout="2,1,2,1"),
+    layout(pp=2, schedule="interleaved", global_batch_size=5),  # micro-batches no multiple of the stages
+    layout(pp=4, schedule="interleaved", global_batch_size=3),  # fewer micro-batches than stages
+    layout(pp=4, schedule="zb-h1", global_batch_size=3),
+    layout(tp=2, pp=2, dp=2, sp=True, micro_batch_size=2),
+    # the order of the ranks
+    layout(tp=2, pp=2, dp=2, rank_order="tp-pp-dp"),
+    layout(tp=2, pp=2, dp=2, sp=True, schedule="interleaved", rank_order="dp-pp-tp"),
+    layout(tp=2, pp=2, dp=2, sp=True, schedule="zb-h1", rank_order="pp-dp-tp"),
+    layout(tp=2, pp=2, dp=2, zero=0, rank_order="pp-tp-dp"),
+    layout(tp=2, pp=4, rank_order="dp-tp-pp"),
+    # dropout, of replicated tensors alone where tensors are cut
+    layout(recompute=SELECTIVE, **DROPOUT),
+    layout(pp=2, schedule="interleaved", recompute=FULL, **DROPOUT),
+    layout(pp=4, dp=2, schedule="zb-h1", **DROPOUT),
+    layout(tp=2, pp=2, hidden_dropout=0.2),
+    # kernels: they change the order of fp32 sums and nothing else
+    layout(tp=2, pp=2, sp=True, recompute=FULL, fused=True, **UNFUSED),
+    layout(tp=2, pp=2, sp=True, schedule="interleaved", fused=True, **LLAMA),
+    layout(pp=2, fused=True, **UNFUSED, position_embedding_type="rope", apply_layernorm_1p=True, add_bias_linear=False),
+    layout(tp=2, pp=2, sp=True, schedule="zb-h1", recompute=SELECTIVE, fused=True, **BLOCKED),
+    layout(tp=2, fused=True, **BLOCKED, **LLAMA),
+    layout(tp=2, pp=2, sp=True, recompute=SELECTIVE, fused=True, packed=True, **UNFUSED, **LLAMA, **DOCUMENTS),
+    layout(pp=2, dp=2, schedule="zb-h1", recompute=FULL, fused=True, **UNFUSED, **DROPOUT),
+    layout(tp=2, pp=2, recompute=FULL, fused=True, **UNFUSED, hidden_dropout=0.2),
+    layout(tp=2, pp=2, sp=True, recompute=FULL, fused=True, **UNFUSED, **BF16),
+    # products in chunks
+    layout(tp=2, pp=2, sp=True, schedule="zb-h1", **CHUNKS),
+    # 16 bits
+    *[
+        layout(**shape, **precision)
+        for precision in (BF16, FP16)
+        for shape in (
+            dict(), dict(tp=2, pp=2, sp=True), dict(tp=2, pp=2, schedule="zb-h1", recompute=FULL),
+            dict(pp=2, dp=2, schedule="interleaved"), dict(dp=2, zero=0),
+        )
+    ],
+    # gradients that are not finite
+    *[
+        layout(**shape, **FP16, poison=(1, rank))
+        for rank in (0, 3)
+        for shape in (dict(tp=2, pp=2), dict(pp=2, dp=2, schedule="zb-h1"))
+    ],
+    layout(pp=2, dp=2, poison=(1, 2)),
+    layout(pp=2, dp=2, poison=(1, 2), **BF16),
+]  # fmt: skip

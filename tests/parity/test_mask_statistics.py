@@ -15,23 +15,24 @@ from tests.helpers.processes import run_processes
 from tests.helpers.training import BASE, batches
 
 P = 0.25
+RANKS = 2
 FIELDS = {
     **BASE, "hidden_dropout": P, "attention_dropout": P, "hidden_size": 64, "num_attention_heads": 8, "num_layers": 2,
     "micro_batch_size": 8,
 }
 
 
-def body(rank, sequence_parallel):
-    topology = join(tensor=4)
+def masks(rank, sequence_parallel):
+    topology = join(tensor=RANKS)
     config = Config.create(
-        **FIELDS, tensor_model_parallel_size=4, sequence_parallel=sequence_parallel, world_size=4
+        **FIELDS, tensor_model_parallel_size=RANKS, sequence_parallel=sequence_parallel, world_size=RANKS
     )
     chunk = build_chunks(config, topology)["0"].train()
     (batch,) = batches(config, 0)
     call = chunk._call_context(batch)
     hidden = (chunk._embed(batch, call) != 0).numpy()
     # Equal scores and one-hot values: the output shows which attention weights were dropped.
-    s, heads = 16, 2
+    s, heads = 16, 8 // RANKS
     zeros = torch.zeros(s, 8, heads, s)
     values = torch.eye(s).view(s, 1, 1, s).expand(s, 8, heads, s)
     attention = chunk.layers[1].self_attention
@@ -39,22 +40,25 @@ def body(rank, sequence_parallel):
     return hidden, (weights[-1] != 0).numpy()  # the last position sees all others: [b, heads, s]
 
 
+def both(rank):
+    return [masks(rank, sequence_parallel) for sequence_parallel in (False, True)]
+
+
 def correlation(a, b):
     return abs(np.corrcoef(a.ravel().astype(float), b.ravel().astype(float))[0, 1])
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_masks_of_four_tensor_ranks(sequence_parallel):
-    ranks = run_processes(4, body, sequence_parallel)
-    for hidden, attention in ranks:
-        for mask in (hidden, attention):
+@pytest.mark.slow
+def test_masks_of_tensor_ranks():
+    for sequence_parallel, ranks in enumerate(zip(*run_processes(RANKS, both), strict=True)):
+        for mask in itertools.chain(*ranks):
             error = (P * (1 - P) / mask.size) ** 0.5
             assert abs(mask.mean() - (1 - P)) < 5 * error
-    for (hidden_a, attention_a), (hidden_b, attention_b) in itertools.combinations(ranks, 2):
-        assert correlation(attention_a, attention_b) < 5 / attention_a.size**0.5
-        if sequence_parallel:
-            assert correlation(hidden_a, hidden_b) < 5 / hidden_a.size**0.5
-        else:
-            assert np.array_equal(hidden_a, hidden_b)
-    heads = ranks[0][1]
-    assert correlation(heads[:, 0], heads[:, 1]) < 5 / heads[:, 0].size ** 0.5
+        for (hidden_a, attention_a), (hidden_b, attention_b) in itertools.combinations(ranks, 2):
+            assert correlation(attention_a, attention_b) < 5 / attention_a.size**0.5
+            if sequence_parallel:
+                assert correlation(hidden_a, hidden_b) < 5 / hidden_a.size**0.5
+            else:
+                assert np.array_equal(hidden_a, hidden_b)
+        heads = ranks[0][1]
+        assert correlation(heads[:, 0], heads[:, 1]) < 5 / heads[:, 0].size ** 0.5

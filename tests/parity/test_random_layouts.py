@@ -1,7 +1,7 @@
 """Layouts that nobody chose: drawn models on drawn layouts, against one process.
 
-A large Adam epsilon makes the update nearly linear in the gradient, so rounding is not magnified and the tolerance can
-be a few units in the last place, while a wrong scale, a missing term or a wrong mask still shows.
+A large Adam epsilon makes the update nearly linear in the gradient, so that rounding is not magnified where a drawn
+model has small gradients, while a wrong scale, a missing term or a wrong mask still shows.
 MEGATRON_TEST_LAYOUTS=N draws N cases instead of 8.
 """
 from __future__ import annotations
@@ -10,13 +10,11 @@ import os
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.helpers.processes import run_processes
-from tests.helpers.training import assemble, train_in_process, train_plainly
-from tests.parity.cases import BLOCK, FULL, FULL2, NONE, SELECTIVE
-from tests.parity.test_grid import model_fields
+from tests.parity.cases import BLOCK, FULL, FULL2, NONE, SELECTIVE, train
+from tests.parity.test_grid import check
 
 CASES = int(os.environ.get("MEGATRON_TEST_LAYOUTS", "8"))
 
@@ -62,19 +60,10 @@ def draw_model(draw: random.Random, tp: int, sequence_parallel: bool) -> dict[st
     )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.campaign("parity")
 @pytest.mark.parametrize("seed", range(CASES))
-def test_drawn_layout_equals_one_process(seed):
+def test_drawn_layout_equals_one_process(seed: int) -> None:
     draw = random.Random(seed)
     world_size, fields = draw_layout(draw)
     fields |= draw_model(draw, fields["tensor_model_parallel_size"], fields["sequence_parallel"])
-    expected = train_plainly(model_fields(fields), 3)
-    ranks = run_processes(world_size, train_in_process, fields, 3)
-    for rank in ranks:
-        for (loss, norm, *_), (loss_1, norm_1) in zip(rank["history"], expected["history"], strict=True):
-            assert loss == pytest.approx(loss_1, rel=2e-6), fields
-            assert norm == pytest.approx(norm_1, rel=1e-5), fields
-    whole = assemble([r["parameters"] for r in ranks])
-    assert whole.keys() == expected["parameters"].keys()
-    for name, values in expected["parameters"].items():
-        np.testing.assert_allclose(whole[name], values, rtol=0, atol=2e-6, err_msg=f"{name} of {fields}")
+    check(fields, [found for (found,) in run_processes(world_size, train, [fields])])
