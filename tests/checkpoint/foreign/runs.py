@@ -63,9 +63,18 @@ def one_step(engine: Any, rows: int, seed: int, topology: Topology, vocab: int) 
     link_again(engine)
 
 
-def without_pipeline(rank: int, root: str, style: str, precision: str) -> dict[str, Any]:
-    """Two steps, a checkpoint, a third step, on as many data-parallel ranks as there are processes."""
+def on_two(rank: int, root: str) -> dict[str, dict[str, Any]]:
+    """What a rank of two had when it wrote the folders of these names."""
     topology = join()
+    return {
+        "llama": without_pipeline(topology, f"{root}/llama", "llama", "fp32"),
+        "gpt": without_pipeline(topology, f"{root}/gpt", "gpt", "bf16"),
+        "mixed": over_tensor_ranks(Topology.create(2, 1), f"{root}/mixed", "mixed", "bf16"),
+    }
+
+
+def without_pipeline(topology: Topology, root: str, style: str, precision: str) -> dict[str, Any]:
+    """Two steps, a checkpoint, a third step, on as many data-parallel ranks as there are processes."""
     a = theirs.arguments(style, iteration=2)
     model = theirs.GPTModel(a)
     theirs.initialise(model)
@@ -79,9 +88,8 @@ def without_pipeline(rank: int, root: str, style: str, precision: str) -> dict[s
     return out | {"next": whole_state(model.named_parameters())["master"]}
 
 
-def over_tensor_ranks(rank: int, root: str, style: str, precision: str) -> dict[str, Any]:
+def over_tensor_ranks(topology: Topology, root: str, style: str, precision: str) -> dict[str, Any]:
     """Parts of a model, each moved by its part of given gradients, which are bf16 values: nothing is rounded."""
-    topology = join(tensor=2)
     a = theirs.arguments(style, iteration=2, tensor_model_parallel_size=2, padded_vocab_size=64)
     model = theirs.GPTModel(a)
     theirs.initialise(model)
@@ -175,8 +183,14 @@ def pipe_name(name: str) -> str:
     return f"language_model.encoder.{part}.{rest}"
 
 
-def ours_after(rank: int, directory: str, style: str, step: bool) -> dict[str, Any]:
-    """Load a converted checkpoint: logits for some tokens, and the weights after one step of our own engine."""
+def ours_after(rank: int, directories: list[str]) -> list[dict[str, Any]]:
+    """What our own engine makes of converted checkpoints."""
+    topology = join()
+    return [one_after(topology, directory) for directory in directories]
+
+
+def one_after(topology: Topology, directory: str) -> dict[str, Any]:
+    """Load a converted checkpoint: logits for some tokens, and the weights after one step."""
     from megatron.checkpoint.load import load, read_config
     from megatron.config import Config
     from megatron.data.batch import MicroBatch
@@ -185,7 +199,6 @@ def ours_after(rank: int, directory: str, style: str, step: bool) -> dict[str, A
     from megatron.pipeline.executor import Executor
     from tests.helpers.training import pieces
 
-    topology = join()
     stored = read_config(directory)["model"]
     names = (
         "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads", "seq_length",
@@ -216,14 +229,12 @@ def ours_after(rank: int, directory: str, style: str, step: bool) -> dict[str, A
         "logits": logits.transpose(0, 1).numpy().copy(), "iteration": loaded.iteration, "state": loaded.state,
         "optimizer": loaded.optimizer, "scalars": engine.scalars(),
     }  # fmt: skip
-    if step:
-        executor = Executor(
-            topology, stages_of(chunks), config.parallel.schedule, 1, hidden_shape(config), hidden_dtype(config),
-            context.weight_gradients, before_training=engine.begin,
-        )  # fmt: skip
-        chunks.train()
-        executor.train([batch(t) for t in theirs.tokens(2, 4, vocab).split(2)], loss_scale=engine.loss_scale)
-        engine.step(theirs.RATES["lr"])
-        engine.wait_for_weights()
-        out["next"] = {name: value for name, (_, value) in pieces(chunks.parameters()).items()}
-    return out
+    executor = Executor(
+        topology, stages_of(chunks), config.parallel.schedule, 1, hidden_shape(config), hidden_dtype(config),
+        context.weight_gradients, before_training=engine.begin,
+    )  # fmt: skip
+    chunks.train()
+    executor.train([batch(t) for t in theirs.tokens(2, 4, vocab).split(2)], loss_scale=engine.loss_scale)
+    engine.step(theirs.RATES["lr"])
+    engine.wait_for_weights()
+    return out | {"next": {name: value for name, (_, value) in pieces(chunks.parameters()).items()}}

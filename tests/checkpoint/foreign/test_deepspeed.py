@@ -13,7 +13,9 @@ import torch
 from megatron.checkpoint.find import find_folder
 from megatron.checkpoint.foreign.convert import Plan, convert, find_source, plan_conversion, read_source
 from megatron.checkpoint.foreign.names import ours
+from megatron.checkpoint.foreign.zero import ZeroShards, shards_in
 from megatron.errors import CheckpointError, MegatronError
+from megatron.training.metrics import read_metrics
 from tests.checkpoint.foreign import runs, theirs
 from tests.checkpoint.foreign.whole import whole_tensors
 from tests.helpers.launching import ROOT, launch
@@ -67,56 +69,80 @@ def check_logits(result: dict[str, Any], style: str, masters: dict[str, np.ndarr
     assert np.abs(expected).max() > 0.5, "logits that are all small would agree with anything"
 
 
-def test_fp32_of_two_data_parallel_ranks_and_the_next_step(tmp_path: Path) -> None:
-    theirs_, _ = run_processes(2, runs.without_pipeline, str(tmp_path / "old"), "llama", "fp32")
-    plan = converted(tmp_path / "old", tmp_path / "new")
-    assert (plan.source.optimizer_step, plan.source.data_size, plan.notes) == (2, 2, [])
-    check_state(tmp_path / "new", "llama", theirs_["state"])
-    (result,) = run_processes(1, runs.ours_after, str(tmp_path / "new"), "llama", True)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds what DeepSpeed wrote: llama, gpt, mixed, stages; and as NAME-new what was made of it."""
+    return tmp_path_factory.mktemp("deepspeed")
+
+
+@pytest.fixture(scope="module")
+def wrote(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """What the ranks had that wrote each folder."""
+    two = run_processes(2, runs.on_two, str(folder))
+    found = {name: [rank[name] for rank in two] for name in two[0]}
+    return found | {"stages": run_processes(4, runs.over_stages, str(folder / "stages"), "fp16")}
+
+
+@pytest.fixture(scope="module")
+def plans(folder: Path, wrote: Any) -> dict[str, Plan]:
+    return {name: converted(folder / name, folder / f"{name}-new") for name in wrote}
+
+
+@pytest.fixture(scope="module")
+def ours_has(folder: Path, plans: dict[str, Plan]) -> dict[str, dict[str, Any]]:
+    """What our own engine has after loading what was converted."""
+    (found,) = run_processes(1, runs.ours_after, [str(folder / f"{name}-new") for name in plans])
+    return dict(zip(plans, found, strict=True))
+
+
+@pytest.mark.slow
+def test_fp32_of_two_data_parallel_ranks_and_the_next_step(folder: Path, wrote: Any, plans: Any, ours_has: Any) -> None:
+    there, source, result = wrote["llama"][0], plans["llama"].source, ours_has["llama"]
+    assert (source.optimizer_step, source.data_size, plans["llama"].notes) == (2, 2, [])
+    check_state(folder / "llama-new", "llama", there["state"])
     assert result["optimizer"] and result["iteration"] == 2
     assert result["scalars"]["optimizer_step"] == 2
     assert result["state"]["consumed_samples"] == 12 and result["state"]["consumed_tokens"] == 12 * theirs.S
-    check_logits(result, "llama", theirs_["state"]["master"])
+    check_logits(result, "llama", there["state"]["master"])
     a, moved = theirs.arguments("llama"), 0.0
-    for name, value in theirs_["next"].items():
+    for name, value in there["next"].items():
         expected = theirs.whole_in_our_shape(name, torch.from_numpy(value), a).numpy()
-        before = theirs.whole_in_our_shape(name, torch.from_numpy(theirs_["state"]["master"][name]), a).numpy()
+        before = theirs.whole_in_our_shape(name, torch.from_numpy(there["state"]["master"][name]), a).numpy()
         moved = max(moved, float(np.abs(expected - before).max()))
         # Gradients agree to 1e-6 of their size; Adam divides by sqrt(v) + 1e-3 and multiplies by lr = 1e-2.
         np.testing.assert_allclose(result["next"][ours(name)], expected, rtol=0, atol=2e-6, err_msg=name)
     assert moved > 1e-3, "a step that moves nothing proves nothing"
 
 
-@pytest.fixture(scope="module")
-def over_data_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
-    """A folder that two data-parallel ranks wrote, and what they had."""
-    folder = tmp_path_factory.mktemp("data") / "old"
-    return folder, run_processes(2, runs.without_pipeline, str(folder), "gpt", "bf16")
+@pytest.mark.slow
+def test_bf16_of_two_data_parallel_ranks_with_padding(folder: Path, wrote: Any, plans: Any, ours_has: Any) -> None:
+    state = wrote["gpt"][0]["state"]
+    assert plans["gpt"].source.data_size == 2
+    assert any("14 of 64" in note for note in plans["gpt"].notes)
+    check_state(folder / "gpt-new", "gpt", state)
+    check_logits(ours_has["gpt"], "gpt", state["master"])
 
 
-def test_bf16_of_two_data_parallel_ranks_with_padding(
-    tmp_path: Path, over_data_ranks: tuple[Path, list[Any]]
-) -> None:
-    folder, results = over_data_ranks
-    plan = converted(folder, tmp_path / "new")
-    assert plan.source.data_size == 2
-    assert any("14 of 64 rows" in note for note in plan.notes)
-    check_state(tmp_path / "new", "gpt", results[0]["state"])
-    (result,) = run_processes(1, runs.ours_after, str(tmp_path / "new"), "gpt", False)
-    check_logits(result, "gpt", results[0]["state"]["master"])
+def test_twelve_data_parallel_ranks(tmp_path: Path) -> None:
+    """One line of numbers over twelve shards, whose names in order of letters are 0, 1, 10, 11, 2, ..."""
+    line = torch.arange(36.0)
+    for data, master in enumerate(line.split(3)):
+        moments = {"step": torch.tensor(2.0), "exp_avg": master + 100, "exp_avg_sq": master + 200}
+        state = {
+            "partition_count": [12], "single_partition_of_fp32_groups": [master.clone()],
+            "base_optimizer_state": {"state": {0: moments}, "param_groups": []},
+        }  # fmt: skip
+        torch.save({"optimizer_state_dict": state}, tmp_path / f"zero_pp_rank_{data}_mp_rank_00_optim_states.pt")
+    shards = ZeroShards(shards_in(tmp_path)[0], [{"a": torch.Size((4, 5)), "b": torch.Size((16,))}])
+    assert shards.step == 2
+    for kind, more in (("master", 0), ("exp_avg", 100), ("exp_avg_sq", 200)):
+        assert torch.equal(shards.tensor(kind, "a", (4, 5)), (line[:20] + more).view(4, 5))
+        assert torch.equal(shards.tensor(kind, "b", (16,)), line[20:] + more)
 
 
-@pytest.fixture(scope="module")
-def over_tensor_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
-    """A folder that two tensor-parallel ranks wrote, and what they had."""
-    folder = tmp_path_factory.mktemp("tensor") / "old"
-    return folder, run_processes(2, runs.over_tensor_ranks, str(folder), "mixed", "bf16")
-
-
-def test_bf16_over_tensor_ranks(tmp_path: Path, over_tensor_ranks: tuple[Path, list[Any]]) -> None:
+@pytest.mark.slow
+def test_bf16_over_tensor_ranks(folder: Path, wrote: Any, ours_has: Any) -> None:
     """The whole state is that of torch's AdamW on the whole model with the same gradients."""
-    folder, results = over_tensor_ranks
-    converted(folder, tmp_path / "new")
     a = theirs.arguments("mixed")
     model = theirs.GPTModel(a)
     theirs.initialise(model)
@@ -132,22 +158,21 @@ def test_bf16_over_tensor_ranks(tmp_path: Path, over_tensor_ranks: tuple[Path, l
     state = {"master": {name: p.detach().numpy() for name, p in named.items()}}
     for kind in ("exp_avg", "exp_avg_sq"):
         state[kind] = {name: optimizer.state[p][kind].numpy() for name, p in named.items()}
-    for t, result in enumerate(results):  # that this is what DeepSpeed had, part by part
+    for t, result in enumerate(wrote["mixed"]):  # that this is what DeepSpeed had, part by part
         for kind, values in result["state"].items():
             for name, value in values.items():
                 part = theirs.shard_of(name, torch.from_numpy(state[kind][name]), a, t, 2)
                 assert np.array_equal(value, part.numpy()), (kind, name)
-    check_state(tmp_path / "new", "mixed", state)
-    (result,) = run_processes(1, runs.ours_after, str(tmp_path / "new"), "mixed", False)
-    check_logits(result, "mixed", state["master"])
+    check_state(folder / "mixed-new", "mixed", state)
+    check_logits(ours_has["mixed"], "mixed", state["master"])
 
 
-def test_fp16_pipeline_over_two_stages(tmp_path: Path) -> None:
-    results = run_processes(4, runs.over_stages, str(tmp_path / "old"), "fp16")
+@pytest.mark.slow
+def test_fp16_pipeline_over_two_stages(folder: Path, wrote: Any, plans: Any, ours_has: Any) -> None:
+    results, source = wrote["stages"], plans["stages"].source
     assert {"layer_01-model_01-model_states.pt", "mp_rank_03_model_states.pt"} <= set(results[0]["files"])
-    plan = converted(tmp_path / "old", tmp_path / "new")
-    assert (plan.source.tensor_size, plan.source.pipeline_size) == (2, 2)
-    a, found = theirs.arguments("gpt"), whole_tensors(find_folder(tmp_path / "new"))
+    assert (source.tensor_size, source.pipeline_size) == (2, 2)
+    a, found = theirs.arguments("gpt"), whole_tensors(find_folder(folder / "stages-new"))
     seen = set()
     for rank, result in enumerate(results):  # what the conversion joined, cut again, is what each rank had
         for kind, values in result["state"].items():
@@ -163,11 +188,11 @@ def test_fp16_pipeline_over_two_stages(tmp_path: Path) -> None:
     masters = {name: found[f"master.{ours(name)}"] for r in results for name in r["state"]["master"]}
     table = "language_model.embedding.word_embeddings.weight"
     masters[table] = torch.cat((masters[table], torch.zeros(14, theirs.HIDDEN)))
-    assert plan.source.loss_scale == {"scale": 256.0, "good_steps": 2, "allowance": 2}
-    (result,) = run_processes(1, runs.ours_after, str(tmp_path / "new"), "gpt", False)
-    check_logits(result, "gpt", {name: x.numpy() for name, x in masters.items()})
+    assert source.loss_scale == {"scale": 256.0, "good_steps": 2, "allowance": 2}
+    check_logits(ours_has["stages"], "gpt", {name: x.numpy() for name, x in masters.items()})
 
 
+@pytest.mark.slow
 def test_a_model_of_our_own_names(tmp_path: Path) -> None:
     (result,) = run_processes(1, runs.of_our_own_names, str(tmp_path / "old"))
     settings = {"num_attention_heads": 4, "seq_length": theirs.S, "vocab_size": 50, "swiglu": True}
@@ -243,11 +268,12 @@ DAMAGE = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("damage", "words"), [case[1:] for case in DAMAGE], ids=[case[0] for case in DAMAGE])
 def test_damage_is_named_and_nothing_is_written(
-    tmp_path: Path, over_tensor_ranks: tuple[Path, list[Any]], damage: Any, words: tuple[str, ...]
+    tmp_path: Path, folder: Path, wrote: Any, damage: Any, words: tuple[str, ...]
 ) -> None:
-    shutil.copytree(over_tensor_ranks[0], tmp_path / "old")
+    shutil.copytree(folder / "mixed", tmp_path / "old")
     damage(tmp_path / "old" / "global_step2")
     with pytest.raises(CheckpointError) as caught:
         converted(tmp_path / "old", tmp_path / "new")
@@ -256,22 +282,23 @@ def test_damage_is_named_and_nothing_is_written(
     assert not (tmp_path / "new").exists() or not list((tmp_path / "new").iterdir())
 
 
-def test_without_optimizer(tmp_path: Path, over_tensor_ranks: tuple[Path, list[Any]]) -> None:
+@pytest.mark.slow
+def test_without_optimizer(tmp_path: Path, folder: Path, wrote: Any) -> None:
     """Shards that are missing do not matter then; the masters are the bf16 weights."""
-    folder, results = over_tensor_ranks
-    shutil.copytree(folder, tmp_path / "old")
+    shutil.copytree(folder / "mixed", tmp_path / "old")
     (tmp_path / "old" / "global_step2" / SHARD_1).unlink()
     plan = plan_conversion(read_source(find_source(tmp_path / "old"), optimizer=False), {})
     convert(plan, tmp_path / "new")
     found = whole_tensors(find_folder(tmp_path / "new"))
     assert all(name.startswith("master.") for name in found)
     name = "language_model.encoder.layers.1.self_attention.dense.weight"
-    parts = [torch.from_numpy(r["state"]["master"][name]).bfloat16().float() for r in results]
+    parts = [torch.from_numpy(r["state"]["master"][name]).bfloat16().float() for r in wrote["mixed"]]
     assert torch.equal(found["master.layers.1.self_attention.dense.weight"], torch.cat(parts, 1))
 
 
-def test_a_model_of_other_settings(over_tensor_ranks: tuple[Path, list[Any]]) -> None:
-    source = read_source(find_source(over_tensor_ranks[0]))
+@pytest.mark.slow
+def test_a_model_of_other_settings(folder: Path, wrote: Any) -> None:
+    source = read_source(find_source(folder / "mixed"))
     for settings, words in (
         ({"ffn_hidden_size": 64}, ("mlp.dense_h_to_4h.weight is (2, 48, 32) there", "(2, 64, 32)")),
         ({"num_layers": 3}, ("it has no layers.2.input_layernorm.weight",)),
@@ -285,10 +312,10 @@ def test_a_model_of_other_settings(over_tensor_ranks: tuple[Path, list[Any]]) ->
             assert word.replace("num_attention_heads", "num-attention-heads") in str(caught.value)
 
 
-def test_files_that_say_less(tmp_path: Path, over_data_ranks: tuple[Path, list[Any]]) -> None:
+@pytest.mark.slow
+def test_files_that_say_less(tmp_path: Path, folder: Path, wrote: Any) -> None:
     """Without arguments, and as older versions of DeepSpeed wrote shards: without the places of parameters."""
-    folder, results = over_data_ranks
-    shutil.copytree(folder, tmp_path / "old")
+    shutil.copytree(folder / "gpt", tmp_path / "old")
     step = tmp_path / "old" / "global_step2"
     for path in step.glob("*_optim_states.pt"):
         change(path.name, lambda s: s["optimizer_state_dict"].pop("param_slice_mappings"))(step)
@@ -299,29 +326,30 @@ def test_files_that_say_less(tmp_path: Path, over_data_ranks: tuple[Path, list[A
     plan = plan_conversion(source, {"num_attention_heads": 4, "seq_length": theirs.S, "vocab_size": 50})
     assert not plan.config.model.untie_embeddings_and_output_weights and plan.config.model.add_bias_linear
     convert(plan, tmp_path / "new")
-    check_state(tmp_path / "new", "gpt", results[0]["state"])
+    check_state(tmp_path / "new", "gpt", wrote["gpt"][0]["state"])
 
 
-def test_program(tmp_path: Path, over_data_ranks: tuple[Path, list[Any]], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_program(tmp_path: Path, folder: Path, wrote: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """tools/convert_checkpoint.py, and pretrain_gpt.py that goes on from what it wrote."""
-    main, (folder, _) = load_tool("convert_checkpoint").main, over_data_ranks
-    assert main([str(folder), "--dry-run"]) == 0
+    main, source, target = load_tool("convert_checkpoint").main, str(folder / "gpt"), str(tmp_path / "new")
+    assert main([source, "--dry-run"]) == 0
     said = capsys.readouterr().out
-    for words in ("DeepSpeed 0.", "Adam, step 2, 2 data-parallel shards", "tensor 1 x pipeline 1", "14 of 64"):
-        assert words in said
-    assert main([str(folder)]) == 2 and "TARGET" in capsys.readouterr().err
-    assert main([str(folder), str(tmp_path / "new"), "--vocab-size", "10", "--numlayers", "2"]) == 2
-    assert "--num-layers" in capsys.readouterr().err
-    assert main([str(tmp_path), str(tmp_path / "new")]) == 2 and "--load-tag" in capsys.readouterr().err
+    assert all(words in said for words in ("DeepSpeed 0.", "step 2", "2 data-parallel", "14 of 64"))
+    for arguments, named in (
+        ([source], "TARGET"), ([source, target, "--numlayers", "2"], "--num-layers"),
+        ([str(tmp_path), target], "--load-tag"),
+    ):  # fmt: skip
+        assert main(arguments) == 2 and named in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
-    assert main([str(folder), str(tmp_path / "new")]) == 0
-    assert main([str(folder), str(tmp_path / "new")]) == 2 and "--overwrite" in capsys.readouterr().err
-    assert main([str(folder), str(tmp_path / "new"), "--overwrite"]) == 0
+    assert main([source, target]) == 0
+    assert main([source, target]) == 2 and "--overwrite" in capsys.readouterr().err
+    assert main([source, target, "--overwrite"]) == 0
     flags = (
-        f"--load {tmp_path / 'new'} --use-checkpoint-args --num-layers 9 --hidden-size 8 --num-attention-heads 2 "
-        f"--seq-length {theirs.S} --micro-batch-size 2 --lr 1e-3 --train-iters 4 --mock-data --log-interval 1 "
-        f"--eval-iters 0 --num-workers 0 --vocab-size 50"
+        f"--load {target} --save {tmp_path / 'on'} --use-checkpoint-args --num-layers 9 --hidden-size 8 "
+        f"--num-attention-heads 2 --seq-length {theirs.S} --micro-batch-size 2 --lr 1e-3 --train-iters 4 --mock-data "
+        f"--log-interval 1 --eval-iters 0 --num-workers 0 --vocab-size 50"
     )
     (outcome,) = launch(1, flags.split())
     assert outcome is not None and outcome.code == 0, outcome
-    assert "iteration        3/       4" in outcome.output and "iteration        2/       4" not in outcome.output
+    assert [record["iteration"] for record in read_metrics(tmp_path / "on" / "metrics.jsonl", "iteration")] == [3, 4]
