@@ -9,15 +9,13 @@ import functools
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from megatron.data.file_lock import FileLock, renamed_into
-from megatron.kernels.build import SOURCES, build, compiler, source_hash
+from megatron.kernels.build import SOURCES, build, compiler
 from megatron.kernels.library import OVERRIDE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,43 +54,11 @@ class Outcome:
         return "\n".join(self.output.splitlines()[-60:])
 
 
-def session_folder(factory: pytest.TempPathFactory) -> Path:
-    """A folder that all workers of this pytest session share."""
-    base = factory.getbasetemp()
-    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-
-
-def once(folder: Path, key: str, make: Callable[[Path], Path]) -> Path:
-    """make(a folder of its own) -> a file, called by one of the workers; all get the file."""
-    place = folder / key.replace("/", "_")[:200]
-    place.mkdir(parents=True, exist_ok=True)
-    lock, done = FileLock(place / "lock"), place / "done"
-    while not done.exists():
-        if lock.acquire():
-            try:
-                if not done.exists():
-                    made = make(place)
-                    with renamed_into(done) as file:
-                        file.write(str(made).encode())
-            finally:
-                lock.release()
-        else:
-            lock.wait(timeout_s=60)
-    return Path(done.read_text())
-
-
 def simulator_library(
     folder: Path, wave: int, flags: Sequence[str], only: Sequence[str] = (), sources: Path = SOURCES
 ) -> Path:
-    """The library for waves of `wave` lanes with these compiler flags, built at most once in `folder`.
-
-    `only` names the .cpp files to take. Raises BuildError.
-    """
-    key = "-".join([f"simulator{wave}", source_hash(sources), *only, *(flag.strip("-") for flag in flags)])
-    return once(
-        folder, key,
-        lambda place: build("simulator", [f"wave{wave}"], folder=place, sources=sources, only=only, extra=flags),
-    )  # fmt: skip
+    """The library for waves of `wave` lanes with these compiler flags; `only` names the .cpp files to take."""
+    return build("simulator", [f"wave{wave}"], folder=folder, sources=sources, only=only, extra=flags)
 
 
 @functools.cache
@@ -124,12 +90,8 @@ def environment(library: Path | None, flags: Sequence[str]) -> dict[str, str]:
 
 def run_process(command: Sequence[str], variables: dict[str, str], timeout_s: float = 240) -> Outcome:
     """Run a command at the root of the repository; its errors and output come in one text."""
-    start = time.monotonic()
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=variables, timeout=timeout_s, text=True, errors="replace",
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        return Outcome(124, f"{error.output}\nstopped after {time.monotonic() - start:.0f} s")
+    done = subprocess.run(
+        command, cwd=ROOT, env=variables, timeout=timeout_s, text=True, errors="replace", stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )  # fmt: skip
     return Outcome(done.returncode, done.stdout)

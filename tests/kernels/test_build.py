@@ -1,6 +1,7 @@
 """Building the kernels: what, by what, when, and what is said where it cannot be. Most compilers are scripts."""
 from __future__ import annotations
 
+import ctypes.util
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -9,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.kernels import build
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers.kernels import ROOT
 
 
 @pytest.fixture
@@ -69,45 +69,35 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_plans() -> None:
-    v3 = ["--arch", "x86-64-v3"]
-    assert build.plan(["hip"], []) == [("hip", ["gfx90a"])]
-    assert build.plan(["hip", "cuda"], []) == [("hip", ["gfx90a"]), ("cuda", ["sm_90"])]
-    assert build.plan(["hip"], ["gfx90a", "gfx942"]) == [("hip", ["gfx90a", "gfx942"])]
-    assert build.plan([], ["sm_80", "gfx90a", "sm_90"]) == [("cuda", ["sm_80", "sm_90"]), ("hip", ["gfx90a"])]
-    assert build.plan(["host"], ["x86-64-v3", "x86-64"]) == [("host", ["x86-64-v3"]), ("host", ["x86-64"])]
-    assert build.plan(["host"], [])[0][1] == build.host_archs()[:1]
-    assert build.given([*v3, "--arch=x86-64,sm_90"], "--arch") == ["x86-64-v3", "x86-64", "sm_90"]
+    for arguments, libraries in (
+        ((["hip"], []), [("hip", ["gfx90a"])]),
+        ((["hip", "cuda"], []), [("hip", ["gfx90a"]), ("cuda", ["sm_90"])]),
+        ((["hip"], ["gfx90a", "gfx942"]), [("hip", ["gfx90a", "gfx942"])]),
+        (([], ["sm_80", "gfx90a", "sm_90"]), [("cuda", ["sm_80", "sm_90"]), ("hip", ["gfx90a"])]),
+        ((["host"], ["x86-64-v3", "x86-64"]), [("host", ["x86-64-v3"]), ("host", ["x86-64"])]),
+        ((["host"], []), [("host", build.host_archs()[:1])]),
+    ):
+        assert build.plan(*arguments) == libraries
+    words = ["--arch", "x86-64-v3", "--arch=x86-64,sm_90"]
+    assert build.given(words, "--arch") == ["x86-64-v3", "x86-64", "sm_90"]
+    for targets, archs, name in (
+        (["rocm"], [], "rocm"), (["hip"], ["sm_90"], "sm_90"), ([], ["gfx90a:xnack-"], "XNACK"), ([], ["pent"], "pent")
+    ):
+        with pytest.raises(build.BuildError, match=name):
+            build.plan(targets, archs)
 
 
-@pytest.mark.parametrize(
-    ("targets", "archs", "message"),
-    [
-        (["rocm"], [], "--target rocm is not known; there are host, hip, cuda"),
-        (["hip"], ["sm_90"], "--arch sm_90 is one of --target cuda, which was not asked for"),
-        ([], ["gfx90a:xnack-"], "one library serves every XNACK and ECC mode"),
-        ([], ["pentium"], "--arch pentium is not known; gfx90a .hip., sm_90 .cuda. and x86-64-v3"),
-    ],
-)
-def test_what_is_not_known(targets: list[str], archs: list[str], message: str) -> None:
-    with pytest.raises(build.BuildError, match=message):
-        build.plan(targets, archs)
-
-
-def test_all_whose_compiler_is_there(compilers: Callable[..., Path]) -> None:
-    message = r"(?s)--target host: .*GCC 12.*--target hip: looked for hipcc.*module load rocm"
-    with pytest.raises(build.BuildError, match=message):
+def test_all_whose_compiler_is_there(compilers: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its usual name, or by the variable that names it; what was looked for in vain is said."""
+    with pytest.raises(build.BuildError, match=r"(?s)--target host.*--target hip.*hipcc"):
         build.plan([], [])
-    compilers("hipcc", "g++")
+    compilers("hipcc", "g++", "my-hipcc")
     assert [target for target, _ in build.plan([], [])] == ["host", "hip"]
-
-
-def test_a_variable_names_the_compiler(compilers: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    compilers("hipcc", "my-hipcc")
     monkeypatch.setenv("HIPCC", "my-hipcc")
     assert Path(build.compiler("hip") or "").name == "my-hipcc"
     monkeypatch.setenv("HIPCC", "nowhere")
     assert build.compiler("hip") is None
-    with pytest.raises(build.BuildError, match=r"\$HIPCC is nowhere, which cannot be used"):
+    with pytest.raises(build.BuildError, match=r"\$HIPCC is nowhere"):
         build.make(["hip"])
 
 
@@ -133,24 +123,26 @@ def test_hip_is_compiled_for_amd_and_linked_without_a_runtime(
 def test_built_again_only_when_something_changed(
     compilers: Callable[..., Path], sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log, said = compilers("g++", "my-g++"), []
-    folder = tmp_path / "lib"
+    log = compilers("g++", "my-g++")
     # What the script's compilers write, they write for no target.
     monkeypatch.setattr(build, "description", lambda *a, real=build.description: real(*a).replace("host", "TARGET", 1))
 
-    def calls(**more: object) -> int:
+    def links(**more: object) -> int:
         before = log.read_text().count("-shared") if log.exists() else 0
-        build.make(["host"], folder=folder, say=said.append, **more)  # type: ignore[arg-type]
+        build.make(["host"], folder=tmp_path / "lib", say=lambda line: None, **more)  # type: ignore[arg-type]
         return log.read_text().count("-shared") - before
 
-    assert [calls(), calls(), calls(force=True), calls()] == [1, 0, 1, 0]
-    assert "up to date" in said[-1]
+    assert [links(), links(), links(force=True), links()] == [1, 0, 1, 0]
     (sources / "shared.h").write_text("// changed")
-    assert [calls(), calls()] == [1, 0]
+    assert [links(), links()] == [1, 0]
+    (sources / "shared.h").rename(sources / "renamed.h")
+    assert [links(), links()] == [1, 0]
+    (sources / "notes.txt").write_text("nobody's")
+    assert links() == 0
     monkeypatch.setattr(build, "compile_flags", lambda t, a, real=build.compile_flags: [*real(t, a), "-g"])
-    assert [calls(), calls()] == [1, 0]
+    assert [links(), links()] == [1, 0]
     monkeypatch.setenv("CXX", "my-g++")
-    assert [calls(), calls()] == [1, 0]
+    assert [links(), links()] == [1, 0]
 
 
 def test_a_compiler_that_fails(compilers: Callable[..., Path], sources: Path, tmp_path: Path) -> None:
@@ -166,11 +158,6 @@ def test_a_compiler_that_fails(compilers: Callable[..., Path], sources: Path, tm
     assert old.read_text() == "old" and len(list(folder.iterdir())) == 1
 
 
-def test_long_output_is_shortened() -> None:
-    text = build._shortened("\n".join(map(str, range(100))))
-    assert text.splitlines()[-2:] == ["59", "... 40 more lines"]
-
-
 def test_an_installation_warns_and_goes_on(
     compilers: Callable[..., Path], sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,59 +166,35 @@ def test_an_installation_warns_and_goes_on(
     folder.mkdir()
     (folder / "libmegatron-hip-gfx1.so").write_text("of another build")
     build.install(folder, alone=False, say=said.append)
-    assert [line.split(":")[:2] for line in said] == [["note", " no compiler for --target host"]]
-    said.clear()
+    assert len(said) == 1 and "--target host" in said[0]
     compilers("hipcc", "c++")
     monkeypatch.setenv(build.CHOICE, "cuda,hip")
     build.install(folder, alone=True, say=said.append)
-    assert "warning: kernels for cuda were not built: no compiler for --target cuda" in said[0]
+    assert "warning" in said[1] and "--target cuda" in said[1]
     assert [p.name for p in folder.iterdir()] == ["libmegatron-hip-gfx90a.so"]
     monkeypatch.setenv(build.CHOICE, "none")
     build.install(folder, alone=True, say=said.append)
     assert not list(folder.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("flags", "archs"),
-    [
-        ("", ["x86-64"]),
-        ("cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3", ["x86-64-v2", "x86-64"]),
-        (
-            "cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3 avx2 bmi1 bmi2 f16c fma abm movbe",
-            ["x86-64-v3", "x86-64-v2", "x86-64"],
-        ),
-    ],
-)
-def test_levels_of_x86_64(monkeypatch: pytest.MonkeyPatch, flags: str, archs: list[str]) -> None:
+def test_levels_of_x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
-    assert build.host_archs(frozenset(flags.split())) == archs
+    second = "cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3"
+    third = f"{second} avx2 bmi1 bmi2 f16c fma abm movbe"
+    for flags, archs in (
+        ("", ["x86-64"]), (second, ["x86-64-v2", "x86-64"]), (third, ["x86-64-v3", "x86-64-v2", "x86-64"])
+    ):
+        assert build.host_archs(frozenset(flags.split())) == archs
     monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
     assert build.host_archs() == ["aarch64"]
 
 
-def test_the_hash_is_of_names_and_contents(tmp_path: Path) -> None:
-    assert build.source_hash(tmp_path / "nowhere") == ""
-    (tmp_path / "a.cpp").write_text("one")
-    first = build.source_hash(tmp_path)
-    (tmp_path / "notes.txt").write_text("nobody's")
-    assert build.source_hash(tmp_path) == first
-    (tmp_path / "a.cpp").write_text("two")
-    second = build.source_hash(tmp_path)
-    (tmp_path / "a.cpp").rename(tmp_path / "b.cpp")
-    assert len({first, second, build.source_hash(tmp_path)}) == 3
-
-
-def run_setup(*arguments: str) -> subprocess.CompletedProcess[str]:
+@pytest.mark.slow
+def test_the_command_refuses() -> None:
     pytest.importorskip("pybind11")
-    return subprocess.run(
-        [sys.executable, "setup.py", "-q", "build_kernels", *arguments], cwd=ROOT, capture_output=True, text=True
-    )
-
-
-def test_the_command_refuses(tmp_path: Path) -> None:
-    done = run_setup("--target", "host", "--target", "rocm", "--output-dir", str(tmp_path))
-    assert done.returncode == 1 and "error: --target rocm is not known; there are host, hip, cuda" in done.stderr
-    assert "--jobs 0 must be a number above 0" in run_setup("--target=host", "--jobs", "0").stderr
+    command = [sys.executable, "setup.py", "-q", "build_kernels", "--target", "host", "--target", "rocm"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "rocm" in done.stderr and all(name in done.stderr for name in build.TARGETS)
 
 
 def test_nothing_heavy_is_imported() -> None:
@@ -241,23 +204,40 @@ def test_nothing_heavy_is_imported() -> None:
     assert not {"torch", "numpy", "megatron"} & {name.partition(".")[0] for name in loaded.stdout.split()}
 
 
-def test_a_change_of_a_kernel_makes_the_environment_anew() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    (rule,) = [line for line in makefile.replace("\\\n", " ").splitlines() if line.startswith("MADE_FROM")]
-    assert "csrc/kernels/*.cpp" in rule and "csrc/kernels/*.h" in rule and "csrc/*.[ch]pp" in rule
-    assert "rm -rf megatron/kernels/lib" in makefile
+def needs(target: str) -> None:
+    if build.compiler(target) is None:
+        pytest.skip(build.no_compiler(target))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.campaign("simulator")
 @pytest.mark.parametrize("target", ["host", "hip", "cuda"])
-def test_a_real_build(target: str, built: Callable[[str], Path]) -> None:
+def test_a_real_build(target: str, tmp_path: Path) -> None:
     """It holds its own description, so that it is known to be current, and every exported function."""
-    path = built(target)
+    needs(target)
+    path = build.build(target, folder=tmp_path)
     assert build.is_current(path, target, build.default_archs(target))
     content = path.read_bytes()
-    assert f"{target} {build.default_archs(target)[0]} {build.source_hash()}-".encode() in content
     for file in build.SOURCES.glob("*.cpp"):
         for line in file.read_text().splitlines():
             if line.startswith("MK_API "):
                 assert line.split()[1].partition("(")[0].encode() + b"\0" in content, line
+
+
+@pytest.mark.campaign("simulator")
+def test_the_hip_runtime_is_the_one_that_is_loaded(tmp_path: Path) -> None:
+    """The library brings none of its own: it loads once the process has one, and not before."""
+    needs("hip")
+    runtime = ctypes.util.find_library("amdhip64") or pytest.skip("no HIP runtime here")
+    program = """
+import ctypes, pathlib, sys
+from megatron.kernels import library
+path, runtime = pathlib.Path(sys.argv[1]), sys.argv[2]
+library._try_on_gpu = lambda handle: ""
+library.source_hash = lambda: ""
+assert library._load(path, "hip").handle is None
+ctypes.CDLL(runtime)
+found = library._load(path, "hip")
+assert found.handle is not None and found.arch == "gfx90a", found
+"""
+    path = build.build("hip", folder=tmp_path, only=("scaling",))
+    subprocess.run([sys.executable, "-c", program, str(path), runtime], check=True, cwd=ROOT)

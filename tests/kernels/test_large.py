@@ -2,20 +2,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from megatron.kernels.library import available
 from megatron.kernels.ops.activation import bias_activation
 from megatron.kernels.ops.attention import attention_gradient_, attention_weights_, row_dots
-from megatron.kernels.ops.cross_entropy import cross_entropy, local_pass
-from megatron.kernels.ops.norm import layer_norm, rms_norm
+from megatron.kernels.ops.cross_entropy import local_pass
+from megatron.kernels.ops.norm import rms_norm
 from megatron.kernels.ops.optimizer import scale_and_norm_
 from megatron.kernels.ops.softmax import causal_softmax, masked_softmax
-from tests.kernels.numerics.reference import DEVICES, SIMULATED, TYPES, assert_close, exact, random
+from tests.kernels.numerics.reference import SIMULATED, assert_close, devices, exact, random, zeros
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kernels")]
+campaign = pytest.mark.campaign("large")
+large_devices = pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=campaign), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 
 GiB = 1 << 30
 WIDTH = 4096
@@ -33,35 +37,55 @@ def free_bytes(device: str) -> int:
         return next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
 
 
-def large(device: str) -> torch.Tensor:
-    """bf16 [ROWS, WIDTH], zero except in the rows that are looked at. On a CPU only those take memory: the rest is the
-    system's one page of zeros until somebody writes."""
-    if not available(torch.device(device)):
-        pytest.skip(f"no kernels are built for {device}")
-    if SIMULATED:
-        pytest.skip("takes hours on the simulator")
-    if free_bytes(device) < 16 * GiB:
-        pytest.skip(f"needs 16 GiB of free memory; {free_bytes(device) / GiB:.1f} are there")
-    x = torch.zeros(ROWS, WIDTH, dtype=torch.bfloat16, device=device)
+def large(device: str, needed: int = 16 * GiB) -> torch.Tensor:
+    """bf16 [ROWS, WIDTH], zero except in the rows that are looked at."""
+    if (free := free_bytes(device)) < needed:
+        pytest.skip(f"needs {needed / GiB:.0f} GiB of free memory; {free / GiB:.1f} are there")
+    x = zeros(ROWS * WIDTH, device).view(ROWS, WIDTH)
     x[LOOKED_AT] = random((len(LOOKED_AT), WIDTH), torch.bfloat16, device, 1)
     return x
 
 
-def check_rows(run: Callable[[torch.Tensor], torch.Tensor], device: str) -> None:
+def check_rows(run: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]], *large: torch.Tensor) -> None:
     """Each row of the large result is that of its row alone, to the bit, as the same code computes it."""
-    x = large(device)
-    y = run(x)
-    assert y.shape[0] == ROWS
-    assert torch.equal(y[LOOKED_AT], run(x[LOOKED_AT]))
+    whole, part = run(*large), run(*(x[LOOKED_AT] for x in large))
+    if isinstance(whole, torch.Tensor):
+        whole, part = (whole,), (part,)
+    for a, b in zip(whole, part, strict=True):
+        assert a.shape[0] == ROWS and torch.equal(a[LOOKED_AT], b)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_row_operation_past_2_31(device: str) -> None:
-    weight = random((WIDTH,), torch.bfloat16, device, 2)
-    check_rows(lambda x: rms_norm(x, weight, 1e-5), device)
+def some(x: torch.Tensor) -> torch.Tensor:
+    return random((WIDTH,), torch.bfloat16, str(x.device), 2)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+RUNS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "norm": lambda x: rms_norm(x, some(x), 1e-5),
+    "softmax backward": lambda x: torch.ops.megatron.softmax_backward(x, x, 0.5, False),
+    "activation": lambda x: bias_activation(x, some(x), "squared_relu"),
+}
+
+
+@large_devices
+@pytest.mark.parametrize("name", RUNS)
+def test_rows_past_2_31(name: str, device: str) -> None:
+    check_rows(RUNS[name], large(device))
+
+
+@pytest.mark.skipif(SIMULATED, reason="takes hours on the simulator")
+@devices
+def test_row_dots_past_2_31(device: str) -> None:
+    """Writes next to nothing: the representative of the others."""
+    check_rows(lambda x: row_dots(x, x), large(device, GiB))
+
+
+@large_devices
+def test_cross_entropy_past_2_31(device: str) -> None:
+    labels = torch.arange(ROWS, device=device) % WIDTH
+    check_rows(lambda x, labels: local_pass(x, labels, 0, WIDTH), large(device), labels)
+
+
+@large_devices
 def test_softmax_past_2_31(device: str) -> None:
     """Squares before and after the boundary; a row's place in its square says what it sees."""
     x = large(device)
@@ -70,17 +94,7 @@ def test_softmax_past_2_31(device: str) -> None:
     assert torch.equal(y[squares], causal_softmax(x.view(129, WIDTH, WIDTH)[squares], 0.5))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_softmax_backward_past_2_31(device: str) -> None:
-    x = large(device)
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.megatron.softmax_backward(x, x, 0.5, False)
-
-    assert torch.equal(run(x)[LOOKED_AT], run(x[LOOKED_AT]))
-
-
-@pytest.mark.parametrize("device", DEVICES)
+@large_devices
 def test_attention_past_2_31(device: str) -> None:
     """Squares of scores before and after the boundary, with dropout, which knows its place in the whole, to the bit."""
     scores = large(device).view(129, WIDTH, WIDTH)
@@ -100,18 +114,7 @@ def test_attention_past_2_31(device: str) -> None:
         assert torch.equal(scores[sample], weights[0]) and torch.equal(logarithms[sample], found[sample])
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_row_dots_past_2_31(device: str) -> None:
-    check_rows(lambda x: row_dots(x, x), device)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_tile_operation_past_2_31(device: str) -> None:
-    bias = random((WIDTH,), torch.bfloat16, device, 2)
-    check_rows(lambda x: bias_activation(x, bias, "squared_relu"), device)
-
-
-@pytest.mark.parametrize("device", DEVICES)
+@large_devices
 def test_sums_over_rows_past_2_31(device: str) -> None:
     """The bias's gradient of squared ReLU, 2 dy max(x, 0): only the rows that are not zero add to it."""
     x = large(device)
@@ -123,16 +126,7 @@ def test_sums_over_rows_past_2_31(device: str) -> None:
     assert_close(dbias, want.sum(0), torch.bfloat16, 2.0**-20 * want.sum(0))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_cross_entropy_past_2_31(device: str) -> None:
-    x = large(device)
-    labels = torch.arange(ROWS, device=device) % WIDTH
-    whole = local_pass(x, labels, 0, WIDTH)
-    part = local_pass(x[LOOKED_AT], labels[LOOKED_AT], 0, WIDTH)
-    assert all(torch.equal(a[LOOKED_AT], b) for a, b in zip(whole, part, strict=True))
-
-
-@pytest.mark.parametrize("device", DEVICES)
+@large_devices
 def test_norm_of_a_tensor_past_2_31(device: str) -> None:
     x = large(device)
     want = float(x[LOOKED_AT].double().square().sum())
@@ -154,19 +148,20 @@ def test_past_2_32_elements() -> None:
 
 # ---- wide rows ------------------------------------------------------------------------------------------------------
 # Each holds the row in another way: 1,024, 2,048, 4,096 and 8,192 packs of bf16, then rows too wide to hold, then one
-# that is not made of packs. On the simulator each operation has two of them.
-WIDTHS = [8192, 16384, 32768, 65536, 65544, 65535]
-CASES = [(n, dtype) for n in WIDTHS for dtype in TYPES]
-if SIMULATED:
-    CASES = [(65536, torch.bfloat16), (32768, torch.float32), (65544, torch.float16)]
-wide = pytest.mark.parametrize(("n", "dtype"), CASES, ids=lambda value: str(value).removeprefix("torch."))
+# that is not made of packs. Norms and cross entropy have theirs in numerics/.
+CASES = [(65536, torch.bfloat16), (32768, torch.float32), (65544, torch.float16)]
+MORE = [(n, dtype) for n in (8192, 16384, 32768, 65535) for dtype in (torch.float16, torch.bfloat16)]
+wide = pytest.mark.parametrize(
+    ("n", "dtype"), [*CASES, *(pytest.param(*case, marks=campaign) for case in MORE)],
+    ids=lambda value: str(value).removeprefix("torch."),
+)
 
 # Sums of 65,536 terms in fp32, each lane's in turn, then over lanes: 2^-24 for each of at most 512 + 20 additions on a
 # GPU; on a CPU one lane of 1 adds all terms one by one, but the errors of 65,536 roundings add up like a random walk's.
 SUM = 2.0**-24 * 600
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@devices
 @wide
 def test_wide_softmax(device: str, n: int, dtype: torch.dtype) -> None:
     x = random((1, 1, 2, n), dtype, device, 3, scale=3.0).requires_grad_()
@@ -182,7 +177,7 @@ def test_wide_softmax(device: str, n: int, dtype: torch.dtype) -> None:
         assert_close(dx, 0.7 * p * (g - (p * g).sum(-1, keepdim=True)), dtype, SUM * size)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@devices
 @wide
 def test_wide_attention(device: str, n: int, dtype: torch.dtype) -> None:
     """The last eight queries of a sequence with all their keys, then the gradients of the second half of the scores."""
@@ -207,43 +202,3 @@ def test_wide_attention(device: str, n: int, dtype: torch.dtype) -> None:
     assert_close(changed, 0.7 * p * (g - 0.25), dtype, 2.0**-14 * p * (g.abs() + 1))
     found, size = row_dots(scores, gradients), exact(scores).detach() * exact(gradients).detach()
     assert_close(found, size.sum(-1), torch.float32, SUM * size.abs().sum(-1))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
-@wide
-def test_wide_norm(device: str, rms: bool, n: int, dtype: torch.dtype) -> None:
-    """Values, and gradients against those in float64 of the same inputs."""
-    x = random((2, n), dtype, device, 5).requires_grad_()
-    weight = random((n,), dtype, device, 6).requires_grad_()
-    bias = random((n,), dtype, device, 7).requires_grad_()
-    y = rms_norm(x, weight, 1e-5) if rms else layer_norm(x, weight, bias, 1e-5)
-    a, w, b = exact(x), exact(weight), exact(bias)
-    if rms:
-        want = torch.nn.functional.rms_norm(a, (n,), w, 1e-5)
-    else:
-        want = torch.nn.functional.layer_norm(a, (n,), w, b, 1e-5)
-    assert_close(y, want, dtype, SUM * (want.detach().abs() + b.detach().abs() + 1))
-    dy = random((2, n), dtype, device, 8)
-    y.backward(dy)
-    want.backward(exact(dy).detach())
-    size = (exact(dy) * w).detach().abs() + 4  # the means subtracted are far below the terms
-    assert_close(x.grad, a.grad, dtype, SUM * size)
-    assert_close(weight.grad, w.grad, dtype, SUM * 8 * exact(dy).detach().abs().sum(0))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@wide
-def test_wide_cross_entropy(device: str, n: int, dtype: torch.dtype) -> None:
-    """The last 5 columns pad."""
-    x = random((2, n), dtype, device, 9, scale=3.0)
-    labels = torch.tensor([0, n - 6])
-    a = exact(x)
-    want = torch.nn.functional.cross_entropy(a[:, : n - 5], labels, reduction="none")
-    want.sum().backward()
-    leaf = x.clone().requires_grad_()
-    loss = cross_entropy(leaf * 1, labels.to(device), 0, n - 5)  # * 1: the gradient overwrites what it is given
-    assert_close(loss, want, torch.float32, SUM * 16)
-    loss.sum().backward()
-    assert_close(leaf.grad, a.grad, dtype, SUM * a.grad.abs())
-    assert not leaf.grad[:, n - 5:].any()

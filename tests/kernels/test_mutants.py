@@ -4,10 +4,14 @@ For each topic two libraries are made: one for waves of 32 lanes, and one for wa
 longer to compile and to run. Faults go into a copy of the sources, each behind a condition on a number, so that one
 build serves: an expression OLD becomes (planted(7) ? (NEW) : (OLD)), a statement the like with if. The tests run first
 without a fault, then once for each number, in processes forked from one that has imported torch.
+
+`make test` does this for the norm of gradients alone, the topic that is built fastest; all are in the campaigns
+"simulator" (without faults) and "mutants".
 """
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import sys
@@ -16,7 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron.kernels import library
 from megatron.kernels.build import SOURCES
 from tests.helpers.kernels import (
     NUMERICS,
@@ -28,8 +34,8 @@ from tests.helpers.kernels import (
     run_process,
     simulator_library,
 )
-
-pytestmark = [needs_simulator, pytest.mark.slow]
+from tests.helpers.killing import forked, wait_for
+from tests.helpers.processes import run_processes
 
 
 @dataclass(frozen=True)
@@ -193,7 +199,7 @@ TOPICS = {
         Mutant("lanes keep their maximum", "cross_entropy.cpp", "total * exponential(top - finite(all))", "total"),
         Mutant("label has no gradient", "cross_entropy.cpp", "c + k == mine ? up : 0.0f", "0.0f"),
         Mutant("rows are skipped", "cross_entropy.cpp", "row += gridDim.y", "row += gridDim.y + 1"),
-    ), wide=True),
+    )),
     "rotary": Topic("rotary", ("rotary",), (
         Mutant("gradient turns on", "rotary.cpp", "sign * b[k]", "b[k]"),
         Mutant("rest is the wrong half", "rotary.cpp", "from + half + c", "from + c", after="(to + half + c) = "),
@@ -239,7 +245,7 @@ class Runs:
         self.runs, self.status, self.forked = runs, {}, False
 
     def pytest_collection(self):  # conftest.py has been read, the tests not yet
-        settings.register_profile("mutants", settings.get_profile("ci"), phases=[Phase.explicit, Phase.generate])
+        settings.register_profile("mutants", settings.get_profile("test"), phases=[Phase.explicit, Phase.generate])
         settings.load_profile("mutants")
 
     @pytest.hookimpl(tryfirst=True)
@@ -335,23 +341,34 @@ def run_all(
     return {name: (status[name], output.read_text(errors="replace")) for name, output in outputs.items()}
 
 
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("wave", "flags"), [(64, SANITIZED), (32, PLAIN)], ids=["wave64-sanitized", "wave32"])
+@needs_simulator
+@pytest.mark.campaign("simulator")
+@pytest.mark.parametrize("sanitized", [True, False], ids=["wave64-sanitized", "wave32"])
 @pytest.mark.parametrize("name", TOPICS)
-def test_numerics_and_planted_faults(name: str, wave: int, flags: tuple[str, ...], tmp_path: Path) -> None:
-    topic, sanitized = TOPICS[name], flags is SANITIZED
+def test_numerics(name: str, sanitized: bool, tmp_path: Path) -> None:
+    topic, wide = TOPICS[name], "tests/kernels/test_large.py"
+    wave, flags = (64, SANITIZED) if sanitized else (32, PLAIN)
+    built = simulator_library(tmp_path, wave, flags, topic.sources)
+    files = [f"{NUMERICS}/test_{topic.tests}.py", *([wide] if topic.wide and sanitized else [])]
+    runs = [Run(file, 0, f"{wide}::test_wide_{name}" if file == wide else file) for file in files]
+    for file, (code, output) in run_all(runs, files, built, flags, tmp_path).items():
+        assert code == 0 and " passed" in output, f"{file}, exit code {code}:\n{output[-5000:]}"
+
+
+@needs_simulator
+@pytest.mark.campaign("mutants")
+@pytest.mark.parametrize(
+    ("name", "sanitized"), sorted({(name, m.sanitized) for name, topic in TOPICS.items() for m in topic.mutants})
+)
+def test_planted_faults(name: str, sanitized: bool, tmp_path: Path) -> None:
+    topic = TOPICS[name]
+    wave, flags = (64, SANITIZED) if sanitized else (32, PLAIN)
     faults = {i: mutant for i, mutant in enumerate(topic.mutants, 1) if mutant.sanitized == sanitized}
     plant(faults, tmp_path / "sources")
-    library = simulator_library(tmp_path, wave, flags, topic.sources, tmp_path / "sources")
-    tests, wide = f"{NUMERICS}/test_{topic.tests}.py", "tests/kernels/test_large.py"
-    right, files = [Run("numerics", 0, tests)], [tests]
-    if topic.wide and sanitized:
-        right.append(Run("wide rows", 0, f"{wide}::test_wide_{name}"))
-        files.append(wide)
-    found = run_all([*right, *(Run(str(i), i, tests) for i in faults)], files, library, flags, tmp_path)
-    for run in right:
-        code, output = found[run.name]
-        assert code == 0 and " passed" in output, f"{run.name}, exit code {code}:\n{output[-5000:]}"
+    built = simulator_library(tmp_path, wave, flags, topic.sources, tmp_path / "sources")
+    tests = f"{NUMERICS}/test_{topic.tests}.py"
+    found = run_all([Run(str(i), i, tests) for i in (0, *faults)], [tests], built, flags, tmp_path)
+    assert found["0"][0] == 0, found["0"][1][-5000:]
     left = []
     for i, mutant in faults.items():
         code, output = found[str(i)]
@@ -362,19 +379,46 @@ def test_numerics_and_planted_faults(name: str, wave: int, flags: tuple[str, ...
     assert not left, "faults that no test found:\n" + "\n".join(left)
 
 
-def test_every_kernel_has_numerical_tests() -> None:
-    assert {f"test_{topic.tests}" for topic in TOPICS.values()} == {p.stem for p in (ROOT / NUMERICS).glob("test_*.py")}
-    tested = {name for topic in TOPICS.values() for name in topic.sources}
-    assert tested == {file.stem for file in SOURCES.glob("*.cpp")} - {"library"}
+def check_norms(built: str, number: int) -> None:
+    """Tensors around a pack, a block and a chunk, aligned or not, with the fault of this number."""
+    from tests.kernels.numerics.test_optimizer import check_norm
+
+    if number:  # what is wrong then is nobody's concern
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    os.environ |= {library.OVERRIDE: built, "MEGATRON_MUTANT": str(number)}
+    library.forget()
+    assert library.find("cpu").target == "simulator"
+    for dtype in (torch.float32, torch.bfloat16):
+        for offset, factor in ((0, 0.3), (1, 1.0), (1, -2.5)):
+            check_norm([5, 1030, 0, 4096, 4097, 1], dtype, offset, factor, "cpu", 2)
 
 
-def test_every_kernel_has_mutants() -> None:
+def check_norms_with_each_fault(_: int, built: str, numbers: Sequence[int]) -> dict[int, int]:
+    """The exit code of a process for each number."""
+    return {number: wait_for(forked(lambda number=number: check_norms(built, number))) for number in numbers}
+
+
+@needs_simulator
+@pytest.mark.slow
+def test_the_norm_of_gradients_on_the_simulator(tmp_path: Path) -> None:
+    """The representative of both campaigns: right without a fault, wrong without a barrier and with each other one."""
+    files = ("scaling.cpp", "tensor_list.h")
+    mutants = [m for m in TOPICS["optimizer"].mutants if m.file in files and not m.sanitized]
+    faults = dict(enumerate(mutants, 1))
+    plant(faults, tmp_path / "sources")
+    built = simulator_library(tmp_path, 64, PLAIN, ("scaling",), tmp_path / "sources")
+    (codes,) = run_processes(1, check_norms_with_each_fault, str(built), [0, *faults])
+    assert codes.pop(0) == 0
+    missed = [faults[number].name for number, code in codes.items() if code == 0]
+    assert len(codes) >= 6 and not missed
+
+
+def test_every_kernel_has_tests_and_mutants_that_can_be_planted(tmp_path: Path) -> None:
     """At least two of its own."""
+    assert {f"test_{topic.tests}" for topic in TOPICS.values()} == {p.stem for p in (ROOT / NUMERICS).glob("test_*.py")}
+    kernels = {file.stem for file in SOURCES.glob("*.cpp")} - {"library"}
+    assert {name for topic in TOPICS.values() for name in topic.sources} == kernels
     files = [mutant.file for topic in TOPICS.values() for mutant in topic.mutants]
-    few = {file.name for file in SOURCES.glob("*.cpp") if files.count(file.name) < 2} - {"library.cpp"}
-    assert not few, f"no two mutants of {sorted(few)}"
-
-
-def test_an_outdated_mutant_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="the mutant 'old' is outdated"):
-        plant({1: Mutant("old", "softmax.cpp", "there is no such text", "")}, tmp_path / "sources")
+    assert not {name for name in kernels if files.count(f"{name}.cpp") < 2}
+    for name, topic in TOPICS.items():
+        plant(dict(enumerate(topic.mutants, 1)), tmp_path / name)

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from megatron.errors import KernelError
-from megatron.kernels import library
 from megatron.kernels.ops import dropout
 from megatron.kernels.ops.activation import bias_activation
 from megatron.kernels.ops.cross_entropy import cross_entropy
 from megatron.kernels.ops.norm import add_layer_norm, rms_norm
 from megatron.kernels.ops.rotary import rotate
 from megatron.kernels.ops.softmax import causal_softmax, masked_softmax, reference
+from tests.kernels.numerics.reference import refused
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -33,7 +33,7 @@ def test_second_derivatives_are_refused(name: str) -> None:
     """torch would take the gradient for a constant and print a warning."""
     x = torch.randn(4, 8, requires_grad=True)
     y = ONCE[name](x * 1.0)
-    with pytest.raises(KernelError, match="has no second derivative; use torch's own operators"):
+    with pytest.raises(KernelError, match="second derivative"):
         torch.autograd.grad(y.square().sum(), x, create_graph=True)
 
 
@@ -51,14 +51,14 @@ def test_rotation_has_every_derivative() -> None:
 
 
 def test_a_parameter_is_never_overwritten() -> None:
-    """The gradient of the cross entropy takes the place of its logits; a view of a leaf is copied first."""
-    for part in (lambda w: w.view(2, 2, 8), lambda w: w[:2].view(1, 2, 8), lambda w: w.unsqueeze(0)):
+    """The gradient of the cross entropy takes the place of its logits; a leaf, and a view of one, is copied first."""
+    for part in (lambda w: w.view(2, 2, 8), lambda w: w[:2].view(1, 2, 8), lambda w: w.unsqueeze(0), lambda w: w):
         w = torch.randn(4, 8, requires_grad=True)
         before, logits = w.detach().clone(), part(w)
         labels = torch.zeros(logits.shape[:-1], dtype=torch.int64)
         cross_entropy(logits, labels).sum().backward()
         wide = before.double().requires_grad_()
-        torch.nn.functional.cross_entropy(part(wide).flatten(0, 1), labels.flatten(), reduction="sum").backward()
+        torch.nn.functional.cross_entropy(part(wide).reshape(-1, 8), labels.flatten(), reduction="sum").backward()
         assert torch.equal(w.detach(), before)
         torch.testing.assert_close(w.grad.double(), wide.grad, rtol=1e-5, atol=1e-6)
 
@@ -66,8 +66,8 @@ def test_a_parameter_is_never_overwritten() -> None:
 def test_widths_that_no_grid_has() -> None:
     wide = torch.empty(1, 2**28, dtype=torch.bfloat16)  # pages that nobody touches
     for run in (causal_softmax, ONCE["gelu"], lambda x: dropout.bias_dropout_add(x, None, None, 0.1, 1)):
-        with pytest.raises(KernelError, match="has 268435456 columns"):
-            run(wide)
+        refused(lambda run=run: run(wide), 2**28)
+    refused(lambda: cross_entropy(torch.tensor(1.0), torch.tensor(0)), "dimension")
 
 
 def test_rows_of_minus_infinity_are_zero_everywhere() -> None:
@@ -96,12 +96,6 @@ def test_the_result_is_never_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_empty_gradients_pass() -> None:
-    x = torch.randn(0, 1, 1, 8, requires_grad=True)
-    table = torch.ones(0, 1, 1, 4)
+    x, table = torch.randn(0, 1, 1, 8, requires_grad=True), torch.ones(0, 1, 1, 4)
     rotate(x, table, table).sum().backward()
-    assert x.grad is not None and library.find("cpu").reason == ""
-
-
-def test_no_dimension_is_an_error_of_ours() -> None:
-    with pytest.raises(KernelError, match="no dimension"):
-        cross_entropy(torch.tensor(1.0), torch.tensor(0))
+    assert x.grad is not None

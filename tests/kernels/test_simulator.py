@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,13 @@ from tests.helpers.kernels import (
     SANITIZED,
     environment,
     needs_simulator,
-    once,
     run_process,
-    session_folder,
     simulator_library,
 )
 
 pytestmark = [needs_simulator, pytest.mark.slow]
+campaign = pytest.mark.campaign("simulator")
+Program = Callable[[int, tuple[str, ...]], Path]
 
 # Each kernel runs as one block of 128 threads over floats, and is named by the number after `case`.
 KERNELS = r"""
@@ -133,48 +134,47 @@ FOUND = {
 }
 
 
-def program(folder: Path, wave: int, flags: tuple[str, ...]) -> Path:
-    def make(place: Path) -> Path:
-        (place / "misuse.cpp").write_text(KERNELS)
-        command = [
-            str(compiler("simulator")), "-std=c++17", f"-DMK_SIMULATE={wave}", f"-I{SOURCES}", *flags, "-Wall",
-            "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function", str(place / "misuse.cpp"), "-o",
-            str(place / "misuse"),
-        ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return place / "misuse"
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
+    """program(lanes of a wave, flags): the kernels above, compiled once for each."""
+    made: dict[tuple[int, tuple[str, ...]], Path] = {}
 
-    return once(folder, f"misuse{wave}{''.join(flags)}", make)
+    def get(wave: int, flags: tuple[str, ...]) -> Path:
+        if (wave, flags) not in made:
+            place = tmp_path_factory.mktemp("misuse")
+            (place / "misuse.cpp").write_text(KERNELS)
+            command = [
+                str(compiler("simulator")), "-std=c++17", f"-DMK_SIMULATE={wave}", f"-I{SOURCES}", *flags, "-Wall",
+                "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function", "misuse.cpp", "-o", "misuse",
+            ]  # fmt: skip
+            done = subprocess.run(command, capture_output=True, text=True, cwd=place)
+            assert done.returncode == 0, done.stderr
+            made[wave, flags] = place / "misuse"
+        return made[wave, flags]
+
+    return get
 
 
-@pytest.mark.parametrize("case", FOUND)
+@pytest.mark.parametrize("wave", [64, pytest.param(32, marks=campaign)])
+def test_misuse_is_found(wave: int, program: Program) -> None:
+    """And what is right passes, also where each lane's sum has to cross waves: 128 lanes of 2."""
+    file, variables = str(program(wave, ADDRESS)), environment(None, ())
+    outcomes = {case: run_process([file, str(case)], variables) for case in (0, *FOUND)}
+    right = outcomes.pop(0)
+    assert right.passed and "x[100] 256" in right.output, right.end
+    missed = {case: o.end for case, o in outcomes.items() if o.passed or FOUND[case] not in o.output}
+    assert not missed
+    assert "block 0,0,0 thread" in outcomes[6].output and "int main(int, char**)" in outcomes[6].output
+
+
+@campaign
+@pytest.mark.parametrize("flags", [PLAIN, ("-O3",)], ids=["plain", "optimized"])
 @pytest.mark.parametrize("wave", [64, 32])
-def test_misuse_is_found(wave: int, case: int, tmp_path_factory: pytest.TempPathFactory) -> None:
-    file = program(session_folder(tmp_path_factory), wave, ADDRESS)
-    outcome = run_process([str(file), str(case)], environment(None, ()))
-    assert not outcome.passed and FOUND[case] in outcome.output, outcome.end
-
-
-@pytest.mark.parametrize("flags", [ADDRESS, PLAIN, ("-O3",)], ids=["sanitized", "plain", "optimized"])
-@pytest.mark.parametrize("wave", [64, 32])
-def test_what_is_right_passes(wave: int, flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Also where each lane's sum has to cross waves: 128 lanes of 2."""
-    file = program(session_folder(tmp_path_factory), wave, flags)
-    outcome = run_process([str(file), "0"], environment(None, ()))
-    assert outcome.passed and "x[100] 256" in outcome.output, outcome.end
-
-
-def test_without_sanitizers_unwritten_lds_is_nan(tmp_path_factory: pytest.TempPathFactory) -> None:
-    file = program(session_folder(tmp_path_factory), 64, PLAIN)
-    outcome = run_process([str(file), "1"], environment(None, ()))
-    assert outcome.passed and "x[0] nan" in outcome.output, outcome.end
-
-
-def test_the_message_says_where(tmp_path_factory: pytest.TempPathFactory) -> None:
-    file = program(session_folder(tmp_path_factory), 64, ADDRESS)
-    output = run_process([str(file), "6"], environment(None, ())).output
-    assert "block 0,0,0 thread" in output and "(wave 1 lane" in output and "int main(int, char**)" in output
+def test_without_sanitizers(wave: int, flags: tuple[str, ...], program: Program) -> None:
+    """What is right passes; LDS that nobody has written is NaN."""
+    right, unwritten = (run_process([str(program(wave, flags)), case], environment(None, ())) for case in "01")
+    assert right.passed and "x[100] 256" in right.output, right.end
+    assert unwritten.passed and "x[0] nan" in unwritten.output, unwritten.end
 
 
 # What lies behind a tensor of torch. Of all kernels the rotary embedding is compiled fastest; it is told of a head of
@@ -194,12 +194,11 @@ _ROTARY(x, x, x, table, table, 1, 1, 1 << 32, 8, 0, 0, 0, 0, 1, 1.0)
 """
 
 
-@pytest.mark.parametrize(
-    ("script", "message"),
-    [(OVERRUN, "AddressSanitizer: heap-buffer-overflow"), (DIVISION, "runtime error: division by zero")],
-    ids=["address", "undefined"],
-)
-def test_sanitizers_see_tensors(script: str, message: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    library = simulator_library(session_folder(tmp_path_factory), 64, SANITIZED, ("rotary",))
-    outcome = run_process([sys.executable, "-c", script], environment(library, SANITIZED))
-    assert not outcome.passed and message in outcome.output, outcome.end
+@campaign
+def test_sanitizers_see_tensors(tmp_path: Path) -> None:
+    library = simulator_library(tmp_path, 64, SANITIZED, ("rotary",))
+    for script, message in (
+        (OVERRUN, "AddressSanitizer: heap-buffer-overflow"), (DIVISION, "runtime error: division by zero")
+    ):
+        outcome = run_process([sys.executable, "-c", script], environment(library, SANITIZED))
+        assert not outcome.passed and message in outcome.output, outcome.end

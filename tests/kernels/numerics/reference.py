@@ -6,14 +6,20 @@ the fp32 error of its arithmetic. The bound is stated per operator as a multiple
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
+
+from megatron.errors import KernelError
+from tests.helpers.examples import examples
 
 TYPES = [torch.float32, torch.float16, torch.bfloat16]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+devices = pytest.mark.parametrize("device", DEVICES)
+types = pytest.mark.parametrize("dtype", TYPES)
 
 ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 """Half a unit in the last place, relative: what one rounding to the type can cost."""
@@ -25,9 +31,9 @@ SIMULATED = "simulator" in os.environ.get("MEGATRON_KERNELS_LIBRARY", "")
 """True where a simulator of GPU lanes stands in for the host library: small sizes, few examples."""
 
 without_simulator = pytest.mark.skipif(SIMULATED, reason="computes nothing that a simulator would do in another way")
-"""For tests of torch's own operators, of torch.compile and of host code: they run on the host library."""
+"""For tests of torch's own operators and of host code: they run on the host library."""
 
-EXAMPLES = settings(max_examples=8 if SIMULATED else 40)
+EXAMPLES = examples(8 if SIMULATED else 15)
 
 # Around one pack, one wave, and each width at which the launcher changes its layout.
 WIDTHS = st.one_of(
@@ -43,6 +49,13 @@ def random(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int, s
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype).to(device)
 
 
+def zeros(count: int, device: str) -> torch.Tensor:
+    """In bf16. On a CPU they take no memory: all are the system's one page of zeros until somebody writes."""
+    if device == "cpu":  # torch.zeros would write
+        return torch.from_numpy(np.zeros(count, np.int16)).view(torch.bfloat16)
+    return torch.zeros(count, dtype=torch.bfloat16, device=device)
+
+
 def moved_on(x: torch.Tensor) -> torch.Tensor:
     """The same numbers one element further on: contiguous, and no address for wide accesses."""
     room = x.new_empty(x.numel() + 1)
@@ -53,6 +66,14 @@ def moved_on(x: torch.Tensor) -> torch.Tensor:
 def exact(x: torch.Tensor) -> torch.Tensor:
     """The same numbers in float64 on the CPU, as a leaf that wants a gradient."""
     return x.detach().double().cpu().requires_grad_()
+
+
+def refused(call: Callable[[], object], *figures: object) -> None:
+    """`call` raises KernelError, which has these in its message."""
+    with pytest.raises(KernelError) as error:
+        call()
+    missing = [figure for figure in figures if str(figure) not in str(error.value)]
+    assert not missing, f"{missing} not in {error.value}"
 
 
 def assert_close(

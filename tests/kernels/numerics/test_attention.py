@@ -3,25 +3,27 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.errors import KernelError
 from megatron.kernels.ops.attention import TILE, attention_gradient_, attention_weights_, row_dots
 from megatron.kernels.ops.dropout import bias_dropout_add
 from tests.kernels.numerics.reference import (
-    DEVICES,
     EXAMPLES,
     SIMULATED,
-    TYPES,
     WIDTHS,
     assert_close,
+    devices,
     exact,
     moved_on,
     random,
+    refused,
+    types,
 )
+from tests.kernels.numerics.test_dropout import words
 
 # The logarithm of a sum is good to 2^-20 and below 128 in size, so that its rounding is 2^-18; exp is good to 2^-21,
 # its argument to 2^-24 of a size below 128, and sums to 2^-20: together less than 2^-16 of a weight.
@@ -86,8 +88,8 @@ class Case:
 LENGTHS = WIDTHS.filter(lambda n: n <= (257 if SIMULATED else 520))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", TYPES)
+@devices
+@types
 @EXAMPLES
 @given(
     samples=st.integers(1, 2), groups=st.integers(1, 3), share=st.integers(1, 3), length=LENGTHS, alibi=st.booleans(),
@@ -125,7 +127,7 @@ def test_blocks(
     assert_close(gradients, SCALE * want * (g - dots), dtype, RELATIVE * size + LOST)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@devices
 def test_what_is_not_seen_may_be_anything(device: str) -> None:
     """Buffers are used again: behind the diagonal stands what was there before."""
     case = Case(device, torch.float32, 1, 1, 1, 40, False, 1)
@@ -138,7 +140,7 @@ def test_what_is_not_seen_may_be_anything(device: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@devices
 @pytest.mark.parametrize("length", [37, 64])
 def test_dropout_is_the_same_however_it_is_cut(device: str, length: int) -> None:
     """The mask is that of bias_dropout_add for the whole, in rows of whole tiles; the gradient has it, too."""
@@ -164,7 +166,7 @@ def test_dropout_is_the_same_however_it_is_cut(device: str, length: int) -> None
                 assert_close(gradients, want, torch.float32, RELATIVE * w * (2 * g.abs() + dots.unsqueeze(-1).abs()))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@devices
 def test_scores_without_bound(device: str) -> None:
     """Large scores do not overflow; a row of -infinity is zero; an infinite or undefined score is a NaN that shows."""
     scores = torch.tensor([[[3e38, 0, 0, 0], [-3e38, 3e38, 0, 0], [-math.inf] * 4, [1, 2, math.inf, 0]]], device=device)
@@ -180,8 +182,8 @@ def test_scores_without_bound(device: str) -> None:
     assert undefined.isnan()[0].diagonal().all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", TYPES)
+@devices
+@types
 @EXAMPLES
 @given(rows=st.integers(0, 70), n=LENGTHS, moved=st.booleans(), seed=st.integers(0, 99))
 def test_row_dots(device: str, dtype: torch.dtype, rows: int, n: int, moved: bool, seed: int) -> None:
@@ -191,7 +193,19 @@ def test_row_dots(device: str, dtype: torch.dtype, rows: int, n: int, moved: boo
     assert_close(found, (x * y).sum(-1), torch.float32, 2.0**-20 * (x * y).abs().sum(-1))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@devices
+def test_dropout_far_into_a_large_whole(device: str) -> None:
+    """Elements past 2^34, where a mask's counter needs its upper word: 2^15 samples of 8,192 by 8,192 scores."""
+    sample, total, n, p, seed = 1 << 15, 8192, 40, 0.4, 2**40 + 5
+    weights, logarithms = torch.zeros(1, n, n, device=device), torch.empty(sample + 1, total, device=device)
+    attention_weights_(weights, logarithms, None, sample, 0, 1, SCALE, p, seed)
+    below = np.uint64(int((1 - p) * 2**32))
+    mask = np.stack([words(seed, (sample * total + i) * total, n) < below for i in range(n)])
+    want = torch.from_numpy(mask).double().tril() / torch.arange(1, n + 1).unsqueeze(1) / (1 - p)
+    assert_close(weights[0], want, torch.float32, RELATIVE * want)
+
+
+@devices
 def test_long_rows(device: str) -> None:
     """More exponentials than the host keeps."""
     n, queries = 4608, 32
@@ -208,23 +222,21 @@ def test_what_is_refused() -> None:
         attention_weights_(scores, rows, slopes, sample, first, share, 1.0, p, seed)
 
     weights()
-    for message, values in {
-        "scores is torch.float64; it must be": dict(scores=scores.double()),
-        "scores have 2 dimension": dict(scores=scores[0]),
-        "not contiguous": dict(scores=torch.zeros(2, 35, 6).transpose(1, 2)),
-        "there are 35 keys; queries up to 3 need": dict(first=0),
-        "first is 33; blocks start at multiples of 32": dict(first=33),
-        "logarithms is torch.float16": dict(rows=rows.half()),
-        "has 60 rows; the block has 6 from 64 on": dict(rows=rows[:, :60].contiguous()),
-        "has 2 samples; the block has 2 from 1 on": dict(sample=1),
-        "6 rows are not for 4 queries": dict(share=4),
-        r"slopes are torch.float32 \[3\]": dict(slopes=torch.zeros(3)),
-        "probability is 1.0": dict(p=1.0),
-        "seed is -1": dict(seed=-1),
-    }.items():
-        with pytest.raises(KernelError, match=message):
-            weights(**values)
-    with pytest.raises(KernelError, match=r"gradients has shape \[2, 6, 34\]"):
-        attention_gradient_(scores, scores[..., 1:], rows, rows, None, 0, 32, 0, 2, 1.0, 0.0, 1)
-    with pytest.raises(KernelError, match=r"b has shape \[3\]; it must be \[2\]"):
-        row_dots(torch.zeros(2), torch.zeros(3))
+    for figures, values in (
+        (("float64",), dict(scores=scores.double())),
+        (("scores", 2), dict(scores=scores[0])),
+        (("scores", "strides"), dict(scores=torch.zeros(2, 35, 6).transpose(1, 2))),
+        ((35, 3), dict(first=0)),
+        (("first", 33, TILE), dict(first=33)),
+        (("logarithms", "float16"), dict(rows=rows.half())),
+        ((60, 6, 64), dict(rows=rows[:, :60].contiguous())),
+        (("logarithms", 2, 1), dict(sample=1)),
+        ((6, 4), dict(share=4)),
+        (("slopes", [3]), dict(slopes=torch.zeros(3))),
+        (("probability", 1.0), dict(p=1.0)),
+        (("seed", -1), dict(seed=-1)),
+    ):
+        refused(lambda values=values: weights(**values), *figures)
+    law = (None, 0, 32, 0, 2, 1.0, 0.0, 1)
+    refused(lambda: attention_gradient_(scores, scores[..., 1:], rows, rows, *law), "gradients", [2, 6, 34])
+    refused(lambda: row_dots(torch.zeros(2), torch.zeros(3)), [3], [2])

@@ -1,31 +1,26 @@
 """Bias, dropout and residual: the mask against Philox computed here, values and gradients against float64."""
 from __future__ import annotations
 
-import subprocess
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.errors import KernelError
-from megatron.kernels.build import SOURCES, compile_flags, compiler, host_archs
-from megatron.kernels.library import available
 from megatron.kernels.ops import dropout
 from megatron.kernels.ops.dropout import bias_dropout_add
-from tests.kernels.numerics import reference
 from tests.kernels.numerics.reference import (
-    DEVICES,
     EXAMPLES,
     ROWS,
-    TYPES,
+    SIMULATED,
     WIDTHS,
     assert_close,
+    devices,
     exact,
     moved_on,
     random,
+    refused,
+    types,
     without_simulator,
 )
 
@@ -66,11 +61,6 @@ def kept(shape: tuple[int, ...], probability: float, seed: int) -> torch.Tensor:
     return torch.from_numpy(words(seed, 0, int(np.prod(shape, dtype=np.int64))) < bound).reshape(shape)
 
 
-def needs_kernels(device: str) -> None:
-    if not available(torch.device(device)):
-        pytest.skip(f"no kernel library for {device}")
-
-
 @without_simulator
 def test_known_words() -> None:
     """The Philox of this file."""
@@ -79,46 +69,14 @@ def test_known_words() -> None:
         assert [int(w[0]) for w in found] == expected
 
 
-@without_simulator
-@pytest.mark.parametrize("arch", [arch for arch in host_archs() if arch != "x86-64-v2"])
-def test_known_words_in_c(tmp_path: Path, arch: str) -> None:
-    """The Philox of the kernels, with and without vectors, also for counters of more than 32 bits."""
-    tool = compiler("host")
-    if tool is None:
-        pytest.skip("no C++ compiler")
-    cases = []
-    for c, k, _ in KNOWN:
-        cases.append(f"{{ uint32_t c[4] = {{{','.join(map(str, c))}}}; philox(c, {k[0]}u, {k[1]}u); print(c, 4); }}")
-    seed, firsts = 0x123456789ABCDEF0, [0, 1 << 32, (1 << 34) - 32, (1 << 34) + 96]
-    for first in firsts:
-        for v in (1, 4, 8, 32):
-            loop = f"for (int i = 0; i < 32; i += {v}) random_words<{v}>({seed}u, {first} + i, w + i);"
-            cases += [loop, "print(w, 32);"]
-    source = tmp_path / "words.cpp"
-    source.write_text(
-        f'#include "{SOURCES}/philox.h"\n#include <stdio.h>\n'
-        "static void print(const uint32_t *w, int n) {\n"
-        'for (int i = 0; i < n; ++i) printf("%u ", w[i]);\nprintf("\\n");\n}\n'
-        "int main() { uint32_t w[32];\n" + "\n".join(cases) + "}\n"
-    )
-    subprocess.run([tool, *compile_flags("host", [arch]), str(source), "-o", str(tmp_path / "words")], check=True)
-    lines = subprocess.run([tmp_path / "words"], check=True, capture_output=True, text=True).stdout.splitlines()
-    found = [[int(word) for word in line.split()] for line in lines]
-    assert found[: len(KNOWN)] == [expected for _, _, expected in KNOWN]
-    for i, first in enumerate(firsts):
-        expected = words(seed, first, 32).tolist()
-        assert found[len(KNOWN) + 4 * i : len(KNOWN) + 4 * i + 4] == [expected] * 4, f"elements from {first} on"
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", TYPES)
+@devices
+@types
 @EXAMPLES
 @given(rows=ROWS, columns=WIDTHS, probability=PROBABILITIES, moved=st.booleans(), seed=SEEDS)
 def test_mask_is_philox(
     device: str, dtype: torch.dtype, rows: int, columns: int, probability: float, moved: bool, seed: int
 ) -> None:
     """Forward and backward, whatever the width, the type and the address."""
-    needs_kernels(device)
     x = torch.ones(rows, columns, dtype=dtype, device=device)
     x = (moved_on(x) if moved else x).requires_grad_()
     y = bias_dropout_add(x, None, None, probability, seed)
@@ -127,8 +85,8 @@ def test_mask_is_philox(
     assert torch.equal(y, expected.to(y)) and torch.equal(x.grad, expected.to(y))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", TYPES)
+@devices
+@types
 @EXAMPLES
 @given(
     rows=ROWS, columns=WIDTHS, probability=st.one_of(st.just(0.0), PROBABILITIES), moved=st.booleans(),
@@ -138,9 +96,7 @@ def test_against_float64(
     device: str, dtype: torch.dtype, rows: int, columns: int, probability: float, moved: bool, biased: bool,
     added: bool, seed: int,
 ) -> None:
-    needs_kernels(device)
-    case = seed % 1000
-    shape = rows, columns
+    case, shape = seed % 1000, (rows, columns)
     x, residual, dy = (random(shape, dtype, device, case + i) for i in range(3))
     bias = random((columns,), dtype, device, case + 3).requires_grad_() if biased else None
     if moved:
@@ -165,24 +121,23 @@ def test_against_float64(
         assert_close(bias.grad, (g * factor).sum(0), dtype, error)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@devices
 @pytest.mark.parametrize("columns", [8, 13])
 def test_bias_gradient_of_many_rows(device: str, columns: int) -> None:
     """In many parts, the last of which is not full."""
-    needs_kernels(device)
     x = torch.zeros(4100, columns, device=device, requires_grad=True)
     bias = torch.zeros(columns, device=device, requires_grad=True)
     bias_dropout_add(x, bias, None, 0.5, 3).backward(torch.ones_like(x))
     assert torch.equal(bias.grad.cpu(), 2.0 * kept((4100, columns), 0.5, 3).sum(0))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@devices
 def test_law_of_the_mask(device: str) -> None:
     """The share of what is kept, and no correlation between neighbouring seeds, rows or elements, within 5 sigma.
 
     The seeds are fixed, so that this passes or fails for good.
     """
-    rows, columns = (64, 1024) if reference.SIMULATED else (1024, 1024)
+    rows, columns = (64, 1024) if SIMULATED else (1024, 1024)
     count, x = rows * columns, torch.ones(rows, columns, device=device)
     for probability in (0.1, 0.5):
         deviation = (probability * (1 - probability)) ** 0.5
@@ -197,7 +152,7 @@ def test_law_of_the_mask(device: str) -> None:
             assert abs((a * b).mean()) < 5 / a.numel() ** 0.5
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@devices
 def test_seed_and_place_alone_count(device: str) -> None:
     """The same mask again for the same seed, in any shape; another for another seed."""
     x = torch.ones(4, 6, 10, device=device)
@@ -211,24 +166,7 @@ def test_seed_and_place_alone_count(device: str) -> None:
     assert torch.equal(bias_dropout_add(strided, None, strided, 0.5, 7), bias_dropout_add(packed, None, packed, 0.5, 7))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_recomputation(device: str) -> None:
-    """Activation checkpointing gives the same gradients to the bit."""
-    x, bias, residual = (random(s, torch.float32, device, 1) for s in ((9, 40), (40,), (9, 40)))
-    results = []
-    for again in (False, True):
-        leaves = [t.clone().requires_grad_() for t in (x, bias, residual)]
-
-        def layer(*tensors: torch.Tensor) -> torch.Tensor:
-            return bias_dropout_add(*tensors, 0.3, 5).square().square()
-
-        y = torch.utils.checkpoint.checkpoint(layer, *leaves, use_reentrant=False) if again else layer(*leaves)
-        y.sum().backward()
-        results.append([y, *(t.grad for t in leaves)])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize("device", DEVICES)
+@devices
 def test_what_is_not_finite_shows(device: str) -> None:
     """Also where it is dropped: in a run that has gone wrong, it shall not depend on luck whether that is seen."""
     for value in (float("nan"), float("inf")):
@@ -238,7 +176,7 @@ def test_what_is_not_finite_shows(device: str) -> None:
         assert not y[1].isfinite().any() and y[[0, 2, 3]].isfinite().all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@devices
 def test_empty(device: str) -> None:
     for shape in ((0, 16), (4, 0), (2, 0, 16)):
         x = torch.zeros(shape, device=device, requires_grad=True)
@@ -249,28 +187,7 @@ def test_empty(device: str) -> None:
 
 
 @without_simulator
-def test_compiled_once_for_all_seeds() -> None:
-    """The seed is not burnt into what torch.compile makes; a second compilation is what it takes to find that out."""
-    compiled = 0
-
-    def backend(graph: torch.fx.GraphModule, _: object) -> object:
-        nonlocal compiled
-        compiled += 1
-        return graph.forward
-
-    def layer(x: torch.Tensor, bias: torch.Tensor, seed: int) -> torch.Tensor:
-        return bias_dropout_add(x, bias, x, 0.5, seed)
-
-    torch._dynamo.reset()
-    fast = torch.compile(layer, fullgraph=True, backend=backend)
-    x, bias = random((4, 16), torch.float32, "cpu", 0), random((16,), torch.float32, "cpu", 1)
-    for seed in (5, 6, 2**62 + 1, 2**63 - 1, 9):
-        assert torch.equal(fast(x, bias, seed), layer(x, bias, seed))
-    assert compiled <= 2
-
-
-@without_simulator
-@pytest.mark.parametrize("dtype", TYPES)
+@types
 @pytest.mark.parametrize("biased", [False, True])
 def test_fallback(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, biased: bool) -> None:
     """Torch's operators: the same law, the same mask forward and backward, the same in float64 apart from the mask."""
@@ -297,25 +214,17 @@ def test_fallback(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, biased: b
 def test_what_is_refused() -> None:
     x = torch.zeros(3, 8)
     for probability in (1.0, -0.1, float("nan")):
-        with pytest.raises(KernelError, match=f"probability is {probability}; it must be at least 0 and less than 1"):
-            bias_dropout_add(x, None, None, probability, 0)
-    with pytest.raises(KernelError, match="seed is -1; it must be at least 0 and less than 2.63"):
-        bias_dropout_add(x, None, None, 0.1, -1)
-    with pytest.raises(KernelError, match="x is torch.float64; it must be float32, float16 or bfloat16"):
-        bias_dropout_add(x.double(), None, None, 0.1, 0)
-    with pytest.raises(KernelError, match="residual is torch.bfloat16 but x is torch.float32; they must be equal"):
-        bias_dropout_add(x, None, x.bfloat16(), 0.1, 0)
-    with pytest.raises(KernelError, match=r"bias has shape \[7\]; it must be \[8\]"):
-        bias_dropout_add(x, torch.zeros(7), None, 0.1, 0)
-    with pytest.raises(KernelError, match=r"residual has shape \[8, 3\]; it must be \[3, 8\]"):
-        bias_dropout_add(x, None, torch.zeros(8, 3), 0.1, 0)
-    with pytest.raises(KernelError, match=r"x of strides \(1, 8\) is not contiguous"):
-        torch.ops.megatron.bias_dropout_add(torch.zeros(8, 8).t(), None, None, 0.1, 0)
-    with pytest.raises(KernelError, match=r"x has no dimension; \[.., n\] is needed"):
-        bias_dropout_add(torch.tensor(1.0), None, None, 0.1, 0)
+        refused(lambda p=probability: bias_dropout_add(x, None, None, p, 0), "probability", probability)
+    refused(lambda: bias_dropout_add(x, None, None, 0.1, -1), "seed", -1)
+    refused(lambda: bias_dropout_add(x.double(), None, None, 0.1, 0), "x", "float64")
+    refused(lambda: bias_dropout_add(x, None, x.bfloat16(), 0.1, 0), "residual", "bfloat16", "float32")
+    refused(lambda: bias_dropout_add(x, torch.zeros(7), None, 0.1, 0), "bias", [7], [8])
+    refused(lambda: bias_dropout_add(x, None, torch.zeros(8, 3), 0.1, 0), "residual", [8, 3], [3, 8])
+    refused(lambda: torch.ops.megatron.bias_dropout_add(torch.zeros(8, 8).t(), None, None, 0.1, 0), "(1, 8)")
+    refused(lambda: bias_dropout_add(torch.tensor(1.0), None, None, 0.1, 0), "x")
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@devices
 @pytest.mark.parametrize(("dtype", "unit"), [(torch.float16, 2.0**-10), (torch.bfloat16, 2.0**-7)])
 def test_ties_go_to_even(device: str, dtype: torch.dtype, unit: float) -> None:
     """A sum in the middle between two numbers of the type is rounded to the one whose last bit is 0."""

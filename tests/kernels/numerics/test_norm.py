@@ -8,19 +8,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.errors import KernelError
 from megatron.kernels.ops import norm
 from megatron.kernels.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from tests.kernels.numerics.reference import (
-    DEVICES,
     EXAMPLES,
     ROWS,
     SIMULATED,
     TYPES,
     WIDTHS,
     assert_close,
+    devices,
     exact,
     random,
+    refused,
+    types,
     without_simulator,
 )
 
@@ -122,8 +123,8 @@ def compare(rows: int, n: int, dtype: torch.dtype, device: str, case: Case, seed
             assert_close(found[2], g.sum(0), dtype, arithmetic * g.abs().sum(0))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", TYPES)
+@devices
+@types
 @EXAMPLES
 @given(rows=ROWS, n=WIDTHS, case=CASES, seed=st.integers(0, 99))
 def test_against_float64(device: str, dtype: torch.dtype, rows: int, n: int, case: Case, seed: int) -> None:
@@ -135,26 +136,30 @@ PACKED = [torch.float32, torch.bfloat16] if SIMULATED else TYPES
 
 
 # Each kernel's widest row, in packs of 16 bytes, and past it to where the sums have a kernel of their own.
-@pytest.mark.parametrize("device", DEVICES)
+@devices
 @pytest.mark.parametrize("dtype", PACKED)
 @pytest.mark.parametrize("rms", [False, True])
-@pytest.mark.parametrize("packs", [1024, 1025, 2048, 2049, 4096, 4097, 8192, 8193])
+@pytest.mark.parametrize("packs", [
+    1025, 8193,
+    *(p if SIMULATED else pytest.param(p, marks=pytest.mark.campaign("large"))
+      for p in (1024, 2048, 2049, 4096, 4097, 8192)),
+])
 def test_wide_rows(device: str, dtype: torch.dtype, rms: bool, packs: int) -> None:
     compare(3, packs * 16 // dtype.itemsize, dtype, device, Case(rms=rms, added=packs % 2 == 0), packs)
 
 
 # Groups of 16 lanes, of a wave and of a block; more rows than blocks at work at a time.
-@pytest.mark.parametrize("device", DEVICES)
+@devices
 @pytest.mark.parametrize("dtype", PACKED)
 @pytest.mark.parametrize("rms", [False, True])
 @pytest.mark.parametrize("n", [24, 136, 520, 2048, 77])
 def test_many_rows(device: str, dtype: torch.dtype, rms: bool, n: int) -> None:
-    compare(70 if SIMULATED else 2100, n, dtype, device, Case(rms=rms), n)
+    compare(70 if SIMULATED else 2100 if device == "cuda" else 300, n, dtype, device, Case(rms=rms), n)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("n", [1, 7, 64, 333, 4096, 4099])
+@devices
+@types
+@pytest.mark.parametrize("n", [1, 64, 333, 4099])
 def test_constant_rows(device: str, dtype: torch.dtype, n: int) -> None:
     """Nothing but rounding could differ from the mean or make a variance, and eps is small enough to show it."""
     x = torch.tensor([[0.1], [1000.1], [-3e4]], device=device).to(dtype).repeat(1, n).requires_grad_()
@@ -167,7 +172,7 @@ def test_constant_rows(device: str, dtype: torch.dtype, n: int) -> None:
     assert_close(x.grad, (g - g.mean(1, keepdim=True)) / EPS**0.5, dtype, relative(n) * size / EPS**0.5)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@devices
 @pytest.mark.parametrize("rms", [False, True])
 @pytest.mark.parametrize("n", [5, 64, 1024])
 def test_not_finite(device: str, rms: bool, n: int) -> None:
@@ -188,7 +193,7 @@ def test_not_finite(device: str, rms: bool, n: int) -> None:
     assert z.grad.isnan().all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@devices
 @pytest.mark.parametrize("rms", [False, True])
 def test_one_output_used(device: str, rms: bool) -> None:
     """The gradient of the sum alone passes as it is; that of y alone is the norm's own."""
@@ -209,7 +214,7 @@ def test_one_output_used(device: str, rms: bool) -> None:
     assert torch.equal(dx, expected[0]) and torch.equal(dresidual, dx) and torch.equal(dweight, expected[1])
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@devices
 @pytest.mark.parametrize("n", [64, 77, 4096])
 def test_same_bits_every_time(device: str, n: int) -> None:
     rows = 20 if SIMULATED else 200
@@ -221,7 +226,7 @@ def test_same_bits_every_time(device: str, n: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@devices
 @pytest.mark.parametrize("rms", [False, True])
 def test_rows_of_nothing(device: str, rms: bool) -> None:
     x, residual, weight = (torch.zeros(shape, device=device, requires_grad=True) for shape in ((3, 0), (3, 0), (0,)))
@@ -230,7 +235,7 @@ def test_rows_of_nothing(device: str, rms: bool) -> None:
     assert y.shape == total.shape == x.grad.shape == (3, 0) and weight.grad.shape == (0,)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@devices
 def test_strided_inputs_are_copied(device: str) -> None:
     x = random((16, 2, 24), torch.float32, device, 0).transpose(0, 1)
     weight = torch.ones(24, device=device)
@@ -241,7 +246,7 @@ def test_strided_inputs_are_copied(device: str) -> None:
 
 
 @without_simulator
-@pytest.mark.parametrize("dtype", TYPES)
+@types
 @pytest.mark.parametrize("case", [Case(), Case(rms=True, one_plus=True, added=True), Case(added=True, shift=3.0)])
 def test_without_kernels(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, case: Case) -> None:
     """torch's operators in the kernels' place keep the same bounds."""
@@ -250,26 +255,11 @@ def test_without_kernels(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, ca
         compare(rows, n, dtype, "cpu", case, 8)
 
 
-@without_simulator
-def test_rules_for_torch() -> None:
-    """Shapes without numbers, autograd and torch.compile: torch's own check of an operator's registration."""
-    x, weight = random((3, 16), torch.float32, "cpu", 1), torch.ones(16)
-    x.requires_grad_()
-    torch.library.opcheck(torch.ops.megatron.norm.default, (x, weight, weight, EPS, False, False))
-    torch.library.opcheck(torch.ops.megatron.add_norm.default, (x, x, weight, None, EPS, True, True))
-
-
 def test_what_is_refused() -> None:
     x, weight = torch.zeros(2, 3, 8), torch.ones(8)
-    with pytest.raises(KernelError, match="layer_norm: x is torch.float64; it must be float32, float16 or bfloat16"):
-        layer_norm(x.double(), weight, None, EPS)
-    with pytest.raises(KernelError, match="rms_norm: weight is torch.bfloat16 but x is torch.float32"):
-        rms_norm(x, weight.bfloat16(), EPS)
-    with pytest.raises(KernelError, match=r"bias has shape \[7\]; it must be \[8\]"):
-        layer_norm(x, weight, weight[:7], EPS)
-    with pytest.raises(KernelError, match=r"residual has shape \[3, 8\]; it must be \[2, 3, 8\]"):
-        add_rms_norm(x, x[0], weight, EPS)
-    with pytest.raises(KernelError, match="x has no dimension"):
-        rms_norm(torch.tensor(1.0), weight, EPS)
-    with pytest.raises(KernelError, match=r"weight of strides \(2,\) is not contiguous"):
-        rms_norm(x, torch.ones(16)[::2], EPS)
+    refused(lambda: layer_norm(x.double(), weight, None, EPS), "layer_norm", "x", "float64")
+    refused(lambda: rms_norm(x, weight.bfloat16(), EPS), "rms_norm", "weight", "bfloat16", "float32")
+    refused(lambda: layer_norm(x, weight, weight[:7], EPS), "bias", [7], [8])
+    refused(lambda: add_rms_norm(x, x[0], weight, EPS), "residual", [3, 8], [2, 3, 8])
+    refused(lambda: rms_norm(torch.tensor(1.0), weight, EPS), "x")
+    refused(lambda: rms_norm(x, torch.ones(16)[::2], EPS), "weight", "(2,)")

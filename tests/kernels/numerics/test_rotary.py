@@ -6,11 +6,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.errors import KernelError
 from megatron.kernels.ops import rotary as module
 from megatron.kernels.ops.rotary import rotate
-from megatron.layers.rotary import RotaryEmbedding
-from tests.kernels.numerics.reference import DEVICES, EXAMPLES, TYPES, assert_close, exact, random, without_simulator
+from tests.kernels.numerics.reference import (
+    EXAMPLES,
+    assert_close,
+    devices,
+    exact,
+    random,
+    refused,
+    types,
+    without_simulator,
+    zeros,
+)
 
 # Two products and a sum, each rounded to fp32: 2^-24 of the products twice over, and of the sum.
 ARITHMETIC = 2.0**-22
@@ -40,8 +48,8 @@ def size(x: torch.Tensor, half: int) -> torch.Tensor:
     return torch.cat((both, both, torch.zeros_like(x[..., 2 * half :])), dim=-1)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", TYPES)
+@devices
+@types
 @EXAMPLES
 @given(
     s=st.integers(0, 9), b=st.integers(1, 3), heads=st.integers(0, 5), d=HEADS,
@@ -83,25 +91,7 @@ def test_rotary(
     assert_close(place, wide.grad, dtype, ARITHMETIC * size(exact(dy), half))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("positions", [False, True])
-def test_agrees_with_the_layer(device: str, dtype: torch.dtype, positions: bool) -> None:
-    """megatron/layers/rotary.py and its tables, for a part of the head, with and without position ids."""
-    embedding = RotaryEmbedding(32, 10_000.0)
-    ids = torch.tensor([[0, 1, 2, 0, 1], [3, 2, 1, 0, 9], [0, 0, 0, 0, 0]], device=device) if positions else None
-    embedding.angles(10, None, torch.device(device))
-    cos, sin = embedding.angles(5, ids, torch.device(device))
-    x = random((5, 3, 2, 64), dtype, device, 0)
-    half = cos.shape[-1]
-    found = rotate(x, cos, sin)
-    assert_close(found, turned(exact(x), cos, sin), dtype, ARITHMETIC * size(exact(x), half))
-    # Both are within half a unit of the exact result; so they differ by at most one rounding more.
-    layer = embedding.rotate(x, (cos, sin))
-    assert_close(found, exact(layer), dtype, 2 * ARITHMETIC * size(exact(x), half), roundings=2.01)
-
-
-@pytest.mark.parametrize("device", DEVICES)
+@devices
 def test_other_strides(device: str) -> None:
     """Heads that share memory (stride 0) are read as they are; a last dimension that is not contiguous is copied."""
     x = random((4, 2, 3, 16), torch.float32, device, 0)
@@ -114,7 +104,7 @@ def test_other_strides(device: str) -> None:
     assert torch.equal(rotate(x, cos.expand(4, 2, 1, 8), sin.expand(4, 2, 1, 8)), rotate(x, cos, sin))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@devices
 def test_the_gradient_turns_back(device: str) -> None:
     """So the gradient of y along y is x; and a second derivative turns forth again."""
     x = random((4, 2, 3, 24), torch.float32, device, 0).requires_grad_()
@@ -127,7 +117,7 @@ def test_the_gradient_turns_back(device: str) -> None:
     assert torch.allclose(forth, y, atol=1e-6)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@devices
 def test_nan_stays_with_its_pair(device: str) -> None:
     x = random((1, 1, 2, 40), torch.float32, device, 0)
     cos, sin = tables(1, 1, 16, False, device, 1)
@@ -136,8 +126,8 @@ def test_nan_stays_with_its_pair(device: str) -> None:
 
 
 @without_simulator
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", TYPES)
+@devices
+@types
 @pytest.mark.parametrize("half", [0, 5, 8])
 def test_without_a_library(device: str, dtype: torch.dtype, half: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "available", lambda device: False)
@@ -153,39 +143,24 @@ def test_without_a_library(device: str, dtype: torch.dtype, half: int, monkeypat
 
 
 @without_simulator
-@pytest.mark.parametrize("device", DEVICES)
-def test_compiled(device: str) -> None:
-    """A slice of a projection within the compiled function."""
-    cos, sin = tables(4, 2, 8, False, device, 1)
-    qkv, dy = (random((4, 2, 3, width), torch.float32, device, 0) for width in (72, 24))
-    results = []
-
-    def sliced(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        return rotate((2 * x)[..., 24:48], cos, sin)
-
-    for function in (sliced, torch.compile(sliced, fullgraph=True, backend="aot_eager")):
-        leaf = qkv.clone().requires_grad_()
-        y = function(leaf, cos, sin)
-        y.backward(dy)
-        results.append((y.detach(), leaf.grad))
-    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+@devices
+def test_positions_more_than_2_31_elements_apart(device: str) -> None:
+    """In memory that nobody touches but where the two positions lie."""
+    apart = 2**31 + 8
+    x = zeros(apart + 8, device).as_strided((2, 1, 1, 8), (apart, 8, 8, 1))
+    x.copy_(random((2, 1, 1, 8), torch.bfloat16, device, 0))
+    cos, sin = tables(2, 1, 4, False, device, 1)
+    assert torch.equal(rotate(x, cos, sin), rotate(x.contiguous(), cos, sin))
 
 
 def test_what_is_refused() -> None:
     x, cos = torch.zeros(3, 2, 4, 16), torch.zeros(3, 1, 1, 8)
-    with pytest.raises(KernelError, match="x is torch.float64; it must be float32, float16 or bfloat16"):
-        rotate(x.double(), cos, cos)
-    with pytest.raises(KernelError, match=r"x has 3 dimensions; \[s, b, heads, d\] is needed"):
-        rotate(x[0], cos, cos)
-    with pytest.raises(KernelError, match="sin is torch.bfloat16; it must be float32"):
-        rotate(x, cos, cos.bfloat16())
-    with pytest.raises(KernelError, match=r"cos has shape \[3, 3, 1, 8\]; it must be \[3, 2, 1, 8\]"):
-        rotate(x, cos.repeat(1, 3, 1, 1), cos)
-    with pytest.raises(KernelError, match=r"sin has shape \[3, 1, 1, 4\]; it must be \[3, 1, 1, 8\]"):
-        rotate(x, cos, cos[..., :4])
-    with pytest.raises(KernelError, match="cos and sin turn 32 entries, but x has 16"):
-        rotate(x, *2 * (torch.zeros(3, 1, 1, 16),))
-    with pytest.raises(KernelError, match="cos and sin get no gradient"):
-        rotate(x, cos.clone().requires_grad_(), cos)
-    with pytest.raises(KernelError, match="the last one must be 1"):
-        torch.ops.megatron.rotary(x.transpose(2, 3), cos[..., :2].contiguous(), cos[..., :2].contiguous(), False)
+    refused(lambda: rotate(x.double(), cos, cos), "x", "float64")
+    refused(lambda: rotate(x[0], cos, cos), "x", 3)
+    refused(lambda: rotate(x, cos, cos.bfloat16()), "sin", "bfloat16", "float32")
+    refused(lambda: rotate(x, cos.repeat(1, 3, 1, 1), cos), "cos", [3, 3, 1, 8], [3, 2, 1, 8])
+    refused(lambda: rotate(x, cos, cos[..., :4]), "sin", [3, 1, 1, 4], [3, 1, 1, 8])
+    refused(lambda: rotate(x, *2 * (torch.zeros(3, 1, 1, 16),)), 32, 16)
+    refused(lambda: rotate(x, cos.clone().requires_grad_(), cos), "cos", "gradient")
+    half = cos[..., :2].contiguous()
+    refused(lambda: torch.ops.megatron.rotary(x.transpose(2, 3), half, half, False), "x")

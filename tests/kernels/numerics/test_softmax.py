@@ -1,14 +1,22 @@
 """Softmax of scores, values and gradients, against float64."""
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.errors import KernelError
 from megatron.kernels.ops.softmax import causal_softmax, masked_softmax
-from tests.kernels.numerics.reference import DEVICES, EXAMPLES, ROWS, TYPES, WIDTHS, assert_close, exact, random
+from tests.kernels.numerics.reference import (
+    EXAMPLES,
+    ROWS,
+    WIDTHS,
+    assert_close,
+    devices,
+    exact,
+    random,
+    refused,
+    types,
+)
 
 # exp is good to 2^-21 of itself, sums of up to 16,384 terms of one sign to 2^-20, the argument's rounding to 2^-24 of
 # its size (below 100): together less than 2^-16 of the result.
@@ -35,8 +43,8 @@ def compare(
     assert_close(x.grad, scale * p * (g - dot), dtype, RELATIVE * size)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", TYPES)
+@devices
+@types
 @EXAMPLES
 @given(batch=st.integers(0, 3), queries=ROWS, more=st.integers(0, 40), keys=WIDTHS, seed=st.integers(0, 99))
 def test_causal(device: str, dtype: torch.dtype, batch: int, queries: int, more: int, keys: int, seed: int) -> None:
@@ -48,8 +56,8 @@ def test_causal(device: str, dtype: torch.dtype, batch: int, queries: int, more:
     compare(causal_softmax(x, scale), x, hidden, scale, dtype, seed)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", TYPES)
+@devices
+@types
 @EXAMPLES
 @given(
     batch=st.integers(1, 3), heads=st.integers(1, 3), queries=st.integers(1, 5), keys=WIDTHS, shared=st.booleans(),
@@ -66,7 +74,7 @@ def test_masked(
     compare(masked_softmax(x, hidden.to(device), 0.7), x, hidden, 0.7, dtype, seed)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@devices
 def test_scores_without_bound(device: str) -> None:
     """Large scores do not overflow, and an infinite one is a NaN that shows, not a wrong number."""
     x = torch.tensor([[3e38, -3e38, 1.0, 2.0]] * 4, device=device)
@@ -76,7 +84,7 @@ def test_scores_without_bound(device: str) -> None:
     assert causal_softmax(x)[3, 0].isnan()
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@devices
 def test_strided_scores_are_copied(device: str) -> None:
     x = random((16, 2, 16), torch.float32, device, 0).transpose(0, 1)
     assert torch.equal(causal_softmax(x), causal_softmax(x.contiguous()))
@@ -84,11 +92,7 @@ def test_strided_scores_are_copied(device: str) -> None:
 
 def test_what_is_refused() -> None:
     scores, mask = torch.zeros(2, 3, 4, 8), torch.zeros(2, 1, 4, 8, dtype=torch.bool)
-    with pytest.raises(KernelError, match="scores is torch.float64; it must be float32, float16 or bfloat16"):
-        causal_softmax(scores.double())
-    with pytest.raises(KernelError, match=r"mask has shape \[2, 1, 4, 7\]; it must be \[2, 1, 4, 8\]"):
-        masked_softmax(scores, mask[..., :7])
-    with pytest.raises(KernelError, match="mask is torch.float32; it must be bool"):
-        masked_softmax(scores, mask.float())
-    with pytest.raises(KernelError, match="not contiguous"):
-        torch.ops.megatron.causal_softmax(scores.transpose(1, 2), 1.0)
+    refused(lambda: causal_softmax(scores.double()), "scores", "float64")
+    refused(lambda: masked_softmax(scores, mask[..., :7]), "mask", [2, 1, 4, 7], [2, 1, 4, 8])
+    refused(lambda: masked_softmax(scores, mask.float()), "mask", "float32", "bool")
+    refused(lambda: torch.ops.megatron.causal_softmax(scores.transpose(1, 2), 1.0), "strides")
