@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ def run_workers(what: str, argv: Sequence[str], count: int, seconds: float, thre
                         command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
                     )
                 processes.append(started)
-            _wait(processes, logs, seconds * 2 + _SPARE_S)
+            wait_for_all(processes, logs, seconds * 2 + _SPARE_S)
         finally:
             for process in processes:
                 _end(process)
@@ -63,9 +63,12 @@ def gpus_here() -> int:
     return int(gpus) if gpus.isdigit() else 0
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], limit_s: float) -> None:
-    """Until all have ended well; the first one that fails ends the wait."""
-    deadline = time.monotonic() + limit_s
+def wait_for_all(
+    processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], limit_s: float,
+    clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Wait until all have ended well. Raises LaunchError for the first one that fails, and after `limit_s`."""
+    deadline = clock() + limit_s
     while True:
         codes = [process.poll() for process in processes]
         for rank, code in enumerate(codes):
@@ -73,9 +76,9 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], li
                 raise LaunchError(f"measuring process {rank} ended with exit code {code}: {_last_words(logs[rank])}")
         if all(code == 0 for code in codes):
             return
-        if time.monotonic() > deadline:
+        if clock() > deadline:
             raise LaunchError(f"the measuring processes did not end within {limit_s:.0f} s: is the machine busy?")
-        time.sleep(0.05)
+        sleep(0.05)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -100,7 +100,8 @@ def seconds_per_call(
 
 
 def measure(
-    tasks: Sequence[Task], device: torch.device, seconds: float, partners: Partners | None = None, active: bool = True
+    tasks: Sequence[Task], device: torch.device, seconds: float, partners: Partners | None = None, active: bool = True,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
     """Seconds of one piece of each task, the median of its rounds, as a step of training is judged by; all tasks take
     about `seconds`, more only where every task once takes more.
@@ -110,13 +111,13 @@ def measure(
     """
     partners = partners or Partners()
     rounds: list[list[float]] = [[] for _ in tasks]
-    each, begin = seconds / (len(tasks) * PASSES) if tasks else 0.0, time.perf_counter()
+    each, begin = seconds / (len(tasks) * PASSES) if tasks else 0.0, clock()
     for number in range(PASSES):
         for i, task in enumerate(tasks):
             works = active or task.together
             work = task.make() if works else None
             # All start together, and all know alike when it is over.
-            if partners.largest(time.perf_counter() - begin) > seconds and number:
+            if partners.largest(clock() - begin) > seconds and number:
                 return [_median(found) for found in rounds]
             if work is not None:
                 found = seconds_per_call(work, device, each, partners, task.together)

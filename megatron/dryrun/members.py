@@ -53,9 +53,11 @@ def run_members(
     work = functools.partial(_run, config, device, micro_batches, limit_bytes, alter)
     if processes == 1 or len(members) == 1:
         return list(map(work, members))
+    import torch._dynamo  # noqa: F401  tensors without data need it: seconds, once, before the processes part
+
     from megatron.engine.deepspeed_setup import import_deepspeed
 
-    import_deepspeed(device)  # once, before the processes part
+    import_deepspeed(device)
     killed = "a process of the dry run was killed, as where memory ends"
     with process_pool(min(processes, len(members)), "fork", killed) as in_processes:
         return list(in_processes(work, members))

@@ -1,7 +1,7 @@
 """What is measured and how it becomes figures, without waiting for any clock."""
 from __future__ import annotations
 
-from itertools import count
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,16 @@ from megatron.calibration.compute import compute_tasks
 from megatron.calibration.host import tiny
 from megatron.calibration.machine import machine
 from megatron.calibration.messages import Kind, kinds_of_groups, members
+from megatron.calibration.processes import wait_for_all
 from megatron.calibration.session import Found
 from megatron.calibration.tasks import GIGA, TERA, Task, measure
 from megatron.config import Config
+from megatron.errors import LaunchError
 from megatron.planning.cluster_file import read_cluster
 from megatron.planning.cluster_write import write_cluster
 from megatron.planning.rates import Rates
 from megatron.planning.timing import estimate
+from tests.helpers.clock import VirtualClock
 
 CPU = torch.device("cpu")
 MODEL: dict[str, Any] = dict(
@@ -38,8 +41,7 @@ def test_the_median_of_all_rounds_counts_and_pieces_are_counted(monkeypatch: pyt
     """A clock that says how many calls it was asked for, times a factor: one for the warm-up, then three rounds."""
     factors = iter([9.0, 2.0, 3.0, 4.0, 9.0, 1.0, 5.0, 6.0, 9.0, 1.0, 1.0, 7.0])
     monkeypatch.setattr(tasks, "_elapsed", lambda work, calls, device, together: next(factors) * calls * 1e-3)
-    steps = count()
-    found = measure([Task("a", (), lambda: lambda: next(steps), calls=4)], CPU, 10.0)
+    found = measure([Task("a", (), lambda: lambda: None, calls=4)], CPU, 10.0, clock=VirtualClock())
     assert found == pytest.approx([3e-3 / 4])
 
 
@@ -48,29 +50,50 @@ def test_what_comes_before_a_message_does_not_count(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         tasks, "_elapsed", lambda work, calls, *_: calls * (5e-3 if work is both else 3e-3)
     )
-    found = measure([Task("a", (), lambda: both, calls=2, before=lambda: before)], CPU, 1.0)
-    assert found == pytest.approx([1e-3])
+    task = Task("a", (), lambda: both, calls=2, before=lambda: before)
+    assert measure([task], CPU, 1.0, clock=VirtualClock()) == pytest.approx([1e-3])
 
 
 def test_measuring_ends_by_the_clock_once_all_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-
-    def task(i: int) -> Task:
-        return Task("a", (i,), lambda: made.append(i) or (lambda: None))  # type: ignore[func-returns-value]
+    """By this process's clock or a partner's: one pass over all, then no more than the next task's memory."""
 
     class Late(tasks.Partners):
         def largest(self, value: float) -> float:
             return 100.0  # another process is late
 
+    def measured(partners: tasks.Partners, step_s: float) -> list[int]:
+        made, clock = list[int](), VirtualClock()
+
+        def task(i: int) -> Task:
+            return Task("a", (i,), lambda: made.append(i) or clock.advance(step_s) or (lambda: None))
+
+        assert measure([task(0), task(1)], CPU, 2.0, partners, clock=clock) == [1.0, 1.0]
+        return made
+
     monkeypatch.setattr(tasks, "_elapsed", lambda *_: 1.0)
-    assert measure([task(0), task(1)], CPU, 2.0, Late()) == [1.0, 1.0]
-    assert made == [0, 1, 0], "one pass over all, then no more work than the next task's memory"
+    assert measured(Late(), 0.0) == measured(tasks.Partners(), 1.0) == [0, 1, 0]
+    assert measured(tasks.Partners(), 0.1) == [0, 1] * tasks.PASSES
 
 
 def test_a_process_beyond_the_cores_takes_part_in_messages_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "_elapsed", lambda *_: 1.0)
     alone, together = Task("a", (), lambda: lambda: None), Task("b", (), lambda: lambda: None, together=True)
-    assert measure([alone, together], CPU, 1.0, active=False) == [float("inf"), 1.0]
+    assert measure([alone, together], CPU, 1.0, active=False, clock=VirtualClock()) == [float("inf"), 1.0]
+
+
+@pytest.mark.parametrize(("script", "words"), [
+    ("echo no memory; kill -9 $$", "process 1 .*-9.*no memory"), ("echo useless; exit 3", "process 1 .* 3.*useless"),
+])  # fmt: skip
+def test_a_measuring_process_that_fails_ends_the_wait(script: str, words: str, tmp_path: Path) -> None:
+    log, processes = tmp_path / "log", []
+    for command in ("exit 0", script):
+        with log.open("wb") as file:
+            processes.append(subprocess.Popen(["sh", "-c", command], stdout=file, stderr=file))
+        processes[-1].wait()
+    clock = VirtualClock()
+    with pytest.raises(LaunchError, match=words):
+        wait_for_all(processes, [log, log], 100.0, clock, clock.sleep)
+    wait_for_all(processes[:1], [log], 100.0, clock, clock.sleep)
 
 
 def test_groups_of_ranks() -> None:
@@ -153,5 +176,3 @@ def test_of_a_gpu_the_host_runs_ahead_and_the_peak_is_published() -> None:
     assert cluster.shared_cores is None and cluster.memory_gib == 79.6 and cluster.peak_tflops["bfloat16"] > 900
     assert "layer_overhead_s" not in cluster.compute.figures
     assert cluster.links == {(0, 1): pytest.approx(1048576 / 1e-3 / 1e9, rel=1e-3)}
-
-
