@@ -21,6 +21,8 @@ from tests.engine import toy
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 
+pytestmark = pytest.mark.slow
+
 
 def flip(at: float) -> Callable[[Path], None]:
     """Changes one bit, `at` that share of the file."""
@@ -47,8 +49,7 @@ def swap(path: Path) -> None:
 
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
-    "first bit": flip(0.0), "bit at a third": flip(0.33), "bit at two thirds": flip(0.67), "last bit": flip(1.0),
-    "cut": cut, "empty": empty, "gone": Path.unlink, "swapped": swap,
+    "a bit": flip(0.67), "cut": cut, "empty": empty, "gone": Path.unlink, "swapped": swap,
 }  # fmt: skip
 
 
@@ -139,28 +140,22 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_processes(2, on_two_stages, str(tmp_path_factory.mktemp("damage") / "run"))
 
 
-def test_every_file_was_damaged(ranks: Any) -> None:
-    """What a checkpoint of two ranks consists of; a passport is there where the run gives one."""
-    expected = {".metadata", "__0_0.distcp", "__1_0.distcp", "boxes.json", "boxes_00000.json", "boxes_00001.json",
-                "config.json", "manifest.json", "state.json"}  # fmt: skip
-    assert set(ranks[0]["files"]) - {"passport.json"} == expected
-
-
-@pytest.mark.parametrize("how", DAMAGES)
-def test_damage_is_named_and_the_checkpoint_before_is_loaded(ranks: Any, how: str) -> None:
-    for name in ranks[0]["files"]:
-        first, second = (r["found"][name, how] for r in ranks)
-        assert first == second, "the ranks tell different stories"
-        iteration, state, same, rejected = first
+def test_damage_is_named_and_the_checkpoint_before_is_loaded(ranks: Any) -> None:
+    assert set(ranks[0]["files"]) - {"passport.json"} == {
+        ".metadata", "__0_0.distcp", "__1_0.distcp", "boxes.json", "boxes_00000.json", "boxes_00001.json",
+        "config.json", "manifest.json", "state.json",
+    }  # fmt: skip
+    assert ranks[0]["found"] == ranks[1]["found"], "the ranks tell different stories"
+    for (name, how), (iteration, state, same, rejected) in ranks[0]["found"].items():
         if how == "swapped" and not rejected:
             # The same tensors in the same places and the same settings: these files are equal in both.
             assert name in ("config.json", "boxes.json", "passport.json") and (iteration, same) == (2, True), name
             continue
-        assert (iteration, state, same) == (1, {"at": 1}, True), name
+        assert (iteration, state, same) == (1, {"at": 1}, True), (name, how)
         ((folder, reason),) = rejected
         assert folder == "iter_0000002"
         # A manifest from elsewhere is sound in itself: it blames the first file that is not of its checkpoint.
-        assert name in reason or (name, how) == ("manifest.json", "swapped"), reason
+        assert name in reason or (name, how) == ("manifest.json", "swapped"), (reason, how)
 
 
 def test_what_is_sound_is_loaded(ranks: Any) -> None:
@@ -173,16 +168,13 @@ def test_what_is_sound_is_loaded(ranks: Any) -> None:
 def test_tensors_that_the_model_has_not_are_an_error(ranks: Any) -> None:
     """Not those of the optimizer, which is not loaded; and not a reason to load an older checkpoint."""
     first, second = (r["superfluous"] for r in ranks)
-    assert first == second and "it has master.mixed, which this model has not" in first
-    assert "exp_avg" not in first and "iter_0000001" not in first
+    assert first == second and "master.mixed" in first and "exp_avg" not in first and "iter_0000001" not in first
 
 
 def test_errors_where_nothing_sound_is_left(ranks: Any) -> None:
     first, second = ranks
-    for case in ("tag", "nothing left"):
-        assert first[case] == second[case], "the ranks tell different stories"
-    assert "iter_0000002 is broken" in first["tag"] and "__1_0.distcp is damaged" in first["tag"]
-    assert "rank 1" in first["tag"], "only the second stage reads that file"
-    text = first["nothing left"]
-    assert "no good checkpoint" in text and "__1_0.distcp has 0 bytes" in text
-    assert "iter_0000001" in text and "boxes.json" in text
+    assert (first["tag"], first["nothing left"]) == (second["tag"], second["nothing left"])
+    # Only the second stage reads the file that is named.
+    assert all(words in first["tag"] for words in ("iter_0000002", "__1_0.distcp", "rank 1"))
+    named = ("iter_0000002", "__1_0.distcp has 0 bytes", "iter_0000001", "boxes.json")
+    assert all(words in first["nothing left"] for words in named)
