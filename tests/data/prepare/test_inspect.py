@@ -73,25 +73,19 @@ def test_bins_are_of_equal_width_in_the_logarithm(sizes: list[int]) -> None:
     assert np.allclose(np.diff(np.log10(wide)), 1 / library.BINS_PER_DECADE, atol=0.01)
 
 
+@pytest.mark.slow  # matplotlib
 def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = write(tmp_path / "a", [[[5, 6, 7], [50]], [], [[8] * 300]])
     plot = tmp_path / "plots" / "a.png"
     arguments = [prefix, "--validate", "--samples", "3", "--sample-tokens", "4", "--plot", str(plot), *NULL]
     assert inspect_dataset.main(arguments) == 0
     out = capsys.readouterr().out
-    for line in (
-        "token type           uint16",
-        "documents            3",
-        "sequences            3",
-        "tokens               304",
-        "min 0, median 4, mean 101.3, 99 % 300, max 300",
-        "empty documents      1",
-        "checked              the index, all tokens",
-        "document 0, 4 tokens:\n    | 5 6 7 50\n",
-        "document 2, 300 tokens, the first 4:\n    | 8 8 8 8\n",
-        "no problem found",
-    ):
-        assert line in out
+    for row in (
+        r"token type +uint16", r"documents +3", r"sequences +3", r"tokens +304", r"empty documents +1",
+        r"min 0, median 4, mean 101.3, 99 % 300, max 300", r"document 0, 4 tokens.*\n +\| 5 6 7 50\n",
+        r"document 2, 300 tokens.* 4.*\n +\| 8 8 8 8\n", "no problem",
+    ):  # fmt: skip
+        assert re.search(row, out), row
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
@@ -144,66 +138,32 @@ def patched(index: bytes, at: int, value: bytes) -> bytes:
     return index[:at] + value + index[at + len(value) :]
 
 
+def index_with(at: int, kind: str, value: int) -> Damage:
+    return lambda d, i: (d, patched(i, at, struct.pack(f"<{kind}", value)))
+
+
+@pytest.mark.parametrize("full", [True, False])
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
-        (lambda d, i: (None, i), [r"a.bin: no such file"]),
-        (lambda d, i: (d, None), [r"a.idx: no such file"]),
-        (lambda d, i: (d, b""), ["a.idx: starts with b''"]),
-        (
-            lambda d, i: (d, i[:60]),
-            ["a.idx: 60 bytes, but its header of 3 sequences and 3 document boundaries needs 94"],
-        ),
-        (lambda d, i: (d[:-3], i), ["a.bin: byte 9: truncated: 9 of 12 bytes; sequences from 2 on are cut off"]),
-        (lambda d, i: (b"", i), ["a.bin: byte 0: truncated: 0 of 12 bytes; sequences from 0 on are cut off"]),
-        (lambda d, i: (d + b"1234567", i), ["a.bin: byte 12: 7 bytes follow the last sequence"]),
-        (
-            lambda d, i: (d, patched(i, SIZES + 4, struct.pack("<i", -5))),
-            [
-                "a.idx: byte 38: sequence 1 has -5 tokens",
-                "a.idx: byte 62: sequence 2 starts at byte 8 of .bin, and the one before it ends at -4",
-            ],
-        ),
-        (
-            lambda d, i: (d, patched(i, POINTERS + 8, struct.pack("<q", 5))),
-            [
-                "a.idx: byte 54: sequence 1 starts at byte 5 of .bin, and the one before it ends at 6",
-                "a.idx: byte 62: sequence 2 starts at byte 8 of .bin, and the one before it ends at 7",
-            ],
-        ),
-        (
-            lambda d, i: (d, patched(i, POINTERS, struct.pack("<q", 2))),
-            [
-                "a.idx: byte 46: sequence 0 starts at byte 2 of .bin, and it is the first",
-                "a.idx: byte 54: sequence 1 starts at byte 6 of .bin, and the one before it ends at 8",
-            ],
-        ),
-        (
-            lambda d, i: (d, patched(i, BOUNDARIES + 8, struct.pack("<q", 5))),
-            ["a.idx: byte 86: document boundary 2 is 3, less than 5, the one before it"],
-        ),
-        (
-            lambda d, i: (d, patched(i, BOUNDARIES + 8, struct.pack("<q", -1))),
-            ["a.idx: byte 78: document boundary 1 is -1, less than 0, the one before it"],
-        ),
-        (
-            lambda d, i: (d, patched(i, BOUNDARIES, struct.pack("<q", 1))),
-            ["a.idx: byte 70: the first document boundary is 1, not 0"],
-        ),
-        (
-            lambda d, i: (d, patched(i, BOUNDARIES + 16, struct.pack("<q", 2))),
-            ["a.idx: byte 86: the last document boundary is 2, not 3"],
-        ),
-        (
-            lambda d, i: (d, patched(i, 17, b"\x04")),
-            [
-                "a.idx: byte 17: the type is int32, but the pointers count 2 bytes per token",
-                "a.bin: 12 bytes are 6 tokens of type int16 or uint16, but .idx says int32",
-            ],
-        ),
+        (lambda d, i: (None, i), ["a.bin: "]),
+        (lambda d, i: (d, None), ["a.idx: "]),
+        (lambda d, i: (d, b""), ["a.idx: .*b''"]),
+        (lambda d, i: (d, i[:60]), ["a.idx: 60 bytes, .* 94"]),
+        (lambda d, i: (d[:-3], i), ["a.bin: byte 9: .* 9 of 12 bytes.* 2 "]),
+        (lambda d, i: (b"", i), ["a.bin: byte 0: .* 0 of 12 bytes.* 0 "]),
+        (lambda d, i: (d + b"1234567", i), ["a.bin: byte 12: 7 bytes"]),
+        (index_with(SIZES + 4, "i", -5), ["a.idx: byte 38: sequence 1 .*-5", "a.idx: byte 62: sequence 2 .* 8 .*-4"]),
+        (index_with(POINTERS + 8, "q", 5),
+         ["a.idx: byte 54: sequence 1 .* 5 .* 6$", "a.idx: byte 62: sequence 2 .* 8 .* 7$"]),
+        (index_with(POINTERS, "q", 2), ["a.idx: byte 46: sequence 0 .* 2 ", "a.idx: byte 54: sequence 1 .* 6 .* 8$"]),
+        (index_with(BOUNDARIES + 8, "q", 5), ["a.idx: byte 86: document boundary 2 .* 3, .* 5"]),
+        (index_with(BOUNDARIES + 8, "q", -1), ["a.idx: byte 78: document boundary 1 .*-1, .* 0"]),
+        (index_with(BOUNDARIES, "q", 1), ["a.idx: byte 70: .* 1, .* 0"]),
+        (index_with(BOUNDARIES + 16, "q", 2), ["a.idx: byte 86: .* 2, .* 3"]),
+        (index_with(17, "B", 4), ["a.idx: byte 17: .*int32.* 2 ", "a.bin: 12 bytes .* 6 .*int16 or uint16.*int32"]),
     ],
-)
-@pytest.mark.parametrize("full", [True, False])
+)  # fmt: skip
 def test_damage(tmp_path: Path, damage: Damage, expected: list[str], full: bool) -> None:
     """Each kind of damage is found, named with its byte, and nothing else is reported."""
     for suffix, content in zip((".bin", ".idx"), damage(DATA, INDEX), strict=True):
@@ -212,7 +172,7 @@ def test_damage(tmp_path: Path, damage: Damage, expected: list[str], full: bool)
     found = texts(str(tmp_path / "a"), full=full)
     assert len(found) == len(expected), found
     for text, problem in zip(expected, found, strict=True):
-        assert f"/{text}" in problem
+        assert re.search(f"/{text}", problem), problem
     assert inspect_dataset.main([str(tmp_path / "a"), "--samples", "2", "--json"]) == 2
 
 
@@ -265,12 +225,10 @@ def test_ids_out_of_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ids[[333, 700, 701]] = [100, 99, 65535]
     prefix = write(tmp_path / "a", [[ids[:300].tolist(), []], [ids[300:].tolist()]])
     found = texts(prefix, vocab_size=99, full=True)
-    assert [problem.removeprefix(f"{prefix}.bin: ") for problem in found] == [
-        "3 of all 1000 tokens looked at are outside of 0..98",
-        "byte 666: id 100 (sequence 2, token 33) is not in the vocabulary of 99",
-        "byte 1400: id 99 (sequence 2, token 400) is not in the vocabulary of 99",
-        "byte 1402: id 65535 (sequence 2, token 401) is not in the vocabulary of 99",
-    ]
+    assert [re.findall(r"\d+", problem.removeprefix(f"{prefix}.bin: ")) for problem in found] == [
+        ["3", "1000", "0", "98"], ["666", "100", "2", "33", "99"], ["1400", "99", "2", "400", "99"],
+        ["1402", "65535", "2", "401", "99"],
+    ]  # fmt: skip
     assert not texts(prefix, full=True) and not texts(prefix, vocab_size=65536, full=True)
     many = check(write(tmp_path / "b", [[[7] * 5000]]), vocab_size=5, full=True)
     assert many.counts["vocabulary"] == many.out_of_range == 5000
@@ -292,21 +250,17 @@ def test_a_quick_look_reads_three_places(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("written", "read", "expected"),
     [
-        ("<u2", "<i4", "as uint16 they are in range"),
-        ("<u2", "<i2", "as uint16 they are in range"),
-        ("<i4", "<i8", "as int32 they are in range"),
-        ("<i4", "<u2", "looks like ids of 4 bytes, and .idx says uint16"),
-        ("<i8", "<u2", "looks like ids of 8 bytes, and .idx says uint16"),
-        ("<i8", "<i4", "looks like ids of 8 bytes, and .idx says int32"),
+        ("<u2", "<i4", "as uint16 "), ("<u2", "<i2", "as uint16 "), ("<i4", "<i8", "as int32 "),
+        ("<i4", "<u2", "4 bytes.* uint16"), ("<i8", "<u2", "8 bytes.* uint16"), ("<i8", "<i4", "8 bytes.* int32"),
     ],
-)
+)  # fmt: skip
 def test_wrong_type(tmp_path: Path, written: str, read: str, expected: str) -> None:
     """An index that is sound in itself, over tokens of another type; the type that fits is named."""
     ids = np.random.RandomState(0).randint(1, 50000, 4000).astype(written)
     as_read = np.frombuffer(ids.tobytes(), read)
     with IndexedDatasetWriter(tmp_path / "a", read) as writer:
         writer.add_document(as_read)
-    assert any(expected in text for text in texts(str(tmp_path / "a"), vocab_size=50257))
+    assert any(re.search(expected, text) for text in texts(str(tmp_path / "a"), vocab_size=50257))
     with IndexedDatasetWriter(tmp_path / "b", written) as writer:
         writer.add_document(ids)
     assert not texts(str(tmp_path / "b"), vocab_size=50257, full=True)
@@ -318,38 +272,42 @@ def test_one_bad_id_suggests_no_type(tmp_path: Path) -> None:
         ids[100] = 60000
         with IndexedDatasetWriter(tmp_path / "a", dtype) as writer:
             writer.add_document(ids)
-        assert texts(str(tmp_path / "a"), vocab_size=30000)[0].endswith("tokens looked at are outside of 0..29999")
+        summary, *_ = texts(str(tmp_path / "a"), vocab_size=30000)
+        assert "0..29999" in summary and "as " not in summary
 
 
+@pytest.mark.slow  # matplotlib
 def test_user_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = write(tmp_path / "a", [[[1]]])
     empty = write(tmp_path / "empty", [[[]]])
     for arguments, message in (
-        ([str(tmp_path / "none")], "none.bin: no such files"),
-        ([prefix, "--documents", "1"], "--documents 1: .*a has 1 documents"),
-        ([prefix, "--samples", "-1"], "--samples -1: expected 0 or more"),
-        ([prefix, "--vocab-size", "0"], "--vocab-size 0: expected 1 or more"),
-        ([prefix, "--merge-file", "x"], "--merge-file needs --tokenizer-type"),
-        ([prefix, "--tokenizer-type", "Nothing"], "'Nothing' is not known"),
-        ([prefix, "--plot", str(tmp_path / "a.pdfx")], "a.pdfx: .* choose another file for --plot"),
-        ([empty, "--plot", str(tmp_path / "a.png")], "no data set has a document with tokens"),
+        ([str(tmp_path / "none")], "none.bin"),
+        ([prefix, "--documents", "1"], "--documents 1.* 1 documents"),
+        ([prefix, "--samples", "-1"], "--samples -1"),
+        ([prefix, "--vocab-size", "0"], "--vocab-size 0"),
+        ([prefix, "--merge-file", "x"], "--merge-file .*--tokenizer-type"),
+        ([prefix, "--tokenizer-type", "Nothing"], "Nothing"),
+        ([prefix, "--plot", str(tmp_path / "a.pdfx")], "a.pdfx: .*--plot"),
+        ([empty, "--plot", str(tmp_path / "a.png")], ""),
     ):
         assert inspect_dataset.main(arguments) == 2
         assert re.search(f"error: .*{message}", capsys.readouterr().err)
-    with pytest.raises(DataError, match="no such files"):
+    with pytest.raises(DataError, match="none"):
         inspect(tmp_path / "none")
 
 
-def test_memory_is_flat(tmp_path: Path) -> None:
-    """A full check of two million documents, 40 MB of index, and 64 MB of tokens."""
+def test_memory_is_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full check of 200,000 documents, 4 MB of index, and 6.4 MB of tokens."""
+    for module in (checking, library):
+        monkeypatch.setattr(module, "_BLOCK_ENTRIES", 1 << 12)
+    monkeypatch.setattr(checking, "_BLOCK_BYTES", 1 << 16)
     with IndexedDatasetWriter(tmp_path / "a", "<i4") as writer:
-        for _ in range(100):
-            writer.add_batch(np.zeros(160_000, np.int32), np.full(20_000, 8), np.ones(20_000, np.int64))
+        writer.add_batch(np.zeros(1_600_000, np.int32), np.full(200_000, 8), np.ones(200_000, np.int64))
     tracemalloc.start()
     try:
         result = inspect(tmp_path / "a", vocab_size=10, validate=True)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert result.sound and result.lengths is not None and result.lengths.documents == 2_000_000
-    assert peak < 30 << 20, peak
+    assert result.sound and result.lengths is not None and result.lengths.documents == 200_000
+    assert peak < 1 << 20, peak

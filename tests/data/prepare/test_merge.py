@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 import tracemalloc
 from collections import namedtuple
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.data import indexed_writer
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.prepare import merge as library
 from megatron.data.prepare.merge import merge, prefixes_in
 from megatron.errors import ConfigError, DataError
+from tests.data.forks import MOMENTS, killed_at_each
 from tests.data.struct_format import Documents, packed, unpacked
 from tools import merge_datasets
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def write(prefix: Path, documents: Documents, dtype: str = "<u2", modes: list[int] | None = None) -> str:
@@ -42,7 +40,6 @@ PARTS = st.tuples(
 )
 
 
-@settings(max_examples=20)
 @given(parts=st.lists(PARTS, min_size=1, max_size=4), block=st.sampled_from([1, 3, 1 << 20]))
 def test_order_and_documents_are_kept(tmp_path_factory: pytest.TempPathFactory, parts, block: int) -> None:
     folder = tmp_path_factory.mktemp("merge")
@@ -70,8 +67,8 @@ def test_widened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert merge_datasets.main(arguments) == 0
     assert unpacked(tmp_path / "all") == ("<i4", [[[100000]], [[65535], [1]]], [])
     printed = capsys.readouterr()
-    assert "2 documents, 3 sequences, 3 tokens of type int32" in printed.out
-    assert "small: tokens of type uint16 are written as int32" in printed.err
+    assert all(part in printed.out for part in ("2 documents", "3 sequences", "3 tokens", "int32"))
+    assert all(part in printed.err for part in (small, "uint16", "int32"))
 
 
 def test_modes(tmp_path: Path) -> None:
@@ -80,9 +77,9 @@ def test_modes(tmp_path: Path) -> None:
     plain = write(tmp_path / "plain", [[[3]]])
     merge([one, two], tmp_path / "all", require_modes=True)
     assert unpacked(tmp_path / "all") == ("<u2", [[[1], [2]], [[3]]], [1, -1, 0])
-    with pytest.raises(ConfigError, match=r"one has a mode for each sequence.* and .*plain has none"):
+    with pytest.raises(ConfigError, match="one.*plain"):
         merge([one, plain], tmp_path / "other")
-    with pytest.raises(ConfigError, match=r"plain has no modes: merge it without --multimodal"):
+    with pytest.raises(ConfigError, match="plain.*--multimodal"):
         merge([plain], tmp_path / "other", require_modes=True)
 
 
@@ -98,14 +95,13 @@ def test_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert unpacked(tmp_path / "new" / "all")[1] == [[[1]], [[2]], [[3]]]
     write(folder / "all", [[[9]]])
     assert merge_datasets.main(["--input", str(folder), "--output-prefix", str(folder / "all")]) == 2
-    assert "is the input" in capsys.readouterr().err
+    assert str(folder / "all") in capsys.readouterr().err
     (folder / "d.bin").touch()
-    with pytest.raises(DataError, match=r"d\.bin is there, but not d\.idx"):
+    with pytest.raises(DataError, match=r"d\.bin.*d\.idx"):
         prefixes_in(folder)
-    with pytest.raises(DataError, match="no .bin and .idx files in it"):
-        prefixes_in(tmp_path / "parts" / "index-cache")
-    with pytest.raises(DataError, match="no such folder"):
-        prefixes_in(tmp_path / "nowhere")
+    for wrong in (folder / "index-cache", tmp_path / "nowhere"):
+        with pytest.raises(DataError, match=str(wrong)):
+            prefixes_in(wrong)
 
 
 def test_output_is_an_input(tmp_path: Path) -> None:
@@ -113,7 +109,7 @@ def test_output_is_an_input(tmp_path: Path) -> None:
     before = files(tmp_path)
     (tmp_path / "link.bin").symlink_to(tmp_path / "one.bin")
     for output in (one, str(tmp_path / "x" / ".." / "one"), str(tmp_path / "link")):
-        with pytest.raises(ConfigError, match="is the input"):
+        with pytest.raises(ConfigError, match=one):
             merge([one], output)
     (tmp_path / "link.bin").unlink()
     assert files(tmp_path) == before and unpacked(one)[1] == [[[1]]]
@@ -122,15 +118,12 @@ def test_output_is_an_input(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda d, i: (d[:-1], i), r"b\.bin: 11 bytes, but .*b\.idx describes 12"),
-        (
-            lambda d, i: (d, i[:38] + b"\x02" + i[39:]),
-            r"b\.idx: sequence 2 has 2 tokens from byte 8, after sequences that end at byte 10",
-        ),
-        (lambda d, i: (d, i[:54] + b"\x03" + i[55:]), r"b\.idx: byte 34: sequence 0 .* next one starts at 3"),
-        (lambda d, i: (d, i[:-16] + b"\x09" + i[-15:]), r"b\.idx: document 0 ends before sequence 9"),
-        (lambda d, i: (d, i[:-8] + b"\x02" + i[-7:]), r"b\.idx: the document boundaries run from 0 to 2"),
-        (lambda d, i: (None, i), r"b\.bin: no such file"),
+        (lambda d, i: (d[:-1], i), r"b\.bin: 11 .*b\.idx .*12"),
+        (lambda d, i: (d, i[:38] + b"\x02" + i[39:]), r"b\.idx: sequence 2 .* 8, .* 10"),
+        (lambda d, i: (d, i[:54] + b"\x03" + i[55:]), r"b\.idx: byte 34: sequence 0 .* 3\b"),
+        (lambda d, i: (d, i[:-16] + b"\x09" + i[-15:]), r"b\.idx: document 0 .* 9"),
+        (lambda d, i: (d, i[:-8] + b"\x02" + i[-7:]), r"b\.idx: .* 0 to 2"),
+        (lambda d, i: (None, i), r"b\.bin"),
     ],
 )
 def test_damaged_inputs(tmp_path: Path, damage, message: str) -> None:
@@ -152,16 +145,16 @@ def test_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     one = write(tmp_path / "one", [[[1]]])
     real = write(tmp_path / "real", [[[1]]], "<f4")
     before = files(tmp_path)
-    with pytest.raises(ConfigError, match="nothing to merge"):
+    with pytest.raises(ConfigError):
         merge([], tmp_path / "all")
-    with pytest.raises(ConfigError, match=r"one has tokens of type uint16 and .*real of type float32"):
+    with pytest.raises(ConfigError, match="one.*uint16.*real.*float32"):
         merge([one, real], tmp_path / "all")
     usage = namedtuple("usage", "total used free")
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: usage(10, 10, 1_000_000))
         assert merge_datasets.main(["--inputs", one, "--output-prefix", str(tmp_path / "all")]) == 2
-    assert "0.001 GB free, and the merged data set needs 0.001 GB" in capsys.readouterr().err
-    with pytest.raises(DataError, match=r"/dev/null/x: cannot be written"):
+    assert "0.001 GB" in capsys.readouterr().err
+    with pytest.raises(DataError, match="/dev/null/x"):
         merge([one], "/dev/null/x/all")
     assert files(tmp_path) == before
 
@@ -171,67 +164,37 @@ def test_floats_of_two_widths(tmp_path: Path) -> None:
     assert unpacked(tmp_path / "all") == ("<f8", [[[1.0]], [[2.0]]], [])
 
 
-def test_memory_is_flat(tmp_path: Path) -> None:
-    """64 MB of tokens in two million sequences, 40 MB of index, through a few blocks of memory."""
+def test_memory_is_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """6.4 MB of tokens in 200,000 sequences, 4 MB of index, through a few blocks of memory."""
+    monkeypatch.setattr(library, "_BLOCK_ENTRIES", 1 << 12)
+    monkeypatch.setattr(library, "_COPY_BYTES", 1 << 16)
+    monkeypatch.setattr(indexed_writer, "_BLOCK_ENTRIES", 1 << 12)
+    monkeypatch.setattr(indexed_writer, "_BUFFER_BYTES", 1 << 16)
     with IndexedDatasetWriter(tmp_path / "a", "<i4") as writer:
-        for _ in range(50):
-            writer.add_batch(np.zeros(160_000, np.int32), np.full(20_000, 8), np.ones(20_000, np.int64))
+        writer.add_batch(np.zeros(800_000, np.int32), np.full(100_000, 8), np.ones(100_000, np.int64))
     tracemalloc.start()
     try:
         merge([tmp_path / "a", tmp_path / "a"], tmp_path / "all")
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert (tmp_path / "all.bin").stat().st_size == 64_000_000 and peak < 24 << 20, peak
+    assert (tmp_path / "all.bin").stat().st_size == 6_400_000 and peak < 1 << 20, peak
 
 
-KILLS = """
-import os, random, signal, sys, time
-from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.prepare.merge import merge
-from megatron.errors import DataError
-folder, kills = sys.argv[1], int(sys.argv[2])
-random.seed(3)
-sources = {7: [f"{folder}/a", f"{folder}/b"], 8: [f"{folder}/b", f"{folder}/a", f"{folder}/b"]}
-lengths = {7: [7] * 40 + [8] * 30, 8: [8] * 30 + [7] * 40 + [8] * 30}
-seen = set()
-for kill in range(kills):
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        while True:
-            for inputs in sources.values():
-                merge(inputs, f"{folder}/all")
-                os.write(writing, b".")
-    os.close(writing)
-    assert os.read(reading, 1)  # one data set is written, the next ones are under way
-    os.close(reading)
-    time.sleep(random.uniform(0.0, 0.03))
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    try:
-        merged = IndexedDataset(f"{folder}/all")
-    except DataError as error:
-        assert ".idx: no such file" in str(error), error
-        seen.add("none")
-        continue
-    first = int(merged[0][0])
-    assert [int(merged[i][0]) for i in range(len(merged))] == lengths[first]
-    assert all(merged[i].tolist() == [lengths[first][i]] * lengths[first][i] for i in range(len(merged)))
-    seen.add("whole")
-print(sorted(seen))
-"""
-
-
-def test_kill_at_random_moments(tmp_path: Path) -> None:
-    """Killed 25 times: a whole merge or none, and the next one clears away what the killed ones left."""
-    write(tmp_path / "a", [[[7] * 7]] * 40)
-    write(tmp_path / "b", [[[8] * 8]] * 30)
-    done = subprocess.run(
-        [sys.executable, "-c", KILLS, str(tmp_path), "25"], cwd=ROOT, capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, done.stderr
-    assert "whole" in done.stdout
-    merge([tmp_path / "a"], tmp_path / "all")
-    assert files(tmp_path) == [f"{name}.{suffix}" for name in ("a", "all", "b") for suffix in ("bin", "idx")]
-    assert len(IndexedDataset(tmp_path / "all")) == 40
+@pytest.mark.slow
+@MOMENTS
+def test_killed_at_any_moment(tmp_path: Path, every: bool) -> None:
+    """A whole merge, old or new, or none; the next one clears away what the killed one left."""
+    inputs = [write(tmp_path / "a", [[[7] * 7]] * 40), write(tmp_path / "b", [[[8] * 8]] * 30)]
+    old, new = [[[8] * 8]] * 30, [[[7] * 7]] * 40 + [[[8] * 8]] * 30
+    for folder in killed_at_each(
+        tmp_path, lambda here: merge(inputs, here / "all"), every, lambda here: merge(inputs[1:], here / "all")
+    ):
+        try:
+            IndexedDataset(folder / "all")
+        except DataError:
+            assert not (folder / "all.idx").exists(), folder
+        else:
+            assert unpacked(folder / "all")[1] in (old, new), folder
+        merge(inputs, folder / "all")
+        assert files(folder) == ["all.bin", "all.idx"] and unpacked(folder / "all")[1] == new, folder

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import re
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 import pyarrow
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
@@ -22,12 +22,12 @@ from megatron.data.prepare.preprocess import preprocess
 from megatron.data.prepare.sources import Block, Place, find_sources, read_blocks, read_sources
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.errors import DataError
+from tests.helpers.examples import examples
 from tests.helpers.preprocessing import (
     EOD,
     byte_tokenizer,
     documents,
     json_lines,
-    null_options,
     pack,
     pair_bytes,
     write_input,
@@ -49,12 +49,6 @@ def tokenizer(tokenizer_arguments: dict[str, Any]) -> Tokenizer:
     return build_tokenizer(**tokenizer_arguments, num_threads=1)
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as name:
-        yield Path(name)
-
-
 def encode(blocks: list[Block], tokenizer: Tokenizer, append_eod: bool) -> tuple[list[list[int]], list[BadInput]]:
     """Tokens of each document of the blocks, which are written out by hand: no writer, no workers."""
     options = PreprocessOptions(tokenizer={}, append_eod=append_eod)
@@ -70,7 +64,8 @@ def encode(blocks: list[Block], tokenizer: Tokenizer, append_eod: bool) -> tuple
     return found, bad
 
 
-@settings(max_examples=30)
+@pytest.mark.slow
+@examples(10)
 @given(
     texts=TEXTS, block_bytes=BLOCKS, append_eod=st.booleans(), members=st.integers(1, 3), name=st.sampled_from(NAMES)
 )
@@ -91,27 +86,23 @@ def test_every_block_boundary_is_a_place_to_go_on(
             assert not rest or rest[0].first == block.after.documents + 1
 
 
-@settings(max_examples=30)
 @given(
-    lines=st.lists(
-        st.sampled_from([b'{"text": "ab"}', b"", b"  ", b"{x", b'{"text": "\xff"}', b'{"no": 1}']), max_size=12
-    ),
-    block_bytes=BLOCKS,
-    newline=st.sampled_from([b"\n", b"\r\n"]),
+    lines=st.lists(st.sampled_from(LINES), max_size=12), block_bytes=BLOCKS, newline=st.sampled_from([b"\n", b"\r\n"]),
     at_end=st.booleans(),
 )
 def test_bad_lines_are_numbered_as_editors_do(
     tokenizer: Tokenizer, lines: list[bytes], block_bytes: int, newline: bytes, at_end: bool
 ) -> None:
-    expected = [i for i, line in enumerate(lines, 1) if line.strip() and line != b'{"text": "ab"}']
+    expected = [i for i, line in enumerate(lines, 1) if line.strip() and line != LINES[0]]
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(sources, "BLOCK_BYTES", block_bytes):
         path = Path(folder, "c.jsonl")
         path.write_bytes(newline.join(lines) + newline * at_end)
         good, bad = encode(list(read_blocks([path])), tokenizer, False)
     assert [document.where for document in bad] == [f"{path}:{i}" for i in expected]
-    assert good == [[*b"ab"]] * lines.count(b'{"text": "ab"}')
+    assert good == [[*b"ab"]] * lines.count(LINES[0])
 
 
+@pytest.mark.slow
 def test_formats_workers_and_escapes_give_the_same_files(
     tmp_path: Path, tokenizer_arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,7 +113,7 @@ def test_formats_workers_and_escapes_give_the_same_files(
     written = set()
     for number, (path, workers, size) in enumerate(
         [(path, 1, 100 + 17 * i) for i, path in enumerate(inputs)]
-        + [(tmp_path / "escaped.jsonl", 1, 1 << 19), (inputs[0], 2, 150), (inputs[3], 3, 90)]
+        + [(tmp_path / "escaped.jsonl", 1, 1 << 19), (inputs[3], 2, 90)]
     ):
         monkeypatch.setattr(sources, "BLOCK_BYTES", size)
         totals = preprocess([path], tmp_path / f"o{number}", options, workers=workers)
@@ -141,20 +132,11 @@ def test_patterns(tmp_path: Path) -> None:
     assert found == ["b.jsonl", "a.jsonl", "b.jsonl"]
     assert len(find_sources([tmp_path / "**/*.jsonl"])) == 4
     assert Path(find_sources([tmp_path / "[x].jsonl"])[0].path).name == "[x].jsonl"  # a file of this name comes first
-    for wrong, message in (
-        ("*.txt", "no file matches this pattern"),
-        ("deep", "is a folder: name its files"),
-        ("none", "no such input file"),
-    ):
-        with pytest.raises(DataError, match=message):
+    for wrong in ("*.txt", "deep", "none", "a.jsonl.bz2", "a.parquet.gz"):
+        if wrong.startswith("a."):
+            (tmp_path / wrong).touch()
+        with pytest.raises(DataError, match=re.escape(str(tmp_path / wrong))):
             find_sources([tmp_path / wrong])
-
-
-def test_files_that_are_not_read(tmp_path: Path) -> None:
-    for name, message in (("a.jsonl.bz2", "unpack it"), ("a.parquet.gz", "parquet packs its pages itself")):
-        (tmp_path / name).write_bytes(b"")
-        with pytest.raises(DataError, match=message):
-            find_sources([tmp_path / name])
 
 
 @pytest.mark.parametrize("name", ["c.jsonl.gz", "c.jsonl.zst", "c.parquet"])
@@ -166,7 +148,7 @@ def test_damaged_files_are_named_with_the_place(
     path = write_input(tmp_path / name, [str(i) * 50 for i in range(300)], members=2)
     content = path.read_bytes()
     path.write_bytes(content[:-30] if damage == "cut" else content[: len(content) // 2] + b"#" * (len(content) // 2))
-    with pytest.raises(DataError, match=rf"{name}: cannot be read after (line|row) \d+: "):
+    with pytest.raises(DataError, match=rf"{name}.* (line|row) \d+"):
         encode(list(read_blocks([path])), tokenizer, False)
 
 
@@ -209,17 +191,17 @@ def test_parquet_that_is_not_utf8(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = parquet_file(tmp_path / "c.parquet", column)
     good, (bad,) = encode(list(read_blocks([path])), tokenizer, False)
     assert good == [[97], [99]]
-    assert str(bad) == f"{path}: row 2: not UTF-8: invalid start byte at byte 0"
+    assert bad.where == f"{path}: row 2" and "byte 0" in bad.why
 
 
 def test_parquet_columns_that_are_no_text(tmp_path: Path) -> None:
     nested = parquet_file(tmp_path / "n.parquet", pyarrow.array([{"text": "a"}]), "meta")
-    with pytest.raises(DataError, match=r"no column 'text': there are \['meta'\]; choose with --json-keys"):
+    with pytest.raises(DataError, match="'text'.*'meta'.*--json-keys"):
         list(read_blocks([nested]))
-    with pytest.raises(DataError, match=r"column 'meta' holds struct<text: string>, expected strings"):
+    with pytest.raises(DataError, match="'meta' .*struct<text: string>"):
         list(read_blocks([nested], json_keys=("meta",)))
     (tmp_path / "x.parquet").write_bytes(b"no parquet")
-    with pytest.raises(DataError, match="x.parquet: cannot be read after row 0"):
+    with pytest.raises(DataError, match=r"x\.parquet.* row 0"):
         list(read_blocks([tmp_path / "x.parquet"]))
 
 
@@ -232,7 +214,7 @@ def test_text_files(tmp_path: Path, tokenizer: Tokenizer, suffix: str) -> None:
     assert list(read_sources(find_sources([path]), ("text",), block.after)) == []
     path.write_bytes(pack(b"one\nt\xff\n", suffix))
     _, (bad,) = encode(list(read_blocks([path])), tokenizer, False)
-    assert str(bad) == f"{path}: not UTF-8: invalid start byte at byte 5, line 2"
+    assert bad.where == str(path) and "byte 5, line 2" in bad.why
 
 
 @pytest.mark.parametrize("name", ["c.jsonl", "c.jsonl.gz", "c.txt", "c.parquet"])
@@ -268,14 +250,7 @@ def test_a_line_of_one_byte_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_memory_of_a_block_does_not_grow_with_short_documents(tmp_path: Path) -> None:
     """A block is bounded by its bytes: twice BLOCK_BYTES for lines, that and one row for parquet."""
-    texts = ["x" * 1000] * 3000
-    for name in ("c.jsonl", "c.jsonl.gz", "c.parquet"):
-        blocks = list(read_blocks([write_input(tmp_path / name, texts)]))
-        assert len(blocks) > 3 and max(block.text_bytes for block in blocks) <= 2 * sources.BLOCK_BYTES
-
-
-def test_keys_become_file_names(tmp_path: Path) -> None:
-    path = write_input(tmp_path / "c.jsonl", ["1"])
-    for keys in (("a/b",), ("",)):
-        with pytest.raises(Exception, match="part of a file name"):
-            preprocess([path], tmp_path / "o", null_options(*keys))
+    with mock.patch.object(sources, "BLOCK_BYTES", 20_000):
+        for name in ("c.jsonl", "c.jsonl.gz", "c.parquet"):
+            blocks = list(read_blocks([write_input(tmp_path / name, ["x" * 100] * 1000)]))
+            assert len(blocks) > 3 and max(block.text_bytes for block in blocks) <= 40_000

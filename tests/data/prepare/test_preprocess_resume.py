@@ -393,3 +393,15 @@ def test_signals_stop_the_tool_and_it_goes_on(
         code, _, said = run(f"o{number}{times}")
         assert code == 0 and ("resuming" in said) == (times == 1)
         assert pair_bytes(tmp_path / f"o{number}{times}_text_document") == pair_bytes(tmp_path / "whole_text_document")
+
+
+def test_a_signal_that_was_ignored_before_stays_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under nohup the end of the terminal does not end the tool."""
+    write_input(tmp_path / "c.jsonl", TEXTS)
+    monkeypatch.setattr(preprocess_data.Progress, "update", lambda *_: os.kill(os.getpid(), signal.SIGHUP))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        words = ["--input", str(tmp_path / "c.jsonl"), "--output-prefix", str(tmp_path / "o"), "--workers", "1"]
+        assert preprocess_data.main([*words, *NULL_FLAGS]) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
