@@ -1,4 +1,4 @@
-"""What the tests here have in common: marks, a user's settings of site.env, and the jobs of examples/frontier."""
+"""What the tests here have in common: a user's settings of site.env, and the jobs of examples/frontier."""
 from __future__ import annotations
 
 import os
@@ -10,14 +10,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults.job import ROOT, free_ports
-from benchmarks.faults.testbed import ENDED, Testbed, missing
+from benchmarks.faults.testbed import ENDED, Testbed
 
 FRONTIER = ROOT / "examples" / "frontier"
-_REASON = missing()
-MARKS = [
-    pytest.mark.slow, pytest.mark.slurm,
-    pytest.mark.skipif(bool(_REASON), reason=f"the Slurm testbed lacks {_REASON}"),
-]  # fmt: skip
+MARKS = [pytest.mark.slow, pytest.mark.slurm]
+CAMPAIGN = [*MARKS, pytest.mark.campaign("slurm")]
 
 
 @dataclass(frozen=True)
@@ -40,13 +37,13 @@ class Submitted:
         """What the tasks wrote to standard error, and the preflight's result, in the job's nth start."""
         return self.run / "logs" / self.number / str(start)
 
-    def wait_for(self, pattern: str, timeout_s: float = 900.0) -> None:
+    def wait_for(self, pattern: str) -> None:
         """Until the job's output has this. Raises Overdue, at once where the job ends without."""
-        self.testbed.wait_for_log(self.log, pattern, timeout_s, self.number)
+        self.testbed.wait_for_log(self.log, pattern, job=self.number)
 
-    def wait(self, *states: str, timeout_s: float = 900.0) -> str:
+    def wait(self, *states: str) -> str:
         """Until the job has ended, or is in one of `states`; its state. Raises Overdue."""
-        return self.testbed.wait_for_state(self.number, *(states or ENDED), timeout_s=timeout_s, log=self.log)
+        return self.testbed.wait_for_state(self.number, *(states or ENDED), log=self.log)
 
 
 def submit(

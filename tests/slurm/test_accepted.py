@@ -2,27 +2,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from benchmarks.faults.testbed import Testbed
-from tests.slurm.site import FRONTIER, MARKS
+from tests.slurm.site import CAMPAIGN, FRONTIER
 
-pytestmark = MARKS
+pytestmark = CAMPAIGN
 
-NODES = 9472
+NODES, PAPER_NODES = 0, 9472
 RANGES = "batch-2h,batch-6h,batch-12h"
 """The three ranges of nodes of Frontier's batch partition, each with its longest time. A job may name several
 partitions; with EnforcePartLimits=ANY it is refused where none of them would take it."""
-SCRIPTS = sorted(path for path in FRONTIER.iterdir() if path.is_file() and "\n#SBATCH -N " in path.read_text())
-
-
-@pytest.fixture(scope="module")
-def frontier() -> Iterator[Testbed]:
-    with Testbed(nodes=0, paper_nodes=NODES) as started:
-        yield started
 
 
 def submit(testbed: Testbed, script: Path, *options: str) -> str:
@@ -39,22 +31,12 @@ def nodes(testbed: Testbed, said: str) -> int:
     return len(testbed.ask("scontrol", "show", "hostnames", found[1]).split())
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_sbatch_takes(frontier: Testbed, script: Path) -> None:
-    wanted = re.search(r"(?m)^#SBATCH .*?(?:-N\s*|--nodes[= ])(\d+)", script.read_text())
-    assert wanted, "no number of nodes in the script's head"
-    assert nodes(frontier, submit(frontier, script)) == int(wanted[1])
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_the_same_is_refused_where_it_asks_for_too_much(frontier: Testbed, script: Path) -> None:
-    with pytest.raises(RuntimeError, match="time limit|Node count"):
-        submit(frontier, script, "--time=12:01:00")
-    with pytest.raises(RuntimeError, match="time limit|Node count"):
-        submit(frontier, script, "--nodes=91", "--time=02:01:00")
-    with pytest.raises(RuntimeError, match="Node count"):
-        submit(frontier, script, f"--nodes={NODES + 1}")
-
-
-def test_there_are_scripts() -> None:
-    assert len(SCRIPTS) >= 4
+def test_sbatch_takes_the_scripts_and_refuses_more_than_the_machine_has(testbed: Testbed) -> None:
+    scripts = sorted(path for path in FRONTIER.iterdir() if path.is_file() and "\n#SBATCH -N " in path.read_text())
+    assert len(scripts) == 8
+    for script in scripts:
+        wanted = re.search(r"(?m)^#SBATCH .*?(?:-N\s*|--nodes[= ])(\d+)", script.read_text())
+        assert wanted and nodes(testbed, submit(testbed, script)) == int(wanted[1])
+        for too_much in (["--time=12:01:00"], ["--nodes=91", "--time=02:01:00"], [f"--nodes={PAPER_NODES + 1}"]):
+            with pytest.raises(RuntimeError, match="time limit|Node count"):
+                submit(testbed, script, *too_much)

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,21 +15,15 @@ import pytest
 from benchmarks.faults.testbed import Testbed
 from megatron.planning.experiments.launch import Step, slurm_command, start_step
 from tests.helpers.launching import ROOT
-from tests.slurm.site import FRONTIER, MARKS, Submitted, settings_of_site, submit
-from tests.tuning.test_trial_runner import until
+from tests.slurm.site import CAMPAIGN, FRONTIER, Submitted, settings_of_site, submit
 
-pytestmark = MARKS
+pytestmark = CAMPAIGN
 
+NODES = 2
 SMALL = {
     "KINDS": "tp", "MODEL": "tiny", "VALUES": "1 2", "TASKS_PER_NODE": "2", "CPUS_PER_TASK": "1", "WARM_UP": "1",
     "ITERATIONS": "2", "REQUEUE": "0",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def testbed() -> Iterator[Testbed]:
-    with Testbed(nodes=2) as started:
-        yield started
 
 
 def experiment(testbed: Testbed, folder: Path, name: str, **settings: str) -> Submitted:
@@ -40,7 +33,6 @@ def experiment(testbed: Testbed, folder: Path, name: str, **settings: str) -> Su
     )  # fmt: skip
 
 
-@pytest.mark.timeout(1200)
 def test_points_run_side_by_side_on_nodes_of_their_own(testbed: Testbed, tmp_path: Path) -> None:
     job = experiment(testbed, tmp_path, "both")
     assert job.wait() == "COMPLETED", job.text()
@@ -60,7 +52,6 @@ def test_points_run_side_by_side_on_nodes_of_their_own(testbed: Testbed, tmp_pat
     ]  # fmt: skip
 
 
-@pytest.mark.timeout(1200)
 def test_a_signal_ends_it_and_the_next_job_goes_on(testbed: Testbed, tmp_path: Path) -> None:
     # The second point has to last until Slurm itself is told: srun loses a signal that comes while its tasks start.
     settings = {"SIDE_BY_SIDE": "0", "ITERATIONS": "300"}
@@ -74,7 +65,6 @@ def test_a_signal_ends_it_and_the_next_job_goes_on(testbed: Testbed, tmp_path: P
     assert again.text().count("done already") == 1 and "2 point(s) done, 0 failed, 0 not run" in again.text()
 
 
-@pytest.mark.timeout(1800)
 def test_a_step_that_is_to_end_while_its_tasks_start_ends_without_force(
     testbed: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,7 +88,8 @@ def test_a_step_that_is_to_end_while_its_tasks_start_ends_without_force(
         try:
             step, log = Step(f"told-{number}", ["node02"], 1, number, 3600.0), tmp_path / f"log-{number}"
             run = start_step(slurm_command([]), step, log, tmp_path / f"tasks-{number}", grace_s=300.0)
-            until(lambda: "+ srun" in log.read_text())  # noqa: B023
+            while "+ srun" not in log.read_text():
+                time.sleep(0.05)
             time.sleep(0.5)  # it asks the node for its task
             run.stop()
             time.sleep(0.2 * number)

@@ -3,30 +3,21 @@ others of its allocation."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from benchmarks.faults import history
 from benchmarks.faults.testbed import ENDED, Testbed
-from tests.slurm.site import MARKS, submit
+from tests.slurm.site import CAMPAIGN, submit
 
-pytestmark = MARKS
+pytestmark = CAMPAIGN
 
+NODES = 3
 TINY = (
     "--mock-data --tokenizer-type NullTokenizer --eval-iters 0 --num-workers 0 --micro-batch-size 1 --train-iters 3"
 ).split()
 SETTINGS = {"PREFLIGHT": "1", "PRESET": "tiny", "GPU_VISIBILITY": "one", "TASKS_PER_NODE": "4", "SRUN_WAIT": "300"}
 
 
-@pytest.fixture(scope="module")
-def testbed() -> Iterator[Testbed]:
-    with Testbed(nodes=3) as started:
-        yield started
-
-
-@pytest.mark.timeout(3000)
 def test_a_node_with_faults_is_left_out(testbed: Testbed, tmp_path: Path) -> None:
     """node02 has a task that is stopped four fifths of the time, and one whose device is missing."""
     testbed.control("slow-task", "node02", "1", "20")
@@ -47,7 +38,6 @@ def test_a_node_with_faults_is_left_out(testbed: Testbed, tmp_path: Path) -> Non
     assert history.newest(job.checkpoints).name == "iter_0000003"
 
 
-@pytest.mark.timeout(3000)
 def test_without_spare_nodes_the_job_comes_back_without_the_bad_one(testbed: Testbed, tmp_path: Path) -> None:
     testbed.control("hide-device", "node01", "0")
     try:

@@ -3,20 +3,19 @@ from __future__ import annotations
 
 import re
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-
-import pytest
 
 from benchmarks.faults import history
 from benchmarks.faults.job import run_job
 from benchmarks.faults.testbed import Testbed
 from benchmarks.prove_resume import LOSS
 from tests.helpers.processes import run_processes
-from tests.slurm.site import MARKS, Submitted, submit
+from tests.slurm.site import CAMPAIGN, Submitted, submit
 
-pytestmark = MARKS
+pytestmark = CAMPAIGN
 
+NODES = 2
 TINY = (
     "--mock-data --tokenizer-type NullTokenizer --eval-iters 0 --num-workers 0 --log-interval 1 --adam-eps 1e-3"
 ).split()
@@ -30,12 +29,6 @@ SIXTEEN = [
 """TP 2 x PP 2 x DP 4, two micro-batches a step."""
 NEAREST = [4, 5, 2, 3, 6, 7, 0, 1]
 """The device next to each local rank's cores: what the ranks would have without placement."""
-
-
-@pytest.fixture(scope="module")
-def testbed() -> Iterator[Testbed]:
-    with Testbed(nodes=2) as started:
-        yield started
 
 
 def pack(file: Path) -> None:
@@ -67,7 +60,6 @@ def _train(rank: int, arguments: Sequence[str]) -> int:
     return main(list(arguments))
 
 
-@pytest.mark.timeout(3600)
 def test_two_nodes_train_what_one_process_trains(testbed: Testbed, tmp_path: Path) -> None:
     pack(tmp_path / "environment.tar")
     job = submit(
@@ -75,6 +67,7 @@ def test_two_nodes_train_what_one_process_trains(testbed: Testbed, tmp_path: Pat
         SRUN_WAIT="300", SITE_ENV=str(tmp_path / "environment.tar"),
     )  # fmt: skip
     assert job.wait() == "COMPLETED", job.text()
+    assert re.search(r"(?m)^\+ srun .* /mnt/bb/\S+/environment/bin/python .*pretrain_gpt", job.text()), job.text()
     placed(job)
     one = history.steps(job.checkpoints)
     assert len(one) == ITERATIONS
@@ -114,7 +107,6 @@ def newest(job: Submitted) -> int:
     return int(history.newest(job.checkpoints).name.removeprefix("iter_"))
 
 
-@pytest.mark.timeout(7200)
 def test_time_limit_and_lost_node(testbed: Testbed, tmp_path: Path) -> None:
     """One job: Slurm's signal before the time limit, then a lost node; its losses are those of an undisturbed run."""
     # Few steps until Slurm has looked at its clock, which it does every 30 s: one task is held back.

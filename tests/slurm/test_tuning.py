@@ -18,10 +18,11 @@ import pytest
 from benchmarks.faults.testbed import ENDED, Testbed, output_of
 from megatron.tuning.types import HANG, OUT_OF_MEMORY
 from tests.helpers.launching import ROOT
-from tests.slurm.site import FRONTIER, MARKS, Submitted, submit
+from tests.slurm.site import CAMPAIGN, FRONTIER, Submitted, submit
 
-pytestmark = MARKS
+pytestmark = CAMPAIGN
 
+NODES = 4
 # Two processes of a trial, one on each of two nodes. A micro-batch of 64 needs more than a gigabyte, one of 3 hangs.
 SPACE = """
 title = "two pipeline sizes and some micro-batches"
@@ -59,12 +60,6 @@ HELD = f"""#!/bin/bash
 until [[ -e ${{0%/*}}/go ]]; do sleep 0.1; done
 exec {sys.executable} "$@"
 """
-
-
-@pytest.fixture(scope="module")
-def testbed() -> Iterator[Testbed]:
-    with Testbed(nodes=4) as started:
-        yield started
 
 
 def tune(
@@ -134,7 +129,6 @@ def left_behind(testbed: Testbed, folder: Path) -> list[dict[str, Any]]:
         time.sleep(0.2)
 
 
-@pytest.mark.timeout(12000)
 def test_a_search_with_a_hang_and_too_little_memory_killed_and_gone_on_with(testbed: Testbed, tmp_path: Path) -> None:
     # Killed as no program can prevent.
     job = tune(testbed, tmp_path, "first")
@@ -218,7 +212,6 @@ def mended(testbed: Testbed) -> Iterator[list[str]]:
         testbed.control("add-node", name)
 
 
-@pytest.mark.timeout(4000)
 def test_a_node_dies_and_the_search_goes_on_without_it(
     testbed: Testbed, tmp_path: Path, mended: list[str]
 ) -> None:
@@ -242,7 +235,6 @@ def test_a_node_dies_and_the_search_goes_on_without_it(
     assert testbed.show(job.number)["Restarts"] == "0"
 
 
-@pytest.mark.timeout(4000)
 def test_a_job_whose_script_died_with_its_node_goes_back_into_the_queue(
     testbed: Testbed, tmp_path: Path, mended: list[str]
 ) -> None:
@@ -290,7 +282,6 @@ kill "$guard"
 """
 
 
-@pytest.mark.timeout(1800)
 def test_nodes_with_a_trial_on_all_their_cores_and_devices_answer(testbed: Testbed, tmp_path: Path) -> None:
     said = output_of(testbed, tmp_path, FULL, ["-w", "node0[1-3]", "-D", str(tmp_path), "--time=20"])
     assert sorted(re.findall("answers node0.", said)) == [f"answers node0{n}" for n in (1, 2, 3)], said
