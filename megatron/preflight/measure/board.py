@@ -10,7 +10,7 @@ import functools
 import json
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -85,8 +85,11 @@ def job_part(store: Any, launch: Launch) -> Any:
 class Conductor:
     """The side that asks; one thread of rank 0."""
 
-    def __init__(self, store: Any) -> None:
+    def __init__(
+        self, store: Any, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
         self._store = store
+        self._clock, self._sleep = clock, sleep
         self._step = 0
         self._next: dict[int, int] = {}  # number of each rank's next order
 
@@ -102,7 +105,7 @@ class Conductor:
         Ranks that share an order share the object, which is then written as text once.
         """
         self._step += 1
-        start = time.monotonic()
+        start = self._clock()
         ranks, texts = list(orders), {}
         for order in orders.values():
             if id(order) not in texts:
@@ -126,7 +129,7 @@ class Conductor:
     def _await_count(self, wanted: int, start: float, limit_s: float, patience_s: float, at_most_s: float) -> None:
         pause, came, last, most_s = 0.005, 0, start, float("inf")
         while True:
-            now, count = time.monotonic(), self._store.add(f"came/{self._step}", 0)
+            now, count = self._clock(), self._store.add(f"came/{self._step}", 0)
             if count != came:
                 came, last = count, now
             if count >= _MOST * wanted:
@@ -136,7 +139,7 @@ class Conductor:
                 deadline = min(deadline, start + max(_STRAGGLE_S, _STRAGGLE * most_s))
             if count >= wanted or now >= deadline:
                 return
-            time.sleep(min(pause, deadline - now))
+            self._sleep(min(pause, deadline - now))
             pause = min(pause * 1.5, 0.1)
 
 

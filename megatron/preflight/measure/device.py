@@ -60,7 +60,10 @@ def seconds_waited(path: str = "/proc/thread-self/schedstat") -> float | None:
         return None
 
 
-def repeated(work: Callable[[], Any], seconds: float) -> tuple[int, Shares]:
+def repeated(
+    work: Callable[[], Any], seconds: float, *, clock: Callable[[], float] = time.monotonic,
+    ran_s: Callable[[], float] = time.thread_time, waited_s: Callable[[], float | None] = seconds_waited,
+) -> tuple[int, Shares]:
     """Do the work again and again for so long, longer where a core is shared by many; how often it was done, and where
     the time went.
 
@@ -68,14 +71,14 @@ def repeated(work: Callable[[], Any], seconds: float) -> tuple[int, Shares]:
     told from being stopped, and only slow cores are found.
     """
     work()
-    before, cpu, start, count = seconds_waited(), time.thread_time(), time.monotonic(), 0
+    before, cpu, start, count = waited_s(), ran_s(), clock(), 0
     while True:
         work()
         count += 1
-        wall, ran = time.monotonic() - start, time.thread_time() - cpu
+        wall, ran = clock() - start, ran_s() - cpu
         if wall >= seconds and (ran >= _LEAST_S or wall >= _LONGEST * seconds):
             break
-    after = seconds_waited()
+    after = waited_s()
     if before is None or after is None:
         return count, Shares(wall, ran, max(wall - ran, 0.0))
     return count, Shares(wall, ran, after - before)

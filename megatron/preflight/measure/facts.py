@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +197,9 @@ def find_process(rank: int, environ: Mapping[str, str] = os.environ, proc: str =
     return max(found, default=None)  # a shell that started it has a lower number
 
 
-def process_state(process: int | None, seconds: float = 1.0, proc: str = "/proc") -> tuple[str, float]:
+def process_state(
+    process: int | None, seconds: float = 1.0, proc: str = "/proc", sleep: Callable[[float], None] = time.sleep
+) -> tuple[str, float]:
     """(what has become of a process on this node, the share of looks at which it was stopped)."""
     words = {"D": "is blocked inside the system, as a hung driver or file system does it", "Z": "has ended"}
     if process is None:
@@ -209,7 +211,7 @@ def process_state(process: int | None, seconds: float = 1.0, proc: str = "/proc"
         except (OSError, IndexError):
             return f"process {process} {'has ended' if sys.platform == 'linux' else 'is in an unknown state'}", 0.0
         # Multiples of the golden ratio: what stops it at regular intervals must not meet with ours.
-        time.sleep(2 * seconds / _LOOKS * (number * 0.6180339887 % 1))
+        sleep(2 * seconds / _LOOKS * (number * 0.6180339887 % 1))
     stopped = sum(look in "tT" for look in looks) / _LOOKS
     if stopped:
         return f"process {process} is stopped {stopped:.0%} of the time", stopped

@@ -4,7 +4,6 @@ from __future__ import annotations
 import os
 import shlex
 import stat
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from megatron.preflight.check.findings import Finding
 from megatron.preflight.check.report import Report, make_report
 from megatron.preflight.check.storage_checks import free_bytes, quota_left
 from tests.helpers.launching import ROOT
+from tools import build_index
 
 SOUND = f"""#!/bin/bash
 #SBATCH -A abc123
@@ -88,23 +88,49 @@ def test_a_sound_job() -> None:
     assert one.start_up is not None and one.start_up.seconds == 244.0
 
 
-MISTAKES = [
-    # (what is replaced, by what, level, subject, part of the message, the line where it is to be mended)
+# (what is replaced, by what, level, subject, part of the message, the line where it is to be mended)
+Mistake = tuple[str, str, str, str, str, str]
+IN_THE_HEAD: list[Mistake] = [
     ("#SBATCH -A abc123\n", "", "warning", "account", "SBATCH_ACCOUNT", "--open-mode"),
-    ("-N 2\n", "-N 9999\n", "error", "nodes", "9999 nodes", "-N 9999"),
     ("-t 02:00:00", "-t 02:00:01", "error", "wall time", "2 nodes may run for 2 h", "02:00:01"),
     ("-t 02:00:00", "-t 1:99:00", "error", "wall time", "is no time", "1:99"),
     ("#SBATCH -t 02:00:00\n", "", "warning", "wall time", "no -t", "--open-mode"),
-    ("-t 02:00:00", "-t 20:00:00 -p extended", None, "", "", ""),
-    ("-t 02:00:00", "-t 20:00:00 -p nothing", "error", "nodes", "no partition 'nothing'", "-p nothing"),
     ("-A abc123", "-A abc123 --frobnicate", "error", "options", "no option --frobnicate", "--frobnicate"),
-    ("module load rocm/7.1.1", "true\n#SBATCH -q debug\nmodule load rocm", "warning", "script", "does not "
-        "read", "-q debug"),
-    ("srun -N 2 -n 16", "srun -N 2 -n 8", "error", "tasks", "x 2 nodes = 16 tasks, but the step has 8", "srun "
-        "-N 2 -n 8"),
+    ("module load rocm/7.1.1", "true\n#SBATCH -q debug\nmodule load rocm", "warning", "script", "does not read",
+     "-q debug"),
+    ("FLAGS=(", "export ROCR_VISIBLE_DEVICES=0,1,2,3\nFLAGS=(", "warning", "devices", "DEVICES=0,1", "ROCR_V"),
+    ("#SBATCH --signal=USR1@300\n", "", "warning", "signal", "no --signal", "--open-mode"),
+    ("USR1@300", "USR1@10", "warning", "signal", "leaves 10 s", "USR1@10"),
+    ("USR1@300", "USR2@300", "error", "signal", "USR2 is not heeded", "USR2"),
+    ("USR1@300", "B:USR1@300", "error", "signal", "no trap for USR1", "B:USR1"),
+    ("USR1@300", "USR1@7200", "error", "signal", "have begun", "USR1@7200"),
+    ("#SBATCH --requeue", "#SBATCH --no-requeue", "error", "requeue", "forbids", "--no-requeue"),
+    ("#SBATCH --requeue\n", "", "warning", "requeue", "no --requeue", "--open-mode"),
+    ("FLAGS=(", "export MASTER_ADDR=$SLURM_SUBMIT_HOST\nFLAGS=(", "error", "address", "submitted from", "MASTER"),
+    ("FLAGS=(", "export MASTER_ADDR=localhost\nFLAGS=(", "error", "address", "another host", "MASTER_ADDR"),
+    ("FLAGS=(", "export RANK=0 WORLD_SIZE=16\nFLAGS=(", "error", "ranks", "all 16 tasks", "RANK=0"),
+    ("FLAGS=(", "export WORLD_SIZE=8 RANK=\nFLAGS=(", "error", "ranks", "WORLD_SIZE=8, but 16", "WORLD_SIZE=8"),
+    ("FLAGS=(", "export FI_MR_CACHE_MONITOR=memhooks\nFLAGS=(", "error", "network", "memhooks deadlocks", "memhooks"),
+    ("FLAGS=(", "export NCCL_NET=Socket\nFLAGS=(", "warning", "network", "NCCL_NET=Socket", "NCCL_NET=Socket"),
+    ("FLAGS=(", "unset NCCL_NET FI_CXI_DEFAULT_CQ_SIZE\nFLAGS=(", "warning", "network",
+     "NCCL_NET=OFI FI_CXI_DEFAULT_CQ_SIZE=131072.", "srun -N"),
+    ("#SBATCH --network=disable_rdzv_get\n", "", "warning", "network", "alt_read goes with", "--open-mode"),
+    ("module load rocm/7.1.1\nmodule load rccl-net-plugin", "module load rccl-net-plugin rocm/7.1.1", "error",
+     "modules", "before rocm", "module load rccl"),
+    ("module load rccl-net-plugin\n", "", "warning", "modules", "no network plugin", "module load rocm"),
+    ("FLAGS=(", "export OMP_NUM_THREADS=56\nFLAGS=(", "warning", "workers", "OMP_NUM_THREADS=56", "OMP_NUM_THREADS=56"),
+    ("FLAGS=(", "source nothing.sh\nFLAGS=(", "warning", "script", "is read here", "nothing.sh"),
+    ("FLAGS=(", "eval \"$(printf '%s ' '/bin/true \"' '> x\"')\"\nFLAGS=(", "warning", "script", "not followed",
+     "eval"),
+    (f"source {ROOT}/examples/frontier/env.sh", 'source "$(dirname "$0")/env.sh"', "error", "script", "spool",
+     "dirname"),
+    ("-n 16 --ntasks-per-node=8", "-n 8 --ntasks-per-node=4", "warning", "tasks", "4 stay idle", "srun -N"),
+]  # fmt: skip
+IN_A_TRAINING: list[Mistake] = [
+    ("srun -N 2 -n 16", "srun -N 2 -n 8", "error", "tasks", "x 2 nodes = 16 tasks, but the step has 8",
+     "srun -N 2 -n 8"),
     ("srun -N 2 -n 16", "srun -N 4 -n 32", "error", "tasks", "asks for 4 nodes, the job has 2", "srun -N 4"),
     ("-n 16 --ntasks-per-node=8", "-n 32 --ntasks-per-node=16", "error", "tasks", "16 tasks on each node", "srun -N"),
-    ("-n 16 --ntasks-per-node=8", "-n 8 --ntasks-per-node=4", "warning", "tasks", "4 stay idle", "srun -N"),
     ("-n 16 --ntasks-per-node=8", "-n 15", "error", "tasks", "do not spread evenly", "srun -N"),
     ("srun -N 2 -n 16 --ntasks-per-node=8 -c 7 --gpus-per-task=1 --gpu-bind=closest", "env", "error", "tasks",
      "without srun on the job's 2 nodes", "-u /"),
@@ -114,117 +140,108 @@ MISTAKES = [
     ("--gpus-per-task=1 --gpu-bind=closest", "", "error", "devices", "asks for GPUs", "srun -N"),
     ("--gpus-per-task=1", "--gpus-per-task=2", "error", "devices", "16 devices, but a node has 8", "srun -N"),
     ("--gpus-per-task=1 --gpu-bind=closest", "--gpus-per-node=4", "error", "devices", "share 4 devices", "srun -N"),
-    ("--gpus-per-task=1 --gpu-bind=closest", "--gpus-per-node=8", None, "", "", ""),
-    ("FLAGS=(", "export ROCR_VISIBLE_DEVICES=0,1,2,3\nFLAGS=(", "warning", "devices", "DEVICES=0,1", "ROCR_V"),
-    ("#SBATCH --signal=USR1@300\n", "", "warning", "signal", "no --signal", "--open-mode"),
-    ("USR1@300", "USR1@10", "warning", "signal", "leaves 10 s", "USR1@10"),
-    ("USR1@300", "USR2@300", "error", "signal", "USR2 is not heeded", "USR2"),
-    ("USR1@300", "B:USR1@300", "error", "signal", "no trap for USR1", "B:USR1"),
-    ("USR1@300", "USR1@7200", "error", "signal", "have begun", "USR1@7200"),
     ("--mock-data", "--mock-data --no-exit-signal-handler", "error", "signal", "--no-exit-signal-handler", "--mock"),
-    ("#SBATCH --requeue", "#SBATCH --no-requeue", "error", "requeue", "forbids", "--no-requeue"),
-    ("#SBATCH --requeue\n", "", "warning", "requeue", "no --requeue", "--open-mode"),
-    ("#SBATCH --open-mode=append\n", "", "warning", "requeue", "log of the first start", "#SBATCH --requeue"),
-    ("--load RUNS/ckpt", "--load RUNS/old", "error", "saving", "begins at", "--load RUNS/old"),
-    ("--save RUNS/ckpt --load RUNS/ckpt --save-interval-minutes 20 --keep-last 1\n    "
-        "--requeue", "", "warning", "saving",
-     "no --save", "srun -N"),
-    ("--save-interval-minutes 20", "", "warning", "saving", "no --save-interval", "--save RUNS"),
-    ("--save RUNS/ckpt --load RUNS/ckpt", "--save /mnt/bb/x --load /mnt/bb/x", "error", "saving", "gone with "
-        "the job", "--save /mnt"),
-    ("FLAGS=(", "export MASTER_ADDR=$SLURM_SUBMIT_HOST\nFLAGS=(", "error", "address", "submitted from", "MASTER"),
-    ("FLAGS=(", "export MASTER_ADDR=localhost\nFLAGS=(", "error", "address", "another host", "MASTER_ADDR"),
-    ("FLAGS=(", "export MASTER_ADDR=$(hostname -i)\nFLAGS=(", None, "", "", ""),
-    ("FLAGS=(", "export RANK=0 WORLD_SIZE=16\nFLAGS=(", "error", "ranks", "all 16 tasks", "RANK=0"),
-    ("FLAGS=(", "export WORLD_SIZE=8 RANK=\nFLAGS=(", "error", "ranks", "WORLD_SIZE=8, but 16", "WORLD_SIZE=8"),
-    ("FLAGS=(", "export FI_MR_CACHE_MONITOR=memhooks\nFLAGS=(", "error", "network", "memhooks deadlocks", "memhooks"),
-    ("FLAGS=(", "export NCCL_NET=Socket\nFLAGS=(", "warning", "network", "NCCL_NET=Socket", "NCCL_NET=Socket"),
-    ("FLAGS=(", "unset NCCL_NET FI_CXI_DEFAULT_CQ_SIZE\nFLAGS=(", "warning", "network",
-     "NCCL_NET=OFI FI_CXI_DEFAULT_CQ_SIZE=131072.", "srun -N"),
-    ("#SBATCH --network=disable_rdzv_get\n", "", "warning", "network", "alt_read goes with", "--open-mode"),
-    ("module load rocm/7.1.1\nmodule load rccl-net-plugin", "module load rccl-net-plugin "
-        "rocm/7.1.1", "error", "modules",
-     "before rocm", "module load rccl"),
-    ("module load rccl-net-plugin\n", "", "warning", "modules", "no network plugin", "module load rocm"),
+    ("--load RUNS/ckpt", "--load RUNS/old", "error", "saving", "begins at", "--load"),
+    ("--save RUNS/ckpt --load RUNS/ckpt --save-interval-minutes 20 --keep-last 1\n    --requeue", "", "warning",
+     "saving", "no --save", ""),
+    ("--save-interval-minutes 20", "", "warning", "saving", "no --save-interval", "--save"),
+    ("--save RUNS/ckpt --load RUNS/ckpt", "--save /mnt/bb/x --load /mnt/bb/x", "error", "saving",
+     "gone with the job", "--save"),
     ("--mock-data", "--mock-data --num-workers 9", "warning", "workers", "--num-workers 9", "--num-workers 9"),
-    ("FLAGS=(", "export OMP_NUM_THREADS=56\nFLAGS=(", "warning", "workers", "OMP_NUM_THREADS=56", "OMP_NUM_THREADS=56"),
     (f"{ROOT}/pretrain_gpt.py", "/nothing/pretrain_gpt.py", "error", "programs", "/nothing/pretrain_gpt.py", "srun -N"),
     (sys.executable, "/nothing/bin/python", "error", "programs", "/nothing/bin/python is not there", "srun -N"),
-    (sys.executable, "/mnt/bb/me/bin/python", None, "", "", ""),
-    ("#SBATCH -C nvme\n", "", None, "", "", ""),
-    (f"source {ROOT}/examples/frontier/env.sh", 'source "$(dirname '
-        '"$0")/env.sh"', "error", "script", "spool", "dirname"),
-    ("FLAGS=(", "source nothing.sh\nFLAGS=(", "warning", "script", "is read here", "nothing.sh"),
-    ("FLAGS=(", "eval \"$(printf '%s ' '/bin/true \"' '> x\"')\"\nFLAGS=(", "warning", "script", "not "
-        "followed", "eval"),
-    ("module load rocm/7.1.1", "exit 3", "error", "script", "exit code 3", "exit 3"),
-    ("module load rocm/7.1.1", "while :; do :; done", "error", "script", "does not come to an end", "while"),
-    ("--pipeline-model-parallel-size 4", "--pipeline-model-parallel-size 3", "error", "configuration", "multiple of",
-     "--pipeline"),
-    ("--bf16", "--fp16", "error", "configuration", "fp16", "--fp16"),
+    ("--pipeline-model-parallel-size 4", "--pipeline-model-parallel-size 3", "error", "configuration",
+     "multiple of", "--pipeline"),
+    ("--bf16", "--fp16", "error", "configuration", "fp16", "FLAGS=("),
     ("--train-iters 10", "--trainiters 10", "error", "configuration", "--trainiters", "--trainiters"),
     ("--mock-data", "--data-path RUNS/corpus", "error", "data", "corpus.idx", "--data-path"),
-    ("--mock-data", "--mock-data --vocab-file RUNS/v --merge-file RUNS/m", "error", "tokenizer", "no such "
-        "file", "--vocab-file"),
-    ("--preset tiny", "--preset tiny --device-order 0,1,2,3,4,5,6,6", "error", "configuration",
-     "--device-order", "--device-order"),
+    ("--mock-data", "--mock-data --vocab-file RUNS/v --merge-file RUNS/m", "error", "tokenizer", "no such file",
+     "--vocab-file"),
+    ("--preset tiny", "--preset tiny --device-order 0,1,2,3,4,5,6,6", "error", "configuration", "--device-order",
+     "--device-order"),
     ("--preset tiny", "--preset tiny --hidden-size 65536 --seq-length 2048", "error", "memory", "GiB", "--tensor"),
     ("--keep-last 1", "--keep-last 9999999", "error", "saving", "10000000 checkpoints", "--keep-last"),
 ]  # fmt: skip
+# Those that hide others, or the line that these are to be put behind.
+ALONE: list[Mistake] = [
+    ("-N 2\n", "-N 9999\n", "error", "nodes", "9999 nodes", "-N 9999"),
+    ("-t 02:00:00", "-t 20:00:00 -p nothing", "error", "nodes", "no partition 'nothing'", "-p nothing"),
+    ("#SBATCH --open-mode=append\n", "", "warning", "requeue", "log of the first start", "#SBATCH --requeue"),
+    ("module load rocm/7.1.1", "exit 3", "error", "script", "exit code 3", "exit 3"),
+    ("module load rocm/7.1.1", "while :; do :; done", "error", "script", "does not come to an end", "while"),
+]  # fmt: skip
+# Changes that are none, of one script each.
+HARMLESS = [
+    {"-t 02:00:00": "-t 20:00:00 -p extended", "--gpus-per-task=1 --gpu-bind=closest": "--gpus-per-node=8",
+     "FLAGS=(": "export MASTER_ADDR=$(hostname -i)\nFLAGS=(", sys.executable: "/mnt/bb/me/bin/python"},
+    {"#SBATCH -C nvme\n": ""},
+    {"USR1@300": "B:USR1@300", "FLAGS=(": "trap 'kill -USR1 $!' USR1\nFLAGS=("},  # sent on by the batch script
+]  # fmt: skip
 
 
-_ALONE = ("configuration", "tasks", "memory", "nodes")
-
-
-def groups() -> list[list[tuple[str, str, str | None, str, str, str]]]:
-    """Mistakes that can be in one script together: of different lines and subjects. Those that hide others, and changes
-    that are no mistakes, are alone."""
-    hiding, hidden = ("exit 3", "while"), ("append", "--save RUNS")
-    alone = [
-        [m] for m in MISTAKES
-        if m[2] is None or m[3] in _ALONE or any(w in m[1] for w in hiding) or any(w in m[0] for w in hidden)
-    ]  # fmt: skip
-    together: list[list[tuple[str, str, str | None, str, str, str]]] = []
-    for mistake in [m for m in MISTAKES if [m] not in alone]:
-        for group in together:
+def together(mistakes: list[Mistake]) -> list[list[Mistake]]:
+    """Mistakes that can be in one script: of different lines and subjects."""
+    groups: list[list[Mistake]] = []
+    for mistake in mistakes:
+        for group in groups:
             others = [m[0] for m in group]
             if mistake[3] not in [m[3] for m in group] and not any(mistake[0] in o or o in mistake[0] for o in others):
                 group.append(mistake)
                 break
         else:
-            together.append([mistake])
-    return alone + together
+            groups.append([mistake])
+    return groups
 
 
-@pytest.mark.parametrize("group", groups(), ids=lambda group: ", ".join(m[3] or "nothing" for m in group))
-def test_mistakes_are_found(
-    group: list[tuple[str, str, str | None, str, str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def assert_found(report: Report, mistake: Mistake) -> None:
+    """The finding, with a place in a line that has these words."""
+    _, _, level, about, text, words = mistake
+    lines = Path("job.sbatch").read_text().splitlines()
+    places = [f.place for f in report.findings if f.level == level and f.about == about and text in f.text]
+    named = [lines[place.line - 1] for place in places if place.line and Path(place.file).name == "job.sbatch"]
+    assert any(words in line for line in named), (mistake, "\n".join(map(str, report.findings)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", together(IN_THE_HEAD) + [[m] for m in ALONE],
+                         ids=lambda group: ", ".join(m[3] for m in group))  # fmt: skip
+def test_mistakes_in_the_head_are_found(group: list[Mistake], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.preflight.check.follow._STEPS", 3000)
     script = SOUND
     for old, new, *_ in group:
         assert old in script
         script = script.replace(old, new, 1)
     report = check(script)
-    for _, _, level, about, text, line in group:
-        if level is None:
-            assert [f for f in report.findings if f.level != "note"] == []
-            continue
-        matching = [f for f in report.findings if f.level == level and f.about == about and text in f.text]
-        assert matching, "\n".join(map(str, report.findings))
-        place = matching[0].place
-        assert (Path(place.file).name, place.line) == ("job.sbatch", line_of(script, line)), matching[0]
+    for mistake in group:
+        assert_found(report, mistake)
+
+
+@pytest.mark.slow
+def test_mistakes_in_a_training_are_found() -> None:
+    """A script of many trainings, each with one mistake."""
+    script, part, training = SOUND.partition("FLAGS=(")
+    for number, (old, new, *_) in enumerate(IN_A_TRAINING):
+        assert old in part + training
+        script += (part + training).replace(old, new, 1).replace('"$@"', f'"$@" --seed {number}')
+    report = check(script)
+    for mistake in IN_A_TRAINING:
+        assert_found(report, mistake)
+
+
+@pytest.mark.slow
+def test_what_is_no_mistake() -> None:
+    for changes in HARMLESS:
+        script = SOUND
+        for old, new in changes.items():
+            assert old in script
+            script = script.replace(old, new, 1)
+        assert [f for f in check(script).findings if f.level != "note"] == []
 
 
 def test_flags_of_the_command_line_have_their_place_there() -> None:
     errors = found(check(SOUND, "--pipeline-model-parallel-size", "5"), "error")
     places = [str(finding.place) for finding in errors if finding.text.startswith("--num-layers 4 is less than the 5")]
     assert places == ["command line"]
-
-
-def test_the_batch_script_may_send_the_signal_on() -> None:
-    text = SOUND.replace("USR1@300", "B:USR1@300").replace("FLAGS=(", "trap 'kill -USR1 $!' USR1\nFLAGS=(")
-    assert [f for f in check(text).findings if f.level != "note"] == []
 
 
 def test_a_broadcast_needs_disks() -> None:
@@ -333,11 +350,7 @@ def test_the_index_is_built_or_the_command_for_it_is_named(tmp_path: Path) -> No
     assert (state.indices, state.built) == (6, 0) and set(state.tokens) == set(prefixes)
     command = finding.text.partition("python tools/build_index.py ")[2]
     (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": true}}')
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "build_index.py"), *shlex.split(command)], capture_output=True, text=True,
-        timeout=120, cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert build_index.main(shlex.split(command)) in (0, None)
     report = check(text)
     assert found(report, "warning") == [] and report.trainings[0].data.built == 6
 

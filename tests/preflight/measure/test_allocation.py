@@ -1,145 +1,109 @@
-"""Real processes: two nodes of four, over gloo, some of which are slow, dead, stuck or missing."""
+"""tools/preflight.py measure as srun starts it: two nodes of two processes, over gloo, healthy and not."""
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
-import subprocess
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron.preflight.measure import board
-from megatron.preflight.measure.session import Tasks
-from tests.preflight.measure.allocation import allocate, found_by_rank_0, throttle
+from megatron.preflight.measure.board import Conductor
+from tests.helpers.launching import Outcome, Script
+from tests.helpers.processes import free_port
+
+pytestmark = pytest.mark.slow
+
+STOPS, ABSENT = 1, 3
 
 
-def test_a_good_allocation() -> None:
-    for _ in range(3):  # again where a busy machine has kept a rank from running: it is rightly named then
-        found = found_by_rank_0(seconds=30.0)
-        if not found["findings"]:
-            break
+def variables(rank: int, port: int) -> dict[str, str]:
+    """What srun gives this task."""
+    node, local = divmod(rank, 2)
+    return {
+        "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(local),
+        "SLURM_NODEID": str(node), "SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "node[01-02]",
+        "SLURMD_NODENAME": f"node0{node + 1}", "ROCR_VISIBLE_DEVICES": str(local), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port), "RES_OPTIONS": "timeout:1",
+    }  # fmt: skip
+
+
+def measured(folder: Path, ranks: Sequence[int], waited_for: Sequence[int], arm: Any) -> list[Outcome]:
+    """Starts these ranks, of which some end by themselves."""
+    port, arguments = free_port(), ["measure", "--out", str(folder), "--backend", "gloo", "--seconds", "600"]
+    with contextlib.ExitStack() as stack:
+        scripts = {}
+        for rank in ranks:
+            log = folder.with_name(f"rank_{rank}.log")
+            script = Script("tools/preflight.py", arguments, log, variables(rank, port), (arm, rank))
+            scripts[rank] = stack.enter_context(script)
+        return [scripts[rank].wait() for rank in waited_for]
+
+
+def with_known_speeds(rank: int) -> None:
+    """A busy machine would have them differ, and a rank that got no core is rightly named."""
+    from megatron.preflight.measure import device
+
+    speeds = {"host_gflops": 60.0, "host_copy_gb_per_s": 20.0, "stopped": 0.0, "waited": 0.0}
+    device.host_speed = lambda seconds: speeds
+
+
+def test_a_good_allocation(tmp_path: Path) -> None:
+    first, *others = measured(tmp_path / "out", range(4), range(4), with_known_speeds)
+    assert [first.code, *others] == [0, *[Outcome(0, "")] * 3], first.output
+    assert "2 of 2 nodes" in first.output and "--exclude" not in first.output
+    found = json.loads((tmp_path / "out/preflight.json").read_text())
     assert found["findings"] == []
     assert (found["exit_code"], found["good_hosts"], found["exclude"]) == (0, ["node01", "node02"], "")
+    assert (tmp_path / "out/good_hosts").read_text() == "node01\nnode02\n"
+    assert (tmp_path / "out/bad_hosts").read_text() == ""
     for host in ("node01", "node02"):
         assert found["hosts"][host]["skew_s"] == pytest.approx(0, abs=0.1)  # one machine, one clock
-        for rank in found["hosts"][host]["ranks"].values():
-            assert {"host_gflops", "host_copy_gb_per_s", "allreduce_gb_per_s", "p2p_gb_per_s"} <= set(rank)
-    assert sorted(pair[:2] for pair in found["pairs"]) == [[local, local + 4] for local in range(4)]
+        for one in found["hosts"][host]["ranks"].values():
+            assert one["host_gflops"] == 60.0 and one["allreduce_gb_per_s"] > 0 and one["p2p_gb_per_s"] > 0
+    assert sorted(pair[:2] for pair in found["pairs"]) == [[0, 2], [1, 3]]
     assert all(bandwidth > 0 for *_, bandwidth in found["pairs"])
 
 
-def _throttled(rank: int) -> None:
-    if rank == 5:
-        throttle()
+class Patient(Conductor):
+    """Waits for those who live as long as they take, and for the lost for seconds that do not pass."""
+
+    def __init__(self, store: Any) -> None:
+        self.seconds, self.living = 0.0, 0
+        super().__init__(store, lambda: self.seconds, self.pause)
+
+    def ask(self, orders: Mapping[int, Mapping[str, Any]], *limits: float) -> dict[int, dict[str, Any]]:
+        meeting = any(order["task"] == "hello" for order in orders.values())
+        self.living = len(set(orders) - {ABSENT} - (set() if meeting else {STOPS}))
+        return super().ask(orders, *limits)
+
+    def pause(self, seconds: float) -> None:
+        if self._store.add(f"came/{self._step}", 0) < self.living:
+            time.sleep(0.01)
+        else:
+            self.seconds += seconds
 
 
-@pytest.mark.slow
-def test_a_throttled_rank_is_named() -> None:
-    found = found_by_rank_0(_throttled, 60.0)  # all of them answer, nothing waits for the limit
-    (finding,) = found["findings"]
-    assert (finding["kind"], finding["host"], finding["local_rank"]) == ("stopped", "node02", 1)
-    assert found["bad_hosts"] == ["node02"]
-    assert found["exclude"] == "--exclude=node02"
-    assert found["exit_code"] == 4
+def with_faults(rank: int) -> None:
+    from megatron.preflight.measure import session
+
+    if rank == 0:
+        session.Conductor = Patient  # type: ignore[misc]
+    if rank == STOPS:
+        session.Tasks.device = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[method-assign]
 
 
-def _missing(rank: int) -> None:
-    if rank == 2:
-        del os.environ["ROCR_VISIBLE_DEVICES"]
-    if rank == 7:
-        os._exit(0)
-
-
-@pytest.mark.slow
-def test_a_rank_that_never_starts_and_one_without_a_device() -> None:
-    found = found_by_rank_0(_missing, nodes_needed=1)
-    assert [(f["kind"], f["host"], f["local_rank"]) for f in found["findings"]] == [
-        ("missing", "node02", 3), ("device", "node01", 2),
-    ]  # fmt: skip
-    assert "did not come" in found["lines"][0]
-    assert "it has no process on its node" in found["lines"][0]
-    assert found["exit_code"] == 4
-
-
-class _KilledWhenMeasured(Tasks):
-    def device(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return {}
-
-
-class _StoppedInACollective(Tasks):
-    def group(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        os.kill(os.getpid(), signal.SIGSTOP)
-        return {}
-
-
-def _dying(rank: int) -> type[Tasks] | None:
-    return {3: _StoppedInACollective, 5: _KilledWhenMeasured}.get(rank)
-
-
-@pytest.mark.slow
-def test_one_that_is_killed_and_one_that_is_stopped_on_the_way() -> None:
-    """Each in a step of its own: the others go on, and nobody else is accused."""
-    found = found_by_rank_0(_dying)
-    assert [(f["kind"], f["host"], f["local_rank"]) for f in found["findings"]] == [
-        ("missing", "node02", 1), ("stopped", "node01", 3),
-    ]  # fmt: skip
-    assert "has ended" in found["lines"][0]
-    assert "is stopped 100% of the time" in found["lines"][1]
-    assert found["seconds"] < 60
-
-
-class _SlowNode(Tasks):
-    """Node 3's card: messages that it carries take a hundred times as long. (CPUs are not blamed for slow messages.)"""
-
-    def device(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        return super().device(order) | {"kind": "cuda"}
-
-    def group(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        found = super().group(order)
-        across = not order["whole_node"] and {8, 9, 10, 11}.intersection(order["members"])
-        return found | {"p2p_gb_per_s": 0.1 if across else 10.0}
-
-
-def _slow_card(rank: int) -> type[Tasks]:
-    return _SlowNode
-
-
-@pytest.mark.slow
-def test_a_slow_card_is_told_from_its_neighbours() -> None:
-    """Five nodes of four processes, whose messages are real and whose figures are not."""
-    hosts = [f"node{k:02d}" for k in range(1, 6)]
-    found = found_by_rank_0(_slow_card, 30.0, hosts, nodes_needed=4)
-    assert found["bad_hosts"] == ["node03"]
-    assert [f["kind"] for f in found["findings"]] == ["network"] * 4
-    assert (found["exit_code"], found["good_hosts"]) == (0, ["node01", "node02", "node04", "node05"])
-
-
-# Kills $1 when it is the last child of $2, or after some minutes.
-_KILL_THE_LAST = """for _ in $(seq 600); do
-    sleep 0.2; read -ra children </proc/$2/task/$2/children; ((${#children[@]} > 1)) || break
-done; kill -KILL $1"""
-
-
-class _StoppedWhenMeasured(Tasks):
-    """When all have come, so that each has its connection to the store."""
-
-    def device(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        os.kill(os.getpid(), signal.SIGSTOP)
-        return {}
-
-
-def _rank_0_stops(rank: int) -> type[Tasks] | None:
-    board._PROBE_S = 2.0
-    if rank:
-        return None
-    subprocess.Popen(["bash", "-c", _KILL_THE_LAST, "bash", str(os.getpid()), str(os.getppid())])
-    return _StoppedWhenMeasured
-
-
-@pytest.mark.slow
-def test_all_others_end_when_rank_0_stops() -> None:
-    for ended, text in allocate(_rank_0_stops, 30.0)[1:]:
-        assert not ended
-        assert "StoreLostError: rank 0's store gave no answer within" in text
+def test_who_does_not_come_and_who_stops(tmp_path: Path) -> None:
+    (first,) = measured(tmp_path / "out", [0, STOPS, 2], [0], with_faults)
+    found = json.loads((tmp_path / "out/preflight.json").read_text())
+    assert {(f["host"], f["local_rank"]): f["kind"] for f in found["findings"]} == {
+        ("node02", 1): "missing", ("node01", 1): "stopped",
+    }, found["findings"]  # fmt: skip
+    assert (first.code, found["exit_code"], found["bad_hosts"]) == (4, 4, ["node01", "node02"])
+    assert "--exclude=node01,node02" in first.output
+    assert (tmp_path / "out/good_hosts").read_text() == ""

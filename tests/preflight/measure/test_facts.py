@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import threading
@@ -68,76 +67,65 @@ def test_a_disk_is_written_and_left_as_it_was(tmp_path: Path) -> None:
     assert "FileNotFoundError" in facts.disk_facts(str(tmp_path / "absent"))["error"]
 
 
-def until_answered(port: int) -> dict[str, float]:
-    """A clock's server that gets no time of its core for a second gives no answer: asked again then."""
-    for _ in range(20):
-        if found := facts.clock_skew("127.0.0.1", port):
-            return found
-    raise AssertionError("the server never answers")
+def asked(port: int, seconds: float = 50.0) -> dict[str, float]:
+    return facts.clock_skew("127.0.0.1", port, seconds)
 
 
 def test_the_clocks_difference_is_within_its_bound() -> None:
-    """A server whose clock is 5 s ahead, and answers late."""
-    server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    server.bind(("127.0.0.1", 0))
+    """A server whose clock is 5 s ahead, our own, and one that is silent."""
+    ahead = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    ahead.bind(("127.0.0.1", 0))
 
     def serve() -> None:
         while True:
-            request, sender = server.recvfrom(64)
-            time.sleep(0.005)
-            server.sendto(request + b" " + str(time.time_ns() + 5_000_000_000).encode(), sender)
-            time.sleep(0.005)
+            request, sender = ahead.recvfrom(64)
+            ahead.sendto(request + b" " + str(time.time_ns() + 5_000_000_000).encode(), sender)
 
     threading.Thread(target=serve, daemon=True).start()
-    found = until_answered(server.getsockname()[1])
-    assert found["bound_s"] >= 0.0025
-    assert abs(found["skew_s"] + 5) <= found["bound_s"] + 1e-5
-
-
-def test_our_own_clock_server_and_one_that_is_not_there() -> None:
-    server = facts.ClockServer()
-    found = until_answered(server.port)
-    assert abs(found["skew_s"]) <= found["bound_s"] + 1e-5
-    server.close()
+    own = facts.ClockServer()
+    for port, skew in ((ahead.getsockname()[1], -5), (own.port, 0)):
+        found = asked(port)
+        assert found["bound_s"] >= 0 and abs(found["skew_s"] - skew) <= found["bound_s"] + 1e-5
+    own.close()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
         silent.bind(("127.0.0.1", 0))
-        assert facts.clock_skew("127.0.0.1", silent.getsockname()[1], seconds=0.2) == {}
+        assert asked(silent.getsockname()[1], 0.05) == {}
 
 
-def sleeping(**variables: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(["sleep", "600"], env={**os.environ, **variables})
+def test_what_has_become_of_a_process(tmp_path: Path) -> None:
+    def state(looks: str) -> tuple[str, float]:
+        """Of a process that is found in these states, one after the other."""
+        left = iter(looks)
+        (tmp_path / "7").mkdir(exist_ok=True)
+
+        def look(_: float = 0.0) -> None:
+            (tmp_path / "7/stat").write_text(f"7 (a ) b) {next(left, 'R')} 1 7")
+
+        look()
+        return facts.process_state(7, 1.0, str(tmp_path), look)
+
+    assert [state(looks)[1] for looks in ("R" * 20, "T" * 20, "TTTTtRRRRR" * 2)] == [0, 1, 0.5]
+    assert "stopped 50%" in state("TTTTtRRRRR" * 2)[0] and "driver" in state("D" * 20)[0]
+    assert "has ended" in state("Z" * 20)[0] and "runs" in state("S" * 20)[0]
+    assert facts.process_state(8, 1.0, str(tmp_path)) == ("process 8 has ended", 0)
+    assert facts.process_state(None)[1] == 0
+    assert facts.process_state(os.getpid(), 0.0)[1] == 0
 
 
-def test_what_has_become_of_a_process() -> None:
-    with sleeping() as sleeper:
-        try:
-            text = f"process {sleeper.pid} runs, but does not answer"
-            assert facts.process_state(sleeper.pid, 0.1) == (text, 0)
-            sleeper.send_signal(signal.SIGSTOP)
-            os.waitpid(sleeper.pid, os.WUNTRACED)
-            text = f"process {sleeper.pid} is stopped 100% of the time"
-            assert facts.process_state(sleeper.pid, 0.1) == (text, 1)
-        finally:
-            sleeper.kill()
-    assert facts.process_state(sleeper.pid, 0.1) == (f"process {sleeper.pid} has ended", 0)
-    assert facts.process_state(None) == ("it has no process on its node", 0)
-
-
-def test_a_process_is_found_by_the_variables_of_its_launcher() -> None:
+def test_a_process_is_found_by_the_variables_of_its_launcher(tmp_path: Path) -> None:
     step = {"SLURM_JOB_ID": "123456", "SLURM_STEP_ID": "7"}
-    with sleeping(**step, SLURM_PROCID="3") as one, sleeping(**step, SLURM_PROCID="33") as other:
-        try:
-            deadline = time.monotonic() + 200
-            # Until each is a process of its own.
-            while any(facts.find_process(n, {**step, "SLURM_PROCID": "0"}) is None for n in (3, 33)):
-                assert time.monotonic() < deadline
-            assert facts.find_process(3, {**step, "SLURM_PROCID": "0"}) == one.pid
-            assert facts.find_process(33, {**step, "SLURM_PROCID": "0"}) == other.pid
-            assert facts.find_process(3, {**step, "SLURM_STEP_ID": "8", "SLURM_PROCID": "0"}) is None
-            assert facts.find_process(3, {}) is None
-        finally:
-            one.kill()
-            other.kill()
+    for process, rank in ((40, 3), (41, 33), (42, 3), (5, 3)):
+        (tmp_path / str(process)).mkdir()
+        text = "".join(f"{name}={value}\0" for name, value in {**step, "SLURM_PROCID": rank, "A": 1}.items())
+        (tmp_path / str(process) / "environ").write_text(text)
+
+    def found(rank: int, **environ: str) -> int | None:
+        return facts.find_process(rank, environ, str(tmp_path))
+
+    assert (found(3, **step, SLURM_PROCID="0"), found(33, **step, SLURM_PROCID="0")) == (42, 41)
+    assert found(4, **step, SLURM_PROCID="0") is found(3, **{**step, "SLURM_STEP_ID": "8"}, SLURM_PROCID="0") is None
+    assert found(3) is None
+    assert facts.find_process(0, {}) is None
 
 
 def test_versions_name_what_differs_between_installations() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -238,7 +238,6 @@ def slow_pairs(bad: set[int], value: float = 1.0) -> Change:
     return change
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.sets(st.integers(0, 63), max_size=2))
 def test_a_slow_link_between_nodes_is_its_ranks_and_nobody_elses(bad: set[int]) -> None:
     results, _ = measured(slow_pairs(bad), nodes=8)
