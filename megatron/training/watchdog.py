@@ -108,7 +108,8 @@ class Watchdog:
     # -- watching ------------------------------------------------------------------------------------------------------
 
     @property
-    def _timeout_s(self) -> float:
+    def limit_s(self) -> float:
+        """Seconds without progress that it waits now."""
         return self._first_s if self.patient else self._shortest_s
 
     def _watch(self) -> None:
@@ -123,8 +124,8 @@ class Watchdog:
             quiet_s, at = quiet_s + min(now - at, 2 * pause), now
             if progress != last:
                 last, quiet_s = progress, 0.0
-            elif quiet_s >= self._timeout_s:
-                quiet_s = self._timeout_s - max(self._investigate(), pause)
+            elif quiet_s >= self.limit_s:
+                quiet_s = self.limit_s - max(self._investigate(), pause)
                 at = self._clock()
 
     def _investigate(self) -> float:
@@ -140,7 +141,7 @@ class Watchdog:
             if collector:
                 return self._collect()
             if self._topology.world.size > 1 and self._cleared.wait(4 * _ANSWER_S):
-                return self._timeout_s / 2
+                return self.limit_s / 2
         except (RuntimeError, LaunchError):
             pass  # the store's host is the one that hangs, perhaps
         return self._report_alone()
@@ -160,7 +161,7 @@ class Watchdog:
         seen = {rank: Seen.from_json(text) for rank, text in answers.items()}
         missing = [rank for rank in ranks if rank not in seen]
         places = dict(enumerate(bounded(lambda: self._rendezvous.places, _ANSWER_S))) if missing else {}
-        verdict = judge(seen, self._topology.layout, self._timeout_s, places)
+        verdict = judge(seen, self._topology.layout, self.limit_s, places)
         self._collecting = verdict.hang
         if not verdict.hang:
             bounded(lambda: store.delete_key("hang/claim"), _ANSWER_S)
@@ -269,7 +270,7 @@ class Watchdog:
         found = {
             seen.state.rank: seen if seen.answered else self._unanswered(seen.state) for seen in states
         }
-        verdict = judge(found, self._topology.layout, self._timeout_s, {})
+        verdict = judge(found, self._topology.layout, self.limit_s, {})
         verdict = _about_this_node(verdict, found, self._topology, self._rendezvous.server)
         if not verdict.hang:
             self._all_clear()

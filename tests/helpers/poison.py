@@ -1,12 +1,6 @@
-"""Runs with one bad value: hooks that a test puts on a model after it is built, while training goes its usual way.
-
-As a program it is pretrain_gpt.py with the poison that the variable POISON holds as JSON.
-"""
+"""Runs with one bad value: hooks that a test puts on a model after it is built, while training goes its usual way."""
 from __future__ import annotations
 
-import json
-import os
-import sys
 from typing import Any
 
 import torch
@@ -63,11 +57,3 @@ def install(run: Any, poison: dict[str, Any]) -> None:
                 module = layer.get_submodule(".".join(path))
                 module.register_forward_pre_hook(before) if what == "weight" else module.register_forward_hook(after)
 
-
-if __name__ == "__main__":
-    sys.path.insert(0, os.getcwd())
-    import pretrain_gpt
-    from megatron.training.failures import leave
-
-    poisoned(json.loads(os.environ["POISON"]))
-    leave(pretrain_gpt.main(sys.argv[1:]))

@@ -11,7 +11,6 @@ import torch
 
 from megatron.training import devices
 from tests.helpers.launching import ROOT, TINY
-from tests.helpers.processes import run_processes
 
 NODE = range(64)
 
@@ -34,23 +33,6 @@ def test_cores_are_shared_by_those_that_may_use_them(
     mine: Collection[int], masks: Sequence[Collection[int]], local_world_size: int, threads: int
 ) -> None:
     assert devices.part_of_cores(mine, masks, local_world_size) == threads
-
-
-def bound_processes(rank: int) -> tuple[list[set[int]], str, int]:
-    torch.distributed.init_process_group("gloo")
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    os.environ.pop("OMP_NUM_THREADS") if rank == 0 else None  # which must not keep rank 1 waiting
-    masks = devices.masks_on_this_node(os.sched_getaffinity(0))
-    return masks, devices.share_cores(torch.device("cpu"), 2), torch.get_num_threads()
-
-
-def test_processes_tell_each_other_their_cores() -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    masks = [{cores[0]}, {cores[1 % len(cores)]}]
-    first, second = run_processes(2, bound_processes)
-    assert first == (masks, "threads: 1 per process (1 core(s) allowed, 2 process(es) on the node)", 1)
-    assert second == (masks, "threads: 1 per process, as OMP_NUM_THREADS says", 1)
 
 
 def test_an_empty_setting_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

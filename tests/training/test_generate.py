@@ -7,13 +7,10 @@ import pytest
 import torch
 
 from megatron.config import Config
-from megatron.data.batch import MicroBatch
 from megatron.errors import ConfigError
 from megatron.model.gpt import build_chunks
-from megatron.parallel.topology import DEFAULT_ORDER, Layout, Topology
+from megatron.parallel.topology import Layout, Topology
 from megatron.training.generate import Sampling, choose, generate
-from tests.helpers.groups import join
-from tests.helpers.processes import run_processes
 
 FIELDS: dict[str, Any] = dict(
     num_layers=4, hidden_size=32, num_attention_heads=4, seq_length=12, max_position_embeddings=12, vocab_size=50,
@@ -23,69 +20,10 @@ PROMPTS = [[1, 2, 3], [7], [49, 0, 5, 6, 30]]
 NEW = 11  # the longest text then has 16 tokens, more than the model has positions
 
 
-def generate_in_process(rank: int, fields: dict[str, Any], sampling: Sampling) -> list[list[int]]:
-    config = Config.create(**{**FIELDS, **fields}, world_size=4)
-    parallel = config.parallel
-    sizes = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    topology = join(*sizes, order=parallel.rank_order or DEFAULT_ORDER)
-    chunks = build_chunks(config, topology)
-    chunks.train()
-    texts = generate(config, topology, chunks, PROMPTS, max_new_tokens=NEW, sampling=sampling)
-    assert all(chunk.training for chunk in chunks.values())  # left as it was found
-    return texts
-
-
 def one_process() -> tuple[Config, Topology, torch.nn.ModuleDict]:
     config = Config.create(**FIELDS)
     topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
     return config, topology, build_chunks(config, topology)
-
-
-def greedy_by_hand() -> list[list[int]]:
-    """One prompt at a time through the whole model, no padding, the most probable token each time."""
-    _, _, chunks = one_process()
-    chunks.eval()
-    out = []
-    for prompt in PROMPTS:
-        text = list(prompt)
-        for _ in range(NEW):
-            tokens = torch.tensor([text[-12:]])
-            positions = torch.arange(tokens.shape[1]).unsqueeze(0)
-            batch = MicroBatch(tokens, tokens, torch.ones(tokens.shape), positions, None, 0)
-            with torch.no_grad():
-                scores = chunks["0"].logits(batch, None)  # type: ignore[operator]
-            text.append(int(scores[-1, 0, :50].argmax()))
-        out.append(text[len(prompt) :])
-    return out
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
-        dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, rank_order="pp-tp-dp"),
-        dict(tensor_model_parallel_size=4, sequence_parallel=True),
-        dict(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1),
-    ],
-)
-def test_greedy_text_is_that_of_a_plain_forward_pass(fields: dict[str, Any]) -> None:
-    expected = greedy_by_hand()
-    # A test that can fail: the texts differ and do not repeat one token.
-    assert len({tuple(text) for text in expected}) == 3 and len({token for text in expected for token in text}) > 5
-    for texts in run_processes(4, generate_in_process, fields, Sampling(temperature=0)):
-        assert texts == expected
-
-
-def test_sampled_text_depends_on_the_seed_and_not_on_the_layout() -> None:
-    config, topology, chunks = one_process()
-
-    def sample(seed: int) -> list[list[int]]:
-        return generate(config, topology, chunks, PROMPTS, max_new_tokens=NEW, sampling=Sampling(seed=seed))
-
-    assert sample(5) == sample(5) != sample(6)
-    split = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
-    for texts in run_processes(4, generate_in_process, split, Sampling(seed=5)):
-        assert texts == sample(5)
 
 
 def test_a_text_ends_with_the_end_token() -> None:

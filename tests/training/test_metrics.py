@@ -8,15 +8,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from megatron.errors import ConfigError
 from megatron.parallel.topology import Layout, Topology
-from megatron.training.metrics import Interval, MetricsFile, Peak, Rates, StepRecord, local_loss, read_metrics
-from tests.helpers.groups import join
-from tests.helpers.processes import run_processes
+from megatron.training.metrics import Interval, MetricsFile, Rates, StepRecord, read_metrics
 
 SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
 
@@ -53,36 +50,6 @@ def test_an_interval_of_skipped_steps_has_no_loss() -> None:
     report = interval.report(losses, 2, 1.0)
     assert (report.memory_bytes, report.memory_rank) == (None, None)
     assert report.lm_loss is None and report.skipped == 1 and report.nan == 0 and report.mfu is None
-
-
-# Bytes that each of eight ranks has held, which single precision could not tell apart; ranks 5 and 6 the most.
-HELD = (2**52 - 1, 2**40, 7, 0, 2**52, 2**52 + 3, 2**52 + 3, 2**52 + 2)
-
-
-def reduce_over_pipeline_and_data(rank: int) -> tuple[list[float], Peak, float | None]:
-    """Tensor 2 x pipeline 2 x data 2: only the last stage has losses, its tensor ranks the same ones. The last step's
-    are not finite."""
-    topology = join(2, 2)
-    losses: list[torch.Tensor] = []
-    if topology.pipeline.is_last:
-        losses = [torch.tensor(10.0 * topology.data.rank + i) for i in range(4)]
-    mine = local_loss(losses, None, topology)
-    weighted = local_loss(losses, [0.1, 0.2, 0.3, 0.8], topology)
-    interval = Interval(topology, Rates(8, 8, 1.0, 1.0))
-    for iteration, loss in ((1, mine), (2, weighted), (3, None if mine is None else mine * math.nan)):
-        interval.add(StepRecord(iteration, 0, 0, 8, 0.1, loss, False))
-    return *interval.reduce(HELD[rank]), None if mine is None else mine.item()
-
-
-def test_losses_are_averaged_over_micro_batches_and_replicas() -> None:
-    results = run_processes(8, reduce_over_pipeline_and_data)
-    every = np.array([[0.0, 1.0, 2.0, 3.0], [10.0, 11.0, 12.0, 13.0]])
-    weighted = (every * [0.1, 0.2, 0.3, 0.8]).sum(axis=1).mean()
-    for losses, memory, _ in results:
-        np.testing.assert_allclose(losses, [every.mean(), weighted, math.nan], rtol=1e-6)
-        assert memory == Peak(2**52 + 3, 5)  # beside the losses, of whatever value, and exact
-    # pipeline rank slowest, tensor rank fastest: ranks 4 and 6 are the first tensor ranks of the last stage.
-    assert [r for r, (*_, own) in enumerate(results) if own is not None] == [4, 6]
 
 
 def test_metrics_file_appends_and_survives_a_cut_line(tmp_path: Path) -> None:

@@ -20,8 +20,6 @@ from megatron.training.profiling import Profiler
 from megatron.training.reporter import Reporter
 from megatron.training.tensorboard import TensorBoard
 from megatron.training.timers import PARTS, Stopwatch, Timers
-from tests.helpers.groups import join
-from tests.helpers.processes import run_processes
 
 SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
 LINE = " iteration [red]1[/red] | " + "x" * 300
@@ -188,20 +186,6 @@ def test_stopwatch_leaves_pauses_out() -> None:
     assert watch.lap() == 6.0
     now[0] = 108.0
     assert watch.lap() == 2.0
-
-
-def time_in_process(rank: int) -> dict[str, list[float]]:
-    now = [0.0]
-    timers = Timers(join(), 1, clock=lambda: now[0])
-    for _ in range(2):
-        with timers("optimizer"):
-            now[0] += 1.0 + rank
-    return timers.collect(steps=2)
-
-
-def test_timers_give_every_rank_its_column() -> None:
-    for times in run_processes(2, time_in_process):
-        assert times == {"data-wait": [0.0, 0.0], "forward-backward": [0.0, 0.0], "optimizer": [1000.0, 2000.0]}
 
 
 def test_timers_of_level_0_measure_nothing() -> None:

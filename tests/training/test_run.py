@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,13 @@ import numpy as np
 import pytest
 
 from megatron.config import Config
-from megatron.data.gpt_dataset import MockDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.sampler import MicroBatchStream
+from megatron.model import gpt
 from megatron.training import pretrain
 from megatron.training.console import Console
 from megatron.training.metrics import read_metrics
+from tests.helpers.fault_points import strike
 from tests.helpers.processes import run_processes, run_processes_raw
 
 FIELDS: dict[str, Any] = dict(
@@ -25,6 +25,8 @@ FIELDS: dict[str, Any] = dict(
     distributed_timeout_minutes=1.0,
 )  # fmt: skip
 INTERLEAVED = dict(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1)
+
+pytestmark = pytest.mark.slow
 
 
 def run(rank: int, fields: dict[str, Any]) -> None:
@@ -62,29 +64,13 @@ def test_a_run_writes_what_happened(tmp_path: Path) -> None:
     assert found["validation"][0]["lm_loss"] == pytest.approx(np.log(24), abs=0.05)
 
 
-def test_a_resumed_run_on_another_layout_is_the_same_run(tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run_processes(1, run, dict(save=str(whole)))
-    run_processes(2, run, dict(save=str(parts), exit_interval=4, **INTERLEAVED))
-    run_processes(2, run, dict(save=str(parts), load=str(parts), tensor_model_parallel_size=2))
-    one, two = records(whole), records(parts)
-    names = ("iteration", "consumed_samples", "learning_rate")
-    assert values(one["iteration"], *names) == values(two["iteration"], *names)
-    assert values(two["end"], "iteration", "reason") == [(4, "exiting program at iteration 4"), (6, "done")]
-    # Dropout is on: masks (which only sequence parallelism changes), data order and optimizer must all continue.
-    # 1e-5 is fp32 rounding of another layout.
-    for event in ("iteration", "validation"):
-        losses = [[r["lm_loss"] for r in side[event]] for side in (one, two)]
-        np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("orders", "sizes"),
     [
         (("tp-pp-dp", "dp-pp-tp"), dict(pipeline_model_parallel_size=2)),
         pytest.param(
             ("pp-dp-tp", "tp-dp-pp"), dict(pipeline_model_parallel_size=2, tensor_model_parallel_size=2),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.campaign("parity"),
         ),
     ],
 )  # fmt: skip
@@ -108,42 +94,6 @@ def test_a_resumed_run_on_other_ranks_is_the_same_run(
     assert taken == [list(range(16)), list(range(16, 24))] and taken[0] + taken[1] == sorted(n for n, _ in samples)
 
 
-def run_with_ballast(rank: int, fields: dict[str, Any], heavy: int) -> list[str]:
-    """A run in which rank `heavy` has held 512 MiB more than it needs; the lines that it says of memory."""
-    said: list[str] = []
-    plain = Console.say
-
-    def say(self: Console, text: str) -> None:
-        said.append(text)
-        plain(self, text)
-
-    Console.say = say  # type: ignore[method-assign]
-    if rank == heavy:
-        held = bytearray(b"x" * BALLAST)
-        del held
-    run(rank, fields)
-    return [text for text in said if "memory" in text and "GiB" in text]
-
-
-BALLAST = 512 * 2**20
-
-
-def test_memory_is_the_most_over_all_ranks(tmp_path: Path) -> None:
-    """Whichever rank holds it, in a run and when it is resumed, with log lines of several steps."""
-    fields = dict(save=str(tmp_path), eval_iters=0, pipeline_model_parallel_size=2)
-    said = run_processes(2, run_with_ballast, {**fields, "exit_interval": 4}, 1)[0]
-    resumed = {**fields, "load": str(tmp_path), "log_interval": 1}
-    said += run_processes(2, run_with_ballast, resumed, 0)[0]
-    found = records(tmp_path)["iteration"]
-    assert values(found, "iteration", "memory_rank") == [(2, 1), (4, 1), (5, 0), (6, 0)]
-    assert all(record["memory_bytes"] > BALLAST for record in found)
-    (alone,) = run_processes(1, run_with_ballast, {**fields, "save": str(tmp_path / "alone"), "train_iters": 1,
-                                                   "pipeline_model_parallel_size": 1}, 1)  # fmt: skip
-    (record,) = records(tmp_path / "alone")["iteration"]
-    assert record["memory_rank"] == 0 and record["memory_bytes"] < min(r["memory_bytes"] for r in found)
-    assert [line.split("GiB, ")[1] for line in (*said, *alone)] == ["by rank 1", "by rank 0", "by rank 0"]
-    sizes = [line.partition(": ")[2].split(" GiB")[0] for line in (*said, *alone)]
-    assert sizes == [f"{r['memory_bytes'] / 2**30:.2f}" for r in (found[0], found[2], record)]
 
 
 def write_numbers(prefix: Path, tokens: int) -> str:
@@ -168,8 +118,7 @@ def run_and_note(rank: int, fields: dict[str, Any]) -> list[tuple[int, list[int]
     return noted
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["single", "cyclic"])
+@pytest.mark.parametrize("kind", ["single", pytest.param("cyclic", marks=pytest.mark.campaign("kills"))])
 def test_resizes_in_mid_run_drop_and_repeat_no_sample(tmp_path: Path, kind: str) -> None:
     """Data-parallel size 2, 4, 1 and 2, with checkpoints between, while the batch grows and micro-batches change."""
     prefix, save = write_numbers(tmp_path / "x", 8 * 96 + 1), str(tmp_path / "run")
@@ -242,8 +191,6 @@ def test_a_run_on_packed_documents(tmp_path: Path) -> None:
 
 def run_with_bad_micro_batch(rank: int, fields: dict[str, Any]) -> None:
     """Step 2's loss is infinite on data-parallel rank 1 alone."""
-    from megatron.model import gpt
-
     plain = gpt.GPTChunk.forward
 
     def forward(self: Any, batch: Any, hidden: Any, **options: Any) -> Any:
@@ -263,74 +210,50 @@ def test_a_step_that_overflows_is_skipped_and_counted(tmp_path: Path) -> None:
     assert found["end"][0]["skipped_iterations"] == 1
 
 
-def run_and_signal(rank: int, fields: dict[str, Any]) -> None:
-    """Rank 1 gets a signal during the second step."""
-    plain = MockDataset.__getitem__
-
-    def get(self: MockDataset, index: int) -> Any:
-        if rank == 1 and index == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return plain(self, index)
-
-    MockDataset.__getitem__ = get  # type: ignore[method-assign]
-    run(rank, fields)
-
-
-def test_a_signal_on_one_rank_saves_and_ends_all(tmp_path: Path) -> None:
-    run_processes(2, run_and_signal, dict(save=str(tmp_path), exit_signal_handler=True, train_iters=50, eval_iters=0))
-    found = records(tmp_path)
-    assert values(found["end"], "iteration", "reason") == [(2, "exiting program after receiving SIGTERM")]
-    assert values(found["checkpoint"], "iteration") == [(2,)]
-
-
-def run_and_signal_before_the_first_step(rank: int, fields: dict[str, Any]) -> None:
-    """The signal comes during the evaluation before the first step: of 28, 24 and 8 samples, 24 are for validation."""
-    plain = MockDataset.__getitem__
-
-    def get(self: MockDataset, index: int) -> Any:
-        if self.num_samples == 24 and index == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return plain(self, index)
-
-    MockDataset.__getitem__ = get  # type: ignore[method-assign]
-    run(rank, fields)
-
-
-def test_a_signal_during_the_first_evaluation_is_not_lost(tmp_path: Path) -> None:
-    fields = dict(save=str(tmp_path), exit_signal_handler=True, train_iters=7)
-    run_processes(1, run_and_signal_before_the_first_step, fields)
-    found = records(tmp_path)
-    assert values(found["end"], "iteration", "reason") == [(0, "exiting program after receiving SIGTERM")]
-    assert values(found["checkpoint"], "iteration") == [(0,)]
-
-
 def run_and_fail(rank: int, fields: dict[str, Any]) -> None:
-    """Rank 1 has a defect at its sixth sample."""
-    plain = MockDataset.__getitem__
-
-    def get(self: MockDataset, index: int) -> Any:
-        if rank == 1 and index == 5:
-            raise ZeroDivisionError("sample 5 is bad")
-        return plain(self, index)
-
-    MockDataset.__getitem__ = get  # type: ignore[method-assign]
+    """Rank 1 has a defect after its second step."""
+    if rank == 1:
+        strike("megatron.run.step", 2, "fail")
     run(rank, fields)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        dict(pipeline_model_parallel_size=2),
-        pytest.param({}, marks=pytest.mark.slow),
-        pytest.param(dict(tensor_model_parallel_size=2), marks=pytest.mark.slow),
-    ],
-)
-def test_when_one_rank_fails_the_others_name_it(fields: dict[str, Any]) -> None:
-    outcomes = run_processes_raw(2, run_and_fail, {**fields, "eval_iters": 0})
-    assert [succeeded for succeeded, _ in outcomes] == [False, False]
-    assert outcomes[1][1].startswith("ZeroDivisionError: sample 5 is bad")
-    assert outcomes[0][1].startswith("LaunchError: rank 0")
-    assert "rank 1" in outcomes[0][1].splitlines()[0] and "sample 5 is bad" in outcomes[0][1].splitlines()[0]
+def test_when_one_rank_fails_the_others_name_it() -> None:
+    (_, other), (_, failed) = run_processes_raw(2, run_and_fail, dict(pipeline_model_parallel_size=2, eval_iters=0))
+    assert failed.startswith("RuntimeError: planted")
+    said = other.splitlines()[0]
+    assert said.startswith("LaunchError: rank 0") and "rank 1" in said and "planted" in said
+
+
+def run_with_ballast(rank: int, fields: dict[str, Any], heavy: int) -> None:
+    """A run in which rank `heavy` has held more than it needs."""
+    if rank == heavy:
+        held = bytearray(b"x" * BALLAST)
+        del held
+    run(rank, fields)
+
+
+BALLAST = 512 * 2**20
+
+
+def test_memory_is_the_most_over_all_ranks(tmp_path: Path) -> None:
+    """Whichever rank holds it, in a run and when it is resumed, with log lines of several steps."""
+    fields = dict(save=str(tmp_path), eval_iters=0, pipeline_model_parallel_size=2)
+    run_processes(2, run_with_ballast, {**fields, "exit_interval": 4}, 1)
+    run_processes(2, run_with_ballast, {**fields, "load": str(tmp_path), "log_interval": 1}, 0)
+    found = records(tmp_path)["iteration"]
+    assert values(found, "iteration", "memory_rank") == [(2, 1), (4, 1), (5, 0), (6, 0)]
+    assert all(record["memory_bytes"] > BALLAST for record in found)
+
+
+def test_an_evaluation_changes_no_step(tmp_path: Path) -> None:
+    """Not the dropout of the steps after it, nor their data."""
+    losses = []
+    for iterations in (0, 2):
+        fields = dict(save=str(tmp_path / str(iterations)), eval_iters=iterations, eval_interval=1, train_iters=3)
+        run_processes(1, run, {**fields, "num_layers": 2, "log_interval": 1})
+        found = records(tmp_path / str(iterations))
+        losses.append(values(found["iteration"], "lm_loss"))
+    assert len(found["validation"]) == 6 and losses[0] == losses[1]
 
 
 def test_ramp_up_and_token_limit_end_where_they_should(tmp_path: Path) -> None:

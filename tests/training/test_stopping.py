@@ -17,8 +17,6 @@ from megatron.training.agreement import Agreement
 from megatron.training.signals import Signals
 from megatron.training.stopping import Stop, StopRules
 from megatron.training.walltime import FixedEnd, WallTime
-from tests.helpers.groups import join
-from tests.helpers.processes import run_processes
 
 SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
 
@@ -122,23 +120,6 @@ def test_the_end_of_the_job_is_a_reason_to_go_on_in_another(left_s: float, stopp
     assert stop == (Stop(said, requeue=True) if stopped else None)
 
 
-def stop_together(rank: int, switch: str) -> list[Any]:
-    """A signal on rank 1 alone, then a file that only rank 0 may decide on."""
-    topology = join()
-    with Signals() as signals:
-        signalled = Rules(topology, signals)
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGUSR1)
-        seen: list[Any] = [signalled.check(1)]
-    # Ranks look for different files: rank 0's answer must win over rank 1's own view.
-    killed = Rules(topology, kill_switch_file=switch if rank == 0 else os.devnull)
-    seen.append(killed.check(2))
-    if rank == 0:
-        Path(switch).touch()
-    seen.append(killed.check(3) is not None)
-    return seen
-
-
 def test_a_job_too_short_for_a_step_does_not_come_back() -> None:
     """It would come and go for ever. A signal before the first step is another matter: the node is wanted elsewhere."""
     wall_time = WallTime(FixedEnd(20.0, 0.0, lambda: 0.0), checkpoint_bytes=0.0)
@@ -152,8 +133,3 @@ def test_a_job_too_short_for_a_step_does_not_come_back() -> None:
         rules = Rules(signals=signals, wall_time=wall_time)
         stop = rules.rules.ask(7, rules.agreement.take())
     assert stop is not None and stop.requeue and "SIGUSR1" in stop.reason
-
-
-def test_all_ranks_decide_alike(tmp_path: Path) -> None:
-    results = run_processes(2, stop_together, str(tmp_path / "stop"))
-    assert results[0] == results[1] == ["exiting program after receiving SIGUSR1", None, True]
