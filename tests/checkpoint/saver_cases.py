@@ -4,7 +4,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,14 +162,14 @@ def consistent(root: Path, training: Training) -> dict[str, Any]:
 
 def waits(root: Path, training: Training) -> dict[str, Any]:
     """A second save, started while the first is being written, and the end of the run with one pending."""
-    saver = training.saver(root)
-    with Gate() as gate:
+    gate = Gate()
+    saver = training.saver(root, gate.open)  # who waits for a thread looks for its signs of life: nobody does before
+    with gate:
         saver.start(1, training.engine, {}, {}, background=True)
         memory = saver._snapshot._memory
         states = [toy.state_pieces(training.engine)]
         training.step()
         states.append(toy.state_pieces(training.engine))
-        threading.Timer(0.2, gate.open).start()
         saver.start(2, training.engine, {}, {}, background=True)
         after_second = listed(root)
     last = saver.finish()
@@ -188,8 +187,10 @@ def two_runs(root: Path, training: Training) -> dict[str, Any]:
     """A second run saves the same iteration between the first one's start and its commit."""
     first, second = training.saver(root), training.saver(root, keep_last=1)
     first.start(3, training.engine, {"run": "first"}, {}, background=True)
-    while not first.written:
-        time.sleep(0.01)
+    for thread in threading.enumerate():
+        if thread.name == "write-checkpoint":
+            thread.join()
+    assert first.written
     training.step()
     expected = toy.state_pieces(training.engine)
     second.start(3, training.engine, {"run": "second"}, {})

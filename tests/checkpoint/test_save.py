@@ -34,6 +34,7 @@ def folder(root: Path, two: Any) -> Path:
     return root / "synchronous" / "iter_0000007"
 
 
+@pytest.mark.slow
 def test_contents(folder: Path, two: Any) -> None:
     small = {"state.json", "config.json", "passport.json", "boxes.json", "boxes_00000.json", ".metadata"}
     data = {"__0_0.distcp", "__1_0.distcp"}
@@ -45,6 +46,7 @@ def test_contents(folder: Path, two: Any) -> None:
     assert json.loads((folder / "passport.json").read_text()) == {"who": "rank 0"}
 
 
+@pytest.mark.slow
 def test_every_byte_of_the_data_files_has_a_digest(folder: Path) -> None:
     """Recomputed from the files by xxhash itself: boxes lie end to end from the first byte to the last."""
     ends = {"__0_0.distcp": 0, "__1_0.distcp": 0}
@@ -60,6 +62,7 @@ def test_every_byte_of_the_data_files_has_a_digest(folder: Path) -> None:
     assert ends == {name: (folder / name).stat().st_size for name in ends} and all(ends.values())
 
 
+@pytest.mark.slow
 def test_what_is_returned(two: Any) -> None:
     for found in (r["synchronous"] for r in two):
         assert (found["name"], found["iteration"], found["bytes"]) == ("iter_0000007", 7, found["size"])
@@ -70,6 +73,7 @@ def test_what_is_returned(two: Any) -> None:
 BEFORE = ["iter_0000001", "latest_checkpointed_iteration.txt"]
 
 
+@pytest.mark.slow
 def test_a_failure_anywhere_leaves_no_trace(two: Any) -> None:
     first, second = (r["fails"] for r in two)
     assert first == second
@@ -84,6 +88,7 @@ def test_a_failure_anywhere_leaves_no_trace(two: Any) -> None:
     assert first["in the end"] == ["iter_0000002", BEFORE[1]] and first["at last"] == "2\n"
 
 
+@pytest.mark.slow
 def test_retention(two: Any) -> None:
     first, second = (r["keeps"] for r in two)
     assert first == second
@@ -93,6 +98,7 @@ def test_retention(two: Any) -> None:
     assert first["in the end"] == ["iter_0000010", "iter_0000040", "iter_0000050", "iter_0000060", BEFORE[1]]
 
 
+@pytest.mark.slow
 def test_retention_keeps_what_the_run_goes_on_from(two: Any) -> None:
     assert two[0]["goes_back"]["there"] == ["iter_0000015", "iter_0000030", BEFORE[1]]
 
@@ -153,24 +159,6 @@ def test_any_tensor(tmp_path: Path, dtype: str) -> None:
         assert offset == (1,) * view.dim() and stored[name]["dtype"] == dtype
 
 
-def test_the_setting_of_torch_save_is_given_back(tmp_path: Path) -> None:
-    for usual in (True, False):
-        torch.serialization.set_crc32_options(usual)
-        try:
-            with BoxWriter(tmp_path, 0) as writer:
-                writer.add("w", (3,), (0,), torch.ones(3))
-                assert torch.serialization.get_crc32_options() is usual
-        finally:
-            torch.serialization.set_crc32_options(True)
-
-
-def test_contiguous_views_are_not_copied() -> None:
-    whole = torch.arange(24.0).view(4, 6)
-    taken = writer_module._with_own_storage(whole[1:3])
-    assert taken.data_ptr() == whole[1].data_ptr() and taken.untyped_storage().nbytes() == taken.nbytes
-    assert writer_module._with_own_storage(whole[:, 1:3]).data_ptr() != whole[:, 1:3].data_ptr()
-
-
 @pytest.mark.parametrize("elements", [10, 1 << 20], ids=["in the buffer", "larger than it"])
 def test_a_full_disk_is_called_so(tmp_path: Path, elements: int) -> None:
     (tmp_path / "__0_0.distcp").symlink_to("/dev/full")
@@ -201,6 +189,7 @@ def test_no_file_without_boxes_and_signs_of_life_in_large_ones(tmp_path: Path, m
     assert torch.equal(torch.load(io.BytesIO(data), weights_only=True), torch.arange(2500.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("background", "share"), [(False, 0.0), (True, 1.0)])
 def test_memory(tmp_path: Path, background: bool, share: float) -> None:
     """A save takes no copy of the state; one in the background takes one. A tenth for buffers, lists and the rest."""

@@ -1,0 +1,122 @@
+"""A save that is killed at any moment: a whole checkpoint is found, the tracker is true, the next save cleans up."""
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpoint import save as save_module
+from megatron.checkpoint.find import find_folder, open_checkpoint
+from megatron.checkpoint.inspect import contents
+from megatron.checkpoint.planner import Shards
+from megatron.checkpoint.reader import read_whole
+from megatron.checkpoint.save import Saver
+from megatron.checkpoint.verify import verify, verify_tracker
+from megatron.parallel.topology import Layout, Topology
+from tests.checkpoint.saver_cases import Keeping
+from tests.engine import toy
+from tests.helpers.killing import forked, signal_at, wait_for
+
+TRACKER = "latest_checkpointed_iteration.txt"
+KEPT = {"keep_last": 2}
+
+
+class Numbers:
+    """An engine whose state is one number."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def scalars(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+
+def save(root: Path, iteration: int, value: float, **checkpoint: Any) -> None:
+    config = dataclasses.replace(toy.config(), checkpoint=Keeping(**checkpoint))
+    saver = Saver(root, Topology.from_layout(Layout(), 0, device=torch.device("cpu")), config)
+    saver.start(iteration, Numbers(value), {}, {})  # type: ignore[arg-type]
+    saver.finish()
+
+
+def loaded(root: Path) -> tuple[int, float]:
+    """Iteration and number of the checkpoint that would be loaded, every byte of which is verified."""
+    folder = find_folder(root)
+    assert verify(folder) == []
+    value = float(read_whole(folder, "master.w", contents(folder).stored)[0])
+    assert open_checkpoint(folder).state["engine"] == {"value": value}
+    return open_checkpoint(folder).iteration, value
+
+
+@pytest.fixture(autouse=True)
+def _one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        save_module, "tensors_to_save",
+        lambda engine, *_: {"master.w": Shards((3,), {(0,): torch.full((3,), engine.value)})},
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [
+    pytest.param(False, id="the next iteration"),
+    pytest.param(True, id="the same iteration again", marks=pytest.mark.campaign("kills")),
+])  # fmt: skip
+def test_a_save_that_is_killed_at_any_moment(tmp_path: Path, again: bool) -> None:
+    """Two checkpoints stay, so that a third one removes the first, too."""
+    before = tmp_path / "before"
+    for iteration in (1, 2):
+        save(before, iteration, float(iteration))
+    number, seen = (2 if again else 3), set()
+    for moment in itertools.count():
+        root = tmp_path / f"killed_{moment}"
+        shutil.copytree(before, root)
+
+        def victim() -> None:
+            signal_at(moment, root)  # noqa: B023
+            save(root, number, 9.0, **KEPT)  # noqa: B023
+
+        code = wait_for(forked(victim))
+        found = loaded(root)
+        seen.add(found)
+        assert found in ((2, 2.0), (number, 9.0)), moment
+        assert verify_tracker(root) == [] or again, "between the two renames of a replacement its folder is .old"
+        if int((root / TRACKER).read_text()) == 3:
+            assert found == (3, 9.0)
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+        if moment % 3 == 0 or again:
+            save(root, 4, 4.0, **KEPT)
+            assert loaded(root) == (4, 4.0)
+            assert {p.name for p in root.iterdir()} == {f"iter_000000{found[0]}", "iter_0000004", TRACKER}
+        shutil.rmtree(root)
+    assert moment > 30 and seen == {(2, 2.0), (number, 9.0)}
+
+
+def test_what_is_named_is_on_the_disk(tmp_path: Path) -> None:
+    """Each file is synced before its folder gets its name, the names before the tracker tells of them."""
+    events: list[tuple[str, str]] = []
+    armed = True
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if armed and event in ("megatron.checkpoint.synced", "os.rename"):
+            at = arguments[event == "os.rename"]  # of a rename, the new name
+            events.append((event.rpartition(".")[2], str(at)))
+
+    sys.addaudithook(hook)
+    save(tmp_path, 5, 5.0)
+    armed = False
+    final, tracker = str(tmp_path / "iter_0000005"), str(tmp_path / TRACKER)
+    named, told = events.index(("rename", final)), events.index(("rename", tracker))
+    synced = [Path(path) for event, path in events[:named] if event == "synced"]
+    temporary = {path.parent for path in synced if path.suffix == ".distcp"}.pop()
+    files = {path.name for path in Path(final).iterdir()} - {".metadata"}  # torch itself writes and syncs that one
+    assert {path.name for path in synced if path.parent == temporary} == files
+    assert temporary in synced and Path(f"{tracker}.tmp") in synced
+    assert ("synced", str(tmp_path)) in events[named:told] and ("synced", str(tmp_path)) in events[told:]
