@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, MockDataset
@@ -17,6 +17,7 @@ from megatron.data.index_cache import CacheEntry
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import DataError
+from tests.helpers.examples import examples
 
 
 def write(prefix: Path, sizes: list[int], first_token: int = 0) -> list[list[int]]:
@@ -68,7 +69,7 @@ def dataset(prefix: Path, num_samples: int, seq_length: int, **options) -> GPTDa
     return GPTDataset(indexed, num_samples=num_samples, seq_length=seq_length, **settings)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(15)
 @given(
     sizes=st.lists(st.integers(0, 12), min_size=1, max_size=8).filter(lambda sizes: sum(sizes) > 0),
     num_samples=st.integers(1, 60),
@@ -90,16 +91,6 @@ def test_samples(
     assert again[len(again) - 1].tolist() == expected[-1]
     with pytest.raises(IndexError):
         built[len(built)]
-
-
-def test_both_ways_to_use_the_last_epoch() -> None:
-    # 101 tokens, sequences of 10: 10 samples per epoch. 17 samples need 7 from epoch 2: apart. 18 need 8: together.
-    def request(num_samples: int) -> IndexRequest:
-        return IndexRequest("p", "train", "1", 0, 5, 101, num_samples, 10, 0)
-
-    assert (request(10).num_epochs, request(11).num_epochs, request(20).num_epochs) == (1, 2, 2)
-    assert not request(10).separate_last_epoch
-    assert request(17).separate_last_epoch and not request(18).separate_last_epoch
 
 
 @given(tokens=st.integers(1, 500), num_samples=st.integers(1, 300), seq_length=st.integers(1, 40))
@@ -153,11 +144,11 @@ def test_a_damaged_index_is_named(tmp_path: Path) -> None:
         rows[sample] = row
         damaged = dataset(tmp_path / "x", 5, 10)
         damaged._rows = rows
-        with pytest.raises(DataError, match="x: entry 2 of the cached index .* index-cache beside the data"):
+        with pytest.raises(DataError, match=f"{tmp_path}/x: .* 2 .*--data-cache-path"):
             damaged[2]
         damaged.prefetch(2)  # tells nobody
     built._documents = np.array([0, 99], np.int32)
-    with pytest.raises(DataError, match="cached index"):
+    with pytest.raises(DataError, match="--data-cache-path"):
         [built[i] for i in range(5)]
 
 
@@ -178,7 +169,7 @@ def test_part_of_the_sequences(tmp_path: Path) -> None:
 
 def test_no_tokens(tmp_path: Path) -> None:
     write(tmp_path / "x", [0, 5])
-    with pytest.raises(DataError, match=r"train split '1' \(sequences 0\.\.1\) has no tokens"):
+    with pytest.raises(DataError, match=r"train .*'1' .* 0\.\.1\b"):
         dataset(tmp_path / "x", 1, 2, bounds=(0, 1))
 
 

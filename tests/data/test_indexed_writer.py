@@ -24,6 +24,7 @@ from megatron.errors import DataError
 from tests.data.forks import MOMENTS, killed_at_each
 from tests.data.locks import ended_process
 from tests.data.struct_format import CODES, Documents, packed, unpacked
+from tests.helpers.examples import examples
 from tests.helpers.killing import forked, wait_for
 
 DOCUMENTS: Documents = [[[5, 6, 7], [8]], [], [[65535]], [[], [1, 2]]]
@@ -47,6 +48,7 @@ def contents(prefix: Path) -> tuple[bytes, bytes]:
     return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
 
 
+@examples(10)
 @given(documents=LISTS, cuts=st.lists(st.integers(0, 6), max_size=3), dtype=st.sampled_from(["<u2", "<i4", "<i8"]))
 def test_batches(tmp_path_factory: pytest.TempPathFactory, documents: Documents, cuts: list[int], dtype: str) -> None:
     """Any way of cutting documents into batches gives the bytes of struct, and so does one sequence at a time."""
@@ -87,6 +89,7 @@ def test_modes(tmp_path: Path) -> None:
     assert modes is not None and modes.tolist() == [0, -3, 5]
 
 
+@examples(10)
 @given(before=LISTS, lost=LISTS, after=LISTS, modes=st.booleans())
 def test_continue_from_a_position(tmp_path_factory: pytest.TempPathFactory, before, lost, after, modes: bool) -> None:
     """What was added after the position is cut off, and the rest is as if it had been written in one go."""

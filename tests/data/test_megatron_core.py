@@ -16,16 +16,19 @@ import sys
 import tempfile
 from itertools import accumulate
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron.data import index_helpers
 from megatron.data.gpt_index import PARTS, IndexRequest, build_index
 from megatron.data.index_helpers import build_blend_index
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.prepare.merge import merge
+from tests.data.implementations import IMPLEMENTATIONS
 from tests.helpers.launching import ROOT
 
 VERSION = "0.16.1"
@@ -114,7 +117,9 @@ def test_files_are_megatron_cores(tmp_path: Path) -> None:
         assert [indexed[i].tolist() for i in range(len(indexed))] == sequences
 
 
-def test_orders_and_blends_are_megatron_cores() -> None:
+@pytest.mark.parametrize("module", IMPLEMENTATIONS)
+def test_orders_and_blends_are_megatron_cores(module: ModuleType | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_helpers, "compiled", module)
     golden = json.loads(GOLDEN.read_text())
     found = [our_order(case) for case in orders(len(golden["orders"]))]
     assert [order for order, _ in found] == golden["orders"]

@@ -29,23 +29,23 @@ def test_a_place_has_the_same_number_however_it_is_asked_for(size: int, key: int
 
 def test_squares_and_their_neighbours() -> None:
     """Table sizes where rounding of the square root matters."""
-    for root in (2, 3, 255, 256, 257, 1024):
+    for root in (2, 3, 255, 256, 257):
         for size in (root * root - 1, root * root, root * root + 1):
             assert np.array_equal(np.sort(permute(np.arange(size), size, 9)), np.arange(size))
 
 
 @pytest.mark.parametrize("size", [3, 4])
 def test_all_orders_of_a_few_are_alike(size: int) -> None:
-    """Chi-square over the size! orders of 200 keys for each: beyond mean + 5 standard deviations is no chance."""
+    """Chi-square over the size! orders of 40 keys for each: beyond mean + 5 standard deviations is no chance."""
     orders = list(itertools.permutations(range(size)))
-    seen = Counter(tuple(permute(np.arange(size), size, key).tolist()) for key in range(200 * len(orders)))
-    chi_square = sum((seen[order] - 200) ** 2 / 200 for order in orders)
+    seen = Counter(tuple(permute(np.arange(size), size, key).tolist()) for key in range(40 * len(orders)))
+    chi_square = sum((seen[order] - 40) ** 2 / 40 for order in orders)
     freedom = math.factorial(size) - 1
     assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
 
 
 def test_places_and_numbers_are_independent() -> None:
-    size, keys = 61, 3000
+    size, keys = 23, 700
     table = np.zeros((size, size))
     for key in range(keys):
         table[np.arange(size), permute(np.arange(size), size, key)] += 1
@@ -55,10 +55,10 @@ def test_places_and_numbers_are_independent() -> None:
 
 def test_neighbours_are_strangers() -> None:
     """The steps between neighbours of a large order are spread evenly, and two keys know nothing of each other."""
-    size = 10**6
+    size = 10**5
     one, two = permute(np.arange(size), size, 1), permute(np.arange(size), size, 2)
     steps = np.histogram(np.diff(one) % size, 100)[0]
     assert ((steps - steps.mean()) ** 2 / steps.mean()).sum() < 99 + 5 * math.sqrt(2 * 99)
     # Correlations of independent orders have a standard deviation of 1 / sqrt(size).
     for other in (two, np.arange(size)):
-        assert abs(np.corrcoef(one, other)[0, 1]) < 5e-3
+        assert abs(np.corrcoef(one, other)[0, 1]) < 5 / math.sqrt(size)

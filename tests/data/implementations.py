@@ -1,0 +1,24 @@
+"""The two implementations of the index loops, C++ and numpy, for tests of what both must give."""
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from megatron.data import index_helpers
+
+NEEDS_COMPILED = pytest.mark.skipif(
+    index_helpers.compiled is None, reason="the C++ extension is not built: pip install -e ."
+)
+IMPLEMENTATIONS = [
+    pytest.param(None, id="numpy"), pytest.param(index_helpers.compiled, id="compiled", marks=NEEDS_COMPILED),
+]  # fmt: skip
+
+
+def call(module: ModuleType | None, function: str, *arguments: Any, **options: Any) -> Any:
+    """A function of index_helpers with one of them, for short arrays too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index_helpers, "compiled", module)
+        patch.setattr(index_helpers, "_FEW", 0)
+        return getattr(index_helpers, function)(*arguments, **options)
