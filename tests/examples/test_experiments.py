@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.errors import ConfigError
@@ -24,11 +25,12 @@ from megatron.planning.experiments.folder import PointFolder
 from megatron.planning.experiments.points import KINDS, Point, Request, legal_replicas, plan
 from megatron.planning.experiments.runner import Place, Runner
 from megatron.training.micro_batches import BatchSchedule
+from tests.helpers.clock import VirtualClock
 from tests.helpers.launching import ROOT
 from tests.tools.measured import paper_flops
+from tools.run_experiment import main
 
 FRONTIER = load_cluster("frontier")
-SCRIPTS = ("weak_scaling.sh", "strong_scaling.sh", "sweep_tp_pp_mbs.sh")
 
 
 def layouts(points: Sequence[Point]) -> list[tuple[int, int, int]]:
@@ -42,22 +44,17 @@ def layouts(points: Sequence[Point]) -> list[tuple[int, int, int]]:
 # ---- the paper's experiments
 
 
-def test_weak_scaling_is_the_papers() -> None:
-    assert layouts(plan(Request("weak", "175b"))) == [(64 * r, r, 640 * r) for r in (1, 2, 4, 8, 16)]
-    assert layouts(plan(Request("weak", "1t"))) == [(512 * r, r, 1600 * r) for r in (1, 2, 3, 4, 6)]
-
-
-def test_strong_scaling_is_the_papers() -> None:
-    assert layouts(plan(Request("strong", "175b"))) == [(64 * r, r, 8000) for r in (1, 2, 4, 8, 16)]
-    assert layouts(plan(Request("strong", "1t"))) == [(512 * r, r, 8016) for r in (1, 2, 3, 4, 6)]
-
-
-@pytest.mark.parametrize("kind", ["weak", "strong"])
-@pytest.mark.parametrize("model", ["175b", "1t"])
-def test_our_recipe_has_the_papers_devices_and_batches(kind: str, model: str) -> None:
-    """Whatever a replica takes: the same GCDs, and as many sequences for each of them."""
-    ours, theirs = (layouts(plan(Request(kind, model, recipe))) for recipe in ("frontier", "paper"))
-    assert [(world, batch) for world, _, batch in ours] == [(world, batch) for world, _, batch in theirs]
+def test_scaling_is_the_papers() -> None:
+    """And our recipe has the paper's devices and sequences, whatever a replica takes."""
+    for model, each, weak, strong, replicas in (
+        ("175b", 64, 640, 8000, (1, 2, 4, 8, 16)), ("1t", 512, 1600, 8016, (1, 2, 3, 4, 6)),
+    ):  # fmt: skip
+        for kind, expected in (
+            ("weak", [(each * r, r, weak * r) for r in replicas]), ("strong", [(each * r, r, strong) for r in replicas])
+        ):  # fmt: skip
+            assert layouts(plan(Request(kind, model))) == expected
+            ours = layouts(plan(Request(kind, model, "frontier")))
+            assert [(world, batch) for world, _, batch in ours] == [(world, batch) for world, _, batch in expected]
 
 
 def test_sweeps_vary_one_thing() -> None:
@@ -92,29 +89,23 @@ def test_legal_replicas(batch: int, micro: int, most: int) -> None:
 def test_a_batch_that_does_not_divide_is_refused_not_rounded() -> None:
     points = plan(Request("strong", "1t", values=(4, 5, 6)))
     assert [p.problem is None for p in points] == [True, False, True]
-    assert "8016 is not a multiple of" in str(points[1].problem)
+    assert "8016" in str(points[1].problem)
     lines = show.remarks(points, {p.name: cost(p, FRONTIER) for p in points})
-    assert any("divides over 1, 2, 3, 4, 6 replicas, not over 5 (would need 8015 or 8020)" in line for line in lines)
-    assert any(line.startswith("gcds-02560 is refused: ") for line in lines)
+    assert any(all(figure in line for figure in ("1, 2, 3, 4, 6", "8015", "8020")) for line in lines)
+    assert any(line.startswith("gcds-02560 ") for line in lines)
 
 
-def test_layouts_that_contradict_themselves_are_refused() -> None:
-    for point, words in zip(
-        plan(Request("tp", "22b", values=(5, 32))) + plan(Request("pp", "22b", values=(96, 12))),
-        ("not a multiple of", "not a multiple of", "each stage needs a layer", "do not fill nodes"), strict=True,
+def test_layouts_and_requests_that_make_no_sense() -> None:
+    for point in plan(Request("tp", "22b", values=(5, 32))) + plan(Request("pp", "22b", values=(96, 12))):
+        assert point.config is None and point.problem
+    for request, words in (
+        (Request("week", "175b"), "week"), (Request("weak", "175b", iterations=0), "1"),
+        (Request("weak", "175b", "ours"), "ours"), (Request("weak", "1.4b"), "--batch"),
+        (Request("weak", "gpt-9000"), "gpt-9000"), (Request("weak", "175b", values=(0,)), "0"),
+        (Request("weak", "175b", flags=("--lr", "x")), "--lr"),
     ):  # fmt: skip
-        assert point.config is None and words in str(point.problem)
-
-
-@pytest.mark.parametrize(("request_", "words"), [
-    (Request("week", "175b"), "one of weak, strong"), (Request("weak", "175b", iterations=0), "at least 1"),
-    (Request("weak", "175b", "ours"), "use paper or frontier"), (Request("weak", "1.4b"), "give --batch"),
-    (Request("weak", "gpt-9000"), "is unknown"), (Request("weak", "175b", values=(0,)), "not at least 1"),
-    (Request("weak", "175b", flags=("--lr", "x")), "--lr"),
-])  # fmt: skip
-def test_requests_that_make_no_sense(request_: Request, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        plan(request_)
+        with pytest.raises(ConfigError, match=words):
+            plan(request)
 
 
 @pytest.mark.parametrize("kind", ["weak", "strong", "batch"])
@@ -159,7 +150,6 @@ def test_points_that_outlast_a_small_job_are_named() -> None:
     assert too_long == {("weak", "175b"): [], ("weak", "1t"): [], ("strong", "175b"): [8, 16], ("strong", "1t"): [64]}
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 12), st.integers(1, 100)), min_size=1, max_size=12), st.integers(1, 12),
     st.booleans(),
@@ -213,127 +203,129 @@ def test_costs_in_the_documentation_are_those_of_a_dry_run() -> None:
 # ---- running points
 
 
-class Programs:
-    """Small programs in the place of training, by the name of the point."""
+class Runs:
+    """Runs of points without processes: each takes its virtual seconds, then ends as `ends` says by the point's name:
+    exit codes (no code: as it should, with metrics) and a log; None: never."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, programs: dict[str, str]) -> None:
-        self.calls: list[str] = []
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ends: dict[str, tuple[int, str] | None] | None = None) -> None:
+        self.clock, self.calls, self.ends = VirtualClock(), [], ends or {}
+        self.steps: list[tuple[str, float, float, Any]] = []
+        monkeypatch.setattr(running, "start_here", lambda words, count, log, tasks: FakeRun(self, log, None))
+        monkeypatch.setattr(running, "start_step", lambda words, step, log, tasks: FakeRun(self, log, step))
 
-        def command(point: Point, launcher: str, folder: PointFolder) -> list[str]:
-            self.calls.append(point.name)
-            end = point.request.iterations + point.request.warm_up
-            done = json.dumps({"event": "end", "iteration": end, "reason": "done"})
-            return [sys.executable, "-c", programs.get(point.name, "finish()").replace(
-                "finish()", f"open({str(folder.metrics)!r}, 'w').write({done!r} + chr(10))"
-            )]  # fmt: skip
-
-        monkeypatch.setattr(running, "command", command)
+    def run(self, root: Path, points: Sequence[Point], place: Place = Place("local"), **more: Any) -> Runner:  # noqa: B008
+        """Nothing is known of times, unless `costs` says so: the largest point goes first."""
+        costs = more.pop("costs", {p.name: Cost(None, None, None, None) for p in points})
+        runner = Runner(root, place, costs, say=lambda line: None, clock=self.clock, sleep=self.clock.sleep, **more)
+        self.calls.clear()
+        runner.run(points)
+        return runner
 
 
-def tiny(*values: int, nodes: int = 1) -> list[Point]:
+class FakeRun:
+    def __init__(self, runs: Runs, log: Path, step: Any) -> None:
+        self.name, self._folder, self._runs, self._step = log.parent.name, log.parent, runs, step
+        runs.calls.append(self.name)
+        self._begun, self._stopped, self.exit_codes = runs.clock(), False, None
+        self._end = runs.ends.get(self.name, (0, ""))
+        log.write_text(self._end[1] if self._end else "")
+
+    def poll(self) -> bool:
+        if self.exit_codes is None and (self._stopped or (self._end and self._runs.clock() > self._begun + 5)):
+            self.exit_codes = [] if self._stopped else [self._end[0]]
+            self._runs.steps.append((self.name, self._begun, self._runs.clock(), self._step))
+            if self.exit_codes == [0]:
+                (self._folder / "metrics.jsonl").write_text('{"event": "end", "iteration": 3, "reason": "done"}\n')
+        return self.exit_codes is not None
+
+    def stop(self) -> None:
+        self._stopped = True
+
+    def kill(self) -> None:
+        self.stop()
+
+
+def tiny(*values: int) -> list[Point]:
     request = Request("weak", "tiny", values=values, iterations=2, warm_up=1)
-    return [Point(f"p{v}", request, v, v, v * nodes, 1, ("--flag", str(v))) for v in values]
+    return [Point(f"p{v}", request, v, v, v, 1, ("--flag", str(v))) for v in values]
 
 
-def run_points(root: Path, points: Sequence[Point], place: Place, **more: Any) -> Runner:
-    """Nothing is known of times: the largest point goes first."""
-    unknown = {p.name: Cost(None, None, None, None) for p in points}
-    runner = Runner(root, place, unknown, say=lambda line: None, **more)
-    runner.run(points)
-    return runner
-
-
-def test_a_point_that_fails_is_recorded_and_the_next_one_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    programs = Programs(monkeypatch, {
-        "p1": "print('RuntimeError: HIP out of memory. Tried to allocate 2 GiB'); raise SystemExit(1)",
-        "p2": "import time; time.sleep(600)",
-        "p3": "print('error: --lr is missing'); raise SystemExit(2)",
+def test_a_point_that_fails_is_recorded_and_the_next_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = Runs(monkeypatch, {
+        "p1": (1, "RuntimeError: HIP out of memory. Tried to allocate 2 GiB"), "p2": None, "p3": (2, "error: --lr")
     })  # fmt: skip
     points = tiny(1, 2, 3, 4)
-    costs = {p.name: Cost(None, 1.0 if p.name == "p2" else None, None, None) for p in points}
-    monkeypatch.setattr(running, "limit_s", lambda cost, given: 2.0 if cost.total_s else 200.0)
-    runner = Runner(tmp_path, Place("local"), costs, say=lambda line: None)
-    runner.run(points)
-    assert runner.outcome.done == ["p4"] and runner.outcome.failed == {
-        "p1": "out of memory: RuntimeError: HIP out of memory. Tried to allocate 2 GiB",
-        "p2": "stopped after its limit of 0:02", "p3": "refused: error: --lr is missing",
-    }  # fmt: skip
+    outcome = runs.run(tmp_path, points, limit=120.0).outcome
+    assert outcome.done == ["p4"] and [name for name, *_ in runs.steps] == ["p4", "p3", "p2", "p1"]
+    assert {n: w for n, w in zip(outcome.failed, ("--lr", "2:00", "out of memory"), strict=True)
+            if w not in outcome.failed[n]} == {}  # fmt: skip
+    (took,) = (end - begun for name, begun, end, _ in runs.steps if name == "p2")
+    assert took == pytest.approx(120, abs=1)
     recorded = json.loads((tmp_path / "p1/result.json").read_text())
-    assert (recorded["status"], recorded["reason"], recorded["exit_code"]) == (
-        "failed", runner.outcome.failed["p1"], 1,
-    )  # fmt: skip
+    assert (recorded["status"], recorded["reason"], recorded["exit_code"]) == ("failed", outcome.failed["p1"], 1)
     assert json.loads((tmp_path / "p2/point.json").read_text())["value"] == 2
-    programs.calls.clear()
-    again = run_points(tmp_path, points, Place("local"))
-    assert programs.calls == [] and again.outcome.skipped == ["p4"] and set(again.outcome.failed) == {"p1", "p2", "p3"}
-    Programs(monkeypatch, {})
-    again = run_points(tmp_path, points, Place("local"), retry_failed=True)
-    assert sorted(again.outcome.done) == ["p1", "p2", "p3"]
+    again = runs.run(tmp_path, points).outcome
+    assert (runs.calls, again.skipped, set(again.failed)) == ([], ["p4"], {"p1", "p2", "p3"})
+    again = Runs(monkeypatch).run(tmp_path, points, retry_failed=True).outcome
+    assert sorted(again.done) == ["p1", "p2", "p3"]
     assert "HIP out of memory" in (tmp_path / "p1/attempt-1/train.log").read_text()
 
 
 def test_an_interrupted_point_runs_again_and_a_complete_one_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    programs = Programs(monkeypatch, {
-        "p2": "import os, signal, time; os.kill(os.getppid(), signal.SIGUSR1); time.sleep(600)",
-    })  # fmt: skip
+    runs = Runs(monkeypatch, {"p2": None})
     points = tiny(1, 2, 3)
     before = signal.getsignal(signal.SIGUSR1)
-    runner = run_points(tmp_path, points, Place("local"))
-    assert runner.outcome.done == ["p3"] and set(runner.outcome.waiting) == {"p1", "p2"} and runner.outcome.resumable
+    runs.clock.at(30, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    outcome = runs.run(tmp_path, points).outcome
+    assert outcome.done == ["p3"] and set(outcome.waiting) == {"p1", "p2"} and outcome.resumable
     assert not (tmp_path / "p2/result.json").exists() and signal.getsignal(signal.SIGUSR1) is before
-    programs = Programs(monkeypatch, {})
-    runner = run_points(tmp_path, points, Place("local"))
-    assert programs.calls == ["p2", "p1"] and runner.outcome.skipped == ["p3"]
+    runs = Runs(monkeypatch)
+    assert runs.run(tmp_path, points).outcome.skipped == ["p3"] and runs.calls == ["p2", "p1"]
     assert (tmp_path / "p2/attempt-1/train.log").exists()
 
 
 def test_a_point_that_another_experiment_measures_is_left_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    programs = Programs(monkeypatch, {})
+    runs = Runs(monkeypatch)
     other = PointFolder(tmp_path, tiny(1)[0])
     other.claim.take(print)
-    runner = run_points(tmp_path, tiny(1, 2), Place("local"))
-    assert programs.calls == ["p2"] and runner.outcome.done == ["p2"]
-    assert "in use by another run" in runner.outcome.waiting["p1"] and not runner.outcome.resumable
+    outcome = runs.run(tmp_path, tiny(1, 2)).outcome
+    assert (outcome.done, set(outcome.waiting), outcome.resumable) == (["p2"], {"p1"}, False)
     other.claim.release()
-    runner = run_points(tmp_path, tiny(1, 2), Place("local"))
-    assert runner.outcome.done == ["p1"] and runner.outcome.skipped == ["p2"]
+    outcome = runs.run(tmp_path, tiny(1, 2)).outcome
+    assert outcome.done == ["p1"] and outcome.skipped == ["p2"]
     assert not list(tmp_path.glob("*/.in_use*"))
 
 
-def test_points_share_an_allocation_on_nodes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = (
-        "import os, time; time.sleep(0.5); "
-        "print(os.environ['HOSTS'], os.environ['NODES'], os.environ['MASTER_PORT']); finish()"
-    )
-    hosts = ["n1", "n2", "n3", "n4"]
-    for side_by_side in (True, False):
-        Programs(monkeypatch, {f"p{n}": program for n in (1, 2, 3, 5)})
-        root = tmp_path / str(side_by_side)
-        runner = run_points(root, tiny(1, 2, 3, 5), Place("slurm", hosts, side_by_side))
-        assert sorted(runner.outcome.done) == ["p1", "p2", "p3"]
-        assert runner.outcome.waiting == {"p5": "needs 5 nodes, there are 4"} and not runner.outcome.resumable
-        ran = []
-        for number in (1, 2, 3):
-            names, nodes, port = (root / f"p{number}/train.log").read_text().split()
-            result = json.loads((root / f"p{number}/result.json").read_text())
-            assert len(set(names.split(","))) == number == int(nodes) and set(names.split(",")) <= set(hosts)
-            assert names.split(",") == result["hosts"]
-            ran.append((result["started"], result["ended"], set(result["hosts"]), port))
-        both = [(a, b) for i, a in enumerate(ran) for b in ran[:i] if a[0] < b[1] and b[0] < a[1]]
-        assert all(not a[2] & b[2] and a[3] != b[3] for a, b in both)
-        assert bool(both) is side_by_side
+@pytest.mark.parametrize("side_by_side", [True, False])
+def test_points_share_an_allocation_on_nodes_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side_by_side: bool
+) -> None:
+    hosts, runs = ["n1", "n2", "n3", "n4"], Runs(monkeypatch)
+    outcome = runs.run(tmp_path, tiny(1, 2, 3, 5), Place("slurm", hosts, side_by_side)).outcome
+    assert sorted(outcome.done) == ["p1", "p2", "p3"] and set(outcome.waiting) == {"p5"} and not outcome.resumable
+    for name, _, _, step in runs.steps:
+        assert len(set(step.hosts)) == int(name[1:]) and set(step.hosts) <= set(hosts)
+        assert json.loads((tmp_path / name / "result.json").read_text())["hosts"] == step.hosts
+    both = [(a[3], b[3]) for i, a in enumerate(runs.steps) for b in runs.steps[:i] if a[1] < b[2] and b[1] < a[2]]
+    assert all(not set(a.hosts) & set(b.hosts) and (a.turn, a.name) != (b.turn, b.name) for a, b in both)
+    assert bool(both) is side_by_side
+
+
+def test_what_does_not_fit_into_the_time_left_is_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place("slurm", ["n1"], time_left_s=lambda: 100.0)
+    costs = {"p1": Cost(1.0, 3600.0, None, None)}
+    outcome = Runs(monkeypatch).run(tmp_path, tiny(1), place, costs=costs).outcome
+    assert "1:40" in outcome.waiting["p1"] and outcome.out_of_time
+    assert not outcome.resumable and not (tmp_path / "p1").exists()
 
 
 @pytest.mark.parametrize(("iteration", "reason"), [(2, "done"), (3, "signal 10"), (3, None)])
 def test_a_metrics_file_that_ends_early_is_not_complete(tmp_path: Path, iteration: int, reason: str | None) -> None:
-    (point,) = tiny(1)
-    folder = PointFolder(tmp_path, point)
+    folder = PointFolder(tmp_path, tiny(1)[0])
     folder.prepare()
     end = {"event": "end", "iteration": iteration, "reason": reason} if reason else {"event": "iteration"}
     folder.metrics.write_text(json.dumps(end) + "\n")
@@ -342,23 +334,21 @@ def test_a_metrics_file_that_ends_early_is_not_complete(tmp_path: Path, iteratio
     assert folder.complete() and folder.state() == "done"
 
 
-def test_what_does_not_fit_into_the_time_left_is_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Programs(monkeypatch, {})
+@pytest.mark.slow
+def test_a_real_process_and_a_folder_of_another_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (point,) = tiny(1)
-    place = Place("slurm", ["n1"], time_left_s=lambda: 100.0)
-    runner = Runner(tmp_path, place, {"p1": Cost(1.0, 3600.0, None, None)}, say=lambda line: None)
-    runner.run([point])
-    assert "1:40 are left" in runner.outcome.waiting["p1"] and runner.outcome.out_of_time
-    assert not runner.outcome.resumable and not (tmp_path / "p1").exists()
 
+    def command(point: Point, launcher: str, folder: PointFolder) -> list[str]:
+        end = '{"event": "end", "iteration": 3, "reason": "done"}'
+        return ["bash", "-c", f"echo $RANK of $WORLD_SIZE; echo '{end}' >{folder.metrics}"]
 
-def test_a_folder_of_another_point_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Programs(monkeypatch, {})
-    (point,) = tiny(1)
-    run_points(tmp_path, [point], Place("local"))
+    monkeypatch.setattr(running, "command", command)
+    runner = Runner(tmp_path, Place("local"), {"p1": Cost(None, None, None, None)}, say=lambda line: None)
+    assert runner.run([point]).done == ["p1"]
+    assert (tmp_path / "p1/train.log").read_text() == "0 of 1\n"
     other = Point("p1", point.request, 1, 1, 1, 1, ("--flag", "other"))
-    with pytest.raises(ConfigError, match="holds a point with another 'flags'"):
-        run_points(tmp_path, [other], Place("local"))
+    with pytest.raises(ConfigError, match="flags"):
+        runner.run([other])
 
 
 # ---- the scripts
@@ -373,23 +363,37 @@ def script(name: str, *arguments: str, **environ: str) -> subprocess.CompletedPr
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_dry_run_shows_points_and_costs(name: str, tmp_path: Path) -> None:
-    done = script(name, "--dry-run", OUT=str(tmp_path / "runs"))
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "kinds"), [
+    ("weak_scaling.sh", ["weak-175b"]), ("strong_scaling.sh", ["strong-175b"]),
+    ("sweep_tp_pp_mbs.sh", [f"{kind}-22b" for kind in list(KINDS)[2:]]),
+])  # fmt: skip
+def test_a_dry_run_shows_points_and_costs_and_nothing_is_submitted_by_accident(
+    name: str, kinds: list[str], tmp_path: Path
+) -> None:
+    """The planner is a stub, which says what it was called with."""
+    planner = tmp_path / "planner"
+    planner.write_text('#!/bin/bash\nshift\nprintf "%s|" "$@"; echo\n')
+    planner.chmod(0o755)
+    done = script(name, "--dry-run", PYTHON=str(planner), OUT=str(tmp_path / "runs"))
     assert done.returncode == 0, done.stderr
-    kinds = {"weak_scaling.sh": ["weak"], "strong_scaling.sh": ["strong"]}.get(name, list(KINDS)[2:])
-    model = "22b" if name.startswith("sweep") else "175b"
-    for kind in kinds:
-        assert f"{kind}-{model}-paper: 2 step(s) of warm-up and 3 measured" in done.stdout
-    assert "node-hours" in done.stdout and not (tmp_path / "runs").exists()
+    for line, kind in zip(done.stdout.splitlines(), kinds, strict=True):
+        words = line.split("|")
+        given = dict(itertools.pairwise(words))
+        assert f"{words[0]}-{given['--model']}" == kind and words[-2] == "--dry-run"
+        assert given["--out"] == f"{tmp_path}/runs/{kind}-{given['--recipe']}"
+    done = script(name, PYTHON=str(planner))
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_nothing_is_submitted_by_accident(name: str) -> None:
-    done = script(name)
-    assert done.returncode == 2 and "not inside an allocation" in done.stderr
+def test_the_planner_prints_points_and_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["strong", "--model", "1t", "--dry-run", "--out", str(tmp_path / "runs")]) == 0
+    said = capsys.readouterr().out
+    assert "node-hours" in said and all(f"gcds-{512 * r:05d}" in said for r in (1, 2, 3, 4, 6))
+    assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_submission_asks_for_what_the_points_need(tmp_path: Path) -> None:
     """sbatch is a stub that notes its arguments: one job of the largest size, or one for each point."""
     stub = tmp_path / "bin/sbatch"
@@ -412,7 +416,7 @@ def test_submission_asks_for_what_the_points_need(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.campaign("slurm")  # beside the same under Slurm
 def test_a_small_experiment_runs_for_real_and_is_reported(tmp_path: Path) -> None:
     """Two points on one and two processes, a third that fails, then the same command again, then the report."""
     small = {
@@ -422,8 +426,7 @@ def test_a_small_experiment_runs_for_real_and_is_reported(tmp_path: Path) -> Non
     flags = ("--", "--num-layers", "2", "--hidden-size", "32")
     done = script("strong_scaling.sh", *flags, **small)
     root = tmp_path / "strong-tiny"
-    assert done.returncode == 1 and "2 point(s) done, 1 failed" in done.stdout, done.stdout + done.stderr
-    assert "more processes than needed" in done.stdout
+    assert done.returncode == 1, done.stdout + done.stderr
     again = script("strong_scaling.sh", *flags, **small)
     assert again.stdout.count("done already") == 2, again.stdout
     report = subprocess.run(

@@ -46,8 +46,8 @@ class _Running:
     hosts: list[str]
     started: float
     limit_s: float
+    begun: float
     stopped: str | None = None
-    begun: float = field(default_factory=time.monotonic)
 
 
 @dataclass
@@ -110,9 +110,11 @@ class Runner:
     def __init__(
         self, root: Path, place: Place, costs: Mapping[str, Cost], *, limit: float | None = None,
         retry_failed: bool = False, say: Callable[[str], object] = print,
+        clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._root, self._place, self._costs, self._limit = root, place, costs, limit
         self._retry, self._say = retry_failed, say
+        self._clock, self._sleep = clock, sleep
         self._free: list[str] = list(place.hosts)
         self._running: list[_Running] = []
         self._started = 0
@@ -131,7 +133,7 @@ class Runner:
                     self._start_what_fits(waiting)
                 self._reap()
                 if self._running:
-                    time.sleep(_POLL_S)
+                    self._sleep(_POLL_S)
         finally:
             for each in self._running:
                 each.run.kill()
@@ -206,7 +208,8 @@ class Runner:
         limit = limit_s(self._costs[point.name], self._limit)
         where = f" on {_shown(hosts)}" if hosts else ""
         self._say(f"{point.name}: {point.world} process(es){where}, at most {show_duration(limit)}; {folder.log}")
-        self._running.append(_Running(folder, self._start(folder, hosts, limit), hosts, time.time(), limit))
+        run = self._start(folder, hosts, limit)
+        self._running.append(_Running(folder, run, hosts, time.time(), limit, self._clock()))
         self._started += 1
 
     def _start(self, folder: PointFolder, hosts: list[str], limit: float) -> Run:
@@ -240,7 +243,7 @@ class Runner:
 
     def _watch(self, each: _Running) -> None:
         """Stop a point that takes too long."""
-        if each.stopped is None and time.monotonic() > each.begun + each.limit_s:
+        if each.stopped is None and self._clock() > each.begun + each.limit_s:
             each.stopped = f"stopped after its limit of {show_duration(each.limit_s)}"
             each.run.stop()
 
