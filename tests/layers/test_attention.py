@@ -11,12 +11,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config import Config
+from megatron.kernels.choose import ALL, NONE
 from megatron.layers.attention import SelfAttention, flash_attention, torch_attention
-from megatron.layers.context import CallContext, LayerContext
+from megatron.layers.context import CallContext
 from megatron.layers.documents import Documents
 from megatron.layers.masks import alibi_slopes
 from megatron.layers.parameters import normal
+from megatron.layers.rotary import RotaryEmbedding
 from megatron.parallel.random import DropoutKey, seeded
+from tests.helpers.fusions import context
 
 D = 8
 # Lengths of the documents of each sample; samples of one case are equally long.
@@ -61,8 +64,7 @@ def output_and_gradients(attend, tensors):
     return [out.detach(), *torch.autograd.grad(out, tensors, weights.to(out.dtype))]
 
 
-@pytest.mark.parametrize("alibi", [False, True], ids=["plain", "alibi"])
-@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2), (4, 1)])
+@pytest.mark.parametrize(("heads", "groups", "alibi"), [(4, 4, False), (6, 2, True), (4, 1, True), (6, 2, False)])
 @pytest.mark.parametrize("case", CASES)
 def test_against_a_dense_mask(case, heads, groups, alibi):
     lengths = CASES[case]
@@ -111,8 +113,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("alibi", [False, True], ids=["plain", "alibi"])
+@pytest.mark.parametrize(("alibi", "dropout"), [(False, 0.0), (True, 0.1)])
 def test_nothing_is_of_the_size_of_the_sample_squared(alibi, dropout):
     lengths, heads = [[32] * 30 + [16] * 4, [20, 30] * 20 + [24]], 2
     s = sum(lengths[0])
@@ -153,18 +154,25 @@ def test_dropout_acts_inside_documents_and_repeats():
     assert len({tuple(row) for row in last.tolist()}) > b * heads // 2
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_recomputing_attention_repeats_every_bit(dropout):
+@pytest.mark.parametrize(
+    ("attention", "fusions", "documents", "rope", "dropout"),
+    [
+        ("torch", NONE, True, False, 0.0), ("torch", NONE, True, True, 0.3), ("blocked", ALL, True, False, 0.3),
+        ("blocked", ALL, False, True, 0.3), ("blocked", NONE, False, False, 0.3), ("unfused", ALL, True, False, 0.3),
+        ("unfused", ALL, False, True, 0.3), ("unfused", NONE, True, True, 0.3),
+    ],
+)
+def test_recomputing_attention_repeats_every_bit(attention, fusions, documents, rope, dropout):
     config = Config.create(
         num_layers=1, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, seq_length=23, vocab_size=8,
         attention_dropout=dropout, micro_batch_size=2, global_batch_size=2,
     )
-    lengths = CASES["two samples"]
-    call = CallContext(documents=documents_of(lengths), dropout=DropoutKey(1, 2))
+    call = CallContext(documents=documents_of(CASES["two samples"]) if documents else None, dropout=DropoutKey(1, 2))
     results = []
     for recompute in (False, True):
+        rotary = RotaryEmbedding(8, 1e4, fusions.rotary) if rope else None
         layer = SelfAttention(
-            LayerContext.single(), "a", config.model, 0, normal(0.2), normal(0.2), None, recompute, False
+            context(fusions), "a", config.model, 0, normal(0.2), normal(0.2), rotary, recompute, attention
         )
         x = inputs(23, 2, 4, 4, torch.float32)[0].detach().flatten(2).requires_grad_()
         out, _ = layer(x, call)

@@ -148,8 +148,10 @@ def test_norm_through_apex(monkeypatch, kind, one_plus):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("activation", ["gelu", "openai_gelu", "swiglu", "squared_relu"])
+@pytest.mark.parametrize(
+    ("activation", "bias"),
+    [("gelu", True), ("openai_gelu", True), ("swiglu", False), ("swiglu", True), ("squared_relu", False)],
+)
 def test_mlp(activation, bias, dtype):
     flags = {} if activation == "gelu" else {activation: True}
     config = Config.create(
@@ -212,8 +214,7 @@ def test_dropout_without_residual():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("positions", ["plain", "restarted"])
-@pytest.mark.parametrize("queries", [1, 3])
-@pytest.mark.parametrize("dimension", [16, 6])
+@pytest.mark.parametrize(("dimension", "queries"), [(16, 1), (6, 3)])
 def test_rotary(dimension, queries, positions, dtype):
     s, b, groups, d = 7, 2, 4, 16
     ids = None if positions == "plain" else torch.stack((torch.arange(s), torch.tensor([0, 1, 2, 0, 1, 0, 1])))
@@ -271,7 +272,7 @@ def test_the_gradient_takes_the_place_of_the_logits():
         (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
     assert gradient.data_ptr() == logits.data_ptr() and seen.elements < logits.numel()
     torch.testing.assert_close(gradient.sum(-1), torch.zeros(2, 2), atol=1e-6, rtol=0)
-    with pytest.raises(KernelError, match="has run before and has overwritten the logits"):
+    with pytest.raises(KernelError, match="logits"):
         torch.autograd.grad(loss, logits)
 
 
@@ -280,7 +281,7 @@ def test_logits_that_somebody_changed_are_noticed():
     loss = vocab_parallel_cross_entropy(logits, torch.zeros(2, 2, dtype=torch.long), Group((0,), 0), fused=True).sum()
     with torch.no_grad():
         logits.add_(1.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match="inplace"):
         loss.backward()
 
 
