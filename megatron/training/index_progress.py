@@ -13,15 +13,20 @@ INTERVAL_S = 20.0
 
 
 @contextlib.contextmanager
-def told_if_slow(say: Callable[[str], None], interval_s: float | None = None) -> Iterator[None]:
-    """Inside of the block, say every `interval_s` seconds what index files are being built or waited for, and at the
-    end how long it took; nothing when the block is done sooner."""
-    pause_s = INTERVAL_S if interval_s is None else interval_s
-    start, done, handler = time.monotonic(), threading.Event(), _Last()
+def told_if_slow(
+    say: Callable[[str], None], clock: Callable[[], float] = time.monotonic,
+    pause: Callable[[threading.Event, float], bool] = threading.Event.wait,
+) -> Iterator[None]:
+    """Inside of the block, say every INTERVAL_S seconds what index files are being built or waited for, and at the end
+    how long it took; nothing when the block is done sooner.
+
+    `pause` waits for the event or so many seconds, and says whether the event came.
+    """
+    start, done, handler = clock(), threading.Event(), _Last()
 
     def tell() -> None:
-        while not done.wait(pause_s):
-            say(f" index files: {handler.last}, {time.monotonic() - start:.0f} s so far")
+        while not pause(done, INTERVAL_S):
+            say(f" index files: {handler.last}, {clock() - start:.0f} s so far")
 
     logger, level = index_cache.log, index_cache.log.level
     logger.addHandler(handler)
@@ -35,8 +40,8 @@ def told_if_slow(say: Callable[[str], None], interval_s: float | None = None) ->
         thread.join()
         logger.removeHandler(handler)
         logger.setLevel(level)
-    seconds = time.monotonic() - start
-    if seconds >= pause_s:
+    seconds = clock() - start
+    if seconds >= INTERVAL_S:
         say(f" index files: ready after {seconds:.0f} s; tools/build_index.py builds them before a run")
 
 

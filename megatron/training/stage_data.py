@@ -42,21 +42,24 @@ def staged_locations(config: Config, topology: Topology, say: Callable[[str], No
     return locations
 
 
-def wait_for_all(topology: Topology, *, incomplete: bool) -> int:
+def wait_for_all(
+    topology: Topology, *, incomplete: bool, store: dist.Store | None = None,
+    clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
+) -> int:
     """Wait, by the store and not by a collective, until every rank has come here; how many were `incomplete`."""
     if topology.world.size == 1:
         return int(incomplete)
-    store = dist.distributed_c10d._get_default_store()
+    store = store or dist.distributed_c10d._get_default_store()
     store.add("staging/incomplete", int(incomplete))
     if store.add("staging/done", 1) == topology.world.size:
         store.set("staging/all", "")
-    deadline, pause_s = time.monotonic() + WAIT_S, 0.01
+    deadline, pause_s = clock() + WAIT_S, 0.01
     while not store.check(["staging/all"]):  # in steps, so that a signal can end it
-        if time.monotonic() > deadline:
+        if clock() > deadline:
             raise LaunchError(
                 f"--stage-data-to: {store.add('staging/done', 0)} of {topology.world.size} processes had their data "
                 f"after {WAIT_S / 3600:g} hours: look at the nodes' disks, or leave the flag out"
             )
-        time.sleep(pause_s)
+        sleep(pause_s)
         pause_s = min(2 * pause_s, max(1.0, topology.world.size / 4000))
     return int(store.add("staging/incomplete", 0))

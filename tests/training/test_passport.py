@@ -103,13 +103,10 @@ def test_secrets_stay_out() -> None:
 
 
 def test_what_hangs_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = threading.Event()
-    monkeypatch.setattr(passport, "git_revision", lambda folder: held.wait(500))
-    monkeypatch.setattr(passport, "_WAIT_S", 0.05)
+    held, waits = threading.Event(), list[float | None]()
+    monkeypatch.setattr(passport, "git_revision", lambda folder: held.wait(50))
+    monkeypatch.setattr(threading.Thread, "join", lambda thread, seconds=None: waits.append(seconds))
     found = Passport(config(write(tmp_path / "text", [5])), topology())
-    waits: list[float] = []
-    join = threading.Thread.join
-    monkeypatch.setattr(threading.Thread, "join", lambda thread, s=None: (waits.append(s), join(thread, s))[1])
-    assert [found(i)["git"] for i in (1, 2)] == [{"reason": "not found out in time"}] * 2
-    assert waits == [0.05, 0.0]
+    assert all(found(i)["git"].keys() == {"reason"} for i in (1, 2))
+    assert waits == [passport._WAIT_S, 0.0]
     held.set()
