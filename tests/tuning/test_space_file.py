@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.command_line import flag_table, read_settings
@@ -168,7 +168,6 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         load_space(str(tmp_path))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.one_of(
     st.text(max_size=60),
     st.tuples(st.sampled_from(["tp", "mbs", "lr", "sp", "recompute", "preset", "devices", "bf16", "x"]),

@@ -2,9 +2,10 @@
 one."""
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -18,13 +19,14 @@ from megatron.planning.search.judging import GIB
 from megatron.tuning.candidates import UNIT, Enumeration, enumerate_candidates
 from megatron.tuning.space import Machine
 from megatron.tuning.space_file import known_spaces, load_space
-from megatron.tuning.types import Candidate
+from megatron.tuning.types import Candidate, Value
 
 NAMES = (
     "paper-175b", "paper-175b-wide", "scaling-gbs", "scaling-mbs", "scaling-pp-batch", "scaling-pp-bubble",
     "scaling-tp", "two-cores",
 )  # fmt: skip
 ANYWHERE = Machine(None, 8, 16)
+WHOLE = pytest.mark.campaign("search")
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +34,13 @@ def frontier() -> Cluster:
     return load_cluster("frontier")
 
 
-@pytest.fixture(scope="module")
-def wide(frontier: Cluster) -> Enumeration:
-    return listed("paper-175b-wide", Machine(frontier, 8, 32, 0.9 * 64 * GIB))
-
-
-def listed(name: str, machine: Machine, flags: str = "") -> Enumeration:
-    return enumerate_candidates(load_space(name), shlex.split(flags), machine, predict=False)
+def listed(name: str, machine: Machine, flags: str = "", **only: Sequence[Value]) -> Enumeration:
+    """The layouts of a space, or of the part in which parameters have these values alone, which the whole has too."""
+    space = load_space(name)
+    assert all(set(values) <= set(p.values) for p in space.parameters for values in [only.get(p.name, ())])
+    parameters = tuple(dataclasses.replace(p, values=tuple(only.get(p.name, p.values))) for p in space.parameters)
+    space = dataclasses.replace(space, parameters=parameters)
+    return enumerate_candidates(space, shlex.split(flags), machine, predict=False)
 
 
 def settings(candidate: Candidate) -> dict[str, Any]:
@@ -56,7 +58,8 @@ def test_which_there_are() -> None:
         assert space.cluster == (None if name == "two-cores" else "frontier")
 
 
-def test_table_five_has_its_combinations() -> None:
+@pytest.mark.parametrize("sizes_of_batch", [(4, 20), pytest.param(range(4, 21), marks=WHOLE)])
+def test_table_five_has_its_combinations(sizes_of_batch: Sequence[int]) -> None:
     """PP {1,2,4,8,12,16}, TP {1,2,4,8}, MBS 4-20, accumulation {5,10}, ZeRO-1 {yes,no}, nodes {12,16}; ten iterations.
 
     Without a device's memory TP x PP must divide the GCDs of 12 or 16 nodes, and nothing else is in the way; with one
@@ -71,14 +74,14 @@ def test_table_five_has_its_combinations() -> None:
     assert space.combinations == 3264 == 6 * 4 * 17 * 2 * 2 * 2 and space.iterations == 10
     sizes = list(itertools.product((1, 2, 4, 8, 12, 16), (1, 2, 4, 8), (96, 128)))
     whole = [gcds // (pp * tp) for pp, tp, gcds in sizes if gcds % (pp * tp) == 0]
-    found = listed("paper-175b", ANYWHERE)
+    found, many = listed("paper-175b", ANYWHERE, mbs=sizes_of_batch), len(sizes_of_batch)
     counts = {reason: count for (_, reason), count in found.rejections.counts.items()}
     assert counts == {
-        "TP x PP does not divide the processes": (len(sizes) - len(whole)) * 17 * 2 * 2,
-        "the same as another one": whole.count(1) * 17 * 2,
+        "TP x PP does not divide the processes": (len(sizes) - len(whole)) * many * 2 * 2,
+        "the same as another one": whole.count(1) * many * 2,
     }
-    assert len(found.candidates) == 3264 - sum(counts.values())
-    for candidate in found.candidates[::97]:
+    assert len(found.candidates) == 6 * 4 * many * 2 * 2 * 2 - sum(counts.values())
+    for candidate in found.candidates[::41]:
         of: Mapping[str, Any] = candidate.values
         run = settings(candidate)
         assert run["global_batch_size"] == of["mbs"] * run["data_parallel_size"] * of["accumulation"]
@@ -87,11 +90,12 @@ def test_table_five_has_its_combinations() -> None:
         assert run["num_layers"] == 96 and run["hidden_size"] == 12288 and run["seq_length"] == 2048
 
 
-def test_what_of_table_five_fits(frontier: Cluster) -> None:
+@pytest.mark.parametrize("sizes_of_batch", [(4,), pytest.param(range(4, 21), marks=WHOLE)])
+def test_what_of_table_five_fits(frontier: Cluster, sizes_of_batch: Sequence[int]) -> None:
     """On 64 GiB a weight, gradient and optimizer state of 16 bytes each allow no fewer than 43 parts of the model, or
     of 4 + 12 / dp with ZeRO-1."""
-    found = listed("paper-175b", Machine(frontier, 8, 16, 64 * GIB))
-    assert 20 < len(found.candidates) < 200
+    found = listed("paper-175b", Machine(frontier, 8, 16, 64 * GIB), mbs=sizes_of_batch)
+    assert 5 < len(found.candidates) < 200
     for candidate in found.candidates:
         tp, pp = int(candidate.values["tp"] or 0), int(candidate.values["pp"] or 0)
         replicas = candidate.processes // (tp * pp)
@@ -99,9 +103,11 @@ def test_what_of_table_five_fits(frontier: Cluster) -> None:
         assert 175e9 * each / (tp * pp) < 64 * GIB
 
 
-def test_the_wide_space_has_the_paper_s_best_recipe(wide: Enumeration) -> None:
+@pytest.mark.parametrize("only", [{"tp": (4,), "pp": (16,), "mbs": (1, 2)}, pytest.param({}, marks=WHOLE)])
+def test_the_wide_space_has_the_paper_s_best_recipe(frontier: Cluster, only: dict[str, Sequence[Value]]) -> None:
     """TP 4, PP 16, micro-batch 1, 640 samples, ZeRO-1, every layer recomputed, in fp16: the recipe on 16 nodes."""
     (recipe,) = (r for r in RECIPES if (r.model, r.kind, r.note) == ("175B", "paper", ""))
+    wide = listed("paper-175b-wide", Machine(frontier, 8, 32, 0.9 * 64 * GIB), **only)
     wanted = parse_plan([*recipe.flags.split(), "--initial-loss-scale", "4096", "--world-size", "128"]).to_dict()
     matching = [
         candidate for candidate in wide.candidates
@@ -113,7 +119,9 @@ def test_the_wide_space_has_the_paper_s_best_recipe(wide: Enumeration) -> None:
     assert matching[0].processes == 128 and matching[0].tokens == 640 * 2048
 
 
-def test_the_wide_space_has_what_the_paper_did_not_have(wide: Enumeration) -> None:
+@pytest.mark.parametrize("only", [{"tp": (8,), "pp": (8, 16), "mbs": (1,)}, pytest.param({}, marks=WHOLE)])
+def test_the_wide_space_has_what_the_paper_did_not_have(frontier: Cluster, only: dict[str, Sequence[Value]]) -> None:
+    wide = listed("paper-175b-wide", Machine(frontier, 8, 32, 0.9 * 64 * GIB), **only)
     assert {c.values["schedule"] for c in wide.candidates} == {"1f1b", "interleaved", "zb-h1"}
     assert {c.values["recompute"] for c in wide.candidates} >= {
         "none", "selective:mlp_act+layernorm", "full:uniform:1"

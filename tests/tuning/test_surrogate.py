@@ -5,15 +5,12 @@ import math
 
 import numpy as np
 import pytest
-from sklearn.base import clone
-from sklearn.gaussian_process.kernels import Matern
 
 from megatron.tuning.search.features import features_of, places_of
-from megatron.tuning.search.kernels import GroupedMatern, On, belief_of, cost_kernel
-from megatron.tuning.search.surrogate import Posterior, expected_lower_bound, failure_cost, posterior
 from megatron.tuning.types import History, Parameter
 from tests.tuning.tables import PARAMETERS, candidates_of, history_of, table
 
+pytestmark = pytest.mark.slow  # scikit-learn, which is imported where it is used, takes a second for that
 KNOWN = table()
 FEATURES = features_of(PARAMETERS, KNOWN.candidates)
 
@@ -37,6 +34,8 @@ def test_values_that_python_takes_for_the_same_are_kept_apart() -> None:
 
 @pytest.mark.parametrize("with_prior", [False, True])
 def test_gradients_of_the_kernel_are_those_of_finite_differences(with_prior: bool) -> None:
+    from megatron.tuning.search.kernels import belief_of, cost_kernel
+
     points = np.column_stack([FEATURES.points, KNOWN.prior])[::60]
     kernel = cost_kernel(FEATURES, with_prior)
     values, gradient = kernel(points, eval_gradient=True)
@@ -50,6 +49,11 @@ def test_gradients_of_the_kernel_are_those_of_finite_differences(with_prior: boo
 
 
 def test_a_grouped_kernel_is_materns_with_the_lengths_of_its_columns() -> None:
+    from sklearn.base import clone
+    from sklearn.gaussian_process.kernels import Matern
+
+    from megatron.tuning.search.kernels import GroupedMatern
+
     points = np.random.default_rng(0).random((6, 3))
     grouped = GroupedMatern((0, 1, 1), np.array([0.5, 2.0]))
     assert grouped(points) == pytest.approx(Matern([0.5, 2.0, 2.0], nu=2.5)(points))
@@ -57,6 +61,11 @@ def test_a_grouped_kernel_is_materns_with_the_lengths_of_its_columns() -> None:
 
 
 def test_a_kernel_on_some_columns_sees_those_alone() -> None:
+    from sklearn.base import clone
+    from sklearn.gaussian_process.kernels import Matern
+
+    from megatron.tuning.search.kernels import On
+
     points = np.random.default_rng(0).random((6, 3))
     on = On(Matern(0.7), (0, 2))
     assert on(points) == pytest.approx(Matern(0.7)(points[:, [0, 2]]))
@@ -65,6 +74,8 @@ def test_a_kernel_on_some_columns_sees_those_alone() -> None:
 
 
 def test_what_was_measured_comes_back_and_is_more_certain_than_the_rest() -> None:
+    from megatron.tuning.search.surrogate import posterior
+
     drawn = np.random.default_rng(0).choice(456, 40, replace=False).tolist()
     seen: dict[int, float | None] = {i: KNOWN.costs[i] for i in drawn}
     known = posterior(history_of(KNOWN, seen), FEATURES)
@@ -76,6 +87,8 @@ def test_what_was_measured_comes_back_and_is_more_certain_than_the_rest() -> Non
 
 
 def test_a_prior_that_is_right_but_for_the_unit_is_followed() -> None:
+    from megatron.tuning.search.surrogate import posterior
+
     prior = [cost - 2.0 for cost in KNOWN.costs]
     seen: dict[int, float | None] = {i: KNOWN.costs[i] for i in (3, 100, 250, 400)}
     known = posterior(history_of(KNOWN, seen, prior), FEATURES)
@@ -83,6 +96,8 @@ def test_a_prior_that_is_right_but_for_the_unit_is_followed() -> None:
 
 
 def test_a_prior_that_is_upside_down_is_turned() -> None:
+    from megatron.tuning.search.surrogate import posterior
+
     prior = [-cost for cost in KNOWN.costs]
     seen: dict[int, float | None] = {i: KNOWN.costs[i] for i in range(0, 456, 45)}
     known = posterior(history_of(KNOWN, seen, prior), FEATURES)
@@ -90,11 +105,15 @@ def test_a_prior_that_is_upside_down_is_turned() -> None:
 
 
 def test_the_bound_weighs_failures_by_their_chance() -> None:
+    from megatron.tuning.search.surrogate import Posterior, expected_lower_bound, failure_cost
+
     known = Posterior(np.array([1.0, 1.0, 1.0, 9.0]), np.array([0.5, 0.5, 0.5, 0.5]), np.array([0.0, 1.0, 0.25, 1.0]))
     assert expected_lower_bound(known, 2.0) == pytest.approx([0.5, 2.0, 0.5 + 0.25 * 1.5, 8.5])
     assert failure_cost([3.0, 1.0]) == pytest.approx(1.0 + math.log(1.1))
 
 
 def test_history_without_candidates_that_ran_has_no_chances() -> None:
+    from megatron.tuning.search.surrogate import posterior
+
     history = History(KNOWN.candidates, PARAMETERS, {1: 0.0, 2: 0.1})
     assert not posterior(history, FEATURES).failing.any()
