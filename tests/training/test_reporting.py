@@ -1,8 +1,14 @@
 """Console, TensorBoard, timers and the ends of processes."""
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
+import os
+import pty
+import re
+import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +26,8 @@ from megatron.training.profiling import Profiler
 from megatron.training.reporter import Reporter
 from megatron.training.tensorboard import TensorBoard
 from megatron.training.timers import PARTS, Stopwatch, Timers
+from tests.helpers.launching import TINY
+from tests.helpers.processes import run_processes
 
 SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
 LINE = " iteration [red]1[/red] | " + "x" * 300
@@ -49,6 +57,35 @@ def test_terminals_show_progress_and_whole_lines() -> None:
     console.end()
     assert "4/10" in stream.getvalue() and "loss 2.000" in stream.getvalue()
     assert LINE in stream.getvalue()  # neither wrapped nor read as markup
+
+
+def train_on_a_terminal(rank: int) -> tuple[int, str]:
+    """pretrain_gpt.py's exit code, and what a terminal got from it."""
+    import pretrain_gpt
+
+    ours, theirs = pty.openpty()
+    os.environ.update(TERM="xterm", COLUMNS="120")
+    sys.stdout, parts = open(theirs, "w", buffering=1), list[bytes]()  # noqa: SIM115
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # the other end is closed
+            while part := os.read(ours, 65536):
+                parts.append(part)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    code = pretrain_gpt.main(TINY)
+    sys.stdout.close()
+    reader.join()
+    return code, b"".join(parts).decode(errors="replace")
+
+
+@pytest.mark.slow
+def test_a_run_on_a_terminal_shows_its_progress_and_whole_lines() -> None:
+    ((code, text),) = run_processes(1, train_on_a_terminal)
+    assert code == 0 and re.search(r"training .*[0-4]/4", text), text[-2000:]
+    fields = [iteration_fields(line) for line in text.replace("\r", "\n").splitlines()]
+    assert len([found for found in fields if found]) == 4
 
 
 def test_other_ranks_are_silent() -> None:

@@ -1,31 +1,18 @@
 """The picture of a run, and the whole example from corpus to text on a tiny model."""
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.training.metrics import read_metrics
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def run_tool(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools" / name), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-
-
-def plot_metrics() -> Any:
-    specification = importlib.util.spec_from_file_location("plot_metrics", ROOT / "tools" / "plot_metrics.py")
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+from tests.helpers.launching import ROOT, Script, launch
+from tools import plot_metrics, train_example
 
 
 def write_metrics(path: Path, records: list[dict[str, Any]]) -> Path:
@@ -38,45 +25,67 @@ def iteration(at: int, loss: float | None) -> dict[str, Any]:
 
 
 def test_a_resumed_run_replaces_what_it_does_again() -> None:
-    series = plot_metrics().series
     start = {"event": "start", "iteration": 0}
     first = [start, iteration(10, 3.0), iteration(20, 2.0), iteration(30, None), iteration(40, 9.0)]
     again = [{"event": "start", "iteration": 20}, iteration(30, 1.5)]
-    assert series(first, "iteration", "lm_loss") == ([10, 20, 40], [3.0, 2.0, 9.0])
-    assert series(first + again, "iteration", "lm_loss") == ([10, 20, 30], [3.0, 2.0, 1.5])
-
-
-def test_the_picture_is_written(tmp_path: Path) -> None:
-    validation = {"event": "validation", "dataset": "valid", "iteration": 0, "lm_loss": 4.0}
-    metrics = write_metrics(tmp_path / "m.jsonl", [validation, iteration(1, 3.0), iteration(2, 2.0)])
-    assert plot_metrics().main([str(metrics), "--output", str(tmp_path / "out" / "loss.png")]) == 0
-    assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert plot_metrics.series(first, "iteration", "lm_loss") == ([10, 20, 40], [3.0, 2.0, 9.0])
+    assert plot_metrics.series(first + again, "iteration", "lm_loss") == ([10, 20, 30], [3.0, 2.0, 1.5])
 
 
 def test_a_picture_of_nothing_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     metrics = write_metrics(tmp_path / "m.jsonl", [{"event": "start", "iteration": 0}])
-    for path, words in ((metrics, "no iteration"), (tmp_path / "absent", "no such file")):
-        assert plot_metrics().main([str(path), "--output", str(tmp_path / "loss.png")]) == 2
-        assert words in capsys.readouterr().err
+    for path in (metrics, tmp_path / "absent"):
+        assert plot_metrics.main([str(path), "--output", str(tmp_path / "loss.png")]) == 2
+        assert str(path) in capsys.readouterr().err and not (tmp_path / "loss.png").exists()
 
 
-@pytest.mark.slow
-def test_the_example_trains_and_keeps_what_it_made(tmp_path: Path) -> None:
-    first = run_tool("train_example.py", "--quick", "--folder", tmp_path)
-    assert first.returncode == 0, first.stdout + first.stderr
-    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+def what_was_made(folder: Path) -> int:
+    """Whether all of the example is there; when its corpus was made."""
+    records = read_metrics(folder / "run" / "metrics.jsonl")
     valid = [r["lm_loss"] for r in records if r["event"] == "validation"]
     assert valid[-1] < valid[0] - 0.5  # from about log(512) towards the entropy of single tokens
     assert [r for r in records if r["event"] == "generate" and r["tokens"] > 0]
-    assert (tmp_path / "loss.png").exists() and "kept from last time" not in first.stdout
-    made = (tmp_path / "corpus.jsonl").stat().st_mtime_ns
-    again = run_tool("train_example.py", "--quick", "--folder", tmp_path, "--iterations", 2)
-    assert again.returncode in (0, 1), again.stderr  # two iterations may not bring the loss down
-    assert again.stdout.count("kept from last time") == 3
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    return (folder / "corpus.jsonl").stat().st_mtime_ns
+
+
+@pytest.mark.slow
+def test_the_example_trains_and_keeps_what_it_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its parts run in processes that are forked."""
+
+    def execute(command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+        with Script(command[1], command[2:], tmp_path / "log") as script:
+            outcome = script.wait()
+        assert outcome.code == 0, outcome.output
+
+    def train(arguments: Sequence[str], machine: train_example.Machine) -> None:
+        for outcome in launch(machine.processes, arguments):
+            assert outcome is not None and outcome.code == 0, outcome
+
+    monkeypatch.setattr(train_example, "execute", execute)
+    monkeypatch.setattr(train_example, "train", train)
+    monkeypatch.setattr(train_example, "choose_machine", lambda: train_example.Machine("cpu", 2, 1, False, ""))
+    assert train_example.main(["--quick", "--folder", str(tmp_path)]) == 0
+    made = what_was_made(tmp_path)
+    assert "kept from last time" not in capsys.readouterr().out
+    again = train_example.main(["--quick", "--folder", str(tmp_path), "--iterations", "2"])
+    assert again in (0, 1)  # two iterations may not bring the loss down
+    assert capsys.readouterr().out.count("kept from last time") == 3
     assert (tmp_path / "corpus.jsonl").stat().st_mtime_ns == made
+
+
+@pytest.mark.slow
+@pytest.mark.campaign("benchmarks")
+def test_the_example_as_a_user_starts_it(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "tools" / "train_example.py"), "--quick", "--folder", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    what_was_made(tmp_path)
 
 
 def test_arguments_are_checked_before_torch_is_imported() -> None:
     code = "import sys, pretrain_gpt; print(pretrain_gpt.main(['--nmu-layers', '3']), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.stdout.split() == ["2", "False"] and "did you mean --num-layers" in done.stderr
+    assert done.stdout.split() == ["2", "False"] and "--num-layers" in done.stderr
