@@ -9,16 +9,17 @@ from pathlib import Path
 from tests.helpers.launching import ROOT
 
 FRONTIER = ROOT / "examples" / "frontier"
-# Writes its name and arguments, NUL between them, at once, as several may run; then does what STUB_<name> says.
-_STUB = """#!/bin/bash
-name=${0##*/}
-{ printf '%s\\0' "$name" "$@"; printf 'MASTER_ADDR=%s MASTER_PORT=%s NCCL_NET=%s' "${MASTER_ADDR-}" "${MASTER_PORT-}" \\
-    "${NCCL_NET-}"; printf '\\1'; } >"$STUB_CALLS.$$"
-cat "$STUB_CALLS.$$" >>"$STUB_CALLS"
-rm "$STUB_CALLS.$$"
-action=STUB_$name
-eval "${!action-}"
-"""
+# Writes down its name, arguments and some variables, in one write as several may run, then does what STUB_<name> says.
+_STUB = """printf -v call '%s\\2' "$name" "$@"
+    printf -v call '%sMASTER_ADDR=%s MASTER_PORT=%s' "$call" "${MASTER_ADDR-}" "${MASTER_PORT-}"
+    printf '%s NCCL_NET=%s\\1' "$call" "${NCCL_NET-}" >>"$STUB_CALLS"
+    action=STUB_$name; eval "${!action-}\""""
+# As a function, so that no other process is started; in a shell of its own, which what it does may end.
+_FUNCTION = (
+    f"() {{ local name=${{FUNCNAME[0]}} call action\n"
+    f"if ((BASH_SUBSHELL)); then {_STUB}; else ( {_STUB} ); fi; }}"
+)
+_PROGRAM = f"#!/bin/bash\nname=${{0##*/}}\n{_STUB}\n"
 # What a job asks its Slurm for.
 _ANSWERS = {
     "STUB_scontrol": 'case $1-$2 in show-hostnames) echo "$3" | tr , "\\n" ;; show-hostlist) echo "$3" ;; esac',
@@ -60,28 +61,29 @@ class Ended:
 
 def run_script(folder: Path, script: Path, *arguments: str, nodes: str = "a1,a2", **variables: str) -> Ended:
     """`script` as Slurm would start it on `nodes`, in `folder`; `variables` are set beside those of a job on a CPU."""
-    stubs, venv = folder / "stubs", folder / "venv" / "bin"
-    for path in [stubs / name for name in ("srun", "sbcast", "scontrol", "squeue")] + [venv / "python"]:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(_STUB)
-        path.chmod(0o755)
+    python = folder / "venv" / "bin" / "python"
+    if not python.exists():
+        python.parent.mkdir(parents=True)
+        python.write_text(_PROGRAM)
+        python.chmod(0o755)
     calls = folder / "calls"
     calls.write_bytes(b"")
     names = nodes.split(",")
     environ = {
         **{name: os.environ[name] for name in ("HOME", "LANG") if name in os.environ},
-        "PATH": f"{stubs}:{os.environ['PATH']}", "USER": "ada", "STUB_CALLS": str(calls), **_ANSWERS,
+        **{f"BASH_FUNC_{name}%%": _FUNCTION for name in ("srun", "sbcast", "scontrol", "squeue")},
+        "PATH": os.environ["PATH"], "USER": "ada", "STUB_CALLS": str(calls), **_ANSWERS,
         "SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "gpt", "SLURM_JOB_NUM_NODES": str(len(names)),
         "SLURM_JOB_NODELIST": nodes, "SLURMD_NODENAME": names[0], "SLURM_SUBMIT_DIR": str(ROOT),
         "SITE_RUNS": str(folder / "runs"), "SITE_VENV": str(folder / "venv"), "SITE_ENV": str(folder / "none.tar"),
         "RUN_NAME": "gpt", "DEVICE": "cpu", "PREFLIGHT": "0", **variables,
     }  # fmt: skip
     done = subprocess.run(
-        ["bash", str(script), *arguments], env=environ, cwd=folder, text=True, timeout=200, check=False,
+        ["bash", str(script), *arguments], env=environ, cwd=folder, text=True, timeout=50, check=False,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     found = []
     for record in calls.read_text().split("\1")[:-1]:
-        *words, told = record.split("\0")
+        *words, told = record.split("\2")
         found.append(Call(words, dict(word.split("=", 1) for word in told.split(" "))))
     return Ended(done.returncode, done.stdout, found)

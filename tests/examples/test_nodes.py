@@ -10,6 +10,8 @@ import pytest
 from tests.examples.stubs import FRONTIER, Call, Ended, run_script
 from tests.helpers.launching import ROOT
 
+pytestmark = pytest.mark.slow
+
 TRAIN = FRONTIER / "train_22b.sbatch"
 FLAGS = ("--mock-data", "--train-iters", "3")
 MEASURE, PROGRAM = "preflight.py", "pretrain_gpt.py"
@@ -91,7 +93,7 @@ def test_too_few_good_nodes(tmp_path):
 
 
 # Slurm sends SIGTERM to all processes of a job that it puts back into the queue: also to scontrol, which asked for it.
-REQUEUED = "case $1 in requeue) kill -TERM $$ ;; show) [[ $2 != hostnames ]] || echo a1 ;; esac"
+REQUEUED = "case $1 in requeue) kill -TERM $$ $BASHPID ;; show) [[ $2 != hostnames ]] || echo a1 ;; esac"
 
 
 def test_a_signal_of_the_requeue_does_not_keep_bad_nodes(tmp_path):

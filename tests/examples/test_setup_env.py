@@ -11,6 +11,8 @@ import pytest
 from tests.examples.stubs import FRONTIER
 from tests.helpers.launching import ROOT
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = FRONTIER / "setup_env.sh"
 # A stand-in for Python: makes an "environment" with itself in it, and fails where it is told to.
 _PYTHON = """#!/bin/bash
