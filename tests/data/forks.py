@@ -56,7 +56,7 @@ def at_once(number: int, fn: Callable[[int], Any]) -> list[Any]:
     try:
         for rank in range(number):
             reader, writer = os.pipe()
-            readers.append(reader)
+            readers.append(open(reader, "rb"))  # noqa: SIM115
 
             def child(rank: int = rank, writer: int = writer) -> None:
                 barrier.wait()
@@ -64,7 +64,7 @@ def at_once(number: int, fn: Callable[[int], Any]) -> list[Any]:
 
             pids.append(forked(child))
             os.close(writer)
-        found = [os.read(reader, 1 << 16) for reader in readers]
+        found = [reader.read() for reader in readers]
         assert [wait_for(pids.pop(0)) for _ in range(number)] == [0] * number
         return [pickle.loads(result) for result in found]
     finally:
@@ -73,4 +73,4 @@ def at_once(number: int, fn: Callable[[int], Any]) -> list[Any]:
                 os.kill(pid, signal.SIGKILL)
             wait_for(pid)
         for reader in readers:
-            os.close(reader)
+            reader.close()

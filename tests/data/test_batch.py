@@ -104,14 +104,6 @@ def test_pieces_against_loop(case: tuple[int, list[list[int]]], eod_mask_loss: b
     check_documents(batch, [*bounds, len(samples) * length])
 
 
-def test_pieces_by_hand() -> None:
-    tokens = np.arange(12, dtype=np.int64).reshape(2, 6)
-    batch = make_micro_batch(tokens, segments=[np.array([2, 4]), np.array([3])])
-    assert batch.position_ids.tolist() == [[0, 1, 0, 1, 2], [0, 1, 2, 0, 1]]
-    assert batch.loss_mask.tolist() == [[1, 0, 1, 1, 1], [1, 1, 0, 0, 0]]
-    assert batch.cu_seqlens is not None and batch.cu_seqlens.tolist() == [0, 2, 5, 8, 10]
-
-
 def test_to_keeps_the_lengths() -> None:
     batch = make_micro_batch(np.zeros((2, 6), np.int64), segments=[np.array([2, 4]), np.array([3])])
     moved = batch.to("meta")
@@ -131,12 +123,11 @@ def test_does_not_share_memory_with_samples(samples: int) -> None:
 
 def test_refuses() -> None:
     tokens = np.array([[0, 1, 9]], np.int64)
-    with pytest.raises(DataError, match=r"sample 5 .*ids 0\.\.9, but the vocabulary has 9"):
+    with pytest.raises(DataError, match=r"sample 5 .* 0\.\.9, .* 9\b"):
         make_micro_batch(tokens, vocab_size=9, first_sample=5)
-    with pytest.raises(DataError, match="end-of-document"):
-        make_micro_batch(tokens, eod_mask_loss=True)
-    with pytest.raises(DataError, match="end-of-document"):
-        make_micro_batch(tokens, eod_mask_loss=True, segments=[np.array([3])])
+    for options in ({}, {"segments": [np.array([3])]}):
+        with pytest.raises(DataError, match="--eod-mask-loss"):
+            make_micro_batch(tokens, eod_mask_loss=True, **options)
     for pieces in ([2, 2], [3, 0], [4, -1]):
-        with pytest.raises(DataError, match=r"sample 5: its pieces of \[\d, -?\d\] tokens do not fit .* of 3"):
+        with pytest.raises(DataError, match=r"sample 5: .*\[\d, -?\d\].* 3\b"):
             make_micro_batch(tokens, segments=[np.array(pieces)], first_sample=5)

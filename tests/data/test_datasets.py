@@ -14,7 +14,7 @@ from megatron.data.datasets import Datasets, build_datasets, data_prefixes
 from megatron.data.gpt_dataset import BlendedDataset, TokenDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import ConfigError, DataError
-from tests.helpers.processes import run_processes
+from tests.data.forks import at_once
 
 SEQ_LENGTH = 8
 
@@ -55,7 +55,7 @@ def test_none_where_no_data_or_no_samples(tmp_path: Path) -> None:
     built = build_datasets(config(data_path=(prefix,), split="9,1,0"), 5, 0, 5)
     assert built.train is not None and built.valid is None and built.test is None
     assert build_datasets(config(data_path=(prefix,)), 0, 0, 0) == Datasets(None, None, None)
-    with pytest.raises(DataError, match="no training data: --split is '0,1'"):
+    with pytest.raises(DataError, match="--split .*'0,1'"):
         build_datasets(config(data_path=(prefix,), split="0,1"), 5, 5, 0)
 
 
@@ -70,9 +70,13 @@ def test_blend(tmp_path: Path) -> None:
 
 
 def test_blend_with_a_part_too_small_for_a_split(tmp_path: Path) -> None:
-    a, b = write(tmp_path, "a", 10), write(tmp_path, "b", 1, 100)
+    """Its share goes to the others, who have samples for it."""
+    a, b, c = write(tmp_path, "a", 10), write(tmp_path, "b", 1, 100), write(tmp_path, "c", 10, 200)
     built = build_datasets(config(data_path=("1", b, "1", a)), 10, 10, 0)
-    assert tokens_in(built.valid) == {8} and 100 in tokens_in(built.train)
+    assert tokens_in(built.valid) == {8} and 100 in tokens_in(built.train) and len(built.valid or ()) >= 10
+    three = build_datasets(config(data_path=("2", b, "1", a, "1", c)), 10, 20, 0).valid
+    assert isinstance(three, BlendedDataset) and tokens_in(three) == {8, 208}
+    assert sum(int(three[i][0]) == 8 for i in range(20)) == 10
 
 
 def test_paths_of_their_own(tmp_path: Path) -> None:
@@ -100,11 +104,11 @@ def test_mock() -> None:
 
 
 def test_refuses(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere\.idx: no such file"):
+    with pytest.raises(DataError, match="nowhere"):
         build_datasets(config(data_path=(str(tmp_path / "nowhere"),)), 1, 1, 1)
-    with pytest.raises(ConfigError, match="no data: give --data-path"):
+    with pytest.raises(ConfigError, match="--data-path"):
         build_datasets(config(), 1, 1, 1)
-    with pytest.raises(ConfigError, match="exclude each other"):
+    with pytest.raises(ConfigError, match="--data-path.*--train-data-path"):
         build_datasets(config(data_path=("a",), train_data_path=("b",)), 1, 1, 1)
     without_vocabulary = config(mock_data=True)
     without_vocabulary.model.vocab_size = None
@@ -148,9 +152,9 @@ def test_exact_epochs(tmp_path: Path) -> None:
     plain = build(29, None).train
     assert plain is not None and plain.description == full.description
     assert len(build(30, 3, dataloader_type="cyclic").train or ()) == 29
-    with pytest.raises(ConfigError, match=r"gives 29 samples of 8 tokens, and the run takes 30: .*--train-samples 29"):
+    with pytest.raises(ConfigError, match=r"\b29\b.*\b30\b.*--train-samples 29"):
         build(30, 3)
-    with pytest.raises(ConfigError, match="is for one data set, 2 are given"):
+    with pytest.raises(ConfigError, match="--train-data-exact-num-epochs 3.* 2 "):
         build(5, 3, blend=True)
 
 
@@ -173,14 +177,14 @@ def test_packing(tmp_path: Path) -> None:
     assert isinstance(both.train, BlendedDataset) and both.train.segments(0) is not None
 
 
-def read_on_a_rank(rank: int, prefix: str) -> list[list[int]]:
-    built = build_datasets(config(data_path=(prefix,)), 30, 5, 0)
-    assert built.train is not None and built.valid is not None
-    return [built.train[i].tolist() for i in range(30)] + [built.valid[i].tolist() for i in range(5)]
-
-
+@pytest.mark.slow
 def test_ranks_agree_without_talking(tmp_path: Path) -> None:
     prefix = write(tmp_path, "a", 10)
-    results = run_processes(4, read_on_a_rank, prefix)
-    assert results == [read_on_a_rank(0, prefix)] * 4
+
+    def read(_: int) -> list[list[int]]:
+        built = build_datasets(config(data_path=(prefix,)), 30, 5, 0)
+        assert built.train is not None and built.valid is not None
+        return [built.train[i].tolist() for i in range(30)] + [built.valid[i].tolist() for i in range(5)]
+
+    assert at_once(4, read) == [read(0)] * 4
     assert len(list((tmp_path / "index-cache").iterdir())) == 8  # two indexes of three arrays and a description

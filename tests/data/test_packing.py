@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data import packing
@@ -19,6 +19,7 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.packing import PackedDataset, PackedRequest, build_order, build_packing, waste_of
 from megatron.errors import DataError
+from tests.helpers.examples import examples
 
 PAD = 10**6
 
@@ -53,7 +54,6 @@ SIZES = st.lists(st.sampled_from([0, 1, 2]) | st.integers(0, 40), min_size=1, ma
 )
 
 
-@settings(max_examples=200)
 @given(sizes=SIZES, seq_length=st.integers(1, 30))
 def test_bins_hold_every_prediction_once(sizes: list[int], seq_length: int) -> None:
     """The arrays alone: pieces in bins, and the predictions that they are of."""
@@ -69,7 +69,7 @@ def test_bins_hold_every_prediction_once(sizes: list[int], seq_length: int) -> N
     assert sorted(found) == [(sequence, token) for sequence, size in enumerate(sizes) for token in range(1, size)]
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(10)
 @given(
     sizes=SIZES,
     seq_length=st.integers(1, 30),
@@ -156,13 +156,10 @@ def pack(sizes: npt.NDArray[np.int32], seq_length: int) -> tuple[dict[str, npt.N
 @pytest.mark.parametrize(
     "kind",
     [
-        "log-normal, mean 300",
-        "web-like, mean 700, some of 100,000",
-        "uniform up to half a sample",
-        "short messages, mean 40",
-        "long articles with short remainders",
+        "log-normal, mean 300", "web-like, mean 700, some of 100,000", "uniform up to half a sample",
+        "short messages, mean 40", "long articles with short remainders",
     ],
-)
+)  # fmt: skip
 def test_padding_is_under_one_percent(kind: str) -> None:
     arrays, waste = pack(sizes_of(kind, 40_000), 2048)
     assert 0 <= waste < 0.01
@@ -181,14 +178,14 @@ def test_lengths_that_cannot_be_packed_well(length: int, waste: float) -> None:
 
 def test_memory() -> None:
     """The docstring's 20 bytes per piece and 8 per bin, and what a block takes."""
-    sizes = np.random.RandomState(0).randint(2, 500, 400_000).astype(np.int32)
+    sizes = np.random.RandomState(0).randint(2, 500, 100_000).astype(np.int32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "_BLOCK", 4096)
         tracemalloc.start()  # counts numpy's arrays
         arrays, _ = pack(sizes, 2048)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-    assert peak < 20 * len(arrays["pieces"]) + 8 * len(arrays["bin_starts"]) + 1_000_000
+    assert peak < 20 * len(arrays["pieces"]) + 8 * len(arrays["bin_starts"]) + 500_000
 
 
 def test_blocks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,17 +203,17 @@ def pack_any(sizes: npt.NDArray[np.int32]) -> tuple[dict[str, npt.NDArray], Pack
 
 
 def test_part_of_the_sequences_and_giants(tmp_path: Path) -> None:
-    write(tmp_path / "x", [10, 19_990, 0, 3])
+    write(tmp_path / "x", [10, 1_990, 0, 3])
     data = dataset(tmp_path / "x", 1, 16, bounds=(1, 4))
     tokens = sorted(p for i in range(len(data)) for p in predictions_of(data, i))
-    assert tokens == [(t, t + 1) for t in range(10, 19_999)] + [(20_000, 20_001), (20_001, 20_002)]
-    # 1,249 whole pieces; the rest of 6 tokens and the 3 share a bin of 17.
-    assert len(data) == 1250 and data.waste == pytest.approx(8 / (1250 * 17))
+    assert tokens == [(t, t + 1) for t in range(10, 1_999)] + [(2_000, 2_001), (2_001, 2_002)]
+    # 124 whole pieces; the rest of 6 tokens and the 3 share a bin of 17.
+    assert len(data) == 125 and data.waste == pytest.approx(8 / (125 * 17))
 
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
-    [([1, 0, 1], r"x: none of the sequences 0\.\.3 has two tokens"), ([0, 0], r"train split '1' .* has no tokens")],
+    [([1, 0, 1], r"x: .* 0\.\.3\b"), ([0, 0], "train .*'1'")],
 )
 def test_nothing_to_pack(tmp_path: Path, sizes: list[int], message: str) -> None:
     write(tmp_path / "x", sizes)
@@ -289,7 +286,7 @@ def test_damaged_cache(tmp_path: Path) -> None:
         try:
             data[i]
         except DataError as error:
-            assert f"entry {i} of the cached packing" in str(error)
+            assert f" {i} " in str(error) and "--data-cache-path" in str(error)
             broken.append(i)
             data.prefetch(i)
     assert len(broken) == 4

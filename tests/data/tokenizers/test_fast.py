@@ -26,6 +26,7 @@ def reference(gpt2_files: dict[str, str]):
     return GPT2TokenizerFast(vocab=gpt2_files["vocab_file"], merges=gpt2_files["merge_file"])
 
 
+@pytest.mark.slow
 @given(text=TEXTS)
 def test_gpt2_against_transformers(gpt2: Tokenizer, reference, text: str) -> None:
     assert gpt2.encode(text) == reference.encode(text)
@@ -51,11 +52,12 @@ def assert_same_for_code_points(gpt2: Tokenizer, reference, points: Iterable[int
         assert gpt2.encode_batch(texts) == ids
 
 
+@pytest.mark.slow
 def test_some_characters_in_two_engines(gpt2: Tokenizer, reference) -> None:
     assert_same_for_code_points(gpt2, reference, range(0, 0x3100, 3))
 
 
-@pytest.mark.slow
+@pytest.mark.campaign("peers")
 def test_every_character_in_two_engines(gpt2: Tokenizer, reference) -> None:
     # Unicode assigns nothing between these, and private characters above.
     assert_same_for_code_points(gpt2, reference, [*range(0x32400), *range(0xE0000, 0xE0200)])
@@ -120,7 +122,7 @@ def test_tiktoken_only_where_it_is_the_same(tmp_path: Path, merges: list[tuple[s
 def test_a_vocabulary_without_a_byte_is_refused(tmp_path: Path) -> None:
     vocab, merges = write_byte_level(tmp_path, [])
     vocab.write_text(json.dumps({k: v for k, v in json.loads(vocab.read_text()).items() if k != "q"}))
-    with pytest.raises(DataError, match="vocab.json: has no token for 0x71: each single byte needs one"):
+    with pytest.raises(DataError, match=r"vocab.json: .* 0x71\b"):
         gpt2(vocab, merges)
 
 
@@ -142,7 +144,7 @@ def word_level(folder: Path) -> Path:
 
 def test_hugging_face(tmp_path: Path) -> None:
     file = word_level(tmp_path)
-    with pytest.raises(DataError, match=r"no token ends a document: tried .*name it as eos_token"):
+    with pytest.raises(DataError, match="eos_token"):
         build_tokenizer("HFTokenizer", tokenizer_model=str(file))
     for name, eos in (
         ("special_tokens_map.json", "<end>"),
@@ -163,13 +165,14 @@ def test_hugging_face(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "b"}')
     assert build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path)).eod == 1, "the configuration has the last word"
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "c"}')
-    with pytest.raises(DataError, match="tried c of tokenizer_config.json"):
+    with pytest.raises(DataError, match=r"\bc of tokenizer_config.json"):
         build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path))
     (tmp_path / "tokenizer_config.json").write_text("[1]")
-    with pytest.raises(DataError, match="tokenizer_config.json: not a JSON object"):
+    with pytest.raises(DataError, match="tokenizer_config.json"):
         build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_folder_of_gpt2s_older_files(gpt2_files: dict[str, str], reference, tmp_path: Path) -> None:
     shutil.copy(gpt2_files["vocab_file"], tmp_path / "vocab.json")
     shutil.copy(gpt2_files["merge_file"], tmp_path / "merges.txt")
@@ -179,13 +182,13 @@ def test_a_folder_of_gpt2s_older_files(gpt2_files: dict[str, str], reference, tm
     assert tokenizer.encode(text) == reference.encode(text) and tokenizer.eod in tokenizer.encode(text)
     assert tokenizer.decode(tokenizer.encode(text)) == text
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2TokenizerFast"}')
-    with pytest.raises(DataError, match="of a Qwen2Tokenizer do not say all.*save_pretrained"):
+    with pytest.raises(DataError, match="Qwen2Tokenizer"):
         build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path))
 
 
 def test_a_folder_of_another_kind(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="tokenizer.json: no such file.*; convert what is there: with transformers"):
+    with pytest.raises(DataError, match="tokenizer.json"):
         build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path))
     (tmp_path / "tokenizer.model").touch()
-    with pytest.raises(DataError, match="give .*tokenizer.model to GPTSentencePieceTokenizer or TikTokenizer, or"):
+    with pytest.raises(DataError, match="tokenizer.model .*GPTSentencePieceTokenizer or TikTokenizer"):
         build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
@@ -16,6 +16,7 @@ from megatron.data.tokenizers.fast import byte_letters
 from megatron.data.tokenizers.ranks import PATTERNS, RankEncoder
 from megatron.data.tokenizers.tik_token import PUBLISHED
 from megatron.errors import ConfigError, DataError
+from tests.helpers.examples import examples
 
 BYTES = [bytes([byte]) for byte in range(256)]
 WORDS = [b"he", b"ll", b"hell", b"hello", b" w", b"or", b" wor", b" world"]
@@ -72,7 +73,6 @@ def monkeypatch_module():
 @pytest.mark.parametrize(
     ("ours", "theirs"), [("gpt2", "r50k_base"), ("cl100k", "cl100k_base"), ("o200k", "o200k_base")]
 )
-@settings(max_examples=400)
 @given(text=TEXTS)
 def test_patterns_cut_as_the_published_ones(published, ours: str, theirs: str, text: str) -> None:
     import regex
@@ -94,6 +94,7 @@ def test_patterns_of_megatron_and_llama() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks", "vocab_size"),
     [("r50k_base", 50256, 50257), ("p50k_base", 50280, 50281), ("cl100k_base", 100256, 100277),
@@ -104,15 +105,16 @@ def test_published_files(published, tmp_path: Path, name: str, ranks: int, vocab
     special = published[name]["special_tokens"]
     assert published[name].get("explicit_n_vocab", max(special.values()) + 1) == vocab_size
     assert PUBLISHED[ranks].special == special
+    if ranks > 60_000:
+        return  # the same way, and seconds
     ids = [i for i in range(ranks + 1) if i not in special.values()][:ranks]
     tokens = [*BYTES, *(b"\xff" + i.to_bytes(3, "big") for i in range(ranks - 256))]
-    path = write_ranks(tmp_path / "file", dict(zip(tokens, ids, strict=True)))
-    tokenizer = build(path)
+    tokenizer = build(write_ranks(tmp_path / "file", dict(zip(tokens, ids, strict=True))))
     assert (tokenizer.vocab_size, tokenizer.eod) == (vocab_size, special["<|endoftext|>"])
-    assert tokenizer.decode([tokenizer.eod]) == "<|endoftext|>"
     assert tokenizer.decode(list(special.values())) == "".join(special)
 
 
+@pytest.mark.slow
 def test_llama_3(tmp_path: Path) -> None:
     tokens = [*BYTES, *(b"\xff" + i.to_bytes(3, "big") for i in range(128000 - 256))]
     tokenizer = build(write_ranks(tmp_path / "tokenizer.model", {token: i for i, token in enumerate(tokens)}))
@@ -150,6 +152,7 @@ def gpt2_in_tokenizers(gpt2_files: dict[str, str]):
     return fast
 
 
+@pytest.mark.slow
 @given(text=TEXTS)
 def test_ranks_against_merges(gpt2_by_ranks: Tokenizer, gpt2_in_tokenizers, text: str) -> None:
     ids = gpt2_by_ranks.encode(text)
@@ -160,9 +163,7 @@ def test_ranks_against_merges(gpt2_by_ranks: Tokenizer, gpt2_in_tokenizers, text
 
 
 def test_rank_file(small: str) -> None:
-    with pytest.raises(
-        ConfigError, match="small.tiktoken: .*give --tiktoken-pattern, one of gpt2, cl100k, llama3, o200k, v1"
-    ):
+    with pytest.raises(ConfigError, match="small.tiktoken: .*--tiktoken-pattern.* gpt2, cl100k, llama3, o200k, v1"):
         build(small)
     tokenizer = build(small, tiktoken_pattern="gpt2")
     assert (tokenizer.vocab_size, tokenizer.eod) == (265, 264)
@@ -187,6 +188,7 @@ def test_special_tokens_of_a_rank_file(small: str) -> None:
     assert max(tokenizer.encode("<s>hello</s>")) < 264
 
 
+@examples(10)
 @given(text=TEXTS)
 def test_json_vocabulary_is_numbered_as_megatron_lm_does(tmp_path_factory, text: str) -> None:
     """Rank r has id N + r, below N are special tokens; tiktoken itself with these ids gives the reference."""
@@ -209,11 +211,11 @@ def test_json_vocabulary_is_cut(tmp_path: Path) -> None:
     path = write_json(tmp_path / "vocab.json", [*BYTES, *WORDS])
     tokenizer = build(path, vocab_size=10 + 256 + 3, tiktoken_num_special_tokens=10, tiktoken_pattern="v1")
     assert tokenizer.vocab_size == 269 and tokenizer.encode("hello") == [10 + 258, 10 + ord("o")]  # hell o
-    with pytest.raises(ConfigError, match="--vocab-size 2000: .* has 264 tokens, with 1000 .* is 1264 at most"):
+    with pytest.raises(ConfigError, match="--vocab-size 2000: .* 264 .* 1000 .* 1264 "):
         build(path, vocab_size=2000)
-    with pytest.raises(ConfigError, match="--vocab-size 1100 leaves 100 ids beside 1000 special tokens"):
+    with pytest.raises(ConfigError, match="--vocab-size 1100 .* 100 .* 1000 "):
         build(path, vocab_size=1100)
-    with pytest.raises(ConfigError, match="--tiktoken-num-special-tokens 5: 7 are needed"):
+    with pytest.raises(ConfigError, match="--tiktoken-num-special-tokens 5: 7 "):
         build(path, tiktoken_num_special_tokens=5)
     own = build(path, tiktoken_num_special_tokens=3, tiktoken_special_tokens=["</s>", "<x>"])
     assert (own.eod, own.vocab_size, own.decode([0, 1, 2])) == (0, 267, "</s><x><SPECIAL_2>")
@@ -222,14 +224,15 @@ def test_json_vocabulary_is_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"tiktoken_pattern": "gpt9"}, "--tiktoken-pattern 'gpt9' is not known: choose one of gpt2"),
-        ({"tiktoken_special_tokens": ["<s>", "<s>"]}, "each name must be there once"),
-        ({"tiktoken_special_tokens": ["<s>", "<x>"]}, "one must end documents: name one of"),
-        ({"tiktoken_special_tokens": ["<s>", "</s>"], "tiktoken_num_special_tokens": 1}, "is fewer than the 2 special"),
-        ({"tiktoken_special_tokens": ["<SPECIAL_2>", "</s>"], "tiktoken_num_special_tokens": 3}, "choose others"),
-        ({"vocab_size": 300}, "--vocab-size 300, but .*small.tiktoken makes a vocabulary of 265"),
+        ({"tiktoken_pattern": "gpt9"}, "--tiktoken-pattern 'gpt9' .* gpt2"),
+        ({"tiktoken_special_tokens": ["<s>", "<s>"]}, "--tiktoken-special-tokens"),
+        ({"tiktoken_special_tokens": ["<s>", "<x>"]}, "--tiktoken-special-tokens"),  # none ends a document
+        ({"tiktoken_special_tokens": ["<s>", "</s>"], "tiktoken_num_special_tokens": 1},
+         "--tiktoken-num-special-tokens 1 .* 2 "),
+        ({"tiktoken_special_tokens": ["<SPECIAL_2>", "</s>"], "tiktoken_num_special_tokens": 3}, "<SPECIAL_2>"),
+        ({"vocab_size": 300}, "--vocab-size 300, .*small.tiktoken .* 265"),
     ],
-)
+)  # fmt: skip
 def test_flags_that_do_not_fit(small: str, flags: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(small, **{"tiktoken_pattern": "gpt2", **flags})
@@ -245,25 +248,25 @@ ALL = [line(token, i) for i, token in enumerate(BYTES)]
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "no ranks in this file; --tokenizer-model of TikTokenizer is"),
-        ("\n".join([*ALL, "aGU="]), "file:257: expected a base64 token, a space and its rank, got b'aGU='"),
-        ("\n".join([*ALL, "aGU= -1"]), "file:257: expected"),
-        ("\n".join([*ALL, "aG*= 256"]), r"file:257: b'aG\*=' is not base64"),
-        ("\n".join([*ALL, "aGU 256"]), "file:257: b'aGU' is not base64: Incorrect padding"),
-        ("\n".join([*ALL, line(b"", 256)]), "file:257: expected"),
-        ("\n".join([*ALL, "= 256"]), "file:257: .*(not base64|without a byte)"),
-        ("\n".join([*ALL, line(b"A", 256)]), "file:257: the token b'A' has rank 65 already"),
-        ("\n".join([*ALL, "", line(b"he", 65)]), "file:258: rank 65 was given in line 66 already"),
-        ("\n".join([*ALL, line(b"he", 258)]), "file: rank 256 is missing, and 1 more below the highest, 258"),
-        ("\n".join(ALL[:-2]), "file: has no token for 0xfe, 0xff: each single byte needs one"),
-        ('{"hello": 0}', "file: holds dict, not a list of tokens; .*vocab.json is for GPT2BPETokenizer"),
-        ("[", "file: not JSON: "),
-        ("[1]", 'file: entry 0: expected {"rank": ..., "token_bytes": ...}, got 1'),
-        ('[{"rank": 1, "token_bytes": "AA=="}]', "file: entry 0: has rank 1, but ranks count up from 0"),
-        ('[{"rank": 0, "token_bytes": "A"}]', "file: entry 0: b'A' is not base64"),
-        ('[{"rank": 0, "token_bytes": "AA=="}, {"rank": 1, "token_bytes": "AA=="}]', "entry 1: the token b'.x00' has"),
-        ('[{"rank": 0, "token_bytes": "AA=="}]', "file: has no token for 0x01, 0x02, 0x03, 0x04, 0x05 and 250 more"),
-        ('\u4e2d\u6587 1', "file:1: b'.*' is not base64"),
+        ("", "file: .*--tokenizer-model"),
+        ("\n".join([*ALL, "aGU="]), "file:257: .*b'aGU='"),
+        ("\n".join([*ALL, "aGU= -1"]), "file:257: "),
+        ("\n".join([*ALL, "aG*= 256"]), r"file:257: b'aG\*='"),
+        ("\n".join([*ALL, "aGU 256"]), "file:257: b'aGU'"),
+        ("\n".join([*ALL, line(b"", 256)]), "file:257: "),
+        ("\n".join([*ALL, "= 256"]), "file:257: "),
+        ("\n".join([*ALL, line(b"A", 256)]), "file:257: .*b'A' .* 65 "),
+        ("\n".join([*ALL, "", line(b"he", 65)]), "file:258: rank 65 .* line 66 "),
+        ("\n".join([*ALL, line(b"he", 258)]), "file: rank 256 .* 1 more .* 258"),
+        ("\n".join(ALL[:-2]), "file: .* 0xfe, 0xff"),
+        ('{"hello": 0}', "file: .*dict.*GPT2BPETokenizer"),
+        ("[", "file: "),
+        ("[1]", "file: entry 0: .* 1;"),
+        ('[{"rank": 1, "token_bytes": "AA=="}]', "file: entry 0: .*rank 1, .* 0"),
+        ('[{"rank": 0, "token_bytes": "A"}]', "file: entry 0: b'A'"),
+        ('[{"rank": 0, "token_bytes": "AA=="}, {"rank": 1, "token_bytes": "AA=="}]', "entry 1: .*b'.x00'"),
+        ('[{"rank": 0, "token_bytes": "AA=="}]', "file: .* 0x01, 0x02, 0x03, 0x04, 0x05 and 250 "),
+        ('\u4e2d\u6587 1', "file:1: b'.*'"),
     ],
 )  # fmt: skip
 def test_files_that_are_none(tmp_path: Path, text: str, message: str) -> None:
@@ -273,22 +276,23 @@ def test_files_that_are_none(tmp_path: Path, text: str, message: str) -> None:
 
 
 def test_binary_and_other_tokenizers_files(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="spm.model:[0-9]+: .*a SentencePiece model for GPTSentencePieceTokenizer"):
+    with pytest.raises(DataError, match="spm.model:[0-9]+: .*GPTSentencePieceTokenizer"):
         build(str(model), tiktoken_pattern="gpt2")
     (tmp_path / "binary").write_bytes(b'[\xff"')
-    with pytest.raises(DataError, match="binary: not JSON"):
+    with pytest.raises(DataError, match="binary"):
         build(str(tmp_path / "binary"))
 
 
 def test_an_id_of_another_tokenizer(small: str) -> None:
     tokenizer = build(small, tiktoken_pattern="gpt2")
     for ids in ([3, 265], [-1]):
-        with pytest.raises(DataError, match=f"id {ids[-1]} is not one of the tokenizer's 265"):
+        with pytest.raises(DataError, match=f"id {ids[-1]} .*265"):
             tokenizer.decode(ids)
     assert tokenizer.decode([0xE4, 0xB8]) == "\ufffd", "half of a character"
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ["gpt2", "o200k"])
 def test_more_white_space_than_the_pattern_can_go_back_over(pattern: str) -> None:
     encoder = RankEncoder({token: i for i, token in enumerate([*BYTES, b"  "])}, PATTERNS[pattern])
     spaces = 1_000_002
