@@ -187,7 +187,7 @@ def test_several_at_once_are_not_neighbours() -> None:
 
     def apart(running: bool) -> float:
         chosen: list[int] = []
-        for count in range(6):
+        for count in range(4):
             history = history_of(PLAIN, seen, pending=frozenset(chosen))
             history = history if running else replace(history, pending=frozenset())
             proposal = make_optimizer("optuna", 0).propose(history, count)
