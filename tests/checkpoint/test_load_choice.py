@@ -60,23 +60,19 @@ def test_the_tracker_names_it(tmp_path: Path, form: int) -> None:
     assert open_checkpoint(expected).iteration == 200
 
 
-@pytest.mark.parametrize("text", [None, "", "  \n", "two hundred", "-1", "²", "1" * 40, "release"])
-def test_a_lost_tracker_is_said_and_the_newest_is_found(tmp_path: Path, text: str | None) -> None:
+def test_a_lost_tracker_is_said_and_the_newest_is_found(tmp_path: Path) -> None:
     checkpoint(tmp_path, 100)
     expected = checkpoint(tmp_path, 200)
-    if text is not None:
-        track(tmp_path, text)
-    found = find(tmp_path)
-    assert found.folder == expected and not found.rejected
-    (note,) = found.notes
-    assert TRACKER in note and "without it" in note
-
-
-def test_a_tracker_that_cannot_be_read_is_said(tmp_path: Path) -> None:
-    expected = checkpoint(tmp_path, 100)
-    (tmp_path / TRACKER).mkdir()
-    found = find(tmp_path)
-    assert found.folder == expected and "cannot be read (Is a directory)" in found.notes[0]
+    for text in (None, "", "  \n", "two hundred", "-1", "²", "1" * 40, "release", "a folder"):
+        (tmp_path / TRACKER).unlink(missing_ok=True)
+        if text == "a folder":
+            (tmp_path / TRACKER).mkdir()
+        elif text is not None:
+            track(tmp_path, text)
+        found = find(tmp_path)
+        assert found.folder == expected and not found.rejected
+        (note,) = found.notes
+        assert TRACKER in note
 
 
 def test_a_save_that_died_before_the_tracker_counts(tmp_path: Path) -> None:
@@ -85,7 +81,7 @@ def test_a_save_that_died_before_the_tracker_counts(tmp_path: Path) -> None:
     expected = checkpoint(tmp_path, 200, hours_ago=1)
     found = find(tmp_path)
     assert found.folder == expected and not found.rejected
-    assert "names iteration 100" in found.notes[0] and "iter_0000200" in found.notes[0]
+    assert "100" in found.notes[0] and "iter_0000200" in found.notes[0]
 
 
 def test_one_that_was_about_to_be_replaced_is_as_good(tmp_path: Path) -> None:
@@ -141,9 +137,9 @@ def test_the_folder_that_the_tracker_names_is_missed(tmp_path: Path) -> None:
     track(tmp_path, "200")
     found = find(tmp_path)
     assert found.folder == expected
-    assert "iter_0000200: the folder is missing" in str(found.rejected[0])
+    assert found.rejected[0].folder == tmp_path / "iter_0000200"
     shutil.rmtree(expected)
-    with pytest.raises(CheckpointError, match="no good checkpoint.*iter_0000200.*not started anew"):
+    with pytest.raises(CheckpointError, match="iter_0000200"):
         find_folder(tmp_path)
 
 
@@ -157,31 +153,28 @@ def test_nothing_there_is_no_error_yet(tmp_path: Path, names: tuple[str, ...]) -
         (tmp_path / name / "state.json").write_text("{}")
     assert find(tmp_path) == Found()
     assert find(tmp_path / "absent") == Found()
-    with pytest.raises(CheckpointError, match=f"no checkpoint in {tmp_path}"):
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
         required(tmp_path, find(tmp_path))
 
 
-@pytest.mark.parametrize("text", ["", "rubbish"])
-def test_a_broken_tracker_alone_is_an_error(tmp_path: Path, text: str) -> None:
-    """Something was here: a run is not started anew in silence."""
-    track(tmp_path, text)
-    with pytest.raises(CheckpointError, match=TRACKER):
-        find_folder(tmp_path)
-    assert find(tmp_path).rejected
-
-
 def test_broken_ones_alone_are_an_error(tmp_path: Path) -> None:
+    """Something was here, be it a tracker: a run is not started anew in silence."""
+    for text in ("", "rubbish"):
+        track(tmp_path, text)
+        with pytest.raises(CheckpointError, match=TRACKER):
+            find_folder(tmp_path)
+    (tmp_path / TRACKER).unlink()
     (tmp_path / "iter_0000100").mkdir()
     found = find(tmp_path)
-    assert found.folder is None and "state.json, config.json missing" in found.rejected[0].reason
-    with pytest.raises(CheckpointError, match="no good checkpoint"):
+    assert found.folder is None and "state.json" in found.rejected[0].reason
+    with pytest.raises(CheckpointError, match="iter_0000100"):
         required(tmp_path, found)
 
 
 @pytest.mark.parametrize(("names", "words"), [
     (("latest", "global_step100"), "global_step100, latest.*convert_checkpoint"),
     (("release", TRACKER), "release.*convert_checkpoint"),
-    (("state.json", "config.json"), "is a checkpoint, not a folder of checkpoints"),
+    (("state.json", "config.json"), "folder of checkpoints"),
 ])  # fmt: skip
 def test_what_others_wrote_is_no_reason_to_start_anew(tmp_path: Path, names: tuple[str, ...], words: str) -> None:
     for name in names:
@@ -203,16 +196,16 @@ def test_a_tag_is_taken_exactly(tmp_path: Path) -> None:
     track(tmp_path, "200")
     assert [find(tmp_path, tag).folder for tag in ("100", 100, "iter_0000100")] == [first] * 3
     assert find(tmp_path, "best").folder == tmp_path / "best"
-    with pytest.raises(CheckpointError, match=r"no checkpoint .*iter_0000150; .*iter_0000100, iter_0000200"):
+    with pytest.raises(CheckpointError, match=r"iter_0000150.*iter_0000100, iter_0000200"):
         find(tmp_path, 150)
     (second / "state.json").write_text("")
-    with pytest.raises(CheckpointError, match=r"iter_0000200, which --load-tag names, is broken: .*state.json"):
+    with pytest.raises(CheckpointError, match=r"iter_0000200.*--load-tag.*state.json"):
         find(tmp_path, 200)
 
 
 def test_a_folder_that_cannot_be_listed(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=f"cannot list {tmp_path}/file: Not a directory"):
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/file"):
         find(tmp_path / "file")
 
 
@@ -223,7 +216,7 @@ def test_a_state_of_the_wrong_kind_is_damage(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"state\.json"):
             open_checkpoint(folder)
     (folder / "state.json").write_text('{"format": 9}')
-    with pytest.raises(CheckpointError, match="is of format 9, this program reads 1, 2, 3"):
+    with pytest.raises(CheckpointError, match="format 9.*1, 2, 3"):
         open_checkpoint(folder)
 
 
