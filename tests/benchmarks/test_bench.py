@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.config import parse_args
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -23,10 +25,6 @@ def benchmarks_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def module(name: str) -> Any:
     return importlib.import_module(name)
-
-
-def value_after(arguments: list[str], flag: str) -> str:
-    return arguments[arguments.index(flag) + 1]
 
 
 # ---- the same work -------------------------------------------------------------------------------------------------
@@ -70,34 +68,20 @@ def test_attention_of_the_plain_loop_is_causal() -> None:
     assert not torch.allclose(layer(x)[:, 5:], layer(changed)[:, 5:])
 
 
-@pytest.mark.parametrize("index", range(8))
-def test_every_side_takes_the_case_s_tokens_a_step(index: int) -> None:
-    workloads, sides = module("workloads"), module("sides")
-    case = workloads.cpu_cases()[index]
-    for side in case.sides:
-        if side.program == "pretrain_gpt.py":
-            arguments = sides.our_arguments(case, side, 3, Path("metrics"))
-            samples = int(value_after(arguments, "--global-batch-size"))
-            sequence = int(value_after(arguments, "--seq-length"))
-            assert ("--bf16" in arguments) == (case.dtype == "bf16")
-        else:
-            task = sides.peer_task(case, side, 3, Path("out"))
-            samples = task["micro_batch"] * task["accumulation"] * case.data
-            sequence = task["sequence"]
-            assert task["dtype"] == case.dtype
-        assert samples * sequence == case.tokens, side.name
-
-
-def test_our_command_lines_are_accepted() -> None:
-    """Every flag exists and the layouts divide: the parser checks both."""
-    from megatron.config import parse_args
-
+def test_every_side_takes_the_case_s_tokens_a_step() -> None:
+    """Of ours every flag exists and the layouts divide: the parser checks both."""
     workloads, sides = module("workloads"), module("sides")
     for case in workloads.cpu_cases():
         for side in case.sides:
             if side.program == "pretrain_gpt.py":
                 config = parse_args(sides.our_arguments(case, side, 3, Path("metrics")), case.processes)
-                assert config.batch.global_batch_size == case.global_batch
+                samples, sequence = config.batch.global_batch_size, config.model.seq_length
+                assert config.precision.bf16 == (case.dtype == "bf16") and samples == case.global_batch
+            else:
+                task = sides.peer_task(case, side, 3, Path("out"))
+                samples, sequence = task["micro_batch"] * task["accumulation"] * case.data, task["sequence"]
+                assert task["dtype"] == case.dtype
+            assert samples * sequence == case.tokens, (case.workload, side.name)
 
 
 def test_two_process_cases_share_their_model_and_tokens() -> None:
@@ -108,10 +92,10 @@ def test_two_process_cases_share_their_model_and_tokens() -> None:
     assert {case.processes for case in small if case.workload != "W0"} == {2}
 
 
-@pytest.mark.parametrize("gib", [16, 64, 139])
-def test_gpu_models_leave_room_for_activations(gib: int) -> None:
-    cases = module("workloads").cuda_cases(gib * 2**30)
-    assert cases and all(18 * case.parameters <= 0.65 * gib * 2**30 for case in cases)
+def test_gpu_models_leave_room_for_activations() -> None:
+    for gib in (16, 64, 139):
+        cases = module("workloads").cuda_cases(gib * 2**30)
+        assert cases and all(18 * case.parameters <= 0.65 * gib * 2**30 for case in cases)
 
 
 # ---- processes -----------------------------------------------------------------------------------------------------
@@ -127,6 +111,7 @@ def test_a_side_sees_no_launcher_and_the_same_settings(monkeypatch: pytest.Monke
     assert not {"OMP_NUM_THREADS", "GLIBC_TUNABLES"} & set(sides.environment(1, Path("cache"), untouched=True))
 
 
+@pytest.mark.campaign("benchmarks")
 def test_launch_adds_up_peaks_and_returns_every_exit_code(tmp_path: Path) -> None:
     """Rank 1 holds 200 MB more than an empty interpreter; the sum shows them. Pages and the interpreter itself take a
     few MB, 50 at most are allowed for."""
@@ -143,6 +128,7 @@ def test_launch_adds_up_peaks_and_returns_every_exit_code(tmp_path: Path) -> Non
     assert peak - empty == pytest.approx(200e6, abs=50e6)
 
 
+@pytest.mark.campaign("benchmarks")
 def test_launch_ends_what_does_not_end(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
     codes, _ = module("sides").launch(command, {}, 2, tmp_path / "log", limit_s=0.5)
@@ -208,21 +194,16 @@ def run_record(step: float, values: list[float], **more: Any) -> dict[str, Any]:
             "rows": [row], "parts": [], **more}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("step", "values", "verdict"),
-    [
+def test_changes_within_the_larger_spread_are_no_changes() -> None:
+    for step, values, verdict in (
         (1.09, [1.0] * 3, "within spread"),  # the floor of 10 %
-        (1.11, [1.0] * 3, "worse"),
-        (0.89, [1.0] * 3, "better"),
+        (1.11, [1.0] * 3, "worse"), (0.89, [1.0] * 3, "better"),
         (1.11, [0.85, 1.0, 1.15], "within spread"),  # half of its own range is 15 %
-    ],
-)
-def test_changes_within_the_larger_spread_are_no_changes(step: float, values: list[float], verdict: str) -> None:
-    results = module("results")
-    lines = {line[0]: line for line in results.compare(run_record(step, values), run_record(1.0, [1.0] * 3))}
-    *_, change, found = lines["W1 bf16 s=512, ours, s/step"]
-    assert found == verdict
-    assert change == pytest.approx(step - 1)
+    ):  # fmt: skip
+        results = module("results")
+        lines = {line[0]: line for line in results.compare(run_record(step, values), run_record(1.0, [1.0] * 3))}
+        *_, change, found = lines["W1 bf16 s=512, ours, s/step"]
+        assert found == verdict and change == pytest.approx(step - 1)
 
 
 def test_the_last_run_is_that_of_the_same_machine(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from tests.helpers.processes import run_processes
 
+pytestmark = pytest.mark.campaign("benchmarks")
 LATENCY_S, GIGABYTES_PER_S = 0.02, 0.05
 BYTES = 1_000_000  # 20 ms on such a link
 

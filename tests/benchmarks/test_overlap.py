@@ -10,6 +10,8 @@ import pytest
 
 from megatron.pipeline.links import replay
 
+pytestmark = pytest.mark.campaign("benchmarks")
+
 
 @pytest.fixture
 def overlap_replay(monkeypatch: pytest.MonkeyPatch) -> Any:

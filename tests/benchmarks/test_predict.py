@@ -13,6 +13,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from predict import Row, spearman, summary, table
 from predict_layouts import CALIBRATED, LAYOUTS, MODELS
 
+pytestmark = pytest.mark.campaign("benchmarks")
+
 
 def test_layouts_are_valid_many_and_not_what_is_calibrated() -> None:
     shapes = {tuple(parse_plan(MODELS[m].split()).get(n) for n in ("hidden_size", "seq_length")) for m in MODELS}

@@ -11,6 +11,8 @@ import pytest
 from benchmarks import scale
 from megatron.checkpoint import boxes
 
+pytestmark = pytest.mark.campaign("benchmarks")
+
 
 def of_stage(stage: int, data: int) -> list[dict[str, boxes.Stored]]:
     """For each tensor rank of a stage what its data-parallel group wrote."""
@@ -19,8 +21,7 @@ def of_stage(stage: int, data: int) -> list[dict[str, boxes.Stored]]:
     ]
 
 
-@pytest.mark.parametrize("stage", [0, 31, 63])
-@pytest.mark.parametrize("data", [1, 6, 147])
+@pytest.mark.parametrize(("stage", "data"), [(0, 1), (31, 6), (63, 147)])
 def test_as_much_is_written_as_there_is(stage: int, data: int) -> None:
     groups = of_stage(stage, data)
     boxes.check_complete([boxes.totals(group) for group in groups])

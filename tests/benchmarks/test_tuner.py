@@ -19,6 +19,7 @@ import pytest
 
 from megatron.tuning.types import DONE, FAILED, HANG, OUT_OF_MEMORY, Candidate, Parameter, Result, Trial
 
+pytestmark = pytest.mark.campaign("benchmarks")
 ROOT = Path(__file__).resolve().parents[2]
 TP, PP, MBS = (1, 2, 4), (1, 2, 4), (1, 2, 4, 8, 16, 32, 64)
 SIZE = len(TP) * len(PP) * len(MBS)
@@ -97,12 +98,6 @@ def test_noise_is_apart_from_a_shift_of_the_whole_machine() -> None:
     alternating = made(second_pass=lambda index: 1.2 * (1.0 if index % 3 else 1.1))
     noise = alternating.noise()
     assert noise.shift == pytest.approx(0.2) and noise.median == pytest.approx(0.0) and noise.high == pytest.approx(0.1)
-
-
-def test_a_table_comes_back_from_its_file(tmp_path: Path) -> None:
-    table = made(second_pass=lambda index: 1.1)
-    table.write(tmp_path / "table.json")
-    assert type(table).read(tmp_path / "table.json") == table
 
 
 def test_a_pass_is_read_from_the_trials_and_their_metrics(tmp_path: Path) -> None:
@@ -186,22 +181,6 @@ def test_a_limit_holds_only_where_every_seed_meets_it() -> None:
     assert report.as_json(table, [misses])[0]["holds"] is False
 
 
-def test_a_search_that_never_came_near_is_beyond_what_it_tried() -> None:
-    replays, report, table = module("tuner_replay"), module("tuner_report"), made()
-    tried = tuple(i for i in range(SIZE) if i != table.best)[:9]
-    (row,) = report.rows_of(table, [replays.Replay(search_of("optuna", False, 2), 0, tried, tried)])
-    assert row.trials == (None,) and not row.holds
-    assert "| > 9 | > 9 | > 9 |" in report.replay_table(table, [row])
-
-
-def test_the_summary_says_how_well_the_planner_knew() -> None:
-    report = module("tuner_report")
-    text = report.sweep_summary(made(lambda *values: 1.1 * seconds(*values)))
-    assert "best tp=2,pp=4,mbs=8; 1 within 3 % of it" in text and f"{SIZE} layouts of tp, pp, mbs" in text
-    assert "median error 10.0 %, worst 10.0 %, Spearman 1.000; the best is its number 1" in text
-    assert f"expected at trial {(SIZE + 1) / 2:.1f}" in text
-
-
 def test_what_is_measured_again_is_named_by_all_its_measurements() -> None:
     """The best is told 12 % too slow by one pass and as it is by the other; six layouts lie 10 % behind it."""
     replays, report = module("tuner_replay"), module("tuner_report")
@@ -254,7 +233,6 @@ warm_up = 1
 """
 
 
-@pytest.mark.slow
 def test_all_stages_with_real_trials(tmp_path: Path) -> None:
     """Four layouts on two processes; a limit may fail among so few, and then the exit code and a line say so."""
     (tmp_path / "tiny.toml").write_text(TINY)

@@ -443,7 +443,8 @@ LONG = pytest.mark.campaign("search")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("search", [
-    lambda: context(12, title=r"not $\cost{ mathematics"), lambda: context(30, MANY), pytest.param(lambda: confirmed(100), marks=LONG),
+    lambda: context(12, title=r"not $\cost{ mathematics"), lambda: context(30, MANY),
+    pytest.param(lambda: confirmed(100), marks=LONG),
     pytest.param(lambda: context(100, objective="node_hours"), marks=LONG),
     pytest.param(lambda: context(8, ONE), marks=LONG),
 ])  # fmt: skip
