@@ -47,34 +47,31 @@ def test_an_earlier_picture_stays_until_the_new_one_is_whole(tmp_path: Path, mon
         raise OSError(errno.ENOSPC, "No space left on device", str(file))
 
     monkeypatch.setattr(figure, "savefig", full_disk)
-    with pytest.raises(ConfigError, match="loss.png: No space left on device: choose another --out folder$"):
+    with pytest.raises(ConfigError, match="loss.png: No space left on device.*--out"):
         save(figure, path)
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize(("name", "problem"), [
-    ("loss.nothing", "Format 'nothing' is not supported"), ("file/loss.png", "File exists|Not a directory"),
-    ("folder.png", "Is a directory"),
-])  # fmt: skip
-def test_what_cannot_be_written(tmp_path: Path, name: str, problem: str) -> None:
+@pytest.mark.parametrize("name", ["loss.nothing", "file/loss.png", "folder.png"])
+def test_what_cannot_be_written(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "folder.png").mkdir()
     there = sorted(tmp_path.rglob("*"))
-    with pytest.raises(ConfigError, match=rf"{name}: ({problem}).*: choose another file$"):
+    with pytest.raises(ConfigError, match=rf"{name}: .*another file$"):
         save(a_figure(), tmp_path / name, choose="another file")
     assert sorted(tmp_path.rglob("*")) == there
 
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match="^plots need matplotlib, which is not installed: pip install matplotlib$"):
+    with pytest.raises(ConfigError, match="pip install matplotlib$"):
         pyplot()
-    with pytest.raises(ConfigError, match="pip install 'us\\[tune\\]', or give --no-plots$"):
+    with pytest.raises(ConfigError, match=r"pip install 'us\[tune\]'.*--no-plots"):
         pyplot(install="'us[tune]'", instead="give --no-plots")
     (tmp_path / "matplotlib.py").write_text("from numpy import what_an_older_numpy_had\n")
     monkeypatch.delitem(sys.modules, "matplotlib")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"which cannot be imported \(cannot import name 'what_an_older_numpy_had'"):
+    with pytest.raises(ConfigError, match="what_an_older_numpy_had"):
         pyplot()
 
 

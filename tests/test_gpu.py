@@ -6,6 +6,9 @@ tolerances of 16-bit training are those of tests/parity/test_precision.py, for t
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +24,10 @@ from megatron.model.gpt import build_chunks
 from megatron.parallel.random import dropout_mask, seeded
 from megatron.parallel.topology import Layout, Topology
 from megatron.training.metrics import read_metrics
-from tests.helpers.launching import TINY, launch
+from tests.helpers.launching import ROOT, TINY
+from tests.helpers.processes import free_port, rank_environment
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]  # processes that import torch on a cold file system
 
 DEVICE = torch.device("cuda", 0)
 ON_CPU = (["--distributed-backend", "gloo"], {"DS_ACCELERATOR": "cpu"})
@@ -39,11 +43,20 @@ START_S = 400  # the first import of torch on a cold file system takes minutes
 
 
 def train(folder: Path, arguments: list[str], ranks: int = 1, env: dict[str, str] | None = None) -> dict[int, dict]:
-    """Run pretrain_gpt.py; its iteration records by number."""
+    """Run pretrain_gpt.py in processes of their own: those that are forked have DeepSpeed set up for the CPU. Its
+    iteration records by number."""
     metrics = folder / f"metrics{len(list(folder.iterdir()))}.jsonl"
-    outcomes = launch(ranks, [*TINY, *arguments, "--metrics-file", str(metrics)], timeout_s=START_S, env=env)
-    for outcome in outcomes:
-        assert outcome is not None and outcome.code == 0, outcome and outcome.output[-3000:]
+    port = free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "pretrain_gpt.py", *TINY, *arguments, "--metrics-file", str(metrics)], cwd=ROOT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            env={**os.environ, **(rank_environment(rank, ranks, port) if ranks > 1 else {}), **(env or {})},
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=START_S)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * ranks, outputs[-1][-3000:]
     return {record["iteration"]: record for record in read_metrics(metrics, "iteration")}
 
 

@@ -35,8 +35,8 @@ ROOMS["dryrun"] = ROOMS["training"] | {"training"}
 ROOMS["calibration"] = ROOMS["preflight"] | {"preflight"}
 ROOMS["tuning"] = ROOMS["calibration"] | {"calibration", "drawing"}
 
-# Modules that a login node without torch can use.
-WITHOUT_TORCH = [
+# What a login node without torch can use: without anything heavy, or with numpy at most.
+WITHOUT_NUMPY = [
     "megatron", "megatron.errors", "megatron.drawing", "megatron.config", "megatron.parallel.launch",
     "megatron.parallel.topology", "megatron.parallel.placing",
     "megatron.pipeline.schedule", "megatron.model.formulas", "megatron.model.stages", "megatron.kernels.availability",
@@ -46,6 +46,14 @@ WITHOUT_TORCH = [
     "megatron.preflight.measure.command", "megatron.planning.experiments.runner", "megatron.planning.scaling.plots",
     "megatron.tuning.types", "megatron.tuning.space_file", "megatron.tuning.search.optimizer",
 ]  # fmt: skip
+WITHOUT_TORCH = [
+    "megatron.planning.memory", "megatron.planning.published_table", "megatron.planning.search.command",
+    "megatron.planning.timing.estimate",
+]
+HEAVY = ("torch", "deepspeed", "transformers")
+LEARNING = ("optuna", "sklearn", "scipy", "deephyper", "matplotlib")
+# What proposes learns with libraries of its own, and is imported when it is asked for.
+LEARNS = {f"megatron.tuning.search.{name}" for name in ("kernels", "surrogate", "optuna_search", "deephyper_search")}
 
 
 def module_name(path: Path) -> str:
@@ -90,14 +98,13 @@ def test_every_room_has_a_place_in_the_order() -> None:
     assert {room(name) for name in modules()} - {""} <= set(ROOMS)
 
 
-@pytest.mark.parametrize("name", sorted(ROOMS))
-def test_a_room_imports_only_rooms_below_it(name: str) -> None:
+def test_a_room_imports_only_rooms_below_it() -> None:
     wrong = [
         f"{module} imports {imported}"
         for module, tree in modules().items()
-        if room(module) == name
+        if room(module)
         for imported in imports(module, tree, at_import=False)
-        if imported.split(".")[0] == "megatron" and room(imported) not in ROOMS[name] | {name}
+        if imported.split(".")[0] == "megatron" and room(imported) not in ROOMS[room(module)] | {room(module)}
     ]
     assert not wrong
 
@@ -130,61 +137,25 @@ def test_no_module_imports_itself_through_others() -> None:
     assert done >= set(modules())
 
 
-def loaded_by(names: str, heavy: tuple[str, ...]) -> list[str]:
-    """Which of the `heavy` modules a fresh process has loaded after `import names`."""
-    return run_python(f"import sys, {names}; print(*[m for m in {heavy} if m in sys.modules])").split()
-
-
-@pytest.mark.parametrize("name", WITHOUT_TORCH)
-def test_needs_no_torch(name: str) -> None:
-    assert loaded_by(name, ("torch", "deepspeed", "numpy", "transformers")) == []
-
-
-@pytest.mark.parametrize(
-    "name", ["megatron.planning.memory", "megatron.planning.published_table", "megatron.planning.search.command"]
-)
-def test_planning_needs_numpy_at_most(name: str) -> None:
-    assert loaded_by(f"{name}, megatron.planning.timing.estimate", ("torch", "deepspeed", "transformers")) == []
-
-
-def test_tuning_needs_numpy_at_most() -> None:
-    """What proposes learns with libraries of its own, and is imported when it is asked for."""
-    heavy = ("torch", "deepspeed", "transformers", "optuna", "sklearn", "scipy", "deephyper", "matplotlib")
-    learning = ("kernels", "surrogate", "optuna_search", "deephyper_search")
-    learns = {f"megatron.tuning.search.{name}" for name in learning}
-    names = [name for name in modules() if room(name) == "tuning" and name not in learns]
-    assert "megatron.tuning.command" in names and "megatron.tuning.search.start" in names
-    assert loaded_by(", ".join(names), heavy) == []
-
-
-def test_importing_the_package_has_no_effects(tmp_path: Path) -> None:
-    """No output, no file, no thread, no variable, no signal handler, no other module of ours."""
+@pytest.mark.slow
+def test_imports_are_light_and_have_no_effects(tmp_path: Path) -> None:
+    """No output, no file, no thread, no variable, no signal handler, no heavy library. One process imports all."""
+    tuning = [name for name in modules() if room(name) == "tuning" and name not in LEARNS]
+    assert "megatron.tuning.command" in tuning and "megatron.tuning.search.start" in tuning
     code = f"""
-import os, signal, sys, threading
+import importlib, os, signal, sys, threading
 os.chdir({str(tmp_path)!r})
-before = dict(os.environ), signal.getsignal(signal.SIGTERM), threading.active_count(), list(sys.path)
+def state():
+    return dict(os.environ), signal.getsignal(signal.SIGTERM), threading.active_count(), list(sys.path), os.listdir()
+before = state()
 import megatron
-after = dict(os.environ), signal.getsignal(signal.SIGTERM), threading.active_count(), list(sys.path)
-assert before == after
+assert state() == before
 assert [m for m in sys.modules if m.startswith("megatron")] == ["megatron"], sys.modules
-assert os.listdir() == []
+for names, heavy in {[(WITHOUT_NUMPY, (*HEAVY, "numpy")), (WITHOUT_TORCH, HEAVY), (tuning, (*HEAVY, *LEARNING))]!r}:
+    for name in names:
+        importlib.import_module(name)
+        loaded = [m for m in heavy if m in sys.modules]
+        assert not loaded, f"{{name}} imports {{loaded}}"
+assert state() == before
 """
     assert run_python(code) == ""
-
-
-def test_what_the_package_offers() -> None:
-    code = """
-import megatron
-for name in megatron.__all__:
-    assert getattr(megatron, name) is not None, name
-    assert name in dir(megatron), name
-try:
-    megatron.nothing_of_that_name
-except AttributeError as error:
-    assert "nothing_of_that_name" in str(error)
-else:
-    raise SystemExit("no AttributeError")
-from megatron.parallel.topology import Layout
-assert megatron.Layout is Layout
-"""
-    run_python(code)
