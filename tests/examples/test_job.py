@@ -238,7 +238,9 @@ NODES = {
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_configurations_resolve(tmp_path, name):
     for recipe, numbers in (("frontier", NODES[name]), ("paper", NODES[name][-1:])):
-        ended = run_script(tmp_path, SCRIPTS[name], "--mock-data", DRY_RUN="1", RECIPE=recipe)
+        ended = run_script(
+            tmp_path, SCRIPTS[name], "--mock-data", DRY_RUN="1", RECIPE=recipe, SLURM_JOB_NUM_NODES=str(numbers[-1])
+        )
         words = shlex.split(ended.log.splitlines()[-1])
         for nodes in numbers:
             config = parse_args(words[words.index(f"{ROOT}/{PROGRAM}") + 1 :], 8 * nodes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 
 from tests.helpers.launching import ROOT
 
@@ -17,11 +16,3 @@ def run_python(code: str, timeout_s: float = 300) -> str:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def assert_tool_loads_none(tool: str, words: Sequence[str], modules: Sequence[str] = ("torch", "deepspeed")) -> None:
-    """tools/<tool>.py does what `words` say without loading one of these modules: login nodes may lack them."""
-    run_python(
-        f"import sys\nfrom tools.{tool} import main\ncode = main({list(words)!r})\nassert code == 0, code\n"
-        f"assert not set({list(modules)!r}) & set(sys.modules)"
-    )
