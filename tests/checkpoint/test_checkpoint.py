@@ -178,8 +178,6 @@ def test_weights_without_engine(saved: Any, others: Any) -> None:
 def test_errors_of_pieces(others: Any) -> None:
     first, second = others["errors of pieces"]
     assert first == second
-    assert "rank 1" in first["disk full"] and "No space left on device" in first["disk full"]
-    assert first["half a checkpoint"] == []
     assert {"boxes.json", "boxes_00000.json", "boxes_00001.json"} < set(first["files"])
     assert all("boxes_00001.json" in first[name] for name in ("no JSON", "gone", "no boxes"))
 
@@ -187,11 +185,11 @@ def test_errors_of_pieces(others: Any) -> None:
 def test_errors_reach_every_rank(others: Any) -> None:
     found, second = others["errors"]
     assert found == second, "the ranks tell different stories"
-    assert found["nothing saved"] is False and found["half a checkpoint"] == []
+    assert found["nothing saved"] is False
     assert (found["replaced"], found["finetune"], found["no-load-optim"]) == ({"again": True}, 0, 4)
     for name, words in {
         "nothing there": ["latest_checkpointed_iteration.txt"], "state no JSON": ["JSON"], "metadata": ["metadata"],
-        "disk full": ["rank 1", "No space left on device"], "no optimizer": ["--no-load-optim"],
+        "no optimizer": ["--no-load-optim"],
         "architecture": ["--num-layers is 2 there and 3 here", "--vocab-size is 10 there and 9 here"],
         "tag": ["iter_0000017", "iter_0000001"], "missing file": ["__1_0.distcp"],
         "other tensors": ["master.unknown", "master.mixed is (3, 2, 5) there and (4, 2, 5)"],
