@@ -69,6 +69,7 @@ def dataset(prefix: Path, num_samples: int, seq_length: int, **options) -> GPTDa
     return GPTDataset(indexed, num_samples=num_samples, seq_length=seq_length, **settings)
 
 
+@pytest.mark.slow
 @examples(15)
 @given(
     sizes=st.lists(st.integers(0, 12), min_size=1, max_size=8).filter(lambda sizes: sum(sizes) > 0),

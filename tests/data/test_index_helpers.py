@@ -36,6 +36,7 @@ def same_state(one: np.random.RandomState, other: np.random.RandomState) -> bool
     return first[0] == second[0] and (first[1] == second[1]).all() and first[2:] == second[2:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)
 @given(
     count=st.integers(0, 12).flatmap(lambda k: st.integers(max(0, 2**k - 2), 2**k + 2)) | st.integers(0, 9000),
@@ -159,6 +160,7 @@ def build_blend(module: ModuleType | None, weights: list[float], size: int) -> t
     return which, sample
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)
 @given(weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=40), size=st.integers(0, 300))
 def test_blend_index(module: ModuleType | None, weights: list[float], size: int) -> None:
@@ -212,8 +214,10 @@ def test_blend_of_many(count: int) -> None:
 
 
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)
-@pytest.mark.parametrize("code", sorted(index_helpers.TOKEN_TYPES))
-@given(runs=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 12)), max_size=9), seed=st.integers(0, 99))
+@given(
+    code=st.sampled_from(sorted(index_helpers.TOKEN_TYPES)), seed=st.integers(0, 99),
+    runs=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 12)), max_size=9),
+)
 def test_gather(module: ModuleType | None, code: int, runs: list[tuple[int, int]], seed: int) -> None:
     kind = {1: "B", 2: "b", 3: "<h", 4: "<i", 5: "<q", 8: "<H"}[code]  # the letters of Python's struct
     data = np.frombuffer(np.random.RandomState(seed).bytes(90 + 12 * 8), np.uint8)

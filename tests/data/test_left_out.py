@@ -50,6 +50,7 @@ def by_hand(kind: str, total: int, ranges: list[tuple[int, int]], number: int) -
     return [sample(n) for n in kept[:number]]
 
 
+@pytest.mark.slow
 @examples(15)
 @given(
     kind=st.sampled_from(["single", "cyclic"]), total=st.integers(61, 70), ranges=RANGES, dp=st.integers(1, 3),

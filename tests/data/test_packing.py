@@ -69,6 +69,7 @@ def test_bins_hold_every_prediction_once(sizes: list[int], seq_length: int) -> N
     assert sorted(found) == [(sequence, token) for sequence, size in enumerate(sizes) for token in range(1, size)]
 
 
+@pytest.mark.slow
 @examples(10)
 @given(
     sizes=SIZES,

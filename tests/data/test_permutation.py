@@ -34,6 +34,7 @@ def test_squares_and_their_neighbours() -> None:
             assert np.array_equal(np.sort(permute(np.arange(size), size, 9)), np.arange(size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [3, 4])
 def test_all_orders_of_a_few_are_alike(size: int) -> None:
     """Chi-square over the size! orders of 40 keys for each: beyond mean + 5 standard deviations is no chance."""
@@ -44,6 +45,7 @@ def test_all_orders_of_a_few_are_alike(size: int) -> None:
     assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
 
 
+@pytest.mark.slow
 def test_places_and_numbers_are_independent() -> None:
     size, keys = 23, 700
     table = np.zeros((size, size))

@@ -80,6 +80,7 @@ def test_ranks_share_every_chunk(mbs: int, dp: int, steps: int, start: int) -> N
         assert [batch.first_sample for batch in batches] == samples(batches)[::mbs]
 
 
+@pytest.mark.slow
 @examples(15)
 @given(
     kind=st.sampled_from(["single", "cyclic"]),
@@ -208,6 +209,7 @@ def test_closing_does_not_wait_for_a_read_without_end(monkeypatch: pytest.Monkey
     assert len(busy) <= 2  # what was not begun yet was never read
 
 
+@pytest.mark.slow
 @given(total=st.integers(1, 60), start=st.integers(0, 200), number=st.integers(0, 100))
 def test_cyclic_epochs(total: int, start: int, number: int) -> None:
     order = CyclicOrder(total)

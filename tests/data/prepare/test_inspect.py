@@ -41,6 +41,7 @@ def texts(prefix: str, **options) -> list[str]:
     return [str(problem) for problem in check(prefix, **options).problems]
 
 
+@pytest.mark.slow
 @given(
     documents=st.lists(st.lists(st.lists(st.just(1), max_size=40), max_size=3), min_size=1, max_size=20),
     block=st.sampled_from([1, 2, 1 << 20]),
@@ -176,6 +177,7 @@ def test_damage(tmp_path: Path, damage: Damage, expected: list[str], full: bool)
     assert inspect_dataset.main([str(tmp_path / "a"), "--samples", "2", "--json"]) == 2
 
 
+@pytest.mark.slow
 @given(
     documents=st.lists(st.lists(st.lists(st.integers(0, 99), max_size=5), max_size=3), min_size=1, max_size=5),
     place=st.floats(0, 1, exclude_max=True),

@@ -40,6 +40,7 @@ PARTS = st.tuples(
 )
 
 
+@pytest.mark.slow
 @given(parts=st.lists(PARTS, min_size=1, max_size=4), block=st.sampled_from([1, 3, 1 << 20]))
 def test_order_and_documents_are_kept(tmp_path_factory: pytest.TempPathFactory, parts, block: int) -> None:
     folder = tmp_path_factory.mktemp("merge")

@@ -246,6 +246,7 @@ def test_a_worker_that_is_killed(job: Job) -> None:
     job.finish()
 
 
+@pytest.mark.slow
 def test_places_in_every_kind_of_file(job: Job, tmp_path: Path) -> None:
     """Bad lines are named by the same numbers after a run that went on: they are in the files that are compared."""
     for blocks in (1, 14, 21):
@@ -298,6 +299,7 @@ def test_a_tokenizer_file_that_changed_is_noticed(tmp_path: Path) -> None:
     assert preprocess([path], tmp_path / "o", PreprocessOptions(moved)).documents == 30
 
 
+@pytest.mark.slow
 def test_damage_in_the_partial_folder(job: Job) -> None:
     for name, content in (
         ("o_text_document.bin.part", b""), ("bad_input.txt", None), ("journal.json", b"{"), ("job.json", b"{"),

@@ -37,6 +37,7 @@ def test_gpt2_against_transformers(gpt2: Tokenizer, reference, text: str) -> Non
     assert sizes.tolist() == [len(gpt2.encode(text)), 0, len(gpt2.encode(text))]
 
 
+@pytest.mark.slow
 def test_gpt2_facts(gpt2: Tokenizer) -> None:
     assert (gpt2.vocab_size, gpt2.eod) == (50257, 50256)  # as published with GPT-2
     assert gpt2.encode("Hello world") == [15496, 995] and gpt2.decode([50256]) == "<|endoftext|>"

@@ -137,6 +137,7 @@ def gpt2_by_ranks(gpt2_ranks: Path) -> Tokenizer:
     return build(str(gpt2_ranks))
 
 
+@pytest.mark.slow
 def test_the_rank_file_of_gpt2_is_the_published_one(gpt2_ranks: Path, published) -> None:
     assert hashlib.sha256(gpt2_ranks.read_bytes()).hexdigest() == published["r50k_base"]["hash"]
 
