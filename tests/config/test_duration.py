@@ -1,34 +1,21 @@
 """Slurm's durations."""
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.duration import duration_s, show_duration
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("2-03:04:05", 183845), ("2-03:04", 183840), ("2-03", 183600), ("0-0", 0), ("03:04:05", 11045),
-        ("3:04:05", 11045), ("100:00:00", 360000), ("04:05", 245), ("0:00", 0), ("120:00", 7200), ("90", 5400),
-        (" 04:05\n", 245),
-    ],
-)  # fmt: skip
-def test_every_form_of_slurm(text: str, seconds: int) -> None:
-    assert duration_s(text) == seconds
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "UNLIMITED", "NOT_SET", "INVALID", "", "-", "1-", "-1:00", "1:60", "1:2:3:4", "1-24:00", "1.5", "1:00:60", "4m",
-        "1-2-3",
-    ],
-)  # fmt: skip
-def test_anything_else_is_no_duration(text: str) -> None:
-    assert duration_s(text) is None
+def test_every_form_of_slurm_and_nothing_else() -> None:
+    for text, seconds in {
+        "2-03:04:05": 183845, "2-03:04": 183840, "2-03": 183600, "0-0": 0, "03:04:05": 11045, "3:04:05": 11045,
+        "100:00:00": 360000, "04:05": 245, "0:00": 0, "120:00": 7200, "90": 5400, " 04:05\n": 245,
+    }.items():  # fmt: skip
+        assert duration_s(text) == seconds, text
+    for text in ("UNLIMITED", "NOT_SET", "INVALID", "", "-", "1-", "-1:00", "1:60", "1:2:3:4", "1-24:00", "1.5",
+                 "1:00:60", "4m", "1-2-3"):  # fmt: skip
+        assert duration_s(text) is None, text
 
 
 @given(st.integers(0, 400 * 86400))

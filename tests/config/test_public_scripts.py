@@ -16,10 +16,6 @@ RESOLVED = [s for s in SCRIPTS if "problems" not in s]
 REFUSED = [s for s in SCRIPTS if "problems" in s]
 
 
-def name_of(script: dict[str, Any]) -> str:
-    return script["follows"].replace(" ", "_")
-
-
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -41,25 +37,20 @@ def problems_of(script: dict[str, Any]) -> list[str]:
     return [one[1]] if one else re.split(r"\n  \d+\. ", text)[1:]
 
 
-def test_there_are_enough_and_most_resolve():
-    assert len(SCRIPTS) >= 25 and len({s["follows"] for s in SCRIPTS}) == len(SCRIPTS)
-    assert len(RESOLVED) >= 15
-
-
-@pytest.mark.parametrize("script", RESOLVED, ids=name_of)
-def test_a_public_line_resolves(script):
+def test_public_lines_resolve():
     """Sizes by hand, and every value that the line has a flag for is the configuration's."""
-    config, _ = resolve(script)
-    assert config.parallel.data_parallel_size == script["replicas"]
-    assert config.num_micro_batches() == script["micro_batches"]
-    assert config.batch.global_batch_size == script["global_batch"]
-    assert config.tokenizer.tokenizer_type is not None
-    for flag, *words in (part.split() for part in re.split(r"\s(?=--)", script["line"].strip())):
-        setting = flag.removeprefix("--").replace("-", "_")
-        if words and setting in config.given:
-            found = config.given[setting]
-            values = found if isinstance(found, tuple) else (found,)
-            assert len(values) == len(words) and all(map(_same, values, words)), f"{flag} {words} became {found}"
+    assert len(SCRIPTS) >= 25 and len({s["follows"] for s in SCRIPTS}) == len(SCRIPTS) and len(RESOLVED) >= 15
+    for script in RESOLVED:
+        config, _ = resolve(script)
+        sizes = (config.parallel.data_parallel_size, config.num_micro_batches(), config.batch.global_batch_size)
+        assert sizes == tuple(script[n] for n in ("replicas", "micro_batches", "global_batch")), script["follows"]
+        assert config.tokenizer.tokenizer_type is not None
+        for flag, *words in (part.split() for part in re.split(r"\s(?=--)", script["line"].strip())):
+            setting = flag.removeprefix("--").replace("-", "_")
+            if words and setting in config.given:
+                found = config.given[setting]
+                values = found if isinstance(found, tuple) else (found,)
+                assert len(values) == len(words) and all(map(_same, values, words)), (script["follows"], flag, found)
 
 
 def _same(found: object, written: str) -> bool:
@@ -69,13 +60,13 @@ def _same(found: object, written: str) -> bool:
         return str(found).lower() in (written.lower(), "learned_absolute")
 
 
-@pytest.mark.parametrize("script", REFUSED, ids=name_of)
-def test_a_public_line_is_refused_for_the_right_reasons(script):
-    found = problems_of(script)
-    for words in script["problems"]:
-        assert any(words in problem for problem in found), f"{words}\nis not in\n" + "\n".join(found)
-    for problem in found:
-        assert any(words in problem for words in script["problems"]), f"not listed: {problem}"
+def test_public_lines_are_refused_for_the_right_reasons():
+    for script in REFUSED:
+        found = problems_of(script)
+        for words in script["problems"]:
+            assert any(words in problem for problem in found), f"{words}\nis not in\n" + "\n".join(found)
+        for problem in found:
+            assert any(words in problem for words in script["problems"]), f"not listed: {problem}"
 
 
 def test_the_lines_to_change_are_the_right_ones():

@@ -4,7 +4,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config import Config
@@ -146,13 +146,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("values", "words", "remedy"), CASES)
-def test_refused_with_values_and_a_way_out(values, words, remedy):
-    text = problem(**values)
-    for word in words:
-        assert word in text, text
-    if remedy is not None:
-        Config.create(**{**SIZES, **values, **remedy})
+def test_refused_with_values_and_a_way_out():
+    for values, words, remedy in CASES:
+        text = problem(**values)
+        assert all(word in text for word in words), text
+        if remedy is not None:
+            Config.create(**{**SIZES, **values, **remedy})
 
 
 def test_many_problems_at_once_and_none_that_only_follows_from_another():
@@ -213,7 +212,6 @@ def test_nearest_multiples(value, step):
         assert multiple > 0 and multiple % step == 0 and abs(multiple - value) <= max(step, step - value)
 
 
-@settings(deadline=None)
 @given(
     layers=st.integers(1, 40), tensor=st.sampled_from([1, 2, 3, 4]), pipeline=st.integers(1, 6),
     world=st.integers(1, 24),
