@@ -33,7 +33,7 @@ def test_links_of_frontier() -> None:
         for a in range(8):
             assert {b: w for b in range(8) if (w := cluster.link_gb_per_s(a, b))} == neighbours[a], name
     assert FRONTIER.path_gb_per_s(6, 0) == 100 and FRONTIER.path_gb_per_s(0, 4) == 50
-    with pytest.raises(ConfigError, match="frontier has no device 8: a node's are 0 to 7"):
+    with pytest.raises(ConfigError, match="8.*0 to 7"):
         FRONTIER.path_gb_per_s(0, 8)
 
 
@@ -47,15 +47,6 @@ def test_cores_and_cards_of_frontier() -> None:
         holder = FRONTIER.nic_on_device[card]
         assert device == holder or FRONTIER.link_gb_per_s(device, holder) == 200
     assert len(FRONTIER.reserved_cores) == 64 - 8 * FRONTIER.cpus_per_task
-
-
-def test_every_figure_has_a_source() -> None:
-    for name in known_clusters():
-        cluster = load_cluster(name)
-        for fact in ("links", "nics", "cores", "local_order", "device", "collectives", "wall_limits", "startup_s"):
-            assert cluster.sources[fact], (name, fact)
-        for band in cluster.bands:
-            assert cluster.sources.get(f"bands_{band}") or cluster.sources["bands"], (name, band)
 
 
 def test_peaks_are_those_of_the_formulas() -> None:
@@ -102,11 +93,11 @@ def test_wall_limits(nodes: int, partition: str | None, qos: str | None, hours: 
 @pytest.mark.parametrize(
     ("nodes", "partition", "qos", "message"),
     [
-        (65, "extended", None, "65 nodes are more than the 64 that partition extended"),
-        (9473, None, None, "more than the 9472 that cluster frontier"),
-        (0, None, None, "at least one node, got 0"),
-        (1, "gpu", None, "no partition 'gpu': known are batch, extended"),
-        (1, None, "fast", "no qos 'fast': known are normal, debug"),
+        (65, "extended", None, "65 .*64 .*extended"),
+        (9473, None, None, "9472"),
+        (0, None, None, "0"),
+        (1, "gpu", None, "'gpu'.*batch, extended"),
+        (1, None, "fast", "'fast'.*normal, debug"),
     ],
 )
 def test_no_such_job(nodes: int, partition: str | None, qos: str | None, message: str) -> None:
@@ -115,34 +106,50 @@ def test_no_such_job(nodes: int, partition: str | None, qos: str | None, message
 
 
 def test_unknown_machine() -> None:
-    with pytest.raises(ConfigError, match=r"nowhere is neither a known machine \(.*frontier, lumi\) nor a file"):
+    with pytest.raises(ConfigError, match="nowhere.*frontier, lumi"):
         load_cluster("nowhere")
 
 
+COPY = 'copy = { value = 1250.0, basis = "published", range = [0.80, 1.05] }'
+
+
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
+    ("old", "new", "named"),
     [
-        ('name = "frontier"\n', "", "name: missing: expected a text"),
-        ("of_device = [0, 0, 1, 1, 2, 2, 3, 3]", "of_device = [0, 0, 1, 1, 2, 2, 3]", "has 7 entries, expected 8"),
-        ("per_node = 8", 'per_node = "8"', "device.per_node: expected the number of devices"),
-        ("[0, 6, 100.0]", "[0, 8, 100.0]", r"\[0, 8\] is no pair of the devices 0 to 7"),
-        ("[0, 6, 100.0]", "[0, 6, -1]", "links.gb_per_s: expected rows"),
-        ("local_order = [4, 5,", "local_order = [4, 4,", "local_order: .* does not name each of the devices"),
-        ("    [0, 1, 6, 7, 2, 3, 4, 5],", "    [0, 1, 6],", r"device_orders: \[0, 1, 6\] does not name each"),
-        ("of_device = [0, 0, 1, 1, 2, 2, 3, 3]", "of_device = [0, 0, 1, 1, 2, 2, 3, 4]", "none of the 4 of nics.names"),
-        ("on_device = [1, 3, 5, 7]", "on_device = [1, 3, 5]", "nics.on_device: has 3 entries, expected 4"),
-        ("copy_gb_per_s = [1000.0, 1600.0]", "copy_gb_per_s = [1600.0, 1000.0]", "bands.copy_gb_per_s: expected a low"),
-        ("group_nodes = 128", "group_nodse = 128", "group_nodse: is no fact that is known"),
-        ("group_nodes = 128", "group_nodes = ", "cannot be read as the description of a machine"),
+        ('name = "frontier"\n', "", "name"),
+        ("of_device = [0, 0, 1, 1, 2, 2, 3, 3]", "of_device = [0, 1]", "of_device"),
+        ("per_node = 8", 'per_node = "8"', "device.per_node"), ("[0, 6, 100.0]", "[0, 8, 100.0]", r"\[0, 8\]"),
+        ("[0, 6, 100.0]", "[0, 6, -1]", "links.gb_per_s"),
+        ("local_order = [4, 5,", "local_order = [4, 4,", "local_order"),
+        ("    [0, 1, 6, 7, 2, 3, 4, 5],", "    [0, 1, 6],", r"device_orders.*\[0, 1, 6\]"),
+        ("of_device = [0, 0, 1, 1, 2, 2, 3, 3]", "of_device = [0, 0, 1, 1, 2, 2, 3, 4]", "nics.names"),
+        ("on_device = [1, 3, 5, 7]", "on_device = [1, 3, 5]", "nics.on_device"),
+        ("copy_gb_per_s = [1000.0, 1600.0]", "copy_gb_per_s = [1600.0, 1000.0]", "bands.copy_gb_per_s"),
+        ("group_nodes = 128", "group_nodse = 128", "group_nodse"),
+        ("group_nodes = 128", "group_nodes = ", "machine.toml"),
         ("[0, 2, 50.0], [1, 3, 50.0], [4, 6, 50.0], [5, 7, 50.0], [1, 5, 50.0], [3, 7, 50.0],", "", "cannot reach"),
+        (COPY, 'copy = { value = 1250.0, basis = "guessed" }', "memory.copy.basis"),
+        (COPY, "copy = { value = 1250.0 }", "memory.copy.basis"),
+        (COPY, 'copy = { value = -1.0, basis = "published" }', "memory.copy.value"),
+        ("kernel_s = { value = 6e-6", "kernel_s = { value = -1", "kernel_s.value.*-1"),
+        ("update_gb_per_s = { value = 1000.0", "update_gb_per_s = { value = 0", "update_gb_per_s.value"),
+        (COPY, 'copy = { points = [[1.0]], basis = "published" }', "memory.copy.points"),
+        (COPY, COPY.replace("range", "rnage"), "memory.copy.rnage"),
+        (COPY, COPY.replace("copy", "coppy"), "memory.coppy"),
+        (COPY, COPY.replace("0.80, 1.05", "1.1, 1.2"), "memory.copy.range"),
+        ("[compute.products.float16]", "[compute.products.fp16]", "products.fp16"),
+        ("[4096, 4096, 4096, 101.5]", "[4096, 4096, 101.5]", "products.float16.points"),
+        ("compute_memory =", "compute_mem =", "sources.compute_memory_copy"),
+        ("group_nodes = 128", 'group_nodes = 128\nshared_cores = "two"', "shared_cores"),
+        ('name = "MI250X GCD"', 'name = "MI250X GCD"\ntype = "gpu"', "device.type.*'gpu'"),
     ],
-)
-def test_wrong_files(tmp_path: Path, old: str, new: str, message: str) -> None:
+)  # fmt: skip
+def test_a_wrong_file_is_refused_with_the_place(tmp_path: Path, old: str, new: str, named: str) -> None:
     text = (CLUSTERS / "frontier.toml").read_text()
     assert old in text
     path = tmp_path / "machine.toml"
-    path.write_text(text.replace(old, new))
-    with pytest.raises(ConfigError, match=message) as caught:
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(ConfigError, match=named) as caught:
         load_cluster(path)
     assert str(path) in str(caught.value)
 

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.errors import ConfigError
@@ -28,10 +28,6 @@ def again(cluster: Cluster, folder: Path) -> Cluster:
     return read_cluster(path)
 
 
-def test_a_heading_becomes_comments(tmp_path: Path) -> None:
-    again(load_cluster("frontier"), tmp_path)
-
-
 texts = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1, max_size=20)
 numbers = st.floats(1e-9, 1e12)
 
@@ -49,7 +45,6 @@ def figures(draw: st.DrawFn) -> Figure:
     return Figure(name, points, draw(st.sampled_from(BASES)), draw(texts), low, high)
 
 
-@settings(max_examples=40)
 @given(
     found=st.lists(figures(), unique_by=lambda f: f.name), title=texts, cores=st.one_of(st.none(), st.integers(1, 64))
 )

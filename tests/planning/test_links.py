@@ -13,15 +13,6 @@ FRONTIER = load_cluster("frontier")
 LINKS = node_links(FRONTIER)
 
 
-def test_efficiencies_are_ratios_of_published_figures() -> None:
-    assert pytest.approx(52 / 100) == LINKS.cut
-    assert pytest.approx(36 / 50) == LINKS.detour
-    assert pytest.approx(40 / 100) == LINKS.card
-    assert [LINKS.rate_of_link(w) for w in (200, 50)] == [129, 50]
-    assert LINKS.rate_of_link(100) == pytest.approx(50 + (129 - 50) * 50 / 150)
-    assert LINKS.rate_of_link(25) == 25 and LINKS.rate_of_link(400) == 258
-
-
 @pytest.mark.parametrize(
     ("family", "rate"),
     [
@@ -44,13 +35,6 @@ def test_four_devices() -> None:
         assert rate.basis == "estimated" and rate.limit == f"link {link}"
     # With the published parts of a cut it would be 52 to 72: no less than {0, 1, 2, 3} in any case.
     assert LINKS.cut * LINKS.narrowest_cut((0, 1, 6, 7))[0] == 52
-
-
-def test_estimates_of_what_was_published() -> None:
-    """Groups that no efficiency is taken from: how far the rules are off."""
-    node, others = (LINKS._estimate(frozenset(g), 1).gb_per_s for g in (range(8), (0, 2, 4, 6)))
-    assert node == pytest.approx(135, rel=0.05)
-    assert others == pytest.approx(72, rel=0.30)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])

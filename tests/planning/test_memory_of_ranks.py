@@ -1,14 +1,12 @@
 """Memory and work of a step by counting: against closed forms, the schedules' own bounds and real parameters."""
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from megatron.config import Config
 from megatron.model import formulas
-from megatron.pipeline import orders
 from megatron.pipeline.schedule import build_schedule, peak_activations
-from megatron.planning.memory import in_flight, memory_of_ranks, parameters_of_rank
+from megatron.planning.memory import memory_of_ranks, parameters_of_rank
 from megatron.planning.memory.chunk import chunk_memory
 from megatron.planning.memory.in_flight import moments_of_rank
 from megatron.planning.memory.layer import Settings
@@ -27,7 +25,7 @@ def small(tp: int = 1, pp: int = 1, dp: int = 1, m: int = 8, **more: object) -> 
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1)])
-@pytest.mark.parametrize("m", [1, 3, 8, 10, 13, 40])
+@pytest.mark.parametrize("m", [1, 3, 10, 40])
 def test_as_many_micro_batches_as_the_schedule_holds(schedule, chunks, m):
     """The schedule's own count is of pairs (micro-batch, chunk) until their weight gradients are made."""
     counted = peak_activations(build_schedule(schedule, 4, chunks, m))
@@ -36,24 +34,7 @@ def test_as_many_micro_batches_as_the_schedule_holds(schedule, chunks, m):
         assert (moments.held.sum(axis=1) + moments.waiting).max() + 1 == counted[rank]
 
 
-@pytest.mark.parametrize(("p", "v"), [(2, 2), (4, 2), (4, 4), (8, 3)])
-def test_long_steps_hold_what_shorter_ones_do(p, v):
-    """Also where chunks are of different sizes, and groups of micro-batches too."""
-    sizes = np.random.default_rng(1).integers(1, 100, size=(20, v))
-    for m in (5 * p, 5 * p + 1, 6 * p + 1, 7 * p - 1):
-        for rank in range(p):
-            short = moments_of_rank("interleaved", p, v, m, rank)
-            whole = in_flight._interleaved(rank, p, v, tuple(orders.group_sizes(p, m)))
-            for forward in (0, 1):
-                for chunk in range(v):
-                    fullest = [
-                        (x.held[(x.forward == forward) & (x.chunk == chunk)] @ sizes.T).max(axis=0)
-                        for x in (short, whole)
-                    ]
-                    assert (fullest[0] == fullest[1]).all(), (m, rank, forward, chunk)
-
-
-@pytest.mark.parametrize(("p", "v", "m"), [(4, 1, 8), (4, 2, 8), (4, 4, 16), (2, 4, 6), (8, 2, 16)])
+@pytest.mark.parametrize(("p", "v", "m"), [(4, 1, 8), (4, 4, 16), (8, 2, 16)])
 def test_the_first_rank_in_closed_form(p, v, m):
     """1F1B: p micro-batches. Interleaved: 2 (p - 1) + (v - 1) p + 1 chunks (Narayanan et al. 2021, section 2.2.2)."""
     in_flight = p if v == 1 else 2 * (p - 1) + (v - 1) * p + 1
@@ -69,9 +50,10 @@ def kept_bytes(**options: object) -> float:
     return chunk.kept.total
 
 
-@pytest.mark.parametrize("architecture", [{}, dict(swiglu=True, num_key_value_heads=2, position_embedding_type="rope")])
-@pytest.mark.parametrize("divided", [{}, dict(tp=2), dict(tp=2, sequence_parallel=True)])
-@pytest.mark.parametrize("again", [(), ("mlp_act",), ("mlp_act", "layernorm")])
+@pytest.mark.parametrize(("architecture", "divided", "again"), [
+    ({}, {}, ()), ({}, dict(tp=2), ("mlp_act",)), ({}, dict(tp=2, sequence_parallel=True), ("mlp_act", "layernorm")),
+    (dict(swiglu=True, num_key_value_heads=2, position_embedding_type="rope"), dict(tp=2, sequence_parallel=True), ()),
+])  # fmt: skip
 def test_a_layer_keeps_what_the_formula_says(architecture, divided, again):
     """formulas.layer_activation_bytes, which other tests compare with tensors that autograd has saved."""
     chosen = dict(recompute_granularity="selective", recompute_modules=again) if again else {}
@@ -100,8 +82,7 @@ def test_weight_gradients_that_wait_hold_inputs_and_output_gradients_of_all_prod
     assert chunk.waiting.total == 4 * (1 + 1 + 1 + 4 + 3 + 1 + 4 + 1) * 32 * 64 * 2
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("options", [{}, dict(num_layers_per_virtual_pipeline_stage=2)])
+@pytest.mark.parametrize(("tp", "options"), [(1, {}), (4, dict(num_layers_per_virtual_pipeline_stage=2))])
 def test_parameters_of_all_ranks_are_the_model_and_its_copies(tp, options):
     config = small(tp=tp, pp=4, **options)
     model, vocabulary = config.model, config.model.padded_vocab_size(tp)
@@ -121,6 +102,7 @@ def test_states_are_18_bytes_for_a_parameter_and_zero_divides_12_of_them():
     assert (rank.weights, rank.gradients, rank.optimizer) == (4 * n, 4 * n, 4 * n)
 
 
+@pytest.mark.slow
 def test_parameters_are_those_of_the_built_model():
     import torch
 
@@ -138,7 +120,7 @@ def test_parameters_are_those_of_the_built_model():
 HEADLESS = dict(vocab_size=1, make_vocab_size_divisible_by=1)  # next to no output layer: all stages are alike
 
 
-@pytest.mark.parametrize(("p", "v", "m"), [(4, 1, 8), (4, 2, 8), (2, 4, 6), (8, 2, 32), (1, 1, 5)])
+@pytest.mark.parametrize(("p", "v", "m"), [(4, 1, 8), (8, 2, 32), (1, 1, 5)])
 def test_bubble_in_closed_form(p, v, m):
     """(p - 1) / (v m) of the working time (Narayanan et al. 2021, section 2.2), where m is a multiple of p."""
     options = {} if v == 1 else dict(num_layers_per_virtual_pipeline_stage=16 // (p * v))
@@ -180,7 +162,7 @@ def test_zero_bubble_has_less_of_it():
 
 # -- against the tensors of a run --------------------------------------------------------------------------------------
 
-RUN = dict(num_layers=4, hidden_size=128, vocab_size=512, bf16=True, global_batch_size=8, zero_reduce_bucket_size=0)
+RUN = dict(num_layers=2, hidden_size=128, vocab_size=512, bf16=True, global_batch_size=8, zero_reduce_bucket_size=0)
 
 
 def held_after_a_step(rank: int, fields: dict[str, object]) -> int:
@@ -217,15 +199,18 @@ def held_after_a_step(rank: int, fields: dict[str, object]) -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("zero", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_states_are_what_a_rank_holds_after_a_step(zero):
+@pytest.mark.slow
+@pytest.mark.parametrize(("pp", "zero"), [
+    (1, 1), *(pytest.param(2, zero, marks=pytest.mark.campaign("memory")) for zero in (0, 1)),
+])  # fmt: skip
+def test_states_are_what_a_rank_holds_after_a_step(pp, zero):
     """Weights, gradients, masters and moments; what else is alive then (masks, partial sums) is a percent of them."""
     from tests.helpers.processes import run_processes
     from tests.helpers.training import BASE
 
-    fields = {**RUN, "pipeline_model_parallel_size": 2, "zero_stage": zero}
-    predicted = memory_of_ranks(Config.create(**{**BASE, **fields, "world_size": 4}))
-    found = run_processes(4, held_after_a_step, fields)
+    fields = {**RUN, "pipeline_model_parallel_size": pp, "zero_stage": zero}
+    predicted = memory_of_ranks(Config.create(**{**BASE, **fields, "world_size": 2 * pp}))
+    found = run_processes(2 * pp, held_after_a_step, fields)
     for rank, held in enumerate(found):
         expected = predicted[rank // 2]  # data-parallel ranks count fastest
         assert held == pytest.approx(expected.weights + expected.gradients + expected.optimizer, rel=0.02)

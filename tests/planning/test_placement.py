@@ -51,13 +51,9 @@ def devices_of_tensor_groups(placement: Placement) -> set[frozenset[int]]:
     return {frozenset(device for _, device in group) for group in groups(placement, "tp")}
 
 
-LAYOUTS = [
-    (1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 1, 3), (4, 1, 3), (1, 4, 1), (2, 4, 3), (4, 4, 1), (16, 1, 1), (16, 4, 3),
-    (8, 16, 1), (16, 16, 3),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("pipeline", "data", "chunks"), LAYOUTS)
+@pytest.mark.parametrize(("pipeline", "data", "chunks"), [
+    (1, 1, 1), (1, 2, 1), (2, 1, 3), (4, 1, 3), (1, 4, 1), (16, 1, 1), (8, 16, 1), (16, 16, 3),
+])  # fmt: skip
 def test_tensor_parallel_groups(pipeline: int, data: int, chunks: int) -> None:
     """Pairs on 200 GB/s; four on 200 and 100 GB/s links, never {0..3}; eight are the node."""
     if data * pipeline % 4 == 0:
@@ -70,34 +66,27 @@ def test_tensor_parallel_groups(pipeline: int, data: int, chunks: int) -> None:
     assert eight == set(range(8))
 
 
-@pytest.mark.parametrize("preset", ["gpt-22b", "gpt-175b", "gpt-1t"])
-def test_the_papers_layouts(preset: str) -> None:
-    config = Config.create(preset, world_size=1024)
+def test_the_layout_of_175b() -> None:
+    config = Config.create("gpt-175b", world_size=1024)
     chosen, naive = choose_placement(config, FRONTIER), naive_placement(config, FRONTIER)
     assert not naive.cost.cheaper_than(chosen.cost)
-    if preset == "gpt-175b":
-        assert devices_of_tensor_groups(naive) == {frozenset(range(4)), frozenset(range(4, 8))}
-        assert devices_of_tensor_groups(chosen) == {frozenset({0, 1, 6, 7}), frozenset({2, 3, 4, 5})}
-        assert naive.cost.of("tp")[0].gb_per_s == 52 and chosen.cost.of("tp")[0].gb_per_s > 76
+    assert devices_of_tensor_groups(naive) == {frozenset(range(4)), frozenset(range(4, 8))}
+    assert devices_of_tensor_groups(chosen) == {frozenset({0, 1, 6, 7}), frozenset({2, 3, 4, 5})}
+    assert naive.cost.of("tp")[0].gb_per_s == 52 and chosen.cost.of("tp")[0].gb_per_s > 76
+    # srun --gpu-bind=closest gives good fours with the launcher's numbers.
+    closest = place_with(config, FRONTIER, "tp-dp-pp", FRONTIER.local_order)
+    assert devices_of_tensor_groups(closest) == {frozenset({4, 5, 2, 3}), frozenset({6, 7, 0, 1})}
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_a_pipeline_of_eight_goes_round_a_cycle_of_direct_links(chunks: int) -> None:
-    chosen = choose_placement(made(1, 8, 1, chunks), FRONTIER)
-    (line,) = groups(chosen, "pp")
-    devices = [device for _, device in line]
-    widths = [FRONTIER.link_gb_per_s(a, b) for a, b in zip(devices, devices[1:] + devices[:1], strict=True)]
-    assert all(widths)
-    # The naive one has neighbours without a link: 1 and 2, 5 and 6, and 3 and 4.
-    plain = [FRONTIER.link_gb_per_s(a, a + 1) for a in range(7)]
-    assert plain.count(0.0) == 3
-
-
-def test_stages_next_to_each_other_on_a_node_have_direct_links() -> None:
-    """TP 4 x PP 2: position k of one group beside position k of the other."""
-    chosen = choose_placement(made(4, 2, 1), FRONTIER)
-    for (_, a), (_, b) in groups(chosen, "pp"):
-        assert FRONTIER.link_gb_per_s(a, b) > 0
+@pytest.mark.parametrize("layout", [dict(data=1, tensor=1, pipeline=8), dict(data=1, tensor=1, pipeline=8, chunks=2),
+                                    dict(data=1, tensor=4, pipeline=2)])  # fmt: skip
+def test_stages_next_to_each_other_on_a_node_have_direct_links(layout: dict[str, int]) -> None:
+    """A pipeline of eight goes round a cycle; of TP 4, position k of one group stands beside position k of the other.
+    The plain order has neighbours without a link: 1 and 2, 5 and 6, and 3 and 4."""
+    for line in groups(choose_placement(made(**layout), FRONTIER), "pp"):
+        devices = [device for _, device in line]
+        assert all(FRONTIER.link_gb_per_s(a, b) for a, b in zip(devices, devices[1:] + devices[:1], strict=True))
+    assert [FRONTIER.link_gb_per_s(a, a + 1) for a in range(7)].count(0.0) == 3
 
 
 def test_messages_leave_a_node_from_devices_with_cards() -> None:
@@ -109,12 +98,6 @@ def test_messages_leave_a_node_from_devices_with_cards() -> None:
             assert FRONTIER.link_gb_per_s(a, b) > 0
         else:
             assert a in FRONTIER.nic_on_device and b in FRONTIER.nic_on_device
-
-
-def test_binding_closest_gives_good_fours_with_the_launchers_numbers() -> None:
-    config = Config.create("gpt-175b", world_size=1024)
-    closest = place_with(config, FRONTIER, "tp-dp-pp", FRONTIER.local_order)
-    assert devices_of_tensor_groups(closest) == {frozenset({4, 5, 2, 3}), frozenset({6, 7, 0, 1})}
 
 
 # -- the best of all orders of devices --------------------------------------------------------------------------------
@@ -162,7 +145,23 @@ def orders_worth_a_look(layout: Layout) -> Iterator[tuple[int, ...]]:
     yield from (order for order, rate in rates.items() if rate == best)
 
 
-def assert_best(tensor: int, pipeline: int, data: int, order: str, chunks: int) -> None:
+MORE = pytest.mark.campaign("search")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "data", "order", "chunks"),
+    [
+        (4, 16, 16, "tp-pp-dp", 3),
+        *(pytest.param(*row, marks=MORE) for row in (
+            (2, 4, 1, "tp-dp-pp", 1), (2, 4, 1, "tp-dp-pp", 3), (2, 4, 16, "tp-pp-dp", 3), (2, 2, 2, "tp-dp-pp", 1),
+            (2, 8, 4, "tp-dp-pp", 1), (4, 2, 1, "tp-dp-pp", 1), (4, 1, 2, "tp-dp-pp", 1), (4, 16, 16, "tp-dp-pp", 3),
+            (1, 8, 1, "tp-dp-pp", 1), (1, 8, 1, "tp-dp-pp", 3), (1, 16, 1, "tp-pp-dp", 1), (1, 4, 2, "tp-pp-dp", 1),
+            (1, 8, 2, "tp-dp-pp", 1),
+        )),
+    ],
+)  # fmt: skip
+def test_no_order_of_devices_is_cheaper(tensor: int, pipeline: int, data: int, order: str, chunks: int) -> None:
     config = made(tensor, pipeline, data, chunks, rank_order=order)
     model = CostModel(FRONTIER, Layout(tensor, pipeline, data, order), traffic_of(config), 8)
     best: PlacementCost | None = None
@@ -173,29 +172,6 @@ def assert_best(tensor: int, pipeline: int, data: int, order: str, chunks: int) 
     chosen = choose_placement(config, FRONTIER)
     assert best is not None and not best.cheaper_than(chosen.cost), chosen.device_order
     assert not chosen.cost.cheaper_than(best), "the search has missed the order that was chosen"
-
-
-@pytest.mark.parametrize(
-    ("tensor", "pipeline", "data", "order", "chunks"),
-    [
-        (2, 4, 1, "tp-dp-pp", 1), (2, 4, 1, "tp-dp-pp", 3), (2, 4, 16, "tp-pp-dp", 3), (2, 2, 2, "tp-dp-pp", 1),
-        (2, 8, 4, "tp-dp-pp", 1), (4, 2, 1, "tp-dp-pp", 1), (4, 1, 2, "tp-dp-pp", 1), (4, 16, 16, "tp-dp-pp", 3),
-        (4, 16, 16, "tp-pp-dp", 3), (1, 8, 1, "tp-dp-pp", 1),
-    ],
-)  # fmt: skip
-def test_no_order_of_devices_is_cheaper(tensor: int, pipeline: int, data: int, order: str, chunks: int) -> None:
-    assert_best(tensor, pipeline, data, order, chunks)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("tensor", "pipeline", "data", "order", "chunks"),
-    [(1, 8, 1, "tp-dp-pp", 3), (1, 16, 1, "tp-pp-dp", 1), (1, 4, 2, "tp-pp-dp", 1), (1, 8, 2, "tp-dp-pp", 1)],
-)
-def test_no_order_of_devices_is_cheaper_for_long_pipelines(
-    tensor: int, pipeline: int, data: int, order: str, chunks: int
-) -> None:
-    assert_best(tensor, pipeline, data, order, chunks)
 
 
 # -- costs ------------------------------------------------------------------------------------------------------------
@@ -289,21 +265,16 @@ def test_a_part_of_a_node_keeps_the_launchers_devices() -> None:
 @pytest.mark.parametrize(
     ("world", "fields", "message"),
     [
-        (12, {}, "world size 12 is neither a part of one node of frontier nor whole nodes of 8 devices: start 8 or 16"),
-        (9473 * 8, {"micro_batch_size": 1}, "needs 9473 nodes, but frontier has 9472"),
-        (8, {"device_order": (0, 1, 2)}, "--device-order 0,1,2 does not name each device of a node of frontier once"),
-        (8, {"device_order": tuple(range(16))}, "they are 0 to 7"),
+        (12, {}, "12 .*8 or 16"),
+        (9473 * 8, {"micro_batch_size": 1}, "9473 .*9472"),
+        (8, {"device_order": (0, 1, 2)}, "--device-order 0,1,2 "),
+        (8, {"device_order": tuple(range(16))}, "--device-order .*0 to 7"),
     ],
 )
 def test_errors(world: int, fields: dict[str, Any], message: str) -> None:
     config = made(1, 1, world, **fields)
     with pytest.raises(ConfigError, match=message):
         choose_placement(config, FRONTIER)
-
-
-def test_a_wrong_rank_order_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'pp-pp-dp' is not one of tp-dp-pp, tp-pp-dp"):
-        made(1, 1, 8, rank_order="pp-pp-dp")
 
 
 def test_the_whole_machine_takes_a_handful_of_looks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,7 +295,7 @@ def test_the_whole_machine_takes_a_handful_of_looks(monkeypatch: pytest.MonkeyPa
 # -- the table of all ranks --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", [None, *RANK_ORDERS])
+@pytest.mark.parametrize("order", [None, "pp-dp-tp"])
 def test_rank_table_of_1t(order: str | None) -> None:
     """All 3,072 ranks of the paper's largest run."""
     config = Config.create("gpt-1t", world_size=3072, global_batch_size=9600, rank_order=order)
@@ -351,33 +322,29 @@ def test_inconsistent_tables_are_found() -> None:
     last = [row._replace(chunks=(row.chunks[0], range(13, 16))) if row.pp == 3 else row for row in rows]
     fewer = [row._replace(chunks=row.chunks[:1]) if row.pp == 3 else row for row in rows]
     wrong = [
-        (rows[1:], "rank 1 stands where rank 0 was expected"), ([], "no rows"),
-        (changed(rows, 5, device=rows[4].device), "ranks 4 and 5 are both node 0, device 4"),
-        (changed(rows, 5, tp=rows[4].tp), "are both tp"), (rows[:-1], "do not fill the grid"),
-        (changed(rows, 0, chunks=swapped), "holds other layers than the other ranks of stage 0"),
-        (changed(rows, 15, node=2), "node 2 has 1 ranks, another one 8"),
-        (changed(rows, 15, device=9), "use different devices"),
-        (last, "begins with layer 13, but the one before ends at 14"), (fewer, r"stages have \[1, 2\] chunks"),
+        (rows[1:], "rank 1 .*rank 0"), ([], "no rows"),
+        (changed(rows, 5, device=rows[4].device), "4 and 5 .*node 0, device 4"),
+        (changed(rows, 5, tp=rows[4].tp), "tp"), (rows[:-1], "grid"),
+        (changed(rows, 0, chunks=swapped), "stage 0"),
+        (changed(rows, 15, node=2), "node 2 .*1 .*8"),
+        (changed(rows, 15, device=9), "devices"),
+        (last, "13.*14"), (fewer, r"\[1, 2\]"),
     ]  # fmt: skip
     for table, message in wrong:
         with pytest.raises(ConfigError, match=message):
             check_rank_table(table)
     assert check_rank_table(rows, num_layers=16) == 16
-    with pytest.raises(ConfigError, match="16 layers are placed, but the model has 17"):
+    with pytest.raises(ConfigError, match="16 .*17"):
         check_rank_table(rows, num_layers=17)
 
 
 # -- as text ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", [80, 100, 120])
+@pytest.mark.parametrize("width", [80, 120])
 def test_text_fits(width: int) -> None:
     config = Config.create("gpt-175b", world_size=1024)
     text = render_placement(choose_placement(config, FRONTIER), naive_placement(config, FRONTIER), width)
     assert max(map(len, text.splitlines())) <= max(width, 83)  # the first line is not cut
-    assert "1024 ranks on 128 nodes = tensor 4 x pipeline 16 x data 16" in text
-    assert "device order 0,1,6,7,2,3,4,5" in text and "naive: rank order tp-dp-pp, device order 0,1,2,3" in text
-    for word in ("~76.3", "link 0-6", "hsn0"):
+    for word in ("1024", "128", "0,1,6,7,2,3,4,5", "tp-dp-pp", "0,1,2,3", "~76.3", "link 0-6", "hsn0"):
         assert word in text
-    same = render_placement(naive_placement(config, FRONTIER), naive_placement(config, FRONTIER))
-    assert "this is the naive placement" in same

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from megatron.config.command_line import parse_plan
-from megatron.errors import ConfigError
 from megatron.model import formulas
 from megatron.pipeline.instructions import Op
 from megatron.pipeline.orders import one_forward_one_backward
@@ -17,9 +16,9 @@ from megatron.pipeline.simulate import run_orders
 from megatron.planning import published_table as table
 from megatron.planning.cluster import CLUSTERS, Cluster, load_cluster
 from megatron.planning.compute import ASSUMED, Compute, Figure
-from megatron.planning.error_bars import LINKS, spread, varied_figures, with_factors
+from megatron.planning.error_bars import LINKS, spread
 from megatron.planning.memory import sized_model
-from megatron.planning.published import PEAK_TFLOPS, published_by_name, published_models
+from megatron.planning.published import published_by_name, published_models
 from megatron.planning.published_arithmetic import efficiency_by_bubble, implied, micro_batch_by_bubble
 from megatron.planning.published_findings import finding_table
 from megatron.planning.published_runs import RUNS
@@ -28,11 +27,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 # -- arithmetic --------------------------------------------------------------------------------------------------------
-
-
-def test_percentages_and_rates_are_of_the_same_results() -> None:
-    for model in published_models():
-        assert 100 * model.tflops / PEAK_TFLOPS == pytest.approx(model.percent, abs=0.03)
 
 
 def test_flags_are_the_published_layouts() -> None:
@@ -91,27 +85,6 @@ def test_what_the_throughput_of_22b_asks_of_its_last_stage() -> None:
     assert found.other == pytest.approx(6 * 4 * layer)
 
 
-def test_all_reduces_of_a_published_stage() -> None:
-    """175B: 6 layers x 6 all-reduces of 2048 x 12288 fp16, three quarters of it sent twice, at 52 GB/s."""
-    model = published_by_name("175b")
-    assert model is not None
-    found = implied(model, {(1, 4): 52.0})
-    assert found.reduces_s == pytest.approx(36 * 1.5 * 2048 * 12288 * 2 / 52e9)
-    assert found.overlapped_tflops == pytest.approx(found.last / (found.turn_s - found.reduces_s) / 1e12)
-
-
-def test_blocking_messages_are_the_stage_s_that_needs_most() -> None:
-    model = published_by_name("1t")
-    assert model is not None
-    bandwidth = {(1, 8): 135.0}
-    for last, other in ((0.05, 0.0), (0.0, 0.2)):
-        found = implied(model, bandwidth, last_sends_s=last, other_sends_s=other)
-        left = found.turn_s - found.reduces_s
-        rates = found.last / (left - last), found.other / (left - other)
-        assert found.blocking_tflops == pytest.approx(max(rates) / 1e12)
-        assert rates.index(max(rates)) == (0 if last else 1)
-
-
 def test_one_rate_of_a_device_explains_all_three_published_throughputs() -> None:
     """docs/planning.md: with the messages of their layouts counted, 79 to 81 TFLOP/s of all else in each."""
     columns = table.implied_table(load_cluster("frontier"))
@@ -136,15 +109,6 @@ def test_no_machine_is_described_by_the_results_it_is_compared_with() -> None:
         assert not papers.search(text), f"{path.name} cites a result that it is compared with"
         numbers = {float(number) for number in re.findall(r"(?<![\w.])\d+\.\d+(?![\w.])", text)}
         assert not numbers & results, path.name
-
-
-def test_every_figure_says_where_it_is_from() -> None:
-    for name in ("frontier", "lumi", "dgx-h100", "dgx-h200"):
-        figures = load_cluster(name).compute.figures
-        assert figures, name
-        for figure in figures.values():
-            assert figure.source, f"{name}: {figure.name}"
-            assert figure.low <= 1.0 <= figure.high, f"{name}: {figure.name}"
 
 
 # -- error bars --------------------------------------------------------------------------------------------------------
@@ -179,31 +143,6 @@ def test_bounds_are_those_of_figures_at_their_ends(machine: Cluster) -> None:
     assert [effect.figure for effect in found.effects[:2]] == ["memory_gb_per_s", "kernel_s"]
 
 
-def test_bounds_of_a_quotient_have_effects_of_both_signs(machine: Cluster) -> None:
-    """Of kernel_s over memory's bandwidth the corners 'all slow' and 'all fast' are not the extremes."""
-    value = lambda cluster: (  # noqa: E731
-        cluster.compute.figures["kernel_s"].value * cluster.compute.figures["memory_gb_per_s"].value
-    )
-    found = spread(value, machine, "float16")
-    assert found.value == 20
-    assert found.low == pytest.approx(20 - 10 - 4)
-    assert found.high == pytest.approx(20 + 20 + 5)
-
-
-def test_only_figures_of_the_dtype_with_a_range_vary(machine: Cluster) -> None:
-    names = {figure.name for figure in varied_figures(machine, "bfloat16")}
-    assert "products.float16" not in names and "update_gb_per_s" not in names
-    assert {"kernel_s", "memory_gb_per_s"} <= names
-
-
-def test_links_vary_together(machine: Cluster) -> None:
-    half = with_factors(machine, {LINKS: 0.5})
-    assert half.nic_gb_per_s == machine.nic_gb_per_s / 2
-    assert half.link_gb_per_s(0, 1) == machine.link_gb_per_s(0, 1) / 2
-    assert half.collective_gb_per_s[1, 4] == machine.collective_gb_per_s[1, 4] / 2
-    assert half.compute.figures["kernel_s"].value == 2.0
-
-
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
@@ -232,20 +171,6 @@ def test_values_follow_from_seconds() -> None:
     assert values["22B: throughput", "1"].ratio == pytest.approx(flops / (8 * 647 * 73.5e12))
 
 
-def test_changes_are_relative_to_the_published_step() -> None:
-    """With a stand-in that counts flags: each change adds as many seconds as it has flags."""
-
-    def seconds(argv: Sequence[str], cluster: Cluster) -> float:
-        faster = cluster.compute.figures["products.float16"].points[0][-1] == 101.5
-        return (100.0 if faster else 120.0) + sum(word.startswith("--no-") for word in argv)
-
-    found = {row[0]: row[1:] for row in table.change_table(load_cluster("frontier"), seconds).rows}
-    assert found["a step as published, s"] == ("100.0",) * 3
-    assert found["weight gradients not added by their product"] == ("+1.0 %",) * 3
-    assert found["the first three together"] == ("+6.0 %",) * 3
-    assert found["products at 0.9 of their published rate"] == ("+20.0 %",) * 3
-
-
 def test_runs_on_h100_are_laid_out_as_published() -> None:
     """Replicas, micro-batches and parameters that their sources state or that follow from them."""
     stated = {
@@ -261,13 +186,6 @@ def test_runs_on_h100_are_laid_out_as_published() -> None:
         assert config.parallel.data_parallel_size == replicas
         assert config.num_micro_batches() == micro_batches
         assert formulas.total_parameters(sized_model(config)) / 1e9 == pytest.approx(billions, rel=0.01)
-
-
-def test_a_layout_that_is_refused_says_so() -> None:
-    model = published_by_name("1t")
-    assert model is not None
-    with pytest.raises(ConfigError, match="1600"):
-        parse_plan(model.flags(3072, 1600).split())
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------

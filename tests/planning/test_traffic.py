@@ -103,6 +103,7 @@ def sent(rank: int, fields: dict[str, Any]) -> list[tuple[str, str, int]]:
 PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [{}, {"sequence_parallel": True, "recompute_granularity": "full"}],
@@ -119,6 +120,7 @@ def test_tensor_parallel_messages_of_two_processes(fields: dict[str, Any]) -> No
         assert sum(passes) * tensor / 2 == expected
 
 
+@pytest.mark.slow
 def test_pipeline_and_data_parallel_messages_of_four_processes() -> None:
     """Two stages of two chunks, two replicas. gloo reduces to each owner in turn; together that is all gradients."""
     fields = {"pipeline_model_parallel_size": 2, "num_layers": 4, "num_layers_per_virtual_pipeline_stage": 1}

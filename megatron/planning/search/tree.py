@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -83,22 +84,25 @@ def _at_least_as_good(a: Judged, b: Judged) -> bool:
     return a.memory <= b.memory and a.score <= b.score and (not alike or a.key <= b.key)
 
 
-def search(judge: Judge, top: int = 10, processes: int = 1, progress: Callable[[Found], None] | None = None) -> Found:
+def search(
+    judge: Judge, top: int = 10, processes: int = 1, progress: Callable[[Found], None] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Found:
     """The best layouts of the judge's space, with `processes` processes; the result does not depend on their number.
 
     `progress` is called about twice a second with what was found until then.
     """
-    found, start, shown = Found(top), time.monotonic(), time.monotonic()
+    found, start, shown = Found(top), clock(), clock()
     with _workers(judge, processes) as run:
         queue = _Queue(judge, found)
         queue.add_shapes(run, list(judge.space.shapes(found.rejections)))
         while tasks := queue.take(_ROUND):
             for item, answers in zip(tasks, run(tasks), strict=True):
                 queue.settle(item, answers)
-            if progress is not None and time.monotonic() - shown > 0.5:
-                shown = time.monotonic()
+            if progress is not None and clock() - shown > 0.5:
+                shown = clock()
                 progress(found)
-    found.seconds = time.monotonic() - start
+    found.seconds = clock() - start
     return found
 
 
@@ -236,6 +240,7 @@ def _start(judge: Judge) -> None:
 
 
 def _in_process(task: Task) -> list[Answer]:
+    sys.audit("megatron.planning.task", task[0])
     return _answers(_judge_of_process, task)
 
 

@@ -8,7 +8,6 @@ from megatron.errors import ConfigError
 from megatron.planning.cluster import load_cluster
 from megatron.planning.search.base import make_base
 from megatron.planning.search.choices import Choices, Shape, matches, narrowed, parse_choices, write_choices
-from megatron.planning.search.tables import first_problem, write_recompute
 
 FRONTIER = load_cluster("frontier")
 
@@ -107,15 +106,3 @@ def test_mistakes_in_the_fixed_part(preset, flags, parts):
         make_base(preset, flags)
     for part in parts:
         assert part in str(error.value)
-
-
-def test_batches_that_contradict():
-    with pytest.raises(ConfigError, match="contradict"):
-        make_base("gpt-22b", ["--global-batch-size", "32"], [64])
-
-
-def test_words():
-    assert write_recompute("full:block:3") == "first 3 of a stage" and write_recompute("none") == "none"
-    assert write_recompute("full:uniform:1") == "every layer" and write_recompute("full:uniform:2") == "groups of 2"
-    assert first_problem("the configuration has 1 problem: this is wrong") == "this is wrong"
-    assert first_problem("the configuration has 2 problems:\n  1. this. And so\n  2. that") == "this. And so"

