@@ -43,8 +43,11 @@ class Meeting:
     """
 
     def __init__(
-        self, launch: Launch, device: torch.device, timeout: timedelta, placing: Placing | None = None
-    ) -> None:
+        self, launch: Launch, device: torch.device, timeout: timedelta, placing: Placing | None = None,
+        clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
+    ) -> None:  # fmt: skip
+        """`clock` and `sleep`: by which it asks again and again, and gives up."""
+        self._clock, self._sleep = clock, sleep
         self.launch = launch
         self.device = device
         self.timeout = timeout
@@ -88,7 +91,7 @@ class Meeting:
     def _within(self, deadline: float, step: Callable[[], Any]) -> Any:
         """The result of a step, which heeds the deadline itself unless the store's host hangs or lost power."""
         failure = f"{self._myself}: {self._store_name} gave no answer"
-        return bounded(step, max(deadline - time.monotonic(), 0.0) + ANSWER_S, failure)
+        return bounded(step, max(deadline - self._clock(), 0.0) + ANSWER_S, failure)
 
     def _open_store(self, deadline: float) -> Any:
         launch = self.launch
@@ -140,7 +143,7 @@ class Meeting:
         """Wait until somebody listens at the store's address; a plain socket does it without torch's stack traces."""
         address, reason = (self.launch.master_addr, self.launch.master_port), "no answer"
         while True:
-            left = deadline - time.monotonic()
+            left = deadline - self._clock()
             if left <= 0:
                 raise self._unreachable(reason)
             try:
@@ -148,7 +151,7 @@ class Meeting:
                 return
             except OSError as error:
                 reason = str(error)
-                time.sleep(min(0.1, max(left, 0.0)))
+                self._sleep(min(0.1, max(left, 0.0)))
 
     def _unreachable(self, reason: str) -> LaunchError:
         return LaunchError(
@@ -178,7 +181,7 @@ class Meeting:
     def _duplicate(self) -> str:
         """Why this process cannot go on: another one came with its number first."""
         launch = self.launch
-        known = self._poll([f"hello/{launch.task}"], time.monotonic() + ANSWER_S)
+        known = self._poll([f"hello/{launch.task}"], self._clock() + ANSWER_S)
         other = self._place(launch.task) if known else "another process"
         return (
             f"two processes say they are rank {launch.task}: {other}, and {launch.node}:{device_name(self.device)}, "
@@ -229,10 +232,10 @@ class Meeting:
         pause, longest = 0.005, 0.2 if self.launch.task == 0 else max(0.2, self.launch.world_size / 4000)
         for batch in _batches(keys):
             while not self._store.check(batch):
-                left = deadline - time.monotonic()
+                left = deadline - self._clock()
                 if left <= 0 or (unless and self._store.check([unless])):
                     return False
-                time.sleep(min(pause, left))
+                self._sleep(min(pause, left))
                 pause = min(pause * 1.5, longest)
         return True
 

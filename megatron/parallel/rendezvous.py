@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -60,10 +61,11 @@ class Rendezvous(Meeting):
     """
 
     def __init__(
-        self, launch: Launch, device: torch.device, timeout: timedelta, placing: Placing | None = None
-    ) -> None:
+        self, launch: Launch, device: torch.device, timeout: timedelta, placing: Placing | None = None,
+        clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
+    ) -> None:  # fmt: skip
         """Use Rendezvous.join."""
-        super().__init__(launch, device, timeout, placing)
+        super().__init__(launch, device, timeout, placing, clock, sleep)
         self._watcher: threading.Thread | None = None
         self._previous: dict[str, str | None] = {}
         self._explained: LaunchError | None = None
@@ -83,8 +85,9 @@ class Rendezvous(Meeting):
 
     @classmethod
     def join(
-        cls, launch: Launch, device: torch.device, timeout: timedelta, placing: Placing | None = None
-    ) -> Rendezvous:
+        cls, launch: Launch, device: torch.device, timeout: timedelta, placing: Placing | None = None,
+        clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
+    ) -> Rendezvous:  # fmt: skip
         """Meet all other ranks, take the rank that `placing` gives and initialise torch.distributed.
 
         Raises LaunchError within `timeout` when ranks are missing (it names them and tells where the others are) or
@@ -92,8 +95,8 @@ class Rendezvous(Meeting):
         """
         if dist.is_initialized():
             raise LaunchError("torch.distributed is initialised already: connect once, or close the first rendezvous")
-        self = cls(launch, device, timeout, placing)
-        deadline = time.monotonic() + timeout.total_seconds()
+        self = cls(launch, device, timeout, placing, clock, sleep)
+        deadline = self._clock() + timeout.total_seconds()
         self._store = self._within(deadline, lambda: self._open_store(deadline))
         self._open_flight()
         atexit.register(self._leave)
@@ -107,8 +110,9 @@ class Rendezvous(Meeting):
             self._leave()
             raise LaunchError(f"{self._myself}: {self._store_gone()}") from error
         self._describe_flight()  # the rank may be another now
+        sys.audit("megatron.parallel.met", self)
         try:
-            self._within(time.monotonic() + timeout.total_seconds(), self._watch)
+            self._within(self._clock() + timeout.total_seconds(), self._watch)
             self._initialise()
         except (RuntimeError, ValueError, LaunchError) as error:
             explanation = self.explain(error)
@@ -241,7 +245,7 @@ class Rendezvous(Meeting):
         self.speaks = self._store.add("explainers", 1) == 1
         if self.speaks:
             self._store.set("findings", self._call_roll(seen))
-        elif not self._poll(["findings"], time.monotonic() + 2 * ANSWER_S):
+        elif not self._poll(["findings"], self._clock() + 2 * ANSWER_S):
             return "no rank has found out why"
         return self._findings()
 
@@ -260,7 +264,7 @@ class Rendezvous(Meeting):
         """Ask every rank for a sign of life, and where it is in the code."""
         ranks = range(self.launch.world_size)
         self._call_all(_ROLL)
-        self._poll([f"answer/{rank}" for rank in ranks], time.monotonic() + ANSWER_S)
+        self._poll([f"answer/{rank}" for rank in ranks], self._clock() + ANSWER_S)
         dead = self._without_key("answer")
         self._absentees = len(dead)
         if dead:
@@ -308,12 +312,12 @@ class Rendezvous(Meeting):
     def _listen_to_findings(self, store: Any) -> None:
         """Keep what the roll call brings to light: the store may be gone when this rank sees the failure, and until
         then torch may wait in its other connection."""
-        deadline, pause = time.monotonic() + 2 * ANSWER_S, max(0.1, self.launch.world_size / 4000)
-        while not self._deaf and time.monotonic() < deadline:
+        deadline, pause = self._clock() + 2 * ANSWER_S, max(0.1, self.launch.world_size / 4000)
+        while not self._deaf and self._clock() < deadline:
             if store.check(["findings"]):
                 self._heard = self._findings(store)
                 return
-            time.sleep(pause)
+            self._sleep(pause)
 
     def inquire(self) -> int:
         """Ask all ranks to answer for a watchdog (see on_inquiry). Returns the number of the inquiry."""
@@ -375,7 +379,7 @@ class Rendezvous(Meeting):
         self._deaf = True
         self._store.set(f"call/{launch.rank}/{self._call}", _STOP)
         gone = self._store.add("left", 1)
-        deadline = time.monotonic() + _LINGER_S
-        while self._serves_store and gone < launch.world_size - self._absentees and time.monotonic() < deadline:
-            time.sleep(0.02)
+        deadline = self._clock() + _LINGER_S
+        while self._serves_store and gone < launch.world_size - self._absentees and self._clock() < deadline:
+            self._sleep(0.02)
             gone = self._store.add("left", 0)

@@ -2,9 +2,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import time
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,8 +11,10 @@ from megatron.parallel.device_calls import DeviceCalls
 from megatron.parallel.flight import RECORD_BYTES, Call, FlightRecorder, FlightState
 from megatron.parallel.flight_file import file_name, open_flight_file
 from megatron.parallel.launch import Launch
-from megatron.parallel.processes import GONE, kill_process, process_start, process_state
+from megatron.parallel.processes import DEAD, GONE, STOPPED, kill_process, process_start, process_state
 from megatron.parallel.topology import Group
+from tests.helpers.clock import VirtualClock
+from tests.helpers.killing import forked, wait_for, wait_until_stopped
 
 
 def launch(rank: int, job: str = "a", node: str = "n1") -> Launch:
@@ -76,27 +76,42 @@ def test_every_write_but_an_answer_is_progress() -> None:
     assert state.posted == (1,) * 7 and state.call == Call("reduce", "world", -1, 1, 1)  # the host's own comes first
 
 
-def test_times_are_ages() -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
+    found = VirtualClock()
+    monkeypatch.setattr("megatron.parallel.flight._clock", found)
+    return found
+
+
+def test_times_are_ages(clock: VirtualClock) -> None:
     flight = FlightRecorder()
     flight.describe(0, 1, "n")
+    clock.advance(30)
+    flight.instruction(b"FORWARD", 0, 0)
+    clock.advance(10)
     flight.enter(b"reduce", "world", 1)
-    state = FlightState.read(bytes(flight.buffer), time.monotonic() + 100)
-    assert state is not None and 100 <= state.call_age_s < 110 and 100 <= state.quiet_s < 110
+    clock.advance(100)
+    state = read(flight)
+    assert (state.instruction_age_s, state.call_age_s, state.quiet_s) == (110, 100, 100)
+    flight.alive()
+    clock.advance(7)
+    assert (read(flight).call_age_s, read(flight).quiet_s) == (107, 7)
+    flight.answer(1, 0, "")
+    clock.advance(2)
+    assert (read(flight).answer_age_s, read(flight).quiet_s) == (2, 9)
 
 
-def test_computing_time_leaves_out_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr("megatron.parallel.flight._clock", lambda: now)
+def test_computing_time_leaves_out_waiting(clock: VirtualClock) -> None:
     flight = FlightRecorder()
-    for start, stop in ((2.0, 5.0), (6.0, 7.0)):
-        now = start
+    for seconds in (3.0, 1.0):
         flight.instruction(b"FORWARD", 0, 0)
-        now = start + 0.25
+        clock.advance(0.25)
         flight.enter(b"all_reduce", "tensor", 8)
-        now = start + 0.75
+        clock.advance(0.5)
         flight.leave()
-        now = stop
+        clock.advance(seconds - 0.75)
         flight.computed()
+        clock.advance(1.0)
     assert flight.computed_s == 3.0 + 1.0 - 2 * 0.5
 
 
@@ -136,20 +151,15 @@ def test_jobs_and_nodes_have_files_of_their_own() -> None:
     assert all(len(name) < 250 and "/" not in name for name in long_names | {file_name(launch(0, job="a/../b"))})
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from megatron.parallel.flight_file import open_flight_file
-from megatron.parallel.launch import Launch
-file = open_flight_file(Launch(local_rank=1, master_port=7, node="n1", job=sys.argv[2]), Path(sys.argv[1]))
-file.recorder.describe(1, os.getpid(), "n1:cpu")
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
 @pytest.mark.parametrize("job", ["a", "another"])
 def test_what_a_killed_job_left_is_used_again_or_removed(tmp_path: Path, job: str) -> None:
-    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), job], check=False)
+    def write_and_die() -> None:
+        file = open_flight_file(launch(1, job=job), tmp_path)
+        assert file is not None
+        file.recorder.describe(1, os.getpid(), "n1:cpu")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert wait_for(forked(write_and_die)) == -signal.SIGKILL
     (stale,) = tmp_path.iterdir()
     file = open_flight_file(launch(0), tmp_path)
     assert file is not None
@@ -171,13 +181,17 @@ def test_without_a_folder_there_is_no_file(tmp_path: Path) -> None:
 
 
 def test_a_process_is_known_by_its_start() -> None:
-    child = subprocess.Popen(["sleep", "600"])
-    start = process_start(child.pid)
-    assert start and process_state(child.pid, start) in ("sleeping", "running")
-    assert process_state(child.pid, start + 1) == GONE
-    assert not kill_process(child.pid, start + 1) and child.poll() is None
-    assert kill_process(child.pid, start) and child.wait() == -9
-    assert process_state(child.pid, start) == GONE
+    """One that is suspended, and one that nobody has waited for: what Linux says of them is never for a moment only."""
+    child = forked(lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    assert wait_until_stopped(child)
+    start = process_start(child)
+    assert start and process_state(child, start) == STOPPED
+    assert process_state(child, start + 1) == GONE
+    assert not kill_process(child, start + 1) and process_state(child, start) == STOPPED
+    assert kill_process(child, start)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    assert process_state(child, start) == DEAD
+    assert wait_for(child) == -signal.SIGKILL and process_state(child, start) == GONE
 
 
 # -- devices -----------------------------------------------------------------------------------------------------------

@@ -1,22 +1,17 @@
 """Ranks on devices: what a node's processes see, what they take, and what happens where they do not agree."""
 from __future__ import annotations
 
-import json
 import os
-import time
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.errors import LaunchError
-from megatron.parallel.flight import FlightState
 from megatron.parallel.hello import collected_notices, make_hello, place, refusal
-from megatron.parallel.launch import Launch, connect, detect_launch, select_device
+from megatron.parallel.launch import Launch, select_device
 from megatron.parallel.placing import (
     Assignment,
     Placing,
@@ -28,9 +23,6 @@ from megatron.parallel.placing import (
     near_index,
     visible_devices,
 )
-from megatron.parallel.rendezvous import Rendezvous
-from megatron.parallel.topology import Topology
-from tests.helpers.processes import free_port, run_processes, run_processes_raw
 
 # A Frontier node: local rank i runs on cores 8i to 8i+7, which lie next to device LOCAL[i].
 LOCAL = (4, 5, 2, 3, 6, 7, 0, 1)
@@ -254,133 +246,3 @@ def test_a_hello_of_a_process_on_a_device(monkeypatch: pytest.MonkeyPatch) -> No
     assert collected_notices([hello, hello]) == ["MASTER_ADDR"]
     hellos = [hello, {**hello, "identity": "other", "agreed": "rank order pp-tp-dp"}]
     assert "rank 1 (n1:cuda:6) has rank order pp-tp-dp: MEGATRON_CLUSTER" in refusal(hellos)
-
-
-# -- processes that meet ---------------------------------------------------------------------------------------------
-
-ORDER = (2, 0, 3, 1)
-
-
-def as_task(number: int, port: int, *, cyclic: bool = False, **variables: str) -> None:
-    """Become a task of srun on one of two nodes of four devices."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        del os.environ[name]
-    node, local = (number % 2, number // 2) if cyclic else (number // 4, number % 4)
-    os.environ.update(
-        SLURM_JOB_ID=str(port), SLURM_STEP_ID="0", SLURM_PROCID=str(number), SLURM_LOCALID=str(local),
-        SLURM_NODEID=str(node), SLURM_NTASKS="8", SLURM_STEP_NUM_TASKS="8", SLURM_STEP_TASKS_PER_NODE="4(x2)",
-        SLURMD_NODENAME=f"n{node}", SLURM_STEP_NODELIST="n[0-1]", MASTER_ADDR="localhost", MASTER_PORT=str(port),
-    )  # fmt: skip
-    os.environ.update(variables)
-
-
-def meet(number: int, port: int, shown: dict[int, str], cyclic: bool = False) -> dict[str, Any]:
-    """What a task finds that sees only the devices shown[number]."""
-    as_task(number, port, cyclic=cyclic, ROCR_VISIBLE_DEVICES=shown.get(number, ""))
-    order = "pp-tp-dp"
-    with connect(detect_launch(), timedelta(seconds=180), placing=Placing(ORDER, rank_order=order)) as rendezvous:
-        launch = rendezvous.launch
-        assert (dist.get_rank(), os.environ["RANK"]) == (launch.rank, str(launch.rank))
-        assert rendezvous.serves_store == (launch.task == 0)
-        record = FlightState.read(bytes(rendezvous.flight.buffer))
-        assert record is not None and record.rank == launch.rank
-        topology = Topology.create(2, 2, order=order)
-        total = torch.tensor([float(launch.task)])
-        dist.all_reduce(total, group=topology.tensor.handle)
-        return {
-            "rank": launch.rank, "task": launch.task, "local": launch.local_rank, "places": rendezvous.places,
-            "notices": rendezvous.notices, "server": rendezvous.server, "tensor": tuple(topology.tensor.ranks),
-            "tasks of the tensor group": total.item(),
-        }  # fmt: skip
-
-
-def test_processes_take_the_ranks_of_their_devices() -> None:
-    """On the first node tasks have devices 3, 2, 1, 0, on the second 0, 1, 2, 3."""
-    devices = [3, 2, 1, 0, 0, 1, 2, 3]
-    found = run_processes(8, meet, free_port(), {task: str(device) for task, device in enumerate(devices)})
-    expected = [4 * (task // 4) + ORDER.index(device) for task, device in enumerate(devices)]
-    assert [f["rank"] for f in found] == expected == [2, 0, 3, 1, 5, 7, 4, 6]
-    assert [(f["task"], f["local"]) for f in found] == [(task, task % 4) for task in range(8)]
-    assert found[0]["places"] == [f"n{n}:cpu (device {device})" for n in range(2) for device in ORDER]
-    assert all(f["notices"] == [] and f["server"] == 2 for f in found)
-    # Two stages vary fastest, then the two ranks of a tensor group: rank 0's is {0, 2}, of tasks 1 and 0.
-    assert found[1]["tensor"] == found[0]["tensor"] == (0, 2)
-    assert found[0]["tasks of the tensor group"] == 1.0
-
-
-@pytest.mark.slow
-def test_a_node_whose_devices_are_not_known_keeps_its_ranks() -> None:
-    # The second task sees two devices, and has neither a number nor an address to go by: it stands for local rank 1.
-    shown = {0: "3", 1: "2,3", 2: "1", 3: "0", 4: "3", 5: "2", 6: "1", 7: "0"}
-    found = run_processes(8, meet, free_port(), shown)
-    assert [f["rank"] for f in found] == [0, 1, 2, 3, 6, 4, 7, 5]
-    assert all("(n0) stay as launched: their devices are 3, 1, 1, 0" in f["notices"][0] for f in found)
-
-
-@pytest.mark.slow
-def test_tasks_that_are_dealt_out_over_nodes_keep_their_ranks() -> None:
-    found = run_processes(8, meet, free_port(), {task: str(task // 2) for task in range(8)}, True)
-    assert [f["rank"] for f in found] == list(range(8))
-    assert "--distribution=block" in found[0]["notices"][0]
-
-
-def test_places_have_the_numbers_that_only_all_together_know() -> None:
-    """Each task of the node calls its device 0; the one with the higher bus address comes first."""
-    meeting = Rendezvous(Launch(world_size=2), torch.device("cpu"), timedelta(seconds=5), Placing((0, 1)))
-    meeting._store = dist.HashStore()
-    for task, bus in enumerate((7, 3)):
-        hello = {"node": "n", "pid": 10 + task, "device": "cuda:0", "identity": str(bus), "backend": "gloo",
-                 "number": 0, "address": (0, bus, 0), "near": (), "agreed": "", "notices": ()}  # fmt: skip
-        meeting._store.set(f"hello/{task}", json.dumps(hello))
-    assert meeting._gather_hellos(time.monotonic() + 60) == ""
-    meeting._take_rank()
-    assert (meeting.launch.rank, meeting.launch.task, meeting.server, meeting.notices) == (1, 0, 1, [])
-    assert meeting.places == ["n:cuda:0", "n:cuda:0 (device 1)"]
-    assert [meeting._place(rank) for rank in range(2)] == [
-        "n:cuda:0, process 11, task 1", "n:cuda:0 (device 1), process 10, task 0"
-    ]  # fmt: skip
-
-
-def disagree(number: int, port: int) -> str:
-    as_task(number, port)
-    placing = Placing(ORDER, rank_order="tp-pp-dp" if number == 5 else "tp-dp-pp")
-    with pytest.raises(LaunchError) as caught:
-        connect(detect_launch(), timedelta(seconds=180), placing=placing)
-    return str(caught.value)
-
-
-def test_processes_that_place_differently_are_refused_everywhere() -> None:
-    for text in run_processes(8, disagree, free_port()):
-        assert "rank 5 (n1:cpu (device 1)) has rank order tp-pp-dp, device order 2,0,3,1" in text
-
-
-def fail_later(number: int, port: int, victim: int) -> tuple[str, bool]:
-    """One task dies after the meeting; what the others say, and whether one of them is to act on it."""
-    as_task(number, port, ROCR_VISIBLE_DEVICES=str(number % 4))
-    rendezvous = connect(detect_launch(), timedelta(seconds=180), placing=Placing(ORDER))
-    try:
-        dist.barrier()  # nobody still connects; those that are still in here when the task dies see it here
-        if number == victim:
-            os._exit(9)
-        dist.all_reduce(torch.ones(1))
-    except RuntimeError as error:
-        text = str(rendezvous.explain(error))
-        rendezvous.close()
-        return text, rendezvous.speaks
-    return "nothing happened", False
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_dead_rank_is_named_by_its_rank(victim: int) -> None:
-    """Task 0, which serves the store, has device 0 and so rank 1; task 1 has device 1 and so rank 3."""
-    outcomes = run_processes_raw(8, fail_later, free_port(), victim)
-    found = [value for number, (_, value) in enumerate(outcomes) if number != victim]
-    assert all(ok for number, (ok, _) in enumerate(outcomes) if number != victim), found
-    assert sum(speaks for _, speaks in found) == 1
-    for text, _ in found:
-        if victim == 0:
-            assert "rank 1, which serves the store" in text, text
-        else:
-            assert "no sign of life from rank 3: died or was killed (rank 3 on n0:cpu (device 1), process" in text, text
-            assert ", task 1)" in text

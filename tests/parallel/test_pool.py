@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -37,6 +36,7 @@ def fail(number: int) -> int:
     raise ValueError(f"no {number}")
 
 
+@pytest.mark.slow
 @METHODS
 def test_answers_come_in_order_from_processes_that_were_started(method: str) -> None:
     with process_pool(2, method, "killed", start, 100) as run:  # type: ignore[arg-type]
@@ -67,6 +67,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @METHODS
 def test_ctrl_c_while_they_start_ends_none_of_them(method: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
@@ -75,7 +76,7 @@ def test_ctrl_c_while_they_start_ends_none_of_them(method: str, tmp_path: Path) 
         (tmp_path / "sitecustomize.py").write_text(AT_START)
     done = subprocess.run(
         [sys.executable, str(program)], env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}, capture_output=True,
-        text=True, timeout=300, check=False,
+        text=True, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (0, "[0, 1, 2, 3]\n", "")
 
@@ -91,14 +92,12 @@ with process_pool(2, "fork", "killed") as run:
 """
 
 
+@pytest.mark.slow
 def test_they_end_with_the_process_that_was_killed() -> None:
+    """They hold its output open: it ends with the last of them."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen([sys.executable, "-c", WAITS], env=environ, stdout=subprocess.PIPE, text=True) as first:
         assert first.stdout is not None
         assert [first.stdout.readline() for _ in range(2)] == ["waits\n"] * 2
-        children = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
         first.kill()
-        until = time.monotonic() + 300
-        while any(Path(f"/proc/{child}").exists() for child in children) and time.monotonic() < until:
-            time.sleep(0.1)
-        assert not first.stdout.read() and not any(Path(f"/proc/{child}").exists() for child in children)
+        assert first.stdout.read() == ""

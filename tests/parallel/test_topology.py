@@ -1,4 +1,4 @@
-"""Rank numbers and groups, against grids of numpy and against real processes."""
+"""Rank numbers and groups, against grids of numpy. Groups of real processes: test_lost_ranks.py."""
 from __future__ import annotations
 
 import itertools
@@ -6,15 +6,12 @@ import itertools
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.parallel import RANK_ORDERS
 from megatron.errors import ConfigError
-from megatron.parallel.launch import connect, detect_launch
 from megatron.parallel.topology import Layout, Topology
-from tests.helpers.processes import run_processes
 
 LAYOUTS = st.builds(Layout, *[st.integers(1, 4)] * 3, st.sampled_from(RANK_ORDERS))
 
@@ -56,7 +53,7 @@ def test_neighbours_talk_most() -> None:
 
 @pytest.mark.parametrize(("world", "tensor", "pipeline", "better"), [(6, 4, 1, 4), (2, 2, 2, 4), (9, 2, 2, 8)])
 def test_worlds_that_do_not_divide(world: int, tensor: int, pipeline: int, better: int) -> None:
-    with pytest.raises(ConfigError, match=f"world size {world} .*start {better} processes"):
+    with pytest.raises(ConfigError, match=f"{world}.* {better} processes"):
         Layout.for_world(world, tensor, pipeline)
 
 
@@ -115,30 +112,6 @@ def test_description_names_places() -> None:
     assert lines[2].endswith("0 (n0:cuda:0), 4 (n1:cuda:0)")
     assert lines[3].endswith("0 (n0:cuda:0), 2 (n0:cuda:2)")
     assert "... 8 more" in Topology.from_layout(Layout(tensor=24), 0).describe()
-
-
-def sums_over_groups(rank: int, order: str) -> dict[str, float]:
-    """Sum of global ranks over each group of this process."""
-    with connect(detect_launch()):
-        topology = Topology.create(2, 2, order=order)
-        found = {}
-        for name in ("world", "tensor", "data", "pipeline", "model", "embedding"):
-            group = getattr(topology, name)
-            x = torch.tensor([float(rank)])
-            dist.all_reduce(x, group=group.handle)
-            found[name] = x.item()
-        return found
-
-
-@pytest.mark.parametrize("order", ["tp-dp-pp", pytest.param("pp-dp-tp", marks=pytest.mark.slow)])
-def test_real_groups_hold_the_ranks_they_say(order: str) -> None:
-    ranks = grid(Layout(tensor=2, pipeline=2, data=2, order=order))
-    for rank, found in enumerate(run_processes(8, sums_over_groups, order)):
-        (p,), (d,), (t,) = np.nonzero(ranks == rank)
-        assert found == {
-            "world": 28, "tensor": ranks[p, d].sum(), "data": ranks[p, :, t].sum(), "pipeline": ranks[:, d, t].sum(),
-            "model": ranks[:, d].sum(), "embedding": ranks[:, d, t].sum(),
-        }  # fmt: skip
 
 
 def test_one_process_has_groups_that_never_communicate() -> None:

@@ -1,0 +1,121 @@
+"""Ranks for tests of the meeting: threads of this process, or processes, whose time limits the test ends."""
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.parallel import meeting, rendezvous
+from megatron.parallel.launch import Launch
+from megatron.parallel.placing import Placing
+from megatron.parallel.rendezvous import Rendezvous
+from tests.helpers.fault_points import on
+from tests.helpers.processes import free_port
+
+LONG = timedelta(seconds=180)  # only what hangs takes so long
+ANSWER_S, LINGER_S = 40.0, 20.0  # in place of 5 s each: by the real clock nobody is given up
+
+
+class Patience:
+    """A clock that stands still until all has come that can come, for code that polls and sleeps by it.
+
+    Once for each of `over`, in their order: when that says so, `passing` seconds are gone.
+    """
+
+    def __init__(self, *over: Callable[[], bool], passing: float = ANSWER_S + 1) -> None:
+        self._over, self._passing, self._now = list(over), passing, 0.0
+        self._asking = threading.Lock()
+
+    def __call__(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(0.002)
+        if self._asking.acquire(blocking=False):  # several threads may sleep
+            try:
+                if self._over and self._over[0]():
+                    self._now += self._passing
+                    del self._over[0]
+            finally:
+                self._asking.release()
+
+
+def be_patient(patch: pytest.MonkeyPatch) -> None:
+    """Limits by the real clock, for hosts that never answer, become limits for what hangs."""
+    for module in (meeting, rendezvous):
+        patch.setattr(module, "ANSWER_S", ANSWER_S)
+    patch.setattr(meeting, "_CLAIM_S", ANSWER_S)
+    patch.setattr(rendezvous, "_LINGER_S", LINGER_S)
+
+
+def patient_connection(launch: Launch, survivors: Sequence[int] = (), placing: Placing | None = None) -> Rendezvous:
+    """Of a process that ends with its case: a roll call is over when the survivors have answered it, and the rank with
+    the store waits no longer when they have left."""
+    be_patient(pytest.MonkeyPatch())
+    met: list[Rendezvous] = []
+    on("megatron.parallel.met", met.append)  # type: ignore[arg-type]
+    keys, count = [f"answer/{rank}" for rank in survivors], len(survivors)
+    clock = Patience(
+        lambda: bool(keys and met) and met[0].store.check(keys), lambda: met[0].store.add("left", 0) >= count
+    )
+    return Rendezvous.join(launch, torch.device("cpu"), LONG, placing, clock, clock.sleep)
+
+
+class Apart(Rendezvous):
+    """A rank that is one of several in this process: everything but torch.distributed, over a store on a port."""
+
+    def _initialise(self) -> None:
+        pass
+
+
+class InMemory(Apart):
+    """The same over a store in memory, which asks no name server for addresses."""
+
+    stores: ClassVar[dict[int, dist.HashStore]] = {}
+
+    def _open_store(self, deadline: float) -> Any:
+        return dist.PrefixStore(self._prefix, self._client(False))
+
+    def _client(self, serve: bool) -> Any:
+        return self.stores.setdefault(self.launch.master_port, dist.HashStore())
+
+
+Step = Callable[[Apart], Any]
+
+
+def ranks_in_threads(
+    numbers: Sequence[int], size: int, step: Step = lambda _: None, clocks: Mapping[int, Patience] | None = None,
+    kind: type[Apart] = InMemory, **launch: Any,
+) -> list[Any]:
+    """What `step` returns, or the error, of ranks that meet: thread i is rank numbers[i] of so many."""
+    port = launch.pop("master_port", None) or free_port()
+    found: list[Any] = [None] * len(numbers)
+
+    def run(thread: int, rank: int) -> None:
+        clock = (clocks or {}).get(thread) or Patience()
+        described = Launch(
+            rank=rank, local_rank=rank, world_size=size, local_world_size=size, master_port=port, node=f"n{rank}",
+            job=f"test.{os.getpid()}.{port}", launcher="torchrun", **launch,
+        )  # fmt: skip
+        try:
+            joined = kind.join(described, torch.device("cpu"), LONG, None, clock, clock.sleep)
+            try:
+                found[thread] = step(joined)  # type: ignore[arg-type]
+            finally:
+                joined.close()
+        except Exception as error:
+            found[thread] = error
+
+    threads = [threading.Thread(target=run, args=one) for one in enumerate(numbers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found

@@ -1,0 +1,276 @@
+"""Ranks that meet, part, fail and do not come, as threads of one process; gloo and real deaths: test_lost_ranks.py."""
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.errors import LaunchError, LostRankError
+from megatron.parallel import meeting, rendezvous, report
+from megatron.parallel.launch import Launch, connect
+from megatron.parallel.placing import Placing
+from megatron.parallel.rendezvous import Rendezvous
+from tests.helpers.clock import VirtualClock
+from tests.helpers.processes import free_port
+from tests.parallel.meetings import LONG, Apart, Patience, be_patient, ranks_in_threads
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_patient(monkeypatch)
+    monkeypatch.setenv("RES_OPTIONS", "timeout:1 attempts:1")  # torch's store asks for the names of addresses
+
+
+def others(ranks: list[Any], *left_out: int) -> list[Any]:
+    return [found for rank, found in enumerate(ranks) if rank not in left_out]
+
+
+def test_ranks_meet_at_the_store_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchrun's: none of them serves it; when it is gone, the launcher is named."""
+    port = free_port()
+    store = dist.TCPStore("127.0.0.1", port, None, is_master=True, timeout=LONG, wait_for_workers=False)
+    places = ["n0:cpu", "n1:cpu", "n2:cpu"]
+
+    def meet(rank: Apart) -> tuple[bool, list[str]]:
+        return rank.serves_store, rank.places
+
+    launcher = dict(kind=Apart, master_port=port, store_served=True)
+    assert ranks_in_threads([0, 1, 2], 3, meet, **launcher) == [(False, places)] * 3  # type: ignore[arg-type]
+    gone, left = threading.Event(), threading.Barrier(2)
+
+    def see_it_go(rank: Apart) -> str:
+        nonlocal store
+        assert rank.places
+        if left.wait() == 0:
+            store = None  # type: ignore[assignment]
+            gone.set()
+        gone.wait()
+        rank._watcher.join()  # type: ignore[union-attr]
+        return str(rank.explain(RuntimeError("closed")))
+
+    for text in ranks_in_threads([0, 1], 2, see_it_go, **launcher):  # type: ignore[arg-type]
+        assert "launcher" in text and f"127.0.0.1:{port}" in text
+
+
+def test_a_rank_that_does_not_come_is_named_by_all_others() -> None:
+    """And those that came are listed. By its clock, rank 0 gives up when all others are there."""
+    said = [threading.Event() for _ in range(4)]
+
+    class Watched(Patience):
+        def __init__(self, rank: int) -> None:
+            super().__init__(lambda: rank == 0 and said[1].is_set() and said[3].is_set(), passing=LONG.seconds + 1)
+            self._rank = rank
+
+        def sleep(self, seconds: float) -> None:
+            said[self._rank].set()  # others than rank 0 wait only after their hello
+            super().sleep(seconds)
+
+    for error in ranks_in_threads([0, 1, 3], 4, clocks={thread: Watched(r) for thread, r in enumerate((0, 1, 3))}):
+        assert isinstance(error, LaunchError) and "rank 2 of 4" in str(error), error
+        assert all(f"rank {rank} on n{rank}:cpu" in str(error) for rank in (0, 1, 3))
+
+
+def test_rank_0_that_does_not_come_is_named_with_its_address() -> None:
+    clock, port = VirtualClock(), free_port()
+    launch = Launch(rank=1, world_size=2, master_port=port)
+    with pytest.raises(LaunchError) as caught:
+        Apart.join(launch, CPU, LONG, None, clock, clock.sleep)
+    assert "rank 0" in str(caught.value) and f"127.0.0.1:{port}" in str(caught.value)
+
+
+def test_a_store_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a host that lost power: the connection stands, and nothing comes."""
+    monkeypatch.setattr(meeting, "ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(LaunchError) as caught:
+            Apart.join(Launch(rank=1, world_size=2, master_port=port), CPU, timedelta(seconds=0.2))
+    assert "rank 0" in str(caught.value) and f"127.0.0.1:{port}" in str(caught.value)
+
+
+@pytest.mark.parametrize(("numbers", "twice"), [([0, 1, 1], 1), ([0, 0, 1], 0)])
+def test_two_processes_with_one_rank_are_refused_everywhere(numbers: list[int], twice: int) -> None:
+    """At once, and with the name of the other one: nobody waits for a rank that cannot come."""
+    for error in ranks_in_threads(numbers, 3, kind=Apart):
+        assert isinstance(error, LaunchError) and f"two processes say they are rank {twice}" in str(error), error
+        assert len(re.findall(rf"n{twice}:cpu, process \d+", str(error))) == 2
+
+
+def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_CLAIM_S", 0.1)
+    with socket.socket() as other:
+        other.bind(("0.0.0.0", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        launch = Launch(world_size=2, local_world_size=2, master_port=port, launcher="torchrun")
+        with pytest.raises(LaunchError, match=f"port {port}.*MASTER_PORT"):
+            connect(launch, LONG)
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_failure_reaches_the_others(failing: int) -> None:
+    """The rank that serves the store stays until they have heard it."""
+    failed = threading.Event()
+
+    def fail_or_ask(rank: Apart) -> tuple[type, str, str]:
+        if rank.launch.rank == failing:
+            rank.fail("DataError: corpus.bin is truncated")
+            failed.set()
+            return str, "", ""
+        failed.wait()
+        error = rank.explain(RuntimeError("closed"))
+        return type(error), str(error), str(rank.explain(error))
+
+    for kind, text, again in others(ranks_in_threads([0, 1, 2], 3, fail_or_ask), failing):
+        assert kind is LaunchError and text == again, "not lost: it said why"
+        assert f"rank {failing} (n{failing}:cpu" in text and "DataError: corpus.bin is truncated" in text
+
+
+def test_what_was_heard_outlives_the_store() -> None:
+    """Rank 0 fails and ends, with the store, before the others see that something is wrong."""
+    heard, gone, met = threading.Barrier(3), threading.Event(), threading.Barrier(3)
+
+    def fail_or_ask(rank: Apart) -> tuple[type, str]:
+        met.wait()
+        if rank.launch.rank == 0:
+            rank.fail("DataError: corpus.bin is truncated")
+            heard.wait()
+            rank._store, rank._store_lost = None, True
+            gone.set()
+            rank._watcher.join()  # type: ignore[union-attr]
+            return str, ""
+        while not rank._heard:
+            threading.Event().wait(0.002)
+        heard.wait()
+        gone.wait()
+        rank._watcher.join()  # type: ignore[union-attr]
+        error = rank.explain(RuntimeError("closed"))
+        return type(error), str(error)
+
+    for kind, text in ranks_in_threads([0, 1, 2], 3, fail_or_ask, kind=Apart)[1:]:
+        assert kind is LaunchError and "DataError: corpus.bin is truncated" in text
+
+
+def test_a_job_that_waits_is_told_where_its_ranks_are() -> None:
+    """Nobody died or failed: all answer with what their main thread is doing, which here is this test."""
+    explained = threading.Event()
+
+    def ask(rank: Apart) -> LaunchError | None:
+        if rank.launch.rank == 0:
+            error = rank.explain(RuntimeError("Timed out waiting 10000ms"))
+            explained.set()
+            return error
+        explained.wait()
+        return None
+
+    error, _, _ = ranks_in_threads([0, 1, 2], 3, ask)
+    assert isinstance(error, LostRankError)
+    where = re.search(r"rank 0-2 in (\w+) \((\w+\.py):\d+\)", str(error))
+    assert where and where.groups() == ("ranks_in_threads", "meetings.py")
+    assert "10000ms" in str(error)
+
+
+def test_a_second_connection_is_refused() -> None:
+    with connect(Launch(), LONG):
+        with pytest.raises(LaunchError, match="initialised"):
+            connect(Launch(), LONG)
+        assert os.environ["WORLD_SIZE"] == "1"
+    assert "WORLD_SIZE" not in os.environ
+
+
+def test_a_host_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo then gets the loopback interface, for processes of one host."""
+    monkeypatch.setattr(rendezvous, "host_name_is_local", lambda: False)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    with connect(Launch(), LONG):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+        dist.barrier()
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_the_time_limit_is_that_of_every_collective() -> None:
+    with connect(Launch(), timedelta(seconds=123)):
+        backend = dist.group.WORLD._get_backend(CPU)  # type: ignore[union-attr]
+        assert backend.options._timeout == timedelta(seconds=123)
+
+
+def hello(node: str, device: str, identity: str, **more: Any) -> str:
+    told = {"node": node, "pid": 1, "device": device, "identity": identity, "backend": "cpu:gloo,cuda:nccl"}
+    return json.dumps({**told, "number": 0, "near": (), "agreed": "", "notices": (), **more})
+
+
+def gathered(hellos: list[str], placing: Placing | None = None) -> tuple[Rendezvous, str]:
+    """The first process, with these hellos in its store, and the error that it finds in them."""
+    first = Rendezvous(Launch(world_size=len(hellos), local_world_size=len(hellos)), CPU, LONG, placing)
+    first._store = dist.HashStore()
+    for task, text in enumerate(hellos):
+        first._store.set(f"hello/{task}", text)
+    return first, first._gather_hellos(LONG.total_seconds())
+
+
+def test_ranks_that_cannot_work_together_are_refused() -> None:
+    good = [hello("n1", "cuda:0", "A"), hello("n2", "cuda:0", "A")]
+    _, error = gathered([*good, hello("n2", "cuda:0", "A")])
+    assert "ranks 1 and 2" in error and "cuda:0 of node n2" in error
+    _, error = gathered([*good, hello("n2", "cuda:0", "B", backend="gloo")])
+    assert "rank 2 (n2:cuda:0) uses gloo" in error
+    _, error = gathered([*good, hello("n2", "cuda:1", "B", agreed="rank order pp-tp-dp")])
+    assert "rank 2 (n2:cuda:1" in error and "rank order pp-tp-dp" in error
+
+
+def test_places_have_the_numbers_that_only_all_together_know() -> None:
+    """Each task of the node calls its device 0; the one with the higher bus address comes first."""
+    first, error = gathered(
+        [hello("n", "cuda:0", str(bus), address=(0, bus, 0), pid=10 + task) for task, bus in enumerate((7, 3))],
+        Placing((0, 1)),
+    )
+    assert error == ""
+    first._take_rank()
+    assert (first.launch.rank, first.launch.task, first.server, first.notices) == (1, 0, 1, [])
+    assert first.places == ["n:cuda:0", "n:cuda:0 (device 1)"]
+    assert [first._place(rank) for rank in range(2)] == [
+        "n:cuda:0, process 11, task 1", "n:cuda:0 (device 1), process 10, task 0"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("world_size", "lazy"), [(1024, None), (2048, "1")])
+def test_gloo_beside_nccl_in_a_large_world(monkeypatch: pytest.MonkeyPatch, world_size: int, lazy: str | None) -> None:
+    """The steps before torch.distributed starts on a device: the device is current; gloo connects on demand."""
+    done: list[Any] = []
+
+    def start(backend: str, **_: Any) -> None:
+        done.append((backend, os.environ.get("TORCH_GLOO_LAZY_INIT")))
+
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", done.append)
+    monkeypatch.setattr(dist, "init_process_group", start)
+    rank = Rendezvous(Launch(rank=1, world_size=world_size), torch.device("cuda", 3), LONG)
+    rank._store = dist.HashStore()
+    rank._initialise()
+    # Once for the thread that starts torch.distributed: each has a current device of its own.
+    assert done == [torch.device("cuda", 3), torch.device("cuda", 3), ("cpu:gloo,cuda:nccl", lazy)]
+    rank.close()
+    assert "TORCH_GLOO_LAZY_INIT" not in os.environ
+
+
+def test_bounded_gives_up_in_time_and_when_woken() -> None:
+    never, woken = threading.Event(), threading.Event()
+    woken.set()
+    with pytest.raises(LaunchError, match=r"0.05 s"):
+        report.bounded(never.wait, 0.05, "gloo did not start")
+    with pytest.raises(LaunchError, match="another rank"):
+        report.bounded(never.wait, 60, "gloo did not start", woken)
+    never.set()
+    assert report.bounded(lambda: 3, 60, "", threading.Event()) == 3
+    with pytest.raises(KeyError):
+        report.bounded(lambda: {}[1], 60)
