@@ -159,6 +159,17 @@ def test_a_job_that_somebody_ended_stays_out_of_the_queue(tmp_path):
     assert ["scontrol", "requeue", "77"] not in [call.words for call in ended.calls]
 
 
+@pytest.mark.parametrize(("signal", "told"), [("USR1", "trap 'exit 0' USR1"), ("TERM", "")])
+def test_a_job_that_saved_after_a_signal_has_ended_well(tmp_path, signal, told):
+    """The script sleeps, in its wait for the tasks, when the signal comes; USR1 it hands on."""
+    asleep = "until read -r state </proc/$$/stat && [[ $state == *') S '* ]]; do :; done"
+    then = "while :; do :; done" if told else "exit 0"
+    tasks = f"{told or ':'}; {asleep}; kill -{signal} $$; {then}"
+    ended = train(tmp_path, STUB_srun=f"[[ $* != *{PROGRAM}* ]] || {{ {tasks}; }}")
+    assert ended.code == 0, ended.log
+    assert ["scontrol", "requeue", "77"] not in [call.words for call in ended.calls]
+
+
 @pytest.mark.parametrize(("ends", "code", "requeued"), [
     (("Exited with exit code 1", "Exited with exit code 75"), 1, False),  # a bug, or out of memory, on one rank
     (("Exited with exit code 75", "Exited with exit code 75"), 75, True),
