@@ -94,12 +94,6 @@ def test_answers_come_from_one_pass_or_the_other_and_are_the_same_for_a_seed() -
     assert set(slower) == {1.0, 1.5} and 0.3 < slower.count(1.5) / SIZE < 0.7
 
 
-def test_noise_is_apart_from_a_shift_of_the_whole_machine() -> None:
-    alternating = made(second_pass=lambda index: 1.2 * (1.0 if index % 3 else 1.1))
-    noise = alternating.noise()
-    assert noise.shift == pytest.approx(0.2) and noise.median == pytest.approx(0.0) and noise.high == pytest.approx(0.1)
-
-
 def test_a_pass_is_read_from_the_trials_and_their_metrics(tmp_path: Path) -> None:
     candidates = made().candidates
     (tmp_path / "trials" / "0001").mkdir(parents=True)
@@ -140,15 +134,6 @@ def test_random_finds_it_on_average_when_the_urn_says(monkeypatch: pytest.Monkey
     assert abs(sum(found) / len(seeds) - mean) < 4 * deviation
 
 
-def test_failures_are_told_as_failures_and_the_named_layout_is_a_valid_one() -> None:
-    replays, table, failed = module("tuner_replay"), made(), module("tuner_table").Measured((), HANG)
-    best = table.candidates[table.best].key
-    broken = dataclasses.replace(table, passes=tuple({**measured, best: failed} for measured in table.passes))
-    replay = replays.replay(broken, search_of("exhaustive", True, whole=True), 1)
-    assert replay.tried[0] == table.best and replay.named[0] is None and math.isinf(replay.regret(broken, 1))
-    assert replay.found_at(broken) == 2 and replay.regret(broken, 2) == pytest.approx(0.0)
-
-
 def test_a_bayesian_search_stops_at_half_and_finds_the_best_with_a_true_prior() -> None:
     pytest.importorskip("sklearn")
     pytest.importorskip("optuna")
@@ -159,26 +144,6 @@ def test_a_bayesian_search_stops_at_half_and_finds_the_best_with_a_true_prior() 
 
 
 # -- what is reported --------------------------------------------------------------------------------------------------
-
-
-def test_a_limit_holds_only_where_every_seed_meets_it() -> None:
-    replays, report, table = module("tuner_replay"), module("tuner_report"), made()
-    search, others = search_of("optuna", True, 4), [i for i in range(SIZE) if i != made().best]
-    quarter = SIZE // 4
-
-    def at(number: int, seed: int) -> Any:
-        tried = (*others[: number - 1], table.best, *others[number - 1 : SIZE // 2 - 1])
-        named = tuple(table.best if n >= number else others[0] for n in range(1, len(tried) + 1))
-        return replays.Replay(search, seed, tried, named)
-
-    (meets,) = report.rows_of(table, [at(2, 1), at(quarter, 0)])
-    assert meets.trials == (quarter, 2) and meets.allowed == quarter and meets.holds
-    (misses,) = report.rows_of(table, [at(2, 0), at(quarter + 1, 1)])
-    assert not misses.holds
-    shown = report.replay_table(table, [meets, misses]).splitlines()
-    assert f"| {quarter}, 2 | {(quarter + 2) / 2:g} | {quarter} | 24 % | {quarter} | yes |" in shown[2]
-    assert f"| {quarter + 1} | 25 % | {quarter} | **no** |" in shown[3]
-    assert report.as_json(table, [misses])[0]["holds"] is False
 
 
 def test_what_is_measured_again_is_named_by_all_its_measurements() -> None:

@@ -24,7 +24,6 @@ from megatron.errors import ConfigError
 from megatron.planning.cluster import load_cluster
 from megatron.tuning.report import importance, plots, tables
 from megatron.tuning.report.best import best_command
-from megatron.tuning.report.context import amount, value_text
 from megatron.tuning.report.importance import Importance, measured_importance, predicted_importance, worths
 from megatron.tuning.report.tables import summary
 from megatron.tuning.report.write import ReportContext, write_report
@@ -225,17 +224,21 @@ def hand_made(rates: list[float | None], predicted: list[float]) -> ReportContex
     return ReportContext("x", "X", (parameter,), trials, candidates, "tokens_per_s", "chance")
 
 
+def says(line: str, *words: str) -> None:
+    """A line has these names and figures."""
+    assert all(word in line for word in words), (line, words)
+
+
 def test_gains_over_the_planners_first_and_the_median() -> None:
     lines = summary(hand_made([100.0, 125.0, None, 80.0], [110.0, 100.0, 90.0, 80.0]))
-    assert lines[0].startswith("Best: a=1 (trial 2): 125 tokens/s, 0.008 s a step over 5 steady steps")
-    assert lines[1].startswith("The next, a=0 (trial 1), is 20.0 % behind, more than noise explains")
-    assert lines[2] == "25.0 % more throughput than the planner's first, a=0 (trial 1)."
-    assert lines[3] == "25.0 % more throughput than the median of 3 valid layouts."
-    assert lines[4] == "4 of 4 layouts were tried, searched by chance."
-    assert lines[5] == "Without valid figures: 1 hang."
+    says(lines[0], "a=1", "trial 2", "125 tokens/s", "0.008 s", "5 steady")
+    says(lines[1], "a=0", "trial 1", "20.0 %", "more than noise")
+    says(lines[2], "25.0 %", "planner's first", "a=0")
+    says(lines[3], "25.0 %", "median of 3")
+    says(lines[4], "4 of 4", "chance")
+    says(lines[5], "1 hang")
     # 10 %, -20 % and 0 % off in rates: a step of 1/110 where it took 1/100 is 9.1 % off.
-    assert lines[6].startswith("The planner's steps are 9.1 % off in the median, 25.0 % at most; of two layouts it")
-    assert "in 67 % of pairs" in lines[6]
+    says(lines[6], "9.1 %", "median", "25.0 %", "67 % of pairs")
 
 
 def test_the_planners_first_may_fail_or_be_untried_or_best() -> None:
@@ -264,7 +267,7 @@ def test_node_hours_prefer_few_nodes() -> None:
 def test_node_hours_are_compared_as_they_are_paid(tmp_path: Path) -> None:
     """80 tokens a second where the best has 100 are a quarter more node-hours, everywhere."""
     whole = dataclasses.replace(hand_made([100.0, 80.0], [1.0, 1.0]), objective="node_hours")
-    assert summary(whole)[1].startswith("The next, a=1 (trial 2), takes 25.0 % more node-hours, more than noise")
+    says(summary(whole)[1], "a=1", "25.0 % more node-hours", "more than noise")
     text = write_report(tmp_path, whole)[0].read_text()
     assert "| +25.0 % | 0.0125 |" in text and "| 1: +25.0 % |" in text and "node-hours with others" in text
     rates = write_report(tmp_path, dataclasses.replace(whole, objective="tokens_per_s"))[0].read_text()
@@ -292,11 +295,6 @@ def test_an_invalid_trial_is_never_best() -> None:
     assert lines[0].startswith("Best: a=0") and "Without valid figures: 1 invalid." in lines
 
 
-def test_values_as_they_are_read() -> None:
-    assert [value_text(v) for v in (None, True, False, 1, 0.25, "x")] == ["none", "on", "off", "1", "0.25", "x"]
-    assert (amount(1234567.0), amount(0.012345)) == ("1,234,567", "0.01235")
-
-
 def repeated(outcomes: dict[int, list[float | str]]) -> ReportContext:
     """Layouts a=0, a=1, ... with the outcome of each of their trials: a rate, or how it failed."""
     whole = hand_made([None], [1.0] * len(outcomes))
@@ -315,10 +313,9 @@ def repeated(outcomes: dict[int, list[float | str]]) -> ReportContext:
 def test_all_runs_of_a_layout_count_once_and_together(tmp_path: Path) -> None:
     whole = repeated({0: [100.0, 80.0], 1: [98.0, 97.0, 96.0], 2: [50.0]})
     lines = summary(whole)
-    assert lines[0].startswith("Best: a=1 (trials 2, 5, 6: measured 3 times, 2.1 % apart): 97 tokens/s, 0.01031 s a "
-                               "step over 15 steady steps")  # fmt: skip
-    assert lines[1].startswith("The next, a=0 (trials 1, 4), is 8.4 % behind, within the noise (trials of one layout")
-    assert "3 of 3 layouts were tried, searched by chance; 3 more trial(s) measured leading ones again." in lines
+    says(lines[0], "a=1", "2, 5, 6", "3 times", "2.1 %", "97 tokens/s", "0.01031 s", "15 steady")
+    says(lines[1], "a=0", "1, 4", "8.4 %", "within the noise")
+    assert any("3 of 3 layouts" in line and "3 more" in line for line in lines)
     (worth,) = worths(whole)
     assert [(v.valid, v.failed, v.loss) for v in worth.values] == [(1, 0, pytest.approx(1 - 8 / 9 / 0.97)),
                                                                    (1, 0, 0.0), (1, 0, pytest.approx(1 - 50 / 97))]
@@ -334,20 +331,19 @@ def test_all_runs_of_a_layout_count_once_and_together(tmp_path: Path) -> None:
 
 def test_what_fails_when_it_is_run_again_is_not_named_without_a_word() -> None:
     lines = summary(repeated({0: [100.0, "hang"], 1: [90.0, "crash", 90.0], 2: [50.0, "lost rank"]}))
-    assert lines[0].startswith("Best: a=1 (trials 2, 7: measured 2 times, 0.0 % apart)")
-    assert lines[1] == "1 of its 3 trials gave no valid figures (trial 5: crash): see to the reason before a long run."
-    assert lines[2] == "a=0 was better in trial 1, but is not named: trial 4: hang."
-    assert lines[3].startswith("The next, a=2 (trial 3), is 44.4 % behind, more than noise explains")
+    says(lines[0], "a=1", "2, 7", "2 times", "0.0 %")
+    says(lines[1], "1 of its 3", "trial 5: crash")
+    says(lines[2], "a=0", "trial 1", "trial 4: hang")
+    says(lines[3], "a=2", "trial 3", "44.4 %", "more than noise")
     # Nothing measures again what has failed.
     lines = summary(repeated({0: [100.0, 100.0], 1: [99.0, "crash", 99.0], 2: [98.0]}))
-    assert lines[1].startswith("The next, a=1 (trials 2, 6), is 1.0 % behind, within the noise (trials of one layout")
-    assert lines[1].endswith("): it may be as good.")
+    says(lines[1], "a=1", "2, 6", "1.0 %", "within the noise")
 
 
 def test_no_layout_has_figures_although_trials_had() -> None:
     lines = summary(repeated({0: [90.0, 100.0, "hang", "crash"], 1: ["crash"]}))
-    assert lines[-2:] == ["a=0 had 100 tokens/s in trial 3, but is not named: trial 4: hang, trial 5: crash.",
-                          "No layout has valid figures: there is no best layout."]  # fmt: skip
+    says(lines[-2], "a=0", "100 tokens/s", "trial 3", "trial 4: hang", "trial 5: crash")
+    says(lines[-1], "no best layout")
 
 
 # -- importance --------------------------------------------------------------------------------------------------------
