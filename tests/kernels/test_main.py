@@ -81,10 +81,14 @@ def test_every_operator_has_a_case() -> None:
 def test_the_self_test(
     kernels: library.Found, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """And that torch's operators, which serve where there is no library, compute the same."""
     monkeypatch.setenv(library.OVERRIDE, str(kernels.path))
     assert command.main(["--device", "cpu"]) == 0
     verdicts = {words[0]: words[1] for line in capsys.readouterr().out.splitlines() if len(words := line.split()) > 1}
     assert {verdicts[name] for name in self_test.CASES} == {"ok"}
+    monkeypatch.setenv(library.OVERRIDE, "none")
+    library.forget()
+    assert not [result.line for result in self_test.run(torch.device("cpu")) if not result.ok]
 
 
 @pytest.mark.gpu

@@ -10,12 +10,13 @@ without a fault, then once for each number, in processes forked from one that ha
 """
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +36,6 @@ from tests.helpers.kernels import (
     simulator_library,
 )
 from tests.helpers.killing import forked, wait_for
-from tests.helpers.processes import run_processes
 
 
 @dataclass(frozen=True)
@@ -379,12 +379,12 @@ def test_planted_faults(name: str, sanitized: bool, tmp_path: Path) -> None:
     assert not left, "faults that no test found:\n" + "\n".join(left)
 
 
-def check_norms(built: str, number: int) -> None:
+def check_norms(built: str, number: int, check_norm: Callable[..., None]) -> None:
     """Tensors around a pack, a block and a chunk, aligned or not, with the fault of this number."""
-    from tests.kernels.numerics.test_optimizer import check_norm
-
-    if number:  # what is wrong then is nobody's concern
+    if number:  # how it ends is nobody's concern
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        faulthandler.disable()
+    torch.set_num_threads(1)
     os.environ |= {library.OVERRIDE: built, "MEGATRON_MUTANT": str(number)}
     library.forget()
     assert library.find("cpu").target == "simulator"
@@ -393,21 +393,21 @@ def check_norms(built: str, number: int) -> None:
             check_norm([5, 1030, 0, 4096, 4097, 1], dtype, offset, factor, "cpu", 2)
 
 
-def check_norms_with_each_fault(_: int, built: str, numbers: Sequence[int]) -> dict[int, int]:
-    """The exit code of a process for each number."""
-    return {number: wait_for(forked(lambda number=number: check_norms(built, number))) for number in numbers}
-
-
 @needs_simulator
 @pytest.mark.slow
 def test_the_norm_of_gradients_on_the_simulator(tmp_path: Path) -> None:
     """The representative of both campaigns: right without a fault, wrong without a barrier and with each other one."""
+    from tests.kernels.numerics.test_optimizer import check_norm  # takes seconds, which no child shall spend
+
     files = ("scaling.cpp", "tensor_list.h")
     mutants = [m for m in TOPICS["optimizer"].mutants if m.file in files and not m.sanitized]
     faults = dict(enumerate(mutants, 1))
     plant(faults, tmp_path / "sources")
     built = simulator_library(tmp_path, 64, PLAIN, ("scaling",), tmp_path / "sources")
-    (codes,) = run_processes(1, check_norms_with_each_fault, str(built), [0, *faults])
+    codes = {
+        number: wait_for(forked(lambda number=number: check_norms(str(built), number, check_norm)))
+        for number in (0, *faults)
+    }
     assert codes.pop(0) == 0
     missed = [faults[number].name for number, code in codes.items() if code == 0]
     assert len(codes) >= 6 and not missed

@@ -65,6 +65,7 @@ def test_in_every_format(shape, dtype, fused):
     assert dict(seen.calls) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])
 @pytest.mark.parametrize("case", CASES)
 def test_documents(case, fused):
@@ -173,6 +174,7 @@ def test_the_gradient_of_queries_adds_up_in_fp32(monkeypatch, dtype, fused):
     assert q.grad[-1, 0, 0, 0] == exact.to(dtype) > torch.tensor(32 * 2.0**-8 / 2)
 
 
+@pytest.mark.slow
 # Products of one head may add up in another order than those of four: in fp32 some units of 2^-24. In bf16 a sum may
 # then be rounded to its neighbour: 2^-8 of it, after which scores of size 3 move weights by 3 times that at most.
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2.0**-20), (torch.bfloat16, 2.0**-6)], ids=str)
@@ -261,6 +263,7 @@ def test_gradients_with_dropout(fused):
         assert (a.double() - b).norm() <= 2.0**-20 * b.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])
 def test_nothing_is_of_the_size_of_the_sample_squared(fused):
     s = 1280

@@ -15,11 +15,9 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config import Config
-from megatron.errors import KernelError
 from megatron.kernels.choose import ALL, Fusions
 from megatron.kernels.ops import dropout as dropout_kernel
 from megatron.layers.context import CallContext
-from megatron.layers.cross_entropy import vocab_parallel_cross_entropy
 from megatron.layers.dropout import bias_dropout_add, keyed_dropout
 from megatron.layers.mlp import MLP
 from megatron.layers.norm import Norm
@@ -27,7 +25,6 @@ from megatron.layers.parameters import normal
 from megatron.layers.rotary import RotaryEmbedding
 from megatron.layers.transformer import TransformerLayer
 from megatron.parallel.random import DropoutKey
-from megatron.parallel.topology import Group
 from tests.helpers.fusions import Operators, context
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -247,44 +244,6 @@ def test_rotary_reads_queries_and_keys_where_they_lie(restarted):
     assert [n for n in seen.sizes if n > angles[0].numel()] == [k.numel(), q.numel()]  # the results
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_cross_entropy_in_place(dtype):
-    labels = torch.randint(0, 40, (5, 3), generator=torch.Generator().manual_seed(1))
-    weights = torch.rand(5, 3)
-    values = (randn(5, 3, 48) * 4).to(dtype)
-    out = []
-    for fused in (True, False):
-        x = values.clone().requires_grad_()
-        with Operators() as seen:
-            loss = vocab_parallel_cross_entropy(x * 1, labels, Group((0,), 0), real=40, fused=fused)
-            (gradient,) = torch.autograd.grad((loss * weights).sum(), x)
-        assert bool(seen.calls) == fused and loss.dtype == torch.float32
-        out.append([loss.detach(), gradient])
-        assert not gradient[..., 40:].any()
-    check_close(*out, dtype)
-
-
-def test_the_gradient_takes_the_place_of_the_logits():
-    labels = torch.tensor([[1, 2], [3, 0]])
-    logits = randn(2, 2, 48).requires_grad_() * 1.0
-    with Allocations(logits) as seen:
-        loss = vocab_parallel_cross_entropy(logits, labels, Group((0,), 0), fused=True).sum()
-        (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True)
-    assert gradient.data_ptr() == logits.data_ptr() and seen.elements < logits.numel()
-    torch.testing.assert_close(gradient.sum(-1), torch.zeros(2, 2), atol=1e-6, rtol=0)
-    with pytest.raises(KernelError, match="logits"):
-        torch.autograd.grad(loss, logits)
-
-
-def test_logits_that_somebody_changed_are_noticed():
-    logits = randn(2, 2, 48).requires_grad_() * 1.0
-    loss = vocab_parallel_cross_entropy(logits, torch.zeros(2, 2, dtype=torch.long), Group((0,), 0), fused=True).sum()
-    with torch.no_grad():
-        logits.add_(1.0)
-    with pytest.raises(RuntimeError, match="inplace"):
-        loss.backward()
-
-
 LAYER = dict(
     num_layers=2, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, seq_length=12, micro_batch_size=2,
     global_batch_size=2, position_embedding_type="rope", hidden_dropout=0.0, attention_dropout=0.0,
@@ -314,6 +273,7 @@ SHAPES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @SHAPES
 def test_whole_layer(fields):
     (found, seen), (expected, unseen) = (layer_results(f, torch.float32, **fields) for f in (ALL, NONE))
@@ -325,6 +285,7 @@ def test_whole_layer(fields):
         assert fewer and fewer.total() < seen.calls.total()
 
 
+@pytest.mark.slow
 @SHAPES
 def test_kernels_round_no_more_than_torch(fields):
     """bf16, against the same layer in fp32: one rounding where torch has several, so its error is the bound.
@@ -341,6 +302,7 @@ def test_kernels_round_no_more_than_torch(fields):
         assert (a.float() - c).norm() < 1.5 * (b.float() - c).norm() + 2**-9 * c.norm()
 
 
+@pytest.mark.slow
 def test_the_residual_sum_goes_into_the_norm():
     fields = dict(add_bias_linear=False)
     for kind in ("layernorm", "rmsnorm"):
@@ -362,6 +324,7 @@ def test_every_site_of_a_layer_has_a_mask_of_its_own(monkeypatch):
     assert len(seeds) == len(set(seeds)) == 3
 
 
+@pytest.mark.slow
 def test_dropout_of_a_layer_by_the_kernel_repeats():
     fields = dict(hidden_dropout=0.2, attention_dropout=0.1)
     a, seen = layer_results(ALL, torch.float32, DropoutKey(1, 2), **fields)

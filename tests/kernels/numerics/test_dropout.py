@@ -7,12 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.kernels.ops import dropout
 from megatron.kernels.ops.dropout import bias_dropout_add
 from tests.kernels.numerics.reference import (
     EXAMPLES,
     ROWS,
-    SIMULATED,
     WIDTHS,
     assert_close,
     devices,
@@ -72,22 +70,6 @@ def test_known_words() -> None:
 @devices
 @types
 @EXAMPLES
-@given(rows=ROWS, columns=WIDTHS, probability=PROBABILITIES, moved=st.booleans(), seed=SEEDS)
-def test_mask_is_philox(
-    device: str, dtype: torch.dtype, rows: int, columns: int, probability: float, moved: bool, seed: int
-) -> None:
-    """Forward and backward, whatever the width, the type and the address."""
-    x = torch.ones(rows, columns, dtype=dtype, device=device)
-    x = (moved_on(x) if moved else x).requires_grad_()
-    y = bias_dropout_add(x, None, None, probability, seed)
-    y.backward(torch.ones_like(y))
-    expected = kept((rows, columns), probability, seed).to(device) * torch.tensor(1 / (1 - probability)).to(dtype)
-    assert torch.equal(y, expected.to(y)) and torch.equal(x.grad, expected.to(y))
-
-
-@devices
-@types
-@EXAMPLES
 @given(
     rows=ROWS, columns=WIDTHS, probability=st.one_of(st.just(0.0), PROBABILITIES), moved=st.booleans(),
     biased=st.booleans(), added=st.booleans(), seed=SEEDS,
@@ -132,27 +114,6 @@ def test_bias_gradient_of_many_rows(device: str, columns: int) -> None:
 
 
 @devices
-def test_law_of_the_mask(device: str) -> None:
-    """The share of what is kept, and no correlation between neighbouring seeds, rows or elements, within 5 sigma.
-
-    The seeds are fixed, so that this passes or fails for good.
-    """
-    rows, columns = (64, 1024) if SIMULATED else (1024, 1024)
-    count, x = rows * columns, torch.ones(rows, columns, device=device)
-    for probability in (0.1, 0.5):
-        deviation = (probability * (1 - probability)) ** 0.5
-        masks = []
-        for seed in (0, 1, 2, 2**32, 2**62):
-            mask = (bias_dropout_add(x, None, None, probability, seed) != 0).double().cpu()
-            assert abs(mask.mean() - (1 - probability)) < 5 * deviation / count**0.5
-            masks.append((mask - mask.mean()) / deviation)
-        pairs = [(a, b) for i, a in enumerate(masks) for b in masks[:i]]
-        pairs += [(m[1:], m[:-1]) for m in masks] + [(m[:, k:], m[:, :-k]) for m in masks for k in (1, 2, 4)]
-        for a, b in pairs:
-            assert abs((a * b).mean()) < 5 / a.numel() ** 0.5
-
-
-@devices
 def test_seed_and_place_alone_count(device: str) -> None:
     """The same mask again for the same seed, in any shape; another for another seed."""
     x = torch.ones(4, 6, 10, device=device)
@@ -184,31 +145,6 @@ def test_empty(device: str) -> None:
         y = bias_dropout_add(x, bias, torch.zeros(shape, device=device), 0.1, 0)
         y.sum().backward()
         assert y.shape == shape and torch.equal(bias.grad, torch.zeros_like(bias))
-
-
-@without_simulator
-@types
-@pytest.mark.parametrize("biased", [False, True])
-def test_fallback(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, biased: bool) -> None:
-    """Torch's operators: the same law, the same mask forward and backward, the same in float64 apart from the mask."""
-    monkeypatch.setattr(dropout, "available", lambda device: False)
-    probability, shape = 0.25, (50, 400)
-    ones = torch.ones(shape, dtype=dtype)
-    mask = bias_dropout_add(ones, None, None, probability, 3) != 0
-    assert abs(mask.double().mean() - 0.75) < 5 * (0.25 * 0.75 / mask.numel()) ** 0.5
-    x, residual, dy = (random(shape, dtype, "cpu", i).requires_grad_(i < 2) for i in range(3))
-    bias = random(shape[1:], dtype, "cpu", 4).requires_grad_() if biased else None
-    y = bias_dropout_add(x, bias, residual, probability, 3)
-    y.backward(dy)
-    factor = mask.double() / 0.75
-    wide = (exact(x) + (exact(bias) if bias is not None else 0)).detach() * factor
-    want = wide + exact(residual).detach()
-    assert_close(y, want, dtype, 3 * 2.0**-24 * wide.abs() + 2.0**-24 * want.abs())
-    g = exact(dy).detach() * factor
-    assert_close(x.grad, g, dtype, 2.0**-23 * g.abs())
-    assert torch.equal(residual.grad, dy)
-    if bias is not None:
-        assert_close(bias.grad, g.sum(0), dtype, (shape[0] + 2) * 2.0**-24 * g.abs().sum(0))
 
 
 def test_what_is_refused() -> None:

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.kernels.ops import norm
 from megatron.kernels.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from tests.kernels.numerics.reference import (
     EXAMPLES,
@@ -22,7 +21,6 @@ from tests.kernels.numerics.reference import (
     random,
     refused,
     types,
-    without_simulator,
 )
 
 EPS = 1e-5
@@ -123,6 +121,7 @@ def compare(rows: int, n: int, dtype: torch.dtype, device: str, case: Case, seed
             assert_close(found[2], g.sum(0), dtype, arithmetic * g.abs().sum(0))
 
 
+@pytest.mark.slow
 @devices
 @types
 @EXAMPLES
@@ -135,6 +134,7 @@ def test_against_float64(device: str, dtype: torch.dtype, rows: int, n: int, cas
 PACKED = [torch.float32, torch.bfloat16] if SIMULATED else TYPES
 
 
+@pytest.mark.slow
 # Each kernel's widest row, in packs of 16 bytes, and past it to where the sums have a kernel of their own.
 @devices
 @pytest.mark.parametrize("dtype", PACKED)
@@ -148,6 +148,7 @@ def test_wide_rows(device: str, dtype: torch.dtype, rms: bool, packs: int) -> No
     compare(3, packs * 16 // dtype.itemsize, dtype, device, Case(rms=rms, added=packs % 2 == 0), packs)
 
 
+@pytest.mark.slow
 # Groups of 16 lanes, of a wave and of a block; more rows than blocks at work at a time.
 @devices
 @pytest.mark.parametrize("dtype", PACKED)
@@ -243,16 +244,6 @@ def test_strided_inputs_are_copied(device: str) -> None:
     y, total = add_layer_norm(x, x, weight, None, EPS)
     expected, _ = add_layer_norm(x.contiguous(), x.contiguous(), weight, None, EPS)
     assert total.is_contiguous() and torch.equal(y, expected)
-
-
-@without_simulator
-@types
-@pytest.mark.parametrize("case", [Case(), Case(rms=True, one_plus=True, added=True), Case(added=True, shift=3.0)])
-def test_without_kernels(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, case: Case) -> None:
-    """torch's operators in the kernels' place keep the same bounds."""
-    monkeypatch.setattr(norm, "available", lambda device: False)
-    for rows, n in ((0, 8), (9, 1), (5, 1000)):
-        compare(rows, n, dtype, "cpu", case, 8)
 
 
 def test_what_is_refused() -> None:

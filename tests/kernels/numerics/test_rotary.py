@@ -1,12 +1,10 @@
 """Rotary embedding: values and gradients against float64, for slices of a fused projection and tables of any kind."""
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.kernels.ops import rotary as module
 from megatron.kernels.ops.rotary import rotate
 from tests.kernels.numerics.reference import (
     EXAMPLES,
@@ -123,23 +121,6 @@ def test_nan_stays_with_its_pair(device: str) -> None:
     cos, sin = tables(1, 1, 16, False, device, 1)
     x[0, 0, 0, 3] = x[0, 0, 1, 35] = float("nan")
     assert rotate(x, cos, sin).isnan().nonzero()[:, 2:].tolist() == [[0, 3], [0, 19], [1, 35]]
-
-
-@without_simulator
-@devices
-@types
-@pytest.mark.parametrize("half", [0, 5, 8])
-def test_without_a_library(device: str, dtype: torch.dtype, half: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "available", lambda device: False)
-    x = random((3, 2, 2, 16), dtype, device, 0).requires_grad_()
-    cos, sin = tables(3, 2, half, True, device, 1)
-    wide = exact(x)
-    want, y = turned(wide, cos, sin), rotate(x, cos, sin)
-    assert_close(y, want, dtype, ARITHMETIC * size(wide, half))
-    dy = random((3, 2, 2, 16), dtype, device, 2)
-    y.backward(dy)
-    want.backward(exact(dy).detach())
-    assert_close(x.grad, wide.grad, dtype, ARITHMETIC * size(exact(dy), half))
 
 
 @without_simulator
