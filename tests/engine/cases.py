@@ -1,15 +1,23 @@
 """What the processes of the engine tests do."""
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import deepspeed.runtime.bf16_optimizer as bf16_optimizer
+import pytest
 import torch
 
+import megatron.engine.engine as engine_module
+from megatron.config.training import KernelConfig
+from megatron.engine.adamw import FusedAdamW
 from megatron.engine.engine import Engine, StepResult
 from megatron.errors import ConfigError
+from megatron.kernels.choose import Fusions
 from megatron.parallel.topology import Topology
 from tests.engine import toy
 from tests.helpers.groups import join
+from tests.helpers.training import train_in_process
 
 STEPS = 3
 
@@ -90,7 +98,148 @@ def unequal_groups(topology: Topology) -> str:
     return "no error"
 
 
-ALL = tuple((precision, stage) for precision in ("fp32", "bf16", "fp16") for stage in (0, 1))
+# -- reduction behind backward passes, gathering behind forward passes ------------------------------------------------
+
+
+def contribute(engine: Engine, topology: Topology, step: int, micro_batch: int, skip: str = "") -> None:
+    """What layers and hooks do in a backward pass; the last rank goes through the parameters the other way round."""
+    parameters = list(engine.chunks.parameters())[:: 1 if topology.data.is_last else -1]
+    for p in parameters:
+        if p.sharding.name != skip:
+            g = (toy.gradient(p, topology, step, micro_batch) * engine.loss_scale).to(p.dtype)
+            p.gradient_sink.add(g)
+
+
+def overlapped(topology: Topology, precision: str, stage: int, overlap: bool, trouble: str = "") -> dict[str, Any]:
+    """Four steps and their results, the buckets on their way before each, and the last state.
+
+    trouble, in the third step   'missing': one rank has no gradient of `mixed`; 'infinite': one rank's `up.bias` is;
+                                 'broken': it ends in the middle, on each rank elsewhere, and is done again
+    """
+    fields = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
+    engine = Engine(toy.config(precision, stage, **fields), topology, toy.build(topology))
+    last, sent = topology.rank == topology.world.size - 1, []
+    results: list[StepResult] = []
+    for s in range(4):
+        if s == 2 and trouble == "broken":
+            engine.begin(toy.MICRO_BATCHES)
+            for m in range(toy.MICRO_BATCHES - last):
+                contribute(engine, topology, 50, m)
+            engine.clear_gradients()
+        engine.begin(toy.MICRO_BATCHES)
+        for m in range(toy.MICRO_BATCHES):
+            contribute(engine, topology, s, m, "mixed" if s == 2 and last and trouble == "missing" else "")
+            if s == 2 and trouble == "infinite" and last and m == 0:
+                for p in engine.chunks.parameters():
+                    engine.gradient(p).view(-1)[0] = float("inf")
+        sent.append((engine._gradients._sent, len(engine._gradients.buckets)))
+        results.append(engine.step(lr(s)))
+    engine.wait_for_weights()
+    return {
+        "results": results, "sent": sent, "state": toy.state_pieces(engine), "weights": toy.weight_pieces(engine)
+    }  # fmt: skip
+
+
+def refused(topology: Topology) -> list[str]:
+    """A gradient after the last one, and a second begin; nothing hangs afterwards."""
+    engine = Engine(toy.config(), topology, toy.build(topology))
+    messages = []
+
+    def passes(count: int) -> None:
+        for m in range(count):
+            contribute(engine, topology, 0, m % toy.MICRO_BATCHES)
+
+    engine.begin(toy.MICRO_BATCHES)
+    passes(toy.MICRO_BATCHES)
+    engine.step(toy.LR)
+    for wrong in (lambda: passes(1), lambda: engine.begin(toy.MICRO_BATCHES)):
+        engine.begin(toy.MICRO_BATCHES)
+        passes(toy.MICRO_BATCHES)
+        try:
+            wrong()
+        except ConfigError as error:
+            messages.append(str(error))
+        engine.clear_gradients()
+    engine.begin(toy.MICRO_BATCHES)
+    passes(toy.MICRO_BATCHES)
+    engine.step(toy.LR)
+    return messages
+
+
+GPT = dict(pipeline_model_parallel_size=2, enable_zbh1_pipeline=True, bf16=True)
+
+# -- FusedAdamW ------------------------------------------------------------------------------------------------------
+
+
+def fused_engine(topology: Topology, precision: str, zero_stage: int, fused: bool = True, **fields: Any) -> Engine:
+    """With FusedAdamW, also where no kernels are loaded: torch's operators serve then."""
+    whole = toy.config(precision, zero_stage, **fields)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "choose_fusions", lambda *_: Fusions(optimizer=fused))
+        engine = Engine(SimpleNamespace(**vars(whole), kernels=KernelConfig()), topology, toy.build(topology))
+    assert isinstance(engine._basic, FusedAdamW) == fused
+    return engine
+
+
+def step(engine: Engine, topology: Topology, s: int) -> StepResult:
+    toy.backward(engine, topology, s)
+    return engine.step(lr(s), weight_decay(s))
+
+
+def updated(
+    topology: Topology, precision: str, zero_stage: int, fused: bool, bad: bool = False, **fields: Any
+) -> dict[str, Any]:
+    """Results and everything after the last step; with `bad`, the last rank gets an infinite gradient in the second."""
+    engine, results = fused_engine(topology, precision, zero_stage, fused, **fields), []
+    for s in range(STEPS):
+        toy.backward(engine, topology, s)
+        if bad and s == 1 and topology.rank == topology.world.size - 1:
+            engine.gradient(next(engine.chunks.parameters())).view(-1)[0] = float("inf")
+        results.append(engine.step(lr(s), weight_decay(s)))
+    return {
+        "results": results, "state": toy.state_pieces(engine), "weights": toy.weight_pieces(engine),
+        "scalars": engine.scalars(),
+    }  # fmt: skip
+
+
+def resumed(topology: Topology, precision: str, from_fused: bool) -> list[dict[str, Any]]:
+    """An engine that trains on, and a fused one that takes over its state through fragments and scalars."""
+    first, second = fused_engine(topology, precision, 1, from_fused), fused_engine(topology, precision, 1)
+    for s in range(2):
+        step(first, topology, s)
+    for a, b in zip(first.fragments(), second.fragments(), strict=True):
+        b.master.copy_(a.master)
+        for name in a.moments:
+            b.moments[name].copy_(a.moments[name])
+    second.load_scalars(first.scalars())
+    second.update_working_weights()
+    assert all(torch.equal(a, b) for a, b in zip(first.chunks.parameters(), second.chunks.parameters(), strict=True))
+    results = [(step(first, topology, 2), step(second, topology, 2))]
+    return [
+        {"result": result, "state": toy.state_pieces(e), "weights": toy.weight_pieces(e), "scalars": e.scalars()}
+        for e, result in zip((first, second), results[0], strict=True)
+    ]
+
+
+def one_pass(topology: Topology) -> dict[str, Any]:
+    """A bf16 step in which DeepSpeed's own clipping and copying would be errors."""
+    engine = fused_engine(topology, "bf16", 1)
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("a pass that the update makes unnecessary")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bf16_optimizer, "clip_tensors_by_global_norm", never)
+        patch.setattr(type(engine._optimizer), "update_lp_params", never)
+        results = [step(engine, topology, s) for s in range(2)]
+    return {"results": results, "state": toy.state_pieces(engine), "weights": toy.weight_pieces(engine)}
+
+
+# -- all of it -------------------------------------------------------------------------------------------------------
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+ALL = tuple((precision, stage) for precision in PRECISIONS for stage in (0, 1))
+BOTH = (True, False)
 
 
 def on_one(rank: int) -> dict[str, Any]:
@@ -101,7 +250,16 @@ def on_one(rank: int) -> dict[str, Any]:
 
 def on_two(rank: int) -> dict[str, Any]:
     topology = join()
-    return {f"1x1x2 {p} {z}": train(topology, p, z) for p, z in ALL}
+    out: dict[str, Any] = {f"1x1x2 {p} {z}": train(topology, p, z) for p, z in ALL}
+    out |= {f"overlap 1x1x2 {p} {z} {o}": overlapped(topology, p, z, o) for p, z in ALL for o in BOTH}
+    for t in ("missing", "infinite", "broken"):
+        out |= {f"overlap {t} {p} {o}": overlapped(topology, p, 1, o, t) for p in ("fp32", "bf16") for o in BOTH}
+    out["refused"] = refused(topology)
+    out |= {f"fused 1x1x2 {p} {z} {f}": updated(topology, p, z, f) for p, z in ALL for f in BOTH}
+    out |= {f"fused no clipping {f}": updated(topology, "bf16", 1, f, clip_grad=0.0) for f in BOTH}
+    out |= {f"fused wide clip {f}": updated(topology, "bf16", 1, f, clip_grad=1e3) for f in BOTH}
+    out |= {f"resumed {p} {f}": resumed(topology, p, f) for p in PRECISIONS for f in BOTH}
+    return out | {"one pass": one_pass(topology)}
 
 
 def on_four(rank: int) -> dict[str, Any]:
@@ -110,6 +268,13 @@ def on_four(rank: int) -> dict[str, Any]:
     out: dict[str, Any] = {f"2x2x1 {p} {z}": train(both, p, z) for p, z in ALL if z == 1}
     out |= {f"2x1x2 {p} {z}": train(tensor_data, p, z) for p, z in (("fp32", 1), ("bf16", 1), ("fp16", 0))}
     out |= {f"1x2x2 {p} {z}": train(pipe_data, p, z) for p, z in (("fp32", 0), ("bf16", 0), ("fp16", 1))}
-    out |= {f"bad 2x2x1 {p}": bad_gradient(both, p, 1, "mixed") for p in ("fp32", "bf16", "fp16")}
+    out |= {f"bad 2x2x1 {p}": bad_gradient(both, p, 1, "mixed") for p in PRECISIONS}
     out |= {f"bad 1x2x2 {p}": bad_gradient(pipe_data, p, z, "down") for p, z in (("fp32", 1), ("bf16", 1), ("fp16", 0))}
-    return out | {"unequal groups": unequal_groups(both)}
+    out["unequal groups"] = unequal_groups(both)
+    for o in BOTH:
+        out |= {f"overlap 2x1x2 {p} {z} {o}": overlapped(tensor_data, p, z, o) for p, z in (("fp32", 1), ("bf16", 1))}
+        chosen = (("fp32", 1), ("bf16", 1), ("fp16", 0))
+        out |= {f"overlap 1x2x2 {p} {z} {o}": overlapped(pipe_data, p, z, o) for p, z in chosen}
+        out[f"gpt {o}"] = train_in_process(rank, {**GPT, "overlap_grad_reduce": o, "overlap_param_gather": o}, 3)
+    out |= {f"fused 2x2x1 {p} 1 {f}": updated(both, p, 1, f) for p in PRECISIONS for f in BOTH}
+    return out | {f"fused bad {p} {f}": updated(both, p, 1, f, True) for p in ("bf16", "fp16") for f in BOTH}

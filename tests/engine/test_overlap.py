@@ -1,207 +1,20 @@
-"""Reduction behind backward passes and gathering behind forward passes give the bits that they give without."""
+"""Buckets of gradients, and weights that are waited for before they are used. Under the engine: test_engine.py."""
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from megatron.engine import weights as engine_weights
 from megatron.engine.bucket_size import bucket_elements
 from megatron.engine.buckets import Bucket
-from megatron.engine.engine import Engine, StepResult
 from megatron.engine.optimizer import parameter_groups, unique_parameters
 from megatron.engine.weights import WeightGather
 from megatron.engine.zero import scale_and_square
-from megatron.errors import ConfigError
 from megatron.parallel.sharding import Sharding
 from megatron.parallel.topology import Group, Topology
-from tests.engine import cases, toy
-from tests.helpers.groups import join
-from tests.helpers.processes import run_processes
-from tests.helpers.training import BASE, train_in_process
-
-MICRO_BATCHES = toy.MICRO_BATCHES
-
-
-def contribute(engine: Engine, topology: Topology, step: int, micro_batch: int, skip: str = "") -> None:
-    """What layers and hooks do in a backward pass; the last rank goes through the parameters the other way round."""
-    parameters = list(engine.chunks.parameters())[:: 1 if topology.data.is_last else -1]
-    for p in parameters:
-        if p.sharding.name != skip:
-            g = (toy.gradient(p, topology, step, micro_batch) * engine.loss_scale).to(p.dtype)
-            p.gradient_sink.add(g)
-
-
-def train(topology: Topology, precision: str, stage: int, overlap: bool, trouble: str = "") -> dict[str, Any]:
-    """Four steps and their results, the buckets on their way before each, and the last state.
-
-    trouble, in the third step   'missing': one rank has no gradient of `mixed`; 'infinite': one rank's `up.bias` is;
-                                 'broken': it ends in the middle, on each rank elsewhere, and is done again
-    """
-    fields = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
-    engine = Engine(toy.config(precision, stage, **fields), topology, toy.build(topology))
-    last, sent = topology.rank == topology.world.size - 1, []
-    results: list[StepResult] = []
-    for s in range(4):
-        if s == 2 and trouble == "broken":
-            engine.begin(MICRO_BATCHES)
-            for m in range(MICRO_BATCHES - last):
-                contribute(engine, topology, 50, m)
-            engine.clear_gradients()
-        engine.begin(MICRO_BATCHES)
-        for m in range(MICRO_BATCHES):
-            contribute(engine, topology, s, m, "mixed" if s == 2 and last and trouble == "missing" else "")
-            if s == 2 and trouble == "infinite" and last and m == 0:
-                for p in engine.chunks.parameters():
-                    engine.gradient(p).view(-1)[0] = float("inf")
-        sent.append((engine._gradients._sent, len(engine._gradients.buckets)))
-        results.append(engine.step(cases.lr(s)))
-    engine.wait_for_weights()
-    return {
-        "results": results, "sent": sent, "state": toy.state_pieces(engine), "weights": toy.weight_pieces(engine)
-    }  # fmt: skip
-
-
-def refused(topology: Topology) -> list[str]:
-    """A gradient after the last one, and a second begin; nothing hangs afterwards."""
-    engine = Engine(toy.config(), topology, toy.build(topology))
-    messages = []
-
-    def passes(count: int) -> None:
-        for m in range(count):
-            contribute(engine, topology, 0, m % MICRO_BATCHES)
-
-    engine.begin(MICRO_BATCHES)
-    passes(MICRO_BATCHES)
-    engine.step(toy.LR)
-    for wrong in (lambda: passes(1), lambda: engine.begin(MICRO_BATCHES)):
-        engine.begin(MICRO_BATCHES)
-        passes(MICRO_BATCHES)
-        try:
-            wrong()
-        except ConfigError as error:
-            messages.append(str(error))
-        engine.clear_gradients()
-    engine.begin(MICRO_BATCHES)
-    passes(MICRO_BATCHES)
-    engine.step(toy.LR)
-    return messages
-
-
-def on_two(rank: int) -> dict[str, Any]:
-    topology = join()
-    out: dict[str, Any] = {
-        f"1x1x2 {p} {z} {overlap}": train(topology, p, z, overlap) for p, z in cases.ALL for overlap in (True, False)
-    }
-    for trouble in ("missing", "infinite", "broken"):
-        for p in ("fp32", "bf16"):
-            out |= {f"{trouble} {p} {o}": train(topology, p, 1, o, trouble) for o in (True, False)}
-    return out | {"refused": refused(topology)}
-
-
-def on_four(rank: int) -> dict[str, Any]:
-    join(2, 1)
-    tensor_data, pipe_data = Topology.create(2, 1), Topology.create(1, 2)
-    torch.set_num_threads(1)
-    out: dict[str, Any] = {}
-    for o in (True, False):
-        out |= {f"2x1x2 {p} {z} {o}": train(tensor_data, p, z, o) for p, z in (("fp32", 1), ("bf16", 1))}
-        out |= {f"1x2x2 {p} {z} {o}": train(pipe_data, p, z, o) for p, z in (("fp32", 1), ("bf16", 1), ("fp16", 0))}
-    return out
-
-
-@pytest.fixture(scope="module")
-def runs() -> dict[str, list[Any]]:
-    out: dict[str, list[Any]] = {}
-    for n, body in ((2, on_two), (4, on_four)):
-        ranks = run_processes(n, body)
-        out.update({name: [r[name] for r in ranks] for name in ranks[0]})
-    return out
-
-
-def same_bits(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> None:
-    for x, y in zip(a, b, strict=True):
-        assert x["results"] == y["results"] == a[0]["results"]
-        for what in ("state", "weights"):
-            assert x[what].keys() == y[what].keys()
-            for key, pieces in x[what].items():
-                for (place, values), (other, others) in zip(pieces, y[what][key], strict=True):
-                    assert place == other
-                    np.testing.assert_array_equal(values, others, err_msg=key)
-
-
-LAYOUTS = [f"1x1x2 {p} {z}" for p, z in cases.ALL]
-LAYOUTS += ["2x1x2 fp32 1", "2x1x2 bf16 1", "1x2x2 fp32 1", "1x2x2 bf16 1", "1x2x2 fp16 0"]
-TROUBLES = [f"{trouble} {p}" for trouble in ("missing", "infinite", "broken") for p in ("fp32", "bf16")]
-
-
-@pytest.mark.parametrize("name", [*LAYOUTS, *TROUBLES])
-def test_overlapped_is_the_same(runs: dict[str, list[Any]], name: str) -> None:
-    overlapped, plain = runs[f"{name} True"], runs[f"{name} False"]
-    same_bits(overlapped, plain)
-    assert [r.skipped for r in overlapped[0]["results"]] == [False, False, "infinite" in name, False]
-    for rank in overlapped:
-        (first, count), *others = rank["sent"]
-        assert count >= 2 and first == 0, "the first step counts"
-        late = [sent for sent, _ in others if sent < count]
-        assert len(late) == ("missing" in name and rank is overlapped[-1]), "all are on their way before step()"
-    assert all(sent == 0 for rank in plain for sent, _ in rank["sent"])
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_overlapped_equals_adamw_in_float64(runs: dict[str, list[Any]], name: str) -> None:
-    """Bounds and their reasons are those of test_engine; there is a step more, and the first has another rate."""
-    sizes, precision, _ = name.split()
-    factor = 1024.0 if precision == "fp16" else 1.0
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float64)
-    reference, layout = toy.Reference(), tuple(map(int, sizes.split("x")))
-    for s in range(4):
-        gradients = toy.mean_gradients(layout, s, lambda g: (g * factor).to(dtype).double() / factor)  # type: ignore[arg-type]
-        norm = reference.step(gradients, cases.lr(s))
-        assert runs[f"{name} True"][0]["results"][s].grad_norm == pytest.approx(norm, rel=2e-6)
-    state = toy.assemble([r["state"] for r in runs[f"{name} True"]])
-    for key, w in reference.weights.items():
-        np.testing.assert_allclose(state[f"master.{key}"], w.detach().numpy(), rtol=0, atol=3e-6, err_msg=key)
-
-
-def test_a_broken_step_leaves_no_trace(runs: dict[str, list[Any]]) -> None:
-    same_bits(runs["broken fp32 True"], runs["1x1x2 fp32 1 True"])
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_missing_gradient_counts_as_zero(runs: dict[str, list[Any]], overlap: bool) -> None:
-    """What that rank's sum was in the step before must not come again."""
-    reference = toy.Reference()
-    for s in range(4):
-        gradients = toy.mean_gradients((1, 1, 2), s)
-        if s == 2:
-            lacking = [toy.micro_gradient("mixed", s, 1, m).double() for m in range(MICRO_BATCHES)]
-            gradients["mixed"] -= torch.stack(lacking).sum(0) / 2
-        norm = reference.step(gradients, cases.lr(s))
-        assert runs[f"missing fp32 {overlap}"][0]["results"][s].grad_norm == pytest.approx(norm, rel=2e-6)
-
-
-def test_gradients_after_the_last_are_refused(runs: dict[str, list[Any]]) -> None:
-    for late, twice in runs["refused"]:
-        assert "got a gradient more than the 3 that 3 micro-batches" in late and "--no-overlap-grad-reduce" in late
-        assert "call Engine.step() after every Executor.train()" in twice
-
-
-@pytest.mark.parametrize("fields", [{"enable_zbh1_pipeline": True, "bf16": True}])
-def test_gpt_overlapped_is_the_same(fields: dict[str, Any]) -> None:
-    """Weight gradients that wait, of a tied embedding, of autograd: all arrive through hooks and sinks."""
-    fields |= {"pipeline_model_parallel_size": 2}
-    runs = [
-        run_processes(4, train_in_process, {**fields, "overlap_grad_reduce": o, "overlap_param_gather": o}, 3)
-        for o in (True, False)
-    ]
-    for a, b in zip(*runs, strict=True):
-        assert a["history"] == b["history"]
-        for name, (_, values) in a["parameters"].items():
-            np.testing.assert_array_equal(values, b["parameters"][name][1], err_msg=name)
-
+from tests.helpers.training import BASE
 
 # -- gathering ---------------------------------------------------------------------------------------------------------
 

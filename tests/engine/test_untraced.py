@@ -1,15 +1,12 @@
-"""The optimizers are torch's, to the bit, and bring no compiler with them."""
+"""The optimizers are torch's, to the bit. That they bring no compiler with them: test_deepspeed_setup.py."""
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 
 from megatron.engine import untraced
-from tests.helpers.launching import ROOT, TINY
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 1e-2, "weight_decay": 0.1, "fused": True}, "SGD": {"lr": 1e-2, "momentum": 0.9},
@@ -35,19 +32,3 @@ def test_same_as_torch(name: str) -> None:
     assert len(ours) > 2
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert issubclass(getattr(untraced, name), getattr(torch.optim, name))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["torch", "fused"])
-def test_a_run_imports_only_what_it_needs(implementation: str) -> None:
-    """torch's compiler, and its distributed tensors with sympy (for checkpoints), each cost a start 0.4 s and more."""
-    arguments = [*TINY, "--train-iters", "1", "--optimizer-implementation", implementation]
-    code = f"""
-import sys
-from megatron import parse_args, pretrain
-pretrain(parse_args({arguments!r}))
-print("imported:", [name for name in ("torch._dynamo", "torch.distributed.tensor", "sympy") if name in sys.modules])
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=400,
-                          check=True)  # fmt: skip
-    assert "imported: []" in done.stdout
