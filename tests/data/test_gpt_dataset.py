@@ -94,12 +94,6 @@ def test_samples(
         built[len(built)]
 
 
-@given(tokens=st.integers(1, 500), num_samples=st.integers(1, 300), seq_length=st.integers(1, 40))
-def test_number_of_epochs(tokens: int, num_samples: int, seq_length: int) -> None:
-    request = IndexRequest("p", "train", "1", 0, 5, tokens, num_samples, seq_length, 0)
-    assert request.num_epochs == epochs_by_trial(tokens, num_samples, seq_length)
-
-
 def test_cache_names(tmp_path: Path) -> None:
     request = IndexRequest("data/c_text_document", "train", "969, 30, 1", 0, 9, 100, 20, 10, 1234)
     text = (
@@ -159,13 +153,6 @@ def test_damaged_data_are_not_taken_for_a_damaged_index(tmp_path: Path) -> None:
     built._indexed.sizes = np.array([-30, -30], np.int32)
     with pytest.raises(DataError, match=r"x\.idx: byte \d+: sequence"):
         built[0]
-
-
-def test_part_of_the_sequences(tmp_path: Path) -> None:
-    documents = write(tmp_path / "x", [10, 20, 30, 40])
-    built = dataset(tmp_path / "x", 4, 8, bounds=(1, 3), name="valid")
-    expected = expected_samples(documents[1:3], 4, 8, 7)
-    assert [built[i].tolist() for i in range(len(built))] == expected
 
 
 def test_no_tokens(tmp_path: Path) -> None:

@@ -98,18 +98,6 @@ def test_bin_truncated_while_open(tmp_path: Path, mmap: bool, monkeypatch: pytes
         assert indexed.read(0, 0, 2).tolist() == [1, 2]
 
 
-def test_location(tmp_path: Path) -> None:
-    """A staged copy is read, and errors name it, but the data keeps its name."""
-    (tmp_path / "staged").mkdir()
-    write(tmp_path / "staged" / "copy", [[[1, 2]]], "<u2")
-    indexed = IndexedDataset("data/corpus", location=tmp_path / "staged" / "copy")
-    assert indexed.prefix == "data/corpus" and indexed.location == str(tmp_path / "staged" / "copy")
-    assert indexed[0].tolist() == [1, 2]
-    (tmp_path / "staged" / "copy.bin").write_bytes(b"123")
-    with pytest.raises(DataError, match=r"staged/copy\.bin: 3 .*staged/copy\.idx"):
-        IndexedDataset("data/corpus", location=tmp_path / "staged" / "copy")
-
-
 @st.composite
 def pieces(draw: st.DrawFn) -> tuple[list[list[int]], list[tuple[int, int, int]]]:
     """Sequences, and pieces of them as (sequence, offset, length)."""
@@ -143,28 +131,6 @@ def test_gather(tmp_path_factory: pytest.TempPathFactory, case, dtype: str, mmap
         indexed.gather(columns[0].astype(np.int32), columns[1], columns[2], out)
         indexed.prefetch(*columns)
     assert out.tolist() == expected
-
-
-def test_gather_reads_neighbours_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "a", [[list(range(i * 100, i * 100 + 100)) for i in range(20)]], "<i4")
-    indexed = IndexedDataset(tmp_path / "a", mmap=False)
-    reads: list[tuple[int, int]] = []
-    preadv = os.preadv
-
-    def counted(descriptor: int, buffers: list[memoryview], position: int) -> int:
-        reads.append((position, sum(map(len, buffers))))
-        return preadv(descriptor, [buffers[0][:1000]], position)  # short reads go on
-
-    monkeypatch.setattr(os, "preadv", counted)
-    monkeypatch.setattr(indexed_dataset, "_GAP_BYTES", 760)
-    out = np.empty(30, np.int64)
-    # 3 follows 2, a gap of 190 tokens before 5 is read over, 15 is too far; the order is the caller's.
-    indexed.gather([5, 15, 3, 2], [0, 50, 0, 95], [10, 5, 10, 5], out)
-    expected = [*range(500, 510), *range(1550, 1555), *range(300, 310), *range(295, 300)]
-    assert out.tolist() == expected
-    starts = [position for position, _ in reads if position in (295 * 4, 1550 * 4)]
-    assert starts == [295 * 4, 1550 * 4]
-    assert reads[0] == (295 * 4, (510 - 295) * 4) and reads[-1] == (1550 * 4, 20)
 
 
 @pytest.mark.parametrize("few", [0, 100])

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data import packing
-from megatron.data.gpt_dataset import BlendedDataset, GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.packing import PackedDataset, PackedRequest, build_order, build_packing, waste_of
@@ -54,21 +53,6 @@ SIZES = st.lists(st.sampled_from([0, 1, 2]) | st.integers(0, 40), min_size=1, ma
 )
 
 
-@given(sizes=SIZES, seq_length=st.integers(1, 30))
-def test_bins_hold_every_prediction_once(sizes: list[int], seq_length: int) -> None:
-    """The arrays alone: pieces in bins, and the predictions that they are of."""
-    arrays, _ = pack(np.array(sizes, np.int32), seq_length)
-    found = []
-    for first, stop in pairwise(arrays["bin_starts"].tolist()):
-        filled = 0
-        for sequence, offset in arrays["pieces"][first:stop].tolist():
-            length = min(sizes[sequence] - offset, seq_length + 1)
-            found += [(sequence, token) for token in range(offset + 1, offset + length)]
-            filled += length
-        assert 2 <= filled <= seq_length + 1
-    assert sorted(found) == [(sequence, token) for sequence, size in enumerate(sizes) for token in range(1, size)]
-
-
 @pytest.mark.slow
 @examples(10)
 @given(
@@ -100,21 +84,6 @@ def test_every_prediction_once_per_epoch(
             assert counts[start + offset] == (0 if size == 1 else 2 if shared else 1)
     padding = sum(data[sample].tolist().count(PAD) for sample in range(len(once)))
     assert data.waste == pytest.approx(padding / (len(once) * (seq_length + 1)))
-
-
-def test_by_hand(tmp_path: Path) -> None:
-    # Bins of 5. Document 0 (tokens 0..8) is cut into 0..4 and 4..8; 9..11 and 12..13 share a bin; 14 is dropped.
-    write(tmp_path / "x", [9, 3, 2, 1])
-    data = dataset(tmp_path / "x", 1, 4)
-    samples = sorted((data[i].tolist(), data.segments(i).tolist()) for i in range(len(data)))
-    assert samples == [([0, 1, 2, 3, 4], [5]), ([4, 5, 6, 7, 8], [5]), ([9, 10, 11, 12, 13], [3, 2])]
-    assert data.waste == 0 and data.tokens_per_epoch == 8 + 2 + 1 and data[0].dtype == np.int64
-    # 3 and 3 do not fit together: one token of padding in each of two bins of 4.
-    write(tmp_path / "y", [3, 3])
-    other = dataset(tmp_path / "y", 1, 3)
-    assert sorted(other[i].tolist() for i in range(2)) == [[0, 1, 2, PAD], [3, 4, 5, PAD]] and other.waste == 0.25
-    with pytest.raises(IndexError):
-        data[3]
 
 
 def test_order(tmp_path: Path) -> None:
@@ -291,15 +260,3 @@ def test_damaged_cache(tmp_path: Path) -> None:
             broken.append(i)
             data.prefetch(i)
     assert len(broken) == 4
-
-
-def test_in_a_blend(tmp_path: Path) -> None:
-    write(tmp_path / "x", [9, 9, 5])
-    write(tmp_path / "y", [30])
-    packed = [dataset(tmp_path / "x", 3, 8), dataset(tmp_path / "y", 3, 8)]
-    blend = BlendedDataset(packed, [1, 1], 4)
-    assert blend.segments(0).tolist() == packed[0].segments(0).tolist()
-    assert sum(int(len(blend.segments(i)) > 0) for i in range(4)) == 4
-    indexed = IndexedDataset(tmp_path / "x")
-    options = dict(name="train", split="1", bounds=(0, 3), num_samples=2, seq_length=8, seed=1)
-    assert GPTDataset(indexed, **options).segments(0) is None  # type: ignore[arg-type]

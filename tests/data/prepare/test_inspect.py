@@ -20,7 +20,7 @@ from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.prepare import check as checking
 from megatron.data.prepare import inspect as library
 from megatron.data.prepare.check import check
-from megatron.data.prepare.inspect import LengthCounts, count_lengths, decode_leniently, inspect
+from megatron.data.prepare.inspect import count_lengths, decode_leniently, inspect
 from megatron.data.tokenizer import build_tokenizer
 from megatron.errors import DataError
 from tests.data.struct_format import Documents, packed
@@ -63,15 +63,6 @@ def test_lengths(tmp_path_factory: pytest.TempPathFactory, documents: Documents,
     assert (np.diff(edges) >= 1).all()
     if len(full):
         assert number[0] > 0 and number[-1] > 0
-
-
-@given(st.lists(st.integers(1, 2**31 - 1), min_size=1, max_size=30))
-def test_bins_are_of_equal_width_in_the_logarithm(sizes: list[int]) -> None:
-    values, counts = np.unique(np.array(sizes, np.int64), return_counts=True)
-    edges, number, _ = LengthCounts(values, counts).histogram()
-    assert number.sum() == len(sizes) and edges[0] < values[0] and values[-1] < edges[-1]
-    wide = edges[edges > 100]
-    assert np.allclose(np.diff(np.log10(wide)), 1 / library.BINS_PER_DECADE, atol=0.01)
 
 
 @pytest.mark.slow  # matplotlib
