@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.errors import ConfigError
@@ -41,8 +41,8 @@ def either(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @BOTH
 @pytest.mark.usefixtures("either")
-@pytest.mark.parametrize("size, m", [(1, 5), (2, 1), (2, 9), (3, 2), (4, 4), (5, 33), (8, 17)])
-@pytest.mark.parametrize("forward, backward", [(1.0, 2.0), (3.0, 4.0), (5.0, 1.0)])
+@pytest.mark.parametrize("size, m", [(1, 5), (2, 1), (3, 2), (4, 4), (5, 33)])
+@pytest.mark.parametrize("forward, backward", [(1.0, 2.0), (5.0, 1.0)])
 def test_1f1b(size: int, m: int, forward: float, backward: float) -> None:
     """(m + p - 1)(t_f + t_b): Narayanan et al., arXiv 2104.04473, section 2.2.1."""
     run = run_pipeline("1f1b", size, 1, m, even(size, forward, backward))
@@ -53,7 +53,7 @@ def test_1f1b(size: int, m: int, forward: float, backward: float) -> None:
 
 @BOTH
 @pytest.mark.usefixtures("either")
-@pytest.mark.parametrize("size, chunks, m", [(2, 2, 2), (2, 3, 7), (3, 2, 4), (4, 2, 8), (4, 3, 23), (5, 4, 11)])
+@pytest.mark.parametrize("size, chunks, m", [(2, 2, 2), (2, 3, 7), (4, 2, 8), (3, 4, 11)])
 @pytest.mark.parametrize("forward, backward", [(1.0, 2.0), (2.0, 2.0)])
 def test_interleaved(size: int, chunks: int, m: int, forward: float, backward: float) -> None:
     """The bubble is (p - 1)(t_f + t_b) of one chunk: section 2.2.2 of the same; here for any m >= p."""
@@ -77,7 +77,6 @@ positive = st.integers(1, 6).map(float)
 
 
 @given(st.integers(2, 6), st.integers(1, 20), positive, positive, positive)
-@settings(max_examples=150, deadline=None)
 def test_bounds_of_zb_h1(size: int, m: int, forward: float, backward: float, weight: float) -> None:
     """It is never behind 1F1B whose backward pass takes both halves, and never before what any schedule needs: the
     first micro-batch's way there and back, or the last rank's work behind p - 1 forward passes."""
@@ -154,7 +153,6 @@ def run_of(pipeline: Pipeline) -> PipelineRun:
 
 @needs_extension
 @given(pipelines())
-@settings(max_examples=150, deadline=None)
 def test_compiled_is_the_replay_of_the_executors_lists(pipeline: Pipeline) -> None:
     """To the tick, with all that is reported. A pipeline of one rank is summed in the caller's unit."""
     run = run_of(pipeline)
@@ -171,7 +169,6 @@ def test_compiled_is_the_replay_of_the_executors_lists(pipeline: Pipeline) -> No
 
 
 @given(pipelines(most=24))
-@settings(max_examples=150, deadline=None)
 def test_what_holds_of_every_step(pipeline: Pipeline) -> None:
     run = run_of(pipeline)
     spans = timeline(run).ranks
@@ -193,7 +190,6 @@ def test_what_holds_of_every_step(pipeline: Pipeline) -> None:
 
 
 @given(pipelines(most=24), st.data())
-@settings(max_examples=100, deadline=None)
 def test_nothing_is_done_sooner_when_something_takes_longer(pipeline: Pipeline, data: st.DataObject) -> None:
     stage = data.draw(st.integers(0, pipeline.size * pipeline.chunks - 1))
     slower = [time * (1.5 if at == stage else 1) for at, time in enumerate(pipeline.times.forward)]
@@ -220,17 +216,16 @@ def reference_order(name: str, rank: int, size: int, chunks: int, m: int) -> lis
 
 
 @needs_extension
-@pytest.mark.parametrize("size", [2, 3, 4, 7, 8, 16])
-@pytest.mark.parametrize("name, chunks", [("1f1b", 1), ("zb-h1", 1), *(("interleaved", v) for v in (2, 3, 5))])
+@pytest.mark.parametrize("size", [2, 3, 7])
+@pytest.mark.parametrize("name, chunks", [("1f1b", 1), ("zb-h1", 1), *(("interleaved", v) for v in (2, 3))])
 def test_compiled_orders(name: str, chunks: int, size: int) -> None:
-    for m in {1, 2, size - 1, size, size + 1, 2 * size + 3, 4 * size, 61}:
+    for m in {1, 2, size - 1, size, size + 1, 2 * size + 3, 4 * size}:
         lists = compiled_lists(name, size, chunks, m, "computations")
         assert lists == [reference_order(name, rank, size, chunks, m) for rank in range(size)], m
 
 
 @needs_extension
 @given(pipelines(most=60))
-@settings(max_examples=100, deadline=None)
 def test_compiled_instructions(pipeline: Pipeline) -> None:
     """Every send and receive stands where the executor has it."""
     name, size, chunks, m = pipeline.schedule, max(2, pipeline.size), pipeline.chunks, pipeline.micro_batches
@@ -283,7 +278,6 @@ def test_a_step_that_repeats_itself_is_extended(
 
 @needs_extension
 @given(pipelines(most=400).filter(lambda pipeline: pipeline.size > 1))
-@settings(max_examples=150, deadline=None)
 def test_extended_or_not_it_is_the_whole_step(pipeline: Pipeline) -> None:
     whole, run, _ = whole_and_shortened(pipeline)
     assert run == whole
@@ -315,7 +309,6 @@ def test_a_step_that_does_not_repeat_itself_is_run_whole(
 
 @needs_extension
 @given(st.sampled_from(["1f1b", "zb-h1"]), st.integers(2, 5), st.integers(60, 300), st.sampled_from([1e-3, 1e-6, 1e-9]))
-@settings(max_examples=60, deadline=None)
 def test_a_queue_that_grows_slowly_is_not_taken_for_a_repetition(name: str, size: int, m: int, slow: float) -> None:
     """A link that is a little slower than the passes holds nobody up until the queue in front of it is long."""
     pace = 3.0 if name == "zb-h1" else 2.0

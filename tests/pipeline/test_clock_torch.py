@@ -49,7 +49,7 @@ def ones(stages: int, forward: float = 1.0, backward: float = 1.0, weight: float
     return StageTimes((forward,) * stages, (backward,) * stages, (weight,) * stages)
 
 
-SIZES = [(2, 4), (3, 6), (4, 8), (4, 20), (8, 16)]
+SIZES = [(2, 4), (3, 6), (4, 12)]
 
 
 @pytest.mark.parametrize("size, m", SIZES)
@@ -96,7 +96,7 @@ def uneven(stages: int) -> StageTimes:
 
 
 @pytest.mark.parametrize("cost", COSTS)
-@pytest.mark.parametrize("size, more", [(2, 0), (3, 5), (4, 12), (8, 8)])
+@pytest.mark.parametrize("size, more", [(2, 0), (3, 5), (4, 4)])
 def test_their_lists_take_the_time_of_ours(size: int, more: int, cost: tuple[float, float] | None) -> None:
     m = size + more
     boundaries = None if cost is None else Boundaries((cost,) * size, (cost,) * size)
@@ -109,7 +109,7 @@ def test_their_lists_take_the_time_of_ours(size: int, more: int, cost: tuple[flo
 
 
 @pytest.mark.parametrize("cost", COSTS)
-@pytest.mark.parametrize("size, chunks, rounds", [(2, 2, 1), (2, 3, 4), (4, 2, 2), (4, 3, 3), (8, 2, 2)])
+@pytest.mark.parametrize("size, chunks, rounds", [(2, 2, 1), (2, 3, 4), (4, 2, 2)])
 def test_their_interleaved_list_too(size: int, chunks: int, rounds: int, cost: tuple[float, float] | None) -> None:
     m, stages = size * rounds, size * chunks
     boundaries = None if cost is None else Boundaries((cost,) * size, (cost,) * size)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.instructions import Instruction, Op, Schedule
@@ -18,7 +18,6 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 
 @given(schedules(), st.integers(1, 4), st.booleans())
-@settings(max_examples=150, deadline=None)
 def test_without_delay_it_is_the_simulated_step(schedule: Schedule, sends_in_flight: int, ahead: bool) -> None:
     """Whatever sends are held back: small whole numbers, exact in floating point.
 
@@ -30,7 +29,6 @@ def test_without_delay_it_is_the_simulated_step(schedule: Schedule, sends_in_fli
 
 
 @given(schedules(), st.sampled_from([0.125, 0.25, 0.5, 1.0, 3.0]))
-@settings(max_examples=150, deadline=None)
 def test_no_sooner_than_if_messages_travelled_by_themselves(schedule: Schedule, latency: float) -> None:
     """And the link's time counts like latency at least, since messages may have to queue for it."""
     ideal = simulate(schedule, latency=latency).makespan
@@ -39,7 +37,7 @@ def test_no_sooner_than_if_messages_travelled_by_themselves(schedule: Schedule, 
     assert replay(actions_of(schedule, occupies=latency)).makespan >= by_latency
 
 
-@pytest.mark.parametrize("size, chunks, micro_batches", [(2, 2, 8), (4, 2, 16), (4, 3, 13), (8, 4, 32)])
+@pytest.mark.parametrize("size, chunks, micro_batches", [(2, 2, 8), (4, 2, 16), (4, 3, 13)])
 @pytest.mark.parametrize("latency", [0.0625, 0.25, 0.5])
 def test_interleaved_messages_are_posted_ahead_of_need(
     size: int, chunks: int, micro_batches: int, latency: float

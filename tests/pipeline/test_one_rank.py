@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.errors import ConfigError
@@ -13,7 +13,7 @@ KINDS = [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 3)]
 
 
 @pytest.mark.parametrize(("name", "chunks"), KINDS)
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("forward_only", [False, True])
 def test_every_rank_of_small_pipelines(name: str, chunks: int, size: int, forward_only: bool) -> None:
     """Fewer micro-batches than ranks, as many, more, and numbers that leave groups of unequal sizes."""
@@ -24,8 +24,7 @@ def test_every_rank_of_small_pipelines(name: str, chunks: int, size: int, forwar
             assert own == full[rank], (micro_batches, rank)
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.sampled_from([*KINDS, ("interleaved", 5)]), st.integers(2, 24), st.integers(1, 75), st.booleans())
+@given(st.sampled_from([*KINDS, ("interleaved", 5)]), st.integers(2, 16), st.integers(1, 40), st.booleans())
 def test_any_pipeline(kind: tuple[str, int], size: int, micro_batches: int, forward_only: bool) -> None:
     full = build_schedule(kind[0], size, kind[1], micro_batches, forward_only)
     for rank in {0, 1, size // 2, size - 2, size - 1}:

@@ -4,7 +4,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pipeline.clock import Boundaries, PipelineRun, StageTimes, run_pipeline, timeline
@@ -43,7 +43,6 @@ def test_two_ranks_on_one_core() -> None:
 
 
 @given(pipelines, costs, st.floats(1.0, 3.0))
-@settings(max_examples=80, deadline=None)
 def test_enough_cores_are_no_limit(
     pipeline: tuple[tuple[str, int], int, int], cost: tuple[float, float] | None, demand: float
 ) -> None:
@@ -55,7 +54,6 @@ def test_enough_cores_are_no_limit(
 
 
 @given(pipelines, st.floats(0.5, 4.0))
-@settings(max_examples=80, deadline=None)
 def test_one_rank_at_a_time_keeps_the_cores_busy(pipeline: tuple[tuple[str, int], int, int], demand: float) -> None:
     """While a rank computes all cores are in use, and without messages one always does: the step is all work."""
     work = sum(run(pipeline, cores=None).busy)
@@ -64,7 +62,6 @@ def test_one_rank_at_a_time_keeps_the_cores_busy(pipeline: tuple[tuple[str, int]
 
 
 @given(pipelines, costs, st.floats(0.5, 6.0), st.floats(1.0, 2.0))
-@settings(max_examples=80, deadline=None)
 def test_between_the_work_and_all_of_it_in_turn(
     pipeline: tuple[tuple[str, int], int, int], cost: tuple[float, float] | None, cores: float, demand: float
 ) -> None:

@@ -63,17 +63,17 @@ def executed_order(rank: int, size: int, micro_batches: int) -> Order:
     return order
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
-@pytest.mark.parametrize("more", [0, 1, 5, 12])
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("more", [0, 1, 5])
 def test_1f1b(size: int, more: int) -> None:
     micro_batches = size + more  # torch takes no fewer micro-batches than stages
     assert our_order("1f1b", size, 1, micro_batches) == [executed_order(r, size, micro_batches) for r in range(size)]
 
 
 @pytest.mark.parametrize("name, size, chunks, micro_batches", [
-    *[("interleaved", p, v, m) for p in (2, 3, 4, 8) for v in (2, 3, 4) for m in (p, 2 * p, 5 * p)],
-    *[("interleaved", 4, v, m) for v in (2, 3) for m in (1, 3, 5, 7, 10, 15)],  # groups that have not 4 micro-batches
-    *[("zb-h1", p, 1, m) for p in (2, 3, 4, 8) for m in (p, 2 * p, 5 * p)],
+    *[("interleaved", p, v, m) for p in (2, 3, 4) for v in (2, 3) for m in (p, 3 * p)],
+    *[("interleaved", 4, v, m) for v in (2, 3) for m in (1, 3, 7, 10)],  # groups that have not 4 micro-batches
+    *[("zb-h1", p, 1, m) for p in (2, 3, 4) for m in (p, 3 * p)],
 ])  # fmt: skip
 def test_interleaved_and_zero_bubble(name: str, size: int, chunks: int, micro_batches: int) -> None:
     theirs = listed_order(name, size, chunks, micro_batches)
