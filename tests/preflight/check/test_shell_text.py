@@ -53,9 +53,10 @@ def test_what_is_wrapped(text: str, expected: str) -> None:
 
 
 def test_a_changed_text_is_still_bash() -> None:
-    for line in HARMFUL:
-        done = subprocess.run(["bash", "-n", "-c", changed(line)], capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, (changed(line), done.stderr)
+    """Each as the body of a function, none of which is called."""
+    text = "\n".join(f"f{number}() {{\n{changed(line)}\n}}" for number, line in enumerate(HARMFUL))
+    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 0, done.stderr
 
 
 @given(st.text("ab $(){}[]<>|&;'\"\\`#\n=!0", max_size=40))
