@@ -43,11 +43,6 @@ def report(**changes: object) -> IterationReport:
     return IterationReport(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def test_the_parser_reads_the_real_line() -> None:
-    match = LINE.match(REAL_LINE)
-    assert match and match["loss"] == "1.109811E+01" and match["tgs"] is None
-
-
 def test_the_same_figures_give_the_real_line() -> None:
     # That run's version printed no tgs; everything else is equal to the last character.
     line = format_iteration(report())

@@ -25,7 +25,7 @@ from megatron.training.metrics import Interval, Peak, Rates, StepRecord
 from megatron.training.profiling import Profiler
 from megatron.training.reporter import Reporter
 from megatron.training.tensorboard import TensorBoard
-from megatron.training.timers import PARTS, Stopwatch, Timers
+from megatron.training.timers import Stopwatch
 from tests.helpers.launching import TINY
 from tests.helpers.processes import run_processes
 
@@ -153,14 +153,10 @@ def test_tensorboard_flags_switch_tags(tmp_path: Path) -> None:
     )  # fmt: skip
     assert points(events, "batch-size") == [(4, 16.0)] and points(events, "world-size") == [(4, 3.0)]
     assert points(events, "mem-allocated-bytes") == [(4, 99.0)] and points(events, "iteration-time") == [(4, 0.25)]
+    assert points(events, "data-wait-time") == [(4, pytest.approx(0.003))]  # the slowest rank
+    assert points(events, "optimizer-time") == [(4, pytest.approx(0.02))]
     assert points(events, "lm loss validation ppl")[0][1] == pytest.approx(4.4816890703)  # e ** 1.5
     assert not {"learning-rate", "loss-scale"} & set(events.Tags()["scalars"])
-
-
-def test_tensorboard_has_the_slowest_rank_of_each_timer(tmp_path: Path) -> None:
-    events = write_events(tmp_path, log_timers_to_tensorboard=True)
-    assert points(events, "data-wait-time") == [(4, pytest.approx(0.003))]
-    assert points(events, "optimizer-time") == [(4, pytest.approx(0.02))]
 
 
 def test_memory_is_said_at_first_and_when_it_has_grown() -> None:
@@ -177,15 +173,9 @@ def test_memory_is_said_at_first_and_when_it_has_grown() -> None:
         losses, _ = interval.reduce(0)
         reporter.iteration(interval.report(losses, 4, 1.0, Peak(int(size * 2**30), 1030 + i)), {"optimizer": [1.0]})
     lines = [text for text in said if "memory" in text]
-    assert lines == [f" most memory held by a rank: {size} GiB, by rank {rank}"
-                     for size, rank in (("2.00", 1030), ("2.11", 1032), ("4.00", 1034))]  # fmt: skip
+    figures = [re.findall(r"(\d\.\d\d) GiB.* (\d+)$", text) for text in lines]
+    assert figures == [[("2.00", "1030")], [("2.11", "1032")], [("4.00", "1034")]]
     assert all(iteration_fields(line) is None for line in lines)  # no parser takes it for a line of figures
-
-
-def test_tensorboard_that_is_off_takes_every_call() -> None:
-    board = TensorBoard(logging_flags(None), enabled=True)
-    board.validation(1, 1, 1.0)
-    board.close()
 
 
 def test_tensorboard_on_a_full_disk_turns_itself_off(tmp_path: Path) -> None:
@@ -223,13 +213,6 @@ def test_stopwatch_leaves_pauses_out() -> None:
     assert watch.lap() == 6.0
     now[0] = 108.0
     assert watch.lap() == 2.0
-
-
-def test_timers_of_level_0_measure_nothing() -> None:
-    timers = Timers(SINGLE, 0)
-    with timers(PARTS[0]):
-        pass
-    assert timers.collect(1) == {}
 
 
 def raise_(error: BaseException) -> None:

@@ -237,7 +237,7 @@ BALLAST = 512 * 2**20
 
 def test_memory_is_the_most_over_all_ranks(tmp_path: Path) -> None:
     """Whichever rank holds it, in a run and when it is resumed, with log lines of several steps."""
-    fields = dict(save=str(tmp_path), eval_iters=0, pipeline_model_parallel_size=2)
+    fields = dict(save=str(tmp_path), eval_iters=0, num_layers=2, pipeline_model_parallel_size=2)
     run_processes(2, run_with_ballast, {**fields, "exit_interval": 4}, 1)
     run_processes(2, run_with_ballast, {**fields, "load": str(tmp_path), "log_interval": 1}, 0)
     found = records(tmp_path)["iteration"]
