@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from megatron.config import Config
-from megatron.dryrun.checks import check_alike, check_collectives, check_messages, check_parameters, expected_messages
+from megatron.dryrun.checks import check_alike, check_collectives, check_messages, expected_messages
 from megatron.dryrun.messages import Collective, Log, Message
-from megatron.parallel.sharding import Sharding, shard
 from megatron.parallel.topology import Layout
 from megatron.pipeline.instructions import RECEIVES, SENDS
 from megatron.pipeline.schedule import build_schedule
@@ -90,40 +89,3 @@ def test_ranks_of_one_stage_are_compared_by_direction() -> None:
     assert check_alike(layout, 0, 2, mine, Log(collectives=[call([2, 3], 7), call([0, 2])])) == []
     (finding,) = check_alike(layout, 0, 2, mine, Log(collectives=[call([2, 3])]))
     assert "data groups" in finding.text
-
-
-MODEL = dict(
-    num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=8, vocab_size=50, make_vocab_size_divisible_by=16
-)
-
-
-def held(tensor: int = 1) -> list[tuple[Sharding, tuple[int, ...]]]:
-    """All parameters of MODEL as one tensor rank holds them: layers of 4h^2 + 8h^2 weights."""
-    h, padded = 8, 64
-    found = [
-        (shard("embedding.word_embeddings.weight", (50, h), 0, 0, tensor, padded=padded), (padded // tensor, h)),
-        (shard("embedding.position_embeddings.weight", (8, h), None, 0, tensor), (8, h)),
-    ]
-    for i in range(2):
-        shapes = (("qkv", 3 * h, h, 0), ("out", h, h, 1), ("up", 4 * h, h, 0), ("down", h, 4 * h, 1))
-        for name, rows, columns, dim in shapes:
-            whole = [rows, columns]
-            part = [n // tensor if d == dim else n for d, n in enumerate(whole)]
-            found.append((shard(f"{i}.{name}", whole, dim, 0, tensor), tuple(part)))
-            found.append((shard(f"{i}.{name}.bias", (rows,), None, 0, tensor), (rows,)))
-        found += [(shard(f"{i}.norm{j}", (h,), None, 0, tensor), (h,)) for j in range(4)]
-    return [*found, *((shard(f"final{j}", (h,), None, 0, tensor), (h,)) for j in range(2))]
-
-
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_parameters_must_add_up_to_the_model(tensor: int) -> None:
-    """Counted by hand, tied embedding once, padding (14 rows) apart."""
-    config = Config.create(**MODEL, tensor_model_parallel_size=tensor, world_size=tensor)
-    layout, all_of_it = Layout(tensor=tensor), held(tensor)
-    assert check_parameters(config, layout, {0: all_of_it}, {0: 0}) == []
-    (finding,) = check_parameters(config, layout, {0: all_of_it[:-1]}, {0: 0})
-    assert finding.kind == "parameters" and "the model has" in finding.text
-    sharding, shape = all_of_it[2]
-    wrong = [*all_of_it[:2], (sharding, (shape[0] - 1, shape[1])), *all_of_it[3:]]
-    (finding,) = check_parameters(config, layout, {0: wrong}, {0: 0})
-    assert "0.qkv" in finding.text

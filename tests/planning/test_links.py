@@ -56,27 +56,12 @@ def test_cuts_and_rings_by_trying_all(size: int) -> None:
             assert LINKS.widest_ring(group) == widest, group
 
 
-def test_ways() -> None:
-    assert LINKS.ways(0, 1) == (((0, 1),),)
-    assert set(LINKS.ways(0, 4)) == {((0, 2), (2, 4)), ((0, 6), (6, 4))}
-    for a, b in itertools.permutations(range(8), 2):
-        assert all(way[0][0] == a and way[-1][1] == b for way in LINKS.ways(a, b))
-        assert {tuple((y, x) for x, y in way[::-1]) for way in LINKS.ways(b, a)} == set(LINKS.ways(a, b))
-    assert LINKS.to_card(1) == ((),) and LINKS.to_card(4) == (((4, 5),),)
-
-
 @pytest.mark.parametrize(("groups", "rate"), [(1, 40), (2, 20), (4, 10), (8, 5)])
 def test_cards_give_the_published_rates(groups: int, rate: float) -> None:
     """With devices in plain order, members a stride of `groups` apart."""
     crossing = [tuple(range(first, 8, groups)) for first in range(groups)]
     for found in LINKS.card_shares(crossing):
         assert found.gb_per_s == pytest.approx(rate) and found.basis == "published"
-
-
-def test_a_card_is_shared_by_its_devices() -> None:
-    alone, (first, second) = LINKS.card_shares([(0,)]), LINKS.card_shares([(0,), (1,)])
-    assert alone[0].gb_per_s == 10 and first.gb_per_s == second.gb_per_s == 5
-    assert "hsn0 shared by 2" in first.limit
 
 
 def test_groups_without_links_of_their_own_take_detours() -> None:

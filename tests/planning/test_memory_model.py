@@ -1,25 +1,27 @@
-"""The closed form of memory beside the dry run, in a part of the layouts of benchmarks/memory_model.py.
-
-The campaign "memory" runs that program over all of them.
-"""
+"""The closed form of memory beside the dry run, in two layouts; the campaign "memory" compares all of the benchmark's."""
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
 from benchmarks import memory_model
-from benchmarks.memory_layouts import SHAPES
+from benchmarks.memory_layouts import SMALL, Shape
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["PP 4, 2 chunks", "TP 2, SP, PP 4, zb-h1"])
-def test_the_closed_form_is_what_the_code_allocates(name):
-    (shape,) = (shape for shape in SHAPES if (shape.name, shape.device) == (name, "gpu"))
-    for row in memory_model.compare_formula(shape):
+@pytest.mark.parametrize("layout", [
+    dict(num_layers_per_virtual_pipeline_stage=1, world_size=2),
+    dict(tensor_model_parallel_size=2, sequence_parallel=True, enable_zbh1_pipeline=True, world_size=4),
+], ids=["2 chunks", "TP 2, SP, zb-h1"])  # fmt: skip
+def test_the_closed_form_is_what_the_code_allocates(layout: dict[str, Any]) -> None:
+    fields = {**SMALL, "num_layers": 4, "pipeline_model_parallel_size": 2, **layout}
+    for row in memory_model.compare_formula(Shape("", "gpu", fields)):
         assert row.model == pytest.approx(row.found, rel=memory_model.TOTAL_LIMIT), row
         assert abs(row.worst_error) <= memory_model.CATEGORY_LIMIT, row
 
 
-def test_the_command_fails_where_a_limit_does_not_hold():
+def test_the_command_fails_where_a_limit_does_not_hold() -> None:
     good = memory_model.Compared("one", 0, 1.02, 1.0)
     assert memory_model.holds([good], 0.03)
     assert not memory_model.holds([good, memory_model.Compared("two", 1, 1.04, 1.0)], 0.03)

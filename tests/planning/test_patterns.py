@@ -60,11 +60,3 @@ def test_against_all_ranks(tensor: int, pipeline: int, data: int, order: str, de
         assert edges_on_nodes(layout, devices, wraps) == (all_edges(layout, devices, wraps) if pipeline > 1 else set())
     finally:
         patterns._ALL_NODES = few
-
-
-def test_a_whole_machine_takes_a_look_at_few_nodes() -> None:
-    for order in RANK_ORDERS:
-        layout = Layout(4, 16, 9408 * 8 // 64, order)
-        for direction in patterns.DIRECTIONS:
-            assert len(set(patterns._nodes(layout, 8, direction))) < 1000
-            assert 1 <= len(groups_on_nodes(layout, 8, direction)) <= 3

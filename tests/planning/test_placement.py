@@ -11,7 +11,6 @@ from megatron.config import Config
 from megatron.config.parallel import RANK_ORDERS
 from megatron.errors import ConfigError
 from megatron.parallel.topology import Layout
-from megatron.planning import placement as module
 from megatron.planning.cluster import load_cluster
 from megatron.planning.cost import CostModel, PlacementCost
 from megatron.planning.links import node_links
@@ -199,34 +198,6 @@ def test_cards_are_shared_by_what_crosses() -> None:
     assert {part.gb_per_s for part in data} == {5.0} and {part.basis for part in data} == {"published"}
 
 
-def test_a_ring_between_nodes_may_be_slower_within_them() -> None:
-    """Four rings whose two members on a node have no link: 36 GB/s of detours shared by 4, against 10 of the cards."""
-    config = made(4, 1, 4)
-    slow = place_with(config, FRONTIER, "tp-dp-pp", (0, 1, 4, 5, 3, 2, 7, 6)).cost.of("dp")
-    assert [part.gb_per_s for part in slow] == pytest.approx([9, 9]) and "detours" in slow[0].limit
-    assert {part.gb_per_s for part in naive_placement(config, FRONTIER).cost.of("dp")} == {10.0}
-
-
-def test_a_rank_waits_for_both_of_its_messages() -> None:
-    """A pipeline over two nodes: the rank at a node's end sends one way over its card, the other over its partner."""
-    config = made(1, 16, 1)
-    cost = place_with(config, FRONTIER, "tp-dp-pp", (1, 0, 6, 7, 3, 2, 4, 5)).cost
-    message, count = 2048 * 5120 * 2, 8 * 16
-    assert cost.of("pp")[0].seconds == pytest.approx(count * message * (1 / 10e9 + 1 / 129e9))
-    assert cost.of("pp")[0].bytes == 2 * count * message
-    # Through the node: links of 200, 100, 200, 50, 200, 100 and 200 GB/s, twice, and once a card; and back.
-    between = LINKS.rate_of_link(100) * 1e9
-    way = 2 * (4 / 129e9 + 2 / between + 1 / 50e9) + 1 / 10e9
-    assert cost.of("pp")[1].seconds == pytest.approx(2 * message * way)
-
-
-def test_interleaved_chunks_go_round() -> None:
-    """TP 8 x PP 4 in 3 chunks: 11 boundaries, each between nodes, where two devices share a card."""
-    cost = naive_placement(made(8, 4, 1, 3, sequence_parallel=False), FRONTIER).cost
-    message = 2048 * 5120 * 2
-    assert cost.of("pp")[1].seconds == pytest.approx(2 * 11 * message / 5e9)
-
-
 def test_given_orders_are_kept() -> None:
     config = made(2, 4, 2, rank_order="pp-tp-dp", device_order=(7, 6, 5, 4, 3, 2, 1, 0))
     chosen = choose_placement(config, FRONTIER)
@@ -277,21 +248,6 @@ def test_errors(world: int, fields: dict[str, Any], message: str) -> None:
         choose_placement(config, FRONTIER)
 
 
-def test_the_whole_machine_takes_a_handful_of_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """9,408 nodes: as many costs are computed as there are orders to try, over a few patterns each."""
-    config = made(4, 16, 9408 * 8 // 64, 3, global_batch_size=9408 * 8 // 64 * 16)
-    calls = []
-    cost = CostModel.cost
-
-    def counted(self: CostModel, order: tuple[int, ...]) -> PlacementCost:
-        calls.append(sum(len(self._groups(d)) for d in ("tp", "dp", "pp")) + len(self._edges))
-        return cost(self, order)
-
-    monkeypatch.setattr(module.CostModel, "cost", counted)
-    choose_placement(config, FRONTIER)
-    assert 2 <= len(calls) <= 6 * len(FRONTIER.device_orders) and max(calls) < 20
-
-
 # -- the table of all ranks --------------------------------------------------------------------------------------------
 
 
@@ -304,12 +260,6 @@ def test_rank_table_of_1t(order: str | None) -> None:
     assert {row.chunks for row in rows if row.pp == 3} == {(range(6, 8),)}
     first = rows[0]
     assert (first.node, first.nic) == (0, FRONTIER.nics[FRONTIER.nic_of_device[first.device]])
-
-
-def test_rank_table_of_interleaved_chunks() -> None:
-    rows = list(rank_table(made(2, 4, 2, 3, num_layers=24, num_layers_per_virtual_pipeline_stage=2), FRONTIER))
-    assert check_rank_table(rows) == 16
-    assert next(row.chunks for row in rows if row.pp == 1) == (range(2, 4), range(10, 12), range(18, 20))
 
 
 def changed(rows: list[RankRow], rank: int, **values: Any) -> list[RankRow]:

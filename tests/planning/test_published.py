@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from megatron.planning.compute import ASSUMED, Compute, Figure
 from megatron.planning.error_bars import LINKS, spread
 from megatron.planning.memory import sized_model
 from megatron.planning.published import published_by_name, published_models
-from megatron.planning.published_arithmetic import efficiency_by_bubble, implied, micro_batch_by_bubble
+from megatron.planning.published_arithmetic import efficiency_by_bubble, implied
 from megatron.planning.published_findings import finding_table
 from megatron.planning.published_runs import RUNS
 
@@ -52,20 +51,6 @@ def test_efficiency_by_the_bubble_is_that_of_the_schedule() -> None:
     base, shared = sequences // micro_batch, sequences // micro_batch // replicas
     expected = turns(base) / (replicas * turns(shared))
     assert efficiency_by_bubble(16, sequences, replicas, micro_batch) == pytest.approx(expected)
-
-
-def test_both_published_efficiencies_are_the_bubble_of_micro_batch_4() -> None:
-    """The arithmetic of docs/planning.md: 1.0019 / 1.12 with 125 micro-batches, 1.0314 / 1.1886 with 334."""
-    assert efficiency_by_bubble(16, 8000, 16, 4) == pytest.approx((1 + 15 / 2000) / (1 + 15 / 125))
-    assert efficiency_by_bubble(64, 8016, 6, 4) == pytest.approx((1 + 63 / 2004) / (1 + 63 / 334))
-    for name in ("175b", "1t"):
-        model = published_by_name(name)
-        assert model is not None and model.strong is not None and model.total is not None
-        gcds, efficiency = model.strong
-        replicas = gcds // model.replica_gcds
-        size = micro_batch_by_bubble(model.pipeline_size, model.total, replicas, efficiency)
-        assert size == pytest.approx(4, abs=0.11)
-        assert efficiency_by_bubble(model.pipeline_size, model.total, replicas, size) == pytest.approx(efficiency)
 
 
 def test_what_the_throughput_of_22b_asks_of_its_last_stage() -> None:
@@ -144,31 +129,6 @@ def test_bounds_are_those_of_figures_at_their_ends(machine: Cluster) -> None:
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
-
-
-def test_every_published_result_has_a_row() -> None:
-    found = [(each.result, each.published) for each in table.frontier_comparisons()]
-    assert [value for name, value in found if name.endswith("throughput")] == [73.5, 69.2, 61.2]
-    assert [value for name, value in found if name.endswith("weak scaling")] == [100.0, 100.0]
-    strong = {(name, round(value, 2)) for name, value in found if name.endswith("strong scaling")}
-    assert strong == {("175B: strong scaling", 89.93), ("1T: strong scaling", 87.05)}
-
-
-def test_values_follow_from_seconds() -> None:
-    """With a stand-in for the model: as many seconds as there are micro-batches and 15 or 63 turns more."""
-
-    def seconds(argv: Sequence[str], cluster: Cluster) -> float:
-        config = parse_plan(argv)
-        return config.num_micro_batches() + config.parallel.pipeline_model_parallel_size - 1.0
-
-    found = table.rows(table.frontier_comparisons(), load_cluster("frontier"), seconds)
-    values = {(row.comparison.result, row.comparison.layout.split("micro-batch ")[1][0]): row for row in found}
-    assert values["175B: strong scaling", "4"].spread.value == pytest.approx(100 * 2015 / (16 * 140))
-    assert values["1T: strong scaling", "1"].spread.value == pytest.approx(100 * (8016 + 63) / (6 * (1336 + 63)))
-    assert values["175B: weak scaling", "1"].spread.value == pytest.approx(100)
-    flops = formulas.paper_flops(640, 2048, 48, 6144, 51200)
-    assert values["22B: throughput", "1"].spread.value == pytest.approx(flops / (8 * 647 * 1e12))
-    assert values["22B: throughput", "1"].ratio == pytest.approx(flops / (8 * 647 * 73.5e12))
 
 
 def test_runs_on_h100_are_laid_out_as_published() -> None:

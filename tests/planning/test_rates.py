@@ -42,14 +42,6 @@ def with_products(points: Points, peak: float = 200.0) -> Rates:
 # -- every figure and where it is from --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cluster", MACHINES, ids=lambda c: c.name)
-def test_no_rate_is_above_what_the_device_can_do(cluster: Cluster) -> None:
-    for dtype, peak in cluster.peak_tflops.items():
-        names = [f"products.{dtype}", f"attention.{dtype}.forward", f"attention.{dtype}.backward"]
-        for figure in map(cluster.compute.get, names):
-            assert figure is not None and all(point[-1] < 0.9 * peak for point in figure.points)
-
-
 def test_figures_of_frontier() -> None:
     """Published for one GCD: products of 4096 and 8192 cubed in fp16 by hipBLASLt, and a copy."""
     rates = Rates(FRONTIER, "float16")
@@ -160,20 +152,6 @@ def test_attention_counts_half_of_the_pairs() -> None:
     assert rates.attention_s(2, 24, 2048, 128, backward=True) == pytest.approx(2.5 * causal * 55 / 40)
     # One rate is known: it is that of all lengths and head sizes.
     assert rates.attention_s(2, 24, 4096, 64, backward=False) == pytest.approx(2 * causal)
-
-
-def test_attention_between_lengths_and_head_sizes() -> None:
-    points = ((1024.0, 64.0, 100.0), (4096.0, 64.0, 200.0), (2048.0, 128.0, 300.0))
-    figure = Figure("attention.float16.forward", points, MEASURED, "a test")
-    rates = Rates(replace(FRONTIER, compute=FRONTIER.compute.with_figures([figure])), "float16")
-
-    def rate(seq: int, head: int) -> float:
-        return 2.0 * 64 * seq * seq * head / rates.attention_s(8, 8, seq, head, backward=False) / 1e12
-
-    # 1 / rate halfway over 1 / length: 1 / 1638.4 is halfway between 1 / 1024 and 1 / 4096.
-    assert rate(1638, 64) == pytest.approx(1 / ((1 / 100 + 1 / 200) / 2), rel=1e-3)
-    assert rate(1024, 32) == pytest.approx(100) and rate(1024, 128) == pytest.approx(300)
-    assert rate(1024, round(64 * 2**0.5)) == pytest.approx(200, rel=0.01)  # halfway over the logarithm
 
 
 @pytest.mark.parametrize("peaks", [{}, {"float32": 100.0}])

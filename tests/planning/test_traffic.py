@@ -67,14 +67,6 @@ def test_data_parallel_bytes() -> None:
     assert stages == 1 / 2 * 4 * (V * H + S * H + 2 * layer), "the first stage, with both embeddings, is the fullest"
 
 
-def test_an_unknown_vocabulary_is_assumed_and_said() -> None:
-    config = Config.create("gpt-22b", world_size=16)
-    unknown = config.replace(vocab_size=None, tokenizer_type="GPT2BPETokenizer", vocab_file="v", merge_file="m")
-    assert unknown.model.vocab_size is None
-    assert traffic_of(unknown).data == traffic_of(config).data
-    assert "50257 entries are assumed" in traffic_of(unknown).notes[0] and traffic_of(config).notes == ()
-
-
 # -- against what is really sent -------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,6 @@ import pytest
 
 from megatron.planning.scaling.compare import compare
 from megatron.planning.scaling.figures import Figures, Judge, figures
-from megatron.planning.scaling.logs import iteration_fields
 from megatron.planning.scaling.runs import find_runs, read_run
 from tests.helpers.launching import ROOT
 from tests.tools.measured import (
@@ -56,17 +55,6 @@ def test_figures_are_those_of_the_steady_steps(tmp_path: Path) -> None:
     assert found.hardware_tflops == pytest.approx(expected, rel=1e-12)
     assert found.model_tflops == pytest.approx(0.75 * expected, rel=1e-12)
     assert found.paper_hfu == pytest.approx(expected / 191.5, rel=1e-12)
-
-
-def test_memory_of_an_older_file_is_said_to_be_of_rank_0(tmp_path: Path) -> None:
-    """It has no memory_rank, and tells of rank 0 alone: all there is to tell of a run of one process."""
-    for folder, sizes, rank, notes in (("one", (1, 1, 1, 8), 0, 0), ("sixteen", (1, 8, 2, 1280), None, 1)):
-        written = records(settings("22b", *sizes), [9000.0] * 3)
-        for record in written[1:-1]:
-            del record["memory_rank"]
-        found = measure(tmp_path / folder, written)
-        assert found.valid and (found.memory_bytes, found.memory_rank) == (43 * 2**30, rank)
-        assert len(found.notes) == notes and all("memory is that of rank 0" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(("model", "layout", "batch", "tflops", "percent"), [
@@ -231,12 +219,6 @@ def test_an_invalid_run_is_no_base(tmp_path: Path) -> None:
     assert series.efficiency(series.members[2]) == pytest.approx(1420 * 256 / (375 * 1024), rel=1e-12)
 
 
-def test_batches_that_fit_neither_kind_have_no_efficiency(tmp_path: Path) -> None:
-    folder = scaled(tmp_path, "weak", {64: (424.0, 640), 256: (400.0, 1280)})
-    (series,) = compare([figures(run) for run in find_runs([folder])])
-    assert series.base is None and series.efficiency(series.members[1]) is None
-
-
 @pytest.mark.parametrize("above", [".", "attempt-3", "attempt-3/runs"])
 def test_what_a_run_moved_aside_is_no_run(tmp_path: Path, above: str) -> None:
     """A folder of the user's with such a name is one."""
@@ -314,14 +296,6 @@ def test_the_log_of_which_the_authors_warn_is_invalid(tmp_path: Path) -> None:
     assert "149.5 TFLOP/s per device are more than 115.3" in problems
     assert "the gradient norm is 0 in every line (1 to 2), but no step is counted as skipped" in problems
     assert "the engine's micro-batch is 4, the command line's 1" in problems and "4 times" in problems
-
-
-@pytest.mark.parametrize("text", [
-    "", "iteration 5", " iteration        2/       5 | consumed samples:  25", "validation loss at iteration 5 | 2.5 |",
-    " iteration 2/ 5 | elapsed time per iteration (ms): x | global batch size: 8 |",
-])  # fmt: skip
-def test_other_lines_are_no_iteration(text: str) -> None:
-    assert iteration_fields(text) is None
 
 
 # ---- the tool

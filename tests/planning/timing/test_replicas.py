@@ -64,32 +64,6 @@ def test_buckets_are_those_of_the_engine(layout):
             assert [bucket.elements for bucket in found] == [sum(p.numel() for p in group) for group in groups]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_when_gradients_are_complete_and_weights_needed(layout):
-    """By the names of the real parameters: layer i of n is done after (n - i) / n of the backward pass."""
-    config = run(**layout)
-    size, stages = config.parallel.pipeline_model_parallel_size, stages_of(config)
-    for rank in range(size):
-        chunks, own = built(config, rank), stages[rank::size]
-        weights = weights_of_rank(sizes_of(config), own)
-        names = {p: (name, key) for key, chunk in chunks.items() for name, p in reversed([*chunk.named_parameters()])}
-        ends = (chunks[str(stage)] for stage in (0, len(stages) - 1) if str(stage) in chunks)
-        shared = {id(end.word_embeddings.weight) for end in ends if end.is_first and end.is_last and weights[0].tied}
-        for p, weight in zip(unique_parameters(chunks), weights, strict=True):
-            name, stage = names[p]
-            assert int(stage) == rank + size * weight.chunk
-            n = own[weight.chunk].layers
-            if name.startswith("layers."):
-                i = int(name.split(".")[1])
-                assert (weight.complete, weight.needed) == ((n - i) / n, i / n)
-            elif name.startswith(("word_embeddings", "position_embeddings")) or id(p) in shared:
-                assert (weight.complete, weight.needed) == (1.0, 0.0)
-            else:
-                assert name == "output_weight" or name.startswith("final_layernorm")
-                assert (weight.complete, weight.needed) == (0.0, 1.0)
-
-
 class Links:
     """Channels on which a message takes as many seconds as it has bytes, times a rate."""
 
