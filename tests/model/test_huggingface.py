@@ -1,6 +1,8 @@
 """Logits and gradients equal to Hugging Face transformers, random weights, fp32, at 1e-5."""
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,6 @@ from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 from tests.helpers.training import assemble
 
-transformers = pytest.importorskip("transformers")
 V, S, B = 50, 16, 3
 COMMON = dict(
     num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=S, max_position_embeddings=S, vocab_size=V,
@@ -101,6 +102,7 @@ def from_neox(p):
 
 
 def hugging_face(style):
+    transformers = pytest.importorskip("transformers")  # in here: the processes below do without
     torch.manual_seed(1)
     if style == "gpt2":
         config = transformers.GPT2Config(
@@ -159,6 +161,7 @@ def gradients(chunk):
     return found
 
 
+@functools.cache
 def expected(style):
     model, convert = hugging_face(style)
     t = tokens()
@@ -180,6 +183,7 @@ def ours(values, fields, topology):
     return logits.numpy(), gradients(chunk)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("style", "fields"), [("gpt2", GPT2), ("llama", LLAMA), ("neox", NEOX)])
 def test_logits_and_gradients(style, fields):
     values, logits, grads = expected(style)
@@ -191,17 +195,19 @@ def test_logits_and_gradients(style, fields):
         assert g.abs().max() > 1e-4, f"the comparison of {name} needs a gradient"
 
 
-def tensor_parallel_body(rank, values, fields):
+def tensor_parallel_body(rank, cases):
     topology = join(tensor=2)
-    return ours(values, {**fields, "tensor_model_parallel_size": 2, "world_size": 2}, topology)
+    return [ours(values, {**f, "tensor_model_parallel_size": 2, "world_size": 2}, topology) for values, f in cases]
 
 
-@pytest.mark.parametrize(("style", "fields"), [("gpt2", GPT2), ("llama", LLAMA)])
-def test_two_tensor_ranks(style, fields):
-    values, logits, grads = expected(style)
-    ranks = run_processes(2, tensor_parallel_body, {n: v.clone() for n, v in values.items()}, fields)
-    found = np.concatenate([r[0] for r in ranks], axis=-1)[..., :V].transpose(1, 0, 2)
-    np.testing.assert_allclose(found, logits.numpy(), rtol=1e-5, atol=1e-5)
-    whole = assemble([{n: g for n, g in r[1].items() if grads[n].ndim > 1} for r in ranks])
-    for name, g in whole.items():
-        np.testing.assert_allclose(g, grads[name].numpy(), rtol=1e-5, atol=1e-5, err_msg=name)
+@pytest.mark.slow
+def test_two_tensor_ranks():
+    styles = {"gpt2": GPT2, "llama": LLAMA}
+    cases = [({n: v.clone() for n, v in expected(style)[0].items()}, fields) for style, fields in styles.items()]
+    for style, *ranks in zip(styles, *run_processes(2, tensor_parallel_body, cases), strict=True):
+        _, logits, grads = expected(style)
+        found = np.concatenate([r[0] for r in ranks], axis=-1)[..., :V].transpose(1, 0, 2)
+        np.testing.assert_allclose(found, logits.numpy(), rtol=1e-5, atol=1e-5)
+        whole = assemble([{n: g for n, g in r[1].items() if grads[n].ndim > 1} for r in ranks])
+        for name, g in whole.items():
+            np.testing.assert_allclose(g, grads[name].numpy(), rtol=1e-5, atol=1e-5, err_msg=f"{style} {name}")

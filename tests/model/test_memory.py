@@ -80,10 +80,9 @@ def test_a_layer_keeps_what_the_formula_says(changes: dict[str, object]) -> None
 @pytest.mark.parametrize(
     "model", [{}, {"hidden_dropout": 0.1}, LLAMA, {"apply_residual_connection_post_layernorm": True}]
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_what_is_made_again_is_the_same_to_the_bit(model: dict[str, object], dtype: torch.dtype) -> None:
+def test_what_is_made_again_is_the_same_to_the_bit(model: dict[str, object]) -> None:
     """Also where a kernel adds the residual and normalises in one pass."""
-    kept, made = (gradients(dtype, **model, **more) for more in ({}, again("mlp_act", "layernorm")))
+    kept, made = (gradients(torch.bfloat16, **model, **more) for more in ({}, again("mlp_act", "layernorm")))
     assert kept.keys() == made.keys() and len(kept) > 10
     assert all(torch.equal(kept[name], made[name]) for name in kept)
 
