@@ -1,6 +1,7 @@
 """One stage in one process: documents, masks, padding, recomputation, residual precision, dropout sites."""
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -72,6 +73,17 @@ def test_documents_by_their_end_equal_the_pieces():
     with torch.no_grad():
         assert torch.equal(model.logits(by_end, None), model.logits(pieces, None))
     assert by_end.loss_mask.sum() == 2 * S and pieces.loss_mask.sum() == 2 * S - 3
+
+
+def test_positions_that_restart_without_a_mask():
+    """Where every token is the first of its document, rotating by the position does nothing; and it is still seen."""
+    fields, batch = dict(reset_position_ids=True), micro_batch(tokens())
+    firsts = dataclasses.replace(batch, position_ids=torch.zeros_like(batch.position_ids))
+    rotated = build(position_embedding_type="rope", **fields)
+    with torch.no_grad():
+        expected = build(position_embedding_type="none").logits(batch, None)
+        torch.testing.assert_close(rotated.logits(firsts, None), expected, rtol=1e-5, atol=1e-5)
+        assert (rotated.logits(batch, None) - expected)[..., :V].abs().max() > 0.01
 
 
 def test_documents_as_long_as_samples_are_no_documents():
