@@ -62,7 +62,9 @@ import os, subprocess
 from megatron.preflight.measure.device import host_speed
 loop = ('while kill -STOP "$1" 2>/dev/null; do echo stopped; exec >/dev/null; sleep 0.14; '
         'kill -CONT "$1" 2>/dev/null; sleep 0.06; done')
-throttle = subprocess.Popen(["sh", "-c", loop, "throttle", str(os.getpid())], stdout=subprocess.PIPE)
+words = ["sh", "-c", loop, "throttle", str(os.getpid())]
+# Without our pipes: whoever reads them would wait for the throttle, and the throttle for our end.
+throttle = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 throttle.stdout.readline()
 print(host_speed(1.0)["stopped"])
 """
