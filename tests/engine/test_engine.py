@@ -82,23 +82,11 @@ def test_equals_adamw_in_float64(runs: Any, name: str) -> None:
         for moment in ("exp_avg", "exp_avg_sq"):
             expected_moment = moments[moment].numpy()
             np.testing.assert_allclose(state[f"{moment}.{key}"], expected_moment, rtol=2e-5, atol=1e-9, err_msg=key)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_working_weights_are_the_rounded_masters(runs: Any, name: str) -> None:
-    _, precision = parse(name)
-    state = whole(runs[name], "state")
-    for key, values in whole(runs[name], "weights").items():
-        master = torch.tensor(state[f"master.{key}"]).float()
-        expected = master.to(DTYPES.get(precision, torch.float32)).double().numpy()
-        np.testing.assert_array_equal(values, expected, err_msg=key)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_masters_start_unrounded(runs: Any, name: str) -> None:
-    start = whole(runs[name], "start")
+    weights, start = whole(ranks, "weights"), whole(ranks, "start")
     for key in toy.SHAPES:
-        np.testing.assert_array_equal(start[f"master.{key}"], toy.full(key).numpy(), err_msg=key)
+        rounded_master = torch.tensor(state[f"master.{key}"]).float().to(DTYPES.get(precision, torch.float32))
+        np.testing.assert_array_equal(weights[key], rounded_master.double().numpy(), err_msg=key)
+        np.testing.assert_array_equal(start[f"master.{key}"], toy.full(key).numpy(), err_msg=f"{key}: not rounded")
 
 
 @pytest.mark.parametrize("layout", ["2x2x1", "1x2x2"])

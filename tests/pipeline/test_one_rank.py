@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.errors import ConfigError
 from megatron.pipeline import schedule as schedule_module
 from megatron.pipeline.schedule import build_rank_schedule, build_schedule
 
@@ -39,15 +38,3 @@ def test_a_rank_does_without_the_lists_of_the_others(monkeypatch: pytest.MonkeyP
     for name, chunks in KINDS:
         assert build_rank_schedule(name, 4, chunks, 8, 1)
         assert build_rank_schedule(name, 4, chunks, 8, 1, forward_only=True)
-
-
-REFUSED = [("1f1b", 2, 2, 4), ("interleaved", 2, 1, 4), ("2f2b", 2, 1, 4), ("1f1b", 2, 1, 0)]
-
-
-@pytest.mark.parametrize("arguments", REFUSED)
-def test_what_does_not_exist_is_refused(arguments: tuple[str, int, int, int]) -> None:
-    with pytest.raises(ConfigError) as expected:
-        build_schedule(*arguments)
-    with pytest.raises(ConfigError) as found:
-        build_rank_schedule(*arguments, 0)
-    assert str(found.value) == str(expected.value)
