@@ -109,6 +109,7 @@ def test_groups_of_ranks() -> None:
         assert all(rank in members(kind, rank) for rank in range(16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [
     {}, {"bf16": True}, {"swiglu": True, "normalization": "rmsnorm", "add_bias_linear": False},
     {"attention_backend": "unfused"},

@@ -1,4 +1,4 @@
-"""The closed form of memory beside the dry run, in two layouts; the campaign "memory" compares all of the benchmark's."""
+"""The closed form of memory beside the dry run, in two layouts; the campaign "memory" compares the others."""
 from __future__ import annotations
 
 from typing import Any

@@ -1,6 +1,7 @@
 """How groups lie on nodes: found from a few nodes, compared with all ranks of all nodes."""
 from __future__ import annotations
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -45,6 +46,7 @@ def all_edges(layout: Layout, devices: int, wraps: bool) -> set[frozenset[Edge]]
 SIZES = st.integers(1, 17)
 
 
+@pytest.mark.slow
 @given(SIZES, SIZES, SIZES, st.sampled_from(RANK_ORDERS), st.sampled_from([2, 4, 8]), st.booleans())
 @example(2, 4, 16, "tp-dp-pp", 8, True)
 @example(1, 17, 16, "dp-pp-tp", 8, True)

@@ -9,6 +9,7 @@ from megatron.config.command_line import parse_plan
 from megatron.planning.cluster_file import read_cluster
 from megatron.planning.timing import estimate
 from tests.helpers.launching import launch
+from tests.helpers.processes import LIMIT_S
 from tools.calibrate import main
 
 MODEL = (
@@ -24,7 +25,8 @@ MODEL = (
 def test_a_calibration_of_seconds_plans(processes: int, words: list[str], tmp_path: Path) -> None:
     """Two processes measure together; the file loads, all figures but one are measured, and a step can be estimated."""
     path = tmp_path / "here.toml"
-    done = launch(processes, ["-o", str(path), *words, "--minutes", "0.002", *MODEL], script="tools/calibrate.py")
+    done = launch(processes, ["-o", str(path), *words, "--minutes", "0.002", *MODEL], script="tools/calibrate.py",
+                  timeout_s=LIMIT_S * 4)  # fmt: skip
     assert all(each is not None and each.code == 0 for each in done), done
     assert done[0] is not None and "1 node(s) of 2 x" in done[0].output
     cluster = read_cluster(path)

@@ -322,6 +322,7 @@ def sweep(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_report_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scaled(tmp_path / "runs/weak", "weak", WEAK)
     scaled(tmp_path / "runs/strong", "strong", STRONG)
@@ -347,6 +348,7 @@ def test_report_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         assert f"![{name}]({name})" in text and (out / name).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_plots_have_ideal_and_published_points(tmp_path: Path) -> None:
     from matplotlib import pyplot
 

@@ -46,6 +46,7 @@ def test_shapes_are_those_that_validation_accepts(flags):
     assert found == expected and len(found) > 5
 
 
+@pytest.mark.slow
 def test_variants_are_those_that_validation_accepts():
     where = space()
     for shape in [*where.shapes(Rejections())][::6]:

@@ -111,6 +111,7 @@ def test_a_process_that_is_killed_ends_the_search():
         search(dataclasses.replace(given, models=dataclasses.replace(given.models, memory=memory)), processes=2)
 
 
+@pytest.mark.slow
 def test_node_hours_choose_fewer_nodes():
     given = judge(devices=(8, 16), batches=(16,), tp=(2,), pp=(1, 2), mbs=(1,), zero=(1,), recompute=("none",))
     assert search(given).best[0].choices.shape.devices == 16
@@ -165,6 +166,7 @@ def made_up(seed: int, slack: float, tied: bool) -> Models:
     return Models(memory, bound, time, placements)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "slack", "tied", "top", "gib"), [
     (1, 0.0, False, 3, 58), (2, 0.3, False, 1, 30), (3, 0.0, True, 12, 58), (5, 0.1, False, 1, 58),
     pytest.param(4, 0.3, True, 4, 30, marks=MORE),

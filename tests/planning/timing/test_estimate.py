@@ -85,6 +85,7 @@ def test_the_bound_of_a_split_backward_pass(size, micro):
     assert 0.95 * seconds < lower_bound(config, FRONTIER) <= seconds
 
 
+@pytest.mark.slow
 @given(flat=settings_of_runs())
 def test_the_bound_without_recomputation_holds_with_any(flat):
     plain = {name: value for name, value in flat.items() if not name.startswith("recompute")}
@@ -95,6 +96,7 @@ def test_the_bound_without_recomputation_holds_with_any(flat):
         assert bound <= estimate(config, FRONTIER).seconds
 
 
+@pytest.mark.slow
 @given(flat=settings_of_runs())
 def test_more_work_takes_longer(flat):
     """Of the same layout: another round of micro-batches, wider layers, recomputation, slower products."""
@@ -107,6 +109,7 @@ def test_more_work_takes_longer(flat):
     assert estimate(config, slower).run.makespan > found.run.makespan
 
 
+@pytest.mark.slow
 @given(flat=settings_of_runs(), factor=st.sampled_from([0.25, 2.0, 8.0]))
 def test_a_machine_that_is_so_many_times_as_slow_takes_so_many_times_as_long(flat, factor):
     """Every figure at once: rates divided, latencies multiplied. Nothing is left that is not a time of the machine."""
