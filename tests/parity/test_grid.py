@@ -57,7 +57,7 @@ def together(world_size: int) -> list[list[dict[str, Any]]] | Exception:
 def runs_of(case: Case) -> list[dict[str, Any]]:
     _, world_size, fields = case
     if case not in TOGETHER:
-        return [found for (found,) in run_processes(world_size, train, [fields])]
+        return [found for (found,) in run_processes(world_size, train, [fields], timeout_s=600)]
     number = [other for other in TOGETHER if other[1] == world_size].index(case)
     ranks = together(world_size)
     if isinstance(ranks, Exception):
@@ -111,6 +111,6 @@ def test_a_run_is_that_of_one_process(case: Case) -> None:
 def test_bf16_with_dropout_on_all_parallelisms_repeats_under_recomputation(recompute: dict[str, Any]) -> None:
     """To the bit."""
     _, world_size, fields = layout(tp=2, pp=2, sp=True, fused=True, **UNFUSED, **DROPOUT, **BF16)
-    for kept, again in run_processes(world_size, train, [fields, {**fields, **recompute}]):
+    for kept, again in run_processes(world_size, train, [fields, {**fields, **recompute}], timeout_s=600):
         assert kept["history"] == again["history"]
         assert all((kept["parameters"][n][1] == again["parameters"][n][1]).all() for n in kept["parameters"])

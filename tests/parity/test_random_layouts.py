@@ -66,4 +66,4 @@ def test_drawn_layout_equals_one_process(seed: int) -> None:
     draw = random.Random(seed)
     world_size, fields = draw_layout(draw)
     fields |= draw_model(draw, fields["tensor_model_parallel_size"], fields["sequence_parallel"])
-    check(fields, [found for (found,) in run_processes(world_size, train, [fields])])
+    check(fields, [found for (found,) in run_processes(world_size, train, [fields], timeout_s=600)])
