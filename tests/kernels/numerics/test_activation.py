@@ -108,11 +108,11 @@ def test_against_float64(
 
 
 @devices
-@pytest.mark.parametrize(("rows", "columns"), [(1000, 13), (4100, 8)])
-def test_bias_gradient_of_many_rows(device: str, rows: int, columns: int) -> None:
+@pytest.mark.parametrize(("rows", "columns", "kind"), [(1000, 13, "gelu"), (1000, 26, "swiglu"), (4100, 8, "gelu")])
+def test_bias_gradient_of_many_rows(device: str, rows: int, columns: int, kind: str) -> None:
     """In several parts, the last of which is not full; the first split gives parts of unequal length too."""
     x = random((rows, columns), torch.float32, device, 0)
-    compare(x, random((columns,), torch.float32, device, 1).requires_grad_(), "gelu", 2)
+    compare(x, random((columns,), torch.float32, device, 1).requires_grad_(), kind, 2)
 
 
 @devices
