@@ -104,7 +104,7 @@ def block_arguments(rows: int = ROWS, seed: int = SEED) -> tuple[Any, ...]:
     return draw(rows, H), draw(rows, H, seed=2), *weights, seed, labels(rows)
 
 
-# Which is compiled, and what it is called on: fresh tensors each time, with as many rows as asked for.
+# Calls of every operator, and what they are called on: fresh tensors each time, with as many rows as asked for.
 PUBLIC: dict[str, tuple[Call, Callable[[int], tuple[Any, ...]]]] = {
     "attention": (lambda rows: attention(rows.shape[0], True), lambda rows: (torch.empty(rows),)),
     "attention without slopes": (lambda rows: attention(rows.shape[0], False), lambda rows: (torch.empty(rows),)),
@@ -118,6 +118,7 @@ PUBLIC: dict[str, tuple[Call, Callable[[int], tuple[Any, ...]]]] = {
     "step": (lambda rows: step(rows.shape[0]), lambda rows: (torch.empty(rows),)),
     "block": (block, block_arguments),
 }
+COMPILED = ["softmax", "norms", "rotate", "block"]  # the others draw their tensors themselves
 
 
 @pytest.fixture(params=["library", "none"])
@@ -175,7 +176,7 @@ def test_one_graph_for_any_seed(kernels: str) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["library"], indirect=True)
-@pytest.mark.parametrize("name", ["softmax", "norms", "rotate", "block"])
+@pytest.mark.parametrize("name", COMPILED)
 def test_one_graph_for_any_number_of_rows(name: str, kernels: str) -> None:
     call, arguments = PUBLIC[name]
     counter = CompileCounterWithBackend("aot_eager")
@@ -186,7 +187,7 @@ def test_one_graph_for_any_number_of_rows(name: str, kernels: str) -> None:
 
 
 @pytest.mark.campaign("simulator")
-@pytest.mark.parametrize("name", PUBLIC)
+@pytest.mark.parametrize("name", COMPILED)
 def test_inductor(name: str, kernels: str) -> None:
     """What torch's compiler makes around the operators; they themselves run as they are."""
     call, arguments = PUBLIC[name]
