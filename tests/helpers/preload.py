@@ -6,6 +6,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+import torch._dynamo  # torch.utils.checkpoint imports it
 import torch.distributed
 
 torch.set_num_threads(1)
