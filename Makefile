@@ -38,6 +38,8 @@ MADE_FROM := pyproject.toml setup.py $(filter-out requirements/bench.txt,$(wildc
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
+# Without compiled files every one of the many processes of the tests would compile the library and pytest all tests.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup train test quick prove lint bench kernels kernels-check clean
 .DEFAULT_GOAL := help

@@ -45,7 +45,9 @@ CAMPAIGNS = {
         "runs that are killed, damaged, hung or out of disk go on to the bit from the newest whole checkpoint", 20,
         programs=("benchmarks/fault_campaign.py --only kills damage disk hang", "benchmarks/prove_resume.py"),
     ),
-    "simulator": Campaign("the kernels on a simulator of waves, with sanitizers, and by hipcc, nvcc and torch's compiler", 15),
+    "simulator": Campaign(
+        "the kernels on a simulator of waves, with sanitizers, and by hipcc, nvcc and torch's compiler", 15
+    ),
     "mutants": Campaign("every planted fault of a kernel is found on the simulator", 10),
     "large": Campaign("kernels and data beyond 2^31 elements", 5, workers=0),
     "hypothesis": Campaign("every property test with 1,000 random examples", 30),
@@ -60,7 +62,9 @@ CAMPAIGNS = {
         programs=("benchmarks/fault_campaign.py --only slurm",),
     ),
     "benchmarks": Campaign("the benchmarks measure what they say", 5),
-    "peers": Campaign("megatron-core from PyPI reads and writes the same data; two engines cut every character alike", 3, workers=0),
+    "peers": Campaign(
+        "megatron-core from PyPI reads and writes the same data; two engines cut every character alike", 3, workers=0
+    ),
     "planted-faults": Campaign(
         "`make test` finds each deliberate fault of tests/planted_faults", 30, workers=None,
         programs=("-m tests.prove.planted_faults",),

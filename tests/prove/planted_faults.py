@@ -73,7 +73,7 @@ def copy_tree(folder: Path) -> None:
         if name and (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
-    for built in (ROOT / "megatron").rglob("*.so"):
+    for built in [*(ROOT / "megatron").rglob("*.so"), *ROOT.glob("megatron/**/*.pyc"), *ROOT.glob("tests/**/*.pyc")]:
         target = folder / built.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(built, target)
@@ -98,7 +98,7 @@ def plant(fault: Fault, suite: str) -> tuple[str, str]:
         target = folder / fault.file
         target.write_text(target.read_text().replace(fault.old, fault.new))
         environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-        environ |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": temporary}
+        environ |= {"PYTHONPATH": str(folder), "TMPDIR": temporary}
         environ["MEGATRON_KERNELS_TARGETS"] = "none"  # with build_ext; the host library is built apart
         if fault.file.startswith("csrc/") and (reason := build(fault, folder, environ)):
             return "OUT OF DATE", reason

@@ -51,7 +51,10 @@ def test_what_torchrun_chose_is_told_from_what_the_user_did(
 ) -> None:
     """By the environment that torchrun itself, the parent, was started with."""
     started = {"PATH": os.environ["PATH"]} | ({} if before is None else {"OMP_NUM_THREADS": before})
-    with subprocess.Popen(["cat"], env=started, stdin=subprocess.PIPE) as agent:
+    with subprocess.Popen(["cat"], env=started, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as agent:
+        assert agent.stdin is not None and agent.stdout is not None
+        agent.stdin.write(b"!")
+        agent.stdout.read(1)  # it runs: the kernel shows no environment of a process that is only being started
         monkeypatch.setattr(os, "getppid", lambda: agent.pid)
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
