@@ -31,9 +31,9 @@ from megatron.training import watchdog
 from megatron.training.watchdog import Watchdog
 
 SHAPE = (2, 4)
-HANGS_AT = 3  # the step, in the second of three micro-batches
+HANGS_AT = 3  # the step, in the first of three micro-batches: whoever is stopped later may still have something to send
 HOURS_S = 1e4
-WAITS_IN = "BACKWARD of stage 0, micro-batch 1"  # for the second stage, which hangs
+WAITS_IN = "BACKWARD of stage 0, micro-batch 0"  # for the second stage, which hangs
 
 
 def endless_loop() -> None:
@@ -142,7 +142,7 @@ class Toy:
         stage, last = topology.pipeline.rank, topology.pipeline.size - 1
 
         def chunk(micro_batch: int, hidden: torch.Tensor | None) -> torch.Tensor:
-            if hang is not None and self.step == HANGS_AT and micro_batch == 1:
+            if hang is not None and self.step == HANGS_AT and micro_batch == 0:
                 hang()
             x = torch.ones(SHAPE) if hidden is None else hidden
             all_reduce(torch.ones(8), topology.tensor)
