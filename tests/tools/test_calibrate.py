@@ -28,7 +28,6 @@ def test_a_calibration_of_seconds_plans(processes: int, words: list[str], tmp_pa
     done = launch(processes, ["-o", str(path), *words, "--minutes", "0.002", *MODEL], script="tools/calibrate.py",
                   timeout_s=LIMIT_S * 4)  # fmt: skip
     assert all(each is not None and each.code == 0 for each in done), done
-    assert done[0] is not None and "1 node(s) of 2 x" in done[0].output
     cluster = read_cluster(path)
     assert cluster.devices_per_node == 2 and cluster.device_type == "cpu" and cluster.name == "here"
     figures = cluster.compute.figures
@@ -41,9 +40,8 @@ def test_a_calibration_of_seconds_plans(processes: int, words: list[str], tmp_pa
 
 
 @pytest.mark.parametrize(("words", "says"), [
-    (("--minutes", "0"), "--minutes 0"), (("--processes", "0", *MODEL), "--processes 0"),
+    (("--minutes", "0"), "--minutes 0"),
     (("--processes", "2", "--num-layers", "2"), "--hidden-size"), (("--refine", "x.jsonl"), "--cluster"),
-    (("--refine", "x.jsonl", "--cluster", "frontier"), "x.jsonl"),
     (("--refine", "x.jsonl", "--cluster", "frontier", "--bf16"), "--bf16"),
 ])  # fmt: skip
 def test_what_is_refused(
