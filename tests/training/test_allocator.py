@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,7 +71,6 @@ def probe(calls: int = 1, **environment: str) -> dict[str, Any]:
         (1, {"MALLOC_TRIM_THRESHOLD_": "1048576"}, "MALLOC_TRIM_THRESHOLD_", True, False, "1"),
         (1, {"GLIBC_TUNABLES": "glibc.malloc.check=0:glibc.malloc.mmap_threshold=65536"}, "glibc.malloc.mmap_threshold",
          False, False, "1"),
-        (1, {"MALLOC_MMAP_THRESHOLD_": "65536"}, "MALLOC_MMAP_THRESHOLD_", False, False, "1"),
         (1, {"GLIBC_TUNABLES": "glibc.malloc.mmap_max=0"}, "glibc.malloc.mmap_max", True, True, "1"),
         # above what an int holds
         (1, {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=4294967296"}, "glibc.malloc.mmap_threshold", True, True,
@@ -89,7 +87,7 @@ def test_blocks_of_a_step_are_kept_where_the_user_has_not_said_otherwise(
     assert all(named is None or named in said for said in found["said"])
     if calls and not environment:
         assert found["large"] == found["kept"] == found["taken"]  # the large one is mapped, so that free gives it back
-        assert all("256 MiB" in said and "huge pages" in said for said in found["said"])
+        assert all("256 MiB" in said for said in found["said"])
     if calls and "mmap_max" not in str(environment):
         assert found["within"] == 0 and (found["after"] > 0) == taken
 
@@ -106,68 +104,6 @@ def test_a_preloaded_allocator_is_left_alone(tmp_path: Path) -> None:
         pytest.skip("no C compiler")
     found = probe(LD_PRELOAD=str(library))
     assert str(library) in found["said"][0] and found["kept"] < MOST and found["huge"] is None
-
-
-# -- what is asked of a C library --------------------------------------------------------------------------------------
-
-
-class Mallopt:
-    """A C library that notes what it is told, and refuses thresholds above `largest`."""
-
-    def __init__(self, largest: int = 2**62) -> None:
-        self.settings: dict[int, list[int]] = {}
-        self._largest = largest
-
-    def mallopt(self, parameter: Any, value: Any) -> int:
-        if value.value > self._largest:
-            return 0
-        self.settings.setdefault(parameter.value, []).append(value.value)
-        return 1
-
-
-def test_all_is_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "confstr", lambda _: "glibc 2.36")
-    environ = {"GLIBC_TUNABLES": "glibc.malloc.top_pad=0x10000000:glibc.malloc.mmap_threshold=4294967296"}
-    for given, threshold, pad in ((environ, 2**31 - 1, 1 << 28), ({}, 256 << 20, 128 << 10)):
-        libc = Mallopt()
-        with pytest.raises(KeyError), allocator.mapped_blocks(given, libc):
-            raise KeyError
-        assert libc.settings == {-3: [1 << 20, threshold], -2: [128 << 10, pad]}
-    libc = Mallopt()
-    with allocator.mapped_blocks({"MALLOC_TOP_PAD_": "much"}, libc):  # which cannot be read
-        pass
-    assert libc.settings == {}
-
-
-def test_other_c_libraries_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    environ: dict[str, str] = {}
-
-    def unknown(name: str) -> str:
-        raise ValueError("unrecognized configuration name")
-
-    libc = Mallopt()
-    monkeypatch.setattr(os, "confstr", unknown)
-    allocator.tune_allocator(environ, libc)
-    monkeypatch.setattr(os, "confstr", lambda _: "glibc 2.36")
-    allocator.tune_allocator(environ, SimpleNamespace())  # without mallopt
-    assert environ == {} and libc.settings == {}
-
-
-@pytest.mark.parametrize(
-    ("version", "largest", "settings"),
-    [
-        # Before 2.35 mallopt refuses a threshold above half of HEAP_MAX_SIZE, 64 MiB on 64 bits (arena.c). -1: never.
-        ("glibc 2.31", (64 << 20) // 2, {-3: [32 << 20], -1: [-1]}),
-        ("glibc 2.17", -2, {}),
-    ],
-)
-def test_an_old_glibc_gets_what_it_takes(
-    monkeypatch: pytest.MonkeyPatch, version: str, largest: int, settings: dict[int, list[int]]
-) -> None:
-    monkeypatch.setattr(os, "confstr", lambda _: version)
-    libc = Mallopt(largest)
-    line = allocator.tune_allocator({"THP_MEM_ALLOC_ENABLE": "0"}, libc)
-    assert libc.settings == settings and ("32 MiB" in line) == bool(settings)
 
 
 # Prints whether the mapping of a new tensor has the flag that madvise(MADV_HUGEPAGE) sets; and the peak of the process

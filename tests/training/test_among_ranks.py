@@ -27,7 +27,6 @@ from megatron.parallel.topology import DEFAULT_ORDER, Layout, Topology
 from megatron.pipeline.executor import Executor
 from megatron.training import devices
 from megatron.training.agreement import Agreement
-from megatron.training.diagnosis import Phase, first_rank
 from megatron.training.evaluate import mean_loss
 from megatron.training.generate import Sampling, generate
 from megatron.training.kernels import check_agreement
@@ -36,7 +35,6 @@ from megatron.training.signals import Signals
 from megatron.training.stopping import StopRules
 from megatron.training.stragglers import Stragglers
 from megatron.training.streams import PlaceholderStream
-from megatron.training.timers import Timers
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 
@@ -137,15 +135,6 @@ def evaluate(topology: Topology, folder: str) -> Any:
     return measure(False), measure(True)
 
 
-def times(topology: Topology, folder: str) -> Any:
-    now = [0.0]
-    timers = Timers(topology, 1, clock=lambda: now[0])
-    for _ in range(2):
-        with timers("optimizer"):
-            now[0] += 1.0 + topology.rank
-    return timers.collect(steps=2)
-
-
 def stragglers(topology: Topology, folder: str) -> Any:
     """Ranks 1 and 3 are slow in every forward pass; 0 and 2 wait for them in a collective of the same pass."""
     plain, now, slow = dist.all_reduce, [0.0], topology.rank % 2 == 1
@@ -174,7 +163,7 @@ def stragglers(topology: Topology, folder: str) -> Any:
     return None if result is None else result.record
 
 
-# -- kernels, cores, bad values ----------------------------------------------------------------------------------------
+# -- kernels and cores -------------------------------------------------------------------------------------------------
 
 MODEL = dict(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=16, vocab_size=50)
 LARGE = 2**63 - 1
@@ -182,8 +171,7 @@ LIBRARIES: dict[str, tuple[list[str | None], list[int], bool]] = {  # paths, fin
     "none": ([None] * RANKS, [0] * RANKS, True),
     "equal": (["/l.so"] * RANKS, [LARGE] * RANKS, True),
     "missing": (["/l.so", "/l.so", None, "/l.so"], [LARGE, LARGE, 0, LARGE], True),
-    "last": (["/l.so"] * RANKS, [7, 7, 7, 8], True),  # the same path on each node's own disk
-    "first": (["/l.so"] * RANKS, [-1, 0, 0, 0], True),
+    "first": (["/l.so"] * RANKS, [-1, 0, 0, 0], True),  # the same path on each node's own disk
     "choices": (["/l.so"] * RANKS, [5] * RANKS, False),
 }
 
@@ -223,18 +211,6 @@ def bound_cores(topology: Topology, folder: str) -> Any:
         os.sched_setaffinity(0, mine)
 
 
-FORWARD, BACKWARD = int(Phase.FORWARD), int(Phase.BACKWARD)
-KEYS: list[tuple[list[tuple[int, int, int, int] | None], int]] = [  # of each rank, and whose is the smallest
-    ([(BACKWARD, 0, -2, 1), (FORWARD, 1, 2, 3), (FORWARD, 1, 0, 9), None], 2),
-    ([None, (BACKWARD, 0, -1, 5), (BACKWARD, 0, -1, 5), None], 1),
-    ([(FORWARD, 2, 0, 0), (FORWARD, 1, 5, 5), (FORWARD, 1, 5, 4), (FORWARD, 1, 6, 0)], 2),
-]
-
-
-def first_values(topology: Topology, folder: str) -> Any:
-    return [first_rank(topology, keys[topology.rank]) for keys, _ in KEYS]
-
-
 # -- text --------------------------------------------------------------------------------------------------------------
 
 GPT: dict[str, Any] = dict(
@@ -270,8 +246,8 @@ def texts(topology: Topology, folder: str) -> Any:
 Case = Callable[[Topology, str], Any]
 CASES: tuple[tuple[Case, tuple[int, int]], ...] = (  # the case, tensor and pipeline size
     (agree, (1, 1)), (stop, (1, 1)), (figures, (2, 2)), (figures, (1, 2)), (evaluate, (2, 2)), (evaluate, (1, 2)),
-    (evaluate, (2, 1)), (times, (1, 1)), (stragglers, (2, 1)), (kernels, (2, 1)), (bound_cores, (1, 1)),
-    (first_values, (1, 1)), (texts, (1, 1)),
+    (evaluate, (2, 1)), (stragglers, (2, 1)), (kernels, (2, 1)), (bound_cores, (1, 1)),
+    (texts, (1, 1)),
 )  # fmt: skip
 
 
@@ -333,11 +309,6 @@ def test_an_evaluation_is_the_mean_over_micro_batches_and_replicas(
         np.testing.assert_allclose(per_token, (losses * tokens).sum() / tokens.sum(), rtol=1e-6)
 
 
-def test_timers_give_every_rank_its_column(found: Found) -> None:
-    nothing, own = [0.0] * RANKS, [1000.0 * (1 + rank) for rank in range(RANKS)]
-    assert found(times) == [{"data-wait": nothing, "forward-backward": nothing, "optimizer": own}] * RANKS
-
-
 def test_waiting_for_a_slow_rank_does_not_make_a_rank_slow(found: Found) -> None:
     record, *others = found(stragglers, 2)
     assert others == [None] * (RANKS - 1)
@@ -361,11 +332,6 @@ def test_processes_tell_each_other_their_cores(found: Found) -> None:
     cores = sorted(os.sched_getaffinity(0))
     masks = [{cores[rank % len(cores)]} for rank in range(RANKS)]
     assert found(bound_cores) == [(masks, rank > 0) for rank in range(RANKS)]
-
-
-def test_the_first_bad_value_of_all_ranks_wins(found: Found) -> None:
-    assert found(first_values) == [[rank for _, rank in KEYS]] * RANKS
-    assert first_rank(SINGLE, None) is None
 
 
 def one_process() -> tuple[Config, torch.nn.ModuleDict]:

@@ -62,13 +62,6 @@ def test_all_fields_and_their_order() -> None:
     assert float(match["ms"]) == 196496.4 and int(match["tokens"]) == 5242880
 
 
-def test_what_is_not_known_is_not_printed() -> None:
-    line = format_iteration(report(lm_loss=None, loss_scale=None, grad_norm=None, num_zeros=None))
-    match = LINE.match(line)
-    assert match
-    assert all(match[name] is None for name in ("loss", "scale", "norm", "zeros", "params", "mfu"))
-
-
 @pytest.mark.parametrize("loss", [2.5, 19.0, 31.0])
 def test_validation_lines(loss: float) -> None:
     above, line, below = format_validation("iteration 10", loss).split("\n")

@@ -43,15 +43,6 @@ def test_interval_leaves_skipped_steps_out_and_counts_them() -> None:
     assert len(interval) == 0  # counts start anew at each log line
 
 
-def test_an_interval_of_skipped_steps_has_no_loss() -> None:
-    interval = Interval(SINGLE, Rates(1, 8, 1.0, 1.0))
-    interval.add(step(1, 5.0, skipped=True))
-    losses, _ = interval.reduce(1)
-    report = interval.report(losses, 2, 1.0)
-    assert (report.memory_bytes, report.memory_rank) == (None, None)
-    assert report.lm_loss is None and report.skipped == 1 and report.nan == 0 and report.mfu is None
-
-
 def test_metrics_file_appends_and_survives_a_cut_line(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
     first = MetricsFile(path, clock=lambda: 12.5)
@@ -71,11 +62,6 @@ def test_metrics_file_appends_and_survives_a_cut_line(tmp_path: Path) -> None:
     assert [r["event"] for r in read_metrics(path)] == ["iteration", "validation"]
     assert [r["iteration"] for r in read_metrics(path, "validation")] == [2]
     json.loads(path.read_text().splitlines()[-1])
-
-
-def test_metrics_without_a_path_go_nowhere(tmp_path: Path) -> None:
-    MetricsFile(None).write("iteration", iteration=1)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_metrics_file_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
@@ -108,4 +94,4 @@ def test_a_disk_that_is_full_for_a_while_loses_records_and_not_the_run(tmp_path:
         metrics.write("iteration", iteration=iteration, padding="x" * 40)
     (tmp_path / "m.jsonl").write_bytes(disk.held)
     assert [r["iteration"] for r in read_metrics(tmp_path / "m.jsonl")] == [1, 4, 5]
-    assert len(said) == 1 and "No space left" in said[0] and "m.jsonl" in said[0]
+    assert len(said) == 1 and str(tmp_path / "m.jsonl") in said[0]

@@ -23,15 +23,6 @@ def test_ramp_up_is_the_start_plus_whole_shares(ramp: tuple[int, int, int, int],
     assert schedule.global_batch_size(consumed) == expected
 
 
-def test_sizes_at_the_borders_of_shares() -> None:
-    # 16 -> 64 in three increments over 300 samples: one share is 100 samples.
-    schedule = BatchSchedule(64, 8, (16, 16, 300))
-    sizes = {n: schedule.global_batch_size(n) for n in (0, 99, 100, 199, 200, 299, 300, 10_000)}
-    assert sizes == {0: 16, 99: 16, 100: 32, 199: 32, 200: 48, 299: 48, 300: 64, 10_000: 64}
-    assert schedule.num_micro_batches(150) == 32 // 8
-    assert schedule.eval_micro_batches == 64 // 8
-
-
 @given(ramps, st.integers(0, 60), st.integers(0, 700))
 def test_closed_forms_equal_counting_steps(ramp: tuple[int, int, int, int], iterations: int, begin: int) -> None:
     start, steps, increment, samples = ramp

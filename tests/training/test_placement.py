@@ -66,11 +66,6 @@ def test_a_part_of_a_node_keeps_its_ranks_and_finds_its_devices() -> None:
     assert plan_ranks(one, Launch()).placing == Placing(), "one process has nothing to place"
 
 
-def test_a_cluster_that_is_not_known() -> None:
-    with pytest.raises(ConfigError, match="frontier"):
-        plan_ranks(config(16, cluster="fronteer"), launched(16))
-
-
 def test_processes_that_fill_no_whole_nodes_run_as_they_were_launched() -> None:
     given = {"tensor_model_parallel_size": 2, "global_batch_size": 48, "cluster": "frontier"}
     plan = plan_ranks(config(12, **given), launched(12))

@@ -21,9 +21,8 @@ from megatron.parallel.topology import Layout, Topology
 from megatron.planning.scaling.logs import iteration_fields
 from megatron.training.console import Console
 from megatron.training.failures import run_guarded
-from megatron.training.metrics import Interval, Peak, Rates, StepRecord
+from megatron.training.metrics import Interval, Rates, StepRecord
 from megatron.training.profiling import Profiler
-from megatron.training.reporter import Reporter
 from megatron.training.tensorboard import TensorBoard
 from megatron.training.timers import Stopwatch
 from tests.helpers.launching import TINY
@@ -38,25 +37,14 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_log_files_get_plain_lines() -> None:
-    stream = io.StringIO()
-    console = Console(True, stream)
-    console.begin(0, 10)
-    console.update(1, "loss 2")
-    console.say(LINE)
-    console.end()
-    assert stream.getvalue() == LINE + "\n"
-
-
-def test_terminals_show_progress_and_whole_lines() -> None:
-    stream = Terminal()
-    console = Console(True, stream)
-    console.begin(3, 10)
-    console.update(4, "loss 2.000")
-    console.say(LINE)
-    console.end()
-    assert "4/10" in stream.getvalue() and "loss 2.000" in stream.getvalue()
-    assert LINE in stream.getvalue()  # neither wrapped nor read as markup
+def test_log_files_get_plain_lines_and_other_ranks_are_silent() -> None:
+    for speaks, stream, written in ((True, io.StringIO(), LINE + "\n"), (False, Terminal(), "")):
+        console = Console(speaks, stream)
+        console.begin(0, 10)
+        console.update(1, "loss 2")
+        console.say(LINE)
+        console.end()
+        assert stream.getvalue() == written
 
 
 def train_on_a_terminal(rank: int) -> tuple[int, str]:
@@ -86,16 +74,6 @@ def test_a_run_on_a_terminal_shows_its_progress_and_whole_lines() -> None:
     assert code == 0 and re.search(r"training .*[0-4]/4", text), text[-2000:]
     fields = [iteration_fields(line) for line in text.replace("\r", "\n").splitlines()]
     assert len([found for found in fields if found]) == 4
-
-
-def test_other_ranks_are_silent() -> None:
-    stream = Terminal()
-    console = Console(False, stream)
-    console.begin(0, 10)
-    console.say(LINE)
-    console.update(1)
-    console.end()
-    assert stream.getvalue() == ""
 
 
 def logging_flags(folder: Path | None, **changes: Any) -> Any:
@@ -159,39 +137,20 @@ def test_tensorboard_flags_switch_tags(tmp_path: Path) -> None:
     assert not {"learning-rate", "loss-scale"} & set(events.Tags()["scalars"])
 
 
-def test_memory_is_said_at_first_and_when_it_has_grown() -> None:
-    logging = dict(timing_log_option="max", metrics_file=None, tensorboard_dir=None)
-    config: Any = SimpleNamespace(
-        logging=SimpleNamespace(**logging), checkpoint=SimpleNamespace(save=None),
-        parallel=SimpleNamespace(world_size=1),
-    )  # fmt: skip
-    reporter, said = Reporter(config, 0), list[str]()
-    reporter.console.say = said.append  # type: ignore[assignment]
-    for i, size in enumerate((2.0, 2.09, 2.11, 2.11, 4.0)):
-        interval = Interval(SINGLE, Rates(1, 8, 1.0, 1.0))
-        interval.add(StepRecord(i, 16, 128, 16, 0.1, torch.tensor(4.0), False))
-        losses, _ = interval.reduce(0)
-        reporter.iteration(interval.report(losses, 4, 1.0, Peak(int(size * 2**30), 1030 + i)), {"optimizer": [1.0]})
-    lines = [text for text in said if "memory" in text]
-    figures = [re.findall(r"(\d\.\d\d) GiB.* (\d+)$", text) for text in lines]
-    assert figures == [[("2.00", "1030")], [("2.11", "1032")], [("4.00", "1034")]]
-    assert all(iteration_fields(line) is None for line in lines)  # no parser takes it for a line of figures
-
-
 def test_tensorboard_on_a_full_disk_turns_itself_off(tmp_path: Path) -> None:
     said: list[str] = []
     board = TensorBoard(logging_flags(tmp_path), enabled=True, warn=said.append)
     real = board._writer
 
     def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     board._writer = SimpleNamespace(add_scalar=full, flush=full, close=full)
     for _ in range(2):
         board.validation(1, 1, 1.0)
     board.close()
     real.close()
-    assert len(said) == 1 and str(tmp_path) in said[0] and "No space left" in said[0]
+    assert len(said) == 1 and str(tmp_path) in said[0]
 
 
 @pytest.mark.parametrize("flag", ["trace_dir", "tensorboard_dir"])
@@ -220,20 +179,17 @@ def raise_(error: BaseException) -> None:
 
 
 def test_user_errors_have_one_message_and_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    error = ConfigError("two problems:\n  1. this\n  2. that")
+    error = ConfigError("two:\n  1. this\n  2. that")
     assert run_guarded(lambda: raise_(error), rank=0) == 2
-    assert capsys.readouterr().err == "ConfigError: two problems:\n  1. this\n  2. that\n"
+    assert capsys.readouterr().err == f"ConfigError: {error}\n"
     assert run_guarded(lambda: raise_(error), rank=3) == 2
-    assert capsys.readouterr().err == "rank 3: ConfigError: two problems: 1. this 2. that\n"
+    shown = capsys.readouterr().err
+    assert shown.startswith("rank 3: ConfigError") and shown.count("\n") == 1 and "this" in shown and "that" in shown
+    assert run_guarded(lambda: raise_(SystemExit(0)), rank=0) == 0
+    assert run_guarded(lambda: raise_(KeyboardInterrupt()), rank=0) == 130
 
 
 def test_other_errors_have_a_traceback_that_names_the_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_guarded(lambda: raise_(ZeroDivisionError("why")), rank=5) == 1
     shown = capsys.readouterr().err
-    assert shown.startswith("rank 5 failed:\nTraceback") and "ZeroDivisionError: why" in shown
-
-
-def test_exit_codes_of_ordinary_ends() -> None:
-    assert run_guarded(lambda: None, rank=0) == 0
-    assert run_guarded(lambda: raise_(SystemExit(0)), rank=0) == 0
-    assert run_guarded(lambda: raise_(KeyboardInterrupt()), rank=0) == 130
+    assert all(part in shown for part in ("rank 5", "Traceback", "ZeroDivisionError: why"))

@@ -28,7 +28,7 @@ class FakeSaver:
     def _do(self, call: str, *details: Any) -> None:
         self.calls.append((call, *details) if details else call)
         if call in self.broken:
-            raise CheckpointError(f"{call}: no space left")
+            raise CheckpointError(f"{call}: ENOSPC")
 
     def start(self, iteration: int, engine: Any, state: Any, passport: Any, background: bool) -> Any:
         assert not self.pending, "a save was under way"
@@ -145,19 +145,12 @@ def test_a_save_in_the_background_is_completed_once_it_is_written() -> None:
     assert case.saves.saved_iteration == 6 and not case.saves.settle()
 
 
-def test_the_last_save_is_complete_when_the_run_ends() -> None:
-    case = Case(save_interval=2, async_save=True)
-    case.step(2)
-    case.saves.save(3, {}, last=True)
-    assert case.saver.calls == [("start", 2, True), ("commit", 2), ("start", 3, False)]
-
-
 def test_a_failed_save_is_tried_again_after_a_minute_of_steps() -> None:
     case = Case(save_interval=10)
     case.step(10)
     case.saver.broken = {"start"}
     case.step(20)
-    assert "iteration 20" in case.listener.said[-2] and "no space left" in case.listener.said[-2]
+    assert "iteration 20" in case.listener.said[-2] and "ENOSPC" in case.listener.said[-2]
     assert "iteration 10" in case.listener.said[-1]
     for i in range(21, 27):
         case.step(i, seconds=11.9)  # 59.5 s after 25
@@ -197,10 +190,10 @@ def test_other_errors_are_not_taken_for_a_full_disk() -> None:
     case = Case(save_interval=1)
 
     def start(*_: Any, **__: Any) -> None:
-        raise RuntimeError("[../gloo/transport/tcp/pair.cc:1] Connection closed by peer")
+        raise RuntimeError("pair.cc:1")
 
     case.saver.start = start  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="Connection closed"):
+    with pytest.raises(RuntimeError, match="pair.cc:1"):
         case.step(1)
 
 

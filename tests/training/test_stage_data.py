@@ -44,13 +44,6 @@ def test_the_copy_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert locations[prefix] in built.where(0) and built.name == prefix
 
 
-def test_nothing_to_stage() -> None:
-    said: list[str] = []
-    assert staged_locations(config(data_path=("x",)), SINGLE, said.append) == {}
-    assert staged_locations(config(mock_data=True, stage_data_to="/nowhere"), SINGLE, said.append) == {}
-    assert said == []
-
-
 def test_a_variable_that_is_not_set_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NODE_DISK", raising=False)
     monkeypatch.chdir(tmp_path)
@@ -87,7 +80,7 @@ def test_all_wait_for_all() -> None:
 
 def test_the_wait_has_an_end() -> None:
     topology, clock = Topology.from_layout(Layout(data=2), 0, device=torch.device("cpu")), VirtualClock()
-    with pytest.raises(LaunchError, match=r"--stage-data-to: 1 of 2 .*4 hours"):
+    with pytest.raises(LaunchError, match="--stage-data-to: 1 of 2"):
         wait_for_all(topology, incomplete=False, store=dist.HashStore(), clock=clock, sleep=clock.sleep)
 
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,20 +87,6 @@ def test_only_the_first_signal_counts() -> None:
         assert stop is not None and stop.requeue and "SIGUSR1" in stop.reason
 
 
-def test_outside_of_the_main_thread_signals_stay_as_they_are() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    inside: list[Any] = []
-
-    def body() -> None:
-        with Signals():
-            inside.append(signal.getsignal(signal.SIGTERM))
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    thread.join()
-    assert inside == [before]
-
-
 @pytest.mark.parametrize(
     ("left_s", "stopped"),
     [(1000.0, False), (100.0, True)],  # 20 s of a step, 1.5 * 50 s of a save and 30 s of margin are 125
@@ -130,13 +115,3 @@ def test_a_job_too_short_for_a_step_does_not_come_back() -> None:
         rules = Rules(signals=signals, wall_time=wall_time)
         stop = rules.rules.ask(7, rules.agreement.take())
     assert stop is not None and stop.requeue and "SIGUSR1" in stop.reason
-
-
-def test_one_process_agrees_with_itself() -> None:
-    agreement, on = Agreement(SINGLE), [True]
-    agreement.add("signal", lambda: 15)
-    agreement.add_first("save", lambda: True)
-    agreement.add("writing", lambda: 1, lambda: on[0])
-    assert agreement.take() == {"signal": 15, "save": 1, "writing": 1}
-    on[0] = False
-    assert agreement.take() == {"signal": 15, "save": 1, "writing": 0}

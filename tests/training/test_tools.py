@@ -51,7 +51,7 @@ def what_was_made(folder: Path) -> int:
 
 @pytest.mark.slow
 def test_the_example_trains_and_keeps_what_it_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its parts run in processes that are forked."""
 
@@ -69,20 +69,9 @@ def test_the_example_trains_and_keeps_what_it_made(
     monkeypatch.setattr(train_example, "choose_machine", lambda: train_example.Machine("cpu", 2, 1, False, ""))
     assert train_example.main(["--quick", "--folder", str(tmp_path)]) == 0
     made = what_was_made(tmp_path)
-    assert "kept from last time" not in capsys.readouterr().out
     again = train_example.main(["--quick", "--folder", str(tmp_path), "--iterations", "2"])
     assert again in (0, 1)  # two iterations may not bring the loss down
-    assert capsys.readouterr().out.count("kept from last time") == 3
     assert (tmp_path / "corpus.jsonl").stat().st_mtime_ns == made
-
-
-@pytest.mark.slow
-@pytest.mark.campaign("benchmarks")
-def test_the_example_as_a_user_starts_it(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "tools" / "train_example.py"), "--quick", "--folder", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    what_was_made(tmp_path)
 
 
 def test_arguments_are_checked_before_torch_is_imported() -> None:

@@ -56,26 +56,20 @@ def test_the_last_answer_counts_down_and_a_new_one_counts_more(command: Command)
     command("squeue", "echo 30:00")  # somebody extended the job
     end.ask()
     assert end.left_s() == 1800
-    command("squeue", "echo slurm_load_jobs error: Unable to contact slurm controller >&2; exit 1")
+    command("squeue", "echo slurm_load_jobs >&2; exit 1")
     for _ in range(3):
         now[0] += 100
         end.ask()
     assert end.left_s() == 1500
     (warning,) = said[1:]  # once
-    assert "Unable to contact slurm controller" in warning and "job 1 " in warning and "28:20" in warning
+    assert "slurm_load_jobs" in warning and "job 1 " in warning and "28:20" in warning
 
 
-@pytest.mark.parametrize("answer", ["INVALID", "NOT_SET", "", "later"])
+@pytest.mark.parametrize("answer", ["INVALID", "", r"\377\376 10:00"])
 def test_an_answer_that_says_nothing_is_told(command: Command, answer: str) -> None:
-    command("squeue", f"echo '{answer}'")
+    command("squeue", f"printf '{answer}'")
     end, said = asked_once({})
-    assert end.left_s() is None and len(said) == 1 and f"squeue says {answer or 'nothing'}" in said[0]
-
-
-def test_an_answer_that_is_no_text_is_told(command: Command) -> None:
-    command("squeue", r"printf '\377\376 10:00'")
-    end, said = asked_once({})
-    assert end.left_s() is None and len(said) == 1 and "squeue says" in said[0]
+    assert end.left_s() is None and len(said) == 1 and "4711" in said[0]
 
 
 def test_of_a_job_array_its_own_task_is_asked_for(command: Command) -> None:
@@ -146,19 +140,11 @@ def test_a_job_that_somebody_cancelled_stays_cancelled(command: Command, state: 
     assert requeue({"SLURM_JOB_ID": "4711"}, said.append) == goes == called.exists()
 
 
-def test_what_slurm_says_need_not_be_text(command: Command) -> None:
-    command("squeue", r"printf '\377 None'; exit 1")
-    command("scontrol", r"printf '\377 no' >&2; exit 1")
-    said: list[str] = []
-    assert not requeue({"SLURM_JOB_ID": "4711"}, said.append)
-    assert len(said) == 1 and "ERROR" in said[0]
-
-
 def test_what_keeps_a_job_out_of_the_queue_is_told(command: Command) -> None:
     said: list[str] = []
     assert not requeue({}, said.append)
     assert len(said) == 1 and "--requeue" in said[0]
-    command("squeue", "exit 1")
-    command("scontrol", "echo 'Job may not be requeued: Operation disabled' >&2; exit 1")
+    command("squeue", r"printf '\377 None'; exit 1")
+    command("scontrol", r"printf '\377 disabled' >&2; exit 1")  # which is no text
     assert not requeue({"SLURM_JOB_ID": "4711"}, said.append)
-    assert "ERROR" in said[1] and "4711" in said[1] and "Operation disabled" in said[1]
+    assert "ERROR" in said[1] and "4711" in said[1] and "disabled" in said[1]
