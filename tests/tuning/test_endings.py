@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.planning.experiments.endings import CRASH, HANG, LOST_RANK, OUT_OF_MEMORY, REFUSED, cause, ending, explain
+from megatron.planning.experiments.endings import CRASH, HANG, LOST_RANK, OUT_OF_MEMORY, REFUSED, ending, explain
 from megatron.tuning import types
 
 SRUN = "srun: error: node{}: task {}: {}\n"
@@ -75,13 +75,6 @@ def test_tasks_that_srun_itself_ends_after_another_one_are_no_cause(tmp_path: Pa
     assert ending(137, [log]).kind == CRASH and ending(137, [log]).reason.endswith("1")
     log.write_text(waited + SRUN.format(2, 1, "Killed"))
     assert ending(137, [log]).kind == CRASH, "and not for want of memory"
-
-
-@pytest.mark.parametrize(("codes", "first"), [
-    ([0, 75, 1], 1), ([75, 2], 2), ([2, 1, -11, 75], -11), ([0, 0], 0), ([], None), (None, None), ([75, 3, 2], 3),
-])  # fmt: skip
-def test_causes_come_before_what_follows(codes: list[int] | None, first: int | None) -> None:
-    assert cause(codes) == first
 
 
 def test_threads_that_cannot_start_are_for_want_of_memory_only_where_there_is_a_limit(tmp_path: Path) -> None:

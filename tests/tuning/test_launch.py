@@ -201,7 +201,7 @@ def test_what_a_step_is_told() -> None:
     """Slurm's own limit, a name to find it by, and nothing of the starter's own place."""
     step = Step("trial-7", ["n1", "n2"], 8, 7, 100.0, 60, 5)
     found = step_environment({"MASTER_ADDR": "old", "SRUN_FLAGS": "-l", "MASTER_PORT": "5000"}, step, Path("/x"))
-    assert found["SRUN_FLAGS"] == "-l --time=3 --job-name=trial-7" and "MASTER_ADDR" not in found
+    assert found["SRUN_FLAGS"].split() == ["-l", "--time=3", "--job-name=trial-7"] and "MASTER_ADDR" not in found
     assert (found["HOSTS"], found["NODES"], found["MASTER_PORT"], found["MEMORY_LIMIT"]) == ("n1,n2", "2", "5007", "5")
     assert found["SRUN_WAIT"] == "60"
     wrapped = step_environment({"MASTER_PORT": "65530"}, step, Path("/x"))["MASTER_PORT"]

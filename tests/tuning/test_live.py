@@ -3,19 +3,18 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import random
 
 import pytest
 from rich.console import Console
 
 from megatron.tuning.layouts import Layout, best_layout
-from megatron.tuning.live import Live, behind, best_table, outcome, progress, show_value
+from megatron.tuning.live import Live, best_table
 from megatron.tuning.session import View
-from megatron.tuning.types import CONFIRM, DONE, FAILED, INVALID, Candidate, Result, Trial, cost_of
+from megatron.tuning.types import CONFIRM, DONE, FAILED, Candidate, Result, Trial, cost_of
 from tests.helpers.clock import VirtualClock
 from tests.tuning import made
 
-EVERYTHING, TRIALS = made.trials(30, seed=4)
+_, TRIALS = made.trials(30, seed=4)
 
 
 def console(width: int, terminal: bool = False) -> tuple[Console, io.StringIO]:
@@ -49,7 +48,6 @@ def test_lines_of_a_log() -> None:
     where, text = console(60)
     live, fast, slow = Live("tokens_per_s", "out", where), simple(1, 1.0), simple(2, 1.25)
     failed = dataclasses.replace(slow, number=3, result=Result(FAILED, "hang", "no step for 60 s"))
-    invalid = dataclasses.replace(slow, result=Result(INVALID, "invalid", "the batch is 4, not 8"))
     again = dataclasses.replace(fast, number=4, by=CONFIRM, folder="trials/0004", result=Result(DONE, step_s=2.0))
     crash = dataclasses.replace(again, number=5, result=Result(FAILED, "crash", "exit code 1"))
     expected: list[list[str]] = []
@@ -75,30 +73,10 @@ def test_lines_of_a_log() -> None:
     lines = text.getvalue().splitlines()
     for line, words in zip(lines, expected, strict=True):
         assert all(word in line for word in words), (line, words)
-    assert "the batch is 4, not 8" in outcome(invalid, "tokens_per_s")
     where, text = console(160)
     where.print(best_table([fast, slow, again], "tokens_per_s", 10, 160))
     rows = [line.split() for line in text.getvalue().splitlines() if line.split()[:1] in (["1"], ["2"])]
     assert [row[0] for row in rows] == ["2", "1"] and rows[1][4:6] == ["2", "66.7"], "one row for a layout"
-
-
-def test_values_and_distances_of_both_objectives() -> None:
-    assert show_value(1 / 12345, "tokens_per_s") == "12,345 tokens/s"
-    assert show_value(3600 / 1e9 * 2.5, "node_hours") == "2.5 node-hours for a billion tokens"
-    assert behind(2.0, 1.0, "tokens_per_s") == 0.5 and behind(2.0, 1.0, "node_hours") == 1.0
-    where, text = console(200)
-    live = Live("node_hours", "out", where)
-    live.ended(simple(2, 1.5), of(simple(2, 1.5)), of(simple(1, 1.0)), of(simple(1, 1.0)))
-    assert "50.0 % above the best, trial 1" in text.getvalue()
-
-
-def test_progress_counts_what_ended() -> None:
-    chance = random.Random(1)
-    trials = [made.trial(i, c, "planner", chance, 4 * made.GIB) for i, c in enumerate(EVERYTHING[:12], 1)]
-    memory = sum(t.result is not None and t.result.kind == "out of memory" for t in trials)
-    view = View(trials, (), best_layout(trials, "tokens_per_s"), 40, 7, 90.0)
-    said = progress(view, "tokens_per_s")
-    assert memory > 0 and all(words in said for words in ("12 of 40", "28:00", "1:30", f"{memory} out of memory", "7"))
 
 
 def test_on_a_terminal_there_is_a_table_that_lives_and_goes() -> None:

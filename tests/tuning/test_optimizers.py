@@ -18,13 +18,12 @@ from megatron.tuning.journal import NAME
 from megatron.tuning.search import optimizer
 from megatron.tuning.search.features import features_of
 from megatron.tuning.search.optimizer import make_optimizer
-from megatron.tuning.types import LOST_RANK, Candidate, History, Parameter
+from megatron.tuning.types import LOST_RANK, History, Parameter
 from tests.tuning.runners import Made
 from tests.tuning.tables import PARAMETERS, Table, candidates_of, history_of, play, table, trials_to_good
 from tests.tuning.test_session import search, told, truth
 
 SLOW, LONG = pytest.mark.slow, pytest.mark.campaign("search")
-ALL = (*(pytest.param(name, marks=SLOW) for name in ("deephyper", "optuna", "tpe")), "random", "exhaustive")
 LEARNING = ("deephyper", "optuna")
 PLAIN = table()
 
@@ -59,19 +58,8 @@ def test_a_space_is_exhausted_with_each_candidate_once(name: str, with_prior: bo
 
 
 @pytest.mark.parametrize("name", [
-    *(pytest.param(name, marks=LONG) for name in ("deephyper", "optuna", "tpe")), "random", "exhaustive",
+    "random", *(pytest.param(name, marks=SLOW) for name in ("deephyper", "optuna", "tpe")),
 ])  # fmt: skip
-def test_a_proposal_depends_on_history_seed_and_count_alone(name: str) -> None:
-    """So a run that is taken up with another object goes on as the first would have."""
-    whole = play(make_optimizer(name, 5), PLAIN, 9)
-    seen: dict[int, float | None] = {}
-    for count, proposal in enumerate(whole):
-        assert make_optimizer(name, 5).propose(history_of(PLAIN, seen), count) == proposal
-        seen[proposal.index] = PLAIN.costs[proposal.index]
-
-
-@SLOW
-@pytest.mark.parametrize("name", ["deephyper", "optuna", "tpe"])
 def test_a_search_that_was_killed_goes_on_as_if_it_had_not_been(tmp_path: Path, name: str) -> None:
     prior = [0.1 * (i % 5) for i in range(12)]
     _, undisturbed = search(tmp_path / "whole", Made(truth), make_optimizer(name, 1), max_trials=9, prior=prior)
@@ -81,12 +69,6 @@ def test_a_search_that_was_killed_goes_on_as_if_it_had_not_been(tmp_path: Path, 
     (tmp_path / "cut" / NAME).write_bytes(b"".join(lines[:cut]))
     _, trials = search(tmp_path / "cut", Made(truth), make_optimizer(name, 1), max_trials=9, prior=prior)
     assert told(trials) == told(undisturbed) and len(trials) == 9
-
-
-@SLOW
-@pytest.mark.parametrize("name", ["deephyper", "optuna", "tpe", "random"])
-def test_seeds_differ(name: str) -> None:
-    assert len({tuple(p.index for p in play(make_optimizer(name, seed), PLAIN, 3)) for seed in range(4)}) > 1
 
 
 @pytest.mark.parametrize(("name", "with_prior"), [
@@ -103,12 +85,6 @@ def test_what_is_left_out_or_running_is_never_proposed(name: str, with_prior: bo
     for count in range(1 if name == "tpe" else 2):
         proposal = make_optimizer(name, 0).propose(history, count)
         assert proposal is not None and proposal.index in open_
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_one_candidate_without_parameters(name: str) -> None:
-    known = Table((Candidate(0, "", {}, (), 1, 1, 1),), (0.0,), (0.0,))
-    assert [p.index for p in play(make_optimizer(name, 0), known, 5, None, ())] == [0]
 
 
 @SLOW
@@ -159,16 +135,6 @@ def test_a_region_that_fails_is_left(name: str, with_prior: bool) -> None:
 
 
 @SLOW
-def test_failures_before_any_success_are_walked_away_from() -> None:
-    known = table(lambda v: v["recompute"] == "none")
-    failed = [i for i in sorted(range(456), key=lambda i: known.prior[i]) if i in known.fails][:6]
-    history = history_of(known, dict.fromkeys(failed), known.prior)
-    for count in range(4):
-        proposal = make_optimizer("optuna", 0).propose(history, count)
-        assert proposal is not None and proposal.index not in known.fails
-
-
-@SLOW
 def test_a_lost_rank_says_nothing_about_the_layout() -> None:
     from megatron.tuning.search.surrogate import chance_of_failure
 
@@ -200,18 +166,6 @@ def test_several_at_once_are_not_neighbours() -> None:
     assert apart(running=True) > apart(running=False)
 
 
-@pytest.mark.parametrize(("name", "with_prior"), few("optuna+"))
-def test_many_at_once(name: str, with_prior: bool) -> None:
-    """From the start, and while some are known."""
-    for seen in ({}, {i: PLAIN.costs[i] for i in range(0, 456, 30)}):
-        pending: frozenset[int] = frozenset()
-        for count in range(8):
-            history = history_of(PLAIN, seen, PLAIN.prior if with_prior else None, pending=pending)
-            proposal = make_optimizer(name, 0).propose(history, count)
-            assert proposal is not None and proposal.index not in pending | seen.keys()
-            pending |= {proposal.index}
-
-
 def test_random_takes_every_open_candidate_alike() -> None:
     known, parameters = small()
     drawn = [play(make_optimizer("random", seed), known, 1, None, parameters)[0].index for seed in range(1200)]
@@ -227,13 +181,6 @@ def test_exhaustive_follows_the_planner() -> None:
     assert [p.index for p in play(search, known, 12, known.prior, parameters)] == order
 
 
-@SLOW
-def test_auto_takes_deephyper_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert make_optimizer("auto", 0).name == "deephyper"
-    monkeypatch.setattr(optimizer, "find_spec", lambda name: None if name == "deephyper" else object())
-    assert make_optimizer("auto", 0).name == "optuna"
-
-
 @pytest.mark.parametrize(("name", "lacks", "extra"), [
     ("deephyper", "deephyper", "deephyper"), ("optuna", "sklearn", "tune"), ("auto", "optuna", "tune"),
 ])  # fmt: skip
@@ -247,41 +194,9 @@ def test_a_missing_library_is_named(name: str, lacks: str, extra: str, monkeypat
 @SLOW
 def test_a_library_of_another_version_is_named_and_auto_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepHyper before 0.9 has no deephyper.hpo."""
+    assert make_optimizer("auto", 0).name == "deephyper"
     monkeypatch.setitem(sys.modules, "deephyper.hpo", None)
     monkeypatch.delitem(sys.modules, "megatron.tuning.search.deephyper_search", raising=False)
     assert make_optimizer("auto", 0).name == "optuna"
     with pytest.raises(ConfigError, match=r"deephyper.*\[deephyper\]"):
         make_optimizer("deephyper", 0)
-
-
-@LONG
-def test_deephyper_is_a_search_of_its_own() -> None:
-    """Beyond the first trials it does not follow the other one."""
-    orders = [[p.index for p in play(make_optimizer(name, 0), PLAIN, 9)] for name in LEARNING]
-    assert orders[0] != orders[1] and orders[0][:6] == orders[1][:6]
-
-
-@SLOW
-def test_equal_candidates_do_not_follow_each_other_as_they_are_listed() -> None:
-    """Neighbours in the list are alike: they would be tried one after the other."""
-    proposals = play(make_optimizer("deephyper", 0), PLAIN._replace(costs=(0.0,) * 456), 9)
-    assert max(p.index for p in proposals[6:]) > 100
-
-
-@SLOW
-def test_predictions_follow_what_was_measured() -> None:
-    from megatron.tuning.search.deephyper_search import predictions
-
-    at = range(0, 456, 12)
-    right = history_of(PLAIN, {i: PLAIN.prior[i] + 3.0 for i in at}, PLAIN.prior)
-    assert predictions(right) == pytest.approx([cost + 3.0 for cost in PLAIN.prior], abs=1e-6)
-    turned = history_of(PLAIN, {i: -PLAIN.prior[i] for i in at}, PLAIN.prior)
-    assert predictions(turned) == pytest.approx([-cost for cost in PLAIN.prior], abs=0.05)
-    one = history_of(PLAIN, {7: 1.0}, PLAIN.prior)
-    assert predictions(one) == pytest.approx([cost - PLAIN.prior[7] + 1.0 for cost in PLAIN.prior])
-    assert predictions(history_of(PLAIN, {7: 1.0, 8: 2.0})) == pytest.approx([1.5] * 456)
-
-
-def test_an_unknown_search() -> None:
-    with pytest.raises(ConfigError, match="optuma.*optuna"):
-        make_optimizer("optuma", 0)

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from megatron.tuning.search.features import features_of, places_of
-from megatron.tuning.types import History, Parameter
+from megatron.tuning.search.features import features_of
+from megatron.tuning.types import Parameter
 from tests.tuning.tables import PARAMETERS, candidates_of, history_of, table
 
 pytestmark = pytest.mark.slow  # scikit-learn, which is imported where it is used, takes a second for that
@@ -25,11 +25,6 @@ def test_features_of_unordered_values_are_one_apart_and_ordered_ones_by_place() 
     # (1, a), (1, b), (1, c), (4, a), ...: 2 never occurs, so 4 is half-way.
     assert features.distances(0)[:4] == pytest.approx([0, 1, 1, 0.5])
     assert features.distances(0)[8] == pytest.approx(math.sqrt(2))
-
-
-def test_values_that_python_takes_for_the_same_are_kept_apart() -> None:
-    parameters = (Parameter("x", (1, True, 1.0, "1")),)
-    assert places_of(parameters, candidates_of(parameters, lambda values: True)).ravel().tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("with_prior", [False, True])
@@ -110,10 +105,3 @@ def test_the_bound_weighs_failures_by_their_chance() -> None:
     known = Posterior(np.array([1.0, 1.0, 1.0, 9.0]), np.array([0.5, 0.5, 0.5, 0.5]), np.array([0.0, 1.0, 0.25, 1.0]))
     assert expected_lower_bound(known, 2.0) == pytest.approx([0.5, 2.0, 0.5 + 0.25 * 1.5, 8.5])
     assert failure_cost([3.0, 1.0]) == pytest.approx(1.0 + math.log(1.1))
-
-
-def test_history_without_candidates_that_ran_has_no_chances() -> None:
-    from megatron.tuning.search.surrogate import posterior
-
-    history = History(KNOWN.candidates, PARAMETERS, {1: 0.0, 2: 0.1})
-    assert not posterior(history, FEATURES).failing.any()

@@ -194,9 +194,9 @@ def test_what_stands_still_at_its_memory_limit_is_out_of_memory(
 
 
 def test_a_crash_is_told_in_the_programs_words(tmp_path: Path, programs: Callable[[str], None]) -> None:
-    programs("raise ValueError('no such thing')")
+    programs("raise ValueError('x')")
     result = Tuner(tmp_path).result(candidate())
-    assert (result.status, result.kind) == (FAILED, CRASH) and "ValueError: no such thing" in str(result.reason)
+    assert (result.status, result.kind) == (FAILED, CRASH) and "ValueError: x" in str(result.reason)
     noted = json.loads((tmp_path / "trials/0001/result.json").read_text())
     assert (noted["status"], noted["kind"], noted["exit_code"]) == (FAILED, CRASH, 1)
     programs("pass")
@@ -247,11 +247,6 @@ def test_disks_that_take_nothing(tmp_path: Path, programs: Callable[[str], None]
     (tmp_path / "full/trials").write_text("a file")
     with pytest.raises(ConfigError, match="trial 1"):
         Tuner(tmp_path / "full").start(trial(candidate()))
-
-
-def test_an_unknown_launcher(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="local or slurm"):
-        TrialRunner(tmp_path, Place("mpi", (), 1), settings())
 
 
 # -- as steps of a job -------------------------------------------------------------------------------------------------
