@@ -2,18 +2,12 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-import sys
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
-from megatron.engine import optimizer as engine_optimizer
 from megatron.engine.adamw import FusedAdamW
-from megatron.engine.optimizer import build_optimizer, create_moments, get_step, set_step
-from tests.engine import toy
+from megatron.engine.optimizer import create_moments, get_step, set_step
 
 U = 2.0**-24
 SHAPES = [(7, 5), (33,), (0,), (1200,)]
@@ -79,15 +73,6 @@ def test_copies_and_gradient_scale() -> None:
         assert torch.equal(rounded, w.to(rounded.dtype))
 
 
-def test_parameters_without_gradient_stay() -> None:
-    mine, before = weights(), weights()
-    ours = FusedAdamW(mine)
-    mine[1].grad = torch.ones(33)
-    ours.step()
-    assert [torch.equal(p, q) for p, q in zip(mine, before, strict=True)] == [True, False, True, True]
-    assert list(ours.state) == [mine[1]]
-
-
 def test_resumes_where_it_stood() -> None:
     """By its own state_dict, by the engine's moments and step, and from torch's AdamW to rounding."""
     straight = weights()
@@ -122,23 +107,3 @@ def test_resumes_where_it_stood() -> None:
     train(fourth, taken, range(3, 4))
     for p, q in zip(taken, theirs, strict=True):  # one rounding of weights below 8 each, and three of torch's
         torch.testing.assert_close(p, q, rtol=0, atol=4 * 8 * U)
-
-
-def test_which_optimizer_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """apex only when it is asked for and there."""
-
-    class FusedAdam(torch.optim.Adam):
-        def __init__(self, groups: Any, adam_w_mode: bool, **settings: Any) -> None:
-            super().__init__(groups, **settings)
-
-    cpu, settings = torch.device("cpu"), toy.ToyOptimizer()
-    for usable in (True, False):
-        monkeypatch.setattr(engine_optimizer, "fused_adam", lambda _, usable=usable: SimpleNamespace(usable=usable))
-        monkeypatch.setitem(sys.modules, "apex.optimizers", SimpleNamespace(FusedAdam=FusedAdam))
-        for implementation in ("auto", "fused", "apex", "torch"):
-            for fused in (True, False):
-                built = type(build_optimizer(groups(weights()), settings, cpu, implementation, fused))
-                apex = usable and implementation == "apex"
-                assert built is (FusedAdam if apex else FusedAdamW if fused else engine_optimizer.AdamW)
-    sgd = dataclasses.replace(settings, optimizer="sgd")
-    assert type(build_optimizer(groups(weights()), sgd, cpu, "fused", True)) is engine_optimizer.SGD

@@ -12,9 +12,7 @@ import pytest
 
 from megatron.engine.deepspeed_json import deepspeed_json
 from megatron.engine.deepspeed_setup import _check_version
-from megatron.engine.mpu import ModelParallelUnit
 from megatron.errors import ConfigError
-from megatron.parallel.topology import Layout, Topology
 from tests.engine import toy
 from tests.helpers.launching import ROOT, TINY
 
@@ -95,14 +93,3 @@ def test_old_deepspeed_is_refused() -> None:
     _check_version("0.20.0+rocm")
     with pytest.raises(ConfigError, match=r"0\.18\.9.*0\.19\.5"):
         _check_version("0.18.9")
-
-
-@pytest.mark.parametrize("stage", [0, 1])
-def test_model_parallel_unit(stage: int) -> None:
-    """Ranks of (tensor 2, pipeline 2, data 2): rank 5 is tensor 1, data 0, pipeline 1."""
-    mpu = ModelParallelUnit(Topology.from_layout(Layout(2, 2, 2), 5), stage)
-    assert (mpu.get_model_parallel_world_size(), mpu.get_model_parallel_rank()) == (4, 3)
-    assert (mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()) == (2, 1)
-    assert (mpu.get_pipeline_model_parallel_world_size(), mpu.get_pipeline_model_parallel_rank()) == (2, 1)
-    assert (mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()) == ((2, 0) if stage else (1, 0))
-    assert not [name for name in dir(mpu) if "sequence" in name], "those names mean another technique to DeepSpeed"

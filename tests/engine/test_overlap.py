@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from megatron.engine import weights as engine_weights
-from megatron.engine.bucket_size import bucket_elements
 from megatron.engine.buckets import Bucket
 from megatron.engine.optimizer import parameter_groups, unique_parameters
 from megatron.engine.weights import WeightGather
@@ -69,18 +68,6 @@ def test_gpt_waits_for_each_weight_before_it_is_used(fields: Any, monkeypatch: p
         assert not any(p.isnan().any() for p in parameters)
 
 
-def test_any_module_waits_for_all_of_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_weights, "gather_from_owners", lambda bucket, _: [Late(bucket)])
-    chunk = torch.nn.Linear(3, 2)
-    gather = WeightGather(buckets_of(list(chunk.parameters())), Group((0, 1), 0), [chunk], overlap=True)
-    gather.start()
-    assert chunk.weight.isnan().any()
-    assert not chunk(torch.ones(3)).isnan().any()
-    alone = WeightGather(buckets_of(list(chunk.parameters())), Group((0, 1), 0), [chunk], overlap=False)
-    alone.start()
-    assert not chunk.weight.isnan().any()
-
-
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_state_dict_waits(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the model as of a module within: what is saved must not be the weights of the step before."""
@@ -127,11 +114,6 @@ def test_groups_are_cut_in_the_order_of_the_backward_pass() -> None:
     assert names(None) == [["w4", "w3", "w2", "w1", "w0"], ["e"], ["n"]]
     assert names(9) == [["w4", "w3"], ["w2"], ["w1", "w0"], ["e"], ["n"]]
     assert names(1) == [["w4"], ["w3"], ["w2"], ["w1"], ["w0"], ["e"], ["n"]]
-
-
-def test_bucket_sizes() -> None:
-    assert [bucket_elements(0, n) for n in (2, 4, 64, 9408)] == [4_000_000, 4_000_000, 64_000_000, 9_408_000_000]
-    assert [bucket_elements(50_000_000, n) for n in (2, 9408)] == [4_000_000, 50_000_000]
 
 
 def test_what_a_rank_holds_of_a_bucket() -> None:
