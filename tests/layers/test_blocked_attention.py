@@ -95,62 +95,10 @@ def test_queries_keys_and_values_apart(share):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_kernels_have_no_float64():
-    """A check of the whole model in float64 takes torch's way, whatever was asked for."""
-    mixed = projection(5, 1, 1, 1, 4, torch.float64)
-    asked, other = (blocked_attention((mixed,), None, None, 0.0, None, fused) for fused in (True, False))
-    assert torch.equal(asked, other)
-
-
 def test_without_a_seed_nothing_is_dropped():
     mixed = projection(5, 1, 1, 1, 4, torch.float32)
     evaluated, plain = (blocked_attention((mixed,), None, None, p, None, True) for p in (0.5, 0.0))
     assert torch.equal(evaluated, plain)
-
-
-def test_the_gradient_has_none():
-    mixed = projection(5, 1, 1, 1, 4, torch.float32)
-    out = blocked_attention((mixed,), None, None, 0.0, None, True)
-    (gradient,) = torch.autograd.grad(out.square().sum(), mixed, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
-
-
-@pytest.mark.parametrize("share", [1, 3])
-def test_scores_of_a_part_fit(monkeypatch, share):
-    """Both passes make room for as many scores as are allowed at once, twice in the backward pass."""
-    s, groups = 130, 8
-    room = 2 * block_length(s, torch.float32) * share * s
-    monkeypatch.setattr(module, "_SCORES", room)
-    monkeypatch.setattr(module.torch, "get_num_threads", lambda: 1)
-    mixed = projection(s, 1, groups, share, 4, torch.float32)
-    with Largest() as seen, torch.no_grad():
-        blocked_attention((mixed,), None, None, 0.0, None, True)
-    assert seen.elements == room
-    with Largest() as seen:
-        output_and_gradients(lambda x: blocked_attention((x,), None, None, 0.0, None, True), [mixed])
-    assert seen.elements == 2 * room
-
-
-@pytest.mark.parametrize(
-    ("shape", "transposed", "apart"),
-    [
-        ((5, 2, 3, 1, 4), False, False), ((5, 1, 3, 1, 4), False, False), ((5, 2, 1, 1, 4), False, False),
-        ((5, 1, 3, 1, 4), True, False), ((5, 2, 1, 1, 4), True, False), ((5, 2, 3, 1, 4), True, True),
-        ((5, 2, 3, 2, 4), False, True), ((5, 1, 1, 2, 4), False, True),
-    ],
-)  # fmt: skip
-def test_rows_are_written_in_their_place_where_they_can_be(shape, transposed, apart):
-    """Not for several queries of a group, nor for samples that are no multiples of a common stride, as of documents."""
-    s, b, groups, share, d = shape
-    whole = torch.zeros((b, s, groups, share + 2, d) if transposed else (s, b, groups, share + 2, d))
-    place = (whole.transpose(0, 1) if transposed else whole)[..., :-2, :]
-    rows = module._Rows(place)
-    assert rows.apart == apart
-    rows.rows.copy_(torch.arange(float(place.numel())).view(rows.rows.shape))
-    rows.put()
-    expected = torch.arange(float(place.numel())).view(b, groups, s, share, d).permute(2, 0, 1, 3, 4)
-    assert torch.equal(place, expected) and whole.sum() == expected.sum()
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])
@@ -272,9 +220,3 @@ def test_nothing_is_of_the_size_of_the_sample_squared(fused):
         output_and_gradients(lambda x: blocked_attention((x,), None, None, 0.1, 3, fused), [mixed])
     # The scores of a block, twice in the backward pass, for both heads.
     assert seen.elements <= 2 * 2 * block_length(s, torch.float32) * s < s * s
-
-
-def test_blocks_are_whole_tiles_and_no_longer_than_twice_the_least():
-    for dtype, least in ((torch.float32, 64), (torch.bfloat16, 128), (torch.float16, 128)):
-        lengths = [block_length(s, dtype) for s in range(1, 9000, 7)]
-        assert min(lengths) == least and max(lengths) == 2 * least and not any(n % 32 for n in lengths)

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.layers import chunked_products
 from megatron.layers.chunked_products import Messages, gathered_product, summed_product
 from megatron.layers.context import LayerContext
-from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.layers.linear import ColumnParallelLinear
 from megatron.layers.parameters import ParameterFactory, normal
 from megatron.parallel import collectives
 from megatron.parallel.topology import Group
@@ -90,16 +90,6 @@ def test_a_chunk_is_summed_behind_the_product_of_the_next(log, sequence_parallel
     assert torch.equal(y, 2 * (x[:4] @ matrix))
 
 
-def test_small_products_stay_whole():
-    tokens = chunked_products.LEAST_TOKENS
-    four = messages(True, chunks=4)
-    assert four.bounds(512, 2 * tokens - 1) == [(0, 512)]
-    assert four.bounds(513, 2 * tokens) == [(0, 256), (256, 513)]
-    assert four.bounds(512, 100 * tokens) == [(0, 128), (128, 256), (256, 384), (384, 512)]
-    assert four.bounds(3, 100 * tokens) == [(0, 1), (1, 2), (2, 3)]
-    assert messages(True, chunks=1).bounds(512, 100 * tokens) == [(0, 512)]
-
-
 def layer(log, kind, sequence_parallel, overlap=True):
     context = LayerContext(
         Group((0, 1), 0), ParameterFactory(1, 0, TP, torch.device("cpu")), sequence_parallel, overlap, chunks=2
@@ -119,12 +109,6 @@ def test_the_weight_gradient_is_made_behind_the_last_message(log):
     forward, backward = layer(log, ColumnParallelLinear, True)
     assert forward == ["send 0", "send 1", "wait 0", "mm", "wait 1", "mm"]
     assert backward == ["send 2", "mm", "send 3", "mm", "send 4", "wait 2", "mm", "wait 3", "wait 4"]
-
-
-def test_the_sum_of_a_row_parallel_layer_is_complete_when_it_returns(log):
-    forward, backward = layer(log, RowParallelLinear, True)
-    assert forward == ["mm", "send 0", "mm", "send 1", "wait 0", "wait 1"]
-    assert backward == ["send 2", "send 3", "wait 2", "mm", "wait 3", "mm", "mm"]
 
 
 def test_overlap_with_the_weight_gradient_can_be_turned_off(log):
@@ -148,14 +132,3 @@ def test_a_weight_gradient_that_waits_gathers_its_input_last(log):
     with log:
         compute()
     assert log.lines == ["wait 4", "mm"]
-
-
-def test_an_input_without_gradient_still_gets_the_gradient_gathered(log):
-    context = LayerContext(Group((0, 1), 0), ParameterFactory(1, 0, TP, torch.device("cpu")), True, chunks=2)
-    made = RowParallelLinear(context, "layer", (OUT, TP * IN), normal(1.0), False)
-    y, _ = made(torch.ones(8, 1, IN))
-    log.lines.clear()
-    with log:
-        y.backward(torch.ones_like(y))
-    assert log.lines == ["send 2", "wait 2", "mm"]
-    assert torch.equal(made.weight.grad, torch.full((OUT, IN), 8.0))

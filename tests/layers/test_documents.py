@@ -2,11 +2,10 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.layers.documents import Documents, group_documents
+from megatron.layers.documents import group_documents
 
 
 def cut(draw: st.DrawFn) -> tuple[np.ndarray, int]:
@@ -44,9 +43,3 @@ def test_few_batches_for_many_documents() -> None:
     shapes = group_documents(lengths, 1).shapes
     assert len(shapes) <= 28
     assert group_documents(np.full(500, 7), 5).shapes == ((500, 7),)
-
-
-def test_made_once_for_all_layers() -> None:
-    lengths = np.array([3, 5, 8])
-    documents = Documents(torch.tensor([0, 3, 8, 16], dtype=torch.int32), lengths, 2)
-    assert documents.longest == 8 and documents.groups is documents.groups

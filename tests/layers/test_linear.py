@@ -208,5 +208,5 @@ def test_misuse_of_the_queue_is_caught():
     context = LayerContext.single(seed=9)
     context.weight_gradients.begin()
     context.weight_gradients.add(lambda: None)
-    with pytest.raises(AssertionError, match="never taken"):
+    with pytest.raises(AssertionError):
         context.weight_gradients.begin()

@@ -9,13 +9,11 @@ from megatron.layers.masks import alibi_bias, alibi_slopes
 from megatron.layers.rotary import RotaryEmbedding
 
 
-def test_slopes_of_a_power_of_two():
-    assert alibi_slopes(8).tolist() == pytest.approx([2.0**-i for i in range(1, 9)])
-
-
-def test_slopes_of_other_counts():
-    # 12 heads: the 8 of the power below, then every second of the 16 of the power above.
-    expected = [2.0**-i for i in range(1, 9)] + [2.0 ** -(i / 2) for i in (1, 3, 5, 7)]
+def test_slopes():
+    """12 heads have the 8 of the power of two below, then every second of the 16 of the power above."""
+    eight = [2.0**-i for i in range(1, 9)]
+    expected = eight + [2.0 ** -(i / 2) for i in (1, 3, 5, 7)]
+    assert alibi_slopes(8).tolist() == pytest.approx(eight)
     assert alibi_slopes(12).tolist() == pytest.approx(expected)
 
 

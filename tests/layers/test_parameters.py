@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from megatron.layers.parameters import BLOCK, ParameterFactory, draw, normal, xavier_uniform
-from megatron.parallel.sharding import shard, sharding_of
+from megatron.parallel.sharding import shard
 
 CPU = torch.device("cpu")
 
@@ -59,10 +59,3 @@ def test_seed_changes_everything():
     a = ParameterFactory(1, 0, 1, CPU).create("w", (64, 64), 0, normal(1.0))
     b = ParameterFactory(2, 0, 1, CPU).create("w", (64, 64), 0, normal(1.0))
     assert not torch.any(a == b)
-
-
-def test_sharding_is_attached():
-    p = ParameterFactory(1, 3, 4, CPU).create("w", (10, 2), 0, normal(1.0), padded=16, decay=False)
-    s = sharding_of(p)
-    assert (s.offset, s.extent, s.dim, s.decay) == ((10, 0), (0, 2), 0, False)
-    assert p.tensor_model_parallel

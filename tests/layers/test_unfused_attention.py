@@ -103,14 +103,3 @@ def test_dropout_acts_on_the_weights_and_repeats(fused):
     assert torch.allclose(weights[weights != 0], full.expand_as(weights)[weights != 0], rtol=1e-5)
     assert abs(kept.mean().item() - (1 - p)) < 5 * (p * (1 - p) / kept.numel()) ** 0.5
     assert len({tuple(row) for row in kept.view(b * heads, -1).tolist()}) == b * heads
-
-
-def test_the_mask_of_documents_is_made_once():
-    documents = documents_of([[3, 1, 2], [6]])
-    hidden = documents.hidden
-    assert hidden is documents.hidden and hidden.dtype == torch.bool and hidden.shape == (2, 1, 6, 6)
-    ids = torch.tensor([[0, 0, 0, 1, 2, 2], [3] * 6])
-    for b in range(2):
-        for i in range(6):
-            for j in range(6):
-                assert hidden[b, 0, i, j] == (j > i or ids[b, i] != ids[b, j])
