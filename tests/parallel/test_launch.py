@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron.errors import LaunchError
 from megatron.parallel.launch import Launch, detect_launch, select_device, variables_with_flags
-from megatron.parallel.nodelist import compress_ranks, expand_counts, expand_hosts
+from megatron.parallel.nodelist import compress_ranks, expand_hosts
 from megatron.parallel.report import device_identity
 
 TORCHRUN = {
@@ -201,12 +201,6 @@ def test_node_lists() -> None:
 def test_what_is_no_node_list(text: str) -> None:
     with pytest.raises(LaunchError, match=re.escape(repr(text)[1:-1])):
         expand_hosts(text)
-
-
-def test_counts_per_node() -> None:
-    assert expand_counts("8(x3),2,1(x2)") == [8, 8, 8, 2, 1, 1]
-    with pytest.raises(LaunchError, match="8x3"):
-        expand_counts("8x3")
 
 
 @given(st.sets(st.integers(0, 60)))

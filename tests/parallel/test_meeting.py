@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.errors import LaunchError, LostRankError
-from megatron.parallel import meeting, rendezvous, report
+from megatron.parallel import meeting, rendezvous
 from megatron.parallel.launch import Launch, connect
 from megatron.parallel.placing import Placing
 from megatron.parallel.rendezvous import Rendezvous
@@ -226,48 +226,3 @@ def test_ranks_that_cannot_work_together_are_refused() -> None:
     assert "rank 2 (n2:cuda:0)" in error and "gloo" in error
     _, error = gathered([*good, hello("n2", "cuda:1", "B", agreed="pp-tp-dp")])
     assert "rank 2 (n2:cuda:1" in error and "pp-tp-dp" in error
-
-
-def test_places_have_the_numbers_that_only_all_together_know() -> None:
-    """Each task of the node calls its device 0; the one with the higher bus address comes first."""
-    first, error = gathered(
-        [hello("n", "cuda:0", str(bus), address=(0, bus, 0), pid=10 + task) for task, bus in enumerate((7, 3))],
-        Placing((0, 1)),
-    )
-    assert error == ""
-    first._take_rank()
-    assert (first.launch.rank, first.launch.task, first.server, first.notices) == (1, 0, 1, [])
-    assert first.places == ["n:cuda:0", "n:cuda:0 (device 1)"]
-
-
-@pytest.mark.parametrize(("world_size", "lazy"), [(1024, None), (2048, "1")])
-def test_gloo_beside_nccl_in_a_large_world(monkeypatch: pytest.MonkeyPatch, world_size: int, lazy: str | None) -> None:
-    """The steps before torch.distributed starts on a device: the device is current; gloo connects on demand."""
-    done: list[Any] = []
-
-    def start(backend: str, **_: Any) -> None:
-        done.append((backend, os.environ.get("TORCH_GLOO_LAZY_INIT")))
-
-    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
-    monkeypatch.setattr(torch.cuda, "set_device", done.append)
-    monkeypatch.setattr(dist, "init_process_group", start)
-    rank = Rendezvous(Launch(rank=1, world_size=world_size), torch.device("cuda", 3), LONG)
-    rank._store = dist.HashStore()
-    rank._initialise()
-    # Once for the thread that starts torch.distributed: each has a current device of its own.
-    assert done == [torch.device("cuda", 3), torch.device("cuda", 3), ("cpu:gloo,cuda:nccl", lazy)]
-    rank.close()
-    assert "TORCH_GLOO_LAZY_INIT" not in os.environ
-
-
-def test_bounded_gives_up_in_time_and_when_woken() -> None:
-    never, woken = threading.Event(), threading.Event()
-    woken.set()
-    with pytest.raises(LaunchError, match="0.05"):
-        report.bounded(never.wait, 0.05, "gloo did not start")
-    with pytest.raises(LaunchError):
-        report.bounded(never.wait, 60, "gloo did not start", woken)
-    never.set()
-    assert report.bounded(lambda: 3, 60, "", threading.Event()) == 3
-    with pytest.raises(KeyError):
-        report.bounded(lambda: {}[1], 60)

@@ -87,4 +87,3 @@ def test_a_rank_of_a_large_job_holds_no_list_of_all_ranks() -> None:
     longest = max(len(g.ranks) for g in (topology.tensor, topology.data, topology.pipeline, topology.model))
     assert longest == 8 * 64, "a replica of the model is the largest group beside the world"
     assert isinstance(Topology.from_layout(Layout(data=75_264), 5).data.ranks, range)
-
