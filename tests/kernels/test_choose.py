@@ -125,15 +125,3 @@ def test_the_log_names_what_runs_and_why_not(monkeypatch: pytest.MonkeyPatch) ->
     reasons = report(CUDA, bf16=True, fp32_residual_connection=True, optimizer="sgd")[1]
     assert all("--fp32-residual-connection" in reasons[name] for name in ("layer_norm", "bias_dropout"))
     assert "--optimizer sgd" in reasons["optimizer"]
-
-
-def test_the_log_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    load(monkeypatch, "cpu")
-    faster = {name: HostResult(EVERY_TYPE if name == "layer_norm" else (), "") for name in OPERATORS}
-    monkeypatch.setattr(choose, "HOST_FASTER", faster)
-    reasons = report(CPU)[1]
-    assert "layer_norm" not in reasons
-    assert all("CPU" in reasons[name] for name in ("bias_activation", "bias_dropout", "cross_entropy", "optimizer"))
-    load(monkeypatch)
-    (line,) = choose.report(Config.create(**MODEL), CPU)
-    assert "nobody built one" in line

@@ -164,7 +164,7 @@ def test_misuse_is_found(wave: int, program: Program) -> None:
     assert right.passed and "x[100] 256" in right.output, right.end
     missed = {case: o.end for case, o in outcomes.items() if o.passed or FOUND[case] not in o.output}
     assert not missed
-    assert "block 0,0,0 thread" in outcomes[6].output and "int main(int, char**)" in outcomes[6].output
+    assert "block 0,0,0" in outcomes[6].output
 
 
 @campaign

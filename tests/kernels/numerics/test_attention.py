@@ -224,14 +224,11 @@ def test_what_is_refused() -> None:
     weights()
     for figures, values in (
         (("float64",), dict(scores=scores.double())),
-        (("scores", 2), dict(scores=scores[0])),
         (("scores", "strides"), dict(scores=torch.zeros(2, 35, 6).transpose(1, 2))),
         ((35, 3), dict(first=0)),
         (("first", 33, TILE), dict(first=33)),
         (("logarithms", "float16"), dict(rows=rows.half())),
-        ((60, 6, 64), dict(rows=rows[:, :60].contiguous())),
         (("logarithms", 2, 1), dict(sample=1)),
-        ((6, 4), dict(share=4)),
         (("slopes", [3]), dict(slopes=torch.zeros(3))),
         (("probability", 1.0), dict(p=1.0)),
         (("seed", -1), dict(seed=-1)),
