@@ -104,13 +104,6 @@ def test_pieces_against_loop(case: tuple[int, list[list[int]]], eod_mask_loss: b
     check_documents(batch, [*bounds, len(samples) * length])
 
 
-def test_to_keeps_the_lengths() -> None:
-    batch = make_micro_batch(np.zeros((2, 6), np.int64), segments=[np.array([2, 4]), np.array([3])])
-    moved = batch.to("meta")
-    assert moved.cu_seqlens is not None and moved.cu_seqlens.device.type == "meta"
-    assert moved.max_seqlen == 3 and moved.document_lengths is batch.document_lengths
-
-
 @pytest.mark.parametrize("samples", [1, 2])
 def test_does_not_share_memory_with_samples(samples: int) -> None:
     tokens = np.arange(4 * samples, dtype=np.int64).reshape(samples, 4)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.data import file_lock
-from megatron.data.file_lock import FileLock, Owner, process_start, remove_remains, renamed_into, temporary_name
+from megatron.data.file_lock import FileLock, Owner, process_start, remove_remains, temporary_name
 from tests.data.forks import at_once, context, killed_at_each
 from tests.data.locks import REMOTE, ended_process, write_lock
 from tests.helpers.clock import VirtualClock
@@ -255,17 +255,6 @@ def test_remains_of_the_dead_are_removed_and_nothing_else(tmp_path: Path) -> Non
     assert lock.wait(100) and lock.acquire() and lock.taken_from == REMOTE
     remove_remains(lock, "x")
     assert names(tmp_path) == sorted([*stays, "x.lock"])
-
-
-def test_renamed_into_keeps_what_was_there_after_an_error(tmp_path: Path) -> None:
-    (tmp_path / "a").write_text("old")
-    with pytest.raises(ZeroDivisionError), renamed_into(tmp_path / "a") as file:
-        file.write(b"new")
-        raise ZeroDivisionError
-    assert names(tmp_path) == ["a"] and (tmp_path / "a").read_text() == "old"
-    with renamed_into(tmp_path / "a") as file:
-        file.write(b"new")
-    assert names(tmp_path) == ["a"] and (tmp_path / "a").read_text() == "new"
 
 
 _VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.just([])

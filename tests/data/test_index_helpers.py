@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import tracemalloc
-from fractions import Fraction
 from types import ModuleType
 from typing import Any
 
@@ -108,20 +105,6 @@ def test_sample_index_of_more_documents_than_int32(module: ModuleType | None) ->
     assert [tuple(row) for row in wide.tolist()] == walk(sizes, documents, 2, 5)
 
 
-@pytest.mark.parametrize("module", IMPLEMENTATIONS)
-def test_sample_index_copies_no_sizes(module: ModuleType | None) -> None:
-    """Those of an .idx file are unaligned; 400 KB of them, of which nothing is to be copied."""
-    count = 100_000
-    sizes = np.zeros(2 + 4 * count, np.uint8)[2:].view(np.int32)
-    sizes[:] = 7
-    documents = np.array([5, count - 1, 3], np.int32)
-    tracemalloc.start()
-    rows = call(module, "build_sample_index", sizes, documents, 5, 4)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert rows.tolist() == [[0, 0], [0, 5], [1, 3], [2, 1], [2, 6]] and peak < 100_000
-
-
 # blend
 
 
@@ -145,27 +128,6 @@ def test_blend_index(module: ModuleType | None, weights: list[float], size: int)
         taken[chosen] += 1
     for share, count in zip(shares, taken, strict=True):
         assert count <= samples_of_part(size, share)
-
-
-@NEEDS_COMPILED
-@given(
-    weights=st.lists(st.sampled_from([0.5, 1.0, 1.0, 2.0, 3.7]) | st.floats(1e-4, 10), min_size=2, max_size=300),
-    size=st.integers(0, 3000),
-)
-def test_every_prefix_of_a_blend_keeps_the_proportions(weights: list[float], size: int) -> None:
-    """The bounds that the docstring derives, with exact fractions, for every prefix."""
-    which, sample = build_blend(index_helpers.compiled, weights, size)
-    shares = np.array(weights) / np.sum(weights)
-    taken = np.zeros((size + 1, len(shares)), np.int64)
-    for i in range(len(shares)):
-        np.cumsum(which == i, out=taken[1:, i])
-        assert (sample[which == i] == np.arange(taken[-1, i])).all()
-    ahead = taken - shares * np.arange(size + 1)[:, None]
-    rounding = 1e-9
-    assert (ahead <= 1 - shares + rounding).all()
-    assert ahead.min() >= -float(sum(Fraction(1, i) for i in range(1, len(shares)))) - rounding
-    for share, count in zip(shares.tolist(), taken[-1].tolist(), strict=True):
-        assert count <= math.ceil(size * share + rounding) and count <= samples_of_part(size, share)
 
 
 @NEEDS_COMPILED
@@ -275,15 +237,6 @@ def test_best_fit_of_many(capacity: int) -> None:
         bins, num_bins = call(index_helpers.compiled, "best_fit_pack", lengths, capacity)
         expected, expected_bins = call(None, "best_fit_pack", lengths, capacity)
         assert bins.tobytes() == expected.tobytes() and num_bins == expected_bins
-
-
-@NEEDS_COMPILED
-def test_best_fit_of_a_level_of_bitmaps() -> None:
-    """Rooms that are far apart, so that they are found through the upper levels: 5,000 words of 64 bits."""
-    capacity = 64 * 5000
-    lengths = [capacity - 1, 2 * capacity // 3, capacity // 2, capacity // 3, 5, 1, 1]
-    bins, _ = call(index_helpers.compiled, "best_fit_pack", np.array(lengths), capacity)
-    assert bins.tolist() == pack_by_the_rule(lengths, capacity) == [0, 1, 2, 1, 2, 1, 0]
 
 
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)

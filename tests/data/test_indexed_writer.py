@@ -9,7 +9,6 @@ import os
 import resource
 import signal
 import socket
-import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data import indexed_writer
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter, WriterPosition
 from megatron.errors import DataError
 from tests.data.forks import MOMENTS, killed_at_each
 from tests.data.locks import ended_process
-from tests.data.struct_format import CODES, Documents, packed, unpacked
+from tests.data.struct_format import Documents, packed, unpacked
 from tests.helpers.examples import examples
 from tests.helpers.killing import forked, wait_for
 
@@ -69,24 +67,6 @@ def test_batches(tmp_path_factory: pytest.TempPathFactory, documents: Documents,
             writer.end_document()
     assert contents(folder / "c") == expected
     assert files(folder) == ["a.b.bin", "a.b.idx", "c.bin", "c.idx"]
-
-
-@pytest.mark.parametrize("dtype", list(CODES))
-def test_all_types_by_struct(tmp_path: Path, dtype: str) -> None:
-    with IndexedDatasetWriter(tmp_path / "a", dtype) as writer:
-        add(writer, [[[1, 2], []], [], [[127]]])
-    assert contents(tmp_path / "a") == packed([[[1, 2], []], [], [[127]]], dtype)
-    assert unpacked(tmp_path / "a") == (dtype, [[[1, 2], []], [], [[127]]], [])
-
-
-def test_modes(tmp_path: Path) -> None:
-    with IndexedDatasetWriter(tmp_path / "a", "<u2", with_modes=True) as writer:
-        writer.add_batch(np.array([1, 2, 3]), [1, 2], [1, 1], modes=[0, -3])
-        writer.add_sequence([], mode=5)
-        writer.end_document()
-    assert contents(tmp_path / "a") == packed([[[1]], [[2, 3]], [[]]], "<u2", [0, -3, 5])
-    modes = IndexedDataset(tmp_path / "a").modes
-    assert modes is not None and modes.tolist() == [0, -3, 5]
 
 
 @examples(10)
@@ -276,22 +256,3 @@ def test_other_file_system(tmp_path: Path) -> None:
         pytest.skip("needs /dev/shm to be a file system of its own")
     with pytest.raises(DataError, match=str(other)):
         IndexedDatasetWriter(tmp_path / "a", "<u2", directory=other)
-
-
-def test_memory_is_flat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """200,000 sequences, 4 MB of index: what Python and numpy hold stays at a few batches and buffers."""
-    monkeypatch.setattr(indexed_writer, "_BLOCK_ENTRIES", 1 << 12)
-    monkeypatch.setattr(indexed_writer, "_BUFFER_BYTES", 1 << 16)
-    tokens, sizes, documents = np.zeros(2000, np.uint16), np.ones(2000, np.int64), np.full(1000, 2)
-    tracemalloc.start()
-    try:
-        with IndexedDatasetWriter(tmp_path / "a", "<u2") as writer:
-            for _ in range(100):
-                writer.add_batch(tokens, sizes, documents)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    indexed = IndexedDataset(tmp_path / "a")
-    assert (len(indexed), indexed.num_documents, indexed.num_tokens) == (200_000, 100_000, 200_000)
-    assert np.array_equal(indexed.pointers, np.arange(200_000) * 2)
-    assert peak < 1 << 20, peak  # sizes, pointers and document ends of all are 3.2 MB in memory

@@ -45,16 +45,6 @@ def test_all_orders_of_a_few_are_alike(size: int) -> None:
     assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
 
 
-@pytest.mark.slow
-def test_places_and_numbers_are_independent() -> None:
-    size, keys = 23, 700
-    table = np.zeros((size, size))
-    for key in range(keys):
-        table[np.arange(size), permute(np.arange(size), size, key)] += 1
-    chi_square, freedom = ((table - keys / size) ** 2 / (keys / size)).sum(), (size - 1) ** 2
-    assert abs(chi_square - freedom) < 5 * math.sqrt(2 * freedom)
-
-
 def test_neighbours_are_strangers() -> None:
     """The steps between neighbours of a large order are spread evenly, and two keys know nothing of each other."""
     size = 10**5

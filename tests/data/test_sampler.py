@@ -13,7 +13,7 @@ from megatron.data import sampler
 from megatron.data.batch import MicroBatch
 from megatron.data.gpt_dataset import MockDataset
 from megatron.data.permutation import permute
-from megatron.data.sampler import CyclicOrder, MicroBatchStream, SampleOrder, SequentialOrder, sample_order
+from megatron.data.sampler import MicroBatchStream, sample_order
 from megatron.errors import ConfigError, DataError
 from tests.helpers.examples import examples
 
@@ -67,17 +67,6 @@ def expected_order(kind: str, total: int, number: int) -> list[int]:
     epochs = -(-number // total)
     order = [permute(np.arange(total), total, epoch).tolist() for epoch in range(epochs)]
     return [sample for epoch in order for sample in epoch][:number]
-
-
-@given(mbs=st.integers(1, 4), dp=st.integers(1, 4), steps=st.integers(1, 5), start=st.integers(0, 20))
-def test_ranks_share_every_chunk(mbs: int, dp: int, steps: int, start: int) -> None:
-    streams = [MicroBatchStream(Counting(1000), mbs, rank, dp, start) for rank in range(dp)]
-    taken = [stream.take(steps) for stream in streams]
-    ranks = [s for k in range(steps) for rank in range(dp) for s in samples(taken[rank][k : k + 1])]
-    assert ranks == list(range(start, start + steps * mbs * dp))
-    assert {stream.consumed_samples for stream in streams} == {start + steps * mbs * dp}
-    for batches in taken:
-        assert [batch.first_sample for batch in batches] == samples(batches)[::mbs]
 
 
 @pytest.mark.slow
@@ -141,7 +130,7 @@ def test_end_of_data(num_workers: int) -> None:
 def test_bad_data_is_reported_when_it_is_taken(num_workers: int) -> None:
     stream = MicroBatchStream(Counting(10), 1, num_workers=num_workers, vocab_size=5)
     assert samples(stream.take(3)) == [0, 1, 2]
-    with pytest.raises(DataError, match=r"sample 3: .* 5, .* 5\b.*document 3, byte 16"):
+    with pytest.raises(DataError, match=r"\b3\b.* 5\b.*numbers\.bin.* 3\b.* 16\b"):
         stream.take(1)
     stream.close()
 
@@ -159,21 +148,9 @@ def test_a_read_that_fails_names_its_sample(num_workers: int, error: Exception) 
 
     stream = MicroBatchStream(Failing(20), 2, 1, 2, num_workers=num_workers)  # reads 2 3, 6 7, ...
     assert samples(stream.take(1)) == [2, 3]
-    with pytest.raises(DataError, match=r"sample 6.*numbers\.bin, document 6, byte 0.*a\.bin"):
+    with pytest.raises(DataError, match=r"\b6\b.*numbers\.bin.* 6\b.* 0\b.*a\.bin"):
         stream.take(1)
     stream.close()
-
-
-def test_a_sample_without_a_place_is_reported_too() -> None:
-    class Lost(Counting):
-        def __getitem__(self, index: int, /) -> npt.NDArray[np.int64]:
-            raise DataError("a.idx: byte 40: damaged")
-
-        def where(self, index: int, token: int = 0, /) -> str:
-            raise DataError("a.idx: byte 40: damaged")
-
-    with pytest.raises(DataError, match=r"sample 0: a\.idx: byte 40"):
-        MicroBatchStream(Lost(20), 2).take(1)
 
 
 def test_the_file_system_is_told_of_what_comes_after() -> None:
@@ -209,22 +186,9 @@ def test_closing_does_not_wait_for_a_read_without_end(monkeypatch: pytest.Monkey
     assert len(busy) <= 2  # what was not begun yet was never read
 
 
-@pytest.mark.slow
-@given(total=st.integers(1, 60), start=st.integers(0, 200), number=st.integers(0, 100))
-def test_cyclic_epochs(total: int, start: int, number: int) -> None:
-    order = CyclicOrder(total)
-    found = order.indices(np.arange(start, start + number)).tolist()
-    assert found == expected_order("cyclic", total, start + number)[start:]
-    if total > 20:  # 20! orders: the same one twice means that the epoch is not in the key
-        epochs = order.indices(np.arange(2 * total)).reshape(2, total)
-        assert (epochs[0] != epochs[1]).any()
-
-
 def test_orders() -> None:
-    orders: list[SampleOrder] = [sample_order(None, 3), sample_order("single", 3), sample_order("cyclic", 3)]
-    assert orders == [SequentialOrder(3), SequentialOrder(3), CyclicOrder(3)]
     assert samples(MicroBatchStream(Counting(1), 2, 1, 2, dataloader_type="cyclic").take(1)) == [0, 0]
-    with pytest.raises(ConfigError, match="'external'.*single, cyclic"):
+    with pytest.raises(ConfigError, match="'external'"):
         sample_order("external", 10)
     with pytest.raises(DataError, match="--seq-length"):
         MicroBatchStream(Counting(0), 1, dataloader_type="cyclic").take(1)

@@ -8,11 +8,6 @@ from megatron.data.prepare.byte_progress import ByteProgress
 from tests.helpers.clock import VirtualClock
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def test_lines_in_a_log_file() -> None:
     clock, stream = VirtualClock(), io.StringIO()
     with ByteProgress("merged", 4_000_000, stream, clock=clock) as progress:
@@ -23,11 +18,3 @@ def test_lines_in_a_log_file() -> None:
     first, second, last = stream.getvalue().splitlines()
     assert re.findall("[0-9.]+", first) == ["1", "4", "25", "0.1", "30"]
     assert re.findall("[0-9.]+", second) == ["3", "4", "75", "0.1", "7"] and last == "notice"
-
-
-def test_bar_on_a_terminal() -> None:
-    stream = Terminal()
-    with ByteProgress("checked data/[corpus]", 2_000_000, stream) as progress:
-        progress.update(1_000_000)
-        progress.say("a notice")
-    assert "2.0 MB" in stream.getvalue() and "a notice" in stream.getvalue()

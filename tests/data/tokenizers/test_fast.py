@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,10 +30,6 @@ def reference(gpt2_files: dict[str, str]):
 def test_gpt2_against_transformers(gpt2: Tokenizer, reference, text: str) -> None:
     assert gpt2.encode(text) == reference.encode(text)
     assert gpt2.decode(gpt2.encode(text)) == text
-    assert gpt2.encode_batch([text, ""]) == [gpt2.encode(text), []]
-    tokens, sizes = gpt2.encode_batch_arrays([text, "", text], np.uint16)
-    assert tokens.dtype == np.uint16 and tokens.tolist() == 2 * gpt2.encode(text)
-    assert sizes.tolist() == [len(gpt2.encode(text)), 0, len(gpt2.encode(text))]
 
 
 @pytest.mark.slow
@@ -101,25 +96,6 @@ def test_any_merges_against_the_definition(tmp_path_factory, merges: list[tuple[
     assert tokenizer.encode_batch(texts) == [[vocabulary[t] for t in merged(text, merges)] for text in texts]
 
 
-@pytest.mark.parametrize(
-    ("merges", "in_tiktoken"),
-    [
-        ([("a", "b"), ("ab", "c")], True),
-        # abc is never reached, as b c merges first; tiktoken would merge a and bc to abc
-        ([("b", "c"), ("a", "b"), ("ab", "c")], False),
-        # two ways to abc
-        ([("a", "b"), ("b", "c"), ("ab", "c"), ("a", "bc")], False),
-    ],
-)
-def test_tiktoken_only_where_it_is_the_same(tmp_path: Path, merges: list[tuple[str, str]], in_tiktoken: bool) -> None:
-    tokenizer = gpt2(*write_byte_level(tmp_path, merges))
-    assert isinstance(tokenizer, GPT2Tokenizer) and (tokenizer._ranks is not None) == in_tiktoken
-    vocabulary = json.loads((tmp_path / "vocab.json").read_text())
-    assert tokenizer.encode("abcab") == [vocabulary[token] for token in merged("abcab", merges)]
-    tokens, sizes = tokenizer.encode_batch_arrays(["abcab", "c"], np.int32)
-    assert tokens.tolist() == tokenizer.encode("abcab") + tokenizer.encode("c") and sizes.sum() == len(tokens)
-
-
 def test_a_vocabulary_without_a_byte_is_refused(tmp_path: Path) -> None:
     vocab, merges = write_byte_level(tmp_path, [])
     vocab.write_text(json.dumps({k: v for k, v in json.loads(vocab.read_text()).items() if k != "q"}))
@@ -159,17 +135,15 @@ def test_hugging_face(tmp_path: Path) -> None:
             assert tokenizer.encode("b a") == [2, 1, 0] and tokenizer.encode_batch(["a", "b"]) == [[2, 0], [2, 1]]
             assert len(tokenizer.encode("a b a b a b")) == 7, "a file's limit on length is not ours"
             assert tokenizer.decode([1, 0, 4]) == "b a <end>"
-            tokens, sizes = tokenizer.encode_batch_arrays(["b a", "a"], np.uint16)
-            assert (tokens.tolist(), sizes.tolist()) == ([2, 1, 0, 2, 0], [3, 2])
         (tmp_path / name).unlink()
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "a"}')
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "b"}')
     assert build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path)).eod == 1, "the configuration has the last word"
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "c"}')
-    with pytest.raises(DataError, match=r"\bc of tokenizer_config.json"):
+    with pytest.raises(DataError, match=r"\bc\b.*tokenizer_config.json"):
         build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path))
-    (tmp_path / "tokenizer_config.json").write_text("[1]")
-    with pytest.raises(DataError, match="tokenizer_config.json"):
+    file.rename(tmp_path / "tokenizer.model")
+    with pytest.raises(DataError, match="tokenizer.model.*GPTSentencePieceTokenizer.*TikTokenizer"):
         build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path))
 
 
@@ -184,12 +158,4 @@ def test_a_folder_of_gpt2s_older_files(gpt2_files: dict[str, str], reference, tm
     assert tokenizer.decode(tokenizer.encode(text)) == text
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2TokenizerFast"}')
     with pytest.raises(DataError, match="Qwen2Tokenizer"):
-        build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path))
-
-
-def test_a_folder_of_another_kind(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="tokenizer.json"):
-        build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path))
-    (tmp_path / "tokenizer.model").touch()
-    with pytest.raises(DataError, match="tokenizer.model .*GPTSentencePieceTokenizer or TikTokenizer"):
         build_tokenizer("HFTokenizer", tokenizer_model=str(tmp_path))
