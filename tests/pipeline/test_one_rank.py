@@ -11,22 +11,10 @@ from megatron.pipeline.schedule import build_rank_schedule, build_schedule
 KINDS = [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 3)]
 
 
-@pytest.mark.parametrize(("name", "chunks"), KINDS)
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize("forward_only", [False, True])
-def test_every_rank_of_small_pipelines(name: str, chunks: int, size: int, forward_only: bool) -> None:
-    """Fewer micro-batches than ranks, as many, more, and numbers that leave groups of unequal sizes."""
-    for micro_batches in range(1, 2 * size + 4):
-        full = build_schedule(name, size, chunks, micro_batches, forward_only)
-        for rank in range(size):
-            own = build_rank_schedule(name, size, chunks, micro_batches, rank, forward_only)
-            assert own == full[rank], (micro_batches, rank)
-
-
-@given(st.sampled_from([*KINDS, ("interleaved", 5)]), st.integers(2, 16), st.integers(1, 40), st.booleans())
+@given(st.sampled_from([*KINDS, ("interleaved", 5)]), st.integers(1, 16), st.integers(1, 40), st.booleans())
 def test_any_pipeline(kind: tuple[str, int], size: int, micro_batches: int, forward_only: bool) -> None:
     full = build_schedule(kind[0], size, kind[1], micro_batches, forward_only)
-    for rank in {0, 1, size // 2, size - 2, size - 1}:
+    for rank in range(size):
         assert build_rank_schedule(kind[0], size, kind[1], micro_batches, rank, forward_only) == full[rank], rank
 
 
