@@ -193,14 +193,14 @@ def test_confidence_tells_published_from_estimated() -> None:
     channels = Channels(config, FRONTIER, naive)
     channels.tensor_s("all_gather", 1e6)
     channels.boundary(0, True, 1e6)
-    used = {u.figure: u for u in channels.confidence.used}
-    assert used["tensor-parallel bandwidth"].basis == PUBLISHED and "52 GB/s" in used["tensor-parallel bandwidth"].value
-    assert used["stage to stage bandwidth"].basis == ASSUMED and "data-parallel bandwidth" not in used
+    used = {u.figure.split()[0]: u for u in channels.confidence.used}
+    assert used["tensor-parallel"].basis == PUBLISHED and "52 " in used["tensor-parallel"].value
+    assert used["stage"].basis == ASSUMED and "data-parallel" not in used
     # On LUMI the same figures are taken from Frontier.
     lumi = load_cluster("lumi")
     there = Channels(config, lumi, naive_placement(config, lumi))
     there.tensor_s("all_gather", 1e6)
-    assert {u.figure: u for u in there.confidence.used}["tensor-parallel bandwidth"].basis == ASSUMED
+    assert {u.figure.split()[0]: u for u in there.confidence.used}["tensor-parallel"].basis == ASSUMED
 
 
 def test_all_reduces_of_a_whole_dgx_node_as_published() -> None:

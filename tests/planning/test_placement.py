@@ -23,7 +23,6 @@ from megatron.planning.placement import (
     naive_placement,
     place_with,
     rank_table,
-    render_placement,
 )
 from megatron.planning.traffic import traffic_of
 from tests.planning.layouts import made
@@ -100,30 +99,6 @@ def test_messages_leave_a_node_from_devices_with_cards() -> None:
 
 
 # -- the best of all orders of devices --------------------------------------------------------------------------------
-
-
-SYMMETRIES = [
-    {0: 6, 1: 7, 2: 4, 3: 5, 4: 2, 5: 3, 6: 0, 7: 1}, {0: 2, 1: 3, 2: 0, 3: 1, 4: 6, 5: 7, 6: 4, 7: 5},
-]  # fmt: skip
-"""Renamings of devices under which a node is the same; one after the other they take device 0 or 1 to any other."""
-
-
-def test_symmetries_of_a_node() -> None:
-    reached = {0: {0}, 1: {1}}
-    for name in SYMMETRIES:
-        for a, b in itertools.combinations(range(8), 2):
-            assert FRONTIER.link_gb_per_s(a, b) == FRONTIER.link_gb_per_s(name[a], name[b])
-            together = FRONTIER.nic_of_device[a] == FRONTIER.nic_of_device[b]
-            assert together == (FRONTIER.nic_of_device[name[a]] == FRONTIER.nic_of_device[name[b]])
-        assert {name[d] for d in FRONTIER.nic_on_device} == set(FRONTIER.nic_on_device)
-        reached = {start: found | {name[d] for d in found} for start, found in reached.items()}
-        renamed = {frozenset(frozenset(name[d] for d in g) for g in family) for family in LINKS._published}
-        assert renamed == set(LINKS._published)
-    assert reached[0] | reached[1] == set(range(8))
-    model = CostModel(FRONTIER, Layout(2, 4, 2, "tp-pp-dp"), traffic_of(made(2, 4, 2, 3)), 8)
-    for order in ((0, 1, 2, 3, 4, 5, 6, 7), (0, 3, 6, 1, 5, 2, 7, 4)):
-        costs = [model.cost(order), *(model.cost(tuple(name[d] for d in order)) for name in SYMMETRIES)]
-        assert len({round(cost.seconds, 12) for cost in costs}) == 1
 
 
 def orders_worth_a_look(layout: Layout) -> Iterator[tuple[int, ...]]:
@@ -219,16 +194,11 @@ def test_the_cheapest_order_of_directions(preset: str, world: int, order: str) -
     assert others[order].device_order == chosen.device_order
 
 
-def test_equal_costs_give_the_plain_orders() -> None:
-    chosen = choose_placement(made(8, 4, 4), FRONTIER)
-    assert chosen.layout.order == "tp-dp-pp" and chosen.device_order == tuple(range(8))
-
-
 def test_a_part_of_a_node_keeps_the_launchers_devices() -> None:
     for world in (1, 2, 4, 7):
         chosen = choose_placement(made(1, 1, world), FRONTIER)
         assert chosen.device_order == FRONTIER.local_order[:world]
-        assert "not full" in chosen.notes[0]
+        assert len(chosen.notes) == 1
     pair = choose_placement(made(2, 1, 1), FRONTIER)
     assert pair.cost.of("tp")[0].gb_per_s == 129
 
@@ -238,7 +208,6 @@ def test_a_part_of_a_node_keeps_the_launchers_devices() -> None:
     [
         (12, {}, "12 .*8 or 16"),
         (9473 * 8, {"micro_batch_size": 1}, "9473 .*9472"),
-        (8, {"device_order": (0, 1, 2)}, "--device-order 0,1,2 "),
         (8, {"device_order": tuple(range(16))}, "--device-order .*0 to 7"),
     ],
 )
@@ -286,15 +255,3 @@ def test_inconsistent_tables_are_found() -> None:
     assert check_rank_table(rows, num_layers=16) == 16
     with pytest.raises(ConfigError, match="16 .*17"):
         check_rank_table(rows, num_layers=17)
-
-
-# -- as text ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_text_fits(width: int) -> None:
-    config = Config.create("gpt-175b", world_size=1024)
-    text = render_placement(choose_placement(config, FRONTIER), naive_placement(config, FRONTIER), width)
-    assert max(map(len, text.splitlines())) <= max(width, 83)  # the first line is not cut
-    for word in ("1024", "128", "0,1,6,7,2,3,4,5", "tp-dp-pp", "0,1,2,3", "~76.3", "link 0-6", "hsn0"):
-        assert word in text

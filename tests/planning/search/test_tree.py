@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import random
 import signal
@@ -118,13 +117,6 @@ def test_node_hours_choose_fewer_nodes():
     assert search(dataclasses.replace(given, per_node=True)).best[0].choices.shape.devices == 8
 
 
-def test_progress_is_told():
-    ticks, told = itertools.count(), []
-    given = dataclasses.replace(judge(tp=(2,), mbs=(1,)), models=made_up(1, 0.0, False))
-    search(given, progress=lambda found: told.append(found.counts["estimated"]), clock=lambda: float(next(ticks)))
-    assert told and told[-1] > 0
-
-
 # -- made-up models: no structure that a search could profit from but bound <= time ------------------------------------
 
 
@@ -224,5 +216,5 @@ def test_placements_that_are_wanted():
     devices = (0, 1, 2, 3, 4, 5, 6, 7)
     (placement,) = worthwhile_placements(config, FRONTIER, {"order": ("pp-tp-dp",), "devices": (devices,)})
     assert (placement.layout.order, placement.device_order) == ("pp-tp-dp", devices)
-    with pytest.raises(ConfigError, match="does not name each device"):
+    with pytest.raises(ConfigError, match="0-1-2-3-4-5-6-6"):
         worthwhile_placements(config, FRONTIER, {"devices": ((0, 1, 2, 3, 4, 5, 6, 6),)})

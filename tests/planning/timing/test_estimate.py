@@ -97,19 +97,6 @@ def test_the_bound_without_recomputation_holds_with_any(flat):
 
 
 @pytest.mark.slow
-@given(flat=settings_of_runs())
-def test_more_work_takes_longer(flat):
-    """Of the same layout: another round of micro-batches, wider layers, recomputation, slower products."""
-    config = Config.create(**flat)
-    found = estimate(config, FRONTIER)
-    assert found.of_batch(2 * config.batch.global_batch_size).seconds > found.seconds
-    slower = dataclasses.replace(FRONTIER, compute=FRONTIER.compute.varied(
-        {f"products.{dtype}": 0.01 for dtype in ("float16", "bfloat16", "float32")}
-    ))  # fmt: skip
-    assert estimate(config, slower).run.makespan > found.run.makespan
-
-
-@pytest.mark.slow
 @given(flat=settings_of_runs(), factor=st.sampled_from([0.25, 2.0, 8.0]))
 def test_a_machine_that_is_so_many_times_as_slow_takes_so_many_times_as_long(flat, factor):
     """Every figure at once: rates divided, latencies multiplied. Nothing is left that is not a time of the machine."""
@@ -227,17 +214,6 @@ def test_another_batch():
         found.of_batch(9)
 
 
-def test_errors_name_what_is_missing():
-    with pytest.raises(ConfigError, match="12"):
-        estimate(run(world_size=12, global_batch_size=12), FRONTIER)
-    figures = {n: f for n, f in FRONTIER.compute.figures.items() if "bfloat16" not in n}
-    without = dataclasses.replace(
-        FRONTIER, compute=dataclasses.replace(FRONTIER.compute, figures=figures), peak_tflops={"float16": 191.5}
-    )
-    with pytest.raises(ConfigError, match="bfloat16"):
-        estimate(run(), without)
-
-
 # -- the arithmetic ------------------------------------------------------------------------------------------------
 
 
@@ -253,7 +229,7 @@ def test_the_explanation_adds_up(more: dict[str, Any]):
     sections = {section.title: section.rows for section in explain(run(**more), FRONTIER)}
     for title, rows in sections.items():
         if title.endswith("on one device"):
-            *terms, whole = [row for row in rows if row.basis != "hidden where a product runs beside it"]
+            *terms, whole = [row for row in rows if not row.basis.startswith("hidden")]
             assert sum(_seconds(row.value) for row in terms) == pytest.approx(_seconds(whole.value), rel=2e-3), title
     step = {row.term: row for row in sections["one step"]}
     parts = {term.removeprefix("part: "): _seconds(row.value) for term, row in step.items() if term.startswith("part")}
