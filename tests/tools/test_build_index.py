@@ -109,14 +109,6 @@ def test_another_number_of_processes_needs_others(tmp_path: Path, data: dict[str
     assert files(tmp_path / "8").keys() == files(tmp_path / "4").keys()  # 4 processes of micro-batches of 2
 
 
-def test_beside_the_data_and_blends_without_a_cache(
-    tmp_path: Path, data: dict[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert tool().main([*FLAGS, *ITERATIONS, "--data-path", "1", data["a"], "1", data["b"], "--world-size", "1"]) == 0
-    assert "--data-cache-path" in capsys.readouterr().out
-    assert len(files(tmp_path / "index-cache")) == 4 * 4  # train and validation of two data sets; no test documents
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -152,4 +144,3 @@ def test_training_and_resuming_find_everything(tmp_path: Path, data: dict[str, s
         (outcome,) = launch(1, [*flags, *more])
         assert outcome is not None and outcome.code == 0, outcome
         assert files(cache) == before
-

@@ -17,12 +17,9 @@ from megatron.planning.search.base import make_base
 from megatron.planning.search.choices import Choices, Shape
 from megatron.planning.search.command import make_judge
 from megatron.planning.search.files import other_nodes
-from megatron.planning.search.judging import Judge
 from megatron.planning.search.script import command_line, flags_of
-from megatron.planning.search.show import Show
 from megatron.planning.search.space import Space
 from megatron.planning.search.tree import search
-from megatron.planning.table import Table
 from tests.helpers.fault_points import on
 from tests.helpers.launching import Script
 from tests.helpers.preflight import accepted
@@ -74,14 +71,6 @@ def test_tables_verdicts_and_files(capsys, tmp_path: Path):
     assert (out / "job.sbatch").is_file()
 
 
-@pytest.mark.slow
-def test_explanation(capsys):
-    code, text = call(capsys, *SMALL, "--explain", "tp=2,pp=2,mbs=1,recompute=none")
-    assert code == 0 and "tp=2,pp=2" in text, text
-    code, text = call(capsys, *SMALL, "--headroom", "63.5", "--explain", "tp=2,pp=2")
-    assert code == 0 and "0.5 GiB" in text
-
-
 def test_nothing_fits(capsys):
     code, text = call(capsys, *SMALL, "--headroom", "99.9%")
     assert code == 3 and "0.1 GiB" in text
@@ -111,33 +100,6 @@ def test_mistakes_are_found_before_the_search(capsys, tmp_path: Path, monkeypatc
     (tmp_path / "file").write_text("")
     for words in (["--layout", "tq=2"], ["--layout", "tp=8"], ["--output", str(tmp_path / "file")]):
         assert call(capsys, *SMALL, *words)[0] == 2
-
-
-def judge_of(*words: str, flags: list[str] = MODEL) -> Judge:
-    return make_judge(plan.build_parser().parse_args([*SMALL[:6], *words]), flags)
-
-
-def test_what_is_allowed_beside_what_is_fixed():
-    judge = judge_of("--fix", "recompute=none", "--fix", "sp=on", "--allow", "recompute=full", "sp=off", "tp=16")
-    variants = list(judge.space.variants(Shape(8, 16, 2, 2, 1, "1f1b", 1)))
-    assert {c.recompute for c in variants} == {"none", "full:uniform:1", "full:uniform:2", "full:block:1"}
-    assert {c.sp for c in variants} == {True, False}
-    order = (7, 6, 5, 4, 3, 2, 1, 0)
-    wanted = judge_of("--allow", "devices=7-6-5-4-3-2-1-0").space.wanted["devices"]
-    assert wanted == (*FRONTIER.device_orders, order)
-
-
-@pytest.mark.parametrize("width", [40, 200])
-def test_a_table_can_be_read_at_any_width(capsys, width):
-    columns = ("#", "TP", "chunks", "schedule", "recompute", "also on", "s/step", "MFU", "node-hours", "left", "values")
-    row = ("1", "8", "12", "interleaved", "mlp_act, layernorm", "sp, overlap, ZeRO", "15.74", "45.7 %", "1,128,094",
-           "16.2", "8: best, 4: -4.3 %, 1: -60.1 %, 2: does not fit")  # fmt: skip
-    Show(markdown=False, width=width).table(Table("best layouts", columns, [row]))
-    text = capsys.readouterr().out
-    assert max(map(len, text.splitlines())) <= width
-    for word in (*columns, *row[:-1]):
-        assert word in text, word
-    assert text.count("best layouts") == 1 if width == 200 else text.count("continued") >= 1
 
 
 def test_other_numbers_of_nodes_are_whole_nodes():

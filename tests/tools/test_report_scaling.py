@@ -339,34 +339,6 @@ def test_report_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         assert f"![{name}]({name})" in text and (out / name).read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
-def test_plots_have_ideal_and_published_points(tmp_path: Path) -> None:
-    from matplotlib import pyplot
-
-    from megatron.planning.scaling import plots
-
-    folder = scaled(tmp_path / "weak", "weak", WEAK)
-    series = compare([figures(run) for run in find_runs([folder])])
-    figure = plots._scaling(series, "weak")
-    left, right = figure.axes
-    lines = {line.get_label(): line for line in left.get_lines()}
-    ideal = lines["_ideal"]
-    rate = 640 * SEQUENCE / 424.0
-    assert list(ideal.get_xdata()) == [64, 256, 1024, 1024]
-    assert list(ideal.get_ydata()) == pytest.approx([rate, 4 * rate, 16 * rate, 16 * rate])
-    (star,) = (line for label, line in lines.items() if "published" in str(label))
-    assert list(star.get_ydata()) == pytest.approx([69.2e12 * 1024 * 640 * SEQUENCE / paper_flops("175b", 640)])
-    (star,) = (line for line in right.get_lines() if "published" in str(line.get_label()))
-    assert (list(star.get_xdata()), list(star.get_ydata())) == ([1024], [100.0])
-    pyplot.close(figure)
-    folder = scaled(tmp_path / "strong", "strong", STRONG)
-    figure = plots._scaling(compare([figures(run) for run in find_runs([folder])]), "strong")
-    (star,) = (line for line in figure.axes[1].get_lines() if "published" in str(line.get_label()))
-    assert list(star.get_ydata()) == pytest.approx([89.93])
-    assert figure.axes[1].get_ylim()[0] < 89.93 and figure.axes[0].get_xlim()[1] > 1024
-    pyplot.close(figure)
-
-
 @pytest.mark.parametrize("arguments_", [
     ["{tmp}/nothing"], ["{tmp}/empty"], ["{tmp}/text.log"], ["{tmp}/run", "--out", "{tmp}/text.log"],
 ])  # fmt: skip
