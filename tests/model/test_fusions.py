@@ -4,10 +4,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.config import Config
-from megatron.kernels import choose, library
+from megatron.kernels import choose
 from megatron.kernels.choose import ALL, Fusions
-from megatron.model.gpt import layer_context
 from tests.helpers.fusions import Operators, force
 from tests.model.test_gpt import build, micro_batch, tokens
 
@@ -72,32 +70,3 @@ def test_each_fusion_runs_its_own_operators(monkeypatch, fields):
     used = {name for name, calls in alone.items() if calls}
     unused = {"layer_norm"} if llama else {"rotary", "rms_norm"}
     assert used == {*alone} - unused - {"masked_softmax" if blocked else "attention_block"}
-
-
-def test_evaluation_uses_the_kernels_too(monkeypatch):
-    force(monkeypatch, ALL)
-    model = build(**GPT, **DROPOUT).eval()
-    with torch.no_grad(), Operators() as seen:
-        loss = model(micro_batch(tokens()), None)
-    assert seen.calls and torch.isfinite(loss)
-    force(monkeypatch, Fusions())
-    with torch.no_grad():
-        torch.testing.assert_close(loss, build(**GPT, **DROPOUT).eval()(micro_batch(tokens()), None))
-
-
-def test_the_context_holds_what_the_flags_choose(monkeypatch):
-    found = library.Found(None, "host", "x86-64", "", object())
-    monkeypatch.setattr(library, "find", lambda device_type: found)
-    everywhere = choose.HostResult(choose.EVERY_TYPE, "")
-    monkeypatch.setattr(choose, "HOST_FASTER", dict.fromkeys(choose.OPERATORS, everywhere))
-    fields = dict(num_layers=1, hidden_size=32, num_attention_heads=4, seq_length=16, vocab_size=50)
-    topology = build().context  # any process alone
-
-    def fusions(**more) -> Fusions:
-        from megatron.parallel.topology import Layout, Topology
-
-        alone = Topology.from_layout(Layout(), 0, device=topology.parameters.device)
-        return layer_context(Config.create(**fields, **more), alone).fusions
-
-    assert fusions() == ALL
-    assert fusions(bias_dropout_fusion=False) == Fusions(**{n: n != "bias_dropout" for n in choose.OPERATORS})
