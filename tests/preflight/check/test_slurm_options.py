@@ -5,7 +5,6 @@ import pytest
 
 from megatron.preflight.check.slurm_options import (
     Sizes,
-    count,
     directives,
     from_variables,
     parse_options,
@@ -25,9 +24,7 @@ def values(words: str, program: str = "sbatch") -> tuple[dict[str, str], int]:
     [
         ("-N 2 job.sh -n 3", {"nodes": "2"}, 2),
         ("-N2 -n=4 job.sh", {"nodes": "2", "ntasks": "=4"}, 2),
-        ("--nodes=2 --time 1:00 -- -x", {"nodes": "2", "time": "1:00"}, 4),
         ("-HQv -t1 job.sh", {"hold": "", "quiet": "", "verbose": "", "time": "1"}, 2),
-        ("--exclusive --nice job.sh", {"exclusive": "", "nice": ""}, 2),
         ("--exclusive=user job.sh", {"exclusive": "user"}, 1),
         ("-W job.sh", {"wait": ""}, 1),
         ("--ntasks-per-n 8 job.sh", {"ntasks-per-node": "8"}, 2),
@@ -48,10 +45,9 @@ def test_options_of_srun() -> None:
 
 
 def test_problems_are_named() -> None:
-    parsed = parse_options(["--nodess", "2"], "sbatch")
-    assert parsed.problems == ["sbatch has no option --nodess"]
-    assert parse_options(["-N"], "sbatch").problems == ["-N takes a value"]
-    assert parse_options(["--ntasks-per"], "sbatch").problems == ["sbatch has no option --ntasks-per"]  # four of them
+    for words, named in ((["--nodess", "2"], "--nodess"), (["-N"], "-N"), (["--ntasks-per"], "--ntasks-per")):
+        (problem,) = parse_options(words, "sbatch").problems  # of the last there are four
+        assert named in problem
 
 
 SCRIPT = """#!/bin/bash
@@ -85,33 +81,19 @@ def test_the_command_line_wins_over_variables_and_they_over_the_script() -> None
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("value", "on"), [("", True), ("yes", True), ("1", True), ("0", False), ("no", False)])
-def test_variables_of_flags(value: str, on: bool) -> None:
-    assert ("requeue" in from_variables({"SBATCH_REQUEUE": value})) == on
-
-
 @pytest.mark.parametrize(
     ("words", "environ", "expected"),
     [
-        # All but the first and the last three were seen with Slurm 22.05 in a job of 2 nodes x 4 tasks.
+        # All but the first and the last two were seen with Slurm 22.05 in a job of 2 nodes x 4 tasks.
         ("-N 2 -n 16", {}, Sizes(2, 16, 8)),
         ("", {"SLURM_NNODES": "2", "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4"}, Sizes(2, 8, 4)),
         ("-N 2 --ntasks-per-node=1", {"SLURM_NNODES": "2", "SLURM_NTASKS": "8"}, Sizes(2, 8, 4)),
         ("-N 1", {"SLURM_NNODES": "2", "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4"}, Sizes(1, 8, 8)),
         ("-n 2", {"SLURM_NNODES": "2", "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4"}, Sizes(2, 2, 1)),
         ("-n 16", {"SLURM_NNODES": "2", "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4"}, Sizes(2, 16, 8)),
-        ("-N 2 --ntasks-per-node=8", {}, Sizes(2, 16, 8)),
         ("-n 16 --ntasks-per-node=8", {}, Sizes(2, 16, 8)),
         ("-N 3", {}, Sizes(3, 3, 1)),
     ],
 )
 def test_sizes_of_a_step(words: str, environ: dict[str, str], expected: Sizes) -> None:
     assert step_sizes(parse_options(words.split(), "srun").options, environ) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [("16", 16), ("2-4", 2), ("mi250x:8", 8), ("gpu:mi250x:4", 4), ("1k", 1024), ("all", None), ("", None)],
-)
-def test_counts(text: str, number: int | None) -> None:
-    assert count(text) == number

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from megatron.preflight.measure.expected import UNKNOWN, Place, by_host, places_of_ranks, slurm_places
+from megatron.preflight.measure.expected import UNKNOWN, Place, places_of_ranks, slurm_places
 
 STEP = {"SLURM_STEP_NODELIST": "frontier[00007-00008,00011]", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}
 BLOCK = [Place("frontier00007", 0), Place("frontier00007", 1), Place("frontier00008", 0), Place("frontier00008", 1),
@@ -34,18 +34,7 @@ def test_the_missing_get_the_place_of_the_distribution_that_fits(true: list[Plac
             assert found == true
 
 
-def test_an_odd_distribution_leaves_the_free_places_to_the_missing() -> None:
-    odd = {0: BLOCK[1], 1: BLOCK[0], 3: BLOCK[4]}
-    found = places_of_ranks(slurm_places(STEP, 5), odd, 5, 2)
-    assert [found[rank] for rank in odd] == list(odd.values())
-    assert {found[2], found[4]} == {BLOCK[2], BLOCK[3]}
-
-
 def test_without_slurm_neighbours_tell_the_node() -> None:
     places = places_of_ranks([], {1: Place("a", 1), 0: Place("a", 0)}, 6, 3)
     assert places[:3] == [Place("a", 0), Place("a", 1), Place("a", 2)]
     assert places[3:] == [Place(f"{UNKNOWN} 1", local) for local in range(3)]
-
-
-def test_ranks_of_a_host_go_by_local_rank() -> None:
-    assert by_host(CYCLIC) == {"frontier00007": [0, 3], "frontier00008": [1, 4], "frontier00011": [2]}

@@ -32,21 +32,6 @@ def test_the_revision_is_gits(tmp_path: Path) -> None:
     assert facts.git_revision(tmp_path) == git("rev-parse", "HEAD")
 
 
-def test_copies_of_the_code_are_told_apart(tmp_path: Path) -> None:
-    for name, text in (("a", "1"), ("b", "1"), ("c", "2")):
-        (tmp_path / name / "megatron").mkdir(parents=True)
-        (tmp_path / name / "megatron/x.py").write_text(text)
-    one, same, other = (facts.code_version(tmp_path / name) for name in "abc")
-    assert one == same != other
-    assert facts.code_version(ROOT) == facts.git_revision(ROOT) or not (ROOT / ".git").exists()
-
-
-def test_memory_is_in_gib(tmp_path: Path) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal:       526329856 kB\nMemFree: 1 kB\nMemAvailable:   501 kB\n")
-    assert facts.memory_facts(str(tmp_path / "meminfo")) == {"MemTotal": 501.95, "MemAvailable": 0.0}
-    assert facts.memory_facts(str(tmp_path / "absent")) == {}
-
-
 def test_only_uncorrected_errors_count(tmp_path: Path) -> None:
     for card, text in (("card0", "ue: 0\nce: 5\n"), ("card1", "ue: 2\nce: 0\nde: 0\n")):
         folder = tmp_path / "class/drm" / card / "device/ras"
@@ -105,10 +90,9 @@ def test_what_has_become_of_a_process(tmp_path: Path) -> None:
         return facts.process_state(7, 1.0, str(tmp_path), look)
 
     assert [state(looks)[1] for looks in ("R" * 20, "T" * 20, "TTTTtRRRRR" * 2)] == [0, 1, 0.5]
-    assert "stopped 50%" in state("TTTTtRRRRR" * 2)[0] and "driver" in state("D" * 20)[0]
-    assert "has ended" in state("Z" * 20)[0] and "runs" in state("S" * 20)[0]
-    assert facts.process_state(8, 1.0, str(tmp_path)) == ("process 8 has ended", 0)
-    assert facts.process_state(None)[1] == 0
+    assert "50%" in state("TTTTtRRRRR" * 2)[0]
+    assert len({state(letter * 20)[0] for letter in "DZS"}) == 3
+    assert facts.process_state(8, 1.0, str(tmp_path))[1] == 0
     assert facts.process_state(os.getpid(), 0.0)[1] == 0
 
 
@@ -126,21 +110,6 @@ def test_a_process_is_found_by_the_variables_of_its_launcher(tmp_path: Path) -> 
     assert found(4, **step, SLURM_PROCID="0") is found(3, **{**step, "SLURM_STEP_ID": "8"}, SLURM_PROCID="0") is None
     assert found(3) is None
     assert facts.find_process(0, {}) is None
-
-
-def test_versions_name_what_differs_between_installations() -> None:
-    found = facts.versions()
-    assert found["torch"] == __import__("torch").__version__
-    assert found["megatron"] == facts.code_version()
-    assert set(found) == {"python", "torch", "rocm or cuda", "GPU driver", "fused kernels", "megatron", "kernel"}
-
-
-def test_the_digest_tells_libraries_apart(tmp_path: Path) -> None:
-    assert facts.library_digests(tmp_path) == "none"
-    (tmp_path / "libx.so").write_bytes(b"1")
-    one = facts.library_digests(tmp_path)
-    (tmp_path / "libx.so").write_bytes(b"2")
-    assert "none" != one != facts.library_digests(tmp_path)
 
 
 def test_the_last_network_that_rccl_names_counts(tmp_path: Path) -> None:

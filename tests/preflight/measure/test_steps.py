@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from megatron.preflight.measure import report
 from megatron.preflight.measure.findings import Results
@@ -42,8 +41,14 @@ def on_node(host: int, path: str, value: Any) -> Change:
     return change
 
 
-def lines(results: Results) -> list[str]:
-    return [finding.line for finding in results.findings]
+def accused(results: Results) -> list[tuple[str, str, int | None]]:
+    return [(finding.kind, finding.host, finding.local_rank) for finding in results.findings]
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(1, 1), (1, 8), (2, 1), (3, 2), (5, 4)])
+def test_other_sizes(nodes: int, per_node: int) -> None:
+    results, _ = measured(nodes=nodes, per_node=per_node)
+    assert not results.findings and results.verdict(None)[0] == 0
 
 
 def test_a_healthy_allocation_has_no_findings() -> None:
@@ -55,18 +60,9 @@ def test_a_healthy_allocation_has_no_findings() -> None:
     assert len(results.pairs) == 32  # four neighbours in the ring, eight ranks each
 
 
-@pytest.mark.parametrize(("nodes", "per_node"), [(1, 1), (1, 8), (2, 1), (3, 2), (5, 4)])
-def test_other_sizes(nodes: int, per_node: int) -> None:
-    results, _ = measured(nodes=nodes, per_node=per_node)
-    assert not results.findings
-    assert results.verdict(None)[0] == 0
-
-
 def test_who_does_not_come_is_named_with_node_and_local_rank() -> None:
     results, played = measured(lambda rank, order, answer: None if rank in (11, 30) else answer)
-    assert [line.split(" (rank")[0] for line in lines(results)] == [
-        "frontier00002 local rank 3: did not come within 0 s", "frontier00004 local rank 6: did not come within 0 s",
-    ]  # fmt: skip
+    assert accused(results) == [("missing", "frontier00002", 3), ("missing", "frontier00004", 6)]
     assert results.exclude == "--exclude=frontier00002,frontier00004"
     assert [task for task, _ in played.asked][-1] == "look"
     assert not any(rank in ranks for task, ranks in played.asked if task != "hello" for rank in (11, 30))
@@ -75,14 +71,14 @@ def test_who_does_not_come_is_named_with_node_and_local_rank() -> None:
 def test_who_is_stopped_before_it_comes_is_told_from_who_is_not_there() -> None:
     def change(rank: int, order: Order, answer: Answer) -> Answer | None:
         if order["task"] == "look":
-            text = "process 7 is stopped 80% of the time"
+            text = "stopped 80%"
             return {"states": {str(lost): (text, 0.8) for lost, _ in order["processes"]}}
         return None if rank == 8 else answer
 
     results, played = measured(change)
     assert [finding.kind for finding in results.findings] == ["stopped"]
     assert played.asked[-1] == ("look", [9])  # the first of its node that is there
-    assert lines(results)[0].endswith("process 7 is stopped 80% of the time")
+    assert "stopped 80%" in results.findings[0].text
 
 
 @pytest.mark.parametrize("step", ["device", "group", "across"])
@@ -99,12 +95,10 @@ def test_who_dies_on_the_way_is_named_and_nobody_else(step: str) -> None:
         return answer
 
     results, played = measured(change)
-    (line,) = lines(results)
-    assert results.warnings == []
-    assert "frontier00002 local rank 3" in line
+    ((_, *place),) = accused(results)
+    assert place == ["frontier00002", 3] and results.warnings == []
     assert not any(task == "group" and set(ranks) < set(range(8, 16)) for task, ranks in played.asked)  # nobody again
-    assert "gave no answer" in line
-    assert "process 1011 has ended" in line
+    assert "1011" in results.findings[0].text
 
 
 def test_a_slow_device_is_accused_after_a_second_measurement() -> None:
@@ -112,7 +106,6 @@ def test_a_slow_device_is_accused_after_a_second_measurement() -> None:
     assert {(f.rank, f.measured, f.expected, f.unit) for f in results.findings} == {
         (9, 50.0, 90.0, "TFLOP/s"), (9, 300.0, 1000.0, "GB/s")
     }
-    assert "matrix product 50 TFLOP/s, expected at least 90 (band of frontier; others 106)" in lines(results)[0]
     assert ("device", [9]) in played.asked
 
 
@@ -131,48 +124,25 @@ def test_who_is_slow_only_once_is_not_accused() -> None:
     assert results.ranks[9]["gemm_tflops"] > 100
 
 
-def test_the_band_of_another_device_does_not_hold() -> None:
-    """Half of what an MI250X gives, but a device that is none, and all alike."""
-
-    def change(rank: int, order: Order, answer: Answer) -> Answer:
-        return answer | {"device_name": "NVIDIA H200", "gemm_tflops": 50.0} if "gemm_tflops" in answer else answer
-
-    results, _ = measured(change)
-    assert (results.findings, results.warnings) == ([], [])
-
-
 def test_a_band_that_all_miss_is_a_warning() -> None:
     results, _ = measured(only(set(range(32)), "device", gemm_tflops=60.0))
     assert not results.findings
     (warning,) = results.warnings
-    assert warning == "all ranks: matrix product: half of all measured at most 60, below 90 (band of frontier)"
+    assert "60" in warning and "90" in warning
 
 
 def test_a_stopped_process_is_accused_of_that_alone() -> None:
     results, _ = measured(only({5}, "device", stopped=0.7, host_gflops=9.0), on_cpu=True, backend="gloo")
-    (line,) = lines(results)
-    assert "frontier00001 local rank 5 (device 5): stopped 70% of its time (others 0%)" in line
-    assert results.findings[0].kind == "stopped"
+    assert accused(results) == [("stopped", "frontier00001", 5)] and "70%" in results.findings[0].text
 
 
 @pytest.mark.parametrize(
-    ("shown", "words"),
-    [
-        ({}, "none of ROCR_VISIBLE_DEVICES"),
-        ({"ROCR_VISIBLE_DEVICES": ""}, "ROCR_VISIBLE_DEVICES is empty"),
-        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, "CUDA_VISIBLE_DEVICES is NoDevFiles"),
-    ],
+    "shown", [{}, {"ROCR_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}]
 )
-def test_a_rank_that_is_shown_no_device(shown: dict[str, str], words: str) -> None:
+def test_a_rank_that_is_shown_no_device(shown: dict[str, str]) -> None:
     results, _ = measured(only({10}, "hello", shown=shown), on_cpu=True, backend="gloo")
-    (line,) = lines(results)
-    assert "frontier00002 local rank 2" in line
-    assert words in line
-
-
-def test_a_node_without_devices() -> None:
-    results, _ = measured(only(set(range(8, 16)), "hello", shown={}), on_cpu=True, backend="gloo")
-    assert [line.split(" (none")[0] for line in lines(results)] == ["frontier00002: no rank is shown a device"]
+    assert accused(results) == [("device", "frontier00002", 2)]
+    assert all(name in results.findings[0].text for name in shown)
 
 
 def test_devices_that_are_shown_otherwise_are_right() -> None:
@@ -184,21 +154,20 @@ def test_devices_that_are_shown_otherwise_are_right() -> None:
 def test_two_ranks_on_one_device() -> None:
     results, _ = measured(only({17}, "hello", shown={"ROCR_VISIBLE_DEVICES": "4"}))
     assert [f.local_rank for f in results.findings] == [1, 4]
-    assert "local ranks 1, 4 share device 4" in lines(results)[0]
     results, _ = measured(only({17}, "device", identity="0:4"))
     assert [f.local_rank for f in results.findings] == [1, 4]
-    assert "share the device at 0:4" in lines(results)[0]
+    assert "0:4" in results.findings[0].text
 
 
 def test_a_rank_without_a_device_in_torchs_eyes() -> None:
     results, _ = measured(only({3}, "device", kind="cpu"))
-    assert ["torch sees no device" in line for line in lines(results)] == [True]
+    assert accused(results) == [("device", "frontier00001", 3)]
     assert not measured(only({3}, "device", kind="cpu"), backend="gloo")[0].findings
 
 
 def test_a_device_that_fails() -> None:
-    results, _ = measured(only({3}, "device", error="the device gave no answer within 5 s"))
-    assert lines(results) == ["frontier00001 local rank 3 (device 3): the device gave no answer within 5 s"]
+    results, _ = measured(only({3}, "device", error="within 5 s"))
+    assert accused(results) == [("device", "frontier00001", 3)] and "within 5 s" in results.findings[0].text
 
 
 def test_a_slow_link_within_a_node() -> None:
@@ -206,9 +175,9 @@ def test_a_slow_link_within_a_node() -> None:
         return answer | {"p2p_gb_per_s": 10.0} if rank in (20, 21) and order.get("whole_node") else answer
 
     results, played = measured(change)
-    (line,) = lines(results)
-    assert line.startswith("frontier00003: messages within the node 10 GB/s, expected at least ")
-    assert line.endswith("between local ranks 4 and 5")
+    (finding,) = results.findings
+    assert (finding.kind, finding.host, finding.measured, finding.unit) == ("link", "frontier00003", 10.0, "GB/s")
+    assert "4 and 5" in finding.text
     assert ("group", list(range(16, 24))) in played.asked  # once more, this node alone
 
 
@@ -222,12 +191,10 @@ def test_speeds_of_messages_between_cpus_are_no_fault() -> None:
 
 def test_messages_that_fail_in_a_node_without_a_dead_rank() -> None:
     def change(rank: int, order: Order, answer: Answer) -> Answer:
-        return {"error": "all-reduce gave 3"} if rank // 8 == 1 and order.get("whole_node") else answer
+        return {"error": "gave 3"} if rank // 8 == 1 and order.get("whole_node") else answer
 
     results, _ = measured(change)
-    assert lines(results) == [
-        "frontier00002 local rank 0 (device 0): messages within node frontier00002 fail: all-reduce gave 3"
-    ]
+    assert accused(results) == [("link", "frontier00002", 0)] and "gave 3" in results.findings[0].text
 
 
 def slow_pairs(bad: set[int], value: float = 1.0) -> Change:
@@ -245,34 +212,17 @@ def test_a_slow_link_between_nodes_is_its_ranks_and_nobody_elses(bad: set[int]) 
     assert set(results.bad_hosts) == {f"frontier{rank // 8 + 1:05d}" for rank in bad}
 
 
-def test_a_slow_cable_between_two_good_nodes_is_a_warning() -> None:
-    def change(rank: int, order: Order, answer: Answer) -> Answer:
-        return answer | {"p2p_gb_per_s": 1.0} if tuple(order.get("members", ())) == (8, 16) else answer
-
-    results, _ = measured(change)
-    assert not results.findings
-    (warning,) = results.warnings
-    assert warning.startswith("frontier00002 and frontier00003, local ranks 0 and 0: messages between nodes 1 GB/s")
-
-
-def test_of_two_nodes_it_cannot_be_told_which_is_slow() -> None:
-    results, _ = measured(slow_pairs({3}), nodes=2)
-    assert [finding.rank for finding in results.findings] == [3, 11]
-    assert all("it cannot be told which" in line for line in lines(results))
-
-
 def test_the_network_plugin_is_missing() -> None:
     """Everything is as slow as TCP: nobody is accused, but nothing may run."""
     results, _ = measured(slow_pairs(set(range(32)), 2.0))
     assert not results.findings
     assert results.verdict(1) == (4, [])
-    assert "which TCP gives too (up to 3)" in results.general[0]
     assert "rccl-net-plugin" in results.general[0]
 
 
 def test_the_network_plugin_is_missing_by_rccls_own_word() -> None:
     results, _ = measured(only(set(range(32)), "group", network="Socket"))
-    assert "32 of 32 ranks" in results.general[0]
+    assert "32 of 32" in results.general[0]
     results, _ = measured(only(set(range(8)), "group", network="Socket"))
     assert not results.general
     assert results.bad_hosts == ["frontier00001"]
@@ -281,35 +231,35 @@ def test_the_network_plugin_is_missing_by_rccls_own_word() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        ("versions|torch", "2.9", "frontier00002: torch is 2.9, on most nodes 2.10"),
-        (f"disks|{NVME}", {"error": "FileNotFoundError: No such file"}, f"{NVME} cannot be written: FileNotFound"),
+        ("versions|torch", "2.9", ("torch", "2.9", "2.10")),
+        (f"disks|{NVME}", {"error": "FileNotFoundError"}, (NVME, "FileNotFoundError")),
     ],
 )
-def test_facts_that_exclude_a_node(path: str, value: Any, words: str) -> None:
+def test_facts_that_exclude_a_node(path: str, value: Any, words: tuple[str, ...]) -> None:
     results, _ = measured(on_node(1, path, value))
-    assert len(lines(results)) == 1
-    assert words in lines(results)[0]
+    (finding,) = results.findings
+    assert all(word in finding.text for word in words)
     assert results.bad_hosts == ["frontier00002"]
 
 
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        ("versions|kernel", "5.15", "kernel is 5.15, on most nodes 5.14"),
-        (f"disks|{NVME}|free_gib", 20.0, "has 20 GiB free, 100 are expected"),
-        (f"disks|{NVME}|write_gb_per_s", 0.1, "is written at 0.1 GB/s, on other nodes 2"),
-        ("skew_s", 9.001, "its clock is +9.000 s off"),
-        ("memory|MemTotal", 470.0, "470 GiB of memory, other nodes have 502"),
-        ("memory|MemAvailable", 100.0, "100 GiB of memory available, other nodes have 490"),
-        ("errors", {"card3": 2}, "2 uncorrected memory error(s) on card3"),
+        ("versions|kernel", "5.15", ("5.15", "5.14")),
+        (f"disks|{NVME}|free_gib", 20.0, ("20 GiB", "100")),
+        (f"disks|{NVME}|write_gb_per_s", 0.1, ("0.1 GB/s", "2")),
+        ("skew_s", 9.001, ("+9.000 s",)),
+        ("memory|MemTotal", 470.0, ("470 GiB", "502")),
+        ("memory|MemAvailable", 100.0, ("100 GiB", "490")),
+        ("errors", {"card3": 2}, ("2", "card3")),
     ],
 )
-def test_facts_that_are_only_warnings(path: str, value: Any, words: str) -> None:
+def test_facts_that_are_only_warnings(path: str, value: Any, words: tuple[str, ...]) -> None:
     results, _ = measured(on_node(1, path, value))
     assert not results.findings
     (warning,) = results.warnings
     assert warning.startswith("frontier00002: ")
-    assert words in warning
+    assert all(word in warning for word in words)
 
 
 def test_a_disk_that_no_node_has_is_one_warning() -> None:
@@ -320,9 +270,8 @@ def test_a_disk_that_no_node_has_is_one_warning() -> None:
 
     results, _ = measured(change)
     assert not results.findings
-    assert results.warnings == [
-        f"no node can write {NVME} (FileNotFoundError): was the job given its disks (for example sbatch -C nvme)?"
-    ]
+    (warning,) = results.warnings
+    assert NVME in warning and "FileNotFoundError" in warning
 
 
 def test_spare_nodes_take_the_place_of_bad_ones(tmp_path: Path) -> None:
@@ -340,17 +289,3 @@ def test_spare_nodes_take_the_place_of_bad_ones(tmp_path: Path) -> None:
     assert content["hosts"]["frontier00002"]["ranks"]["1"]["rank"] == 9
     report.prepare_folder(tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
-
-
-def test_the_table_and_what_is_printed_below(capsys: pytest.CaptureFixture[str]) -> None:
-    results, _ = measured(only({9}, "device", gemm_tflops=50.0), nodes=50)
-    report.print_results(results, 48, Console(width=160))
-    text = capsys.readouterr().out
-    rows = [line for line in text.splitlines() if line.startswith("│")]
-    assert len(rows) == 40
-    assert "frontier00002" in rows[0]
-    assert "excluded" in rows[0]
-    assert "FAULT frontier00002 local rank 1 (device 1): matrix product 50 TFLOP/s" in text
-    assert text.splitlines()[-3:] == [
-        "49 of 50 nodes are good, 48 needed; 0 s", "--exclude=frontier00002", "to be used: the first 48 of them",
-    ]  # fmt: skip
