@@ -4,7 +4,6 @@ from __future__ import annotations
 import pytest
 
 from megatron.config import parse_command_line
-from megatron.config.command_line import flag_table
 from megatron.errors import ConfigError
 
 BASE = {
@@ -538,11 +537,3 @@ def test_every_documented_flag_is_tested_above():
     assert len(documented) == len(set(documented)) == 215
     tested = {flag for text in (SETTINGS, ACCEPTED, REFUSED) for flag, *_ in rows(text)} | {"--deepspeed_config"}
     assert {f"--{name}" for name in (*documented, *OTHER_NAMES.split())} - tested == set()
-
-
-def test_lists_agree_with_the_class_of_each_flag():
-    table = flag_table()
-    assert {table[f].kind for f, *_ in rows(SETTINGS)} == {"value", "set", "weak"}
-    assert {table[f].kind for f, *_ in rows(ACCEPTED)} == {"accepted", "trivial", "own", "set"}
-    # "value": a setting of which some choices are refused
-    assert {table[f].kind for f, *_ in rows(REFUSED)} == {"refused", "trivial", "value"}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import PRESETS, Config, parse_args
+from megatron.config import Config
 from megatron.config.command_line import parse_plan
 from megatron.errors import ConfigError
 from megatron.planning import recipes
@@ -60,38 +60,6 @@ def test_a_recipe_resolves_on_its_nodes_and_fits(recipe):
     assert recipe.nodes <= cluster.nodes and recipe.nodes * 8 == config.parallel.world_size
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
-def test_a_recipe_trains_as_its_flags_say(recipe):
-    """With what only a run needs beside it, as examples/frontier/job.sh gives it."""
-    argv = [*recipe.flags.split(), "--mock-data", "--train-iters", "10"]
-    config = parse_args(argv, recipe.nodes * 8)
-    assert config.precision.dtype_name == ("float16" if recipe.kind == "paper" else "bfloat16")
-    assert config.optimizer.adam_beta2 == 0.95 and config.optimizer.lr == 6e-5 and config.optimizer.min_lr == 6e-6
-    if recipe.kind == "paper":
-        assert config.recompute.recompute_granularity == "full" and config.engine.zero_stage == 1
-        assert config.model.padded_vocab_size(config.parallel.tensor_model_parallel_size) == 51_200
-        assert config.parallel.schedule == "1f1b" and not config.parallel.sequence_parallel
-    else:
-        assert config.recompute.recompute_granularity != "full"
-        tp, pp = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
-        assert config.parallel.sequence_parallel == (tp > 1)
-        assert config.parallel.schedule == ("interleaved" if pp > 1 else "1f1b")
-
-
-@pytest.mark.parametrize("preset", [name for name in PRESETS if name.endswith("-frontier")])
-def test_a_part_of_a_recipe_can_be_taken_back(preset):
-    """Flags beside the preset: another model size, one stage, no interleaving, full recomputation."""
-    more = dict(num_layers=65, micro_batch_size=1)  # layers which no number of chunks divides
-    assert Config.create(preset, **more).parallel.num_chunks == 1
-    assert Config.create(preset, pipeline_model_parallel_size=1).parallel.num_chunks == 1
-    layers = PRESETS[preset]["num_layers"]
-    assert Config.create(preset, pipeline_model_parallel_size=layers, micro_batch_size=1).parallel.num_chunks == 1
-    assert Config.create(preset, recompute_granularity="full").recompute.recompute_method == "uniform"
-    assert Config.create(preset, fp16=True).precision.dtype_name == "float16"
-    nodes = next(r.nodes for r in RECIPES if preset in r.flags)
-    assert plan(preset, nodes, "--num-layers-per-virtual-pipeline-stage", "none").parallel.schedule == "1f1b"
-
-
 # -- batches that replicas can share -----------------------------------------------------------------------------------
 
 
@@ -109,16 +77,8 @@ def test_batches_of_the_scaling_experiments_are_legal(model, nodes, kind):
         if STRONG[model] % replicas == 0:
             assert plan(preset, n, *strong).num_micro_batches() == STRONG[model] // replicas
         else:
-            with pytest.raises(ConfigError, match=rf"not a multiple of .* = {replicas}"):
+            with pytest.raises(ConfigError, match=rf"= {replicas}\b"):
                 plan(preset, n, *strong)
-
-
-def test_why_the_1t_recipe_has_another_batch():
-    with pytest.raises(ConfigError, match="--global-batch-size 1600 is not a multiple .* = 12: use 1596 or 1608"):
-        plan("gpt-1t-frontier", 384, "--global-batch-size", "1600")
-    with pytest.raises(ConfigError, match="--global-batch-size 1600 is not a multiple .* = 6"):
-        plan("gpt-1t", 384)
-    assert plan("gpt-1t-frontier", 384).num_micro_batches() == 160
 
 
 # -- every rank --------------------------------------------------------------------------------------------------------
@@ -150,22 +110,7 @@ def test_every_rank_of_a_recipe(recipe):
             assert {d for _, d in group} in ({0, 1}, {2, 3}, {4, 5}, {6, 7}), "the pairs with 200 GB/s between them"
 
 
-def test_four_of_a_group_sit_on_the_wide_links():
-    """The paper's layout under --cluster: {0, 1, 6, 7} and {2, 3, 4, 5}, not four in a row."""
-    groups = defaultdict(set)
-    for row in rank_table(plan("gpt-175b", 128), load_cluster("frontier")):
-        groups[row.dp, row.pp].add(row.device)
-    assert set(map(frozenset, groups.values())) == {frozenset({0, 1, 6, 7}), frozenset({2, 3, 4, 5})}
-
-
 # -- the scripts and the document --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("model", ["1.4B", "22B", "175B", "1T"])
-def test_scripts_ask_for_the_nodes_of_the_recipes(model):
-    text = (ROOT / f"examples/frontier/train_{model.lower()}.sbatch").read_text()
-    nodes = {r.nodes for r in RECIPES if r.model == model}
-    assert [int(n) for n in re.findall(r"^#SBATCH -N (\d+)", text, re.MULTILINE)] == list(nodes)
 
 
 def test_the_document_has_what_the_tool_prints():
