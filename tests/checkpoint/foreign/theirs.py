@@ -289,11 +289,6 @@ def cut(model: nn.Module, a: argparse.Namespace, t: int, tp: int) -> None:
         setattr(owner, name.rpartition(".")[2], part)
 
 
-def to_ours(name: str) -> str:
-    """Our name of a parameter of GPTModel."""
-    return name.removeprefix("language_model.").removeprefix("encoder.")
-
-
 def whole_in_our_shape(name: str, tensor: torch.Tensor, a: argparse.Namespace) -> torch.Tensor:
     """A parameter of GPTModel as ours is: gate and value apart, without padding."""
     if "dense_h_to_4h" in name and a.swiglu:
