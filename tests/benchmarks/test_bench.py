@@ -84,20 +84,6 @@ def test_every_side_takes_the_case_s_tokens_a_step() -> None:
             assert samples * sequence == case.tokens, (case.workload, side.name)
 
 
-def test_two_process_cases_share_their_model_and_tokens() -> None:
-    """So that their rates can be divided by that of one process."""
-    small = [case for case in module("workloads").cpu_cases() if case.workload != "W1"]
-    assert {case.workload for case in small} == {"W0", "W2", "W3", "W4"}
-    assert len({(case.tokens, case.flops, case.dtype) for case in small}) == 1
-    assert {case.processes for case in small if case.workload != "W0"} == {2}
-
-
-def test_gpu_models_leave_room_for_activations() -> None:
-    for gib in (16, 64, 139):
-        cases = module("workloads").cuda_cases(gib * 2**30)
-        assert cases and all(18 * case.parameters <= 0.65 * gib * 2**30 for case in cases)
-
-
 # ---- processes -----------------------------------------------------------------------------------------------------
 
 
@@ -109,23 +95,6 @@ def test_a_side_sees_no_launcher_and_the_same_settings(monkeypatch: pytest.Monke
     assert not {"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"} & set(env)
     assert (env["OMP_NUM_THREADS"], env["GLIBC_TUNABLES"]) == ("1", sides.ALLOCATOR)
     assert not {"OMP_NUM_THREADS", "GLIBC_TUNABLES"} & set(sides.environment(1, Path("cache"), untouched=True))
-
-
-@pytest.mark.campaign("benchmarks")
-def test_launch_adds_up_peaks_and_returns_every_exit_code(tmp_path: Path) -> None:
-    """Rank 1 holds 200 MB more than an empty interpreter; the sum shows them. Pages and the interpreter itself take a
-    few MB, 50 at most are allowed for."""
-    code = (
-        "import os, time; r = int(os.environ['RANK']); kept = b'x' * (200_000_000 * r); time.sleep(2); "
-        "raise SystemExit(3 * r)"
-    )
-    waiting = [sys.executable, "-c", "import time; time.sleep(2)"]
-    _, one = module("sides").launch(waiting, {}, 1, tmp_path / "log")
-    _, empty = module("sides").launch(waiting, {}, 2, tmp_path / "log")
-    assert empty == pytest.approx(2 * one, rel=0.25)  # the same program twice
-    codes, peak = module("sides").launch([sys.executable, "-c", code], {}, 2, tmp_path / "log")
-    assert codes == [0, 3]
-    assert peak - empty == pytest.approx(200e6, abs=50e6)
 
 
 @pytest.mark.campaign("benchmarks")
@@ -163,13 +132,6 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert row["ratio"] == {"median": 1.5, "min": 1.5, "max": 1.5, "count": 2, "spread": results.FLOOR}
     assert row["tokens_per_s"] == pytest.approx(case.tokens / 2.25)
     assert row["share_of_ceiling"] == pytest.approx(case.flops / 2.25 / 1e12)
-
-
-def test_a_side_that_failed_is_a_row_with_the_reason() -> None:
-    results, case = module("results"), module("workloads").cpu_cases()[0]
-    row = results.row_of(case, case.sides[5], [module("sides").Outcome(reason="no network")], outcomes([1.0]), 1e12)
-    assert "step_s" not in row and row["reason"] == "no network"
-    assert any("no network" in cells for cells in results.rate_table([row]))
 
 
 def test_a_round_after_a_failure_repeats_no_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -217,11 +179,3 @@ def test_the_last_run_is_that_of_the_same_machine(tmp_path: Path) -> None:
     (tmp_path / "bytes.json").write_bytes(b"\xff")
     assert results.last_of(tmp_path, run_record(1.0, [1.0]))["date"] == dates["c"]
     assert results.last_of(tmp_path, run_record(1.0, [1.0], quick=True))["date"] == dates["b"]
-
-
-def test_only_brings_the_case_to_compare_with_and_refuses_unknown_names() -> None:
-    bench, cases = module("bench"), module("workloads").cpu_cases()
-    assert {case.workload for case in bench.choose(cases, ["W2"])} == {"W0", "W2"}
-    assert bench.choose(cases, ["parts"]) == []
-    with pytest.raises(SystemExit, match="W9"):
-        bench.choose(cases, ["W9"])

@@ -131,5 +131,5 @@ def test_messages_of_a_link_follow_each_other_and_directions_do_not() -> None:
 def test_a_delay_that_is_none_is_refused() -> None:
     module = delayed_links()
     for latency, bandwidth in ((-1.0, 1.0), (0.0, 0.0), (0.0, -1.0), (0.0, math.nan)):
-        with pytest.raises(ValueError, match="must not be negative"):
+        with pytest.raises(ValueError):
             module.install(latency, bandwidth)

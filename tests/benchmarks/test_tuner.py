@@ -7,8 +7,6 @@ import importlib
 import itertools
 import json
 import math
-import random
-import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -85,15 +83,6 @@ def test_a_layout_that_failed_once_has_the_truth_of_its_other_pass_and_one_that_
     assert {told[0][1] for told in answers} == {None, OUT_OF_MEMORY}  # of either pass
 
 
-def test_answers_come_from_one_pass_or_the_other_and_are_the_same_for_a_seed() -> None:
-    table = made(second_pass=lambda index: 1.5)
-    told = table.answers(3)
-    assert told == table.answers(3) != table.answers(4)
-    slower = [round(math.exp(cost) * 1000 / seconds(**c.values), 6)
-              for c, (cost, _) in zip(table.candidates, told, strict=True)]  # fmt: skip
-    assert set(slower) == {1.0, 1.5} and 0.3 < slower.count(1.5) / SIZE < 0.7
-
-
 def test_a_pass_is_read_from_the_trials_and_their_metrics(tmp_path: Path) -> None:
     candidates = made().candidates
     (tmp_path / "trials" / "0001").mkdir(parents=True)
@@ -165,7 +154,6 @@ def test_what_is_measured_again_is_named_by_all_its_measurements() -> None:
     assert replay.regret_confirmed(table, 0) == replay.regret(table, SIZE)
     (row,) = report.rows_of(table, [replay])
     assert row.confirmed == {n: (replay.regret_confirmed(table, n),) for n in (0, 3, 5)}
-    assert "at the end, 3 measured again" in report.replay_table(table, [row])
     early = dataclasses.replace(replay, named=(1,), confirmed=(2, best))
     assert [early.regret_confirmed(table, n) for n in (0, 1, 3)] == [*map(table.regret, (1, 2)), 0.0]
 
@@ -179,7 +167,8 @@ def test_a_search_that_is_not_installed_is_no_proof(tmp_path: Path, monkeypatch:
     given = argparse.Namespace(folder=tmp_path, space="two-cores", seeds=1)
     proof = tuner.Proof(given)
     proof.replay()
-    assert proof.fails == ["replay: DeepHyper was left out, for deephyper is not installed"]
+    (fails,) = proof.fails
+    assert "deephyper" in fails
 
 
 # -- for real ----------------------------------------------------------------------------------------------------------
@@ -199,13 +188,13 @@ warm_up = 1
 
 
 def test_all_stages_with_real_trials(tmp_path: Path) -> None:
-    """Four layouts on two processes; a limit may fail among so few, and then the exit code and a line say so."""
+    """Four layouts on two processes; a limit may fail among so few, and then the exit code says so."""
     (tmp_path / "tiny.toml").write_text(TINY)
     command = [sys.executable, str(ROOT / "benchmarks" / "tuner.py"), "--folder", str(tmp_path / "proof"), "--space",
                str(tmp_path / "tiny.toml"), "--processes", "2", "--minutes", "0.05", "--passes", "1",
                "--seeds", "1"]  # fmt: skip
     found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert found.returncode == (1 if "does not hold" in found.stderr else 0), found.stdout + found.stderr
+    assert found.returncode in (0, 1), found.stdout + found.stderr
     table = module("tuner_table").Table.read(tmp_path / "proof" / "table.json")
     assert len(table.candidates) == 4 and all(map(math.isfinite, table.truth))
     assert all(len(measured.steps_s) == 2 for measured in table.passes[0].values())
@@ -214,15 +203,3 @@ def test_all_stages_with_real_trials(tmp_path: Path) -> None:
     assert [len(figures[name]["tried"]) for name in ("live-prior", "live-no-prior")] == [1, 2]
     (whole,) = [row for row in figures["replay"] if row["search"] == "random"]
     assert whole["tried"] == 4 and whole["trials"][0] is not None
-
-
-def test_confirming_in_made_searches() -> None:
-    """Without noise the best is named at once; with it more measurements name better ones."""
-    tuner_confirm = module("tuner_confirm")
-    still, asked = tuner_confirm.search(random.Random(0), [0.0, 0.01, 0.5], lambda _: 0.0)
-    assert set(still) == {0.0} and asked > 0  # 1 % is within what a trial is believed to scatter by
-    chances = [random.Random(seed) for seed in range(60)]
-    crowded, restless = tuner_confirm.crowded, tuner_confirm.restless
-    found = [tuner_confirm.search(chance, crowded(chance), restless)[0] for chance in chances]
-    before, after = (statistics.mean(losses[n] for losses in found) for n in (0, 5))
-    assert after < 0.9 * before
