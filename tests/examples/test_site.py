@@ -55,12 +55,6 @@ def test_shellcheck(how: str, place: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_env_is_harmless_elsewhere(tmp_path):
-    done, changed = sourced(FRONTIER / "env.sh", SITE_NET_FOLDER=str(tmp_path), SLURM_JOB_NUM_NODES="4")
-    assert (done.returncode, done.stderr, changed) == (0, "", {})
-    assert done.stdout.startswith("\1")  # it says nothing
-
-
 def on_frontier(tmp_path: Path, **variables: str) -> dict[str, str]:
     (tmp_path / "hsn0").mkdir(exist_ok=True)
     done, changed = sourced(FRONTIER / "env.sh", SITE_NET_FOLDER=str(tmp_path), SITE_CLUSTER="frontier", **variables)
@@ -103,33 +97,3 @@ def test_site_finds_the_clone_and_yields():
     )
     assert done.returncode == 0
     assert not {"SITE_RUNS", "SITE_MODULES", "SBATCH_PARTITION"} & set(mine)
-
-
-def test_site_sourced_again_after_an_edit(tmp_path):
-    folder = tmp_path / "examples" / "frontier"
-    folder.mkdir(parents=True)
-    site, original = folder / "site.env", (FRONTIER / "site.env").read_text()
-    edits = [
-        original,  # no account yet
-        original.replace("ACCOUNT:=}", "ACCOUNT:=abc123}").replace("DATA:=}", "DATA:=/a}"),
-        original.replace("ACCOUNT:=}", "ACCOUNT:=xyz789}").replace("DATA:=}", "DATA:=/b}"),
-    ]
-    for number, text in enumerate(edits):
-        (tmp_path / f"{number}").write_text(text)
-    steps = "".join(
-        f'cp {tmp_path}/{number} {site}; source {site} 2>/dev/null; '
-        f'echo "${{SBATCH_ACCOUNT:-}} ${{SITE_RUNS:-}} ${{SITE_DATA:-}} ${{SITE_VOCAB:-}}"; ' for number in range(3)
-    )  # fmt: skip
-    done = subprocess.run(
-        ["bash", "-uc", f"{steps} SITE_DATA=/mine; source {site}; echo $SITE_DATA"], text=True, timeout=50, check=True,
-        capture_output=True, env={"PATH": os.environ["PATH"], "USER": "ada", "MEMBERWORK": "/w", "SITE_VOCAB": "/v"},
-    )  # fmt: skip
-    said = done.stdout.splitlines()
-    assert said == [
-        "   /v", "abc123 /w/abc123/megatron-runs /a /v", "xyz789 /w/xyz789/megatron-runs /b /v", "/mine"
-    ], done.stderr  # fmt: skip
-
-
-def test_a_job_needs_no_account():
-    done, _ = sourced(FRONTIER / "site.env", SLURM_JOB_ID="77")
-    assert (done.returncode, done.stderr) == (0, "")
