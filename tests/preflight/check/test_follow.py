@@ -1,8 +1,10 @@
 """A script is followed without acting: nothing is changed, whatever it says, and what it would start is found."""
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import select
 import shlex
 import subprocess
 from pathlib import Path
@@ -249,8 +251,10 @@ def test_time_is_limited_and_nothing_is_left_behind(tmp_path: Path) -> None:
     text = "#!/bin/bash\n(tail -f /dev/null 7<'{0}/child') &\ncat <(tail -f /dev/null 7<'{0}/substitution')\n"
     followed, _ = follow(text.format(tmp_path), limit_s=1.0)
     assert followed.exit_code is None and not followed.scratch.exists()
-    open_files = [str(path) for path in Path("/proc").glob("[0-9]*/fd/7") if _points_to(path, tmp_path)]
-    assert open_files == []
+    for path in [path for path in Path("/proc").glob("[0-9]*/fd/7") if _points_to(path, tmp_path)]:
+        # Killed, and perhaps not gone yet. One that lives on holds this up until the test's time limit.
+        with contextlib.suppress(ProcessLookupError):
+            select.select([os.pidfd_open(int(path.parts[2]))], [], [])
 
 
 def _points_to(link: Path, folder: Path) -> bool:
