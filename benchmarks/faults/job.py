@@ -20,7 +20,7 @@ __all__ = ["MOCK", "ROOT", "TINY", "Arms", "Job", "Overdue", "free_ports", "run_
 
 LIMIT_S = 400.0  # only what hangs takes so long
 Arms = Mapping[int, Sequence[tuple[Any, ...]]]
-"""What is armed in a rank's process before it starts: (function, *arguments), such as (strike, "open", 3, "kill")."""
+"""Call made in a rank's process before it starts: (function, *arguments), such as (strike, "open", 3, "kill")."""
 
 TINY = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "

@@ -51,7 +51,7 @@ CHAINS = (
 
 @dataclass(frozen=True)
 class Moment:
-    """What a rank is about to do, and how often it did so in the run that was listed."""
+    """Step that a rank is about to take, and how often it took it in the run that was listed."""
 
     rank: int
     name: str
@@ -161,7 +161,7 @@ class _Running:
         return self.outcome
 
     def records(self) -> list[dict[str, Any]]:
-        """What all starts so far have written to the metrics file."""
+        """Return the records that all starts so far have written to the metrics file."""
         return history.records(self.save) if (self.save / "metrics.jsonl").exists() else []
 
     def one(self, number: int, moment: Moment) -> None:

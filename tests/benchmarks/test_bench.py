@@ -69,7 +69,7 @@ def test_attention_of_the_plain_loop_is_causal() -> None:
 
 
 def test_every_side_takes_the_case_s_tokens_a_step() -> None:
-    """Of ours every flag exists and the layouts divide: the parser checks both."""
+    """Every flag of our spaces exists and the layouts divide: the parser checks both."""
     workloads, sides = module("workloads"), module("sides")
     for case in workloads.cpu_cases():
         for side in case.sides:

@@ -64,7 +64,7 @@ def one_step(engine: Any, rows: int, seed: int, topology: Topology, vocab: int) 
 
 
 def on_two(rank: int, root: str) -> dict[str, dict[str, Any]]:
-    """What a rank of two had when it wrote the folders of these names."""
+    """Return what a rank of two had when it wrote the folders of these names."""
     topology = join()
     return {
         "llama": without_pipeline(topology, f"{root}/llama", "llama", "fp32"),
