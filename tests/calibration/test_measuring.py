@@ -55,7 +55,7 @@ def test_what_comes_before_a_message_does_not_count(monkeypatch: pytest.MonkeyPa
 
 
 def test_measuring_ends_by_the_clock_once_all_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time limits, by this process's clock or a partner's: one pass over all, then no more than the next task's memory."""
+    """Limits by this process's clock or a partner's: one pass over all, then no more than the next task's memory."""
 
     class Late(tasks.Partners):
         def largest(self, value: float) -> float:
