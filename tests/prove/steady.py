@@ -23,8 +23,7 @@ def answers(seed: int, workers: int) -> dict[str, str]:
     with tempfile.NamedTemporaryFile(suffix=".xml") as report:
         subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "--tb=short", "-n", str(workers), "--dist", "loadfile", "-o",
-             "addopts=--strict-markers", f"--randomly-seed={seed}",
-             f"--junitxml={report.name}"],
+             "addopts=--strict-markers", f"--randomly-seed={seed}", f"--junitxml={report.name}"],
             cwd=ROOT,
         )  # fmt: skip
         found = {}
@@ -39,9 +38,10 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--seed", type=int, default=None, help="of the first order; default: random, and printed")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--busy", type=int, default=os.cpu_count() or 1, help="busy loops; 0: beside your own load")
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(options.busy)]
     seen: dict[str, list[str]] = defaultdict(list)
     seconds = []
     try:
