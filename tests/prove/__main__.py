@@ -83,7 +83,7 @@ def run(name: str, extra: Sequence[str]) -> tuple[str, str]:
     campaign, start = CAMPAIGNS[name], time.monotonic()
     found = []
     if campaign.workers is not None:
-        selected = _SELECTED.get(name, f"--campaign {name}").split()
+        selected = _SELECTED.get(name, f"--campaign={name}").split()
         found.append(run_pytest([*selected, "-n", str(campaign.workers), *([] if campaign.programs else extra)]))
     found += [run_program([*program.split(), *extra]) for program in campaign.programs]
     verdict = max((verdict for verdict, _ in found), key=[PROVED, NOT_PROVED, FAILED].index)
