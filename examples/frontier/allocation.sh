@@ -117,12 +117,12 @@ guard_script() {
 # forwarded COMMAND...: in the background, with USR1 and TERM handed on to the program that it runs at the time. STOP_FILE
 # is there once one came.
 forwarded() {
-    local pid trapped
+    local pid=
+    trap 'touch "$STOP_FILE"; pkill -USR1 -P "${pid:-${!-}}" 2>/dev/null' USR1
+    trap 'touch "$STOP_FILE"; pkill -TERM -P "${pid:-${!-}}" 2>/dev/null' TERM
     # Slurm signals all processes of a script at a job's end. The shell between would die of it, this one would take that
     # for the end, and the program would be killed at its last words.
     (trap : USR1 TERM && "$@") &
     pid=$!
-    trap 'trapped=1; touch "$STOP_FILE"; pkill -USR1 -P "$pid" 2>/dev/null' USR1
-    trap 'trapped=1; touch "$STOP_FILE"; pkill -TERM -P "$pid" 2>/dev/null' TERM
     wait_through_signals "$pid"
 }

@@ -265,23 +265,23 @@ compressed() { scontrol show hostlist "$1" 2>/dev/null || printf '%s' "$1"; }
 # forwarding COMMAND...: run it so that USR1 which only the batch script gets (--signal=B:USR1@300) reaches its tasks,
 # and SIGTERM, which Slurm sends to script and tasks alike, does not end the script before they have saved.
 forwarding() {
-    local pid trapped
+    local pid=
+    trap 'kill -USR1 "${pid:-${!-}}" 2>/dev/null' USR1  # $!: it came before pid was set
+    trap 'say "SIGTERM: waiting for the tasks to save"' TERM
     "$@" &
     pid=$!
-    trap 'trapped=1; kill -USR1 "$pid" 2>/dev/null' USR1
-    trap 'trapped=1; say "SIGTERM: waiting for the tasks to save"' TERM
     wait_through_signals "$pid"
 }
 
-# wait_through_signals PID: wait for it and return its code. The caller has traps for USR1 and TERM, which set its variable
-# `trapped`; they are gone afterwards.
+# wait_through_signals PID: wait for it and return its code. The caller has traps for USR1 and TERM, which are gone
+# afterwards. The wait is a read that nobody answers: where a signal cuts `wait` short just as the process ends, bash 5.2
+# loses its code.
 wait_through_signals() {
-    local code
-    while :; do # a signal ends wait, not the process; asked again, wait gives the code also of one that has ended since
-        trapped=0 code=0
-        wait "$1" || code=$?
-        ((trapped)) || break
-    done
+    local code=0 never
+    exec {never}<> <(:)
+    while kill -0 "$1" 2>/dev/null; do read -r -t 0.25 -u "$never" || :; done
+    wait "$1" || code=$?
+    exec {never}>&-
     trap - USR1 TERM
     return "$code"
 }
