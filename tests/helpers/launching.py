@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.helpers.processes import LIMIT_S, fork_context, free_port, rank_environment
+from tests.helpers.processes import fork_context, free_port, limit_s, rank_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -73,8 +73,9 @@ class Script:
         """What it has printed so far."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
-    def wait(self, timeout_s: float = LIMIT_S) -> Outcome:
+    def wait(self, timeout_s: float | None = None) -> Outcome:
         """Wait for its end; fails the test when that does not come in time."""
+        timeout_s = timeout_s or limit_s()
         self.process.join(timeout_s)
         code = self.process.exitcode
         assert code is not None, f"{self.log.name} did not end within {timeout_s:.0f} s:\n{self.output[-3000:]}"
@@ -114,7 +115,7 @@ def _run_script(
 
 
 def launch(
-    n: int, arguments: Sequence[str], timeout_s: float = LIMIT_S, env: Mapping[str, str] | None = None,
+    n: int, arguments: Sequence[str], timeout_s: float | None = None, env: Mapping[str, str] | None = None,
     absent: Sequence[int] = (), script: str = "pretrain_gpt.py", arm: Mapping[int, tuple[Any, ...]] | None = None,
 ) -> list[Outcome | None]:
     """Start the ranks of a world of n (without those in `absent`) and wait for them; None for an absent rank.
@@ -123,7 +124,7 @@ def launch(
 
     A rank that outlives the time limit fails the test: nothing may hang.
     """
-    port, end = free_port(), time.monotonic() + timeout_s
+    port, end = free_port(), time.monotonic() + (timeout_s or limit_s())
     with tempfile.TemporaryDirectory() as folder:
         scripts: list[Script | None] = [
             None if rank in absent else Script(

@@ -21,6 +21,12 @@ fork_context = multiprocessing.get_context("forkserver")
 fork_context.set_forkserver_preload(["tests.helpers.preload"])
 
 LIMIT_S = 50.0  # below the time limit of a test, which would not say which process hung
+SETUP_LIMIT_S = 600.0  # of what a fixture runs once for many tests
+
+
+def limit_s() -> float:
+    """Seconds that processes may take where pytest stands now; only against a hang."""
+    return SETUP_LIMIT_S if os.environ.get("PYTEST_CURRENT_TEST", "").endswith("(setup)") else LIMIT_S
 
 
 class ProcessFailed(AssertionError):
@@ -85,7 +91,7 @@ def _begin_together(pipes: list[Connection], deadline: float) -> None:
 
 
 def run_processes(
-    n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = LIMIT_S, env: dict[str, str] | None = None
+    n: int, fn: Callable[..., Any], *args: Any, timeout_s: float | None = None, env: dict[str, str] | None = None
 ) -> list[Any]:
     """Call `fn(rank, *args)` in n processes; the results in rank order.
 
@@ -100,9 +106,10 @@ def run_processes(
 
 
 def run_processes_raw(
-    n: int, fn: Callable[..., Any], *args: Any, timeout_s: float = LIMIT_S, env: dict[str, str] | None = None
+    n: int, fn: Callable[..., Any], *args: Any, timeout_s: float | None = None, env: dict[str, str] | None = None
 ) -> list[tuple[bool, Any]]:
     """Like run_processes, but returns (succeeded, result or error text) for each rank instead of raising."""
+    timeout_s = timeout_s or limit_s()
     port = free_port()
     processes, pipes = [], []
     for rank in range(n):
