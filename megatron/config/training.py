@@ -201,6 +201,11 @@ class TrainingConfig:
         "the first step and evaluation batch 0.9 of --distributed-timeout-minutes, where that is more.",
         at_least=0, metavar="SECONDS",
     )
+    check_weight_hash_across_dp_replicas_interval: int | None = option(
+        None, "Steps between comparisons, by digest, of the weights that several ranks hold: data-parallel copies, "
+        "what is not cut over tensor-parallel ranks, a tied embedding. After the first step and before every save "
+        "they are compared anyway.", at_least=1,
+    )
     skip_train: bool = option(False, "Only evaluate.")
     allocator_tuning: bool = option(
         True, "On a CPU, malloc keeps the memory that a step frees for the next one.", flags=(),

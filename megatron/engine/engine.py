@@ -15,6 +15,7 @@ import torch
 
 from megatron.engine.bucket_size import bucket_elements
 from megatron.engine.buckets import Bucket
+from megatron.engine.copies import check_copies
 from megatron.engine.deepspeed_json import deepspeed_json
 from megatron.engine.deepspeed_setup import ensure_process_group, import_deepspeed, start_engine
 from megatron.engine.fragments import Fragment, is_copy, mark_for_deepspeed
@@ -31,6 +32,7 @@ from megatron.engine.optimizer import (
     set_step,
     unique_parameters,
 )
+from megatron.engine.terms import Terms
 from megatron.engine.weights import WeightGather
 from megatron.engine.zero import ZeroStep
 from megatron.kernels.choose import choose_fusions
@@ -61,7 +63,7 @@ class StepResult:
 class Engine:
     """ZeRO stage 1 or 0, in fp32, bf16 or fp16, with fp32 gradients and master weights.
 
-    config    reads .batch, .engine, .optimizer, .precision and, where they are there, .logging and .kernels
+    config    reads .batch, .engine, .optimizer, .precision and, where they are there, .kernels, .logging, .parallel
     chunks    this rank's model, with fp32 parameters that carry a Sharding each; they become fp16 or bf16 here
 
     Stage 1 partitions the optimizer over the data-parallel ranks. Stage 0 is the same with partitions of one rank, and
@@ -171,8 +173,10 @@ class Engine:
             return -min(place[p] for p in bucket.parameters)
 
         direct = bool(getattr(getattr(config, "kernels", None), "gradient_accumulation_fusion", True))
+        sequence_parallel = bool(getattr(getattr(config, "parallel", None), "sequence_parallel", False))
+        terms = Terms(self.chunks.children() if self.topology.tensor.size > 1 else (), sequence_parallel)
         self._gradients = Gradients(
-            sorted(buckets, key=last_backward), self.topology, bool(config.engine.overlap_grad_reduce), direct
+            sorted(buckets, key=last_backward), self.topology, terms, bool(config.engine.overlap_grad_reduce), direct
         )
         self._weights = WeightGather(
             sorted(buckets, key=last_backward, reverse=True), self.topology.data, self.chunks.children(),
@@ -238,6 +242,7 @@ class Engine:
         self._gradients.renew()
         skipped = bool(self._optimizer.overflow)
         if not skipped:
+            self._gradients.counts()
             self._weights.start()
         self._scale.update(skipped)
         self.skipped_steps += skipped
@@ -258,6 +263,19 @@ class Engine:
     def wait_for_weights(self) -> None:
         """Return when all weights of the last step are here: before they are read other than by a forward pass."""
         self._weights.wait()
+
+    def check_copies(self, when: str = "now") -> None:
+        """Compare, bit for bit, the weights that several ranks hold: data-parallel copies, what is replicated over the
+        tensor ranks, a tied embedding. The first call also looks at the gradients of the first step.
+
+        All ranks call it, after a step that was not skipped, then now and then: it reads all weights once, and sends a
+        few bytes for each parameter and one number over all ranks. Raises TrainingError on every rank where copies
+        differ, ConfigError where a gradient that is a term of a sum over the tensor ranks is taken as whole, or the
+        other way round. `when` goes into the message.
+        """
+        self._weights.wait()
+        first, self._gradients.first = self._gradients.first, None
+        check_copies(unique_parameters(self.chunks), self.topology, when, first)
 
     # -- figures ---------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from megatron.engine.buckets import Bucket, reduce_to_owners
+from megatron.engine.copies import FirstGradients, mixed_sum
+from megatron.engine.terms import Terms
 from megatron.errors import ConfigError
 from megatron.parallel.collectives import all_reduce, all_reduce_async
 from megatron.parallel.sharding import sharding_of
@@ -23,19 +25,25 @@ class Gradients:
     """The gradient sums of this rank's parameters.
 
     buckets   in the order in which backward passes complete them: the same on all data-parallel ranks
+    terms     which gradients are terms of a sum over the tensor ranks
     overlap   send a bucket as soon as it is complete, not only in `reduce`
     direct    layers may add weight gradients to the sums themselves
 
     A bucket is complete when each of its parameters got as many contributions as a step gives it. How many that are
-    for each micro-batch is counted in the first step, which therefore overlaps nothing; schedules that split the
-    backward pass, shared weights and layers that hand their gradient to autograd need no further care. Buckets are
-    sent in their order, so that all ranks post the same messages, also where a parameter gets no gradient: its bucket
-    and those behind it wait for `reduce`.
+    for each micro-batch is counted in the first step, which therefore overlaps nothing, nor do those before one
+    `counts`; schedules that split the backward pass, shared weights and layers that hand their gradient to autograd
+    need no further care. Buckets are sent in their order, so that all ranks post the same messages, also where a
+    parameter gets no gradient: its bucket and those behind it wait for `reduce`.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], topology: Topology, overlap: bool, direct: bool = True) -> None:
+    def __init__(
+        self, buckets: Sequence[Bucket], topology: Topology, terms: Terms, overlap: bool, direct: bool = True
+    ) -> None:
         self.buckets = list(buckets)
-        self._topology = topology
+        self.first: FirstGradients | None = None  # of the step that counted first; None without tensor parallelism
+        self._looked: FirstGradients | None = None
+        self._counted = False
+        self._topology, self._terms = topology, terms
         self._overlap = overlap and topology.data.size > 1
         self._sinks: dict[torch.nn.Parameter, GradientSink] = {}
         self._bucket_of: dict[torch.nn.Parameter, int] = {}
@@ -46,7 +54,7 @@ class Gradients:
                 p.gradient_sink = sink  # type: ignore[attr-defined]
                 p.register_post_accumulate_grad_hook(_take)
                 self._sinks[p], self._bucket_of[p] = sink, number
-        self._partial = self._owned([p for p in self._sinks if sharding_of(p).partial_gradient])
+        self._partial: list[torch.Tensor] = []  # what this rank owns of them; the first step shows which they are
         self._tied = self._owned([p for p in self._sinks if sharding_of(p).tied])
         self._works: list[Any] = []
         self._sent = 0  # buckets on their way
@@ -75,7 +83,7 @@ class Gradients:
                 "Executor.train(), or turn the overlap off with --no-overlap-grad-reduce"
             )
         self._micro_batches += micro_batches
-        if self._overlap and self._per_micro_batch:
+        if self._overlap and self._per_micro_batch and self._counted:
             self._missing = [len(bucket.parameters) for bucket in self.buckets]
 
     def collect(self) -> None:
@@ -127,6 +135,8 @@ class Gradients:
         """
         if self._micro_batches and not self._per_micro_batch:
             self._per_micro_batch = {p: _for_each(n, self._micro_batches) for p, n in self._seen.items()}
+        if not self._counted:
+            self._look()
         self._send_all()
         topology = self._topology
         embedding = topology.embedding
@@ -135,6 +145,21 @@ class Gradients:
         sum_over(self._partial, topology.tensor)
         for work in works:
             work.wait()
+
+    def _look(self) -> None:
+        """Learn from a first step which gradients are terms, and keep what shows whether that is so."""
+        if self._topology.tensor.size == 1:
+            return
+        partial = {p: self._terms.partial(p, not s.fresh) for p, s in self._sinks.items() if sharding_of(p).dim is None}
+        self._partial = self._owned([p for p, is_term in partial.items() if is_term])
+        if partial:
+            found = torch.stack([mixed_sum(self.of(p).view(-1)) * self.of(p).any() for p in partial])
+            self._looked = FirstGradients(list(partial), list(partial.values()), found)
+
+    def counts(self) -> None:
+        """The step of the last `reduce` was not skipped: later ones overlap, and are not looked at."""
+        if not self._counted:
+            self._counted, self.first = True, self._looked
 
     def _send_all(self) -> None:
         while self._sent < len(self.buckets):

@@ -74,9 +74,7 @@ class PositionEmbedding(torch.nn.Module):
     def __init__(self, context: LayerContext, positions: int, hidden: int, fill: Fill) -> None:
         super().__init__()
         self.context = context
-        self.weight = context.parameters.create(
-            POSITION_EMBEDDINGS, (positions, hidden), None, fill, partial_gradient=context.sequence_parallel
-        )
+        self.weight = context.parameters.create(POSITION_EMBEDDINGS, (positions, hidden), None, fill)
 
     def forward(self, sequence: int, position_ids: torch.Tensor | None) -> torch.Tensor:
         if position_ids is None:

@@ -67,6 +67,7 @@ class _Linear(torch.autograd.Function):
         # the parameter itself.
         ctx.weight = weight
         ctx.column, ctx.messages, ctx.overlap, ctx.queue = column, messages, overlap, queue
+        ctx.partial_gradient = not column or messages.sequence_parallel  # of x, for engine/terms.py
         matrix = weight.view(-1, weight.shape[-1]).t()
         if column:
             return gathered_product(x, matrix, messages, keep=False)[0]
@@ -173,13 +174,9 @@ class RowParallelLinear(torch.nn.Module):
     def __init__(self, context: LayerContext, name: str, shape: tuple[int, int], fill: Fill, bias: bool) -> None:
         super().__init__()
         self.context = context
-        make, partial_gradient = context.parameters.create, context.sequence_parallel
+        make = context.parameters.create
         self.weight = make(f"{name}.weight", shape, 1, fill)
-        self.bias = None
-        if bias:
-            self.bias = make(
-                f"{name}.bias", shape[:1], None, constant(0.0), decay=False, partial_gradient=partial_gradient
-            )
+        self.bias = make(f"{name}.bias", shape[:1], None, constant(0.0), decay=False) if bias else None
 
     def forward(self, x: torch.Tensor, again: Again = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         return _linear(x, self.weight, self.context, False, again), self.bias

@@ -22,7 +22,6 @@ class Norm(torch.nn.Module):
         self, context: LayerContext, name: str, hidden: int, kind: str, epsilon: float, one_plus: bool = False
     ) -> None:
         super().__init__()
-        partial = context.sequence_parallel
         make = context.parameters.create
         self.epsilon, self.one_plus, self.rms = epsilon, one_plus, kind == "rmsnorm"
         self.fused = context.fusions.rms_norm if self.rms else context.fusions.layer_norm
@@ -30,12 +29,8 @@ class Norm(torch.nn.Module):
         if context.fusions.apex_norm:
             self.apex = importlib.import_module("apex.normalization.fused_layer_norm")
         start = constant(0.0 if one_plus else 1.0)
-        self.weight = make(f"{name}.weight", (hidden,), None, start, decay=False, partial_gradient=partial)
-        self.bias = (
-            None
-            if self.rms
-            else make(f"{name}.bias", (hidden,), None, constant(0.0), decay=False, partial_gradient=partial)
-        )
+        self.weight = make(f"{name}.weight", (hidden,), None, start, decay=False)
+        self.bias = None if self.rms else make(f"{name}.bias", (hidden,), None, constant(0.0), decay=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.fused and x.dtype == self.weight.dtype:

@@ -130,12 +130,12 @@ def gather_objects(value: Any, group: Group, *, everywhere: bool = True) -> list
     return found
 
 
-def broadcast_object(value: Any, group: Group) -> Any:
-    """The value of the first rank of the group."""
+def broadcast_object(value: Any, group: Group, source: int = 0) -> Any:
+    """The value of one rank of the group, by default its first."""
     if group.size == 1:
         return value
     carried = [value]
     group.flight.enter(b"broadcast_object", group.kind, 0)
-    dist.broadcast_object_list(carried, src=group.ranks[0], group=group.handle)
+    dist.broadcast_object_list(carried, src=group.ranks[source], group=group.handle)
     group.flight.leave()
     return carried[0]

@@ -22,8 +22,8 @@ class Sharding:
     offset           global index of the local tensor's first element
     extent           how much of the local tensor, from its first element, is real; the rest only pads
     dim              the dimension that tensor parallelism divides; None when every tensor rank holds the same values
-    partial_gradient the gradients of the tensor ranks are terms of a sum (replicated parameters that work on a
-                     sequence-parallel shard)
+    partial_gradient whether the gradients of the tensor ranks are terms of a sum; None leaves that to the autograd
+                     graph of the first forward pass (engine/terms.py)
     tied             this parameter is the tied embedding weight, held by the first and the last stage
     decay            weight decay applies
     """
@@ -33,7 +33,7 @@ class Sharding:
     offset: tuple[int, ...]
     extent: tuple[int, ...]
     dim: int | None = None
-    partial_gradient: bool = False
+    partial_gradient: bool | None = None
     tied: bool = False
     decay: bool = True
 

@@ -204,10 +204,8 @@ def first_rank(topology: Topology, key: Key | None) -> int | None:
 
 def _from(topology: Topology, rank: int, text: str) -> str:
     """What `rank` has to say, on all ranks, with its name before it."""
-    said = [f"rank {topology.rank} ({socket.gethostname()}:{topology.device}), {text}"]
-    if topology.world.size > 1:
-        dist.broadcast_object_list(said, src=rank, group=topology.world.handle)
-    return said[0]
+    said = f"rank {topology.rank} ({socket.gethostname()}:{topology.device}), {text}"
+    return str(collectives.broadcast_object(said, topology.world, rank))
 
 
 def _look_at_weights(run: Run, looks: _Looks) -> None:

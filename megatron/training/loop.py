@@ -72,6 +72,8 @@ def train_steps(run: Run) -> Stop | None:
         spike = train_step(run)
         sys.audit("megatron.run.step", progress.iteration)
         run.done_before(True)
+        if copies_are_due(run):
+            check_copies(run)
         if spike is not None and went_back(run, spike):
             continue
         iteration = progress.iteration
@@ -103,6 +105,22 @@ def between_steps(run: Run) -> Stop | None:
         if stop is None and run.saves.is_due(iteration, agreed):  # before it ends, a run saves anyway
             save(run)
     return stop
+
+
+def copies_are_due(run: Run) -> bool:
+    """Whether to compare copies of weights after this step: the first that counted, or at the interval of the flag."""
+    interval = run.config.training.check_weight_hash_across_dp_replicas_interval
+    if not run.copies_checked:
+        return run.skips.consecutive == 0
+    return interval is not None and run.progress.iteration % interval == 0
+
+
+def check_copies(run: Run) -> None:
+    """Compare what several ranks hold copies of; raises TrainingError or ConfigError on every rank where they differ,
+    when a save of before has been completed."""
+    with saving_what_is_under_way(run), run.topology.flight.phase("copies"):
+        run.engine.check_copies(f"after iteration {run.progress.iteration}")
+    run.copies_checked |= run.skips.consecutive == 0
 
 
 @contextmanager
@@ -245,6 +263,8 @@ def save(run: Run, *, last: bool = False) -> None:
     run is complete when this returns; others may go on in the background."""
     if run.saves is None:
         return
+    if run.saves.saved_iteration != run.progress.iteration:
+        check_copies(run)  # a checkpoint keeps one of the copies
     with run.watch.paused(), run.topology.flight.phase("saving"):
         if run.config.training.manual_gc:
             gc.collect()

@@ -39,6 +39,8 @@ class Run:
     saves       None without --save
     wall_time   None where nothing says when the job ends
     watchdog    patient up to the end of the first step; None with --hang-timeout 0
+
+    copies_checked  whether copies of weights were compared after a step of this job that counted
     """
 
     config: Config
@@ -69,6 +71,7 @@ class Run:
     watch: Stopwatch = field(default_factory=Stopwatch)
     watchdog: Watchdog | None = None
     accounted_iteration: int | None = None
+    copies_checked: bool = False
 
     @property
     def eod(self) -> int | None:

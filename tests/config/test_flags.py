@@ -97,6 +97,7 @@ SETTINGS = """
 --exit-signal-handler
 --log-interval 1
 --seed 4321
+--check-weight-hash-across-dp-replicas-interval 20
 --skip-train
 --kill-switch-file stop
 --kill-switch-path stop => kill_switch_file stop

@@ -1,9 +1,12 @@
-"""Runs with one bad value: hooks that a test puts on a model after it is built, while training goes its usual way."""
+"""Runs with one bad value: hooks that a test puts on a model after it is built, while training goes its usual way; and
+a bit that flips."""
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+
+from tests.helpers.fault_points import on
 
 # 'what': weight, forward or backward; 'module': its global name; 'rank': where; 'step': from which on; 'times': how
 # often a hook strikes (0: always).
@@ -57,3 +60,27 @@ def install(run: Any, poison: dict[str, Any]) -> None:
                 module = layer.get_submodule(".".join(path))
                 module.register_forward_pre_hook(before) if what == "weight" else module.register_forward_hook(after)
 
+
+
+def flip_bit(p: torch.Tensor) -> None:
+    """Change the last bit of one value of a weight."""
+    bits = p.detach().view(-1).view(torch.int32 if p.element_size() == 4 else torch.int16)
+    bits[1] ^= 1
+
+
+def flipped(name: str, step: int) -> None:
+    """A bit of this process's copy of the parameter `name` changes when step `step` of its run is over."""
+    from megatron.parallel.sharding import sharding_of
+    from megatron.training import setup
+
+    plain = setup.train
+
+    def train(run: Any) -> Any:
+        def flip(*_: Any) -> None:
+            run.engine.wait_for_weights()
+            flip_bit(next(p for p in run.chunks.parameters() if sharding_of(p).name == name))
+
+        on("megatron.run.step", flip, step)
+        return plain(run)
+
+    setup.train = train  # type: ignore[assignment]

@@ -142,6 +142,8 @@ def train_in_process(
         if before is not None and result.skipped:
             after = pieces(chunks.parameters())
             assert all(np.array_equal(before[n][1], after[n][1]) for n in before), "a skipped step moved a weight"
+        if step == 0:
+            engine.check_copies()
         history.append((total.item() / topology.tensor.size, result.grad_norm, result.skipped, scale))
     engine.wait_for_weights()
     return {"history": history, "parameters": pieces(chunks.parameters()), "skipped": engine.skipped_steps}

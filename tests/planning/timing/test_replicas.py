@@ -137,5 +137,5 @@ def test_sums_over_ends_and_tensor_ranks():
     assert tied_elements(tied) == 256 * tied.model.padded_vocab_size(2) / 2 / 2
     assert tied_elements(run()) == 0 == owned_partial_elements(tied)
     sequence = run(tensor_model_parallel_size=2, sequence_parallel=True)
-    partial = [p for p in built(sequence, 0).parameters() if sharding_of(p).partial_gradient]
+    partial = [p for p in built(sequence, 0).parameters() if sharding_of(p).dim is None]
     assert owned_partial_elements(sequence) == sum(p.numel() for p in partial)

@@ -1,0 +1,166 @@
+"""Copies of weights: a layer of a user's own keeps them together, and what parts them is found and named."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.engine import copies
+from megatron.engine.engine import Engine
+from megatron.errors import ConfigError, TrainingError
+from megatron.parallel.sharding import sharding_of
+from megatron.parallel.topology import Topology
+from tests.engine import toy
+from tests.helpers.groups import join
+from tests.helpers.own_layer import put
+from tests.helpers.poison import flip_bit
+from tests.helpers.processes import run_processes
+from tests.helpers.training import assemble, train_in_process, train_plainly
+
+# -- a layer of one's own, on two tensor-parallel ranks ----------------------------------------------------------------
+
+FIELDS: dict[str, Any] = dict(num_layers=2, global_batch_size=2)
+TENSOR: dict[str, Any] = dict(FIELDS, tensor_model_parallel_size=2)
+SEQUENCE: dict[str, Any] = dict(TENSOR, sequence_parallel=True)
+HEAD_NORM, NORM = "head_norm.weight", ".norm.weight"
+
+
+def past_the_entrance(self: Any, x: torch.Tensor, call: Any) -> torch.Tensor:
+    """What all ranks hold goes into the tensor-parallel region beside ColumnParallelLinear."""
+    tensor, normed = self.up.context.tensor, self.norm(x)
+    out, bias = self.down(self.up(normed) + normed.chunk(tensor.size, -1)[tensor.rank])
+    return x + out + bias
+
+
+RUNS: dict[str, tuple[dict[str, Any], dict[str, bool], Any]] = {
+    "tensor": (TENSOR, {}, None),
+    "sequence": (SEQUENCE, {}, None),
+    "declared": (TENSOR, {HEAD_NORM: True, "gain": True, NORM: False}, None),
+    "a term declared whole": (TENSOR, {HEAD_NORM: False}, None),
+    "whole declared a term": (TENSOR, {NORM: True}, None),
+    "a way past the entrance": (TENSOR, {}, past_the_entrance),
+}
+
+
+def train(rank: int) -> dict[str, Any]:
+    from megatron.model import gpt
+
+    out: dict[str, Any] = {}
+    for name, (fields, declared, forward) in RUNS.items():
+        with pytest.MonkeyPatch.context() as patch:
+            put(patch, gpt, declared, forward)
+            try:
+                out[name] = train_in_process(rank, fields)
+            except ConfigError as error:
+                out[name] = str(error)
+    return out
+
+
+@pytest.fixture(scope="module")
+def trained() -> list[dict[str, Any]]:
+    return run_processes(2, train)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tensor", "sequence", "declared"])
+def test_a_layer_of_ones_own_trains_as_in_one_process(trained: Any, name: str) -> None:
+    from megatron.model import gpt
+
+    with pytest.MonkeyPatch.context() as patch:
+        put(patch, gpt, {})
+        expected = train_plainly(FIELDS)
+    whole = assemble([rank[name]["parameters"] for rank in trained])
+    assert whole.keys() == expected["parameters"].keys() and "heads.0.head_norm.weight" in whole
+    for key, values in expected["parameters"].items():  # to the tolerance of tests/parity/test_grid.py
+        np.testing.assert_allclose(whole[key], values, rtol=0, atol=5e-6, err_msg=key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, parameter", [
+    ("a term declared whole", "heads.0.head_norm.weight"), ("whole declared a term", "heads.0.norm.weight"),
+    ("a way past the entrance", ""),
+])  # fmt: skip
+def test_a_gradient_that_is_not_what_it_is_taken_for_is_an_error_on_all_ranks(
+    trained: Any, name: str, parameter: str
+) -> None:
+    first, second = (rank[name] for rank in trained)
+    assert isinstance(first, str) and first == second and parameter in first
+
+
+# -- a bit that flips, on four ranks -----------------------------------------------------------------------------------
+
+
+def check_after_flip(topology: Topology, precision: str, name: str, victim: int) -> str:
+    """A step over weights that are still on their way, and the check of them; then a bit of one copy changes."""
+    engine = Engine(toy.config(precision, overlap_param_gather=True), topology, toy.build(topology))
+    toy.backward(engine, topology, 0)
+    engine.step(toy.LR)
+    engine.check_copies()
+    if topology.rank == victim:
+        flip_bit(next(p for p in engine.chunks.parameters() if sharding_of(p).name == name))
+    try:
+        engine.check_copies()
+    except TrainingError as error:
+        return str(error)
+    return ""
+
+
+FLIPS: dict[str, tuple[tuple[int, int], str, str, int, tuple[str, ...]]] = {
+    # (tensor, pipeline), precision, parameter, rank; what is named
+    "data": ((1, 1), "bf16", "mixed", 2, ("mixed", "ranks 0-1, 3 ", "rank 2 ")),
+    "data beside tensor": ((2, 1), "fp32", "up", 3, ("up ", "rank 1 ", "rank 3 ")),
+    "tensor": ((2, 2), "bf16", "norm", 1, ("norm", "rank 0 ", "rank 1 ")),
+    "pipeline": ((2, 2), "fp32", "embed", 3, ("embed", "rank 1 ", "rank 3 ")),
+}
+
+
+def flip(rank: int) -> dict[str, str]:
+    join()
+    return {
+        case: check_after_flip(Topology.create(*sizes), precision, name, victim)
+        for case, (sizes, precision, name, victim, _) in FLIPS.items()
+    }
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_is_found_in_every_kind_of_copy() -> None:
+    ranks = run_processes(4, flip)
+    for case, (*_, named) in FLIPS.items():
+        texts = {rank[case] for rank in ranks}
+        assert len(texts) == 1 and all(word in texts.copy().pop() for word in named), (case, texts)
+
+
+# -- digests -----------------------------------------------------------------------------------------------------------
+
+
+def changes(x: torch.Tensor) -> list[Callable[[torch.Tensor], object]]:
+    """One bit; two signs, which a plain sum of words would not see; two values in each other's place."""
+    kind, n = torch.int16 if x.element_size() == 2 else torch.int32, len(x)
+    chunk = copies._WORDS * 8 // x.element_size()
+
+    def bit(i: int, b: int) -> Callable[[torch.Tensor], object]:
+        flipped = 1 << b if b < 8 * x.element_size() - 1 else -1 << b
+        return lambda y: y.view(kind)[i : i + 1].bitwise_xor_(flipped)
+
+    def swap(i: int, j: int) -> Callable[[torch.Tensor], object]:
+        return lambda y: y.copy_(y[[j if k == i else i if k == j else k for k in range(n)]])
+
+    bits = [bit(i, b) for i in (0, 3, n // 2, n - 1) for b in range(8 * x.element_size())]
+    return [*bits, lambda y: y[3::4].neg_(), swap(1, 5), swap(0, n - 1), swap(2, 2 + chunk)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_digest_of_a_device_sees_every_change(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "_WORDS", 16)
+    line = torch.randn(1 + 203, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x = line[1:]  # not on the bounds of words, nor of their length
+    found = [int(copies.mixed_sum(x))]
+    assert found[0] == int(copies.mixed_sum(x.clone()))
+    for change in changes(x):
+        y = x.clone()
+        change(y)
+        found.append(int(copies.mixed_sum(y)))
+    assert len(set(found)) == len(found)
