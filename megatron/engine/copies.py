@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,8 @@ def digests(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def _xxh3(flat: torch.Tensor) -> torch.Tensor:
-    value: int = xxhash.xxh3_64_intdigest(flat.view(torch.uint8).numpy())
+    data: Any = flat.view(torch.uint8).numpy()
+    value = xxhash.xxh3_64_intdigest(data)
     return torch.tensor(value - (value >> 63 << 64), dtype=torch.int64)
 
 
@@ -132,16 +134,16 @@ def _wrong_gradients(first: FirstGradients, group: Group) -> list[MegatronError]
     if whole:
         errors.append(ConfigError(
             f"{_listed(whole)}: the gradient is taken to be whole on each tensor-parallel rank, but in the first step "
-            f"it differs between ranks {ranks}, and so would the copies. Likely cause: the parameter works on heads, "
-            f"features or tokens of each rank, behind messages that autograd does not show. Declare it with "
-            f"partial_gradient=True (docs/extending.md)"
+            f"it differs between ranks {ranks}, and so would the copies. Likely causes: the parameter works on heads, "
+            f"features or tokens of each rank, behind messages that autograd does not show (declare it with "
+            f"partial_gradient=True, docs/extending.md), or an operator or a message does not give all the same bits"
         ))  # fmt: skip
     if same:
         errors.append(ConfigError(
             f"{_listed(same)}: the gradient is taken to be a sum of terms of the tensor-parallel ranks, but in the "
             f"first step it is the same on ranks {ranks}, and would count {group.size} times. Likely cause: the "
-            f"parameter works on what all ranks hold alike. Declare it with partial_gradient=False, or not at all "
-            f"(docs/extending.md)"
+            f"parameter works on what all ranks hold alike (declare it with partial_gradient=False, or not at all, "
+            f"docs/extending.md)"
         ))  # fmt: skip
     return errors
 

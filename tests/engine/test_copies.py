@@ -137,19 +137,19 @@ def test_a_flipped_bit_is_found_in_every_kind_of_copy() -> None:
 
 
 def changes(x: torch.Tensor) -> list[Callable[[torch.Tensor], object]]:
-    """One bit; two signs, which a plain sum of words would not see; two values in each other's place."""
+    """One bit; signs, which a plain sum of words would not see in pairs; words, or chunks, in each other's place."""
     kind, n = torch.int16 if x.element_size() == 2 else torch.int32, len(x)
-    chunk = copies._WORDS * 8 // x.element_size()
+    word = 8 // x.element_size()
 
     def bit(i: int, b: int) -> Callable[[torch.Tensor], object]:
         flipped = 1 << b if b < 8 * x.element_size() - 1 else -1 << b
         return lambda y: y.view(kind)[i : i + 1].bitwise_xor_(flipped)
 
-    def swap(i: int, j: int) -> Callable[[torch.Tensor], object]:
-        return lambda y: y.copy_(y[[j if k == i else i if k == j else k for k in range(n)]])
+    def swap(size: int) -> Callable[[torch.Tensor], object]:
+        return lambda y: y.copy_(torch.cat([y[size : 2 * size], y[:size], y[2 * size :]]))
 
     bits = [bit(i, b) for i in (0, 3, n // 2, n - 1) for b in range(8 * x.element_size())]
-    return [*bits, lambda y: y[3::4].neg_(), swap(1, 5), swap(0, n - 1), swap(2, 2 + chunk)]
+    return [*bits, lambda y: y[word - 1 : 2 * word : word].neg_(), swap(1), swap(word), swap(copies._WORDS * word)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
