@@ -71,9 +71,9 @@ def train_steps(run: Run) -> Stop | None:
     while stop is None and progress.iteration < run.total_iterations:
         spike = train_step(run)
         sys.audit("megatron.run.step", progress.iteration)
-        run.done_before(True)
         if copies_are_due(run):
             check_copies(run)
+        run.done_before(True)
         if spike is not None and went_back(run, spike):
             continue
         iteration = progress.iteration

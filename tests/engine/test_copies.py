@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from megatron.engine import copies
 from megatron.engine.engine import Engine
@@ -35,10 +36,19 @@ def past_the_entrance(self: Any, x: torch.Tensor, call: Any) -> torch.Tensor:
     return x + out + bias
 
 
+def behind_a_checkpoint(self: Any, x: torch.Tensor, call: Any) -> torch.Tensor:
+    """The layer's own arithmetic, where no graph leads from the output to the parameters of a head."""
+    heads = self.up(self.norm(x)).unflatten(-1, (-1, self.head_dim))
+    heads = checkpoint(lambda y: torch.tanh(self.head_norm(y)) * self.gain, heads, use_reentrant=True)
+    out, bias = self.down(heads.flatten(-2))
+    return x + out + bias
+
+
 RUNS: dict[str, tuple[dict[str, Any], dict[str, bool], Any]] = {
     "tensor": (TENSOR, {}, None),
     "sequence": (SEQUENCE, {}, None),
-    "declared": (TENSOR, {HEAD_NORM: True, "gain": True, NORM: False}, None),
+    "declared": (TENSOR, {HEAD_NORM: True, "gain": True, NORM: False}, behind_a_checkpoint),
+    "not declared": (TENSOR, {"gain": True}, behind_a_checkpoint),
     "a term declared whole": (TENSOR, {HEAD_NORM: False}, None),
     "whole declared a term": (TENSOR, {NORM: True}, None),
     "a way past the entrance": (TENSOR, {}, past_the_entrance),
@@ -81,7 +91,7 @@ def test_a_layer_of_ones_own_trains_as_in_one_process(trained: Any, name: str) -
 @pytest.mark.slow
 @pytest.mark.parametrize("name, parameter", [
     ("a term declared whole", "heads.0.head_norm.weight"), ("whole declared a term", "heads.0.norm.weight"),
-    ("a way past the entrance", ""),
+    ("not declared", "heads.0.head_norm.weight"), ("a way past the entrance", ""),
 ])  # fmt: skip
 def test_a_gradient_that_is_not_what_it_is_taken_for_is_an_error_on_all_ranks(
     trained: Any, name: str, parameter: str
