@@ -67,7 +67,7 @@ ACCEPTED: Mapping[str, Legacy] = {
     "--use-contiguous-parameters-in-local-ddp": Legacy(_REDUCTION),
     "--use-mpi": Legacy("the launcher is known by its environment variables"),
     "--deepspeed_mpi": Legacy("the launcher is known by its environment variables"),
-    "--sync-tp-duplicated-parameters": Legacy("what several tensor-parallel processes hold is always equal"),
+    "--sync-tp-duplicated-parameters": Legacy("copies on tensor-parallel processes stay equal, and are compared"),
     # experts: without experts these say nothing
     "--expert-interval": Legacy(_NO_EXPERTS, "1"),
     "--topk": Legacy(_NO_EXPERTS, "1"),
