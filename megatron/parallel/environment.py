@@ -22,8 +22,8 @@ class Variables:
         text = self.text(name)
         if not text and default is not None:
             return default
-        if not text.isascii() or not text.isdigit():
-            raise LaunchError(f"{name}={text!r}: a whole number from 0 is needed")
+        if not text.isascii() or not text.isdigit() or len(text) > 18:
+            raise LaunchError(f"{name}={text[:40]!r}: a whole number from 0 is needed, of at most 18 digits")
         return int(text)
 
     def first(self, names: tuple[str, ...]) -> str | None:

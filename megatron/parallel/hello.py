@@ -1,12 +1,15 @@
 """What each process tells the others when they meet, and what one of them makes of it: places, ranks, refusals."""
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron.parallel.nodelist import compress_ranks
 from megatron.parallel.placing import Assignment, Placing, Task, assign, device_number, near_devices, visible_devices
 from megatron.parallel.report import bus_address, device_identity, device_name
 
@@ -14,6 +17,11 @@ if TYPE_CHECKING:
     from megatron.parallel.launch import Launch
 
 Hello = dict[str, Any]
+Alike = Mapping[str, Mapping[str, Any]]
+"""What all ranks must have alike, by kind, each by name; JSON-serialisable. A rank without a kind is not compared."""
+
+_SHOWN = 8  # groups of ranks, and names, of which a refusal tells
+_LONGEST = 200  # characters of a value in it
 
 
 def make_hello(launch: Launch, device: torch.device, backend: str, placing: Placing | None) -> Hello:
@@ -35,7 +43,6 @@ def make_hello(launch: Launch, device: torch.device, backend: str, placing: Plac
         "number": number,
         "address": bus_address(device) if placing is not None else (),
         "near": near,
-        "agreed": placing.agreed if placing is not None else "ranks as launched",
         "notices": launch.notices,
     }
 
@@ -56,12 +63,6 @@ def refusal(hellos: Sequence[Hello]) -> str:
                 f"rank 0 ({place(first)}) uses {first['backend']} but rank {rank} ({place(hello)}) uses "
                 f"{hello['backend']}: all ranks need devices of one kind, or --distributed-backend gloo"
             )
-        if hello.get("agreed") != first.get("agreed"):
-            return (
-                f"rank 0 ({place(first)}) has {first.get('agreed')}, but rank {rank} ({place(hello)}) has "
-                f"{hello.get('agreed')}: MEGATRON_CLUSTER and the files and flags of the placement must be the same on "
-                f"all nodes"
-            )
         other = users.setdefault((hello["node"], hello["identity"] or f"rank {rank}"), rank)
         if other != rank:
             return (
@@ -69,6 +70,51 @@ def refusal(hellos: Sequence[Hello]) -> str:
                 f"many processes as there are devices"
             )
     return ""
+
+
+def digests(alike: Alike) -> dict[str, tuple[str, str]]:
+    """Of each kind its digest, and the JSON text of which it is made."""
+    texts = {kind: json.dumps(values, sort_keys=True) for kind, values in alike.items()}
+    return {kind: (hashlib.sha256(text.encode()).hexdigest()[:32], text) for kind, text in texts.items()}
+
+
+def difference(hellos: Sequence[Hello], text_of: Callable[[str], str | bytes]) -> str:
+    """What these processes have otherwise than others that all must have alike, or "". `text_of` gives the text of a
+    digest; it is asked for those of the largest groups only."""
+    found = []
+    for kind in dict.fromkeys(kind for hello in hellos for kind in hello.get("alike", ())):
+        groups: dict[str, list[int]] = {}
+        for rank, hello in enumerate(hellos):
+            if digest := hello.get("alike", {}).get(kind):
+                groups.setdefault(digest, []).append(rank)
+        if len(groups) > 1:
+            largest = sorted(groups.items(), key=lambda group: -len(group[1]))[:_SHOWN]
+            found += _differing([(json.loads(text_of(digest)), ranks) for digest, ranks in largest])
+    more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+    if not found:
+        return ""
+    return (
+        f"all ranks must have the same, but {'; '.join(found[:_SHOWN] + more)}. Give every process the same command "
+        f"line ($RANDOM or $(date) in it is another for each), code and files"
+    )
+
+
+def _differing(groups: Sequence[tuple[Mapping[str, Any], list[int]]]) -> list[str]:
+    """For each name of which the ranks have different values: which value which ranks have."""
+    lines = []
+    for name in dict.fromkeys(name for values, _ in groups for name in values):
+        by_value: dict[str, list[int]] = {}
+        for values, ranks in groups:
+            text = json.dumps(values[name], sort_keys=True) if name in values else "absent"
+            by_value.setdefault(text, []).extend(ranks)
+        if len(by_value) > 1:
+            told = (f"{_short(text)} on rank {_short(compress_ranks(ranks))}" for text, ranks in by_value.items())
+            lines.append(f"{name} is {', '.join(told)}")
+    return lines
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def assignment_of(hellos: Sequence[Hello], placing: Placing | None) -> Assignment:

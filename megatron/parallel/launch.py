@@ -6,22 +6,24 @@ that the first of them serves (see rendezvous.py).
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import socket
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from megatron.errors import LaunchError
 from megatron.parallel.environment import Variables
-from megatron.parallel.nodelist import expand_counts, iterate_hosts
+from megatron.parallel.nodelist import MOST, expand_counts, iterate_hosts
 from megatron.parallel.placing import VISIBLE, Placing, check_devices, near_index, visible_devices
 
 if TYPE_CHECKING:
     import torch
 
+    from megatron.parallel.hello import Alike
     from megatron.parallel.rendezvous import Rendezvous
 
 # Ports below the range from which Linux takes those of outgoing connections (32768 and up).
@@ -54,6 +56,7 @@ class Launch:
     job           what tells this run apart from others on the same host; the same on all its ranks
     store_served  the launcher itself serves a store at master_addr:master_port (torchrun does)
     notices       what was read otherwise than it was written
+    token         MEGATRON_JOB_TOKEN: a random text that only this job's processes know, for the keys of the store
     """
 
     rank: int = 0
@@ -68,10 +71,26 @@ class Launch:
     store_served: bool = False
     task: int = -1
     notices: tuple[str, ...] = ()
+    token: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         if self.task < 0:
             object.__setattr__(self, "task", self.rank)
+
+    @property
+    def on_one_node(self) -> bool:
+        """Whether all processes are on this host."""
+        return self.world_size == self.local_world_size
+
+    @property
+    def store_host(self) -> str:
+        """Where the store is: on the loopback device, which no other host reaches, where all processes are here."""
+        return "127.0.0.1" if self.on_one_node and not self.store_served else self.master_addr
+
+    def store_prefix(self, purpose: str) -> str:
+        """With which the keys of this job begin. Without its token nobody names a key that its processes read."""
+        secret = hashlib.sha256(self.token.encode()).hexdigest()[:32] if self.token else ""
+        return f"{purpose}/{secret}/{self.job}/{self.world_size}"
 
     def environment(self) -> dict[str, str]:
         """The variables by which torch and DeepSpeed know ranks."""
@@ -245,6 +264,7 @@ def _launch(
         job=job,
         store_served=store_served,
         notices=notices,
+        token=env.text("MEGATRON_JOB_TOKEN"),
     )
 
 
@@ -317,8 +337,8 @@ def _alone(env: Variables) -> Launch:
 def _checked(launch: Launch) -> Launch:
     """Raise LaunchError unless the numbers fit together."""
     source = f"({launch.launcher} variables)"
-    if launch.world_size < 1:
-        raise LaunchError(f"world size {launch.world_size} {source}: at least one process is needed")
+    if not 1 <= launch.world_size <= MOST:
+        raise LaunchError(f"world size {launch.world_size} {source}: from one process to {MOST} can run")
     if launch.rank >= launch.world_size:
         raise LaunchError(
             f"rank {launch.rank} of world size {launch.world_size} {source}: ranks go from 0 to {launch.world_size - 1}"
@@ -334,6 +354,10 @@ def _checked(launch: Launch) -> Launch:
         )
     if launch.master_port > 65535:
         raise LaunchError(f"MASTER_PORT={launch.master_port} is no port: take one from 1024 to 65535")
+    try:
+        launch.master_addr.encode("idna")  # as every look-up of a name does
+    except UnicodeError as error:
+        raise LaunchError(f"MASTER_ADDR={launch.master_addr} is no host: {error}: set it to rank 0's") from error
     return launch
 
 
@@ -381,16 +405,17 @@ def select_device(
 
 def connect(
     launch: Launch, timeout: timedelta = timedelta(minutes=10), backend: str | None = None,
-    placing: Placing | None = None,
+    placing: Placing | None = None, alike: Alike | None = None,
 ) -> Rendezvous:
     """Bring all processes together and initialise torch.distributed. The rendezvous is a context manager.
 
     `backend` None takes nccl (which is RCCL on ROCm) where there is a device and gloo elsewhere; `timeout` holds for
     the meeting and for every collective after it. `placing` says which ranks the processes of a node take: from then on
-    the rendezvous's own `launch` counts. Raises LaunchError that names the ranks that did not come.
+    the rendezvous's own `launch` counts. `alike` is what all ranks must have alike. Raises LaunchError that names the
+    ranks that did not come, or those that have something else and what it is.
     """
     from megatron.parallel.rendezvous import Rendezvous
 
     if placing is not None:
         check_devices(placing)
-    return Rendezvous.join(launch, select_device(launch, backend, placing), timeout, placing)
+    return Rendezvous.join(launch, select_device(launch, backend, placing), timeout, placing, alike=alike)

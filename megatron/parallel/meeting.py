@@ -18,7 +18,17 @@ import torch
 import torch.distributed as dist
 
 from megatron.errors import LaunchError
-from megatron.parallel.hello import Hello, assignment_of, collected_notices, make_hello, place, refusal
+from megatron.parallel.hello import (
+    Alike,
+    Hello,
+    assignment_of,
+    collected_notices,
+    difference,
+    digests,
+    make_hello,
+    place,
+    refusal,
+)
 from megatron.parallel.nodelist import compress_ranks
 from megatron.parallel.placing import Assignment, Placing
 from megatron.parallel.report import bounded, device_name, list_places, raise_file_limit, show_duration
@@ -32,6 +42,10 @@ ANSWER_S = 5.0  # how long the store, or a rank, may take to answer
 _BATCH = 1024  # so many keys are asked for at once: the store's time for a question grows faster than its keys
 _NAMED = 64  # so many missing ranks are looked for; beyond, nobody reads on
 _CLAIM_S = 2.0  # for an answer of another process that says it is the first one
+_OPEN = (
+    "whoever reaches the store of the ranks can end this job: export MEGATRON_JOB_TOKEN, a random text, before srun, "
+    "mpirun or torchrun"
+)
 
 
 class Meeting:
@@ -45,13 +59,15 @@ class Meeting:
     def __init__(
         self, launch: Launch, device: torch.device, timeout: timedelta, placing: Placing | None = None,
         clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
+        alike: Alike | None = None,
     ) -> None:  # fmt: skip
-        """`clock` and `sleep`: by which it asks again and again, and gives up."""
+        """`clock` and `sleep`: by which it asks again and again, and gives up. `alike`: what all must have alike."""
         self._clock, self._sleep = clock, sleep
         self.launch = launch
         self.device = device
         self.timeout = timeout
         self.placing = placing
+        self.alike = alike or {}
         self.backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         self.server = 0
         self.notices: list[str] = []
@@ -81,7 +97,7 @@ class Meeting:
 
     @property
     def _address(self) -> str:
-        return f"{self.launch.master_addr}:{self.launch.master_port}"
+        return f"{self.launch.store_host}:{self.launch.master_port}"
 
     @property
     def _store_name(self) -> str:
@@ -97,24 +113,25 @@ class Meeting:
         launch = self.launch
         if launch.world_size == 1 and not launch.store_served:
             return dist.HashStore()
-        if not self._serves_store:
-            self._await_server(deadline)
-        else:
+        if self._serves_store:
             raise_file_limit()
+        elif not launch.store_served:  # a launcher's is there before its processes are
+            self._await_server(deadline)
         return dist.PrefixStore(self._prefix, self._client(self._serves_store))
 
     @property
     def _prefix(self) -> str:
-        return f"megatron/{self.launch.job}/{self.launch.world_size}"
+        return self.launch.store_prefix("megatron")
 
     def _client(self, serve: bool) -> Any:
         # Rank 0 reaches its own store through the loopback device, whatever its name resolves to.
-        host = "127.0.0.1" if self._serves_store else self.launch.master_addr
+        host = "127.0.0.1" if self._serves_store else self.launch.store_host
+        port = self.launch.master_port
         try:
-            return dist.TCPStore(
-                host, self.launch.master_port, None, is_master=serve, timeout=self.timeout, wait_for_workers=False
-            )
-        except RuntimeError as error:
+            if serve:
+                return serving_store(self.launch, port, self.timeout)
+            return dist.TCPStore(host, port, None, is_master=False, timeout=self.timeout, wait_for_workers=False)
+        except (RuntimeError, OSError) as error:
             reason = str(error).splitlines()[0]
             if serve and self._is_claimed():
                 return self._client(serve=False)  # where this process is told that another one has its number
@@ -140,8 +157,9 @@ class Meeting:
             return False
 
     def _await_server(self, deadline: float) -> None:
-        """Wait until somebody listens at the store's address; a plain socket does it without torch's stack traces."""
-        address, reason = (self.launch.master_addr, self.launch.master_port), "no answer"
+        """Wait until somebody listens at the store's address; a plain socket does it without torch's stack traces, and
+        asks ten times a second, where torch would ask ever less often."""
+        address, reason = (self.launch.store_host, self.launch.master_port), "no answer"
         while True:
             left = deadline - self._clock()
             if left <= 0:
@@ -165,8 +183,12 @@ class Meeting:
         hello = make_hello(launch, self.device, self.backend, self.placing)
         if store.add(f"claim/{launch.task}", 1) > 1:
             error = self._duplicate()
+        else:
+            error = self._interface_problem()
+        if error:
             store.set("verdict", error)
             raise LaunchError(error)
+        hello["alike"] = self._tell_alike()
         store.set(f"hello/{launch.task}", json.dumps(hello))
         if launch.task == 0:
             error = self._gather_hellos(deadline)
@@ -177,6 +199,26 @@ class Meeting:
         if error:
             raise LaunchError(error)
         self._take_rank()
+
+    def _tell_alike(self) -> dict[str, str]:
+        """Digests of what all must have alike. What it is only the first with a digest writes, of perhaps thousands."""
+        told = digests(self.alike)
+        for digest, text in told.values():
+            if not self._store.check([f"alike/{digest}"]):
+                self._store.set(f"alike/{digest}", text)
+        return {kind: digest for kind, (digest, _) in told.items()}
+
+    def _interface_problem(self) -> str:
+        """Why gloo cannot use the interfaces that the environment names, or ""."""
+        named = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        for name in named.split(",") if named else ():
+            try:
+                dist.ProcessGroupGloo.create_device(interface=name)
+            except RuntimeError as error:
+                there = ", ".join(name for _, name in socket.if_nameindex())
+                reason = str(error).splitlines()[0]
+                return f"{self._myself}: GLOO_SOCKET_IFNAME={named}: {name!r} cannot be used, of {there}: {reason}"
+        return ""
 
     def _duplicate(self) -> str:
         """Why this process cannot go on: another one came with its number first."""
@@ -194,12 +236,14 @@ class Meeting:
         if not self._poll(keys, deadline, unless="verdict"):
             return self._store.get("verdict").decode() if self._store.check(["verdict"]) else self._absent()
         hellos: list[Hello] = [json.loads(value) for value in self._values(keys)]
-        error = refusal(hellos)
+        error = refusal(hellos) or difference(hellos, lambda digest: self._store.get(f"alike/{digest}"))
         if error:
             return error
         found = assignment_of(hellos, self.placing)
         self._publish(hellos, found)
         ranks, notices = found.ranks, collected_notices(hellos) + found.notices
+        if not self.launch.token and (self.launch.store_served or not self.launch.on_one_node):
+            notices.append(_OPEN)
         renumbered = ranks != list(range(len(ranks)))
         self._store.set("meeting", json.dumps({"renumbered": renumbered, "server": ranks[0], "notices": notices}))
         return ""
@@ -280,6 +324,17 @@ class Meeting:
         task = int(store.get(f"task/{rank}")) if self._renumbered else rank
         hello = json.loads(store.get(f"hello/{task}"))
         return f"{place(hello)}, process {hello['pid']}" + (f", task {task}" if task != rank else "")
+
+
+def serving_store(launch: Launch, port: int, timeout: timedelta) -> Any:
+    """Serve a store, where all processes are on this host for this host only. Raises OSError and RuntimeError."""
+    inside = socket.create_server(("127.0.0.1", port)) if launch.on_one_node else None
+    if inside is not None:
+        port = inside.getsockname()[1]
+    return dist.TCPStore(
+        "127.0.0.1", port, None, is_master=True, timeout=timeout, wait_for_workers=False,
+        master_listen_fd=None if inside is None else inside.detach(),
+    )  # fmt: skip
 
 
 def _batches(keys: Sequence[T]) -> Iterator[list[T]]:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator
 
@@ -9,7 +10,8 @@ from megatron.errors import LaunchError
 
 _ITEM = re.compile(r"(?:[^\[\],\s]|\[[0-9,-]+\])+")
 _PART = re.compile(r"\[([0-9,-]+)\]|([^\[\]]+)")
-_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_COUNT = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?")
+MOST = 1 << 20  # hosts or processes of a job: a longer list is a mistake, and would fill the memory
 
 
 def expand_hosts(nodelist: str) -> list[str]:
@@ -32,6 +34,8 @@ def iterate_hosts(nodelist: str) -> Iterator[str]:
         if item is None:
             raise LaunchError(f"node list {nodelist!r} cannot be read at character {position + 1}")
         parts = [list(_numbers(m[1], nodelist)) if m[1] else [m[2]] for m in _PART.finditer(item[0])]
+        if math.prod(map(len, parts)) > MOST:
+            raise LaunchError(f"node list {nodelist!r}: {item[0]!r} is more than {MOST} hosts")
         yield from map("".join, itertools.product(*parts))
         position = item.end()
         if position == len(text):
@@ -45,7 +49,9 @@ def _numbers(ranges: str, nodelist: str) -> Iterator[str]:
     """The numbers of "00001-00003,00007", with their leading zeros."""
     for part in ranges.split(","):
         low, dash, high = part.partition("-")
-        if not low.isdigit() or (dash and not high.isdigit()) or (dash and int(high) < int(low)):
+        if not low.isdigit() or (dash and not high.isdigit()) or max(len(low), len(high)) > 18 or (
+            dash and not int(low) <= int(high) < int(low) + MOST
+        ):
             raise LaunchError(f"node list {nodelist!r}: {part!r} is no range of numbers")
         for number in range(int(low), int(high or low) + 1):
             yield f"{number:0{len(low)}d}"
@@ -60,8 +66,8 @@ def expand_counts(text: str) -> list[int]:
     counts: list[int] = []
     for part in text.split(","):
         match = _COUNT.fullmatch(part.strip())
-        if match is None:
-            raise LaunchError(f"tasks per node {text!r}: {part!r} is no count")
+        if match is None or len(counts) + int(match[2] or 1) > MOST:
+            raise LaunchError(f"tasks per node {text!r}: {part!r} is no count, or one of more than {MOST} nodes")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from megatron.errors import LaunchError, LostRankError
 from megatron.parallel.flight import FlightRecorder
 from megatron.parallel.flight_file import FlightFile, open_flight_file
+from megatron.parallel.hello import Alike
 from megatron.parallel.meeting import ANSWER_S, Meeting
 from megatron.parallel.nodelist import compress_ranks
 from megatron.parallel.placing import Placing
@@ -36,6 +37,7 @@ from megatron.parallel.report import (
     list_places,
     position,
     raise_file_limit,
+    without_dns,
 )
 
 if TYPE_CHECKING:
@@ -63,9 +65,10 @@ class Rendezvous(Meeting):
     def __init__(
         self, launch: Launch, device: torch.device, timeout: timedelta, placing: Placing | None = None,
         clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
+        alike: Alike | None = None,
     ) -> None:  # fmt: skip
         """Use Rendezvous.join."""
-        super().__init__(launch, device, timeout, placing, clock, sleep)
+        super().__init__(launch, device, timeout, placing, clock, sleep, alike)
         self._watcher: threading.Thread | None = None
         self._previous: dict[str, str | None] = {}
         self._explained: LaunchError | None = None
@@ -73,10 +76,11 @@ class Rendezvous(Meeting):
         self.speaks = False  # whether this rank is the one that acts on what `explain` found
         self._failed = False
         self._closed = False
-        self._store_lost = False
+        self._store_lost, self._held = False, False  # whether the connection to it is gone, or not free
         self._alarm = threading.Event()  # another rank failed, or the store is gone
         self._call, self._deaf = 1, False  # the call that is waited for; whether no more are answered
-        self._heard = ""  # what a roll call brought to light
+        self._calls: Any = None  # the watcher's connection to the store
+        self._heard, self._told = "", threading.Event()  # what a roll call brought to light, and that it has
         self.flight_file: FlightFile | None = None
         self.flight = FlightRecorder()
         self.on_inquiry: Callable[[int, Any], None] | None = None
@@ -87,17 +91,37 @@ class Rendezvous(Meeting):
     def join(
         cls, launch: Launch, device: torch.device, timeout: timedelta, placing: Placing | None = None,
         clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
+        alike: Alike | None = None,
     ) -> Rendezvous:  # fmt: skip
         """Meet all other ranks, take the rank that `placing` gives and initialise torch.distributed.
 
-        Raises LaunchError within `timeout` when ranks are missing (it names them and tells where the others are) or
-        when the store cannot be reached. Exports the launcher-independent variables (RANK, ...) until close().
+        Raises LaunchError within `timeout` when ranks are missing (it names them and tells where the others are), when
+        they differ in what they must have `alike`, or when the store cannot be reached. Exports the
+        launcher-independent variables (RANK, ...) until close().
         """
         if dist.is_initialized():
             raise LaunchError("torch.distributed is initialised already: connect once, or close the first rendezvous")
-        self = cls(launch, device, timeout, placing, clock, sleep)
+        self = cls(launch, device, timeout, placing, clock, sleep, alike)
         deadline = self._clock() + timeout.total_seconds()
+        with without_dns() if self.serves_store and not launch.on_one_node else contextlib.nullcontext():
+            self._meet(deadline)
+        self._describe_flight()  # the rank may be another now
+        sys.audit("megatron.parallel.met", self)
+        try:
+            self._watch()
+            self._initialise()
+        except (RuntimeError, ValueError, LaunchError) as error:
+            explanation = self.explain(error)
+            self.close()
+            raise explanation from error
+        return self
+
+    def _meet(self, deadline: float) -> None:
+        """Connect to the store twice, for this rank and for its watcher, whose client is blocked while it waits; then
+        say hello."""
         self._store = self._within(deadline, lambda: self._open_store(deadline))
+        if self.launch.world_size > 1:
+            self._calls = self._within(deadline, lambda: dist.PrefixStore(self._prefix, self._client(serve=False)))
         self._open_flight()
         atexit.register(self._leave)
         try:
@@ -109,16 +133,6 @@ class Rendezvous(Meeting):
             self._store_lost = True
             self._leave()
             raise LaunchError(f"{self._myself}: {self._store_gone()}") from error
-        self._describe_flight()  # the rank may be another now
-        sys.audit("megatron.parallel.met", self)
-        try:
-            self._within(self._clock() + timeout.total_seconds(), self._watch)
-            self._initialise()
-        except (RuntimeError, ValueError, LaunchError) as error:
-            explanation = self.explain(error)
-            self.close()
-            raise explanation from error
-        return self
 
     def _open_flight(self) -> None:
         self.flight_file = open_flight_file(self.launch)
@@ -133,7 +147,7 @@ class Rendezvous(Meeting):
     def _initialise(self) -> None:
         launch = self.launch
         variables = launch.environment()
-        if launch.world_size == launch.local_world_size and not host_name_is_local():
+        if launch.on_one_node and not host_name_is_local():
             variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
         raise_file_limit()  # gloo connects every rank with every other of a group
         if self.device.type == "cuda" and launch.world_size > _FULL_MESH:
@@ -219,7 +233,8 @@ class Rendezvous(Meeting):
                 known = self._store_lost or self._heard
                 text = self._last_word() if known else bounded(lambda: self._diagnose(seen), 4 * ANSWER_S)
             except (RuntimeError, LaunchError):
-                self._store_lost = True
+                self._held = bool(self._heard)  # by torch, which waits in it for a rank that is gone
+                self._store_lost = not self._held
                 text = self._last_word()
             if self._store_lost:  # with the rank that served it
                 self.speaks = self.launch.task == 1
@@ -242,7 +257,8 @@ class Rendezvous(Meeting):
     def _diagnose(self, seen: str) -> str:
         if self.launch.world_size == 1:
             return "no other rank takes part"
-        self.speaks = self._store.add("explainers", 1) == 1
+        # The connection may be torch's for as long as it waits; the watcher has another, and may hear why meanwhile.
+        self.speaks = bounded(lambda: self._store.add("explainers", 1), 4 * ANSWER_S, wake=self._told) == 1
         if self.speaks:
             self._store.set("findings", self._call_roll(seen))
         elif not self._poll(["findings"], self._clock() + 2 * ANSWER_S):
@@ -280,14 +296,13 @@ class Rendezvous(Meeting):
         return f"no rank died; {', '.join(found[:_SHOWN])}; rank {self.launch.rank} was the first to see {seen}"
 
     def _watch(self) -> None:
-        """Start the thread that answers roll calls. It has a connection of its own: a waiting client is blocked."""
+        """Start the thread that answers roll calls."""
         if self.launch.world_size == 1:
             return
-        store = dist.PrefixStore(self._prefix, self._client(serve=False))
 
         def listen() -> None:
             try:
-                while not self._deaf and self._answer(store):
+                while not self._deaf and self._answer(self._calls):
                     self._call += 1
             except RuntimeError:
                 self._store_lost = True
@@ -316,6 +331,7 @@ class Rendezvous(Meeting):
         while not self._deaf and self._clock() < deadline:
             if store.check(["findings"]):
                 self._heard = self._findings(store)
+                self._told.set()
                 return
             self._sleep(pause)
 
@@ -364,7 +380,7 @@ class Rendezvous(Meeting):
             return
         self._closed = True
         atexit.unregister(self._leave)
-        self._try(self._write_left, 2 * _LINGER_S)
+        self._try(self._write_left, _LINGER_S / 5 if self._held else 2 * _LINGER_S)
         if self._watcher is not None and not self._store_lost:
             self._watcher.join(timeout=ANSWER_S)
         if self.flight_file is not None:

@@ -131,7 +131,7 @@ def data_identity(prefix: str) -> dict[str, Any]:
         size = os.path.getsize(prefix + ".bin")
         index_size = os.path.getsize(prefix + ".idx")
         whole = index_size <= _WHOLE
-        found = file_digest(prefix + ".idx")[1] if whole else _ends_digest(prefix + ".idx", index_size)
+        found = file_digest(prefix + ".idx")[1] if whole else ends_digest(prefix + ".idx", index_size, _END)
     except OSError as error:
         return {"prefix": prefix, "reason": str(error)}
     return {
@@ -149,11 +149,12 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _ends_digest(path: str, size: int) -> str:
+def ends_digest(path: str | os.PathLike[str], size: int, end: int) -> str:
+    """Digest of the first and the last `end` bytes of a file of `size` bytes. Raises OSError."""
     with open(path, "rb") as f:
-        first = f.read(_END)
-        f.seek(size - _END)
-        return digest(first + f.read(_END))
+        first = f.read(end)
+        f.seek(max(size - end, len(first)))
+        return digest(first + f.read(end))
 
 
 def _version() -> str | None:

@@ -37,6 +37,7 @@ from megatron.planning.checkpoint_size import checkpoint_bytes
 from megatron.training import devices
 from megatron.training.agreement import Agreement
 from megatron.training.allocator import mapped_blocks, tune_allocator
+from megatron.training.identity import identity
 from megatron.training.index_progress import told_if_slow
 from megatron.training.kernels import check_agreement, describe_kernels
 from megatron.training.loop import train
@@ -79,7 +80,8 @@ def run_training(
     start = Start(signals or Signals(enabled=False), at_s, SaveClaim(config.checkpoint.save))
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     ranks = plan_ranks(config, launch)
-    rendezvous = connect(launch, timeout, config.parallel.distributed_backend, ranks.placing)
+    alike = identity(config, launch, ranks.placing.agreed) if launch.world_size > 1 else None
+    rendezvous = connect(launch, timeout, config.parallel.distributed_backend, ranks.placing, alike)
     launch = rendezvous.launch
     if renumbered is not None:
         renumbered(launch.rank)

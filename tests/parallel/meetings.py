@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.parallel import meeting, rendezvous
+from megatron.parallel.hello import Alike
 from megatron.parallel.launch import Launch
 from megatron.parallel.placing import Placing
 from megatron.parallel.rendezvous import Rendezvous
@@ -92,20 +93,21 @@ Step = Callable[[Apart], Any]
 
 def ranks_in_threads(
     numbers: Sequence[int], size: int, step: Step = lambda _: None, clocks: Mapping[int, Patience] | None = None,
-    kind: type[Apart] = InMemory, **launch: Any,
+    kind: type[Apart] = InMemory, alike: Sequence[Alike | None] = (), **launch: Any,
 ) -> list[Any]:
-    """What `step` returns, or the error, of ranks that meet: thread i is rank numbers[i] of so many."""
+    """What `step` returns, or the error, of ranks that meet: thread i is rank numbers[i] of so many, with alike[i]."""
     port = launch.pop("master_port", None) or free_port()
     found: list[Any] = [None] * len(numbers)
 
     def run(thread: int, rank: int) -> None:
         clock = (clocks or {}).get(thread) or Patience()
         described = Launch(
-            rank=rank, local_rank=rank, world_size=size, local_world_size=size, master_port=port, node=f"n{rank}",
-            job=f"test.{os.getpid()}.{port}", launcher="torchrun", **launch,
+            rank=rank, local_rank=rank, world_size=size, master_port=port, node=f"n{rank}",
+            job=f"test.{os.getpid()}.{port}", launcher="torchrun", **{"local_world_size": size, **launch},
         )  # fmt: skip
         try:
-            joined = kind.join(described, torch.device("cpu"), LONG, None, clock, clock.sleep)
+            own = alike[thread] if alike else None
+            joined = kind.join(described, torch.device("cpu"), LONG, None, clock, clock.sleep, own)
             try:
                 found[thread] = step(joined)  # type: ignore[arg-type]
             finally:

@@ -100,6 +100,14 @@ LAUNCHES: list[tuple[dict[str, str], tuple[Any, ...] | list[str]]] = [
     (PALS | {"PBS_NODEFILE": "absent"}, ["PBS_NODEFILE=absent", "MASTER_ADDR"]),
     ({"PMI_RANK": "0", "PMI_SIZE": "2"}, ["PMI_RANK=0", "MPI_LOCALRANKID"]),
     ({"PMIX_RANK": "3"}, ["PMIX_RANK=3"]),
+    (TORCHRUN | {"MASTER_ADDR": ".."}, ["MASTER_ADDR=.."]),
+    (TORCHRUN | {"WORLD_SIZE": "9" * 5000}, ["WORLD_SIZE"]),
+    (TORCHRUN | {"WORLD_SIZE": "99999999999"}, ["99999999999"]),
+    (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2(x99999999999)"}, ["2(x99999999999)"]),
+    (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2(x999999999)"}, ["2(x999999999)"]),
+    (SRUN | {"SLURM_STEP_NODELIST": "n[0-99999999999]"}, ["n[0-99999999999]"]),
+    (SRUN | {"SLURM_STEP_NODELIST": "n[0-9999][0-9999]"}, ["n[0-9999][0-9999]"]),
+    (SRUN | {"SLURM_STEP_NODELIST": f"n[{'9' * 5000}]"}, ["n[9999"]),
 ]
 
 

@@ -7,6 +7,7 @@ import re
 import socket
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from megatron.errors import LaunchError, LostRankError
-from megatron.parallel import meeting, rendezvous
+from megatron.parallel import meeting, rendezvous, report
 from megatron.parallel.launch import Launch, connect
 from megatron.parallel.placing import Placing
 from megatron.parallel.rendezvous import Rendezvous
 from tests.helpers.clock import VirtualClock
 from tests.helpers.processes import free_port
-from tests.parallel.meetings import LONG, Apart, Patience, be_patient, ranks_in_threads
+from tests.parallel.meetings import LONG, Apart, InMemory, Patience, be_patient, ranks_in_threads
 
 CPU = torch.device("cpu")
 
@@ -180,6 +181,103 @@ def test_a_job_that_waits_is_told_where_its_ranks_are() -> None:
     assert "10000ms" in str(error)
 
 
+class Held:
+    """A connection to the store in which torch waits, so that nothing else gets an answer until `free` is set."""
+
+    def __init__(self, store: Any, free: threading.Event) -> None:
+        self._store, self._free = store, free
+
+    def __getattr__(self, name: str) -> Any:
+        self._free.wait()
+        return getattr(self._store, name)
+
+
+def test_a_rank_whose_connection_torch_holds_hears_at_once() -> None:
+    """As gloo does that waits for the rank that failed."""
+    held, told, free = threading.Event(), threading.Event(), threading.Event()
+
+    def fail_or_ask(rank: Apart) -> str:
+        if rank.launch.rank == 0:
+            held.wait()
+            rank.fail("DataError: corpus.bin")
+            told.wait()
+            return ""
+        rank._store = Held(rank._store, free)
+        held.set()
+        text = str(rank.explain(RuntimeError("closed")))
+        told.set()
+        assert not free.is_set() and not rank.speaks
+        free.set()
+        return text
+
+    _, text = ranks_in_threads([0, 1], 2, fail_or_ask)
+    assert "rank 0" in text and "DataError: corpus.bin" in text
+
+
+def reaches(rank: Apart, host: str) -> bool:
+    try:
+        socket.create_connection((host, rank.launch.master_port)).close()
+        return True
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("one_node", [True, False])
+def test_the_store_of_one_nodes_ranks_is_on_the_loopback_device_only(one_node: bool) -> None:
+    """An address that a socket on all interfaces has, too, stands for that of another interface."""
+
+    def look(rank: Apart) -> tuple[bool, bool]:
+        return reaches(rank, "127.0.0.1"), reaches(rank, "127.0.0.2")
+
+    sizes = dict(local_world_size=2 if one_node else 1, master_addr="localhost")
+    assert ranks_in_threads([0, 1], 2, look, kind=Apart, **sizes) == [(True, not one_node)] * 2
+
+
+def test_a_verdict_forged_without_the_jobs_token_ends_nothing() -> None:
+    port = free_port()
+    server = dist.TCPStore("127.0.0.1", port, None, is_master=True, timeout=LONG, wait_for_workers=False)
+    intruder = dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=LONG, wait_for_workers=False)
+    launch = Launch(world_size=2, job=f"test.{os.getpid()}.{port}")
+    for prefix in ("", f"{launch.store_prefix('megatron')}/", "megatron/"):
+        intruder.set(f"{prefix}verdict", "forged")
+    given: dict[str, Any] = dict(kind=Apart, master_port=port, store_served=True)
+    assert [str(error) for error in ranks_in_threads([1], 2, **given)] == ["forged"], "without a token it does"
+    assert ranks_in_threads([0, 1], 2, lambda rank: rank.notices, **given, token="a random text") == [[], []]
+    assert server.port == port
+
+
+def test_ranks_of_several_nodes_without_a_token_are_told_so() -> None:
+    for one_node in (True, False):
+        for notices in ranks_in_threads([0, 1], 2, lambda rank: rank.notices, local_world_size=1 + one_node):
+            assert [("MEGATRON_JOB_TOKEN" in notice) for notice in notices] == [True] * (not one_node)
+
+
+def test_an_interface_that_one_rank_has_not_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nope")
+    for error in ranks_in_threads([0, 1], 2):
+        assert type(error) is LaunchError and "GLOO_SOCKET_IFNAME=lo,nope" in str(error) and "'nope'" in str(error)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert ranks_in_threads([0, 1], 2) == [None, None]
+
+
+def test_while_ranks_of_several_nodes_join_their_store_asks_no_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """benchmarks/slow_names.py has a real one, which needs root."""
+    told: list[bytes] = []
+    libc = SimpleNamespace(__nss_configure_lookup=lambda database, services: told.append(services))
+    monkeypatch.setattr(report.ctypes, "CDLL", lambda _: libc)
+
+    class Looking(InMemory):
+        def _say_hello(self, deadline: float) -> None:
+            joining.extend(told)
+            super()._say_hello(deadline)
+
+    joining: list[bytes] = []
+    ranks_in_threads([0, 1], 2, kind=Looking)
+    assert joining == told == [], "they are all on one node"
+    ranks_in_threads([0, 1], 2, kind=Looking, local_world_size=1)
+    assert set(joining) == {b"files"} and len(told) == 2 and told[0] == b"files"
+
+
 def test_a_second_connection_is_refused() -> None:
     with connect(Launch(), LONG):
         with pytest.raises(LaunchError):
@@ -206,7 +304,7 @@ def test_the_time_limit_is_that_of_every_collective() -> None:
 
 def hello(node: str, device: str, identity: str, **more: Any) -> str:
     told = {"node": node, "pid": 1, "device": device, "identity": identity, "backend": "cpu:gloo,cuda:nccl"}
-    return json.dumps({**told, "number": 0, "near": (), "agreed": "", "notices": (), **more})
+    return json.dumps({**told, "number": 0, "near": (), "notices": (), **more})
 
 
 def gathered(hellos: list[str], placing: Placing | None = None) -> tuple[Rendezvous, str]:
@@ -224,5 +322,3 @@ def test_ranks_that_cannot_work_together_are_refused() -> None:
     assert "1 and 2" in error and "n2" in error
     _, error = gathered([*good, hello("n2", "cuda:0", "B", backend="gloo")])
     assert "rank 2 (n2:cuda:0)" in error and "gloo" in error
-    _, error = gathered([*good, hello("n2", "cuda:1", "B", agreed="pp-tp-dp")])
-    assert "rank 2 (n2:cuda:1" in error and "pp-tp-dp" in error

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.errors import LaunchError
-from megatron.parallel.hello import collected_notices, make_hello, place, refusal
+from megatron.parallel.hello import collected_notices, make_hello, place
 from megatron.parallel.launch import Launch, select_device
 from megatron.parallel.placing import (
     Assignment,
@@ -232,5 +232,3 @@ def test_a_hello_of_a_process_on_a_device(monkeypatch: pytest.MonkeyPatch) -> No
     (notice,) = collected_notices([hello, {**hello, "notices": []}])
     assert all(part in notice for part in ("MASTER_ADDR", "task 0", "n1:cuda:6"))
     assert collected_notices([hello, hello]) == ["MASTER_ADDR"]
-    hellos = [hello, {**hello, "identity": "other", "agreed": "pp-tp-dp"}]
-    assert "rank 1 (n1:cuda:6)" in refusal(hellos) and "pp-tp-dp" in refusal(hellos)

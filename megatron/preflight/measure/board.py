@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatron.errors import LaunchError, LostRankError
 from megatron.parallel.launch import Launch
+from megatron.parallel.meeting import serving_store
 from megatron.parallel.report import bounded, raise_file_limit
 
 _BATCH = 1024  # keys in one request
@@ -38,10 +39,8 @@ def serve_store(launch: Launch, limit_s: float) -> Any:
         return connect_store(launch, launch.master_port, limit_s)
     port = launch.master_port if launch.world_size > 1 else 0
     try:
-        return dist.TCPStore(
-            "127.0.0.1", port, None, is_master=True, timeout=timedelta(seconds=limit_s), wait_for_workers=False
-        )
-    except RuntimeError as error:
+        return serving_store(launch, port, timedelta(seconds=limit_s))
+    except (RuntimeError, OSError) as error:
         raise LaunchError(
             f"rank 0 on node {launch.node} cannot serve port {port}, perhaps because another run uses it: set "
             f"MASTER_PORT to a free port ({str(error).splitlines()[0]})"
@@ -51,7 +50,7 @@ def serve_store(launch: Launch, limit_s: float) -> Any:
 def connect_store(launch: Launch, port: int, limit_s: float) -> Any:
     """A connection of this process's own. Raises StoreLostError when nobody serves within the limit."""
     own = launch.rank == 0 and not launch.store_served
-    host = "127.0.0.1" if own else launch.master_addr
+    host = "127.0.0.1" if own else launch.store_host
     deadline, reason = time.monotonic() + limit_s, "no answer"
     while True:  # a plain socket waits without torch's stack traces
         left = deadline - time.monotonic()
@@ -79,7 +78,7 @@ def connect_store(launch: Launch, port: int, limit_s: float) -> Any:
 
 def job_part(store: Any, launch: Launch) -> Any:
     """The part of a store that belongs to this measurement."""
-    return dist.PrefixStore(f"preflight/{launch.job}/{launch.world_size}", store)
+    return dist.PrefixStore(launch.store_prefix("preflight"), store)
 
 
 class Conductor:

@@ -88,7 +88,7 @@ class Tasks:
         if self._blocked:
             return {"error": "an earlier message did not end", "blocked_before": True}
         if self._groups is None:
-            one_node = self._launch.world_size == self._launch.local_world_size
+            one_node = self._launch.on_one_node
             self._log = links.prepare_environment(one_node, self._device)
             self._groups = links.Groups(self._connect, self._launch.rank, self._device)
         members, whole_node = list(order["members"]), order["whole_node"]
