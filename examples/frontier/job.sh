@@ -248,6 +248,8 @@ launch() {
     fi
     [[ $DRY_RUN == 1 ]] || mkdir -p "$LOGS"
     local -x MASTER_ADDR=${MASTER_ADDR:-$(first_address "$first")} MASTER_PORT=$MASTER_PORT
+    # Without it nobody else on the network can name the keys by which the ranks tell each other how they are.
+    local -x MEGATRON_JOB_TOKEN=${MEGATRON_JOB_TOKEN:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}
     # A step on one node has no use for the network plugin, also in a larger job.
     [[ -z ${NCCL_NET:-} || -n ${NCCL_NET_GIVEN:-} || $nodes -gt 1 ]] || local -x NCCL_NET=Socket
     step=("${FLAGS[@]}" "--error=$LOGS/task_%t.err" "$PYTHON" -u "$@")

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import megatron
 from megatron.config import Config
 from megatron.config.settings import all_options
 from megatron.data.datasets import data_prefixes
@@ -47,7 +46,7 @@ def identity(config: Config, launch: Launch, placement: str = "") -> Alike:
     return alike if launch.local_rank else {**alike, "files": dict(files(config))}
 
 
-def files(config: Config, package: Path = Path(megatron.__file__).parent) -> Iterator[tuple[str, str]]:
+def files(config: Config, package: Path = Path(__file__).parents[1]) -> Iterator[tuple[str, str]]:
     """(name, size and digest) of source files, of the tokenizer's and of the data's; of long ones the ends are read.
 
     Of the code it is the content that counts: copies of one clone have other times. One process of a node reads it, a

@@ -12,7 +12,7 @@ FRONTIER = ROOT / "examples" / "frontier"
 # Writes down its name, arguments and some variables, in one write as several may run, then does what STUB_<name> says.
 _STUB = """printf -v call '%s\\2' "$name" "$@"
     printf -v call '%sMASTER_ADDR=%s MASTER_PORT=%s' "$call" "${MASTER_ADDR-}" "${MASTER_PORT-}"
-    printf '%s NCCL_NET=%s\\1' "$call" "${NCCL_NET-}" >>"$STUB_CALLS"
+    printf '%s NCCL_NET=%s MEGATRON_JOB_TOKEN=%s\\1' "$call" "${NCCL_NET-}" "${MEGATRON_JOB_TOKEN-}" >>"$STUB_CALLS"
     action=STUB_$name; eval "${!action-}\""""
 # As a function, so that no other process is started; in a shell of its own, which what it does may end.
 _FUNCTION = (

@@ -1,6 +1,7 @@
 """examples/frontier/job.sh: the environment on every node's drive, preflight, and training on the good nodes."""
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -50,6 +51,8 @@ def test_spare_nodes_take_the_place_of_bad_ones(tmp_path):
     call = trained(ended)
     assert [call.value(flag) for flag in ("-N", "-n", "-w")] == ["2", "16", "a2,a3"]
     assert call.environ["MASTER_ADDR"] == "10.1.2.3"  # that of a2, where rank 0 is now
+    tokens = {step.environ["MEGATRON_JOB_TOKEN"] for step in (call, ended.named("srun", MEASURE)[0])}
+    assert len(tokens) == 2 and all(re.fullmatch("[0-9a-f]{32}", token) for token in tokens)
     (python,) = ended.named("python")
     assert python.value("--world-size") == "16"
 

@@ -44,7 +44,7 @@ def as_task(number: int, port: int, per_node: int, size: int) -> None:
         SLURM_JOB_ID=port, SLURM_STEP_ID=0, SLURM_PROCID=number, SLURM_LOCALID=local, SLURM_NODEID=node,
         SLURM_NTASKS=size, SLURM_STEP_NUM_TASKS=size, SLURM_STEP_TASKS_PER_NODE=f"{per_node}(x{size // per_node})",
         SLURMD_NODENAME=f"n{node}", SLURM_STEP_NODELIST=f"n[0-{size // per_node - 1}]", MASTER_ADDR="localhost",
-        MASTER_PORT=port,
+        MASTER_PORT=port, MEGATRON_JOB_TOKEN=f"{port}, which is random enough",
     )  # fmt: skip
 
 
