@@ -43,8 +43,8 @@ _BATCH = 1024  # so many keys are asked for at once: the store's time for a ques
 _NAMED = 64  # so many missing ranks are looked for; beyond, nobody reads on
 _CLAIM_S = 2.0  # for an answer of another process that says it is the first one
 _OPEN = (
-    "whoever reaches the store of the ranks can end this job: export MEGATRON_JOB_TOKEN, a random text, before srun, "
-    "mpirun or torchrun"
+    "whoever connects to the store of the ranks can guess its keys, and end this job: export MEGATRON_JOB_TOKEN, a "
+    "random text, before srun, mpirun or torchrun"
 )
 
 
@@ -215,9 +215,9 @@ class Meeting:
             try:
                 dist.ProcessGroupGloo.create_device(interface=name)
             except RuntimeError as error:
-                there = ", ".join(name for _, name in socket.if_nameindex())
-                reason = str(error).splitlines()[0]
-                return f"{self._myself}: GLOO_SOCKET_IFNAME={named}: {name!r} cannot be used, of {there}: {reason}"
+                there = ", ".join(known for _, known in socket.if_nameindex())
+                reason = str(error).splitlines()[0].rpartition(". ")[2]
+                return f"{self._myself}: GLOO_SOCKET_IFNAME={named}: {name!r} is of no use, of {there} here: {reason}"
         return ""
 
     def _duplicate(self) -> str:

@@ -260,6 +260,26 @@ def test_an_interface_that_one_rank_has_not_ends_all(monkeypatch: pytest.MonkeyP
     assert ranks_in_threads([0, 1], 2) == [None, None]
 
 
+def test_a_rank_connects_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look whether somebody listens, its own connection, its watcher's. Rank 0 need not look."""
+    made: list[str] = []
+
+    def count(module: Any, name: str) -> None:
+        plain = getattr(module, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            connection = plain(*args, **kwargs)
+            made.append(name)  # a look before anybody listened has failed
+            return connection
+
+        monkeypatch.setattr(module, name, counted)
+
+    count(socket, "create_connection")
+    count(dist, "TCPStore")
+    assert ranks_in_threads([0, 1], 2, kind=Apart) == [None, None]
+    assert sorted(made) == ["TCPStore"] * 4 + ["create_connection"]
+
+
 def test_while_ranks_of_several_nodes_join_their_store_asks_no_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """benchmarks/slow_names.py has a real one, which needs root."""
     told: list[bytes] = []
