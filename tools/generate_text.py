@@ -63,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise problem
         from megatron.parallel.launch import connect
 
-        rendezvous = connect(launch, timedelta(minutes=args.distributed_timeout_minutes))
+        timeout = timedelta(minutes=args.distributed_timeout_minutes)
+        rendezvous = connect(launch, timeout, alike={"flags": vars(args)})
         try:
             print_samples(args, launch, rendezvous.device)
         except BaseException as error:

@@ -231,7 +231,8 @@ bad_hosts_line() {
 
 # launch PROGRAM FLAGS...: PROGRAM by srun, TASKS_PER_NODE tasks on each node; returns srun's exit code, which is the
 # highest of all tasks. It heeds, where they are set: NODES (their number), HOSTS (a,b,c; default: GOOD_HOSTS),
-# MASTER_ADDR, MASTER_PORT, LOGS, SRUN_FLAGS. Several may run at once in subshells, each with a port of its own.
+# MASTER_ADDR, MASTER_PORT, MEGATRON_JOB_TOKEN, LOGS, SRUN_FLAGS. Several may run at once in subshells, each with a port
+# of its own.
 launch() {
     local nodes=${NODES:-} hosts=${HOSTS:-} first code=0 FLAGS step
     if [[ -z $hosts && -n $GOOD_HOSTS ]]; then

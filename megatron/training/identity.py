@@ -27,7 +27,7 @@ MAY_DIFFER = {
 }  # fmt: skip
 """The settings, by name, that ranks may have otherwise than others. Those without an effect may, too."""
 
-_INDEX_END = 64 << 10  # bytes: offsets add up, so that another document anywhere shows at the end of an .idx file
+_INDEX_END = 64 << 10  # bytes: offsets add up, so that a longer document anywhere shows at the end of an .idx file
 _FILE_END = 16 << 20
 
 
