@@ -14,11 +14,12 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron"
 
 # What each room may import, as docs/architecture.md has it.
-BASE = {"config", "errors"}
+BASE = {"config", "errors", "untrusted"}
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
+    "untrusted": {"errors"},
     "drawing": {"errors"},
-    "config": {"errors"},
+    "config": {"errors", "untrusted"},
     "parallel": BASE,
     "kernels": BASE | {"parallel"},
     "layers": BASE | {"parallel", "kernels"},

@@ -1,0 +1,106 @@
+"""Files that others may have written: only regular ones are opened, so much is read and no more, and JSON is checked.
+
+A name may be a fifo, on which a reader waits for ever, or /dev/zero, which has no end. JSON may be nested deeper than
+Python's stack, or hold a number of millions of digits. Each ends in the caller's own kind of error.
+"""
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from typing import Any, BinaryIO
+
+from megatron.errors import MegatronError
+
+_DIGITS = 20  # of the longest whole number of 64 bits, its sign included
+_LONG = re.compile(rf"\d{{{_DIGITS}}}")
+_DEPTH = 100  # levels of JSON, a tenth of Python's stack
+
+
+def open_regular(path: str | os.PathLike[str], *, error: type[MegatronError]) -> BinaryIO:
+    """A file, unbuffered and open for reading. Raises `error` for one that is missing, unreadable or not regular."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # else a fifo without a writer would wait
+        if stat.S_ISREG(os.fstat(handle).st_mode):
+            return open(handle, "rb", buffering=0)
+        os.close(handle)
+    except (OSError, ValueError) as problem:  # ValueError: a name with a zero byte, or with what is no character
+        raise error(f"cannot read {path}: {getattr(problem, 'strerror', None) or problem}") from problem
+    raise error(f"cannot read {path}: it is not a regular file")
+
+
+def read_bytes(path: str | os.PathLike[str], limit_bytes: int, *, error: type[MegatronError]) -> bytes:
+    """The content of a regular file of at most `limit_bytes`. Raises `error`, naming the file, for any other."""
+    with open_regular(path, error=error) as file:
+        try:
+            size = os.fstat(file.fileno()).st_size
+            parts, left = list[bytes](), limit_bytes + 1
+            while size <= limit_bytes and left and (part := file.read(min(left, max(size, 1) + 1))):
+                parts.append(part)
+                left -= len(part)
+        except OSError as problem:
+            raise error(f"cannot read {path}: {problem.strerror or problem}") from problem
+    if size > limit_bytes or not left:
+        raise error(f"{path} has more than {limit_bytes} bytes, too many for what it should be: is it another file?")
+    return b"".join(parts)
+
+
+def read_text(path: str | os.PathLike[str], limit_bytes: int, *, error: type[MegatronError]) -> str:
+    """The text of a regular file in UTF-8 of at most `limit_bytes`. Raises `error`, naming the file."""
+    try:
+        return read_bytes(path, limit_bytes, error=error).decode()
+    except UnicodeDecodeError as problem:
+        raise error(f"{path} holds no text in UTF-8 ({problem}): it is damaged, or another file") from problem
+
+
+def read_json(
+    path: str | os.PathLike[str], limit_bytes: int, *, error: type[MegatronError], kind: type | tuple[type, ...] = dict
+) -> Any:
+    """The value in a regular JSON file of at most `limit_bytes`; see `parse_json`. Raises `error`, naming the file."""
+    return parse_json(read_bytes(path, limit_bytes, error=error), path, error=error, kind=kind)
+
+
+def parse_json(
+    text: str | bytes, source: str | os.PathLike[str], *, error: type[MegatronError],
+    kind: type | tuple[type, ...] = dict, **hooks: Any,
+) -> Any:  # fmt: skip
+    """The value in a JSON text.
+
+    source   where the text is from, for the message
+    kind     what the value has to be: dict, list, ...
+    hooks    further arguments of json.loads, such as object_pairs_hook; what they raise besides ValueError passes
+
+    Raises `error` for what is no JSON or of another kind, is nested too deep, or has whole numbers beyond 64 bits.
+    """
+    try:
+        text = text if isinstance(text, str) else text.decode()
+        if _LONG.search(text):  # perhaps in a string: only then each number is looked at, which takes as long again
+            hooks = {"parse_int": _integer, **hooks}
+        found = json.loads(text, **hooks)
+        _check_depth(found)
+        if re.search(r"\\u[dD]", text):
+            json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair can neither be printed nor be a name
+    except (ValueError, RecursionError) as problem:
+        reason = "it is nested too deep" if isinstance(problem, RecursionError) else problem
+        raise error(f"{source} holds no JSON that can be read ({reason}): it is damaged, or another file") from None
+    if not isinstance(found, kind):
+        raise error(f"{source} holds a JSON {type(found).__name__} where another kind of value is expected")
+    return found
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _check_depth(value: Any) -> None:
+    """Raise RecursionError for what would be too deep for whoever walks over it."""
+    level = [value] if isinstance(value, (dict, list)) else []
+    for _ in range(_DEPTH):
+        if not level:
+            return
+        inner = (item for v in level for item in (v.values() if isinstance(v, dict) else v))
+        level = [item for item in inner if isinstance(item, (dict, list))]
+    raise RecursionError
