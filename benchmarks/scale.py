@@ -280,7 +280,7 @@ def checkpoint(data: int, repeat: int) -> list[Row]:
         rows.append((f"files of boxes: {len(list(folder.iterdir()))}, MB in all", 0.0, size, size))
         names = [f"{kind}.{p[0]}" for kind in ("master", "exp_avg", "exp_avg_sq") for p in stage_parameters(3, 31)]
         row, _ = measured("load: a rank reads where its boxes are",
-                          lambda: boxes.read_stored(folder, names, read_manifest(folder)))  # fmt: skip
+                          lambda: boxes.read_stored(read_manifest(folder), names))  # fmt: skip
         rows.append(row)
     return rows
 

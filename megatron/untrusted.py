@@ -19,11 +19,11 @@ _DEPTH = 100  # levels of JSON, a tenth of Python's stack
 
 
 def open_regular(path: str | os.PathLike[str], *, error: type[MegatronError]) -> BinaryIO:
-    """A file, unbuffered and open for reading. Raises `error` for one that is missing, unreadable or not regular."""
+    """A file, open for reading. Raises `error` for one that is missing, unreadable or not regular."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # else a fifo without a writer would wait
         if stat.S_ISREG(os.fstat(handle).st_mode):
-            return open(handle, "rb", buffering=0)
+            return open(handle, "rb")
         os.close(handle)
     except (OSError, ValueError) as problem:  # ValueError: a name with a zero byte, or with what is no character
         raise error(f"cannot read {path}: {getattr(problem, 'strerror', None) or problem}") from problem
@@ -87,6 +87,16 @@ def parse_json(
     if not isinstance(found, kind):
         raise error(f"{source} holds a JSON {type(found).__name__} where another kind of value is expected")
     return found
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value of JSON is a whole number from 0 to 2**63 - 1."""
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def is_file_name(value: Any) -> bool:
+    """Whether a value of JSON can be the name of a file in a folder, and leads nowhere else."""
+    return isinstance(value, str) and value not in ("", ".", "..") and not {"/", "\0"} & set(value)
 
 
 def _integer(digits: str) -> int:

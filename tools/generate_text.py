@@ -7,7 +7,7 @@ Examples:
         --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
 
 The model and its tokenizer are those of the checkpoint; the layout need not be. Every token costs a pass over the whole
-text so far.
+text so far. Where the newest checkpoint is broken, the one before it speaks, and standard error says so.
 """
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,7 @@ def print_samples(args: argparse.Namespace, launch: Launch, device: Any) -> None
     from megatron.training.devices import share_cores
     from megatron.training.generate import Sampling, generate
     from megatron.training.metrics import MetricsFile
+    from megatron.training.resume import say_found
     from megatron.training.setup import load_tokenizer
 
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
@@ -101,14 +103,16 @@ def print_samples(args: argparse.Namespace, launch: Launch, device: Any) -> None
     tokenizer = load_tokenizer(config.replace(vocab_size=vocab_size))
     assert tokenizer is not None, "its type is known"
     chunks = build_chunks(config, topology)
-    load_weights(args.load, chunks, topology, args.load_tag)
+    loaded = load_weights(args.load, chunks, topology, args.load_tag)
+    metrics = MetricsFile(args.metrics_file if launch.rank == 0 else None)
+    if launch.rank == 0:
+        say_found(loaded, partial(print, file=sys.stderr, flush=True), metrics)
     texts = generate(
         config, topology, chunks, [tokenizer.encode(prompt) for prompt in args.prompt],
         max_new_tokens=args.tokens, sampling=sampling, end_token=tokenizer.eod,
     )  # fmt: skip
     if launch.rank != 0:
         return
-    metrics = MetricsFile(args.metrics_file)
     for prompt, ids in zip(args.prompt, texts, strict=True):
         text = tokenizer.decode([i for i in ids if i != tokenizer.eod])
         print(f"--- {prompt!r}\n{prompt}{text}", flush=True)
@@ -121,12 +125,12 @@ def model_config(args: argparse.Namespace, world_size: int) -> Config:
     from megatron.checkpoint.load import read_config
 
     stored = read_config(args.load, args.load_tag)
-    wanted = {**stored["model"], **stored["tokenizer"], "bf16": False, "fp16": False}
-    return Config.create(
-        **{name: value for name, value in wanted.items() if value is not None}, world_size=world_size,
-        tensor_model_parallel_size=args.tensor_model_parallel_size,
-        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-    )  # fmt: skip
+    wanted = {
+        **stored.get("model", {}), **stored.get("tokenizer", {}), "bf16": False, "fp16": False, "preset": None,
+        "world_size": world_size, "tensor_model_parallel_size": args.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": args.pipeline_model_parallel_size,
+    }  # fmt: skip
+    return Config.create(**{name: value for name, value in wanted.items() if value is not None})
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@
     python tools/inspect_checkpoint.py runs/example/run --verify           # every byte of all of them
     python tools/inspect_checkpoint.py --diff runs/a/iter_0000100 runs/b/iter_0000100
 
-Needs neither a GPU nor the layout that wrote the checkpoint, and reads one tensor at a time. Of the formats 1 and 2,
-which have no checksums, --verify sees only what makes a file unreadable or incomplete.
+Needs neither a GPU nor the layout that wrote the checkpoint, and reads one tensor at a time. Nothing in the files is
+executed.
 
 Exit code 0; 1 where a checkpoint is damaged, or where two differ in tensors or state (settings are shown, but may
 differ); 2 for an error, such as a path that does not exist.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -167,7 +168,7 @@ def describe(found: Any) -> dict[str, Any]:
     return {
         "folder": str(found.folder),
         "format": state["format"],
-        "checksums": found.checkpoint.manifest is not None,
+        "generation": found.checkpoint.manifest.generation,
         "iteration": found.checkpoint.iteration,
         "parameters": found.weights,
         "tensors": len(found.stored),
@@ -213,7 +214,6 @@ def check(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     """Verify one checkpoint, or all of a folder and its tracker."""
     from megatron.checkpoint.find import find, folders
     from megatron.checkpoint.inspect import is_checkpoint
-    from megatron.checkpoint.manifest import read_manifest
     from megatron.checkpoint.verify import verify, verify_tracker
 
     if args.tag is not None or is_checkpoint(args.path):
@@ -225,7 +225,7 @@ def check(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
             raise CheckpointError(f"no checkpoint in {args.path}")
         problems = {"tracker": verify_tracker(args.path)}
     for folder in chosen:
-        size = sum(path.stat().st_size for path in folder.glob("*.distcp"))
+        size = sum(path.stat().st_size for path in folder.glob("*.distcp") if path.is_file())
         with Progress(f"checked of {folder.name}", size) as progress:
             problems[folder.name] = verify(folder, progress.add)
     if not args.json:
@@ -233,17 +233,16 @@ def check(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
             for problem in listed:
                 print(f"{name}: {problem}")
             if not listed and name != "tracker":
-                unchecked = read_manifest(args.path / name if len(problems) > 1 else chosen[0]) is None
-                print(f"{name}: sound" + (", as far as can be told: its format has no checksums" if unchecked else ""))
+                print(f"{name}: sound")
     return {"problems": problems}, DAMAGED if any(problems.values()) else SOUND
 
 
 def tagged(directory: Path, tag: str) -> Path:
     """A checkpoint of a folder, be it damaged. Raises CheckpointError where it does not exist."""
-    from megatron.checkpoint.folder import folder_name
+    from megatron.checkpoint.folder import tagged_name
 
-    folder = directory / (folder_name(int(tag)) if tag.isdecimal() else tag)
-    if not folder.is_dir():
+    folder = directory / tagged_name(tag)
+    if not os.path.isdir(folder):
         raise CheckpointError(f"no checkpoint {folder}")
     return folder
 

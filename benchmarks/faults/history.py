@@ -103,10 +103,8 @@ def largest_tensor_difference(ours: Path, theirs: Path) -> float:
 
 
 def state(checkpoint: Path) -> Any:
-    """The counters that a checkpoint holds, but not when it was saved."""
-    found = json.loads((checkpoint / "state.json").read_text())
-    del found["saved_at_s"]
-    return found
+    """The counters that a checkpoint holds."""
+    return json.loads((checkpoint / "state.json").read_text())
 
 
 def newest(folder: Path) -> Path:

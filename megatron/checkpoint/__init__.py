@@ -12,5 +12,5 @@
 
 A folder gets its final name only when all of it is written, checked to be complete, and on the disk: under that name
 there is no incomplete checkpoint. Every byte is covered by a digest, so that damage is found before it is used.
-Formats 1 (.metadata without pieces) and 2 (pieces alone) have no manifest and no digests; they are read as well.
+Nothing in it is executed: of pickles only the tensors in data files are read, by torch's own list of what they need.
 """

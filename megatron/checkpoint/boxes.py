@@ -8,8 +8,7 @@ a data-parallel group to its first, and from those to rank 0:
     boxes_00017.json     a piece: the boxes written by the data-parallel group of model-parallel rank 17
     .metadata            up to WHOLE_UP_TO ranks also all boxes, in torch's own form, for its tools
 
-A rank that loads reads the pieces of the tensors that it holds, and no others. Checkpoints of format 1 have .metadata
-alone, those of format 2 the pieces alone, without digests.
+A rank that loads reads the pieces of the tensors that it holds, and no others. .metadata, a pickle, is never read.
 """
 from __future__ import annotations
 
@@ -31,18 +30,26 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron.checkpoint.folder import BOXES, METADATA, Written, read_json, write_text
+from megatron.checkpoint.folder import BOXES, Written, write_text
 from megatron.checkpoint.manifest import Manifest
 from megatron.errors import CheckpointError
 from megatron.parallel.collectives import gather_objects
 from megatron.parallel.topology import Group, Topology
+from megatron.untrusted import is_count, is_file_name
 
 WHOLE_UP_TO = 4096
 """Ranks of the largest job that writes .metadata: about 10 boxes per rank, 5 MB and a second of rank 0's time."""
 
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool,
+)}  # fmt: skip
+
+_AROUND = 1 << 16  # bytes: more than torch.save puts around a tensor's numbers
+
 T = TypeVar("T")
-Box = tuple[tuple[int, ...], tuple[int, ...], str, int, int, str | None]
-"""Global offset, sizes; file, first byte and number of bytes in it; digest of these bytes, None before format 3."""
+Box = tuple[tuple[int, ...], tuple[int, ...], str, int, int, str]
+"""Global offset, sizes; file, first byte and number of bytes in it; digest of these bytes."""
 Stored = dict[str, Any]
 """A tensor by name: {"shape": [...], "dtype": "float32", "boxes": [Box, ...]}; plain values, ready for JSON."""
 Totals = dict[str, tuple[tuple[int, ...], int]]
@@ -117,81 +124,50 @@ def write_whole(folder: Path, stored: Mapping[str, Stored]) -> None:
     dcp.FileSystemWriter(folder).finish(metadata, [results])
 
 
-def read_index(folder: Path, manifest: Manifest | None = None) -> dict[str, list[int]]:
-    """The pieces that list each tensor of a checkpoint of format 2 or 3, by name. Raises CheckpointError."""
-    try:
-        listed = _json(folder, BOXES, manifest)["pieces"]
-        return {str(name): [int(number) for number in numbers] for name, numbers in listed.items()}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _damaged(folder, error) from error
+def read_index(manifest: Manifest) -> dict[str, list[int]]:
+    """The pieces that list each tensor of a checkpoint, by name. Raises CheckpointError."""
+    listed = manifest.read_json(BOXES).get("pieces")
+    if not isinstance(listed, dict) or not all(isinstance(n, list) and all(map(is_count, n)) for n in listed.values()):
+        raise _damaged(manifest, BOXES)
+    return listed
 
 
-def read_stored(folder: Path, names: Iterable[str] | None, manifest: Manifest | None) -> dict[str, Stored]:
-    """Where the tensors `names` (None: all) are, as far as the checkpoint has them, of any format.
-
-    manifest   what read_manifest says. With one, every file is compared with it before it is used, and only JSON is
-               read; without one, a .metadata that is there is taken, which is a pickle
-
-    Raises CheckpointError.
-    """
-    if manifest is None and (folder / METADATA).is_file():
-        stored = from_metadata(_read_whole(folder))
-        return stored if names is None else {name: stored[name] for name in names if name in stored}
-    listed = read_index(folder, manifest)
+def read_stored(manifest: Manifest, names: Iterable[str] | None = None) -> dict[str, Stored]:
+    """Where the tensors `names` (None: all) are, as far as the checkpoint has them. Raises CheckpointError."""
+    listed = read_index(manifest)
     wanted = set(listed if names is None else names)
-    numbers = sorted({number for name in wanted for number in listed.get(name, ())})
-    pieces = [_json(folder, piece_name(number), manifest) for number in numbers]
-    try:
-        return merged({name: _checked(piece[name]) for name in wanted if name in piece} for piece in pieces)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise _damaged(folder, error) from error
-
-
-def _read_whole(folder: Path) -> Metadata:
-    try:
-        return dcp.FileSystemReader(folder).read_metadata()
-    except Exception as error:  # a damaged pickle can raise anything
-        raise CheckpointError(f"the metadata of {folder} cannot be read ({error}): load another checkpoint") from error
-
-
-def _json(folder: Path, name: str, manifest: Manifest | None) -> dict[str, Any]:
-    return read_json(folder / name) if manifest is None else manifest.read_json(name)
+    parts = []
+    for number in sorted({number for name in wanted for number in listed.get(name, ())}):
+        piece = manifest.read_json(piece_name(number))
+        try:
+            parts.append({name: _checked(piece[name]) for name in wanted if name in piece})
+        except (KeyError, TypeError, ValueError) as error:
+            raise _damaged(manifest, piece_name(number)) from error
+    stored = merged(parts)
+    if any((s["shape"], s["dtype"]) != (stored[n]["shape"], stored[n]["dtype"]) for p in parts for n, s in p.items()):
+        raise _damaged(manifest, BOXES)
+    return stored
 
 
 def _checked(stored: Any) -> Stored:
     """A tensor's entry as JSON gave it, with tuples where `Stored` has them; raises where it is none."""
-    boxes = []
-    for offset, sizes, file, start, length, *rest in stored["boxes"]:
-        value = rest[0] if rest else None
-        boxes.append((tuple(map(int, offset)), tuple(map(int, sizes)), str(file), int(start), int(length), value))
-    if not isinstance(getattr(torch, stored["dtype"], None), torch.dtype):
-        raise ValueError(f"{stored['dtype']!r} is no dtype")
-    return {"shape": tuple(map(int, stored["shape"])), "dtype": stored["dtype"], "boxes": boxes}
+    shape, dtype, boxes = tuple(stored["shape"]), stored["dtype"], []
+    size = _DTYPES[dtype].itemsize
+    if not all(map(is_count, shape)):
+        raise ValueError("it has no shape")
+    for offset, sizes, file, start, length, value in stored["boxes"]:
+        if not all(map(is_count, (*offset, *sizes, start, length))) or not len(shape) == len(offset) == len(sizes):
+            raise ValueError("a box is no place in its tensor")
+        if not is_file_name(file) or not isinstance(value, str):
+            raise ValueError("a box is in no file")
+        if math.prod(sizes) > math.prod(shape) or not 0 <= length - math.prod(sizes) * size <= _AROUND:
+            raise ValueError("a box has more or fewer bytes than numbers")
+        boxes.append((tuple(offset), tuple(sizes), file, start, length, value))
+    return {"shape": shape, "dtype": dtype, "boxes": boxes}
 
 
-def _damaged(folder: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"the list of boxes in {folder} is damaged ({type(error).__name__}: {error}): load another checkpoint"
-    )
-
-
-def from_metadata(metadata: Metadata) -> dict[str, Stored]:
-    """The tensors of torch's form; what else it lists is left out. There are no digests."""
-    found: dict[str, Stored] = {}
-    for name, tensor in metadata.state_dict_metadata.items():
-        if isinstance(tensor, TensorStorageMetadata):
-            dtype = str(tensor.properties.dtype).removeprefix("torch.")
-            found[name] = {"shape": tuple(tensor.size), "dtype": dtype, "boxes": []}
-            sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in tensor.chunks}
-            found[name]["sizes"] = sizes
-    for index, info in (metadata.storage_data or {}).items():
-        if index.fqn in found:
-            offset = tuple(index.offset or ())
-            box = (offset, found[index.fqn]["sizes"][offset], info.relative_path, info.offset, info.length, None)
-            found[index.fqn]["boxes"].append(box)
-    for stored in found.values():
-        del stored["sizes"]
-    return found
+def _damaged(manifest: Manifest, name: str) -> CheckpointError:
+    return CheckpointError(f"{manifest.folder / name} is no list of boxes: load another checkpoint")
 
 
 def to_metadata(stored: Mapping[str, Stored]) -> Metadata:
@@ -203,7 +179,7 @@ def to_metadata(stored: Mapping[str, Stored]) -> Metadata:
         dtype = getattr(torch, s["dtype"])
         tensor = TensorStorageMetadata(TensorProperties(dtype), torch.Size(s["shape"]), [])
         tensors[name] = tensor
-        for offset, sizes, file, start, length, *_ in s["boxes"]:
+        for offset, sizes, file, start, length, _ in s["boxes"]:
             key = (tuple(offset), tuple(sizes))
             chunk = chunks.get(key)
             if chunk is None:

@@ -120,8 +120,8 @@ def changes(first: Any, second: Any) -> list[Change]:
 
 
 def _lasting(state: dict[str, Any]) -> dict[str, Any]:
-    """What a run goes on from: neither when nor in which form it was written."""
-    return {name: value for name, value in state.items() if name not in ("format", "saved_at_s")}
+    """What a run goes on from, without the time at which older versions say that it was written."""
+    return {name: value for name, value in state.items() if name != "saved_at_s"}
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -2,22 +2,38 @@
 
 A good checkpoint has its final name, a sound manifest, and every small file as the manifest has it. The bytes in data
 files are checked by the ranks that read them (reader.py). The tracker file says where the run stands, but it
-may be lost: the folders are enough, because a folder gets its name only when all of it is on disk.
+may be lost: the folders are enough, because a folder gets its name only when all of it is on disk. No time of a file or
+of a save is looked at: clocks may be wrong.
 """
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.folder import BOXES, CHECKED, CONFIG, FORMATS, METADATA, STATE, TRACKER, folder_name, read_json
+from megatron.checkpoint.folder import (
+    BOXES,
+    CONFIG,
+    FORMAT,
+    MANIFEST,
+    STATE,
+    TRACKER,
+    folder_name,
+    new_tracker,
+    tagged_name,
+)
 from megatron.checkpoint.manifest import Manifest, read_manifest
+from megatron.config.settings import SECTIONS
 from megatron.errors import CheckpointError
+from megatron.untrusted import is_count, read_bytes
 
-_NAME = re.compile(r"iter_(\d{7,})(\.old)?")
+_NAME = re.compile(r"iter_([0-9]{7,18})(\.old)?")
+_TRACKER_BYTES = 4096
+_NEEDED = (MANIFEST, STATE, CONFIG)
 _FOREIGN = re.compile(r"global_step\d+|latest|release|mp_rank_\d+.*")
 _CONVERT = "tools/convert_checkpoint.py reads those of Megatron and DeepSpeed"
 
@@ -51,13 +67,12 @@ class Found:
 class Checkpoint:
     """The small files of a checkpoint, checked.
 
-    manifest   None for formats 1 and 2, which have no checksums
     state      counters of the training loop ("state") and of the optimizer ("engine"), "iteration", "optimizer"
     config     the configuration, section by section
     """
 
     folder: Path
-    manifest: Manifest | None
+    manifest: Manifest
     state: dict[str, Any] = field(repr=False)
     config: dict[str, Any] = field(repr=False)
 
@@ -66,10 +81,25 @@ class Checkpoint:
         return int(self.state["iteration"])
 
     def __post_init__(self) -> None:
-        expected = {"iteration": int, "optimizer": bool, "state": dict, "engine": dict}
-        wrong = [name for name, kind in expected.items() if not isinstance(self.state.get(name), kind)]
+        if self.state.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{self.folder / STATE} is of format {self.state.get('format')!r}, this program reads {FORMAT}: use "
+                f"the version that wrote it"
+            )
+        expected: dict[str, Callable[[Any], bool]] = {
+            "iteration": is_count, "optimizer": lambda value: isinstance(value, bool), "state": _is_dict,
+            "engine": _is_dict,
+        }  # fmt: skip
+        wrong = [name for name, is_kind in expected.items() if not is_kind(self.state.get(name))]
         if wrong:
             raise CheckpointError(f"{self.folder / STATE} is damaged: {', '.join(wrong)} missing or of the wrong kind")
+        wrong = [name for name in SECTIONS if not _is_dict(self.config.get(name, {}))]
+        if wrong:
+            raise CheckpointError(f"{self.folder / CONFIG} is damaged: {', '.join(wrong)} hold no settings")
+
+
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, dict)
 
 
 @dataclass(frozen=True)
@@ -78,36 +108,23 @@ class Tracker:
 
     iteration   what it names; None where it names none
     problem     what is wrong with it; None where it is sound, and where there is none
-    written     its time of change in nanoseconds
     """
 
     path: Path
     iteration: int | None = None
     problem: str | None = None
-    written: int = 0
-
-    def left_behind(self, folder: Path) -> bool:
-        """Whether a checkpoint is of a later iteration, but older than the tracker: of another run, or before a user
-        or a rollback went back by writing the tracker. One that is newer missed the tracker because its save died."""
-        if self.iteration is None or number_of(folder) <= self.iteration:
-            return False
-        try:
-            return (folder / STATE).stat().st_mtime_ns < self.written
-        except OSError:
-            return True
 
 
 def read_tracker(directory: str | os.PathLike[str]) -> Tracker:
     """What the tracker file says; whatever is wrong with it is said in the result."""
     path = Path(directory) / TRACKER
     try:
-        text, written = path.read_bytes().decode(errors="replace").strip(), path.stat().st_mtime_ns
-    except (FileNotFoundError, NotADirectoryError):
-        return Tracker(path)
-    except OSError as error:
-        return Tracker(path, None, f"cannot be read ({error.strerror or error})")
+        text = read_bytes(path, _TRACKER_BYTES, error=CheckpointError).decode(errors="replace").strip()
+    except CheckpointError as error:
+        missing = isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError))
+        return Tracker(path, None, None if missing else f"is of no use ({error})")
     if re.fullmatch("[0-9]{1,18}", text):
-        return Tracker(path, int(text), None, written)
+        return Tracker(path, int(text))
     return Tracker(path, None, f"holds {text[:40]!r} where an iteration is expected" if text else "is empty")
 
 
@@ -139,24 +156,30 @@ def folders(directory: str | os.PathLike[str]) -> list[Path]:
     return sorted(numbered, key=number_of, reverse=True)
 
 
-def overtaken(numbered: Iterable[Path]) -> list[Path]:
-    """Those checkpoints that are older than one of an earlier iteration: the run went back before them and left them.
+def generations(numbered: Iterable[Path]) -> dict[Path, int]:
+    """The generation of each checkpoint whose manifest is sound; a damaged one is told of where it is opened."""
+    found = {}
+    for folder in numbered:
+        with contextlib.suppress(CheckpointError):
+            found[folder] = read_manifest(folder).generation
+    return found
 
-    As they are from before what it went back for, they do not stand in for a broken one. The times are those within
-    the checkpoints, which a copy keeps; without them, as in formats 1 and 2, nothing is known.
-    """
+
+def next_generation(*directories: str | os.PathLike[str]) -> int:
+    """The generation of a checkpoint that is saved after all that are in some folders. Raises CheckpointError."""
+    there = [folder for directory in directories for folder in folders(directory)]
+    return 1 + max(generations(there).values(), default=0)
+
+
+def overtaken(known: Mapping[Path, int]) -> list[Path]:
+    """Those checkpoints, of {folder: generation}, that were saved before one of an earlier iteration: the run went back
+    before them and left them. As they are from before what it went back for, they do not stand in for a broken one."""
     found: list[Path] = []
-    latest = 0.0
-    for folder in sorted(numbered, key=number_of):
-        try:
-            saved = read_json(folder / STATE).get("saved_at_s")
-        except CheckpointError:  # it is damaged, and told so where it is opened
-            continue
-        if not isinstance(saved, float):
-            continue
-        if saved < latest:
+    latest = 0
+    for folder in sorted(known, key=number_of):
+        if known[folder] < latest:
             found.append(folder)
-        latest = max(latest, saved)
+        latest = max(latest, known[folder])
     return found
 
 
@@ -165,17 +188,15 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     try:
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is no folder")
-        if not (folder / STATE).is_file() or not (folder / CONFIG).is_file():
+        if not all((folder / name).is_file() for name in _NEEDED):
             raise CheckpointError(_what_is_missing(folder))
         manifest = read_manifest(folder)
-        if manifest is None:
-            return _open_old(folder)
         lacking = {STATE, CONFIG, BOXES} - manifest.files.keys()
         if lacking:
             raise CheckpointError(f"{', '.join(sorted(lacking))} are not in the manifest of {folder}")
         for name in manifest.files:
-            manifest.check(name)
-        return Checkpoint(folder, manifest, _checked_state(folder, manifest), manifest.read_json(CONFIG))
+            manifest.read_bytes(name)
+        return Checkpoint(folder, manifest, manifest.read_json(STATE), manifest.read_json(CONFIG))
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from error
 
@@ -196,10 +217,12 @@ def find(directory: str | os.PathLike[str], tag: str | int | None = None, before
     if any(number_of(folder) == tracker.iteration for folder in there):
         missing = None
     # A tracker that names what is not there may be damaged itself, e.g. cut to fewer digits: it says nothing of others.
-    left_behind = [] if missing else [folder for folder in there if tracker.left_behind(folder)]
+    known = generations(there)
+    left_behind = [] if missing else [folder for folder in there if _is_left_aside(folder, tracker, known.get(folder))]
     left_behind += [
-        folder for folder in overtaken(there) if folder not in left_behind and number_of(folder) != tracker.iteration
-    ]
+        folder for folder in overtaken(known)
+        if folder not in left_behind and number_of(folder) != tracker.iteration
+    ]  # fmt: skip
     rejected: list[Rejected] = []
     good = None
     if missing and before is None:
@@ -252,9 +275,17 @@ def _names(root: Path) -> list[str]:
         raise CheckpointError(f"cannot list {root}: {error.strerror or error}. Check --load") from error
 
 
+def _is_left_aside(folder: Path, tracker: Tracker, generation: int | None) -> bool:
+    """Whether a checkpoint is of a later iteration than the tracker's: of another run, or from before a user went back
+    by writing the tracker. The one whose save died before the tracker told of it has its new tracker file beside it."""
+    if tracker.iteration is None or number_of(folder) <= tracker.iteration:
+        return False
+    return generation is None or not new_tracker(folder, generation).exists()
+
+
 def _tagged(root: Path, tag: str) -> Path:
-    folder = root / (folder_name(int(tag)) if tag.isdecimal() else tag)
-    if not folder.is_dir():
+    folder = root / tagged_name(tag)
+    if not os.path.isdir(folder):
         there = [f.name for f in folders(root)]
         raise CheckpointError(f"no checkpoint {folder}; in {root} there is: {', '.join(sorted(there)) or 'none'}")
     try:
@@ -268,21 +299,21 @@ def _notes(tracker: Tracker, good: Path | None, left_behind: list[Path]) -> Iter
     if left_behind:
         listed = ", ".join(folder.name for folder in left_behind)
         yield (
-            f"{tracker.path} names iteration {tracker.iteration} and was written after {listed}: left aside, "
-            f"--load-tag takes one of them"
+            f"{listed}: left aside, for the run went back before them, or {tracker.path} names iteration "
+            f"{tracker.iteration}; --load-tag takes one of them"
         )
     if good is None:
         return
     if tracker.iteration is None:
         yield f"{tracker.path} {tracker.problem or 'is missing'}: the newest good checkpoint was found without it"
     elif number_of(good) > tracker.iteration:
-        yield f"{tracker.path} names iteration {tracker.iteration}, but {good} is complete and was written later"
+        yield f"{tracker.path} names iteration {tracker.iteration}, but {good} is complete and was saved after it"
 
 
 def _check_foreign(root: Path) -> None:
     """Raise CheckpointError where a folder without checkpoints of ours holds something else of the kind."""
     names = _names(root)
-    if STATE in names and CONFIG in names:
+    if MANIFEST in names:
         raise CheckpointError(
             f"{root} is a checkpoint, not a folder of checkpoints: give --load {root.parent} --load-tag {root.name}"
         )
@@ -296,24 +327,8 @@ def _check_foreign(root: Path) -> None:
 
 def _what_is_missing(folder: Path) -> str:
     names = _names(folder)
-    missing = [name for name in (STATE, CONFIG) if name not in names]
+    missing = [str(folder / name) for name in _NEEDED if name not in names]
     foreign = any(_FOREIGN.fullmatch(name) for name in names)
     more = f". It looks like another program's: {_CONVERT}" if foreign else ""
-    return f"{folder} is not a checkpoint of this program, or not all of one: {', '.join(missing)} missing{more}"
-
-
-def _open_old(folder: Path) -> Checkpoint:
-    """Formats 1 and 2: nothing says what should be in the files."""
-    if not (folder / METADATA).is_file() and not (folder / BOXES).is_file():
-        raise CheckpointError(f"{folder} is not all of a checkpoint: {METADATA} missing")
-    return Checkpoint(folder, None, _checked_state(folder, None), read_json(folder / CONFIG))
-
-
-def _checked_state(folder: Path, manifest: Manifest | None) -> dict[str, Any]:
-    state = read_json(folder / STATE) if manifest is None else manifest.read_json(STATE)
-    if state.get("format") not in FORMATS or (state["format"] == CHECKED) != (manifest is not None):
-        raise CheckpointError(
-            f"{folder / STATE} is of format {state.get('format')!r}, this program reads "
-            f"{', '.join(map(str, FORMATS))}: use the version that wrote it"
-        )
-    return state
+    lacking = f"{', '.join(missing)} missing" if missing else "not all of its files are regular ones"
+    return f"{folder} is not a checkpoint of this program, or not all of one: {lacking}{more}"

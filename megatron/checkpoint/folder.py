@@ -4,6 +4,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -12,12 +13,12 @@ from typing import Any
 
 from megatron.checkpoint.digest import digest
 from megatron.errors import CheckpointError
+from megatron.untrusted import parse_json
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE, CONFIG, METADATA, BOXES = "state.json", "config.json", ".metadata", "boxes.json"
 MANIFEST, PASSPORT = "manifest.json", "passport.json"
-WHOLE, PIECES, CHECKED = FORMATS = 1, 2, 3
-"""Formats: the boxes are listed in METADATA; in BOXES and its pieces; in these, with digests and a manifest."""
+FORMAT = 3
 
 Written = tuple[int, str]
 """Bytes and digest of a file that was written."""
@@ -32,25 +33,25 @@ def folder_name(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises CheckpointError."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds no JSON object: the file is damaged, load another checkpoint")
-    return found
+def tagged_name(tag: str) -> str:
+    """The folder that a user means by an iteration or a name.
+
+    >>> tagged_name("100"), tagged_name("best")
+    ('iter_0000100', 'best')
+    """
+    return folder_name(int(tag)) if re.fullmatch("[0-9]{1,18}", tag) else tag
 
 
 def to_json(value: Any, what: str) -> str:
-    """JSON text; raises CheckpointError naming `what` when something in it is no plain value."""
+    """JSON text; raises CheckpointError naming `what` when something in it is no plain value, or could not be read."""
     try:
-        return json.dumps(value, indent=1, sort_keys=True) + "\n"
-    except (TypeError, ValueError) as error:
+        text = json.dumps(value, indent=1, sort_keys=True) + "\n"
+    except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{what} cannot be saved as JSON ({error}): use numbers, strings, lists and dicts"
         ) from error
+    parse_json(text, what, error=CheckpointError)
+    return text
 
 
 def write_text(path: Path, text: str) -> Written:
@@ -78,14 +79,19 @@ def start_folder(folder: Path) -> Path:
     return temporary
 
 
-def commit_folder(temporary: Path, folder: Path, iteration: int) -> None:
+def new_tracker(folder: Path, generation: int) -> Path:
+    """The tracker file of a save before it has its name: it lies there from before its folder has one."""
+    return folder.with_name(f"{TRACKER}.{generation}.tmp")
+
+
+def commit_folder(temporary: Path, folder: Path, iteration: int, generation: int) -> None:
     """Give a complete folder its final name and write the tracker file. Raises OSError; then both are as before,
     unless it was the very last sync that failed: then a power cut could still undo the commit.
 
     One of that name from before is replaced. At no moment does the tracker name what is not there.
     """
     tracker = folder.parent / TRACKER
-    renewed, old = tracker.with_name(TRACKER + ".tmp"), folder.with_name(folder.name + ".old")
+    renewed, old = new_tracker(folder, generation), folder.with_name(folder.name + ".old")
     try:
         write_text(renewed, f"{iteration}\n")  # while nothing has been renamed: the disk may be full
         sync_directory(temporary)
@@ -100,6 +106,9 @@ def commit_folder(temporary: Path, folder: Path, iteration: int) -> None:
         raise
     sync_directory(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
+    for other in folder.parent.glob(f"{TRACKER}.*.tmp"):  # of saves that died
+        with contextlib.suppress(OSError):
+            other.unlink()
 
 
 def _undo(temporary: Path, folder: Path, old: Path, renewed: Path) -> None:

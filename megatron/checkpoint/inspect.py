@@ -12,7 +12,8 @@ import torch
 
 from megatron.checkpoint.boxes import Stored, read_stored
 from megatron.checkpoint.find import Checkpoint, find, iteration_of, open_checkpoint, required
-from megatron.checkpoint.folder import BOXES, CONFIG, MANIFEST, METADATA, PASSPORT, STATE, read_json
+from megatron.checkpoint.fit import incomplete, named
+from megatron.checkpoint.folder import BOXES, CONFIG, MANIFEST, PASSPORT, STATE
 from megatron.checkpoint.reader import read_boxes
 from megatron.checkpoint.tensors import MASTER
 from megatron.errors import CheckpointError
@@ -81,7 +82,7 @@ class Norm:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a folder is a checkpoint, be it damaged, and not a folder of checkpoints."""
-    names = (STATE, CONFIG, MANIFEST, METADATA, BOXES)
+    names = (STATE, CONFIG, MANIFEST, BOXES)
     return iteration_of(path) is not None or any((path / name).is_file() for name in names)
 
 
@@ -94,20 +95,15 @@ def locate(path: Path, tag: str | None = None) -> Path:
 
 
 def contents(folder: Path) -> Contents:
-    """Read the small files of a checkpoint of any format. Raises CheckpointError, naming the file, for damage."""
+    """Read the small files of a checkpoint. Raises CheckpointError, naming the file, for damage."""
     checkpoint = open_checkpoint(folder)
-    try:
-        stored = read_stored(folder, None, checkpoint.manifest)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise CheckpointError(
-            f"the lists of boxes in {folder} are damaged ({type(error).__name__}: {error})"
-        ) from error
+    stored = read_stored(checkpoint.manifest)
+    if lacking := incomplete(stored):
+        raise CheckpointError(f"parts are missing in {folder} of {named(lacking)}")
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
     passport: dict[str, Any] = {}
-    if checkpoint.manifest is not None and PASSPORT in checkpoint.manifest.files:
+    if PASSPORT in checkpoint.manifest.files:
         passport = checkpoint.manifest.read_json(PASSPORT)
-    elif checkpoint.manifest is None and PASSPORT in files:
-        passport = read_json(folder / PASSPORT)
     return Contents(checkpoint, dict(sorted(stored.items())), files, passport)
 
 

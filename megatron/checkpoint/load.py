@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from megatron.checkpoint.find import (
     required,
 )
 from megatron.checkpoint.fit import check_names, check_tensors, incomplete, named
-from megatron.checkpoint.folder import METADATA
+from megatron.checkpoint.folder import STATE
 from megatron.checkpoint.planner import Shards
 from megatron.checkpoint.reader import read_into
 from megatron.checkpoint.settings import check_architecture
@@ -39,7 +38,7 @@ from megatron.checkpoint.tensors import (
     tensors_to_load,
     weights_to_load,
 )
-from megatron.checkpoint.together import decided_by_first, together
+from megatron.checkpoint.together import decided_by_first, describe, together
 from megatron.engine.engine import Engine
 from megatron.errors import CheckpointError
 from megatron.parallel.sharding import sharding_of
@@ -63,7 +62,7 @@ class LoadedState:
     optimizer   whether the optimizer's state was loaded
     folder      what was loaded
     rejected    newer checkpoints that are broken, newest first
-    checked     whether it has digests, so that every byte that was loaded was verified (format 3)
+    notes       what else the user should know of the choice, one sentence each
     """
 
     iteration: int
@@ -71,7 +70,7 @@ class LoadedState:
     optimizer: bool = True
     folder: Path | None = None
     rejected: tuple[Rejected, ...] = ()
-    checked: bool = True
+    notes: tuple[str, ...] = ()
 
 
 def load(
@@ -108,16 +107,18 @@ def load(
         clear_padding(engine, optimizer)
         reason = _read(checkpoint, tensors, parameters, kinds, topology, alive)
         if reason is None and optimizer:
-            engine.load_scalars(checkpoint.state["engine"])
+            try:
+                engine.load_scalars(checkpoint.state["engine"])
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+                reason = f"{checkpoint.folder / STATE} has no counters of an optimizer ({describe(error)})"
         return reason
 
-    checkpoint, rejected = _newest_that_loads(directory, topology, settings.load_tag, folder, attempt)
+    checkpoint, found = _newest_that_loads(directory, topology, settings.load_tag, folder, attempt)
     engine.update_working_weights()
-    checked = checkpoint.manifest is not None
     if settings.finetune:
-        return LoadedState(0, {}, False, checkpoint.folder, rejected, checked)
+        return LoadedState(0, {}, False, checkpoint.folder, found.rejected, found.notes)
     state = checkpoint.state["state"]
-    return LoadedState(checkpoint.iteration, state, optimizer, checkpoint.folder, rejected, checked)
+    return LoadedState(checkpoint.iteration, state, optimizer, checkpoint.folder, found.rejected, found.notes)
 
 
 def load_weights(
@@ -140,9 +141,9 @@ def load_weights(
                 p.detach().zero_()
         return _read(checkpoint, tensors, names, (MASTER,), topology, _nothing)
 
-    checkpoint, rejected = _newest_that_loads(directory, topology, tag, None, attempt)
-    checked = checkpoint.manifest is not None
-    return LoadedState(checkpoint.iteration, checkpoint.state["state"], False, checkpoint.folder, rejected, checked)
+    checkpoint, found = _newest_that_loads(directory, topology, tag, None, attempt)
+    state = checkpoint.state["state"]
+    return LoadedState(checkpoint.iteration, state, False, checkpoint.folder, found.rejected, found.notes)
 
 
 def read_config(directory: str | os.PathLike[str], tag: str | int | None = None) -> dict[str, Any]:
@@ -156,22 +157,22 @@ def _newest_that_loads(
     tag: str | int | None,
     folder: Path | None,
     attempt: Callable[[Checkpoint], str | None],
-) -> tuple[Checkpoint, tuple[Rejected, ...]]:
-    """Give checkpoints to `attempt`, newest first, until one is not damaged; that one, and what was rejected before it.
+) -> tuple[Checkpoint, Found]:
+    """Give checkpoints to `attempt`, newest first, until one is not damaged; that one, and what was found before it.
 
     attempt   loads a checkpoint; returns what is damaged, the same on all ranks, or None
 
     All ranks call it and get the same. Raises CheckpointError where none is left, or where `tag` names a damaged one.
     """
     found = Found(folder) if folder is not None else decided_by_first(topology, lambda: find(directory, tag))
-    rejected = found.rejected
+    rejected, notes = found.rejected, found.notes
     while True:
         at = required(directory, Found(found.folder, rejected))
         opened = decided_by_first(topology, lambda at=at: _opened(at))  # type: ignore[misc]
         if isinstance(opened, str):
             reason: str | None = opened
         elif (reason := attempt(opened)) is None:
-            return opened, rejected
+            return opened, Found(at, rejected, notes)
         assert reason is not None
         number = iteration_of(at)
         if tag is not None or number is None:
@@ -203,15 +204,14 @@ def _read(
     folder, stored, names = checkpoint.folder, dict[str, Stored](), list[str]()
 
     def read_lists() -> None:
-        stored.update(read_stored(folder, tensors, checkpoint.manifest))
+        stored.update(read_stored(checkpoint.manifest, tensors))
         lacking = incomplete(stored)
         if lacking:
             raise CheckpointError(f"parts are missing of {named(lacking)}")
         if topology.world.is_first:
-            names.extend(_all_names(checkpoint))
+            names.extend(read_index(checkpoint.manifest))
 
-    damage = partial(_damage, topology, checked=checkpoint.manifest is not None)
-    reason = damage(f"reading the lists of {folder}", read_lists)
+    reason = _damage(topology, f"reading the lists of {folder}", read_lists)
     if reason is not None:
         return reason
     whole = topology.tensor.is_first and topology.data.is_first  # one pipeline's ranks hold every parameter
@@ -220,31 +220,17 @@ def _read(
         check_tensors(tensors, stored, str(folder))
         if topology.world.is_first:
             check_names((name for part in listed for name in part), names, kinds, str(folder))
-    return damage(f"reading {folder}", lambda: read_into(tensors, folder, stored, alive))
+    return _damage(topology, f"reading {folder}", lambda: read_into(tensors, folder, stored, alive))
 
 
-def _all_names(checkpoint: Checkpoint) -> Iterable[str]:
-    """The names of all tensors of a checkpoint."""
-    if checkpoint.manifest is None and (checkpoint.folder / METADATA).is_file():
-        return read_stored(checkpoint.folder, None, None)
-    return read_index(checkpoint.folder, checkpoint.manifest)
-
-
-def _damage(topology: Topology, what: str, action: Callable[[], None], *, checked: bool) -> str | None:
-    """Run `action` on all ranks; on all, what its CheckpointErrors say, or None. Other errors become errors of all.
-
-    checked   whether `action` works with verified lists; those of older formats may lead to any error when damaged
-    """
+def _damage(topology: Topology, what: str, action: Callable[[], None]) -> str | None:
+    """Run `action` on all ranks; on all, what its CheckpointErrors say, or None. Other errors become errors of all."""
     mine: str | None = None
     with together(topology, what):
         try:
             action()
         except CheckpointError as error:
             mine = str(error)
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            if checked:
-                raise
-            mine = f"the lists of boxes are damaged ({type(error).__name__}: {error})"
     try:
         with together(topology, what):
             if mine is not None:

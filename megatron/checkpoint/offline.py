@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.boxes import Stored, check_complete, totals, write_index, write_piece, write_whole
+from megatron.checkpoint.find import next_generation
 from megatron.checkpoint.folder import (
-    CHECKED,
     CONFIG,
+    FORMAT,
     METADATA,
     PASSPORT,
     STATE,
@@ -59,7 +60,7 @@ def write_offline(
     Raises CheckpointError when it cannot be written, and passes on what `tensors` raises; then nothing has appeared.
     """
     folder = Path(directory).absolute() / folder_name(iteration)
-    contents = {"format": CHECKED, "iteration": iteration, "state": dict(state), "engine": dict(scalars)}
+    contents = {"format": FORMAT, "iteration": iteration, "state": dict(state), "engine": dict(scalars)}
     texts = {
         STATE: to_json(contents | {"optimizer": optimizer}, "the state of the training loop"),
         CONFIG: to_json(plain(config), "the configuration"),
@@ -68,8 +69,9 @@ def write_offline(
     temporary = None
     try:
         temporary = start_folder(folder)
-        _fill(temporary, tensors, texts)
-        commit_folder(temporary, folder, iteration)
+        generation = next_generation(folder.parent)
+        _fill(temporary, tensors, texts, generation)
+        commit_folder(temporary, folder, iteration, generation)
     except BaseException as error:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full of it
@@ -79,7 +81,9 @@ def write_offline(
     return folder
 
 
-def _fill(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], texts: Mapping[str, str]) -> None:
+def _fill(
+    folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], texts: Mapping[str, str], generation: int
+) -> None:
     """All files of a checkpoint, the manifest last."""
     stored = _write_tensors(folder, tensors)
     held = totals(stored)
@@ -88,7 +92,7 @@ def _fill(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], texts: Mapp
     write_whole(folder, stored)
     for name, text in texts.items():
         written[name] = write_text(folder / name, text)
-    write_manifest(folder, [METADATA, *written], written)
+    write_manifest(folder, [METADATA, *written], written, generation)
 
 
 def _write_tensors(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Stored]:

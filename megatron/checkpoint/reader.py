@@ -1,11 +1,11 @@
 """Reading the tensors of a checkpoint: every box is compared with its digest before anything of it is used.
 
-A box lies in a data file as torch.save wrote it. Checkpoints before format 3 have no digests: of those only sizes and
-shapes are checked. torch.load does not compare the checksums of zip records, so a flipped bit in a value is not seen.
+A box lies in a data file as torch.save wrote it. Of the pickle in it torch.load(weights_only=True) takes tensors alone.
 """
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
@@ -16,6 +16,7 @@ from megatron.checkpoint.boxes import Box, Stored
 from megatron.checkpoint.digest import digest
 from megatron.checkpoint.planner import Shards
 from megatron.errors import CheckpointError
+from megatron.untrusted import open_regular
 
 Place = tuple[slice, ...]
 
@@ -57,8 +58,13 @@ def read_boxes(
                 if file is not None:
                     file.close()
                 path, file = folder / box[2], None
-                file = _open(path)
+                file = open_regular(path, error=CheckpointError)
             assert file is not None and path is not None
+            size = os.fstat(file.fileno()).st_size
+            if size < box[3] + box[4]:
+                raise CheckpointError(
+                    f"{path} has {size} bytes where {box[3] + box[4]} or more were written, {name} among them"
+                )
             if len(room) < box[4]:
                 room = bytearray(box[4])
             yield name, box, _read_box(path, file, name, box, stored[name]["dtype"], memoryview(room)[: box[4]])
@@ -97,25 +103,15 @@ def overlap(
     return tuple(here), tuple(there)
 
 
-def _open(path: Path) -> BinaryIO:
-    try:
-        return open(path, "rb")
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror or error})") from error
-
-
 def _read_box(path: Path, file: BinaryIO, name: str, box: Box, dtype: str, data: memoryview) -> torch.Tensor:
     """Read a box into `data` and check it; a tensor with memory of its own."""
     _, sizes, _, start, length, expected = box
     try:
         file.seek(start)
-        count = file.readinto(data)  # type: ignore[attr-defined]
+        file.readinto(data)  # type: ignore[attr-defined]
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror or error}), with {name} in it") from error
-    if count < length:
-        size = path.stat().st_size
-        raise CheckpointError(f"{path} has {size} bytes where {start + length} or more were written, {name} among them")
-    if expected is not None and digest(data) != expected:
+    if digest(data) != expected:
         raise CheckpointError(
             f"{path} is damaged: bytes {start} to {start + length}, which hold a part of {name}, are not those written"
         )

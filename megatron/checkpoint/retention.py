@@ -8,11 +8,8 @@ import shutil
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from megatron.checkpoint.folder import STATE, folder_name, read_json
-from megatron.checkpoint.manifest import read_manifest
-from megatron.errors import CheckpointError
+from megatron.checkpoint.folder import folder_name
 
-_CHECKPOINT = re.compile(r"iter_(\d{7,})")
 _LEFT_OVER = re.compile(r"iter_\d{7,}(\.[0-9a-f]{8})?\.(tmp|old|removed)")
 
 
@@ -26,7 +23,7 @@ def to_remove(
 ) -> list[int]:
     """Iterations whose checkpoints go, oldest first.
 
-    iterations    good checkpoints that are there
+    iterations    good checkpoints that are there: a damaged one does not count as kept, and nobody removes it unasked
     newest_good   the newest of this run: it stays, and so does what is newer, which this run did not write
     keep_last     so many stay, `newest_good` included; None: all do
     keep_every    multiples of it stay, beside the last ones
@@ -42,26 +39,6 @@ def to_remove(
     older = sorted({i for i in iterations if i <= newest_good})
     kept = {newest_good, *[i for i in older if i not in left_behind][-keep_last:], *keep}
     return [i for i in older if i not in kept and not (keep_every and i % keep_every == 0)]
-
-
-def good_iterations(directory: Path) -> list[int]:
-    """Iterations of the folders with a checkpoint's name and a sound manifest, or of an older format; in order.
-
-    A damaged one is not among them: it does not count as kept, and nobody removes it unasked.
-    """
-    found = []
-    for path in directory.iterdir():
-        match = _CHECKPOINT.fullmatch(path.name)
-        if match and path.name == folder_name(int(match[1])) and _is_good(path):
-            found.append(int(match[1]))
-    return sorted(found)
-
-
-def _is_good(folder: Path) -> bool:
-    try:
-        return read_manifest(folder) is not None or "format" in read_json(folder / STATE)
-    except CheckpointError:
-        return False
 
 
 def retire(directory: Path, iterations: Iterable[int]) -> list[Path]:

@@ -26,10 +26,10 @@ from megatron.checkpoint.boxes import (
     write_whole,
 )
 from megatron.checkpoint.digest import file_digest
-from megatron.checkpoint.find import folders, number_of, overtaken
+from megatron.checkpoint.find import folders, generations, iteration_of, next_generation, number_of, overtaken
 from megatron.checkpoint.folder import (
-    CHECKED,
     CONFIG,
+    FORMAT,
     MANIFEST,
     METADATA,
     PASSPORT,
@@ -38,12 +38,13 @@ from megatron.checkpoint.folder import (
     commit_folder,
     folder_name,
     start_folder,
+    tagged_name,
     to_json,
     write_text,
 )
 from megatron.checkpoint.manifest import write_manifest
 from megatron.checkpoint.planner import Shards
-from megatron.checkpoint.retention import clear, good_iterations, left_over, retire, to_remove
+from megatron.checkpoint.retention import clear, left_over, retire, to_remove
 from megatron.checkpoint.settings import plain
 from megatron.checkpoint.snapshot import Snapshot
 from megatron.checkpoint.tensors import tensors_to_save
@@ -95,6 +96,7 @@ class Saver:
         self._snapshot = Snapshot()
         self._pending: _Pending | None = None
         self._cleaners: list[threading.Thread] = []
+        self._generation: int | None = None  # of the last save, on rank 0
 
     @property
     def pending(self) -> bool:
@@ -193,8 +195,8 @@ class Saver:
     def _texts(self, pending: _Pending, engine: Engine, state: dict[str, Any], passport: Any) -> dict[str, str]:
         """The small files that are known when a save starts."""
         contents = {
-            "format": CHECKED, "iteration": pending.iteration, "state": state, "engine": engine.scalars(),
-            "optimizer": pending.optimizer, "saved_at_s": time.time(),
+            "format": FORMAT, "iteration": pending.iteration, "state": state, "engine": engine.scalars(),
+            "optimizer": pending.optimizer,
         }  # fmt: skip
         return {
             STATE: to_json(contents, "the state of the training loop"),
@@ -222,7 +224,7 @@ class Saver:
             try:
                 with _own_folder(pending):
                     size = self._write_small(pending, parts)
-                    commit_folder(pending.temporary, pending.folder, pending.iteration)
+                    commit_folder(pending.temporary, pending.folder, pending.iteration, pending.generation)
             except Exception as error:
                 raise CheckpointError(f"{pending.what} failed: {describe(error)}") from error
             self._retire(pending)
@@ -240,18 +242,28 @@ class Saver:
             write_whole(folder, merged(part[3] for part in parts))
             known[METADATA] = file_digest(folder / METADATA)
         known.update(pending.writer.small)
-        known[MANIFEST] = write_manifest(folder, list(known), known)
+        pending.generation = self._next_generation()
+        known[MANIFEST] = write_manifest(folder, list(known), known, pending.generation)
         return sum(size for size, _ in known.values()) + sum(part[2] for part in parts)
+
+    def _next_generation(self) -> int:
+        """One more than the last save's; than all that are there, and where the run was loaded from, for the first."""
+        if self._generation is None:
+            load = getattr(self._config.checkpoint, "load", None)
+            self._generation = next_generation(self._directory, *([load] if load else []))
+        else:
+            self._generation += 1
+        return self._generation
 
     def _retire(self, pending: _Pending) -> None:
         """On rank 0, after a commit: take older checkpoints out of the list, to be deleted."""
         settings = self._config.checkpoint
         # The checkpoint is there; what is too much goes after the next one.
         with contextlib.suppress(OSError, CheckpointError):
+            good = generations(folders(self._directory))
             old = to_remove(
-                good_iterations(self._directory), pending.iteration, getattr(settings, "keep_last", None),
-                getattr(settings, "keep_every", None), self._named(),
-                left_behind=[number_of(folder) for folder in overtaken(folders(self._directory))],
+                map(number_of, good), pending.iteration, getattr(settings, "keep_last", None),
+                getattr(settings, "keep_every", None), self._named(), list(map(number_of, overtaken(good))),
             )  # fmt: skip
             self._clean(retire(self._directory, old))
 
@@ -268,8 +280,8 @@ class Saver:
         load, tag = getattr(settings, "load", None), getattr(settings, "load_tag", None)
         if load is None or tag is None or Path(load).resolve() != self._directory.resolve():
             return ()
-        number = str(tag).removeprefix("iter_")
-        return (int(number),) if number.isdecimal() else ()
+        number = iteration_of(Path(tagged_name(str(tag))))
+        return () if number is None else (number,)
 
     def _remove(self, pending: _Pending) -> None:
         """After a failure: the disk may be full of what was written."""
@@ -313,6 +325,7 @@ class _Pending:
         self.what = f"saving checkpoint {folder}"
         self.texts: dict[str, str] = {}
         self.stall_s = 0.0
+        self.generation = 0  # known to rank 0 at its commit
         self.writer: _Writer
 
 

@@ -142,7 +142,7 @@ def is_consumed(record: Any) -> bool:
     """Whether this is what `Ledger.record` writes for one source."""
     names = {field.name for field in dataclasses.fields(Consumed)}
     return isinstance(record, dict) and record.keys() | {"left_out"} == names and all(
-        isinstance(value, int | float) for value in record.values()
+        isinstance(value, int | float) and 0 <= value < math.inf for value in record.values()
     )
 
 

@@ -3,12 +3,12 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron.checkpoint.find import Found, Rejected, find, required
-from megatron.checkpoint.folder import CONFIG, read_json
+from megatron.checkpoint.find import Found, find, required
+from megatron.checkpoint.folder import CONFIG
 from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.settings import ARCHITECTURE, plain
 from megatron.config import Config
@@ -17,8 +17,13 @@ from megatron.data.left_out import are_ranges
 from megatron.engine.engine import Engine
 from megatron.errors import CheckpointError
 from megatron.parallel.topology import Topology
+from megatron.training.metrics import MetricsFile
 from megatron.training.progress import Progress
 from megatron.training.reporter import Reporter
+from megatron.untrusted import is_count
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.load import LoadedState
 
 # Settings that shape the learning rate and weight decay over the run.
 SCHEDULE = (
@@ -50,19 +55,17 @@ def checkpoint_to_load(config: Config, topology: Topology, reporter: Reporter | 
 
     found = decided_by_first(topology, look)
     if reporter is not None:
-        for note in found.notes:
-            reporter.say(f" note: {note}")
-        say_rejected(found.rejected, found.folder, reporter)
+        say_found(found, reporter.say, reporter.metrics)
     return found.folder
 
 
-def say_rejected(rejected: Iterable[Rejected], instead: Path | None, reporter: Reporter) -> None:
-    """Report checkpoints that are broken, so that nobody overlooks it."""
-    for one in rejected:
-        reporter.say(f"WARNING: broken checkpoint {one}\nWARNING: {instead} is loaded instead of it")
-        reporter.metrics.write(
-            "rejected_checkpoint", folder=str(one.folder), reason=one.reason, instead=str(instead)
-        )
+def say_found(found: Found | LoadedState, say: Callable[[str], object], metrics: MetricsFile) -> None:
+    """Report why a checkpoint was chosen, and those that are broken, so that nobody overlooks it."""
+    for note in found.notes:
+        say(f" note: {note}")
+    for one in found.rejected:
+        say(f"WARNING: broken checkpoint {one}\nWARNING: {found.folder} is loaded instead of it")
+        metrics.write("rejected_checkpoint", folder=str(one.folder), reason=one.reason, instead=str(found.folder))
 
 
 def with_checkpoint_settings(config: Config, folder: Path | None, reporter: Reporter) -> Config:
@@ -72,7 +75,7 @@ def with_checkpoint_settings(config: Config, folder: Path | None, reporter: Repo
     """
     if folder is None:
         return config
-    stored, taken = _settings_of(folder), dict[str, Any]()
+    stored, taken = read_manifest(folder).read_json(CONFIG), dict[str, Any]()
     if not all(isinstance(stored.get(section), dict) for section in ("model", "optimizer")):
         raise CheckpointError(f"{folder / CONFIG} does not hold the settings of a run: load another checkpoint")
     if config.checkpoint.use_checkpoint_args:
@@ -93,12 +96,6 @@ def with_checkpoint_settings(config: Config, folder: Path | None, reporter: Repo
     return config.replace(**taken) if taken else config
 
 
-def _settings_of(folder: Path) -> dict[str, Any]:
-    """The configuration in a checkpoint, compared with its digest where it has one. Raises CheckpointError."""
-    manifest = read_manifest(folder)
-    return read_json(folder / CONFIG) if manifest is None else manifest.read_json(CONFIG)
-
-
 def load_checkpoint(
     config: Config, topology: Topology, engine: Engine, folder: Path | None, reporter: Reporter
 ) -> Progress:
@@ -114,13 +111,11 @@ def load_checkpoint(
     start = time.perf_counter()
     loaded = load(settings.load, engine, topology, config, folder, topology.flight.alive)
     assert loaded.folder is not None, "it raises when there is nothing to load"
-    say_rejected(loaded.rejected, loaded.folder, reporter)
+    say_found(loaded, reporter.say, reporter.metrics)
     reporter.say(
         f" loaded checkpoint {loaded.folder} in {time.perf_counter() - start:.2f} s"
         + ("" if loaded.optimizer else ", without optimizer state")
     )
-    if not loaded.checked:
-        reporter.say(f" note: {loaded.folder} is of an older format without checksums: its content was not verified")
     if settings.finetune or settings.reset_iteration:
         return Progress()
     return progress_from(loaded.state, loaded.folder)
@@ -130,10 +125,11 @@ def progress_from(state: dict[str, Any], folder: Path) -> Progress:
     """The counters that a run saved. Raises CheckpointError when they are not there."""
     lists = ("sources", "left_out", "recent_losses")  # older checkpoints have none
     names = {field.name for field in dataclasses.fields(Progress)} - set(lists)
-    if not names <= state.keys():
+    missing = sorted(name for name in names if not is_count(state.get(name)))
+    if missing:
         raise CheckpointError(
-            f"{folder} does not say how far its run came ({', '.join(sorted(names - state.keys()))} missing): load it "
-            f"with --finetune"
+            f"{folder} does not say how far its run came ({', '.join(missing)} missing or no count): load it with "
+            f"--finetune"
         )
     sources, left_out, losses = state.get("sources", {}), state.get("left_out", []), state.get("recent_losses", [])
     if not isinstance(sources, dict) or not all(is_consumed(record) for record in sources.values()):
@@ -143,5 +139,5 @@ def progress_from(state: dict[str, Any], folder: Path) -> Progress:
             f"{folder} holds a damaged list of left-out samples or of losses: load another checkpoint with --load-tag"
         )
     return Progress(
-        **{name: int(state[name]) for name in names}, sources=sources, left_out=left_out, recent_losses=losses
+        **{name: state[name] for name in names}, sources=sources, left_out=left_out, recent_losses=losses
     )

@@ -12,7 +12,7 @@ from megatron.data.left_out import around, merged
 from megatron.data.sampler import sample_order
 from megatron.errors import TrainingError
 from megatron.training.progress import Progress
-from megatron.training.resume import load_checkpoint, say_rejected
+from megatron.training.resume import load_checkpoint, say_found
 from megatron.training.spikes import Spike
 from megatron.training.streams import open_stream
 
@@ -61,7 +61,7 @@ def _folder_before(run: Run, spike: Spike) -> Path | None:
         return find(directory, before=before)
 
     found = decided_by_first(run.topology, look)
-    say_rejected(found.rejected, found.folder, run.reporter)
+    say_found(found, run.reporter.say, run.reporter.metrics)
     return found.folder
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import scale
 from megatron.checkpoint import boxes
+from megatron.checkpoint.manifest import read_manifest, write_manifest
 
 pytestmark = pytest.mark.campaign("benchmarks")
 
@@ -39,16 +40,17 @@ def test_the_model_has_a_trillion_parameters() -> None:
 
 def test_a_rank_reads_the_pieces_of_its_stage_only(tmp_path: Path) -> None:
     data, stages = 3, (30, 31)
-    totals = []
+    totals, written = [], []
     for position, stage in enumerate(stages):
         for tensor, group in enumerate(of_stage(stage, data)):
-            boxes.write_piece(tmp_path, position * scale.TENSOR + tensor, group)
+            written.append(boxes.write_piece(tmp_path, position * scale.TENSOR + tensor, group))
             totals.append(boxes.totals(group))
-    boxes.write_index(tmp_path, totals)
+    written.append(boxes.write_index(tmp_path, totals))
+    write_manifest(tmp_path, [name for name, _ in written])
     for number in range(scale.TENSOR):  # stage 30
         (tmp_path / f"boxes_{number:05d}.json").write_text("not to be read")
     names = [f"exp_avg.{p[0]}" for p in scale.stage_parameters(5, 31)]
-    found = boxes.read_stored(tmp_path, names, None)
+    found = boxes.read_stored(read_manifest(tmp_path), names)
     assert names and found.keys() == set(names)
     boxes.check_complete([boxes.totals(found)])
     listed = json.loads((tmp_path / "boxes.json").read_text())["pieces"]

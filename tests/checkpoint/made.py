@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.boxes import check_complete, merged, totals, write_index, write_piece, write_whole
+from megatron.checkpoint.boxes import check_complete, merged, totals, write_index, write_piece
 from megatron.checkpoint.folder import TRACKER, write_text
 from megatron.checkpoint.manifest import write_manifest
 from megatron.checkpoint.writer import BoxWriter
@@ -25,10 +25,10 @@ def tensors(seed: int = 0, optimizer: bool = True) -> dict[str, torch.Tensor]:
 
 
 def make(
-    root: Path, iteration: int, values: Mapping[str, torch.Tensor], form: int = 3, files: int = 2,
+    root: Path, iteration: int, values: Mapping[str, torch.Tensor], files: int = 2,
     config: Mapping[str, Any] | None = None, state: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write ROOT/iter_NNNNNNN of a format, over so many data files, and the tracker; the folder."""
+    """Write ROOT/iter_NNNNNNN, over so many data files, and the tracker; the folder."""
     folder = root / f"iter_{iteration:07d}"
     folder.mkdir(parents=True)
     parts = []
@@ -41,20 +41,14 @@ def make(
             parts.append(writer.finish())
     whole = merged(parts)
     check_complete([totals(whole)])
-    names = []
-    if form == 1:
-        write_whole(folder, whole)
-    else:
-        bare = {name: {**s, "boxes": [box[: 5 if form == 2 else 6] for box in s["boxes"]]} for name, s in whole.items()}
-        names = [write_piece(folder, 0, bare)[0], write_index(folder, [totals(whole)])[0]]
-    contents = {"format": form, "iteration": iteration, "optimizer": any(n.startswith("exp_avg.") for n in values),
+    names = [write_piece(folder, 0, whole)[0], write_index(folder, [totals(whole)])[0]]
+    contents = {"format": 3, "iteration": iteration, "optimizer": any(n.startswith("exp_avg.") for n in values),
                 "state": dict(state or {"iteration": iteration}), "engine": {"loss_scale": None}}  # fmt: skip
     small = {"state.json": contents, "config.json": dict(config or {"model": {"num_layers": 1}}),
              "passport.json": PASSPORT}  # fmt: skip
     for name, content in small.items():
         write_text(folder / name, json.dumps(content))
         names.append(name)
-    if form == 3:
-        write_manifest(folder, names)
+    write_manifest(folder, names)
     write_text(root / TRACKER, f"{iteration}\n")
     return folder

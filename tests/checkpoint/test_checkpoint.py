@@ -15,8 +15,6 @@ from torch.distributed import checkpoint as dcp
 
 from megatron.checkpoint import boxes
 from megatron.checkpoint.manifest import read_manifest
-from megatron.checkpoint.planner import Shards
-from megatron.checkpoint.reader import read_into
 from megatron.errors import CheckpointError
 from tests.checkpoint import cases
 from tests.engine import toy
@@ -100,14 +98,19 @@ def test_pieces_say_what_the_whole_says(root: Path, four: Any) -> None:
     assert not (pieces / ".metadata").exists()
     for folder in (whole, pieces):
         assert sorted(p.name for p in folder.glob("boxes_*")) == ["boxes_00000.json", "boxes_00001.json"]
-    torchs = boxes.from_metadata(pickle.loads((whole / ".metadata").read_bytes()))
-    expected = boxes.read_stored(whole, None, read_manifest(whole))
-    assert boxes.read_stored(pieces, None, read_manifest(pieces)) == expected
-    assert torchs.keys() == expected.keys()
+    torchs = pickle.loads((whole / ".metadata").read_bytes())
+    expected = boxes.read_stored(read_manifest(whole))
+    assert boxes.read_stored(read_manifest(pieces)) == expected
+    assert torchs.state_dict_metadata.keys() == expected.keys()
     for name, stored in expected.items():
         assert all(len(box[5]) == 32 for box in stored["boxes"])
-        without = {**stored, "boxes": [(*box[:5], None) for box in stored["boxes"]]}
-        assert torchs[name] == without, name
+        tensor = torchs.state_dict_metadata[name]
+        assert (tuple(tensor.size), str(tensor.properties.dtype)) == (stored["shape"], f"torch.{stored['dtype']}")
+        sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in tensor.chunks}
+        files = {tuple(i.offset): f for i, f in torchs.storage_data.items() if i.fqn == name}
+        assert len(tensor.chunks) == len(stored["boxes"]) == len(files)
+        found = {(o, sizes[o], f.relative_path, f.offset, f.length) for o, f in files.items()}
+        assert found == {box[:5] for box in stored["boxes"]}, name
 
 
 def test_only_the_pieces_of_the_wanted_tensors_are_read(root: Path, four: Any, tmp_path: Path) -> None:
@@ -118,10 +121,10 @@ def test_only_the_pieces_of_the_wanted_tensors_are_read(root: Path, four: Any, t
     alone = [name for name, pieces in listed.items() if pieces == [0]]
     assert alone and len(alone) < len(listed)
     manifest = read_manifest(folder)
-    assert boxes.read_stored(folder, alone, manifest).keys() == set(alone)
-    assert boxes.read_stored(folder, ["unheard of"], manifest) == {}
+    assert boxes.read_stored(manifest, alone).keys() == set(alone)
+    assert boxes.read_stored(manifest, ["unheard of"]) == {}
     with pytest.raises(CheckpointError, match="boxes_00001"):
-        boxes.read_stored(folder, listed, manifest)
+        boxes.read_stored(manifest, listed)
 
 
 def test_torch_reads_what_we_write(root: Path, four: Any, saved: dict[str, np.ndarray]) -> None:
@@ -130,21 +133,6 @@ def test_torch_reads_what_we_write(root: Path, four: Any, saved: dict[str, np.nd
         warnings.simplefilter("ignore")
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(root / "whole" / "iter_0000002"), no_dist=True)
     assert_same({name: tensor.double().numpy() for name, tensor in tensors.items()}, saved)
-
-
-def test_we_read_what_torch_writes(tmp_path: Path) -> None:
-    """Checkpoints of earlier versions of this program have a .metadata that torch's coordinator wrote."""
-    written = {"master.a": torch.arange(12.0).reshape(3, 4), "master.b": torch.arange(5.0)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(written, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
-    views = {"master.a": torch.zeros(2, 3), "master.b": torch.zeros(5)}
-    tensors = {
-        "master.a": Shards((3, 4), {(1, 1): views["master.a"]}), "master.b": Shards((5,), {(0,): views["master.b"]})
-    }  # fmt: skip
-    read_into(tensors, tmp_path, boxes.read_stored(tmp_path, tensors, None))
-    assert torch.equal(views["master.a"], written["master.a"][1:, 1:])
-    assert torch.equal(views["master.b"], written["master.b"])
 
 
 def test_what_is_missing_or_double_is_seen() -> None:

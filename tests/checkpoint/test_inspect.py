@@ -22,10 +22,9 @@ from tests.checkpoint.made import PASSPORT, make, tensors
 VALUES = tensors()
 
 
-@pytest.mark.parametrize("form", [1, 2, 3])
-def test_contents_of_every_format(tmp_path: Path, form: int) -> None:
-    found = contents(make(tmp_path, 7, VALUES, form))
-    assert found.checkpoint.iteration == 7 and (found.checkpoint.manifest is not None) == (form == 3)
+def test_contents(tmp_path: Path) -> None:
+    found = contents(make(tmp_path, 7, VALUES))
+    assert found.checkpoint.iteration == 7
     shapes = {name: tuple(value.shape) for name, value in VALUES.items()}
     assert {name: tuple(s["shape"]) for name, s in found.stored.items()} == shapes
     assert found.weights == 30 + 7 + 24
@@ -129,17 +128,6 @@ def test_boxes_that_do_not_make_a_tensor(tmp_path: Path) -> None:
     assert "exp_avg_sq.layers.0.norm.weight" in outside and "(7,)" in outside
 
 
-@pytest.mark.parametrize("form", [1, 2])
-def test_older_formats_as_far_as_can_be_told(tmp_path: Path, form: int) -> None:
-    folder = make(tmp_path, 1, VALUES, form)
-    data = folder / "__0_0.distcp"
-    data.write_bytes(data.read_bytes()[:-100])
-    assert any("__0_0.distcp" in problem for problem in verify(folder))
-    lists = folder / (".metadata" if form == 1 else "boxes_00000.json")
-    lists.write_bytes(lists.read_bytes()[:-20])
-    assert verify(folder)
-
-
 def test_the_tracker_is_checked(tmp_path: Path) -> None:
     assert verify_tracker(tmp_path) == []
     make(tmp_path, 1, VALUES)
@@ -156,9 +144,9 @@ def test_the_tracker_is_checked(tmp_path: Path) -> None:
 # --- comparison
 
 
-def test_layout_and_format_are_no_difference(tmp_path: Path) -> None:
-    first = contents(make(tmp_path / "a", 1, VALUES, 3, files=2))
-    second = contents(make(tmp_path / "b", 1, VALUES, 1, files=3))
+def test_the_layout_is_no_difference(tmp_path: Path) -> None:
+    first = contents(make(tmp_path / "a", 1, VALUES, files=2))
+    second = contents(make(tmp_path / "b", 1, VALUES, files=3))
     found = compare(first, second)
     assert found.same and found.equal == len(VALUES) and not found.tensors and not found.settings
 

@@ -118,5 +118,5 @@ def test_what_is_named_is_on_the_disk(tmp_path: Path) -> None:
     temporary = {path.parent for path in synced if path.suffix == ".distcp"}.pop()
     files = {path.name for path in Path(final).iterdir()} - {".metadata"}  # torch itself writes and syncs that one
     assert {path.name for path in synced if path.parent == temporary} == files
-    assert temporary in synced and Path(f"{tracker}.tmp") in synced
+    assert temporary in synced and Path(f"{tracker}.1.tmp") in synced
     assert ("synced", str(tmp_path)) in events[named:told] and ("synced", str(tmp_path)) in events[told:]

@@ -4,57 +4,39 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron.checkpoint.find import Found, find, find_folder, open_checkpoint, required
+from megatron.checkpoint.digest import digest
 from megatron.checkpoint.folder import write_text
 from megatron.checkpoint.manifest import write_manifest
 from megatron.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
-HOUR = 3600 * 10**9
+STATE = {"format": 3, "iteration": 1, "optimizer": True, "state": {}, "engine": {}}
 
 
-def checkpoint(root: Path, iteration: int, form: int = 3, hours_ago: float = 0.0) -> Path:
+def checkpoint(root: Path, iteration: int, generation: int = 0, **files: str) -> Path:
     """The small files of a checkpoint; which tensors it has is of no matter here."""
     folder = root / f"iter_{iteration:07d}"
     folder.mkdir(parents=True)
-    state = {"format": form, "iteration": iteration, "optimizer": True, "state": {}, "engine": {}}
-    files = {"state.json": json.dumps(state), "config.json": '{"model": {}}', "boxes.json": '{"pieces": {}}'}
-    if form == 1:
-        del files["boxes.json"]
-        (folder / ".metadata").write_bytes(b"a pickle")
-    for name, text in files.items():
-        write_text(folder / name, text)
-    if form == 3:
-        write_manifest(folder, files)
-    at = time.time_ns() - int(hours_ago * HOUR)
-    for path in folder.iterdir():
-        os.utime(path, ns=(at, at))
+    whole = {"state": json.dumps({**STATE, "iteration": iteration}), "config": "{}", "boxes": '{"pieces": {}}', **files}
+    for name, text in whole.items():
+        write_text(folder / f"{name}.json", text)
+    write_manifest(folder, [f"{name}.json" for name in whole], generation=generation)
     return folder
 
 
-def saved_at(folder: Path, seconds: float) -> Path:
-    """The same checkpoint with the time of its save within it."""
-    state = json.loads((folder / "state.json").read_text()) | {"saved_at_s": seconds}
-    write_text(folder / "state.json", json.dumps(state))
-    write_manifest(folder, ["state.json", "config.json", "boxes.json"])
-    return folder
-
-
-def track(root: Path, text: str, hours_ago: float = 0.0) -> None:
+def track(root: Path, text: str) -> None:
     (root / TRACKER).write_text(text)
-    at = time.time_ns() - int(hours_ago * HOUR)
-    os.utime(root / TRACKER, ns=(at, at))
 
 
-@pytest.mark.parametrize("form", [1, 2, 3])
-def test_the_tracker_names_it(tmp_path: Path, form: int) -> None:
-    checkpoint(tmp_path, 100, form, hours_ago=2)
-    expected = checkpoint(tmp_path, 200, form, hours_ago=1)
+def test_the_tracker_names_it(tmp_path: Path) -> None:
+    checkpoint(tmp_path, 100)
+    expected = checkpoint(tmp_path, 200)
     track(tmp_path, "200\n")
     assert find(tmp_path) == Found(expected)
     assert open_checkpoint(expected).iteration == 200
@@ -63,10 +45,14 @@ def test_the_tracker_names_it(tmp_path: Path, form: int) -> None:
 def test_a_lost_tracker_is_said_and_the_newest_is_found(tmp_path: Path) -> None:
     checkpoint(tmp_path, 100)
     expected = checkpoint(tmp_path, 200)
-    for text in (None, "", "  \n", "two hundred", "-1", "²", "1" * 40, "release", "a folder"):
+    for text in (None, "", "  \n", "two hundred", "-1", "²", "1" * 5000, "release", "a fifo", "no end", "a folder"):
         (tmp_path / TRACKER).unlink(missing_ok=True)
         if text == "a folder":
             (tmp_path / TRACKER).mkdir()
+        elif text == "a fifo":
+            os.mkfifo(tmp_path / TRACKER)
+        elif text == "no end":
+            (tmp_path / TRACKER).symlink_to("/dev/zero")
         elif text is not None:
             track(tmp_path, text)
         found = find(tmp_path)
@@ -76,12 +62,15 @@ def test_a_lost_tracker_is_said_and_the_newest_is_found(tmp_path: Path) -> None:
 
 
 def test_a_save_that_died_before_the_tracker_counts(tmp_path: Path) -> None:
-    checkpoint(tmp_path, 100, hours_ago=2)
-    track(tmp_path, "100", hours_ago=2)
-    expected = checkpoint(tmp_path, 200, hours_ago=1)
+    checkpoint(tmp_path, 100, generation=1)
+    track(tmp_path, "100")
+    expected = checkpoint(tmp_path, 200, generation=2)
+    (tmp_path / f"{TRACKER}.2.tmp").write_text("200\n")
     found = find(tmp_path)
     assert found.folder == expected and not found.rejected
     assert "100" in found.notes[0] and "iter_0000200" in found.notes[0]
+    (tmp_path / f"{TRACKER}.2.tmp").rename(tmp_path / f"{TRACKER}.3.tmp")  # of another save that died even before
+    assert find(tmp_path).folder == tmp_path / "iter_0000100"
 
 
 def test_one_that_was_about_to_be_replaced_is_as_good(tmp_path: Path) -> None:
@@ -95,12 +84,12 @@ def test_one_that_was_about_to_be_replaced_is_as_good(tmp_path: Path) -> None:
     assert find(tmp_path) == Found(new)
 
 
-def test_a_tracker_that_was_written_later_leaves_newer_ones_aside(tmp_path: Path) -> None:
+def test_a_tracker_leaves_newer_ones_aside(tmp_path: Path) -> None:
     """Somebody went back by writing the tracker, or another run began in the folder."""
-    expected = checkpoint(tmp_path, 100, hours_ago=3)
+    expected = checkpoint(tmp_path, 100, generation=1)
     for iteration in (200, 300):
-        checkpoint(tmp_path, iteration, hours_ago=2)
-    track(tmp_path, "100", hours_ago=1)
+        checkpoint(tmp_path, iteration, generation=iteration // 100)
+    track(tmp_path, "100")
     found = find(tmp_path)
     assert found.folder == expected and not found.rejected
     assert all(name in found.notes[0] for name in ("iter_0000300", "iter_0000200", "--load-tag"))
@@ -166,7 +155,7 @@ def test_broken_ones_alone_are_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("names", "named"), [
     (("latest", "global_step100"), "convert_checkpoint"), (("release", TRACKER), "convert_checkpoint"),
-    (("state.json", "config.json"), "--load-tag"),
+    (("state.json", "config.json", "manifest.json"), "--load-tag"),
 ])  # fmt: skip
 def test_what_others_wrote_is_no_reason_to_start_anew(tmp_path: Path, names: tuple[str, ...], named: str) -> None:
     for name in names:
@@ -195,24 +184,68 @@ def test_a_tag_is_taken_exactly(tmp_path: Path) -> None:
         find(tmp_path, 200)
 
 
-def test_a_state_of_the_wrong_kind_is_damage(tmp_path: Path) -> None:
-    folder = checkpoint(tmp_path, 100, form=2)
-    for text in ("{}", '{"format": 2, "iteration": "x", "optimizer": true, "state": {}, "engine": {}}', "[]", "\xff"):
-        (folder / "state.json").write_text(text, encoding="latin-1")
-        with pytest.raises(CheckpointError, match=r"state\.json"):
-            open_checkpoint(folder)
-    (folder / "state.json").write_text('{"format": 9}')
-    with pytest.raises(CheckpointError, match=r"\b9\b"):
-        open_checkpoint(folder)
+DEEP = "[" * 3000 + "]" * 3000
+
+
+def manifest(**changed: Any) -> str:
+    """A manifest that is sound in itself."""
+    content = {"format": 3, "generation": 1, "files": {"state.json": [2, digest(b"{}")]}, **changed}
+    own = digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+    return json.dumps({**content, "digest": own}, indent=1, sort_keys=True) + "\n"
+
+
+SMALL = {
+    "deep": f'{{"format": {DEEP}}}', "many digits": f'{{"iteration": {"1" * 5000}}}', "no object": "[]",
+    "no text": "\xff", "half a character": '{"format": "\\ud800"}',
+}  # fmt: skip
+FORGED = {
+    "manifest": {
+        **SMALL, "files": manifest(files=[]), "sizes": manifest(files={"state.json": ["2", ""]}),
+        "negative": manifest(files={"state.json": [-1, ""]}), "flat": manifest(files={"state.json": 2}),
+        "elsewhere": manifest(files={"/dev/zero": [1 << 29, ""]}), "upwards": manifest(files={"../x": [2, ""]}),
+        "huge": manifest(files={"state.json": [1 << 60, ""]}), "generation": manifest(generation="1"),
+    },
+    "state": {
+        **SMALL, "iteration": json.dumps({**STATE, "iteration": "1"}), "state": json.dumps({**STATE, "state": []}),
+        "negative": json.dumps({**STATE, "iteration": -1}), "optimizer": json.dumps({**STATE, "optimizer": 1}),
+        "engine": json.dumps({**STATE, "engine": None}), "earlier": json.dumps({**STATE, "format": 2}),
+    },
+    "config": {**SMALL, "sections": '{"model": 3}'},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "how"), [(name, how) for name, texts in FORGED.items() for how in texts])
+def test_what_was_forged_is_passed_over(tmp_path: Path, name: str, how: str) -> None:
+    """Sound by its digests, but no checkpoint: the one before it is found, and the file is named."""
+    expected, text = checkpoint(tmp_path, 1), FORGED[name][how]
+    newest = checkpoint(tmp_path, 2, generation=1)
+    (newest / f"{name}.json").write_bytes(text.encode("latin-1"))
+    if name != "manifest":
+        write_manifest(newest, ["state.json", "config.json", "boxes.json"])
+    found = find(tmp_path)
+    assert found.folder == expected
+    ((folder, reason),) = [(r.folder, r.reason) for r in found.rejected]
+    assert folder == newest and f"{name}.json" in reason
+
+
+@pytest.mark.parametrize("name", ["manifest", "state", "config", "boxes"])
+@pytest.mark.parametrize("how", ["fifo", "/dev/zero", "folder"])
+def test_what_is_no_regular_file_is_not_read(tmp_path: Path, name: str, how: str) -> None:
+    expected, newest = checkpoint(tmp_path, 1), checkpoint(tmp_path, 2)
+    path = newest / f"{name}.json"
+    path.unlink()
+    {"fifo": os.mkfifo, "folder": Path.mkdir}.get(how, lambda p: p.symlink_to(how))(path)
+    found = find(tmp_path)
+    assert found.folder == expected and [r.folder for r in found.rejected] == [newest]
 
 
 def test_what_a_run_went_back_from_does_not_stand_in_for_a_broken_one(tmp_path: Path) -> None:
-    """2, 4, 6; then from 2 again, 3 and 6 anew: 4 is of before. Files' times are of no matter: a copy changes them."""
-    times = {2: 100.0, 3: 500.0, 4: 200.0, 6: 600.0}
-    made = {i: saved_at(checkpoint(tmp_path, i, hours_ago=i), at) for i, at in times.items()}
+    """2, 4, 6; then from 2 again, 3 and 6 anew: 4 is of before."""
+    saves = {2: 1, 3: 4, 4: 2, 6: 5}
+    made = {i: checkpoint(tmp_path, i, generation) for i, generation in saves.items()}
     track(tmp_path, "6\n")
     assert find(tmp_path).folder == made[6]
-    (made[6] / "config.json").write_text("{}")
+    (made[6] / "config.json").write_text("")
     found = find(tmp_path)
     assert found.folder == made[3] and [r.folder for r in found.rejected] == [made[6]]
     assert any("iter_0000004" in note and "--load-tag" in note for note in found.notes)
@@ -222,9 +255,15 @@ def test_what_a_run_went_back_from_does_not_stand_in_for_a_broken_one(tmp_path: 
     assert find(tmp_path).folder == made[4]
 
 
-def test_without_times_nothing_is_left_behind(tmp_path: Path) -> None:
-    saved_at(checkpoint(tmp_path, 2), 300.0)
-    expected = checkpoint(tmp_path, 4)
-    saved_at(checkpoint(tmp_path, 6), 400.0)
-    (tmp_path / "iter_0000006/config.json").write_text("{}")
+def test_those_from_before_saves_were_counted_are_the_oldest(tmp_path: Path) -> None:
+    """None of them was left, unless one that is counted is of an earlier iteration."""
+    made = {i: checkpoint(tmp_path, i, generation) for i, generation in {2: 0, 4: 0, 6: 0, 8: 1}.items()}
+    for folder in list(made.values())[:3]:
+        content = json.loads((folder / "manifest.json").read_text())
+        del content["generation"], content["digest"]
+        own = digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+        (folder / "manifest.json").write_text(json.dumps({**content, "digest": own}, indent=1, sort_keys=True) + "\n")
+    (made[8] / "config.json").write_text("")
+    assert find(tmp_path).folder == made[6]
+    expected = checkpoint(tmp_path, 3, generation=2)
     assert find(tmp_path).folder == expected

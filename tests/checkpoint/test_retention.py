@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.checkpoint.find import folders, generations, number_of
 from megatron.checkpoint.folder import folder_name
 from megatron.checkpoint.manifest import write_manifest
-from megatron.checkpoint.retention import clear, good_iterations, left_over, retire, to_remove
+from megatron.checkpoint.retention import clear, left_over, retire, to_remove
 
 
 @pytest.mark.parametrize(
@@ -65,17 +66,19 @@ def checkpoint(root: Path, iteration: int) -> Path:
     return folder
 
 
+def good_iterations(root: Path) -> list[int]:
+    """Those that count, as a save asks for them."""
+    return sorted(map(number_of, generations(folders(root))))
+
+
 def test_only_good_checkpoints_are_counted(tmp_path: Path) -> None:
     for iteration in (10, 20, 30, 40):
         checkpoint(tmp_path, iteration)
     (tmp_path / "iter_0000020" / "manifest.json").write_text("rubbish")
     (tmp_path / "iter_0000030" / "manifest.json").unlink()
-    old = tmp_path / "iter_0000005"  # of format 1
-    old.mkdir()
-    (old / "state.json").write_text('{"format": 1}')
     for other in ("iter_0000050.tmp", "iter_60", "iter_0000070x", "release"):
         (tmp_path / other).mkdir()
-    assert good_iterations(tmp_path) == [5, 10, 40]
+    assert good_iterations(tmp_path) == [10, 40]
 
 
 def test_removal_is_a_renaming_first(tmp_path: Path) -> None:

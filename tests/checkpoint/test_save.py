@@ -122,12 +122,12 @@ def test_a_commit_that_fails_is_undone(
         monkeypatch.setattr(folder_module.os, "replace", failing)
     monkeypatch.setattr(Path, "rename", failing_rename)
     with pytest.raises(OSError):
-        commit_folder(temporary, final, 5)
+        commit_folder(temporary, final, 5, 2)
     monkeypatch.undo()
     assert tracker.read_text() == "4\n" and (temporary / "new").exists()
     assert (final / "old").exists() == exists and final.exists() == exists
     assert not final.with_name(final.name + ".old").exists()
-    commit_folder(temporary, final, 5)
+    commit_folder(temporary, final, 5, 2)
     assert tracker.read_text() == "5\n" and [p.name for p in final.iterdir()] == ["new"]
     assert sorted(p.name for p in tmp_path.iterdir()) == [final.name, tracker.name]
 

@@ -92,7 +92,7 @@ def test_norms(tmp_path: Path, run: Run) -> None:
 
 
 def test_verification(tmp_path: Path, run: Run) -> None:
-    old, folder = make(tmp_path, 50, VALUES, form=1), make(tmp_path, 100, VALUES)
+    old, folder = make(tmp_path, 50, VALUES), make(tmp_path, 100, VALUES)
     assert run(tmp_path, "--verify")[0] == 0
     damage(folder / "__0_0.distcp")
     for arguments in ((tmp_path,), (folder,), (tmp_path, "--tag", "100")):

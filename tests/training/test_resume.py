@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron.checkpoint.manifest import write_manifest
 from megatron.checkpoint.settings import plain
 from megatron.config import Config
 from megatron.errors import CheckpointError
@@ -40,9 +42,9 @@ def store(folder: Path, stored: Config) -> Path:
     checkpoint = folder / "iter_0000005"
     checkpoint.mkdir(parents=True)
     (checkpoint / "config.json").write_text(json.dumps(plain(stored)))
-    (checkpoint / ".metadata").write_text("{}")
-    contents = {"format": 1, "iteration": 5, "optimizer": True, "state": {}, "engine": {}}
+    contents = {"format": 3, "iteration": 5, "optimizer": True, "state": {}, "engine": {}}
     (checkpoint / "state.json").write_text(json.dumps(contents))
+    write_manifest(checkpoint, ["config.json", "state.json"])
     (folder / "latest_checkpointed_iteration.txt").write_text("5\n")
     return checkpoint
 
@@ -89,6 +91,7 @@ def test_a_tokenizer_says_the_vocabulary_itself(tmp_path: Path) -> None:
 def test_a_checkpoint_without_settings_is_refused(tmp_path: Path) -> None:
     checkpoint = store(tmp_path, config())
     (checkpoint / "config.json").write_text("{}")
+    write_manifest(checkpoint, ["config.json", "state.json"])
     with pytest.raises(CheckpointError, match="config.json"):
         with_checkpoint_settings(config(load=str(tmp_path)), checkpoint, Listener())  # type: ignore[arg-type]
 
@@ -103,3 +106,6 @@ def test_counters_come_back_or_the_checkpoint_is_refused(tmp_path: Path) -> None
         progress_from({**state, "sources": {"web": 40}}, tmp_path)
     with pytest.raises(CheckpointError, match=r"consumed_tokens.*--finetune"):
         progress_from({k: v for k, v in state.items() if k != "consumed_tokens"}, tmp_path)
+    for value in ("40", [40], -1, math.inf, 2**64, None, True):
+        with pytest.raises(CheckpointError, match="consumed_tokens"):
+            progress_from({**state, "consumed_tokens": value}, tmp_path)

@@ -9,18 +9,20 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.folder import TRACKER, folder_name
+from megatron.checkpoint.folder import TRACKER, tagged_name
 from megatron.checkpoint.foreign.architecture import configure, expected_shapes, settings_of
 from megatron.checkpoint.foreign.deepspeed import is_deepspeed, read_deepspeed
 from megatron.checkpoint.foreign.megatron import is_megatron, read_megatron
 from megatron.checkpoint.foreign.merge import Rules, is_replicated, merge
 from megatron.checkpoint.foreign.names import OUTPUT_LAYER, POSITION_EMBEDDINGS, WORD_EMBEDDINGS
-from megatron.checkpoint.foreign.source import KINDS, Part, Source
+from megatron.checkpoint.foreign.source import KINDS, Part, Source, laid_out
 from megatron.checkpoint.offline import write_offline
 from megatron.config import Config
 from megatron.errors import CheckpointError
+from megatron.untrusted import read_bytes
 
 _NAMED = 6
+_TRACKER_BYTES = 4096
 
 
 @dataclass
@@ -50,7 +52,7 @@ def find_source(directory: str | os.PathLike[str], tag: str | None = None) -> Pa
     if not root.is_dir():
         raise CheckpointError(f"{root} is no folder: give one with a checkpoint of Megatron or DeepSpeed in it")
     if tag is not None:
-        folder = root / tag if (root / tag).is_dir() or not tag.isdigit() else root / folder_name(int(tag))
+        folder = root / tag if os.path.isdir(root / tag) else root / tagged_name(tag)
     elif is_deepspeed(root) or is_megatron(root):
         return root
     else:
@@ -65,10 +67,11 @@ def _tracked(root: Path) -> str:
     """The folder's name that a tracker file holds; DeepSpeed's comes first, for where it is, its engine wrote."""
     for name in ("latest", TRACKER):
         if (root / name).is_file():
-            text = (root / name).read_text(errors="replace").strip()
+            data = read_bytes(root / name, _TRACKER_BYTES, error=CheckpointError)
+            text = data.decode(errors="replace").strip()
             if not text or "/" in text or len(text) > 200:
                 raise CheckpointError(f"{root / name} holds {text[:40]!r} where a folder is expected: use --load-tag")
-            return folder_name(int(text)) if text.isdigit() else text
+            return tagged_name(text)
     raise CheckpointError(f"{root} holds no checkpoint and neither latest nor {TRACKER}: name a folder with --load-tag")
 
 
@@ -77,10 +80,10 @@ def read_source(
 ) -> Source:
     """What is in a foreign checkpoint's folder; tensors stay in its files. Raises CheckpointError."""
     names = {path.name for path in folder.iterdir()}
-    if is_deepspeed(folder):
-        return read_deepspeed(folder, optimizer, version, plain)
-    if is_megatron(folder):
-        return read_megatron(folder, optimizer, version, plain)
+    for is_theirs, read in ((is_deepspeed, read_deepspeed), (is_megatron, read_megatron)):
+        if is_theirs(folder):
+            with laid_out(folder):
+                return read(folder, optimizer, version, plain)
     if any(name.startswith("zero_pp_rank_") and name.endswith("_model_states.pt") for name in names):
         why = "is of ZeRO stage 3: use the zero_to_fp32.py beside it, which makes a file of weights"
     elif "zero" in names:
@@ -97,8 +100,17 @@ def plan_conversion(source: Source, chosen: Mapping[str, Any]) -> Plan:
 
     Raises CheckpointError where tensors are missing, unknown or of another shape, and ConfigError for bad settings.
     """
+    with laid_out(source.folder):
+        return _planned(source, chosen)
+
+
+def _planned(source: Source, chosen: Mapping[str, Any]) -> Plan:
     settings, notes = settings_of(source.arguments)
     config, more = configure(_completed(settings, source, chosen), chosen)
+    layers = {name.split(".")[1] for name in source.parts if name.startswith("layers.")}
+    if config.model.num_layers > len(layers):
+        raise CheckpointError(f"{source.folder} has {len(layers)} layers, and with these settings the model has "
+                              f"{config.model.num_layers}: correct --num-layers")  # fmt: skip
     shapes = expected_shapes(config)
     _check_names(source, shapes)
     plan = Plan(source, config, shapes, [*source.notes, *notes, *more])
@@ -181,10 +193,12 @@ def convert(
         "optimizer_step": source.optimizer_step or 0, "skipped_steps": source.counters.get("skipped_iterations", 0),
         "loss_scale": source.loss_scale,
     }  # fmt: skip
-    return write_offline(
-        directory, source.iteration, _tensors(plan, progress), config=plan.config, state=_state(plan), scalars=scalars,
-        optimizer=plan.optimizer, passport={**(passport or {}), "converted_from": _origin(plan)},
-    )  # fmt: skip
+    with laid_out(source.folder):
+        return write_offline(
+            directory, source.iteration, _tensors(plan, progress), config=plan.config, state=_state(plan),
+            scalars=scalars, optimizer=plan.optimizer,
+            passport={**(passport or {}), "converted_from": _origin(plan)},
+        )  # fmt: skip
 
 
 def _state(plan: Plan) -> dict[str, Any]:

@@ -93,7 +93,8 @@ class _Reader:
         tensor = int(tensor or written.get("tp_degree") or first.get("mp_world_size") or count)
         pipeline = arguments.get("pipeline_model_parallel_size") or max(1, count // tensor)
         pipeline = int(pipeline) if self.layer_files else 1
-        expected = {f"mp_rank_{rank:02d}_model_states.pt" for rank in range(tensor * pipeline)}
+        most = min(tensor * pipeline, count + 1)  # enough to miss one, whatever the file says
+        expected = {f"mp_rank_{rank:02d}_model_states.pt" for rank in range(most)}
         there = {path.name for path in self.model_files.values()}
         if expected != there:
             missing, more = sorted(expected - there), sorted(there - expected)

@@ -1,12 +1,16 @@
 """What a reader says of a foreign checkpoint."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from megatron.errors import CheckpointError
+from megatron.untrusted import is_count
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = ("master", *MOMENTS)
@@ -55,3 +59,20 @@ class Source:
     data_size: int | None = None
     notes: list[str] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not is_count(self.iteration):
+            raise CheckpointError(f"{self.folder} is of no iteration that there can be")
+
+
+@contextlib.contextmanager
+def laid_out(folder: Path) -> Iterator[None]:
+    """Raise CheckpointError where the body stumbles over values of a checkpoint that are of another kind or size than
+    those programs write: its files can hold anything."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [""])[0][:200]
+        raise CheckpointError(
+            f"{folder} is not laid out as Megatron and DeepSpeed do it ({type(error).__name__}: {reason})"
+        ) from error

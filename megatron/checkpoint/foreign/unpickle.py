@@ -6,7 +6,6 @@ which has the object's content and no behaviour. A file that names anything else
 """
 from __future__ import annotations
 
-import pickle
 import re
 import zipfile
 from collections.abc import Iterable
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from megatron.errors import CheckpointError
+from megatron.untrusted import open_regular
 
 PLAIN = (
     "argparse.Namespace", "types.SimpleNamespace", "signal.Signals", "datetime.timedelta", "pathlib.PosixPath",
@@ -67,6 +67,7 @@ def load_file(path: Path, plain: Iterable[str] = ()) -> dict[str, Any]:
 
     Raises CheckpointError, naming the file, when it is missing, damaged, holds no dict, or holds other objects.
     """
+    open_regular(path, error=CheckpointError).close()
     try:
         zipped = zipfile.is_zipfile(path)
         if zipped:
@@ -78,16 +79,15 @@ def load_file(path: Path, plain: Iterable[str] = ()) -> dict[str, Any]:
             raise CheckpointError(_refusal(path, ", ".join(refused)))
         with torch.serialization.safe_globals([(Record, name) for name in names]):
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing: the checkpoint is not complete") from error
-    except pickle.UnpicklingError as error:
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
         # torch advises to load the file with weights_only=False, which is not passed on.
         if named := re.search(r"GLOBAL ([\w.]+)", str(error)):
             raise CheckpointError(_refusal(path, named[1])) from error
-        raise CheckpointError(f"{path} cannot be read: it is damaged, or no file that torch.save wrote") from error
-    except (OSError, RuntimeError, ValueError, TypeError, EOFError, KeyError, AttributeError) as error:
-        reason = str(error).strip().split("\n")[0][:200]
-        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {reason})") from error
+        raise CheckpointError(
+            f"{path} cannot be read ({type(error).__name__}): it is damaged, or no file that torch.save wrote"
+        ) from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__} where a dict is expected: is it a checkpoint?")
     return found

@@ -11,6 +11,7 @@ from megatron.config import Config
 from megatron.errors import CheckpointError, DataError, MegatronError
 from megatron.preflight.check.findings import Finding, error, note, warning
 from megatron.preflight.check.subject import Subject
+from megatron.untrusted import is_count
 
 
 def with_vocabulary(s: Subject, config: Config) -> tuple[Config, list[Finding]]:
@@ -198,7 +199,10 @@ def check_checkpoint(s: Subject, resumption: Resumption) -> Iterator[Finding]:
         return
     resumption.iteration = checkpoint.iteration
     consumed = checkpoint.state["state"].get("consumed_samples", 0)
-    resumption.end = total_iterations(config, BatchSchedule.from_config(config), checkpoint.iteration, int(consumed))
+    if not is_count(consumed):
+        yield error("checkpoint", f"{checkpoint.folder} says {consumed!r} where it counts consumed samples", place)
+        return
+    resumption.end = total_iterations(config, BatchSchedule.from_config(config), checkpoint.iteration, consumed)
     if resumption.iteration >= resumption.end:
         yield warning(
             "checkpoint", f"{checkpoint.folder} is of iteration {resumption.iteration}, and the run ends at "
