@@ -4,6 +4,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint import save as save_module
+from megatron.checkpoint.find import find_folder
 from megatron.checkpoint.load import load
+from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.save import Saver, save
 from megatron.checkpoint.tensors import tensors_to_save
 from megatron.checkpoint.writer import write_tensors
@@ -209,6 +212,52 @@ def goes_back(root: Path, training: Training) -> dict[str, Any]:
         saver.start(iteration, training.engine, {}, {})
     saver.finish()
     return {"there": listed(root)}
+
+
+def found_without_tracker(root: Path, training: Training) -> str:
+    """The checkpoint that is loaded when the tracker is lost."""
+    dist.barrier()
+    if training.topology.rank == 0:
+        (root / "latest_checkpointed_iteration.txt").unlink()
+    dist.barrier()
+    return find_folder(root).name
+
+
+def wrong_clock(root: Path, training: Training) -> dict[str, Any]:
+    """--keep-last 3 when the clock was a day fast at the first two saves, as their files have it too; then the last
+    one breaks, and the tracker is lost."""
+    usual, saver = time.time, training.saver(root, keep_last=3)
+    for iteration in range(2, 18, 2):
+        fast_s = 86400.0 if iteration <= 4 else 0.0
+        time.time = lambda: usual() + fast_s  # noqa: B023
+        saver.start(iteration, training.engine, {}, {})
+        saver.finish()
+        time.time = usual
+        if fast_s and training.topology.rank == 0:
+            for path in root.rglob("*"):
+                os.utime(path, (usual() + fast_s,) * 2)
+    out: dict[str, Any] = {"there": listed(root)}
+    if training.topology.rank == 0:
+        (root / "iter_0000016" / "config.json").unlink()
+    dist.barrier()
+    out["instead"] = find_folder(root).name
+    return out | {"without tracker": found_without_tracker(root, training)}
+
+
+def another_branch(root: Path, training: Training) -> dict[str, Any]:
+    """A run to 8; another job goes on from its 4 to 5, and then to 9; a third one saves elsewhere."""
+    saver = training.saver(root)
+    for iteration in (2, 4, 6, 8):
+        saver.start(iteration, training.engine, {}, {})
+    saver = training.saver(root, keep_last=2, load=str(root), load_tag="4")
+    saver.start(5, training.engine, {}, {})
+    out: dict[str, Any] = {"of 5": found_without_tracker(root, training)}
+    for iteration in (7, 9):
+        saver.start(iteration, training.engine, {}, {})
+    saver.finish()
+    training.saver(root / "else", load=str(root)).start(10, training.engine, {}, {})
+    out["generation"] = read_manifest(root / "else" / "iter_0000010").generation
+    return out | {"there": listed(root), "of 9": found_without_tracker(root, training)}
 
 
 def fails(root: Path, training: Training) -> dict[str, Any]:

@@ -27,7 +27,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(root: Path) -> list[dict[str, Any]]:
-    return run_processes(2, saver_cases.on_two, str(root), ["synchronous", "fails", "keeps", "goes_back"])
+    return run_processes(2, saver_cases.on_two, str(root), [
+        "synchronous", "fails", "keeps", "goes_back", "wrong_clock", "another_branch"
+    ])  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +92,22 @@ def test_retention(two: Any) -> None:
 @pytest.mark.slow
 def test_retention_keeps_what_the_run_goes_on_from(two: Any) -> None:
     assert two[0]["goes_back"]["there"] == ["iter_0000015", "iter_0000030", BEFORE[1]]
+
+
+@pytest.mark.slow
+def test_no_clock_is_believed(two: Any) -> None:
+    for found in (r["wrong_clock"] for r in two):
+        assert found["there"] == ["iter_0000012", "iter_0000014", "iter_0000016", BEFORE[1]]
+        assert found["instead"] == found["without tracker"] == "iter_0000014"
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_from_an_older_checkpoint(two: Any) -> None:
+    """What it left is neither loaded nor counted; 4 is what --load-tag names. Seven saves came before that elsewhere."""
+    for found in (r["another_branch"] for r in two):
+        assert (found["of 5"], found["of 9"]) == ("iter_0000005", "iter_0000009")
+        assert found["there"] == ["else", "iter_0000004", "iter_0000007", "iter_0000009", BEFORE[1]]
+        assert found["generation"] == 8
 
 
 @pytest.mark.parametrize("exists", [False, True])
