@@ -186,7 +186,7 @@ def test_foreign_formats(tmp_path: Path, hooked: None, capsys: pytest.CaptureFix
 
 @pytest.mark.slow
 def test_whole_programs(tmp_path: Path) -> None:
-    """A resumed run and generated text: the planted checkpoints are called broken, and the one before them is loaded."""
+    """A resumed run and generated text: the planted checkpoints are called broken, the one before them is loaded."""
     run, trace, log = tmp_path / "run", tmp_path / "trace", tmp_path / "log"
     flags = [*TINY, "--train-iters", "2", "--save", str(run)]
     (trained,) = launch(1, flags)

@@ -103,7 +103,7 @@ def test_no_clock_is_believed(two: Any) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_goes_on_from_an_older_checkpoint(two: Any) -> None:
-    """What it left is neither loaded nor counted; 4 is what --load-tag names. Seven saves came before that elsewhere."""
+    """What it left is neither loaded nor counted; 4 is what --load-tag names. Seven saves came before that of 10."""
     for found in (r["another_branch"] for r in two):
         assert (found["of 5"], found["of 9"]) == ("iter_0000005", "iter_0000009")
         assert found["there"] == ["else", "iter_0000004", "iter_0000007", "iter_0000009", BEFORE[1]]
