@@ -12,10 +12,12 @@ _NAMED = 8
 
 
 def incomplete(stored: Mapping[str, Stored]) -> list[str]:
-    """Tensors whose stored boxes do not have as many elements together as the tensor."""
+    """Tensors whose stored boxes lie outside of the tensor, or do not have as many elements together as it has."""
     return [
-        name for name, s in stored.items() if sum(math.prod(box[1]) for box in s["boxes"]) != math.prod(s["shape"])
-    ]
+        name for name, s in stored.items()
+        if sum(math.prod(box[1]) for box in s["boxes"]) != math.prod(s["shape"])
+        or any(o + n > d for box in s["boxes"] for o, n, d in zip(box[0], box[1], s["shape"], strict=True))
+    ]  # fmt: skip
 
 
 def check_tensors(tensors: Mapping[str, Shards], stored: Mapping[str, Stored], where: str) -> None:

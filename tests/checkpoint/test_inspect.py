@@ -3,9 +3,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -126,6 +129,50 @@ def test_boxes_that_do_not_make_a_tensor(tmp_path: Path) -> None:
     assert re.search(r"master\.layers\.0\.norm\.weight.* 4 .*7", missing)
     assert "exp_avg.layers.0.norm.weight" in double
     assert "exp_avg_sq.layers.0.norm.weight" in outside and "(7,)" in outside
+
+
+def shape(entry: dict[str, Any], value: Any) -> None:
+    entry["shape"] = value
+
+
+FORGED: dict[str, Callable[[dict[str, Any]], object]] = {
+    "no shape": lambda entry: entry.pop("shape"), "shape": lambda entry: shape(entry, "7"),
+    "shape of another number": lambda entry: shape(entry, [7.0]), "huge": lambda entry: shape(entry, [1 << 62]),
+    "dtype": lambda entry: entry.update(dtype="qint8"), "dtype of a list": lambda entry: entry.update(dtype=[]),
+    "no boxes": lambda entry: entry.update(boxes=3), "short": lambda entry: entry["boxes"][0].pop(),
+    "outside": lambda entry: entry["boxes"].__setitem__(0, [[5], *entry["boxes"][0][1:]]),
+    "dimensions": lambda entry: entry["boxes"].__setitem__(0, [[0, 0], *entry["boxes"][0][1:]]),
+    "negative": lambda entry: entry["boxes"][0][0].__setitem__(0, -1),
+    "file": lambda entry: entry["boxes"][0].__setitem__(2, "/dev/zero"),
+    "bytes": lambda entry: entry["boxes"][0].__setitem__(4, 1 << 50),
+    "digest": lambda entry: entry["boxes"][0].__setitem__(5, None),
+}
+
+
+@pytest.mark.parametrize("how", FORGED)
+def test_lists_that_were_forged_are_damage(tmp_path: Path, how: str) -> None:
+    """Sound by their digests: who verifies or reads is told, and allocates nothing for them."""
+    folder, other = make(tmp_path / "a", 1, VALUES), make(tmp_path / "b", 1, VALUES)
+    listed = json.loads((folder / "boxes_00000.json").read_text())
+    FORGED[how](listed["master.layers.0.norm.weight"])
+    (folder / "boxes_00000.json").write_text(json.dumps(listed))
+    write_manifest(folder, [p.name for p in folder.glob("*.json") if p.name != "manifest.json"])
+    assert verify(folder)
+    with pytest.raises(CheckpointError, match=str(folder)):
+        compare(contents(folder), contents(other))
+
+
+def test_data_that_is_no_regular_file(tmp_path: Path) -> None:
+    folder = make(tmp_path, 1, VALUES)
+    for put in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir):
+        path = folder / "__0_0.distcp"
+        path.unlink()
+        put(path)
+        assert verify(folder)
+        with pytest.raises(CheckpointError, match="__0_0.distcp"):
+            dict(norms(contents(folder), list(VALUES)))
+        if path.is_dir():
+            path.rmdir()
 
 
 def test_the_tracker_is_checked(tmp_path: Path) -> None:
