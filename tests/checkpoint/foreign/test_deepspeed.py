@@ -249,6 +249,16 @@ DAMAGE = [
         change(SHARD_1, lambda s: s["optimizer_state_dict"].update(partition_count=[2, 2])),
         ("zero_pp_rank_1_mp_rank_01",),
     ),
+    (
+        "no end of data-parallel ranks",
+        change(SHARD_1, lambda s: s["optimizer_state_dict"].update(partition_count=[10**15, 10**15])),
+        ("zero_pp_rank_1_mp_rank_01", str(10**15)),
+    ),
+    (
+        "no end of tensor-parallel ranks",
+        change(MODEL_0, lambda s: vars(s["args"]).update(tensor_model_parallel_size=10**15)),
+        ("mp_rank_02", str(10**15)),
+    ),
     ("masters of another step", change(SHARD_1, other_group), ("--no-optim",)),
     (
         "a tensor more", change(MODEL_0, lambda s: s["module"].update(

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from megatron.checkpoint.find import find_folder
+from megatron.checkpoint.folder import TRACKER
 from megatron.checkpoint.foreign.convert import convert, find_source, plan_conversion, read_source
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, MegatronError
 from tests.checkpoint.foreign import theirs
 from tests.checkpoint.foreign.whole import whole_tensors
 
@@ -164,6 +165,39 @@ def test_an_optimizer_that_is_not_that_of_the_weights(tmp_path: Path) -> None:
     torch.save(content, path)
     source = read_source(find_source(tmp_path / "old"))
     assert source.optimizer_step is None and source.notes
+
+
+def itself(content: dict[str, Any]) -> None:
+    content["model"]["again"] = content["model"]
+
+
+FORGED: dict[str, Any] = {
+    "sizes": lambda c: vars(c["args"]).update(tensor_model_parallel_size=10**15),
+    "no number": lambda c: vars(c["args"]).update(pipeline_model_parallel_size="two"),
+    "layers": lambda c: vars(c["args"]).update(num_layers=10**8),
+    "digits": lambda c: c.update(iteration=10**5000), "negative": lambda c: c.update(iteration=-5),
+    "version": lambda c: c.update(checkpoint_version=10**400), "kind": lambda c: c.update(checkpoint_version=[]),
+    "without an end": itself, "names": lambda c: c["model"].update({3: torch.ones(2)}),
+    "groups": lambda c: c["optimizer"]["optimizer"].update(param_groups=[3]),
+    "infinite": lambda c: vars(c["args"]).update(consumed_train_samples=float("inf")),
+    "tensor": lambda c: vars(c["args"]).update(num_experts=torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("how", [*FORGED, "a tracker without an end", "a tracker of no number"])
+def test_what_no_run_writes_is_no_checkpoint(tmp_path: Path, how: str) -> None:
+    """It ends in an error, soon, and without a traceback."""
+    write(tmp_path / "old", "gpt", 1, 1, 1, 3.0, True)
+    path, tracker = tmp_path / "old/iter_0000005/mp_rank_00/model_optim_rng.pt", tmp_path / "old" / TRACKER
+    if how in FORGED:
+        content = torch.load(path, weights_only=False)
+        FORGED[how](content)
+        torch.save(content, path)
+    else:
+        tracker.write_text("9" * 10_000 if "end" in how else "\u00b2")
+    with pytest.raises(MegatronError):
+        convert(plan_conversion(read_source(find_source(tmp_path / "old")), {}), tmp_path / "new")
+    assert not (tmp_path / "new").exists() or not list((tmp_path / "new").iterdir())
 
 
 def test_errors(tmp_path: Path) -> None:

@@ -68,6 +68,9 @@ def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "text.pt").write_text("not a pickle")
     with pytest.raises(CheckpointError, match=r"text\.pt"):
         load_file(tmp_path / "text.pt")
+    os.mkfifo(tmp_path / "fifo.pt")
+    with pytest.raises(CheckpointError, match=r"fifo\.pt"):
+        load_file(tmp_path / "fifo.pt")
     torch.save([1], tmp_path / "list.pt")
     with pytest.raises(CheckpointError, match=r"list\.pt.* list\b"):
         load_file(tmp_path / "list.pt")
