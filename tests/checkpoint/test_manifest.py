@@ -4,13 +4,14 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
 
 from megatron.checkpoint import digest as digest_module
 from megatron.checkpoint.digest import digest, file_digest
-from megatron.checkpoint.folder import MANIFEST
+from megatron.checkpoint.folder import MANIFEST, to_json
 from megatron.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from megatron.errors import CheckpointError
 
@@ -71,6 +72,18 @@ def test_a_file_that_changed_on_its_way_to_the_disk_is_found(tmp_path: Path) -> 
     found = read_manifest(tmp_path)
     with pytest.raises(CheckpointError, match=r"\ba\b"):
         found.read_bytes("a")
+
+
+def nested(levels: int) -> Any:
+    return [nested(levels - 1)] if levels else 0
+
+
+def test_what_could_not_be_read_is_not_written() -> None:
+    """A checkpoint that nobody can load would be none."""
+    assert json.loads(to_json({"a": nested(90)}, "it")) == {"a": nested(90)}
+    for value in ({1, 2}, 10**30, "\ud800", nested(110)):
+        with pytest.raises(CheckpointError, match="^it "):
+            to_json({"a": value}, "it")
 
 
 def test_a_later_format_is_called_so(tmp_path: Path) -> None:
