@@ -6,7 +6,7 @@ import sys
 from megatron.config import parse_args
 from megatron.errors import MegatronError
 from megatron.parallel.launch import Launch, detect_launch, variables_with_flags
-from megatron.training.failures import leave, run_guarded
+from megatron.training.failures import guard_output, leave, run_guarded
 
 
 def launched(arguments: list[str]) -> tuple[Launch, MegatronError | None]:
@@ -38,6 +38,7 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    guard_output()
     # When a rank dies, torch would print a page of C++ frames before our line that names the rank.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     leave(main(sys.argv[1:]))

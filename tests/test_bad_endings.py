@@ -61,6 +61,48 @@ def test_a_vanished_validation_part_is_said(tmp_path: Path) -> None:
     assert "--split" in outcome.output and "--valid-data-path" in outcome.output
 
 
+def lose_output(kind: str, *numbers: int) -> None:
+    """As `> /dev/full` on a full disk, `>&-`, or a pipe whose reader left."""
+    for number in numbers:
+        if kind == "full":
+            os.dup2(os.open("/dev/full", os.O_WRONLY), number)
+        elif kind == "pipe":
+            reader, writer = os.pipe()
+            os.close(reader)
+            os.dup2(writer, number)
+        else:
+            os.close(number)
+            setattr(sys, ("stdin", "stdout", "stderr")[number], None)  # as Python begins then
+
+
+@pytest.mark.parametrize(("kind", "numbers"), [("full", (1,)), ("closed", (0, 1)), ("pipe", (1, 2))])
+def test_output_that_cannot_be_written_costs_the_run_nothing(
+    tmp_path: Path, kind: str, numbers: tuple[int, ...]
+) -> None:
+    size = 2 if kind == "full" else 1
+    arguments = [*TINY, "--train-iters", "2", "--save", str(tmp_path)]
+    outcomes = launch(size, arguments, arm={rank: (lose_output, kind, *numbers) for rank in range(size)})
+    assert [outcome and outcome.code for outcome in outcomes] == [0] * size, outcomes
+    notes = [outcome.output.count("standard output cannot be written") for outcome in outcomes if outcome]
+    assert notes == [0 if 2 in numbers else 1, 0][:size], outcomes  # only rank 0 prints
+    # No file of the run has got what was printed.
+    events = [record["event"] for record in read_metrics(tmp_path / "metrics.jsonl")]
+    assert events == ["start", "iteration", "iteration", "checkpoint", "data", "end"]
+
+
+@pytest.mark.parametrize(("arguments", "redirected", "code"), [
+    ("--seed -1", "2>&-", 2), ("--seed -1", "2>/dev/full", 2), ("--help", ">/dev/full", 1), ("--help", ">&-", 1),
+    ("--help", "2>&-", 0),
+])  # fmt: skip
+def test_the_exit_code_is_right_without_output(arguments: str, redirected: str, code: int) -> None:
+    """What --help prints is its result, so that a lost one is no success."""
+    words = f"{sys.executable} pretrain_gpt.py {arguments} {redirected}"
+    ended = subprocess.run(["sh", "-c", words], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == code, ended
+    said = ended.stdout + ended.stderr
+    assert "Traceback" not in said and said.count("note: standard") == (code > 0)
+
+
 @pytest.mark.campaign("kills")
 def test_a_lost_store_is_told_without_frames_of_cpp() -> None:
     """Rank 0 serves it. torch reads how much it says when it is imported: these are real processes."""

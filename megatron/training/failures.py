@@ -1,4 +1,5 @@
-"""How a process ends when something goes wrong: one clear message, the right exit code, no hanging.
+"""What a process does when something goes wrong: one clear message, the right exit code, no hanging. Where only its
+output cannot be written, it goes on.
 
 Imports no torch, so that a mistake on the command line is reported at once.
 """
@@ -6,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import io
 import os
 import sys
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 from megatron.errors import LostRankError, MegatronError
 
@@ -17,6 +20,49 @@ EXIT_ERROR = 1  # an error of the program, or a peer's
 EXIT_USER_ERROR = 2  # something the user can mend
 EXIT_LOST_RANK = 75  # a rank died or hung: nothing to mend, start it again (EX_TEMPFAIL of sysexits.h)
 EXIT_INTERRUPTED = 130
+
+
+class _Output(io.FileIO):
+    """Standard output or standard error whose writes never fail: what cannot be written is lost, which is said once on
+    the other of the two."""
+
+    lost = False
+
+    def write(self, data: Any, /) -> int:
+        """Write what can be written; the number of bytes is always that of `data`, so that no buffer keeps the rest."""
+        reason = "it would have to wait"
+        try:
+            if (written := super().write(data)) is not None:
+                return written
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if not self.lost:
+            self.lost = True
+            text = f"note: {self.name} cannot be written ({reason}): what is printed there is lost, the run goes on\n"
+            with contextlib.suppress(OSError):
+                os.write(3 - self.fileno(), text.encode())
+        return len(data)
+
+
+def guard_output() -> None:
+    """Replace standard output and standard error by streams whose writes never fail. Call it before any file is opened:
+    one that is closed gets its number back, so that no file of the run receives what is printed."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # opened such that a write fails, as it did
+            os.set_inheritable(os.open(os.devnull, os.O_RDONLY), True)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        output = _Output(number, "w", closefd=False)
+        output.name = f"standard {'output' if number == 1 else 'error'}"
+        buffer, old = io.BufferedWriter(output), getattr(sys, name)
+        stream = io.TextIOWrapper(buffer, old and old.encoding, "backslashreplace", line_buffering=True)
+        setattr(sys, name, stream)
+
+
+def _output_lost() -> bool:
+    sys.stdout.flush()
+    return bool(getattr(getattr(getattr(sys.stdout, "buffer", None), "raw", None), "lost", False))
 
 
 def run_guarded(body: Callable[[], object], rank: int | Callable[[], int]) -> int:
@@ -41,7 +87,8 @@ def run_guarded(body: Callable[[], object], rank: int | Callable[[], int]) -> in
         _print_error(f"rank {who()}: interrupted")
         return EXIT_INTERRUPTED
     except SystemExit as exit_:
-        return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+        code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+        return code or (EXIT_ERROR if _output_lost() else 0)  # of --help and the like, whose output is the result
     except BrokenPipeError:  # the reader of our output left, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_ERROR

@@ -206,9 +206,9 @@ class MetricsFile:
         warn: Callable[[str], object] = print,
     ) -> None:
         self.path = Path(path) if path is not None else None
-        self._clock, self._torn = clock, False
+        self._clock = clock
         self._warn: Callable[[str], object] | None = warn
-        self._file = None if self.path is None else _open_for_append(self.path, flag)
+        self._file, self._torn = (None, False) if self.path is None else _open_for_append(self.path, flag)
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one record; nothing without a path."""
@@ -232,13 +232,12 @@ class MetricsFile:
             self._file = None
 
 
-def _open_for_append(path: Path, flag: str) -> io.RawIOBase:
+def _open_for_append(path: Path, flag: str) -> tuple[io.RawIOBase, bool]:
+    """The file, and whether its last record was cut short, of a run that was killed while it wrote."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "ab", buffering=0)  # noqa: SIM115 - stays open for the whole run
-        if file.tell() and not _ends_with_newline(path):
-            file.write(b"\n")  # a run that was killed while it wrote
-        return file
+        return file, file.tell() > 0 and not _ends_with_newline(path)
     except OSError as error:
         raise ConfigError(f"{flag}: {path}: {error.strerror}: choose a place that can be written") from error
 

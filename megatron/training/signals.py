@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1 as a wish to end, from the moment on that the program knows its settings.
+"""SIGTERM, SIGUSR1 and SIGHUP as a wish to end, from the moment on that the program knows its settings.
 
 Imports no torch: a signal may come while torch is imported.
 """
@@ -8,13 +8,14 @@ import signal
 import threading
 from types import FrameType
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Signals:
     """Notes the signals of SIGNALS while it is entered, when `enabled`; without, they do what they did before.
 
-    Only the first one counts: Slurm and people send several. Outside of the main thread, where Python lets nobody
+    Only the first one counts: Slurm and people send several. SIGHUP, which a terminal or a connection sends when it
+    closes, stays ignored where it was, as under nohup. Outside of the main thread, where Python lets nobody
     handle signals, nothing is noted.
     """
 
@@ -26,6 +27,8 @@ class Signals:
     def __enter__(self) -> Signals:
         if self.enabled and threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
+                if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                    continue
                 self._previous[number] = signal.signal(number, self._note)
         return self
 

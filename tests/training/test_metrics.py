@@ -90,6 +90,9 @@ def test_a_disk_that_is_full_for_a_while_loses_records_and_not_the_run(tmp_path:
     said: list[str] = []
     metrics, disk = MetricsFile(tmp_path / "m.jsonl", warn=said.append), Disk()
     metrics._file = disk  # type: ignore[assignment]
+    (tmp_path / "full.jsonl").write_text('{"event": "iterat')
+    MetricsFile(tmp_path / "full.jsonl")  # a run that is resumed on it: nothing is written before there is a record
+    assert (tmp_path / "full.jsonl").read_text() == '{"event": "iterat'
     for iteration in range(1, 6):
         metrics.write("iteration", iteration=iteration, padding="x" * 40)
     (tmp_path / "m.jsonl").write_bytes(disk.held)

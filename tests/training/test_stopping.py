@@ -78,6 +78,18 @@ def test_signals_are_caught_only_inside_the_block_and_only_when_asked() -> None:
         assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.parametrize("nohup", [False, True])
+def test_a_lost_connection_ends_the_run_as_a_signal_does_but_not_under_nohup(nohup: bool) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+    try:
+        with Signals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            stop = Rules(signals=signals).check(3)
+            assert stop is None if nohup else "SIGHUP" in str(stop)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_only_the_first_signal_counts() -> None:
     with Signals() as signals:
         for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
