@@ -14,6 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.config.option import real, whole
 from megatron.data.prepare.corpus import build_corpus
 from megatron.errors import MegatronError
 
@@ -25,9 +26,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--output", required=True, metavar="FILE", help="JSON lines with the keys name and text")
     parser.add_argument(
-        "--max-megabytes", type=float, default=20.0, metavar="MB", help="stop before this size (default: 20)"
+        "--max-megabytes", type=real(), default=20.0, metavar="MB", help="stop before this size (default: 20)"
     )
-    parser.add_argument("--seed", type=int, default=1234, help="decides the order of the modules (default: 1234)")
+    parser.add_argument("--seed", type=whole(0), default=1234, help="decides the order of the modules (default: 1234)")
     parser.add_argument("--docstrings-only", action="store_true", help="documentation strings instead of whole sources")
     parser.add_argument(
         "--stdlib", metavar="FOLDER", help="read this folder of sources instead of this Python's library"

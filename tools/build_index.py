@@ -25,6 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config import Config, parse_args
+from megatron.config.option import whole
 from megatron.errors import ConfigError
 from megatron.training.failures import leave, run_guarded
 
@@ -32,14 +33,9 @@ from megatron.training.failures import leave, run_guarded
 def split_arguments(argv: Sequence[str]) -> tuple[int, list[str]]:
     """(workers, the flags of pretrain_gpt.py). Raises ConfigError."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--workers", default="1")
-    try:
-        own, flags = parser.parse_known_args(list(argv))
-    except SystemExit:
-        raise ConfigError("--workers takes one number") from None
-    if not own.workers.isdigit() or int(own.workers) < 1:
-        raise ConfigError(f"--workers takes a number of at least 1, not {own.workers}")
-    return int(own.workers), flags
+    parser.add_argument("--workers", type=whole(1, 1024), default=1)
+    own, flags = parser.parse_known_args(list(argv))
+    return own.workers, flags
 
 
 def read_config(flags: Sequence[str]) -> Config:

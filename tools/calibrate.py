@@ -21,6 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.config.option import real, whole
 from megatron.errors import ConfigError
 from megatron.training.failures import leave, run_guarded
 
@@ -37,9 +38,10 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.toml", help="the description")
     parser.add_argument(
-        "--processes", type=int, metavar="N", help="on this node; default: one for each GPU, or each core of a CPU"
+        "--processes", type=whole(1, 64), metavar="N",
+        help="on this node; default: one for each GPU, or each core of a CPU",
     )
-    parser.add_argument("--minutes", type=float, default=1.0, metavar="M", help="of measuring, about (default 1)")
+    parser.add_argument("--minutes", type=real(60), default=1.0, metavar="M", help="of measuring, about (default 1)")
     parser.add_argument("--name", metavar="NAME", help="of the machine; default: the file's")
     parser.add_argument("--refine", nargs="+", type=Path, metavar="METRICS", help="metrics files of runs on it")
     parser.add_argument("--cluster", metavar="NAME|FILE", help="with --refine: the description to correct")
@@ -50,8 +52,6 @@ def calibrate(args: argparse.Namespace, flags: list[str]) -> None:
     """Measure and write the file. Raises MegatronError."""
     from megatron.parallel.launch import detect_launch
 
-    if not 0 < args.minutes <= 60:
-        raise ConfigError(f"--minutes {args.minutes:g}: give more than 0 and at most 60")
     flags = flags or DEFAULT_MODEL
     seconds, launch = 60 * args.minutes, detect_launch()
     if launch.rank == 0:

@@ -22,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.command_line import flag_table, scan
+from megatron.config.option import real
 from megatron.config.settings import raise_problems
 from megatron.errors import MegatronError
 
@@ -37,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help="say what was found, check it, write nothing")
     parser.add_argument("--no-optim", action="store_true", help="take the weights only")
     parser.add_argument(
-        "--checkpoint-version", type=float, metavar="V",
+        "--checkpoint-version", type=real(least=0), metavar="V",
         help="0, 1.0, or 2.0 and above: the order of rows in query_key_value, where the files do not say it",
     )  # fmt: skip
     parser.add_argument(

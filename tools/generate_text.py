@@ -22,6 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config import Config
+from megatron.config.option import real, whole
 from megatron.errors import ConfigError, MegatronError
 from megatron.parallel.launch import Launch, detect_launch
 from megatron.training.failures import leave, run_guarded
@@ -35,18 +36,24 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--load", required=True, metavar="FOLDER", help="the --save folder of a training run")
     parser.add_argument("--load-tag", metavar="NAME", help="a checkpoint in it other than the last")
     parser.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="may be given several times")
-    parser.add_argument("--tokens", type=int, default=64, metavar="N", help="at most so many new tokens (default: 64)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the most probable token (default: 0.8)")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="only the K most probable tokens; 0 all")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P",
+    parser.add_argument(
+        "--tokens", type=whole(), default=64, metavar="N", help="at most so many new tokens (default: 64)"
+    )
+    parser.add_argument(
+        "--temperature", type=real(least=0), default=0.8, help="0 takes the most probable token (default: 0.8)"
+    )
+    parser.add_argument("--top-k", type=whole(0), default=0, metavar="K", help="only the K most probable tokens; 0 all")
+    parser.add_argument("--top-p", type=real(1), default=1.0, metavar="P",
                         help="only the most probable tokens that together have probability P (default: 1)")
-    parser.add_argument("--seed", type=int, default=1234, help="the same seed gives the same text (default: 1234)")
-    parser.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="N")
-    parser.add_argument("--pipeline-model-parallel-size", type=int, default=1, metavar="N")
+    parser.add_argument(
+        "--seed", type=whole(0, 2**32 - 1), default=1234, help="the same seed gives the same text (default: 1234)"
+    )
+    parser.add_argument("--tensor-model-parallel-size", type=whole(), default=1, metavar="N")
+    parser.add_argument("--pipeline-model-parallel-size", type=whole(), default=1, metavar="N")
     parser.add_argument("--tokenizer-model", metavar="PATH", help="where it lies now, if not where it lay in training")
     parser.add_argument("--vocab-file", metavar="FILE", help="likewise")
     parser.add_argument("--merge-file", metavar="FILE", help="likewise")
-    parser.add_argument("--distributed-timeout-minutes", type=float, default=10.0, metavar="MINUTES")
+    parser.add_argument("--distributed-timeout-minutes", type=real(525600), default=10.0, metavar="MINUTES")
     parser.add_argument("--metrics-file", metavar="FILE", help="append a record of each text to this JSON-lines file")
     return parser
 

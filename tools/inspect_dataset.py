@@ -20,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.config.option import MOST_WIDTH, whole
 from megatron.data.indexed_dataset import bin_path
 from megatron.data.prepare.byte_progress import ByteProgress
 from megatron.data.prepare.check import PROBLEMS_PER_KIND
@@ -27,6 +28,7 @@ from megatron.data.prepare.inspect import Inspection, as_json, inspect, plot_len
 from megatron.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megatron.errors import ConfigError, MegatronError
 
+_FEW = whole(0, MOST_WIDTH)
 TOKENIZER_FLAGS = (
     "vocab_file", "merge_file", "tokenizer_model", "vocab_size", "vocab_extra_ids",
     "tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens",
@@ -43,10 +45,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--plot", metavar="FILE", help="draw the lengths of documents; .png, .svg or .pdf")
     parser.add_argument("--json", action="store_true", help="print one JSON list instead of text")
     group = parser.add_argument_group("samples")
-    group.add_argument("--samples", type=int, default=0, metavar="N", help="show the first N documents")
-    group.add_argument("--documents", type=int, nargs="+", default=[], metavar="I", help="show these, counted from 0")
+    group.add_argument("--samples", type=whole(0), default=0, metavar="N", help="show the first N documents")
     group.add_argument(
-        "--sample-tokens", type=int, default=128, metavar="N", help="tokens shown of each (default: 128)"
+        "--documents", type=whole(0), nargs="+", default=[], metavar="I", help="show these, counted from 0"
+    )
+    group.add_argument(
+        "--sample-tokens", type=whole(), default=128, metavar="N", help="tokens shown of each (default: 128)"
     )
     group = parser.add_argument_group("tokenizer", "decodes samples; its vocabulary is what ids are checked against")
     group.add_argument("--tokenizer-type", metavar="TYPE", help=f"one of {', '.join(TOKENIZER_TYPES)}")
@@ -59,14 +63,14 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
     group.add_argument(
         "--vocab-size",
-        type=int,
+        type=whole(),
         metavar="N",
         help="entries of the vocabulary when there is no tokenizer; that of NullTokenizer",
     )
-    group.add_argument("--vocab-extra-ids", type=int, metavar="N", help="extra ids of SentencePieceTokenizer")
+    group.add_argument("--vocab-extra-ids", type=_FEW, metavar="N", help="extra ids of SentencePieceTokenizer")
     group.add_argument("--tiktoken-pattern", metavar="NAME", help="how TikTokenizer cuts text before merging")
     group.add_argument(
-        "--tiktoken-num-special-tokens", type=int, metavar="N", help="ids that TikTokenizer keeps for special tokens"
+        "--tiktoken-num-special-tokens", type=_FEW, metavar="N", help="ids that TikTokenizer keeps for special tokens"
     )
     group.add_argument("--tiktoken-special-tokens", nargs="+", metavar="NAME", help="special tokens of TikTokenizer")
     return parser
@@ -74,13 +78,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 def make_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
     """The tokenizer of the flags. Raises ConfigError for flags that make no sense."""
-    for flag, value, least in (
-        ("--samples", args.samples, 0),
-        ("--sample-tokens", args.sample_tokens, 1),
-        ("--vocab-size", 1 if args.vocab_size is None else args.vocab_size, 1),
-    ):
-        if value < least:
-            raise ConfigError(f"{flag} {value}: expected {least} or more")
     given = {name: getattr(args, name) for name in TOKENIZER_FLAGS if getattr(args, name) is not None}
     if args.tokenizer_type is not None:
         return build_tokenizer(args.tokenizer_type, **given)

@@ -19,6 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.command_line import split_at_dashes
+from megatron.config.option import MOST_TOKENS, real, whole
 from megatron.errors import MegatronError
 from megatron.planning.cluster import known_clusters
 from megatron.planning.search import command
@@ -49,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument("--devices", metavar="N", help="devices in all instead of nodes, for a part of a node")
     what.add_argument("--global-batch", metavar="B", help="samples of a step: 640, several 640,1280, or 640:8000, "
                       "doubled from one to the other (default: the preset's)")  # fmt: skip
-    what.add_argument("--tokens", type=float, metavar="T", help="length of the run in tokens: 300e9")
+    what.add_argument("--tokens", type=real(MOST_TOKENS), metavar="T", help="length of the run in tokens: 300e9")
     how = parser.add_argument_group("what is searched")
     several: dict[str, Any] = dict(nargs="+", action="extend", default=[], metavar="NAME=VALUE")
     how.add_argument("--fix", help="allow these values only", **several)
@@ -60,9 +61,9 @@ def build_parser() -> argparse.ArgumentParser:
     how.add_argument("--objective", choices=("throughput", "node-hours"), default="throughput",
                      help="with several numbers of nodes: most tokens a second, or fewest node-hours (default "
                      "throughput)")  # fmt: skip
-    how.add_argument("--processes", type=int, metavar="N", help="that search (default: cores, at most 8)")
+    how.add_argument("--processes", type=whole(1, 512), metavar="N", help="that search (default: cores, at most 8)")
     out = parser.add_argument_group("what is shown")
-    out.add_argument("--top", type=int, default=10, metavar="N", help="layouts in the tables (default 10)")
+    out.add_argument("--top", type=whole(), default=10, metavar="N", help="layouts in the tables (default 10)")
     out.add_argument("--layout", action="append", default=[], metavar="LAYOUT", help="say where this one comes, or why "
                      "it is rejected; may be repeated")  # fmt: skip
     out.add_argument("--explain", metavar="LAYOUT|N", help="walk through the arithmetic of this layout, or of number N "

@@ -24,6 +24,7 @@ from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.config.option import MOST_WIDTH, whole
 from megatron.data.prepare.encode import PreprocessOptions
 from megatron.data.prepare.preprocess import ON_BAD_INPUT, Listeners, PreprocessStopped, preprocess
 from megatron.data.prepare.progress import Progress
@@ -84,13 +85,15 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="SentencePiece model; tokenizer.json or its folder for HFTokenizer; .tiktoken file for TikTokenizer",
     )
-    group.add_argument("--vocab-size", type=int, metavar="N", help="vocabulary of NullTokenizer")
+    group.add_argument("--vocab-size", type=whole(), metavar="N", help="vocabulary of NullTokenizer")
     group.add_argument(
-        "--vocab-extra-ids", type=int, default=0, metavar="N", help="extra ids of SentencePieceTokenizer"
+        "--vocab-extra-ids", type=whole(0, MOST_WIDTH), default=0, metavar="N",
+        help="extra ids of SentencePieceTokenizer",
     )
     group.add_argument("--tiktoken-pattern", metavar="NAME", help="how TikTokenizer cuts text before merging")
     group.add_argument(
-        "--tiktoken-num-special-tokens", type=int, metavar="N", help="ids that TikTokenizer keeps for special tokens"
+        "--tiktoken-num-special-tokens", type=whole(1, MOST_WIDTH), metavar="N",
+        help="ids that TikTokenizer keeps for special tokens",
     )
     group.add_argument("--tiktoken-special-tokens", nargs="+", metavar="NAME", help="special tokens of TikTokenizer")
     group.add_argument("--append-eod", action="store_true", help="end every document with the end-of-document id")
@@ -111,7 +114,7 @@ def build_parser() -> argparse.ArgumentParser:
     cores = len(os.sched_getaffinity(0))
     group.add_argument(
         "--workers",
-        type=int,
+        type=whole(1, 1024),
         default=cores,
         metavar="N",
         help=f"processes that tokenize, one core each (default: the cores this process may use, here {cores}); with 1 "
@@ -119,18 +122,18 @@ def build_parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--log-interval",
-        type=int,
+        type=whole(),
         metavar="N",
         help="documents between two progress lines in a log file (default: a line every 10 s)",
     )
     group = parser.add_argument_group("accepted for scripts that use them, without effect")
     group.add_argument("--lang", metavar="LANGUAGE", help=WITHOUT_EFFECT["lang"])
-    group.add_argument("--partitions", type=int, metavar="N", help=WITHOUT_EFFECT["partitions"])
-    group.add_argument("--seq-length", type=int, metavar="N", help=WITHOUT_EFFECT["seq_length"])
+    group.add_argument("--partitions", metavar="N", help=WITHOUT_EFFECT["partitions"])
+    group.add_argument("--seq-length", metavar="N", help=WITHOUT_EFFECT["seq_length"])
     group.add_argument("--trust-remote-code", action="store_true", help=WITHOUT_EFFECT["trust_remote_code"])
     group.add_argument("--find-optimal-num-workers", action="store_true", help=argparse.SUPPRESS)
-    group.add_argument("--workers-to-check", nargs="+", type=int, help=argparse.SUPPRESS)
-    group.add_argument("--max-documents", type=int, help=argparse.SUPPRESS)
+    group.add_argument("--workers-to-check", nargs="+", help=argparse.SUPPRESS)
+    group.add_argument("--max-documents", help=argparse.SUPPRESS)
     return parser
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.config.option import real, whole
 from megatron.errors import ConfigError, MegatronError
 from megatron.planning.scaling.compare import Series, compare
 from megatron.planning.scaling.figures import Judge, figures
@@ -34,36 +35,20 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write report.md, report.csv and plots there")
     parser.add_argument("--no-plots", action="store_true", help="with --out: no pictures (needs no matplotlib)")
     parser.add_argument(
-        "--warm-up", type=_count, metavar="N",
+        "--warm-up", type=whole(0), metavar="N",
         help="steps from the start that do not count (default: as the experiment's point says, else 1)",
     )
     parser.add_argument(
-        "--peak-tflops", type=_positive, metavar="T",
+        "--peak-tflops", type=real(), metavar="T",
         help="peak of a device for MFU and HFU (default: of the device that the metrics file names)",
     )
     parser.add_argument(
-        "--ceiling-tflops", type=_positive, metavar="T",
+        "--ceiling-tflops", type=real(), metavar="T",
         help="TFLOP/s per device beyond which a run is invalid (default: 115.3 for an MI250X GCD, the best matrix "
         "product measured on it; 0.9 of the peak for others)",
     )
     parser.add_argument("--strict", action="store_true", help="exit code 1 when any run is invalid")
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
-    return value
 
 
 def show(series: Sequence[Series]) -> None:

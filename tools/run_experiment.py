@@ -24,6 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.command_line import split_at_dashes
+from megatron.config.option import MOST_PROCESSES, real, whole
 from megatron.errors import ConfigError, MegatronError
 from megatron.planning.cluster import Cluster, load_cluster
 from megatron.planning.experiments import show
@@ -32,6 +33,8 @@ from megatron.planning.experiments.folder import PointFolder
 from megatron.planning.experiments.launch import ROOT
 from megatron.planning.experiments.points import KINDS, Point, Request, plan
 from megatron.planning.experiments.runner import Outcome, Place, Runner, slurm_time_left_s
+
+_COUNT = whole(1, MOST_PROCESSES)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -45,12 +48,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--recipe", choices=("paper", "frontier"), default="paper", help="default paper")
     parser.add_argument("--values", type=_numbers, default=(), metavar="N,N", help="of what varies (default: by model)")
     parser.add_argument(
-        "--batch", type=int, metavar="N",
+        "--batch", type=_COUNT, metavar="N",
         help="sequences: weak of each replica, strong in all, pp-bubble of each stage, else of every point "
         "(default: as published)",
     )
-    parser.add_argument("--iterations", type=int, default=3, metavar="N", help="measured steps (default 3)")
-    parser.add_argument("--warm-up", type=int, default=2, metavar="N", help="steps before them (default 2)")
+    parser.add_argument("--iterations", type=_COUNT, default=3, metavar="N", help="measured steps (default 3)")
+    parser.add_argument("--warm-up", type=whole(0), default=2, metavar="N", help="steps before them (default 2)")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: runs/<experiment> in this clone")
     parser.add_argument("--points", type=lambda text: tuple(text.split(",")), metavar="NAME,NAME", help="only these")
     parser.add_argument("--retry-failed", action="store_true", help="run failed points again")
@@ -58,27 +61,24 @@ def build_parser() -> argparse.ArgumentParser:
     place.add_argument("--dry-run", action="store_true", help="show the points and what they cost; run nothing")
     place.add_argument("--print-nodes", action="store_true", help="print the nodes of the largest point; run nothing")
     place.add_argument("--list", action="store_true", help="print a job for each point: name, nodes, time, partition")
-    place.add_argument("--print-limit", type=int, metavar="NODES", help="print the longest job on so many nodes")
+    place.add_argument("--print-limit", type=_COUNT, metavar="NODES", help="print the longest job on so many nodes")
     place.add_argument("--launcher", choices=("slurm", "local"), default="slurm", help="default slurm")
     place.add_argument("--hosts-file", type=Path, metavar="FILE", help="nodes to run on, one a line")
-    place.add_argument("--nodes", type=int, metavar="N", help="nodes of the allocation, for the cost (--dry-run)")
-    place.add_argument("--tasks-per-node", type=int, metavar="N", help="default: as the cluster has devices")
+    place.add_argument("--nodes", type=_COUNT, metavar="N", help="nodes of the allocation, for the cost (--dry-run)")
+    place.add_argument("--tasks-per-node", type=_COUNT, metavar="N", help="default: as the cluster has devices")
     place.add_argument("--one-at-a-time", action="store_true", help="no points side by side on disjoint nodes")
-    place.add_argument("--limit", type=float, metavar="SECONDS", help="longest time of a point (default: by its cost)")
+    place.add_argument("--limit", type=real(), metavar="SECONDS", help="longest time of a point (default: by its cost)")
     place.add_argument(
         "--cluster", default=os.environ.get("MEGATRON_CLUSTER", "frontier"), metavar="NAME|FILE",
         help="machine whose limits hold (default: MEGATRON_CLUSTER, else frontier); none",
     )
     place.add_argument("--partition", metavar="NAME", help="partition whose limits hold (default: the cluster's first)")
-    place.add_argument("--tflops", type=float, metavar="T", help="hardware TFLOP/s of a device, to estimate times")
+    place.add_argument("--tflops", type=real(), metavar="T", help="hardware TFLOP/s of a device, to estimate times")
     return parser
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    parts = text.replace(",", " ").split()
-    if not parts or not all(part.isdigit() for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers such as 1,2,4")
-    return tuple(int(part) for part in parts)
+    return tuple(_COUNT(part) for part in text.replace(",", " ").split())
 
 
 def requested(args: argparse.Namespace, flags: Sequence[str], cluster: Cluster | None) -> Request:

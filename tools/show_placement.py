@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config import Config
 from megatron.config.command_line import parse_plan
+from megatron.config.option import whole
 from megatron.errors import ConfigError, MegatronError
 from megatron.planning.cluster import Cluster, known_clusters, load_cluster
 from megatron.planning.placement import (
@@ -47,7 +48,9 @@ def build_parser() -> argparse.ArgumentParser:
         "[flags of pretrain_gpt.py]",
     )  # fmt: skip
     parser.add_argument("--compare", action="store_true", help="also all orders of directions, and of devices")
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="show the ranks of so many nodes (default 1)")
+    parser.add_argument(
+        "--nodes", type=whole(0), default=1, metavar="N", help="show the ranks of so many nodes (default 1)"
+    )
     parser.add_argument("--table", type=Path, metavar="FILE.csv", help="write node, device and layers of all ranks")
     parser.add_argument("--explain", action="store_true", help="where the figures are from, and what is assumed")
     return parser
@@ -86,8 +89,6 @@ def show(args: argparse.Namespace, flags: Sequence[str], width: int) -> None:
     config = parse_plan(flags)
     if config.parallel.cluster is None:
         raise ConfigError(f"--cluster is missing: give one of {', '.join(known_clusters())}, or a TOML file")
-    if args.nodes < 0:
-        raise ConfigError(f"--nodes {args.nodes} must be 0 or more")
     cluster = load_cluster(config.parallel.cluster)
     chosen = choose_placement(config, cluster)
     print(render_placement(chosen, naive_placement(config, cluster), width))

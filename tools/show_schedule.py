@@ -11,6 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron.config.option import real, whole
 from megatron.errors import MegatronError
 from megatron.pipeline import draw
 from megatron.pipeline.schedule import (
@@ -25,19 +26,25 @@ from megatron.pipeline.schedule import (
 from megatron.pipeline.simulate import NOMINAL_DURATIONS, Timeline, simulate
 from megatron.planning.timeline_plot import draw_timeline
 
+_TIME = real(least=0)
+
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Show a pipeline schedule as text and, if wanted, as a picture.")
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
-    parser.add_argument("--pipeline-size", type=int, default=4, metavar="P", help="pipeline ranks (default 4)")
-    parser.add_argument("--chunks", type=int, metavar="V", help="chunks per rank (default 1; interleaved 2)")
-    parser.add_argument("--micro-batches", type=int, default=8, metavar="M", help="micro-batches per step (default 8)")
+    parser.add_argument(
+        "--pipeline-size", type=whole(1, 1024), default=4, metavar="P", help="pipeline ranks (default 4)"
+    )
+    parser.add_argument("--chunks", type=whole(1, 128), metavar="V", help="chunks per rank (default 1; interleaved 2)")
+    parser.add_argument(
+        "--micro-batches", type=whole(1, 10_000), default=8, metavar="M", help="micro-batches per step (default 8)"
+    )
     parser.add_argument("--forward-only", action="store_true", help="the schedule of an evaluation")
     times = parser.add_argument_group("times of one micro-batch in one chunk, in any unit")
-    times.add_argument("--forward-time", type=float, default=NOMINAL_DURATIONS[Op.FORWARD], metavar="T")
-    times.add_argument("--input-time", type=float, default=NOMINAL_DURATIONS[Op.BACKWARD_INPUT], metavar="T")
-    times.add_argument("--weight-time", type=float, default=NOMINAL_DURATIONS[Op.BACKWARD_WEIGHT], metavar="T")
-    times.add_argument("--latency", type=float, default=0.0, metavar="T", help="time of a message (default 0)")
+    times.add_argument("--forward-time", type=_TIME, default=NOMINAL_DURATIONS[Op.FORWARD], metavar="T")
+    times.add_argument("--input-time", type=_TIME, default=NOMINAL_DURATIONS[Op.BACKWARD_INPUT], metavar="T")
+    times.add_argument("--weight-time", type=_TIME, default=NOMINAL_DURATIONS[Op.BACKWARD_WEIGHT], metavar="T")
+    times.add_argument("--latency", type=_TIME, default=0.0, metavar="T", help="time of a message (default 0)")
     parser.add_argument("--instructions", action="store_true", help="list every rank's instructions with the messages")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the schedule (needs matplotlib)")
     return parser.parse_args(argv)

@@ -21,6 +21,7 @@ from typing import TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.config.option import whole
 from megatron.errors import LaunchError, MegatronError
 from megatron.training.metrics import read_metrics
 
@@ -73,7 +74,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--folder", default="runs/example", metavar="FOLDER", help="for all that is written; FOLDER/run is emptied"
     )
-    parser.add_argument("--iterations", type=int, metavar="N", help="training iterations instead of the example's own")
+    parser.add_argument(
+        "--iterations", type=whole(), metavar="N", help="training iterations instead of the example's own"
+    )
     parser.add_argument("--quick", action="store_true", help="a tiny model and 20 iterations, to see that it works")
     return parser
 

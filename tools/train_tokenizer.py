@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.config.option import MOST_WIDTH, real, whole
 from megatron.data.prepare.vocabulary import train_vocabulary
 from megatron.errors import MegatronError
 
@@ -27,17 +28,19 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="JSON lines or .txt; .gz is unpacked")
     parser.add_argument("--output", required=True, metavar="FILE", help="the model file to write")
-    parser.add_argument("--vocab-size", type=int, default=4096, metavar="N", help="entries (default: 4096)")
+    parser.add_argument(
+        "--vocab-size", type=whole(1, MOST_WIDTH), default=4096, metavar="N", help="entries (default: 4096)"
+    )
     parser.add_argument("--json-key", default="text", metavar="KEY", help="the key that holds the text (default: text)")
     parser.add_argument(
         "--sample-megabytes",
-        type=float,
+        type=real(),
         default=4.0,
         metavar="MB",
         help="train on this much of the text, documents drawn at random (default: 4)",
     )
-    parser.add_argument("--num-threads", type=int, default=2, metavar="N", help="threads (default: 2)")
-    parser.add_argument("--seed", type=int, default=1234, help="decides which documents are drawn (default: 1234)")
+    parser.add_argument("--num-threads", type=whole(1, 1024), default=2, metavar="N", help="threads (default: 2)")
+    parser.add_argument("--seed", type=whole(0), default=1234, help="decides which documents are drawn (default: 1234)")
     return parser
 
 

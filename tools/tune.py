@@ -19,10 +19,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.command_line import split_at_dashes
+from megatron.config.option import MOST_PROCESSES, real, whole
 from megatron.errors import MegatronError
 from megatron.tuning import command
 from megatron.tuning.search.optimizer import SEARCHES
 from megatron.tuning.types import OBJECTIVES
+
+_COUNT, _SECONDS = whole(1, MOST_PROCESSES), real()
 
 EPILOG = """\
 searches:
@@ -56,10 +59,13 @@ def _add_search(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--search", choices=tuple(SEARCHES), default="auto", help="how layouts are chosen: below "
                        "(default auto)")  # fmt: skip
     group.add_argument("--no-prior", action="store_true", help="search without the planner's ranking")
-    group.add_argument("--seed", type=int, default=0, metavar="S", help="of what is random in a search (default 0)")
-    group.add_argument("--max-trials", type=int, metavar="N", help="of the whole search, in however many starts "
+    group.add_argument(
+        "--seed", type=whole(0), default=0, metavar="S", help="of what is random in a search (default 0)"
+    )
+    group.add_argument("--max-trials", type=_COUNT, metavar="N", help="of the whole search, in however many starts "
                        "(default: until nothing is left)")  # fmt: skip
-    group.add_argument("--confirm", type=int, default=3, metavar="N", help="when the search has ended, up to so many "
+    group.add_argument("--confirm", type=whole(0), default=3, metavar="N",
+                       help="when the search has ended, up to so many "
                        "trials more than --max-trials measure again what may be the best by the noise that was seen; "
                        "what is named is the best of all measurements (default 3; 0: none)")  # fmt: skip
     group.add_argument("--walltime", metavar="T", help="of this start: 90 (minutes), 1:30:00, 1-00:00:00; no trial "
@@ -69,25 +75,33 @@ def _add_search(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_trials(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--iterations", type=int, metavar="N", help="measured steps of a trial (default: the space's)")
-    group.add_argument("--warm-up", type=int, metavar="N", help="steps before them (default: the space's)")
-    group.add_argument("--trial-limit", type=float, metavar="SECONDS", help="longest time of a trial (default: by the "
+    group.add_argument(
+        "--iterations", type=_COUNT, metavar="N", help="measured steps of a trial (default: the space's)"
+    )
+    group.add_argument("--warm-up", type=whole(0), metavar="N", help="steps before them (default: the space's)")
+    group.add_argument("--trial-limit", type=_SECONDS, metavar="SECONDS",
+                       help="longest time of a trial (default: by the "
                        "planner's step time, or 1800)")  # fmt: skip
-    group.add_argument("--stall", type=float, metavar="SECONDS", help="without a new step, after which a trial counts "
+    group.add_argument("--stall", type=_SECONDS, metavar="SECONDS",
+                       help="without a new step, after which a trial counts "
                        "as hanging (default: by its steps before)")  # fmt: skip
-    group.add_argument("--memory-limit", type=float, metavar="GIB", help="that a process of a trial may allocate on "
+    group.add_argument("--memory-limit", type=real(1e6), metavar="GIB",
+                       help="that a process of a trial may allocate on "
                        "its host: one that needs more ends alone (for CPU machines; default: no limit)")  # fmt: skip
 
 
 def _add_place(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--launcher", choices=("local", "slurm"), help="default: slurm in an allocation, else local")
-    group.add_argument("--processes", type=int, metavar="N", help="local: devices that trials may use (default: those "
+    group.add_argument("--processes", type=_COUNT, metavar="N",
+                       help="local: devices that trials may use (default: those "
                        "of --cluster, else GPUs, else cores, or as many processes as the space names)")  # fmt: skip
     group.add_argument("--hosts-file", type=Path, metavar="FILE", help="slurm: nodes to run on, one a line")
-    group.add_argument("--tasks-per-node", type=int, metavar="N", help="slurm: default: as the cluster has devices")
-    group.add_argument("--parallel", type=int, metavar="K", help="slurm: most trials at once, on nodes of their own "
+    group.add_argument("--tasks-per-node", type=_COUNT, metavar="N", help="slurm: default: as the cluster has devices")
+    group.add_argument("--parallel", type=_COUNT, metavar="K", help="slurm: most trials at once, on nodes of their own "
                        "(default: as many as there is room for)")  # fmt: skip
-    group.add_argument("--nodes", type=int, metavar="N", help="slurm: of the allocation, for --dry-run without hosts")
+    group.add_argument(
+        "--nodes", type=_COUNT, metavar="N", help="slurm: of the allocation, for --dry-run without hosts"
+    )
     group.add_argument("--cluster", metavar="NAME|FILE", help="described machine, for the planner's ranking, memory "
                        "and placement (default: MEGATRON_CLUSTER, else on Slurm the space's); none")  # fmt: skip
     group.add_argument("--headroom", default="10%", metavar="GIB|%%", help="of a device's memory that a layout must "

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from megatron.config.json_lines import key_lines
 from megatron.config.settings import Settings, all_options, did_you_mean
 from megatron.errors import ConfigError
+from megatron.untrusted import parse_json, read_text
 
 # JSON entry -> (setting, conversion). Dots separate levels.
 _Convert = Callable[[Any], Any]
@@ -135,6 +135,7 @@ _OWN: Mapping[str, str] = {
     "monitor_config": "use --tensorboard-dir or --metrics-file",
 }
 _HANDLED = ("gradient_accumulation_steps",)
+_MOST_BYTES = 1 << 20  # of such a file, which has a few thousand
 
 
 def read_deepspeed_json(path: str) -> dict[str, Any]:
@@ -145,21 +146,10 @@ def read_deepspeed_json(path: str) -> dict[str, Any]:
 def _read(path: str) -> tuple[dict[str, Any], dict[str, int]]:
     """The object in the file, and the line of each of its keys."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"--deepspeed_config {path}: cannot be read: {reason}") from None
-    try:
-        content = json.loads(text, object_pairs_hook=lambda pairs: _object(pairs, path))
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"--deepspeed_config {path}: is no JSON: {error.msg} at line {error.lineno}, column {error.colno}"
-        ) from None
-    except RecursionError:
-        raise ConfigError(f"--deepspeed_config {path}: is nested too deeply") from None
-    if not isinstance(content, dict):
-        kind = type(content).__name__
-        raise ConfigError(f"--deepspeed_config {path}: must hold an object {{...}}, but holds a {kind}")
+        text = read_text(path, _MOST_BYTES, error=ConfigError)
+        content = parse_json(text, path, error=ConfigError, object_pairs_hook=lambda pairs: _object(pairs, path))
+    except ConfigError as error:
+        raise ConfigError(f"--deepspeed_config: {error}") from None
     return content, key_lines(text)
 
 
@@ -167,7 +157,7 @@ def _object(pairs: list[tuple[str, Any]], path: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ConfigError(f"--deepspeed_config {path}: the key \"{key}\" is there twice in one object")
+            raise ConfigError(f"{path}: the key \"{key}\" is there twice in one object")
         found[key] = value
     return found
 

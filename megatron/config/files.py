@@ -4,7 +4,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.config.option import option
+from megatron.config.option import MOST_PROCESSES, option
 
 _NO_WANDB = "Weights & Biases is not used: figures go to --metrics-file and --tensorboard-dir"
 _NO_RANDOM_STATES = "checkpoints hold no random states: data order and masks follow from --seed and the counters"
@@ -31,7 +31,8 @@ class DataConfig:
     )
     test_data_path: tuple[str, ...] | None = option(None, "Prefixes for test alone.", metavar="[WEIGHT] PREFIX ...")
     train_data_exact_num_epochs: int | None = option(
-        None, "Repeat the training data so often, shuffled together, whatever the length of the run.", at_least=1
+        None, "Repeat the training data so often, shuffled together, whatever the length of the run.", at_least=1,
+        at_most=10**5,
     )
     mock_data: bool = option(False, "Made-up tokens instead of files.")
     data_cache_path: str | None = option(
@@ -46,7 +47,7 @@ class DataConfig:
         "concat", "How documents fill samples: concat joins and cuts them; best-fit keeps them whole and apart, as "
         "--reset-position-ids and --reset-attention-mask do, and pads.", choices=("concat", "best-fit"),
     )
-    num_workers: int = option(2, "Threads that read data ahead; 0 reads when a step begins.", at_least=0)
+    num_workers: int = option(2, "Threads that read data ahead; 0 reads when a step begins.", at_least=0, at_most=512)
     dataloader_type: str = option(
         None, "single goes through the samples once, cyclic again and again, in another order each time.",
         choices=("single", "cyclic"), derived="single",
@@ -125,7 +126,7 @@ class LoggingConfig:
     )
     tensorboard_dir: str | None = option(None, "Folder of TensorBoard events.", metavar="FOLDER")
     tensorboard_log_interval: int = option(1, "Iterations between TensorBoard entries.", at_least=1)
-    tensorboard_queue_size: int = option(1000, "Entries kept before they are written.", at_least=1)
+    tensorboard_queue_size: int = option(1000, "Entries kept before they are written.", at_least=1, at_most=10**6)
     log_timers_to_tensorboard: bool = option(False, "Timers to TensorBoard.")
     log_batch_size_to_tensorboard: bool = option(False, "Batch size to TensorBoard.")
     log_validation_ppl_to_tensorboard: bool = option(False, "Validation perplexity to TensorBoard.")
@@ -160,5 +161,7 @@ class LoggingConfig:
     )
     profile_step_start: int = option(10, "First iteration that is profiled.", at_least=0)
     profile_step_end: int = option(12, "Iteration at which profiling ends.", at_least=1)
-    profile_ranks: tuple[int, ...] = option((0,), "Ranks that are profiled.", at_least=0, metavar="RANK ...")
+    profile_ranks: tuple[int, ...] = option(
+        (0,), "Ranks that are profiled.", at_least=0, at_most=MOST_PROCESSES, metavar="RANK ..."
+    )
     trace_dir: str | None = option(None, "Folder of profiler traces.", metavar="FOLDER", derived="--tensorboard-dir")

@@ -4,7 +4,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.config.option import option
+from megatron.config.option import LEAST_NORMAL, MOST_LAYERS, MOST_POSITIONS, MOST_WIDTH, option
 
 
 @dataclass(frozen=True)
@@ -13,35 +13,37 @@ class ModelConfig:
 
     title: ClassVar[str] = "model"
 
-    num_layers: int = option(None, "Transformer layers.", at_least=1)
-    hidden_size: int = option(None, "Width of the residual stream.", at_least=1)
+    num_layers: int = option(None, "Transformer layers.", at_least=1, at_most=MOST_LAYERS)
+    hidden_size: int = option(None, "Width of the residual stream.", at_least=1, at_most=MOST_WIDTH)
     ffn_hidden_size: int = option(
-        None, "Width of the MLP.", at_least=1,
+        None, "Width of the MLP.", at_least=1, at_most=16 * MOST_WIDTH,
         derived="4 x hidden-size; with --swiglu 8/3 x hidden-size, down to a multiple of 64"
     )
-    num_attention_heads: int = option(None, "Attention heads.", at_least=1)
+    num_attention_heads: int = option(None, "Attention heads.", at_least=1, at_most=MOST_WIDTH)
     kv_channels: int = option(
-        None, "Width of one attention head.", at_least=1, derived="hidden-size / num-attention-heads"
+        None, "Width of one attention head.", at_least=1, at_most=MOST_WIDTH,
+        derived="hidden-size / num-attention-heads",
     )
     num_key_value_heads: int = option(
-        None, "Heads of keys and values (grouped-query attention).", at_least=1,
+        None, "Heads of keys and values (grouped-query attention).", at_least=1, at_most=MOST_WIDTH,
         flags=("--num-key-value-heads", "--num-query-groups"), derived="num-attention-heads",
     )
     seq_length: int = option(
-        None, "Tokens of a sample.", at_least=1, flags=("--seq-length", "--encoder-seq-length")
+        None, "Tokens of a sample.", at_least=1, at_most=MOST_POSITIONS, flags=("--seq-length", "--encoder-seq-length")
     )
     max_position_embeddings: int = option(
-        None, "Learned positions.", at_least=1, derived="seq-length",
+        None, "Learned positions.", at_least=1, at_most=MOST_POSITIONS, derived="seq-length",
         flags=("--max-position-embeddings", "--max-absolute-position-embeddings"),
     )
     make_vocab_size_divisible_by: int = option(
-        128, "The vocabulary is padded to a multiple of this times the tensor-parallel size.", at_least=1
+        128, "The vocabulary is padded to a multiple of this times the tensor-parallel size.", at_least=1,
+        at_most=MOST_WIDTH,
     )
     vocab_size: int | None = option(
         None, "Vocabulary entries before padding; the tokenizer knows it, so only needed without one.", at_least=1
     )
     layernorm_epsilon: float = option(
-        1e-5, "Epsilon of the norms.", flags=("--layernorm-epsilon", "--norm-epsilon"), above=0
+        1e-5, "Epsilon of the norms.", flags=("--layernorm-epsilon", "--norm-epsilon"), at_least=LEAST_NORMAL, at_most=1
     )
     normalization: str = option(
         "layernorm", "Kind of norm.", choices=("layernorm", "rmsnorm"),
@@ -61,7 +63,8 @@ class ModelConfig:
     )
     rotary_percent: float = option(1.0, "Part of each head that RoPE turns.", above=0, at_most=1)
     rotary_base: float = option(
-        10000.0, "Base of RoPE's frequencies.", flags=("--rotary-base", "--rotary-position-embeddings-theta"), above=1
+        10000.0, "Base of RoPE's frequencies.", flags=("--rotary-base", "--rotary-position-embeddings-theta"), above=1,
+        at_most=1e15,
     )
     apply_residual_connection_post_layernorm: bool = option(
         False, "Take the residual after the norm instead of before."
@@ -77,7 +80,7 @@ class ModelConfig:
     fp32_residual_connection: bool = option(False, "Keep the residual stream in fp32.")
     attention_dropout: float = option(0.1, "Dropout probability of the attention weights.", at_least=0, below=1)
     hidden_dropout: float = option(0.1, "Dropout probability of the residual branches.", at_least=0, below=1)
-    init_method_std: float = option(0.02, "Standard deviation of the initial weights.", above=0)
+    init_method_std: float = option(0.02, "Standard deviation of the initial weights.", above=0, at_most=100)
     init_method_xavier_uniform: bool = option(False, "Xavier uniform initial weights.")
 
     @property
@@ -117,14 +120,16 @@ class TokenizerConfig:
     )
     vocab_file: str | None = option(None, "vocab.json of the GPT-2 tokenizer.", metavar="FILE")
     merge_file: str | None = option(None, "merges.txt of the GPT-2 tokenizer.", metavar="FILE")
-    vocab_extra_ids: int = option(0, "Extra entries at the end of a SentencePieceTokenizer's vocabulary.", at_least=0)
+    vocab_extra_ids: int = option(
+        0, "Extra entries at the end of a SentencePieceTokenizer's vocabulary.", at_least=0, at_most=MOST_WIDTH
+    )
     tiktoken_pattern: str | None = option(
         None, "How a TikTokenizer cuts text into pieces before it merges bytes.",
         choices=("v1", "v2", "gpt2", "cl100k", "llama3", "o200k"),
         derived="known for published rank files, v2 for a JSON vocabulary",
     )
     tiktoken_num_special_tokens: int | None = option(
-        None, "Ids that a TikTokenizer keeps for special tokens.", at_least=1,
+        None, "Ids that a TikTokenizer keeps for special tokens.", at_least=1, at_most=MOST_WIDTH,
         derived="1000 for a JSON vocabulary, the tokens named or published for a rank file",
     )
     tiktoken_special_tokens: tuple[str, ...] | None = option(

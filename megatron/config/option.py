@@ -4,16 +4,31 @@ The command line, the type checks, the range checks, --help and --print-config a
 """
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 _KEY = "option"
 _KINDS: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool, "dict": dict}
 _ARTICLE = {int: "a whole number", float: "a number", str: "text", bool: "True or False", dict: "a mapping"}
+_SHOWN = 40  # characters of a bad value
+
+# Upper ends of ranges, far above what any run has had. Larger numbers are slips, and would end in a full memory, in
+# minutes of work before the first step, or as infinity in fp32. MOST is that of all settings without one of their own:
+# iterations, minutes, entries of a vocabulary.
+MOST = 10**9
+MOST_LAYERS = 2**16
+MOST_WIDTH = 2**20  # a matrix of this width squared has 4 TiB in fp32
+MOST_POSITIONS = 2**24  # beyond it fp32, in which angles are computed, does not tell positions apart
+MOST_PROCESSES = 2**20  # ten times the devices of the largest machines
+MOST_BATCH = 2**20  # samples of a step, each of which is an entry in a schedule
+MOST_SAMPLES = 10**12
+MOST_TOKENS = 10**16  # counted exactly in float64, in which learning rates are computed
+LEAST_NORMAL = 2.0**-126  # of fp32; what is smaller may be zero
 
 
 @dataclass(frozen=True)
@@ -91,7 +106,7 @@ class Option:
                 try:
                     return float(text)  # 1e6 is a whole number too; accept() refuses 1.5
                 except ValueError:
-                    raise ValueError(f"expected {_ARTICLE[self.kind]}, got '{text}'") from None
+                    raise ValueError(f"expected {_ARTICLE[self.kind]}, got '{_shown(text)}'") from None
         return text
 
     def accept(self, value: Any) -> Any:
@@ -105,15 +120,14 @@ class Option:
     def _accept_one(self, value: Any) -> Any:
         kind = self.kind
         if kind in (int, float) and isinstance(value, (int, float)) and not isinstance(value, bool):
-            if not math.isfinite(value) or (kind is int and value != int(value)):
+            if not -math.inf < value < math.inf or (kind is int and value != int(value)):
                 raise ValueError(f"expected {_ARTICLE[kind]}, got {value}")
+            if self.choices is None:
+                self._check_range(value)
             value = kind(value)
         elif not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise ValueError(f"expected {_ARTICLE[kind]}, got {value!r}")
-        if self.choices is not None:
-            value = self._choose(value)
-        self._check_range(value)
-        return value
+            raise ValueError(f"expected {_ARTICLE[kind]}, got {_shown(repr(value))}")
+        return value if self.choices is None else self._choose(value)
 
     def _choose(self, value: Any) -> Any:
         assert self.choices is not None
@@ -124,17 +138,44 @@ class Option:
             if value.lower() in by_name:
                 return by_name[value.lower()]
         hint = f": {self.hint}" if self.hint else ""
-        raise ValueError(f"'{value}' is not one of {', '.join(str(c) for c in self.choices)}{hint}")
+        raise ValueError(f"'{_shown(value)}' is not one of {', '.join(str(c) for c in self.choices)}{hint}")
 
     def _check_range(self, value: Any) -> None:
-        if self.at_least is not None and value < self.at_least:
-            raise ValueError(f"is {value}, but must be at least {self.at_least:g}")
-        if self.above is not None and value <= self.above:
-            raise ValueError(f"is {value}, but must be greater than {self.above:g}")
-        if self.at_most is not None and value > self.at_most:
-            raise ValueError(f"is {value}, but must be at most {self.at_most:g}")
-        if self.below is not None and value >= self.below:
-            raise ValueError(f"is {value}, but must be less than {self.below:g}")
+        for wrong, words, limit in (
+            (self.at_least is not None and value < self.at_least, "at least", self.at_least),
+            (self.above is not None and value <= self.above, "greater than", self.above),
+            (self.at_most is not None and value > self.at_most, "at most", self.at_most),
+            (self.below is not None and value >= self.below, "less than", self.below),
+        ):
+            if wrong:
+                raise ValueError(f"is {_shown(value)}, but must be {words} {_shown(limit)}")
+
+
+def whole(least: int = 1, most: int = MOST) -> Callable[[str], int]:
+    """An argparse type for the tools: a whole number in this range, written as for a setting."""
+    return functools.partial(_number, Option(kind=int, at_least=least, at_most=most))
+
+
+def real(most: float = MOST, least: float | None = None) -> Callable[[str], float]:
+    """An argparse type for the tools: a number above 0, or from `least` on, written as for a setting."""
+    above = 0 if least is None else None
+    return functools.partial(_number, Option(kind=float, at_least=least, above=above, at_most=most))
+
+
+def _number(rule: Option, text: str) -> Any:
+    try:
+        return rule.parse([text])
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _shown(value: Any) -> str:
+    """A value for a message; of a long one its beginning."""
+    try:
+        text = str(value)
+    except ValueError:  # of thousands of digits
+        text = f"{'-' * (value < 0)}2**{value.bit_length() - 1} or more"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
 
 
 def option(default: Any, help: str, **attributes: Any) -> Any:
@@ -163,6 +204,8 @@ def _read(f: dataclasses.Field[Any]) -> Option:
     many = base.startswith("tuple[")
     kind = _KINDS[base.removeprefix("tuple[").split(",")[0].split("[")[0].rstrip("]")]
     own, off = "--" + f.name.replace("_", "-"), "--no-" + f.name.replace("_", "-")
+    if kind in (int, float) and "below" not in attributes:
+        attributes.setdefault("at_most", MOST)
     flags = attributes.pop("flags")
     if flags is None:
         flags = () if attributes.get("internal") else (own,)

@@ -4,7 +4,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.config.option import option
+from megatron.config.option import MOST_LAYERS, MOST_PROCESSES, option
 
 # Which direction varies fastest over the ranks, which next, which slowest; the first is Megatron's.
 RANK_ORDERS = ("tp-dp-pp", "tp-pp-dp", "dp-tp-pp", "dp-pp-tp", "pp-tp-dp", "pp-dp-tp")
@@ -16,11 +16,15 @@ class ParallelConfig:
 
     title: ClassVar[str] = "parallelism and launch"
 
-    tensor_model_parallel_size: int = option(1, "Processes that share each layer.", at_least=1)
-    pipeline_model_parallel_size: int = option(1, "Processes that share the layers as stages.", at_least=1)
+    tensor_model_parallel_size: int = option(
+        1, "Processes that share each layer.", at_least=1, at_most=MOST_PROCESSES
+    )
+    pipeline_model_parallel_size: int = option(
+        1, "Processes that share the layers as stages.", at_least=1, at_most=MOST_PROCESSES
+    )
     num_layers_per_virtual_pipeline_stage: int | None = option(
         None, "Interleave: each process holds several chunks of this many layers; none: one chunk.", at_least=1,
-        none_word=True,
+        at_most=MOST_LAYERS, none_word=True,
     )
     pipeline_layout: str | None = option(
         None, "Layers of each stage in order of the stages, such as 3,4,4,3; twice as many numbers as processes of the "
@@ -48,7 +52,7 @@ class ParallelConfig:
         derived="nccl (RCCL on ROCm) on a GPU, gloo on a CPU",
     )
     distributed_timeout_minutes: float = option(
-        10.0, "A collective that takes longer ends the job.", above=0, metavar="MINUTES"
+        10.0, "A collective that takes longer ends the job.", above=0, at_most=525600, metavar="MINUTES"  # a year
     )
     rank_order: str | None = option(
         None, "Directions over ranks, the fastest first. auto: the cheapest on --cluster.", choices=RANK_ORDERS,
@@ -56,20 +60,21 @@ class ParallelConfig:
         hint="or auto", derived="the cheapest with --cluster, else tp-dp-pp",
     )
     device_order: tuple[int, ...] | None = option(
-        None, "Devices of a node in the order of its ranks, such as 0,1,6,7,2,3,4,5.", at_least=0, metavar="N,N,...",
-        derived="the cheapest with --cluster, else the launcher's",
+        None, "Devices of a node in the order of its ranks, such as 0,1,6,7,2,3,4,5.", at_least=0, at_most=4096,
+        metavar="N,N,...", derived="the cheapest with --cluster, else the launcher's",
     )
     cluster: str | None = option(
         None, "Machine by whose links ranks are placed: a known name or a TOML file; none: leave ranks as launched.",
         metavar="NAME|FILE", none_word=True, derived="variable MEGATRON_CLUSTER",
     )
     local_rank: int | None = option(
-        None, "Rank on the node; the launcher knows it.", flags=("--local_rank", "--local-rank"), at_least=0
+        None, "Rank on the node; the launcher knows it.", flags=("--local_rank", "--local-rank"), at_least=0,
+        at_most=MOST_PROCESSES,
     )
     master_addr: str | None = option(None, "Address of rank 0; the launcher knows it.", metavar="HOST")
     master_port: int | None = option(None, "Port of rank 0; the launcher knows it.", at_least=1, at_most=65535)
     world_size: int = option(
-        None, "Number of processes; only for --print-config, a launcher knows it.", at_least=1,
+        None, "Number of processes; only for --print-config, a launcher knows it.", at_least=1, at_most=MOST_PROCESSES,
         derived="the launcher, else one replica",
     )
     data_parallel_size: int = option(1, "Replicas of the model.", internal=True)
@@ -112,7 +117,7 @@ class RecomputeConfig:
         choices=("uniform", "block"), derived="uniform with full recomputation",
     )
     recompute_num_layers: int = option(
-        1, "Layers of a group (uniform) or of a stage (block).", at_least=1,
+        1, "Layers of a group (uniform) or of a stage (block).", at_least=1, at_most=MOST_LAYERS,
         flags=("--recompute-num-layers", "--checkpoint-num-layers"),
     )
 
@@ -138,10 +143,10 @@ class EngineConfig:
     )
     zero_reduce_bucket_size: int = option(
         0, "Most elements reduced, and gathered, in one message; 0: a million for each replica, at least 4 million.",
-        at_least=0,
+        at_least=0, at_most=10**12,
     )
     zero_allgather_bucket_size: int = option(
-        50_000_000, "Elements gathered in one message.", at_least=0,
+        50_000_000, "Elements gathered in one message.", at_least=0, at_most=10**12,
         inert="weights are gathered in the buckets in which gradients are reduced",
     )
     deepspeed: bool = option(False, "Accepted for existing scripts; the engine is always DeepSpeed.")

@@ -25,7 +25,7 @@ def resolve(settings: Settings) -> None:
 def layout_counts(layout: str) -> list[int] | None:
     """The numbers of a pipeline layout such as '3,4,4,3'; None when it is something else."""
     parts = [part.strip() for part in layout.split(",")]
-    if not all(part.isdigit() and int(part) > 0 for part in parts):
+    if not all(part.isdecimal() and len(part) < 10 and int(part) > 0 for part in parts):
         return None
     return [int(part) for part in parts]
 

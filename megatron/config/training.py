@@ -4,8 +4,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.config.option import option
+from megatron.config.option import LEAST_NORMAL, MOST_BATCH, MOST_SAMPLES, MOST_TOKENS, option
 
+_MOST_SCALE = 2.0**60  # the square of a gradient, for the norm of all, then stays below fp32's 2**128 up to 16
 _IMPLEMENTATIONS = ("auto", "fused", "apex", "torch")
 
 
@@ -15,18 +16,21 @@ class BatchConfig:
 
     title: ClassVar[str] = "batch and length of the run"
 
-    micro_batch_size: int = option(None, "Samples of one forward pass on one replica.", at_least=1)
+    micro_batch_size: int = option(
+        None, "Samples of one forward pass on one replica.", at_least=1, at_most=MOST_BATCH
+    )
     global_batch_size: int = option(
-        None, "Samples of one optimizer step.", at_least=1, derived="micro-batch-size x data-parallel size"
+        None, "Samples of one optimizer step.", at_least=1, at_most=MOST_BATCH,
+        derived="micro-batch-size x data-parallel size",
     )
     rampup_batch_size: tuple[int, ...] | None = option(
         None, "Batch ramp-up: first global batch, increment, samples until the full batch.", at_least=1,
-        metavar="START INCREMENT SAMPLES",
+        at_most=MOST_SAMPLES, metavar="START INCREMENT SAMPLES",
     )
     train_iters: int | None = option(None, "Length of the run in iterations.", at_least=1)
-    train_samples: int | None = option(None, "Length of the run in samples.", at_least=1)
+    train_samples: int | None = option(None, "Length of the run in samples.", at_least=1, at_most=MOST_SAMPLES)
     train_tokens: int | None = option(
-        None, "Length of the run in tokens; ends it early beside another length.", at_least=1
+        None, "Length of the run in tokens; ends it early beside another length.", at_least=1, at_most=MOST_TOKENS
     )
     calculate_per_token_loss: bool = option(False, "Weigh micro-batches by their unmasked tokens instead of equally.")
 
@@ -41,35 +45,45 @@ class OptimizerConfig:
         "adam", "adam is AdamW (decoupled weight decay).", choices=("adam", "sgd"), value_names={"adamw": "adam"},
         hint="use --optimizer adam",
     )
-    lr: float = option(None, "Highest learning rate.", above=0)
-    min_lr: float = option(0.0, "Lowest learning rate.", at_least=0)
+    lr: float = option(None, "Highest learning rate.", above=0, at_most=1000)
+    min_lr: float = option(0.0, "Lowest learning rate.", at_least=0, at_most=1000)
     lr_decay_style: str = option(
         "linear", "Form of the decay; WSD is warmup-stable-decay.",
         choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
         value_names={"warmup-stable-decay": "WSD"},
     )
     lr_decay_iters: int | None = option(None, "Decay length in iterations.", at_least=1, derived="train-iters")
-    lr_decay_samples: int | None = option(None, "Decay length in samples.", at_least=1, derived="train-samples")
-    lr_decay_tokens: int | None = option(None, "Decay length in tokens.", at_least=1, derived="train-tokens")
+    lr_decay_samples: int | None = option(
+        None, "Decay length in samples.", at_least=1, at_most=MOST_SAMPLES, derived="train-samples"
+    )
+    lr_decay_tokens: int | None = option(
+        None, "Decay length in tokens.", at_least=1, at_most=MOST_TOKENS, derived="train-tokens"
+    )
     lr_warmup_fraction: float | None = option(None, "Warm-up as a part of the decay length.", at_least=0, below=1)
     lr_warmup_iters: int = option(0, "Warm-up in iterations.", at_least=0)
-    lr_warmup_samples: int = option(0, "Warm-up in samples.", at_least=0)
-    lr_warmup_tokens: int | None = option(None, "Warm-up in tokens.", at_least=0)
+    lr_warmup_samples: int = option(0, "Warm-up in samples.", at_least=0, at_most=MOST_SAMPLES)
+    lr_warmup_tokens: int | None = option(None, "Warm-up in tokens.", at_least=0, at_most=MOST_TOKENS)
     lr_wsd_decay_style: str = option(
         "exponential", "Form of the final decay of WSD.", choices=("exponential", "linear", "cosine", "minus_sqrt")
     )
     lr_wsd_decay_iters: int | None = option(None, "Final decay of WSD in iterations.", at_least=1)
-    lr_wsd_decay_samples: int | None = option(None, "Final decay of WSD in samples.", at_least=1)
-    weight_decay: float = option(0.01, "Weight decay.", at_least=0)
-    start_weight_decay: float = option(None, "Weight decay at the start.", at_least=0, derived="weight-decay")
-    end_weight_decay: float = option(None, "Weight decay at the end.", at_least=0, derived="weight-decay")
+    lr_wsd_decay_samples: int | None = option(
+        None, "Final decay of WSD in samples.", at_least=1, at_most=MOST_SAMPLES
+    )
+    weight_decay: float = option(0.01, "Weight decay.", at_least=0, at_most=1000)
+    start_weight_decay: float = option(
+        None, "Weight decay at the start.", at_least=0, at_most=1000, derived="weight-decay"
+    )
+    end_weight_decay: float = option(
+        None, "Weight decay at the end.", at_least=0, at_most=1000, derived="weight-decay"
+    )
     weight_decay_incr_style: str = option(
         "constant", "Form of the change of weight decay.", choices=("constant", "linear", "cosine")
     )
     clip_grad: float = option(1.0, "Gradients are scaled down to this global norm; 0 turns it off.", at_least=0)
     adam_beta1: float = option(0.9, "Decay of Adam's first moment.", at_least=0, below=1)
     adam_beta2: float = option(0.999, "Decay of Adam's second moment.", at_least=0, below=1)
-    adam_eps: float = option(1e-8, "Epsilon of Adam.", above=0)
+    adam_eps: float = option(1e-8, "Epsilon of Adam.", at_least=LEAST_NORMAL, at_most=1)
     sgd_momentum: float = option(0.9, "Momentum of SGD.", at_least=0, below=1)
 
 
@@ -82,10 +96,12 @@ class PrecisionConfig:
     fp16: bool = option(False, "Compute in fp16 with fp32 master weights.")
     bf16: bool = option(False, "Compute in bf16 with fp32 master weights.")
     loss_scale: float | None = option(
-        None, "Fixed loss scale of fp16; unset or 0 is dynamic.", at_least=0, derived="dynamic"
+        None, "Fixed loss scale of fp16; unset or 0 is dynamic.", at_least=0, at_most=_MOST_SCALE, derived="dynamic"
     )
-    initial_loss_scale: float = option(2.0**32, "First dynamic loss scale.", above=0)
-    min_loss_scale: float = option(1.0, "Lowest dynamic loss scale.", above=0)
+    initial_loss_scale: float = option(
+        2.0**32, "First dynamic loss scale.", at_least=1 / _MOST_SCALE, at_most=_MOST_SCALE
+    )
+    min_loss_scale: float = option(1.0, "Lowest dynamic loss scale.", at_least=1 / _MOST_SCALE, at_most=_MOST_SCALE)
     loss_scale_window: int = option(1000, "Steps without overflow until the scale is raised.", at_least=1)
     hysteresis: int = option(2, "Overflows until the scale is lowered.", at_least=1)
     fp16_lm_cross_entropy: bool = option(False, "Cross entropy in fp16.", inert="it is always computed in fp32")
@@ -170,13 +186,14 @@ class TrainingConfig:
 
     title: ClassVar[str] = "training loop"
 
-    seed: int = option(1234, "Seed of weights, data order and dropout.", at_least=0)
-    eval_iters: int = option(100, "Iterations of one evaluation; 0 turns it off.", at_least=0)
+    seed: int = option(1234, "Seed of weights, data order and dropout.", at_least=0, at_most=2**32 - 1)
+    eval_iters: int = option(100, "Iterations of one evaluation; 0 turns it off.", at_least=0, at_most=10**6)
     eval_interval: int = option(1000, "Iterations between evaluations.", at_least=1)
     exit_interval: int | None = option(None, "End after an iteration that is a multiple of this.", at_least=1)
     exit_duration_in_mins: float | None = option(None, "End after this many minutes.", above=0, metavar="MINUTES")
     exit_signal_handler: bool = option(
-        None, "Save and end with exit code 0 on SIGTERM and SIGUSR1.", derived="on with --save"
+        None, "Save and end with exit code 0 on SIGTERM, SIGUSR1 and, but under nohup, SIGHUP.",
+        derived="on with --save",
     )
     walltime: str | None = option(
         None, "When the job ends, counted from the start of the program: D-HH:MM:SS, HH:MM:SS, MM:SS or minutes. The "
@@ -195,7 +212,7 @@ class TrainingConfig:
         None, "Go back to the last good checkpoint and leave out the samples of a step whose loss is more than so many "
         "times the median of the last steps, or not finite; without it nothing is done.", above=1, metavar="FACTOR",
     )
-    loss_spike_window: int = option(100, "Steps of the median of --loss-spike-factor.", at_least=2)
+    loss_spike_window: int = option(100, "Steps of the median of --loss-spike-factor.", at_least=2, at_most=10**5)
     hang_timeout: float = option(
         300.0, "Seconds without progress on a rank after which the job says who waits for whom and ends; 0: never. In "
         "the first step and evaluation batch 0.9 of --distributed-timeout-minutes, where that is more.",

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron.config.option import whole
 from megatron.kernels.build import SOURCES, BuildError, compile_flags, compiler, no_compiler
 
 REGISTERS = 512
@@ -397,7 +398,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m megatron.kernels.resources", description=about)
     parser.add_argument("--arch", default="gfx90a", help="AMD's name of the GPU (default: %(default)s)")
     parser.add_argument("--only", nargs="+", default=(), metavar="FILE", help="names in csrc/kernels/, without .cpp")
-    parser.add_argument("--jobs", type=int, default=2, help="compilers side by side (default: %(default)s)")
+    parser.add_argument("--jobs", type=whole(1, 512), default=2, help="compilers side by side (default: %(default)s)")
     chosen = parser.parse_args(arguments)
     there = sorted(p.stem for p in SOURCES.glob("*.cpp"))
     if unknown := sorted(set(chosen.only) - set(there)):

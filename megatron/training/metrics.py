@@ -208,7 +208,10 @@ class MetricsFile:
         self.path = Path(path) if path is not None else None
         self._clock = clock
         self._warn: Callable[[str], object] | None = warn
-        self._file, self._torn = (None, False) if self.path is None else _open_for_append(self.path, flag)
+        self._file: io.RawIOBase | None = None
+        self._torn = False
+        if self.path is not None:
+            self._file, self._torn = _open_for_append(self.path, flag)
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one record; nothing without a path."""

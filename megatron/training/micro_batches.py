@@ -4,6 +4,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron.config.option import MOST_SAMPLES
 from megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -71,6 +72,13 @@ class BatchSchedule:
         # Exact in integers: floor(consumed / (samples / steps)).
         return min(start + increment * (consumed_samples * steps // samples), self.global_batch_size_at_end)
 
+    def _same_until(self, consumed_samples: int) -> int:
+        """Up to where steps have the size of the one that starts after `consumed_samples`, within the ramp-up."""
+        assert self.rampup is not None
+        start, increment, samples = self.rampup
+        sizes = max(1, (self.global_batch_size_at_end - start) // increment)
+        return -(-(consumed_samples * sizes // samples + 1) * samples // sizes)
+
     def num_micro_batches(self, consumed_samples: int) -> int:
         """Micro-batches of each data-parallel rank in that step."""
         return self.global_batch_size(consumed_samples) // self.replica_batch_size
@@ -84,8 +92,10 @@ class BatchSchedule:
         """Samples consumed after `iterations` more steps."""
         ramp_end = self.rampup[2] if self.rampup else 0
         while iterations and consumed_samples < ramp_end:
-            consumed_samples += self.global_batch_size(consumed_samples)
-            iterations -= 1
+            size = self.global_batch_size(consumed_samples)
+            steps = min(iterations, -(-(self._same_until(consumed_samples) - consumed_samples) // size))
+            consumed_samples += steps * size
+            iterations -= steps
         return consumed_samples + iterations * self.global_batch_size_at_end
 
     def iterations_until(self, samples: int, consumed_samples: int = 0, *, whole: bool) -> int:
@@ -97,10 +107,11 @@ class BatchSchedule:
         ramp_end = self.rampup[2] if self.rampup else 0
         while consumed_samples < min(ramp_end, samples):
             size = self.global_batch_size(consumed_samples)
-            if whole and consumed_samples + size > samples:
-                return iterations
-            consumed_samples += size
-            iterations += 1
+            steps = -(-(min(self._same_until(consumed_samples), samples) - consumed_samples) // size)
+            if whole and consumed_samples + steps * size > samples:
+                return iterations + (samples - consumed_samples) // size
+            consumed_samples += steps * size
+            iterations += steps
         left = max(0, samples - consumed_samples)
         full = self.global_batch_size_at_end
         return iterations + (left // full if whole else -(-left // full))
@@ -128,8 +139,16 @@ def total_iterations(config: Config, batches: BatchSchedule, iteration: int = 0,
 
 def planned_samples(config: Config, batches: BatchSchedule) -> tuple[int, int, int]:
     """Training, validation and test samples of the whole run from its beginning, counted as Megatron counts them, so
-    that index files on disk serve both. The evaluation before the first step needs none of its own."""
+    that index files on disk serve both. The evaluation before the first step needs none of its own. Raises ConfigError
+    for more than an index could ever list."""
     training, end = config.training, total_iterations(config, batches)
     train = config.batch.train_samples or batches.samples_after(end)
     evaluation = training.eval_iters * batches.global_batch_size_at_end
-    return train, (end // training.eval_interval + 1) * evaluation, evaluation
+    planned = train, (end // training.eval_interval + 1) * evaluation, evaluation
+    if max(planned) > MOST_SAMPLES:
+        raise ConfigError(
+            f"the run takes {train} samples for training and {planned[1]} for validation; {MOST_SAMPLES} are the most: "
+            f"lower --train-iters {end}, --eval-iters {training.eval_iters} or --global-batch-size "
+            f"{config.batch.global_batch_size}, or raise --eval-interval {training.eval_interval}"
+        )
+    return planned

@@ -119,7 +119,6 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
     if args.space is None:
         raise ConfigError("--space FILE|NAME: say which space is searched; --list-spaces shows the ready ones")
     space = load_space(args.space)
-    _check_numbers(args)
     launcher = args.launcher or _launcher(args)
     cluster = _cluster(args, space, launcher)
     machine, place = (_local if launcher == "local" else _slurm)(args, space, cluster)
@@ -145,19 +144,6 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
         max_trials=args.max_trials, confirm=args.confirm, walltime_s=_walltime(args.walltime),
         limit_s=args.trial_limit, stall_s=args.stall, out=args.out or ROOT / "runs" / f"tune-{space.name}",
     )  # fmt: skip
-
-
-def _check_numbers(args: argparse.Namespace) -> None:
-    least = {"max_trials": 1, "parallel": 1, "processes": 1, "tasks_per_node": 1, "nodes": 1, "iterations": 1,
-             "confirm": 0, "warm_up": 0, "seed": 0}  # fmt: skip
-    for name, minimum in least.items():
-        value = getattr(args, name)
-        if value is not None and value < minimum:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: at least {minimum}")
-    for name, most in (("trial_limit", 1e9), ("memory_limit", 1e6), ("stall", 1e9)):
-        value = getattr(args, name)
-        if value is not None and not 0 < value <= most:
-            raise ConfigError(f"--{name.replace('_', '-')} {value:g}: a number above 0, at most {most:g}")
 
 
 def _launcher(args: argparse.Namespace) -> str:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 from hypothesis import given
@@ -175,9 +176,10 @@ def test_entries_that_cannot_be_had(merge):
 
 def test_broken_files(merge):
     for text, words in (
-        ('{"a": 1,\n  oops}', ["line 2"]), ("", ["line 1"]), ("[1]", ["object", "list"]),
+        ('{"a": 1,\n  oops}', ["line 2"]), ("", ["line 1"]), ("[1]", ["list"]),
         ('{"fp16": {}, "fp16": {}}', ['"fp16"']),
         ("\udcff".encode("utf-8", "surrogateescape").decode("latin-1"), ["JSON"]),
+        (f'{{"a": {"[" * 5000}{"]" * 5000}}}', ["JSON"]), (f'{{"train_batch_size": {"9" * 5000}}}', ["5000"]),
     ):  # fmt: skip
         message = refused(merge, text, "--num-attention-heads", "5")
         assert "2 problems:" in message, "the other problems are found too"
@@ -186,7 +188,8 @@ def test_broken_files(merge):
 
 def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00{")
-    for path in (tmp_path / "none.json", tmp_path, tmp_path / "binary.json"):
+    os.mkfifo(tmp_path / "fifo")  # on which a reader would wait
+    for path in (tmp_path / "none.json", tmp_path, tmp_path / "binary.json", tmp_path / "fifo", "/dev/zero"):
         with pytest.raises(ConfigError, match=str(path)):
             parse_command_line([*RUN, "--deepspeed_config", str(path)], 1)
 

@@ -1,11 +1,17 @@
 """Each impossible configuration is refused, with the values and a way out that is itself accepted."""
 from __future__ import annotations
 
+import contextlib
+import math
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config import Config
+from megatron.config.command_line import read_settings
+from megatron.config.settings import all_options, raise_problems
 from megatron.errors import ConfigError
 
 SIZES = dict(num_layers=8, hidden_size=64, num_attention_heads=8, seq_length=64)
@@ -140,6 +146,52 @@ def test_refused_with_values_and_a_way_out():
         assert all(word in text for word in words), text
         if remedy is not None:
             Config.create(**{**SIZES, **values, **remedy})
+
+
+EXTREMES = [
+    "0", "-1", "nan", "inf", "-inf", "1e308", "-1e308", "5e-324", "1e-400", str(2**31), str(2**63), str(2**64),
+    "9" * 5000,
+]  # fmt: skip
+
+
+def test_every_number_has_a_range_and_what_is_outside_is_refused() -> None:
+    """What is accepted of the ends of number formats makes a configuration or is refused with others, and nothing else
+    happens: no traceback, no long arithmetic."""
+    numbers = [option for option in all_options().values() if option.kind in (int, float) and not option.internal]
+    assert len(numbers) > 60
+    for option in numbers:
+        for value in (*EXTREMES, 10**5000, -(10**5000), math.nan, 1e308, 2.0**64):
+            try:
+                as_many = (value,) if option.many else value
+                found = option.parse([value]) if isinstance(value, str) else option.accept(as_many)
+            except ValueError as error:
+                assert len(str(error)) < 200
+                continue
+            (number,) = found if option.many else (found,)
+            # Within 64 bits, and neither infinite in fp32 nor, where it is divided by, zero.
+            assert abs(number) <= 10**16 or option.name.endswith("loss_scale"), (option.name, value)
+            assert option.name not in ("adam_eps", "layernorm_epsilon") or np.float32(number) > 0
+            with contextlib.suppress(ConfigError):
+                Config.create(**{**SIZES, option.name: found})
+
+
+@pytest.mark.parametrize(("flags", "limit"), [
+    ("--seed 18446744073709551616", 2**32 - 1), ("--train-iters 1e308", 10**9), ("--loss-scale 1e308 --fp16", 2.0**60),
+    ("--num-workers 100000", 512), ("--hidden-size 1e308", 2**20), ("--num-layers 1e9", 2**16), ("--lr 1e308", 1000),
+    ("--eval-iters 1e9", 10**6), ("--global-batch-size 2147483648", 2**20), ("--adam-eps 1e308", 1),
+])  # fmt: skip
+def test_a_number_beyond_its_range_is_refused_with_both(flags: str, limit: float) -> None:
+    with pytest.raises(ConfigError) as raised:
+        raise_problems(read_settings(flags.split()).problems)
+    flag, value = flags.split()[:2]
+    assert flag in str(raised.value) and str(limit) in str(raised.value)
+    assert value in str(raised.value) or str(float(value)) in str(raised.value)
+
+
+def test_numbers_within_other_values_have_as_few_digits() -> None:
+    for name, value in (("walltime", "9" * 5000), ("walltime", f"1-{'9' * 5000}"), ("pipeline_layout", "9" * 5000),
+                        ("pipeline_layout", "\u00b2,1"), ("split", "9" * 5000)):  # fmt: skip
+        problem(**{name: value})
 
 
 def test_packed_documents_are_kept_apart():

@@ -40,7 +40,6 @@ def test_a_calibration_of_seconds_plans(processes: int, words: list[str], tmp_pa
 
 
 @pytest.mark.parametrize(("words", "says"), [
-    (("--minutes", "0"), "--minutes 0"),
     (("--processes", "2", "--num-layers", "2"), "--hidden-size"), (("--refine", "x.jsonl"), "--cluster"),
     (("--refine", "x.jsonl", "--cluster", "frontier", "--bf16"), "--bf16"),
 ])  # fmt: skip

@@ -80,7 +80,7 @@ def test_nothing_fits(capsys):
     (["--global-batch", "16"], ["--nodes", "--devices"]), ([*ONE, "--devices", "8"], ["--nodes", "--devices"]),
     (["--nodes", "8:4"], ["--nodes 8:4"]),
     (["--nodes", "1", "--cluster", "moon"], ["moon"]), ([*ONE, "--fix", "tq=2"], ["--fix tq=2"]),
-    ([*ONE, "--headroom", "70"], ["--headroom 70", "64 GiB"]), ([*ONE, "--tokens", "-1"], ["--tokens"]),
+    ([*ONE, "--headroom", "70"], ["--headroom 70", "64 GiB"]),
     ([*ONE, "--model", "gpt-3"], ["gpt-3"]),
     ([*ONE, "--fix", "gbs=8"], ["--global-batch"]), ([*SMALL, "--layout", "tp=8"], ["tp=8", "tp=2, 4"]),
     ([*SMALL, "--explain", "99"], ["--explain 99"]), ([*SMALL, "--explain", "pp=3"], ["pp=3"]),

@@ -38,6 +38,12 @@ def test_closed_forms_equal_counting_steps(ramp: tuple[int, int, int, int], iter
         assert schedule.iterations_until(consumed + 1, begin, whole=False) == iterations + 1
 
 
+def test_a_ramp_up_of_a_thousand_million_steps_takes_no_time() -> None:
+    schedule = BatchSchedule(4, 1, (2, 2, 10**12))
+    assert schedule.samples_after(10**9) == 2 * 10**9
+    assert schedule.iterations_until(10**12, whole=True) == 10**12 // 2
+
+
 @given(st.integers(1, 8), st.integers(1, 64))
 def test_sizes_that_do_not_divide_are_refused(replica: int, size: int) -> None:
     assume(size % replica)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from megatron.config.option import MOST_PROCESSES
 from megatron.errors import ConfigError
 from megatron.planning.cluster import Cluster, load_cluster
 from megatron.planning.placement import place_with
@@ -73,8 +74,6 @@ def make_judge(args: argparse.Namespace, flags: Sequence[str]) -> Judge:
     cluster = load_cluster(args.cluster)
     worlds = _worlds(args, cluster)
     batches = [] if args.global_batch is None else _numbers(args.global_batch, "--global-batch")
-    if args.tokens is not None and not 0 < args.tokens < float("inf"):
-        raise ConfigError(f"--tokens {args.tokens:g} must be a number above 0, such as 300e9")
     fixed = parse_choices(",".join(args.fix), "--fix") if args.fix else {}
     if {"nodes", "gbs"} & fixed.keys():
         raise ConfigError("--fix nodes=... and gbs=...: give --nodes and --global-batch")
@@ -126,7 +125,7 @@ def _numbers(text: str, flag: str) -> list[int]:
             found, valid = [int(part) for part in text.split(",")], True
     except ValueError:
         found, valid = [], False
-    if not valid or not found or min(found) < 1:
+    if not valid or not found or not 1 <= min(found) <= max(found) <= MOST_PROCESSES:
         raise ConfigError(f"{flag} {text}: give a number such as 128, several as 64,128, or a range as 16:128")
     return sorted(set(found))
 

@@ -147,7 +147,7 @@ def to_explain(judge: Judge, found: Found, text: str) -> tuple[Choices, str]:
 
     One that does not fit is explained, too. Raises ConfigError for one that cannot be.
     """
-    if text.isdecimal():
+    if text.isdecimal() and len(text) < 10:
         number = int(text)
         if not 1 <= number <= min(found.top, len(found.best)):
             most = min(found.top, len(found.best))

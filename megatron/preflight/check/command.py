@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from megatron.config.option import real
 from megatron.errors import ConfigError
 from megatron.preflight.check.findings import Finding, Place, error
 from megatron.preflight.check.render import render, to_dict
@@ -53,7 +54,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
                         "machine)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--strict", action="store_true", help="warnings count as errors")
-    parser.add_argument("--time-limit", type=float, default=60.0, metavar="S",
+    parser.add_argument("--time-limit", type=real(), default=60.0, metavar="S",
                         help="seconds for following the script (default 60)")  # fmt: skip
     own, rest = split_words(argv)
     args = parser.parse_args(own)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.config.option import real, whole
 from megatron.errors import ConfigError, LaunchError, MegatronError
 
 if TYPE_CHECKING:
@@ -35,12 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="machine whose bands a measurement has to lie in; default: MEGATRON_CLUSTER. Without one, and on a CPU, "
              "ranks are compared with each other",
     )  # fmt: skip
-    parser.add_argument("--nodes-needed", type=int, metavar="N", help="good nodes that are enough (default: all)")
+    parser.add_argument("--nodes-needed", type=whole(), metavar="N", help="good nodes that are enough (default: all)")
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="write preflight.json, good_hosts and bad_hosts here"
     )
     parser.add_argument(
-        "--seconds", type=float, default=60.0, metavar="S",
+        "--seconds", type=real(least=5), default=60.0, metavar="S",
         help="about how long it may take (default 60); the missing are given up after a third of it, unless others "
              "still arrive",
     )  # fmt: skip
@@ -56,10 +57,6 @@ def settings_of(args: argparse.Namespace) -> Settings:
     from megatron.planning.cluster import load_cluster
     from megatron.preflight.measure.conduct import Settings
 
-    if args.nodes_needed is not None and args.nodes_needed < 1:
-        raise ConfigError(f"--nodes-needed {args.nodes_needed}: at least one node is needed")
-    if not args.seconds >= 5:
-        raise ConfigError(f"--seconds {args.seconds:g} is too short: give at least 5")
     known = args.cluster and args.cluster.lower() != "none"
     cluster = load_cluster(args.cluster) if known else None
     nvme = cluster.nvme_path.replace("$USER", getpass.getuser()) if cluster else ""

@@ -141,7 +141,6 @@ def test_other_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ("none.jsonl", lambda: run(tmp_path, inputs="none.jsonl")),
         ("c.jsonl", lambda: run(tmp_path)),  # no document with text in it
         ("d.jsonl.gz", lambda: run(tmp_path, inputs=damaged)),
-        ("--workers 0", lambda: run(tmp_path, workers=0)),
         ("--json-keys", lambda: run(tmp_path, "--json-keys", "a", "a")),
         ("--json-keys", lambda: run(tmp_path, "--json-keys", "a/b")),  # a part of a file name
         ("GPT2BPETokenizer", lambda: run(tmp_path, "--tokenizer-type", "Nope")),
