@@ -9,6 +9,7 @@ import json
 import os
 import re
 import stat
+import tomllib
 from typing import Any, BinaryIO
 
 from megatron.errors import MegatronError
@@ -59,6 +60,19 @@ def read_json(
 ) -> Any:
     """The value in a regular JSON file of at most `limit_bytes`; see `parse_json`. Raises `error`, naming the file."""
     return parse_json(read_bytes(path, limit_bytes, error=error), path, error=error, kind=kind)
+
+
+def read_toml(path: str | os.PathLike[str], limit_bytes: int, *, error: type[MegatronError]) -> dict[str, Any]:
+    """The tables of a regular TOML file of at most `limit_bytes`. Raises `error`, naming the file, for what is no TOML
+    or is nested too deep."""
+    text = read_text(path, limit_bytes, error=error)
+    try:
+        found = tomllib.loads(text)
+        _check_depth(found)
+    except (ValueError, RecursionError) as problem:  # a number of thousands of digits is no TOMLDecodeError
+        reason = "it is nested too deep" if isinstance(problem, RecursionError) else problem
+        raise error(f"{path} holds no TOML that can be read: {reason}") from None
+    return found
 
 
 def parse_json(

@@ -88,17 +88,19 @@ def build_datasets(
     *,
     locations: Mapping[str, str] | None = None,
     pad_id: int = 0,
+    verify: bool = False,
 ) -> Datasets:
     """The data sets of a run, with at least as many samples as asked for; 0 asks for none.
 
-    `locations` says where a copy of a prefix is to be read from (megatron.data.staging), `pad_id` fills packed samples.
+    `locations` says where a copy of a prefix is to be read from (megatron.data.staging), `pad_id` fills packed samples,
+    `verify` reads all of an index that is found and compares it with its digest, which one rank of a job does for all.
     Every rank calls this; one builds each index and the others wait for its files. Raises DataError for files that are
     missing or damaged, and for training without data; ConfigError for contradictory data flags.
     """
     counts = (train_samples, valid_samples, test_samples)
     if config.data.mock_data:
         return Datasets(*(_mock(config, name, count) for name, count in zip(SPLIT_NAMES, counts, strict=True)))
-    builder = DatasetBuilder(config, locations or {}, pad_id)
+    builder = DatasetBuilder(config, locations or {}, pad_id, verify)
     plans = plan_splits(config.data)
     datasets = Datasets(*(builder.build(i, plans[i], counts[i]) for i in range(len(SPLIT_NAMES))))
     if train_samples and datasets.train is None:
@@ -117,8 +119,8 @@ def _mock(config: Config, name: str, count: int) -> MockDataset | None:
 class DatasetBuilder:
     """Builds the splits of one run; a pair of files that several splits read is opened once."""
 
-    def __init__(self, config: Config, locations: Mapping[str, str], pad_id: int) -> None:
-        self._data, self._locations, self._pad_id = config.data, locations, pad_id
+    def __init__(self, config: Config, locations: Mapping[str, str], pad_id: int, verify: bool = False) -> None:
+        self._data, self._locations, self._pad_id, self._verify = config.data, locations, pad_id, verify
         self._seq_length, self._seed = config.model.seq_length, config.training.seed
         self._opened: dict[str, IndexedDataset] = {}
 
@@ -152,14 +154,16 @@ class DatasetBuilder:
         if len(datasets) == 1:
             return datasets[0]
         weights = [weight for weight, _, _ in parts]
-        return BlendedDataset(datasets, weights, num_samples, data_cache_path=self._data.data_cache_path)
+        return BlendedDataset(
+            datasets, weights, num_samples, data_cache_path=self._data.data_cache_path, verify=self._verify
+        )
 
     def _source(
         self, indexed: IndexedDataset, index: int, split: str, bounds: tuple[int, int], num_samples: int
     ) -> Source:
         options: dict[str, Any] = dict(
             name=SPLIT_NAMES[index], split=split, bounds=bounds, num_samples=num_samples, seq_length=self._seq_length,
-            seed=self._seed, data_cache_path=self._data.data_cache_path,
+            seed=self._seed, data_cache_path=self._data.data_cache_path, verify=self._verify,
         )  # fmt: skip
         if self._data.data_packing == "best-fit":
             return PackedDataset(indexed, **options, pad_id=self._pad_id)

@@ -84,11 +84,12 @@ class GPTDataset:
         seed: int,
         data_cache_path: str | os.PathLike[str] | None = None,
         wait_s: float = DEFAULT_WAIT_S,
+        verify: bool = False,
     ) -> None:
         tokens = tokens_of_split(indexed, name, split, bounds)
         # A split without a whole sample is repeated until it has one.
         request = IndexRequest(indexed.prefix, name, split, *bounds, tokens, max(num_samples, 1), seq_length, seed)
-        arrays = load_index(indexed, request, data_cache_path=data_cache_path, wait_s=wait_s)
+        arrays = load_index(indexed, request, data_cache_path=data_cache_path, wait_s=wait_s, verify=verify)
         self.description = request.description
         self.name, self.tokens_per_epoch = indexed.prefix, tokens
         self.seq_length = seq_length
@@ -160,6 +161,7 @@ class BlendedDataset:
         *,
         data_cache_path: str | os.PathLike[str] | None = None,
         wait_s: float = DEFAULT_WAIT_S,
+        verify: bool = False,
     ) -> None:
         assert len(datasets) == len(weights) > 0, "one weight for each data set"
         shares = np.asarray(weights, np.float64) / sum(weights)
@@ -187,6 +189,7 @@ class BlendedDataset:
                 build,
                 fits=lambda found: _blend_fits(found, size),
                 wait_s=wait_s,
+                verify=verify,
             )
         self._which, self._sample = arrays["index"], arrays["sample_index"]
 

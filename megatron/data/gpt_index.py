@@ -147,19 +147,26 @@ def load_index(
     *,
     data_cache_path: str | os.PathLike[str] | None = None,
     wait_s: float = DEFAULT_WAIT_S,
+    verify: bool = False,
 ) -> Arrays:
     """The index from the cache, built first if need be.
 
     Looked up in `index-cache` beside the data, then in `data_cache_path`; written to `data_cache_path` if given. Raises
-    DataError as load_or_build does.
+    DataError as load_or_build does, and before it builds for sizes in the .idx file that cannot be right.
     """
+
+    def build() -> Arrays:
+        indexed.check(request.start, request.stop)
+        return build_index(request, indexed.sizes)
+
     return load_or_build(
         request.description,
         PARTS,
         cache_directories(request.prefix, data_cache_path),
-        lambda: build_index(request, indexed.sizes),
+        build,
         fits=lambda arrays: index_fits(arrays, request, indexed.sizes),
         wait_s=wait_s,
+        verify=verify,
     )
 
 

@@ -1,10 +1,13 @@
 """Arrays that are built once and read by every process: one builds while the others wait, by the file system alone.
 
-An entry is `{md5}.dsc`, the text that was hashed, and one `{md5}_{part}.npy` for each array: the names that
-Megatron-DeepSpeed uses, so that its caches are found. Files appear by a rename after their content is on the disk, so a
-reader sees a whole file or none. The lock `{md5}.lock` (see file_lock.py) only saves work: if two processes did build
-the same entry, both would rename the same bytes into place. A build that fails leaves its reason in `{md5}.lock.note`
-for those who waited for it.
+An entry is `{md5}.dsc`, the text that was hashed and digests of the arrays, and one `{md5}_{part}.npy` for each array:
+the names that Megatron-DeepSpeed uses, so that its caches are found. Files appear by a rename after their content is on
+the disk, so a reader sees a whole file or none. The lock `{md5}.lock` (see file_lock.py) only saves work: if two
+processes did build the same entry, both would rename the same bytes into place. A build that fails leaves its reason in
+`{md5}.lock.note` for those who waited for it.
+
+With `verify` arrays are compared with their digests, which reads them whole: gigabytes, of which the processes of a job
+read a few pages each. One process does it for all. An entry that Megatron-DeepSpeed wrote has no digests.
 
 What was found, built or waited for is logged at level INFO, with the entry in the record (`entry`, `seconds`).
 """
@@ -22,6 +25,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from megatron.data.file_lock import STALE_S, FileLock, flush_directory, flush_to_disk, remove_remains, temporary_name
 from megatron.errors import DataError, MegatronError
@@ -64,6 +68,19 @@ class CacheEntry:
         except Exception:  # a damaged header can raise anything, down to errors of Python's parser
             return None
 
+    def verify(self, arrays: Arrays) -> None:
+        """Raise DataError for arrays that are not those that were stored, as far as there are digests of those."""
+        try:
+            told = self.description_path.read_text(errors="replace").removeprefix(self.description)
+        except OSError:  # the one who stored it was killed before this last file
+            return
+        if told and told != _digests(arrays):
+            raise DataError(
+                f"{self.part_path(self.parts[0])}: this index is not what was written, by the digests in "
+                f"{self.description_path}: it was damaged or changed since; delete {self.directory / self.key}* to "
+                f"have it built anew"
+            )
+
     def store(self, arrays: Arrays, still_ours: Callable[[], bool] = lambda: True) -> bool:
         """Write the arrays, then the description. Raises OSError.
 
@@ -76,7 +93,7 @@ class CacheEntry:
             for path, array in contents.items():
                 with open(temporaries[path], "wb") as file:
                     if array is None:
-                        file.write(self.description.encode())
+                        file.write((self.description + _digests(arrays)).encode())
                     else:
                         _save(file, array)
                     flush_to_disk(file)
@@ -93,6 +110,14 @@ class CacheEntry:
         return True
 
 
+def _digests(arrays: Arrays) -> str:
+    """A line for each array: its name, type, shape and XXH3 of 128 bits."""
+    return "".join(
+        f"{part} {array.dtype.str} {array.shape} {xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).data)}\n"
+        for part, array in sorted(arrays.items())
+    )
+
+
 def _save(file: BinaryIO, array: npt.NDArray[Any]) -> None:
     """numpy.save's bytes; a full disk is the system's error, where numpy's own would be one of no kind."""
     np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
@@ -107,13 +132,15 @@ def load_or_build(
     *,
     fits: Callable[[Arrays], bool] = lambda _: True,
     wait_s: float = DEFAULT_WAIT_S,
+    verify: bool = False,
     stale_s: float = STALE_S,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Arrays:
     """The arrays of an entry: from the first directory that has it, otherwise built and written to the last one.
 
-    `fits` refuses arrays that were built from other data under the same description; they are built anew. Waits up to
+    `fits` refuses arrays that were built from other data under the same description; they are built anew. With `verify`
+    an entry that is found is read whole, and DataError raised where it is not what was stored. Waits up to
     `wait_s` seconds for another process that is building, and takes over from one that is gone or has given no sign of
     life for `stale_s`. Raises DataError when the directory cannot be written, when the build that was waited for
     failed, or when the wait is over; the message names the lock and its owner.
@@ -125,6 +152,8 @@ def load_or_build(
         for entry in entries:
             arrays = entry.load()
             if arrays is not None and fits(arrays):
+                if verify:
+                    entry.verify(arrays)
                 log.info("found %s", entry.description_path, extra={"entry": entry})
                 return arrays
         return None
@@ -188,8 +217,9 @@ def _build(
     log.info("building %s", entry.description_path, extra={"entry": entry})
     try:
         arrays = build()
-    except OSError as error:
-        raise DataError(f"{entry.description_path}: this index cannot be built: {error}") from error
+    except (OSError, MemoryError) as error:
+        kind = type(error).__name__
+        raise DataError(f"{entry.description_path}: this index cannot be built: {kind}: {error}") from error
     if not lock.is_ours() or not entry.store(arrays, lock.is_ours):
         return None
     del arrays  # the files take their place in memory

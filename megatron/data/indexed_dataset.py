@@ -54,6 +54,7 @@ TYPE_CODES = {dtype: code for code, dtype in DTYPE_CODES.items()}
 _GAP_BYTES = 1 << 16
 _CHECK_INTERVAL_S = 1.0
 _FEW_PIECES = 16
+_BLOCK = 1 << 20  # so many sequences are checked at once
 
 Integers = Sequence[int] | npt.NDArray[Any]
 
@@ -216,6 +217,15 @@ class IndexedDataset:
                     page = start - start % PAGESIZE
                     self._mapping.madvise(MADV_WILLNEED, page, stop - page)
 
+    def check(self, start: int, stop: int) -> None:
+        """Raise DataError for the first of the sequences start..stop-1 that cannot be right, as `read` would. It reads
+        12 bytes of each: for those who go through all sizes anyway."""
+        for first in range(start, stop, _BLOCK):
+            last = min(first + _BLOCK, stop)
+            *_, damaged = self._entries(np.arange(first, last))
+            if damaged.any():
+                raise self._damaged(first + int(np.argmax(damaged)))
+
     def where(self, sequences: Integers, offsets: Integers, lengths: Integers, token: int) -> str:
         """File, document and byte of token number `token` of the pieces that `gather` joins, for messages."""
         ends = np.cumsum(lengths)
@@ -261,13 +271,7 @@ class IndexedDataset:
             return np.array(starts, np.int64), count
         if not 0 <= wanted.min() <= wanted.max() < len(self):
             raise IndexError(f"sequences {wanted.min()}..{wanted.max()} of {self.prefix}, which has {len(self)}")
-        itemsize = self.dtype.itemsize
-        sizes, pointers = self.sizes[wanted].astype(np.int64), self.pointers[wanted]
-        ends = self.pointers[np.minimum(wanted + 1, len(self) - 1)]
-        ends[wanted == len(self) - 1] = self._bin_bytes
-        # The subtraction cannot overflow where both are in the file.
-        damaged = (pointers < 0) | (sizes < 0) | (ends > self._bin_bytes) | (ends < 0)
-        damaged |= (ends - pointers != sizes * itemsize) | (pointers % itemsize != 0)
+        sizes, pointers, damaged = self._entries(wanted)
         if damaged.any():
             raise self._damaged(int(wanted[np.argmax(damaged)]))
         outside = (first < 0) | (count < 0) | (first > sizes - count)
@@ -277,7 +281,20 @@ class IndexedDataset:
                 f"tokens {first[at]}..{first[at] + count[at]} of sequence {wanted[at]} of {self.prefix}: it has "
                 f"{sizes[at]}"
             )
-        return pointers + first * itemsize, count
+        return pointers + first * self.dtype.itemsize, count
+
+    def _entries(
+        self, wanted: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Sizes and pointers of many sequences, and which of them cannot be right: `_bounds` for arrays."""
+        itemsize = self.dtype.itemsize
+        sizes, pointers = self.sizes[wanted].astype(np.int64), self.pointers[wanted]
+        ends = self.pointers[np.minimum(wanted + 1, len(self) - 1)]
+        ends[wanted == len(self) - 1] = self._bin_bytes
+        # The subtraction cannot overflow where both are in the file.
+        damaged = (pointers < 0) | (sizes < 0) | (ends > self._bin_bytes) | (ends < 0)
+        damaged |= (ends - pointers != sizes * itemsize) | (pointers % itemsize != 0)
+        return sizes, pointers, damaged
 
     def _damaged(self, sequence: int) -> DataError:
         """The error for a size or pointer that cannot be right."""

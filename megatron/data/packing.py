@@ -83,20 +83,28 @@ def load_packed_index(
     *,
     data_cache_path: str | os.PathLike[str] | None = None,
     wait_s: float = DEFAULT_WAIT_S,
+    verify: bool = False,
 ) -> Arrays:
     """The arrays of build_packing and build_order from the cache, built first if need be: `PARTS` and "order".
 
     Looked up in `index-cache` beside the data, then in `data_cache_path`; written to `data_cache_path` if given. Raises
-    DataError as load_or_build does, and when no sequence has two tokens.
+    DataError as load_or_build does, when no sequence has two tokens, and before it builds for sizes in the .idx file
+    that cannot be right.
     """
+
+    def build() -> Arrays:
+        indexed.check(request.start, request.stop)
+        return build_packing(request, indexed.sizes)
+
     directories = cache_directories(request.prefix, data_cache_path)
     arrays = load_or_build(
         request.description,
         PARTS,
         directories,
-        lambda: build_packing(request, indexed.sizes),
+        build,
         fits=lambda found: packing_fits(found, request, indexed.sizes),
         wait_s=wait_s,
+        verify=verify,
     )
     num_bins = len(arrays["bin_starts"]) - 1
     order = load_or_build(
@@ -106,6 +114,7 @@ def load_packed_index(
         lambda: {"order": build_order(num_bins, request.epochs_of(num_bins), request.seed)},
         fits=lambda found: _order_fits(found["order"], num_bins, request.epochs_of(num_bins)),
         wait_s=wait_s,
+        verify=verify,
     )
     return arrays | order
 
@@ -254,10 +263,11 @@ class PackedDataset:
         pad_id: int,
         data_cache_path: str | os.PathLike[str] | None = None,
         wait_s: float = DEFAULT_WAIT_S,
+        verify: bool = False,
     ) -> None:
         tokens = tokens_of_split(indexed, name, split, bounds)
         request = PackedRequest(indexed.prefix, *bounds, tokens, num_samples, seq_length, seed)
-        arrays = load_packed_index(indexed, request, data_cache_path=data_cache_path, wait_s=wait_s)
+        arrays = load_packed_index(indexed, request, data_cache_path=data_cache_path, wait_s=wait_s, verify=verify)
         self._indexed, self._request = indexed, request
         self._table, self._starts, self._order = arrays["pieces"], arrays["bin_starts"], arrays["order"]
         self.name, self.seq_length, self.pad_id = indexed.prefix, seq_length, pad_id

@@ -72,7 +72,7 @@ def prebuild(
             with ThreadPoolExecutor(workers) as pool:
                 for future in [pool.submit(task) for task in _tasks(config, counts)]:
                     future.result()
-        datasets = build_datasets(config, *counts)
+        datasets = build_datasets(config, *counts, verify=True)
     seconds = time.perf_counter() - start
     built = sum(index.seconds is not None for index in indices.values())
     size = sum(index.size_bytes for index in indices.values())

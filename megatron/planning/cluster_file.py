@@ -1,7 +1,6 @@
 """Read and check the TOML description of a machine (cluster.py)."""
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,8 +8,11 @@ from typing import Any, TypeVar
 from megatron.errors import ConfigError
 from megatron.planning.cluster import Band, Cluster, Queue, WallLimit
 from megatron.planning.compute import BASES, COLUMNS, DTYPES, SCALARS, Compute, Figure, Points
+from megatron.untrusted import read_toml
 
 T = TypeVar("T")
+_MOST_BYTES = 1 << 22  # of a file: measured ones have some ten thousand
+_MOST_COUNTED, _MOST = 10**7, 1e30  # nodes, devices, cores; seconds, TFLOP/s, GB/s
 
 _BANDS = (
     "gemm_tflops", "copy_gb_per_s", "allreduce_node_gb_per_s", "p2p_node_gb_per_s", "neighbour_gb_per_s",
@@ -40,7 +42,7 @@ class _Facts:
         value = table.pop(name, default)
         try:
             return make(value)
-        except (TypeError, ValueError, KeyError) as error:
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise self.error(key, f"expected {expected}, got {value!r}") from error
 
     def rest(self, key: str) -> dict[str, Any]:
@@ -60,7 +62,7 @@ class _Facts:
 
 
 def _whole(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MOST_COUNTED:
         raise ValueError
     return value
 
@@ -72,7 +74,7 @@ def _count(value: Any) -> int:
 
 
 def _positive(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _MOST:
         raise ValueError
     return float(value)
 
@@ -92,7 +94,7 @@ def _triples(value: Any) -> tuple[tuple[int, int, float], ...]:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MOST:
         raise ValueError
     return float(value)
 
@@ -135,10 +137,7 @@ def _band(value: Any) -> Band:
 
 def read_cluster(path: Path) -> Cluster:
     """The machine that a file describes. Raises ConfigError with the file and the fact that is wrong."""
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as the description of a machine: {error}") from error
+    tables = read_toml(path, _MOST_BYTES, error=ConfigError)
     facts = _Facts(path, tables)
     take = facts.take
     devices = take("device.per_node", _count, "the number of devices of a node")
@@ -193,7 +192,7 @@ def read_cluster(path: Path) -> Cluster:
         qos=take("slurm.qos", _queues, "tables with name, max_nodes, max_hours, max_jobs", [{"name": "normal"}]),
         nvme_path=take("nvme.path", _text, text, ""),
         nvme_constraint=take("nvme.constraint", _text, text, ""),
-        startup_s={name: float(value) for name, value in facts.rest("startup_s").items()},
+        startup_s=take("startup_s", lambda v: {name: _number(s) for name, s in v.items()}, "a table of seconds", {}),
         sources=sources,
         device_type=take("device.type", _device_type, "cuda or cpu", "cuda"),
         compute=_compute(facts, tables.get("compute", {}), sources),

@@ -189,7 +189,8 @@ def assemble(
     batches = BatchSchedule.from_config(config)
     samples = planned_samples(config, batches)
     pad_id = tokenizer.eod if tokenizer is not None else 0
-    build = partial(build_datasets, config, locations=staged_locations(config, topology, reporter.say), pad_id=pad_id)
+    staged = staged_locations(config, topology, reporter.say)
+    build = partial(build_datasets, config, locations=staged, pad_id=pad_id, verify=topology.rank == 0)
     with told_if_slow(reporter.say):
         datasets = build(*samples)
     describe_data(config, datasets, reporter)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import keyword
 import math
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,10 @@ from megatron.tuning.expressions import RESERVED, Expression, ExpressionError, p
 from megatron.tuning.names import READ_ONLY, settings_of_flags, subject
 from megatron.tuning.space import Space, ordered, write_key
 from megatron.tuning.types import Parameter, Value
+from megatron.untrusted import read_toml
 
 SPACES = Path(__file__).with_name("spaces")
+_MOST_BYTES = 1 << 22  # of a file
 _MOST_VALUES = 10_000
 _MOST = 2**63  # of a whole number: what any setting can be
 _LONGEST_SHOWN = 60
@@ -63,13 +64,7 @@ def load_space(name_or_path: str) -> Space:
 
 
 def _load(path: Path) -> Space:
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits is no TOMLDecodeError
-        raise ConfigError(f"{path}: is no TOML: {error}") from None
-    return _Reader(path, tables).space()
+    return _Reader(path, read_toml(path, _MOST_BYTES, error=ConfigError)).space()
 
 
 class _Reader:
@@ -157,7 +152,7 @@ class _Reader:
         if not isinstance(values, list) or not values:
             raise self.error(where, f"expected values such as [1, 2, 4] or {{ from = 1, to = 4, step = 1 }}, "
                                     f"got {given!r}")  # fmt: skip
-        found: list[Value] = []
+        found, keys = list[Value](), set[str]()
         for value in values:
             try:
                 if not isinstance(value, bool) and isinstance(value, (int, float)) and _endless(value):
@@ -166,8 +161,10 @@ class _Reader:
             except ValueError as error:
                 raise self.error(where, f"{_shown(value)} {error}") from None
             # As journals and reports tell them apart: true and 'on' are one.
-            if any(write_key({"": accepted}) == write_key({"": other}) for other in found):
+            key = write_key({"": accepted})
+            if key in keys:
                 raise self.error(where, f"{_shown(value)} is given twice")
+            keys.add(key)
             found.append(accepted)
         if not ordered(found):
             return tuple(found), False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,9 @@ from megatron.data.gpt_index import IndexRequest
 from megatron.data.index_cache import CacheEntry
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.packing import PackedDataset
 from megatron.errors import DataError
+from tests.data.struct_format import packed
 from tests.helpers.examples import examples
 
 
@@ -108,8 +111,26 @@ def test_cache_names(tmp_path: Path) -> None:
     cache = tmp_path / "index-cache"
     parts = {"doc_idx": np.int32, "sample_idx": np.int32, "shuffle_idx": np.uint32}
     assert sorted(p.name for p in cache.iterdir()) == [f"{key}.dsc", *(f"{key}_{part}.npy" for part in parts)]
-    assert (cache / f"{key}.dsc").read_text() == built.description
+    assert (cache / f"{key}.dsc").read_text().startswith(built.description)
     assert {part: np.load(cache / f"{key}_{part}.npy").dtype for part in parts} == parts
+
+
+@pytest.mark.parametrize("packed_samples", [True, False])
+@pytest.mark.parametrize("size", [-4, 9])
+def test_sizes_that_cannot_be_right_are_found_before_an_index_is_built(
+    tmp_path: Path, size: int, packed_samples: bool
+) -> None:
+    """All of them are read then; a number in the middle is seen by no check of the ends."""
+    data, index = packed([[[1] * 8], [[2] * 8], [[3] * 8], [[4] * 8]], "<u2")
+    at = 34 + 4  # of the second size
+    (tmp_path / "a.bin").write_bytes(data)
+    (tmp_path / "a.idx").write_bytes(index[:at] + struct.pack("<i", size) + index[at + 4 :])
+    options = {"pad_id": 0} if packed_samples else {}
+    with pytest.raises(DataError, match=rf"a\.idx.* {at}\b.* {size}\b"):
+        (PackedDataset if packed_samples else GPTDataset)(
+            IndexedDataset(tmp_path / "a"), name="train", split="1", bounds=(0, 4), num_samples=3, seq_length=5, seed=1,
+            **options,
+        )
 
 
 @pytest.mark.parametrize("mmap", [True, False])

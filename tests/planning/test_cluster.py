@@ -86,6 +86,11 @@ COPY = 'copy = { value = 1250.0, basis = "published", range = [0.80, 1.05] }'
         ("[4096, 4096, 4096, 101.5]", "[4096, 4096, 101.5]", "products.float16.points"),
         ("group_nodes = 128", 'group_nodes = 128\nshared_cores = "two"', "shared_cores"),
         ('name = "MI250X GCD"', 'name = "MI250X GCD"\ntype = "gpu"', "device.type.*'gpu'"),
+        ("group_nodes = 128", f"group_nodes = {'[' * 5000}{']' * 5000}", "machine.toml"),
+        ("group_nodes = 128", f"group_nodes = {'9' * 5000}", "machine.toml"),
+        ("group_nodes = 128", f"group_nodes = {'9' * 400}", "group_nodes"),
+        ("memory_gib = 64.0", f"memory_gib = {'9' * 400}", "device.memory_gib"),
+        ("[startup_s]", '[startup_s]\nslow = "very"', "startup_s"),
     ],
 )  # fmt: skip
 def test_a_wrong_file_is_refused_with_the_place(tmp_path: Path, old: str, new: str, named: str) -> None:

@@ -148,6 +148,12 @@ def test_a_mistake_is_named_with_its_place(read: Write, text: str, words: list[s
         assert word in str(found.value)
 
 
+def test_ten_thousand_values_are_read_at_once(read: Write) -> None:
+    """Within a time limit of a minute."""
+    (parameter,) = read(f"[parameters]\nseed = {list(range(10_000))}").parameters
+    assert parameter.values == tuple(range(10_000))
+
+
 def test_files_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="paper-175b"):
         load_space("paper-175")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy.typing as npt
 
 from megatron.data.tokenizers.base import encode_with
 from megatron.errors import DataError
+from megatron.untrusted import read_bytes, read_json
 
 # How a text is cut into pieces before pairs are merged. The data's ids depend on it, so these are formats: gpt2 as
 # published with GPT-2, cl100k and o200k as tiktoken has them (0.14), llama3 with that model, v1 and v2 of Megatron-LM.
@@ -24,6 +24,7 @@ _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
 _THREE_DIGITS = rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
 _SPACES = r"\s+(?!\S)|\s+"
+_MOST_BYTES = 1 << 28  # of a vocabulary: published ones have a few million
 PATTERNS: Mapping[str, str] = {
     "gpt2": rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|{_SPACES}",
     "cl100k": rf"{_THREE_DIGITS}|\s++$|\s*[\r\n]+|{_SPACES}",
@@ -86,12 +87,12 @@ def read_ranks(path: Path, what_else: str) -> dict[bytes, int]:
     """
     ranks: dict[bytes, int] = {}
     seen: dict[int, int] = {}
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+    for number, line in enumerate(read_bytes(path, _MOST_BYTES, error=DataError).split(b"\n"), 1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
         words = line.split()
-        if len(words) != 2 or not words[1].isdigit():
+        if len(words) != 2 or not words[1].isdigit() or len(words[1]) > 18:
             raise DataError(f"{where}: expected a base64 token, a space and its rank, got {_shown(line)}; {what_else}")
         token, rank = _bytes_of(words[0], where), int(words[1])
         if token in ranks:
@@ -110,11 +111,11 @@ def read_json_ranks(path: Path, what_else: str) -> dict[bytes, int]:
     Raises DataError with the place in the list for anything else. `what_else` says what the file should be.
     """
     try:
-        entries: Any = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON: {error}; {what_else}") from None
-    if not isinstance(entries, list) or not entries:
-        raise DataError(f"{path}: holds {type(entries).__name__}, not a list of tokens; {what_else}")
+        entries: list[Any] = read_json(path, _MOST_BYTES, error=DataError, kind=list)
+    except DataError as error:
+        raise DataError(f"{error}; {what_else}") from None
+    if not entries:
+        raise DataError(f"{path}: an empty list; {what_else}")
     ranks: dict[bytes, int] = {}
     for place, entry in enumerate(entries):
         where = f"{path}: entry {place}"

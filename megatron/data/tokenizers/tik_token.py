@@ -195,11 +195,12 @@ def _from_ranks(path: Path, settings: TikTokenSettings, num_threads: int) -> Tik
         count = settings.num_special_tokens
         special = {name: following + i for i, name in enumerate(_filled(names, len(names) if count is None else count))}
         eod = following + _end(names)
-    holes = set(range(following)) - taken - set(published.special.values() if published else ())
-    if holes:
+    taken |= {i for i in (published.special.values() if published else ()) if i < following}
+    if len(taken) < following:
+        hole = next(i for i in range(following) if i not in taken)
         raise DataError(
-            f"{path}: rank {min(holes)} is missing, and {len(holes) - 1} more below the highest, {following - 1}: the "
-            f"file is damaged; get it again"
+            f"{path}: rank {hole} is missing, and {following - len(taken) - 1} more below the highest, "
+            f"{following - 1}: the file is damaged; get it again"
         )
     return _build(path, ranks, special, eod, pattern, num_threads)
 
