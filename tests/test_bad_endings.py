@@ -87,7 +87,7 @@ def test_output_that_cannot_be_written_costs_the_run_nothing(
 ) -> None:
     size = 2 if kind == "full" else 1
     arguments = [*TINY, "--train-iters", "2", "--save", str(tmp_path)]
-    outcomes = launch(size, arguments, arm={rank: (lose_output, kind, *numbers) for rank in range(size)})
+    outcomes = launch(size, arguments, arm=dict.fromkeys(range(size), (lose_output, kind, *numbers)))
     assert [outcome and outcome.code for outcome in outcomes] == [0] * size, outcomes
     notes = [outcome.output.count("standard output cannot be written") for outcome in outcomes if outcome]
     assert notes == [0 if 2 in numbers else 1, 0][:size], outcomes  # only rank 0 prints

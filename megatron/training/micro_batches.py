@@ -148,7 +148,7 @@ def planned_samples(config: Config, batches: BatchSchedule) -> tuple[int, int, i
     if max(planned) > MOST_SAMPLES:
         raise ConfigError(
             f"the run takes {train} samples for training and {planned[1]} for validation; {MOST_SAMPLES} are the most: "
-            f"lower --train-iters {end}, --eval-iters {training.eval_iters} or --global-batch-size "
-            f"{config.batch.global_batch_size}, or raise --eval-interval {training.eval_interval}"
+            f"make it shorter than {end} iterations, lower --eval-iters {training.eval_iters}, or raise "
+            f"--eval-interval {training.eval_interval}"
         )
     return planned

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from megatron.config import Config
 from megatron.errors import ConfigError
-from megatron.training.micro_batches import BatchSchedule
+from megatron.training.micro_batches import BatchSchedule, planned_samples
 
 ramps = st.tuples(st.integers(1, 6), st.integers(0, 6), st.integers(1, 5), st.integers(1, 500))
 
@@ -42,6 +43,15 @@ def test_a_ramp_up_of_a_thousand_million_steps_takes_no_time() -> None:
     schedule = BatchSchedule(4, 1, (2, 2, 10**12))
     assert schedule.samples_after(10**9) == 2 * 10**9
     assert schedule.iterations_until(10**12, whole=True) == 10**12 // 2
+
+
+def test_more_samples_than_an_index_could_list_are_refused() -> None:
+    config = Config.create(
+        num_layers=1, hidden_size=8, num_attention_heads=1, seq_length=8, train_iters=10**6, eval_iters=10**6,
+        eval_interval=1,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=str((10**6 + 1) * 10**6)):
+        planned_samples(config, BatchSchedule.from_config(config))
 
 
 @given(st.integers(1, 8), st.integers(1, 64))
