@@ -61,7 +61,7 @@ def guard_output() -> None:
 
 
 def _output_lost() -> bool:
-    sys.stdout.flush()
+    _flush()
     return bool(getattr(getattr(getattr(sys.stdout, "buffer", None), "raw", None), "lost", False))
 
 
@@ -102,12 +102,16 @@ def run_guarded(body: Callable[[], object], rank: int | Callable[[], int]) -> in
 def leave(code: int) -> None:
     """End the process at once. No destructor runs: after a failure they would wait for peers that are gone, and
     threads inside of communication libraries do not survive the end of the interpreter."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     os._exit(code)
 
 
 def _print_error(text: str) -> None:
-    sys.stdout.flush()
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+    _flush()
+    print(text, file=sys.stderr, flush=True)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # of a tool that was started with a closed one
+            stream.flush()
