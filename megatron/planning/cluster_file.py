@@ -156,7 +156,7 @@ def read_cluster(path: Path) -> Cluster:
         peak_tflops={
             dtype: take(f"device.peak_tflops.{dtype}", _positive, "TFLOP/s")
             for dtype in DTYPES
-            if dtype in tables.get("device", {}).get("peak_tflops", {})
+            if _has(tables, "device", "peak_tflops", dtype)
         },
         links={(min(a, b), max(a, b)): w for a, b, w in take("links.gb_per_s", _triples, rows)},
         nics=take("nics.names", lambda v: tuple(_text(name) for name in v), "names of network cards"),
@@ -182,7 +182,7 @@ def read_cluster(path: Path) -> Cluster:
         bands={
             name: take(f"bands.{name}", _band, 'a low and a high value, "-" for none')
             for name in _BANDS
-            if name in tables.get("bands", {})
+            if _has(tables, "bands", name)
         },
         wall_limits=take(
             "slurm.wall_limits", lambda v: tuple(WallLimit(_count(a), _count(b), _positive(h)) for a, b, h in v),
@@ -207,20 +207,19 @@ def read_cluster(path: Path) -> Cluster:
 
 def _compute(facts: _Facts, tables: Any, sources: Mapping[str, str]) -> Compute:
     """The figures of [compute], each with its source from [sources]."""
-
-    def has(*parts: str) -> bool:
-        table = tables
-        for part in parts:
-            if not isinstance(table, dict) or part not in table:
-                return False
-            table = table[part]
-        return True
-
     return Compute({
-        name: _figure(facts, name, columns, name in SCALARS or has(*name.split("."), "value"), sources)
+        name: _figure(facts, name, columns, name in SCALARS or _has(tables, *name.split("."), "value"), sources)
         for name, columns in COLUMNS.items()
-        if has(*name.split("."))
+        if _has(tables, *name.split("."))
     })  # fmt: skip
+
+
+def _has(tables: Any, *parts: str) -> bool:
+    for part in parts:
+        if not isinstance(tables, dict) or part not in tables:
+            return False
+        tables = tables[part]
+    return True
 
 
 def _figure(facts: _Facts, name: str, columns: int, scalar: bool, sources: Mapping[str, str]) -> Figure:
