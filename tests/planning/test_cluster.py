@@ -90,7 +90,7 @@ COPY = 'copy = { value = 1250.0, basis = "published", range = [0.80, 1.05] }'
         ("group_nodes = 128", f"group_nodes = {'9' * 5000}", "machine.toml"),
         ("group_nodes = 128", f"group_nodes = {'9' * 400}", "group_nodes"),
         ("memory_gib = 64.0", f"memory_gib = {'9' * 400}", "device.memory_gib"),
-        ("peak_tflops = { float32 = 47.9, float16 = 191.5, bfloat16 = 191.5 }", "peak_tflops = 5", "device.peak_tflops"),
+        ("peak_tflops = { float32 = 47.9, float16 = 191.5, bfloat16 = 191.5 }", "peak_tflops = 5", "peak_tflops"),
         ("[startup_s]", '[startup_s]\nslow = "very"', "startup_s"),
     ],
 )  # fmt: skip
