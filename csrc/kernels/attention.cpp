@@ -54,12 +54,16 @@ struct Block {
     const float *slopes;  // [groups * share] or null
     int rows, total;      // rows of a sample and group in the block and in all
     int first_sample, first, key;
-    int length;           // of a row of the mask, at least the number of keys
+    // Of the mask, whose rows are numbered over all heads of the job: that of a sample's first head and query, positions
+    // of a head, elements of a row. Null where nothing is dropped.
+    const int64_t *origins;
+    int positions, length;
     int groups, share, n; // share: queries of a group; n: keys of the block
     float scale;
     struct Row {
         int valid;    // keys of the block that the query sees
         int64_t at;   // of all rows
+        uint64_t mask; // of its first element, from the block's first key on
         float slope;
         int query;    // counted from the block's first key on
         template <class G> MEMBER void logits(int c, float *v, float scale) const {
@@ -69,7 +73,9 @@ struct Block {
     MEMBER Row row(int64_t row) const {
         const int nth = (int)(row / rows), i = (int)(row - (int64_t)nth * rows), sample = first_sample + nth;
         const int position = first + i / share, seen = position + 1 - key, head = sample % groups * share + i % share;
-        return Row{seen < 0 ? 0 : seen < n ? seen : n, (int64_t)sample * total + (int64_t)first * share + i,
+        uint64_t mask = 0;
+        if (origins) mask = ((uint64_t)origins[sample / groups] + (uint64_t)head * positions + position) * length + key;
+        return Row{seen < 0 ? 0 : seen < n ? seen : n, (int64_t)sample * total + (int64_t)first * share + i, mask,
                    slopes ? slopes[head] : 0.0f, position - key};
     }
     MEMBER static int limit(int valid, int pack, int n) {
@@ -83,7 +89,7 @@ struct Block {
 template <class T> struct AttentionWeights {
     // One row, but with it so much of the mask that CUDA has no registers left for eight packs.
     static constexpr int WAVES = 4, HOLDS = 2;
-    // narrow: 2 (a row's logarithm and its head's slope)
+    // narrow: 3 (a row's logarithm, its head's slope and its sample's place)
     T *scores;
     float *logarithms;
     Block block;
@@ -127,7 +133,7 @@ template <class T> struct AttentionWeights {
                     here.template logits<G>(c, v, block.scale);
                     EACH(k) v[k] = exponential(v[k] - shift) * quotient;
                 }
-                mask.apply<G>(here.at * block.length + block.key + c, v);
+                mask.apply<G>(here.mask + c, v);
             } else {
                 EACH(k) v[k] = 0;
             }
@@ -141,7 +147,7 @@ template <class T> struct AttentionWeights {
 // output times its gradient (arXiv 2205.14135, appendix B.2).
 template <class T> struct AttentionGradient {
     static constexpr int WAVES = 4;
-    // narrow: 3 (a row's logarithm, its dot and its head's slope)
+    // narrow: 4 (a row's logarithm, its dot, its head's slope and its sample's place)
     T *scores, *gradients;
     const float *logarithms, *dots;
     Block block;
@@ -153,7 +159,7 @@ template <class T> struct AttentionGradient {
         const float scale = block.scale;
         float drop[G::V];
         EACH(k) drop[k] = 1.0f;
-        mask.apply<G>(here.at * block.length + block.key + c, drop);
+        mask.apply<G>(here.mask + c, drop);
         here.template logits<G>(c, v, scale);
         EACH(k) v[k] = exponential(v[k] - denominator);
         // What is not seen may be anything: it was never written.
@@ -226,22 +232,23 @@ template <class T> struct RowDots {
 };
 
 // rows: of the whole block; queries: of one sample and group in it; total: in all. random is 0 where nothing is dropped.
-MK_API mk_attention_weights(int type, void *scores, void *logarithms, const void *slopes, int64_t rows, int64_t queries,
-                            int64_t total, int64_t first_sample, int64_t first, int64_t length, int64_t groups, int64_t share,
-                            int64_t n, float scale, uint64_t seed, uint32_t keep, float kept_scale, int random, void *stream) {
-    const Block block{(const float *)slopes, (int)queries, (int)total, (int)first_sample, (int)first, 0, (int)length,
-                      (int)groups, (int)share, (int)n, scale};
+MK_API mk_attention_weights(int type, void *scores, void *logarithms, const void *slopes, const void *origins,
+                            int64_t rows, int64_t queries, int64_t total, int64_t first_sample, int64_t first,
+                            int64_t positions, int64_t length, int64_t groups, int64_t share, int64_t n, float scale,
+                            uint64_t seed, uint32_t keep, float kept_scale, int random, void *stream) {
+    const Block block{(const float *)slopes, (int)queries, (int)total, (int)first_sample, (int)first, 0,
+                      (const int64_t *)origins, (int)positions, (int)length, (int)groups, (int)share, (int)n, scale};
     const Mask mask{seed, keep, kept_scale, random != 0};
     FOR_TYPE(type, launch_block<T>(AttentionWeights<T>{(T *)scores, (float *)logarithms, block, mask}, rows, n,
                                    aligned(scores), (mk_stream)stream));
 }
 
 MK_API mk_attention_gradient(int type, void *scores, void *gradients, const void *logarithms, const void *dots,
-                             const void *slopes, int64_t rows, int64_t queries, int64_t total, int64_t first_sample,
-                             int64_t first, int64_t key, int64_t length, int64_t groups, int64_t share, int64_t n,
-                             float scale, uint64_t seed, uint32_t keep, float kept_scale, int random, void *stream) {
-    const Block block{(const float *)slopes, (int)queries, (int)total, (int)first_sample, (int)first, (int)key, (int)length,
-                      (int)groups, (int)share, (int)n, scale};
+                             const void *slopes, const void *origins, int64_t rows, int64_t queries, int64_t total,
+                             int64_t first_sample, int64_t first, int64_t key, int64_t positions, int64_t length,
+                             int64_t groups, int64_t share, int64_t n, float scale, uint64_t seed, uint32_t keep, float kept_scale, int random, void *stream) {
+    const Block block{(const float *)slopes, (int)queries, (int)total, (int)first_sample, (int)first, (int)key,
+                      (const int64_t *)origins, (int)positions, (int)length, (int)groups, (int)share, (int)n, scale};
     const Mask mask{seed, keep, kept_scale, random != 0};
     FOR_TYPE(type, launch_gradient<T>(AttentionGradient<T>{(T *)scores, (T *)gradients, (const float *)logarithms,
                                                            (const float *)dots, block, mask},

@@ -8,6 +8,7 @@ template <class T> struct Dropout {
     const T *x, *bias, *residual;
     int64_t n;
     Mask mask;
+    Place place;
 
     template <class G> MEMBER void operator()(const G &, int64_t row, int c) const {
         const int64_t at = row * n + c;
@@ -18,7 +19,7 @@ template <class T> struct Dropout {
             EACH(k) v[k] += other[k];
         }
         if (residual) load<G>(residual + at, other);  // under way while the mask is made
-        mask.apply<G>(at, v);
+        mask.apply<G>(place.number(row) * n + c, v);
         if (residual) EACH(k) v[k] += other[k];
         store<G>(y + at, v);
     }
@@ -31,11 +32,12 @@ template <class T> struct DropoutBackward {
     const T *dy;
     int64_t n;
     Mask mask;
+    Place place;
 
     template <class G> MEMBER void gradient(int64_t row, int c, float *d) const {
         const int64_t at = row * n + c;
         load<G>(dy + at, d);
-        mask.apply<G>(at, d);
+        mask.apply<G>(place.number(row) * n + c, d);
         store<G>(dx + at, d);
     }
     template <class G> MEMBER void operator()(const G &, int64_t row, int c) const {
@@ -51,32 +53,35 @@ template <class T> struct DropoutBackward {
 
 template <class T>
 static int forward(void *y, const void *x, const void *bias, const void *residual, int64_t rows, int64_t n,
-                   const Mask &mask, void *stream) {
-    const Dropout<T> op{(T *)y, (const T *)x, (const T *)bias, (const T *)residual, n, mask};
+                   const Mask &mask, const Place &place, void *stream) {
+    const Dropout<T> op{(T *)y, (const T *)x, (const T *)bias, (const T *)residual, n, mask, place};
     return launch_tiles<T>(op, rows, n, aligned(y, x, bias, residual), (mk_stream)stream);
 }
 
 template <class T>
-static int backward(void *dx, void *dbias, float *partial, const void *dy, int64_t rows, int64_t n, int64_t parts,
-                    const Mask &mask, void *stream) {
-    const DropoutBackward<T> op{(T *)dx, (const T *)dy, n, mask};
+static int backward(void *dx, float *dbias, float *partial, const void *dy, int64_t rows, int64_t n, int64_t parts,
+                    const Mask &mask, const Place &place, void *stream) {
+    const DropoutBackward<T> op{(T *)dx, (const T *)dy, n, mask, place};
     const bool wide = aligned(dx, partial, dy);
     if (!dbias) return launch_tiles<T>(op, rows, n, wide, (mk_stream)stream);
     const int code = launch_tile_sums<T>(op, rows, n, parts, partial, wide, (mk_stream)stream);
-    return code ? code : launch_part_sums<T>((T *)dbias, partial, parts, n, (mk_stream)stream);
+    return code ? code : launch_part_sums<float>(dbias, partial, parts, n, (mk_stream)stream);
 }
 
 // random is 0 where p is 0; keep and scale then mean nothing.
 MK_API mk_bias_dropout_add(int type, void *y, const void *x, const void *bias, const void *residual, int64_t rows,
-                           int64_t n, uint64_t seed, uint32_t keep, float scale, int random, void *stream) {
+                           int64_t n, uint64_t seed, uint32_t keep, float scale, int random, uint64_t start,
+                           uint32_t count, uint64_t outer, uint64_t inner, void *stream) {
     const Mask mask{seed, keep, scale, random != 0};
-    FOR_TYPE(type, (forward<T>(y, x, bias, residual, rows, n, mask, stream)));
+    const Place place{start, outer, inner, count};
+    FOR_TYPE(type, (forward<T>(y, x, bias, residual, rows, n, mask, place, stream)));
 }
 
-// partial: parts * n floats; not touched where dbias is null.
+// dbias: n floats; partial: parts * n floats, not touched where dbias is null.
 MK_API mk_bias_dropout_add_backward(int type, void *dx, void *dbias, void *partial, const void *dy, int64_t rows,
                                     int64_t n, int64_t parts, uint64_t seed, uint32_t keep, float scale, int random,
-                                    void *stream) {
+                                    uint64_t start, uint32_t count, uint64_t outer, uint64_t inner, void *stream) {
     const Mask mask{seed, keep, scale, random != 0};
-    FOR_TYPE(type, (backward<T>(dx, dbias, (float *)partial, dy, rows, n, parts, mask, stream)));
+    const Place place{start, outer, inner, count};
+    FOR_TYPE(type, (backward<T>(dx, (float *)dbias, (float *)partial, dy, rows, n, parts, mask, place, stream)));
 }

@@ -10,12 +10,25 @@ struct Mask {
     float scale;
     bool random;  // false: p is 0, everything is kept
 
-    template <class G> MEMBER void apply(int64_t i, float *v) const {
+    template <class G> MEMBER void apply(uint64_t i, float *v) const {
         if (!random) return;
         uint32_t words[G::V];
         random_words<G::V>(seed, i, words);
         const uint32_t below = keep;  // in registers, or the compiler fears that v overlaps this struct
         const float factor = scale;
         EACH(k) v[k] *= words[k] < below ? factor : 0.0f;
+    }
+};
+
+// The number of a row among those of the whole job: masks do not depend on which of them a rank holds, and in what
+// order. Numbers past 2^64 begin anew. A count above 1 goes with fewer than 2^32 rows: 64-bit quotients are slow on GPUs.
+struct Place {
+    uint64_t start, outer, inner;
+    uint32_t count;
+
+    MEMBER uint64_t number(int64_t row) const {
+        if (count == 1) return start + (uint64_t)row * outer;
+        const uint32_t quotient = (uint32_t)row / count;
+        return start + quotient * outer + ((uint32_t)row - quotient * count) * inner;
     }
 };

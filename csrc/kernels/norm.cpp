@@ -164,12 +164,12 @@ template <class T, bool RMS> struct NormColumns {
 };
 
 template <class T, bool RMS>
-static int backward(const NormBackward<T, RMS> &op, T *parameters, float *partial, int64_t rows, int64_t n,
+static int backward(const NormBackward<T, RMS> &op, float *parameters, float *partial, int64_t rows, int64_t n,
                     int64_t parts, mk_stream stream) {
     const NormColumns<T, RMS> columns{op.dy, op.x, op.mean, op.rstd, (int)n};
     const bool wide = aligned(op.dx, op.dy, op.dsum, op.x, op.weight, partial);
     const int code = launch_row_sums<T>(op, columns, rows, n, parts, partial, wide, stream);
-    return code ? code : launch_part_sums<T>(parameters, partial, parts, op.SUMS * n, stream);
+    return code ? code : launch_part_sums<float>(parameters, partial, parts, op.SUMS * n, stream);
 }
 
 // residual (with sum), bias may be null; of an RMS norm also mean. plus is added to the weight. mean, rstd [rows].
@@ -183,7 +183,7 @@ MK_API mk_norm(int type, void *y, void *sum, float *mean, float *rstd, const voi
     FOR_TYPE(type, rms ? NORM(true) : NORM(false));
 }
 
-// parameters [1 or 2, n]: the gradients of weight and, unless RMS, bias; partial, workspace [parts, 1 or 2, n].
+// parameters, fp32 [1 or 2, n]: the gradients of weight and, unless RMS, bias; partial, workspace [parts, 1 or 2, n].
 // x: what was normalised. dsum, its gradient from other uses, may be null.
 MK_API mk_norm_backward(int type, void *dx, void *parameters, float *partial, const void *dy, const void *dsum,
                         const void *x, const void *weight, const float *mean, const float *rstd, int64_t rows,
@@ -191,6 +191,6 @@ MK_API mk_norm_backward(int type, void *dx, void *parameters, float *partial, co
 #define BACKWARD(RMS)                                                                                              \
     backward(NormBackward<T, RMS>{(T *)dx, (const T *)dy, (const T *)dsum, (const T *)x, (const T *)weight, mean,  \
                                   rstd, 1.0f / n, plus},                                                           \
-             (T *)parameters, partial, rows, n, parts, (mk_stream)stream)
+             (float *)parameters, partial, rows, n, parts, (mk_stream)stream)
     FOR_TYPE(type, rms ? BACKWARD(true) : BACKWARD(false));
 }

@@ -66,8 +66,8 @@ FN void store_words(Lanes counter, uint64_t seed, uint32_t *out) {
 
 // The random words of elements i ... i + V - 1 of a tensor. Element i has word i % 4 of counter i / 4, so that it
 // depends on nothing but seed and i. V is 1, or a multiple of 4; i is a multiple of V.
-template <int V> MEMBER void random_words(uint64_t seed, int64_t i, uint32_t *out) {
-    const uint64_t first = (uint64_t)i / 4;
+template <int V> MEMBER void random_words(uint64_t seed, uint64_t i, uint32_t *out) {
+    const uint64_t first = i / 4;
     if constexpr (V == 1) {
         uint32_t c[4];
         words_of(first, seed, c);

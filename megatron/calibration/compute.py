@@ -14,7 +14,7 @@ import torch
 
 from megatron.calibration.tasks import TERA, Make, Task, Work
 from megatron.engine.optimizer import build_optimizer, create_moments
-from megatron.engine.zero import scale_and_square
+from megatron.engine.zero import square
 from megatron.kernels.choose import Fusions, choose_attention, choose_fusions
 from megatron.kernels.library import available
 from megatron.kernels.ops.activation import bias_activation
@@ -348,11 +348,11 @@ def _updates(make: Maker) -> Iterator[Task]:
         if fused and make.dtype != torch.float32:
             adam.copies = {weights: torch.zeros(elements, device=make.device, dtype=make.dtype)}  # type: ignore[attr-defined]
         own = make.config.kernels.optimizer_implementation != "torch" and available(make.device)
-        squares = scale_and_norm_ if own else scale_and_square
+        squares = scale_and_norm_ if own else square
 
         def run() -> None:
             assert weights.grad is not None
-            math.sqrt(squares([weights.grad], 1.0))  # the host waits for the norm, as in a step
+            math.sqrt(squares([weights.grad]))  # the host waits for the norm, as in a step
             adam.step()
 
         return run

@@ -73,8 +73,9 @@ class Engine:
     (WeightGather), and so does `state_dict()`; whoever reads `chunks.parameters()` in another way after `step()`, or
     after a checkpoint was loaded, calls `wait_for_weights()` before.
 
-    The gradient is the mean over data-parallel ranks of what their backward passes sum up: the loss must be divided by
-    the number of micro-batches of a rank and multiplied by `loss_scale`.
+    The gradient is the sum over data-parallel ranks of what their backward passes sum up: the loss must be divided by
+    the number of micro-batches of all ranks and multiplied by `loss_scale`. So the numbers in which fp16 overflows are
+    the same on every layout.
 
     Raises ConfigError for a missing DeepSpeed or for ranks without parameters.
     """

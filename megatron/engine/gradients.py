@@ -129,10 +129,7 @@ class Gradients:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Sum over all ranks what they hold terms of; each rank then has the sum of the parts that it owns.
-
-        Over data-parallel ranks it is the sum, not the mean: the factor is left to whoever reads it all next.
-        """
+        """Sum over all ranks what they hold terms of; each rank then has the sum of the parts that it owns."""
         if self._micro_batches and not self._per_micro_batch:
             self._per_micro_batch = {p: _for_each(n, self._micro_batches) for p, n in self._seen.items()}
         if not self._counted:

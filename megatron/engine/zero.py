@@ -2,7 +2,7 @@
 
 BF16_Optimizer serves bf16, DeepSpeedZeroOptimizer fp32 and fp16. Both keep master weights and moments, decide about
 overflow and update their partition. Around that they flatten, copy, reduce, clip and gather; here the gradients are
-flat and reduced before, norm and mean are one pass over this rank's partition, the clip factor is part of the update
+flat and reduced before, the norm is one pass over this rank's partition, the clip factor is part of the update
 where AdamW is fused, and the weights are gathered by whoever calls.
 """
 from __future__ import annotations
@@ -128,7 +128,7 @@ class ZeroStep:
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def step(self, engine: Any) -> None:
-        """Take the mean of the reduced gradients, and one step of DeepSpeed's engine; no weights are gathered."""
+        """Take one step, with the reduced gradients, of DeepSpeed's engine; no weights are gathered."""
         self._norm = None
         outer = self._outer
         if self._bf16:
@@ -163,18 +163,17 @@ class ZeroStep:
     # -- norm and clipping ---------------------------------------------------------------------------------------------
 
     def _squares(self) -> torch.Tensor:
-        """The sum of squares of this replica group's gradients after they became means; a scalar.
+        """The sum of squares of this replica group's gradients; a scalar.
 
         A parameter that several model-parallel ranks hold counts on one of them. A bad value in another's copy would
         pass, and the copies would part for good: 0 times their squares is 0, or NaN where anything is not finite.
         """
-        factor = 1.0 / self._topology.data.size
-        squares: Callable[[list[torch.Tensor], float], torch.Tensor]
-        squares = scale_and_norm_ if self._kernels else scale_and_square
+        squares: Callable[[list[torch.Tensor]], torch.Tensor]
+        squares = scale_and_norm_ if self._kernels else square
         zero = torch.zeros((), device=self._topology.device)
-        total = squares(self._counted, factor) if self._counted else zero
+        total = squares(self._counted) if self._counted else zero
         if self._copies:
-            total = total + 0.0 * squares(self._copies, factor)
+            total = total + 0.0 * squares(self._copies)
         return all_reduce(total, self._topology.data) if self.buckets[0].ranks > 1 else total
 
     def _for_norm(self, for_clipping: bool = False) -> Any:
@@ -204,13 +203,11 @@ class ZeroStep:
 _BLOCK = 1 << 16
 
 
-def scale_and_square(tensors: list[torch.Tensor], factor: float) -> torch.Tensor:
-    """scale_and_norm_ of flat fp32 tensors by torch: their sum of squares, fp32, after `factor` was multiplied in.
+def square(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The sum of squares of flat fp32 tensors, by torch.
 
     Squares of blocks are added up in fp32 and the blocks in fp64: all in fp64 takes torch eighteen times as long.
     """
-    if factor != 1.0:
-        torch._foreach_mul_(tensors, factor)
     norms = []
     for t in tensors:
         whole = len(t) // _BLOCK * _BLOCK

@@ -62,12 +62,13 @@ def flash_attention(device_type: str, dtype_name: str) -> Finding:
 
 
 def choose_attention(
-    kernels: KernelConfig, device: torch.device | None, dtype_name: str, sequence: int = 0
+    kernels: KernelConfig, device: torch.device | None, dtype_name: str, sequence: int = 0, drops: bool = False
 ) -> str:
     """What computes attention: "flash" (flash-attn), "torch" (scaled_dot_product_attention), "blocked" or "unfused".
 
     `device` None means the CPU, `sequence` 0 a short one. A wish for flash-attn that cannot be met is no error, because
-    torch's attention computes the same; the log names what runs (see report).
+    torch's attention computes the same; the log names what runs (see report). Where attention weights are dropped
+    (`drops`) torch has no kernel on a CPU and would store all scores.
     """
     backend, device_type = kernels.attention_backend, device.type if device is not None else "cpu"
     if backend in UNFUSED_BACKENDS:
@@ -76,6 +77,8 @@ def choose_attention(
         return "blocked"
     if backend in FLASH_BACKENDS and flash_attention(device_type, dtype_name).usable:
         return "flash"
+    if drops and device_type == "cpu":
+        return "blocked"
     return "blocked" if backend == "auto" and _blocks_are_faster(device_type, dtype_name, sequence) else "torch"
 
 
@@ -128,12 +131,14 @@ def _apex(part: str, extension: str, module: str, name: str, flag: str, device_t
     return Finding(f"apex {part}", version, not reason, reason, f"what --{flag}-implementation auto takes")
 
 
-def report(kernels: KernelConfig, device_type: str, dtype_name: str, sequence: int = 0) -> list[str]:
+def report(
+    kernels: KernelConfig, device_type: str, dtype_name: str, sequence: int = 0, drops: bool = False
+) -> list[str]:
     """A line for each optional package that the configuration asks for, for the log."""
     import torch
 
     flash, backend = flash_attention(device_type, dtype_name), kernels.attention_backend
-    chosen = choose_attention(kernels, torch.device(device_type), dtype_name, sequence)
+    chosen = choose_attention(kernels, torch.device(device_type), dtype_name, sequence, drops)
     if chosen != "flash":
         reason = flash.reason if backend in FLASH_BACKENDS else f"ruled out by --attention-backend {backend}"
         flash = Finding(flash.package, flash.version, False, reason, _NAMES[chosen])

@@ -119,7 +119,10 @@ def report(config: Config, device: torch.device) -> list[str]:
     found = library.find(device.type)
     if found.handle is None:
         return [found.line]
-    attention = choose_attention(config.kernels, device, config.precision.dtype_name, config.model.seq_length)
+    model = config.model
+    attention = choose_attention(
+        config.kernels, device, config.precision.dtype_name, model.seq_length, model.attention_dropout > 0.0
+    )
     reasons = {name: _reason(name, config, device.type, attention) for name in OPERATORS}
     used = ", ".join(name for name, reason in reasons.items() if not reason)
     by_apex = ", ".join(name for name, reason in reasons.items() if reason == _APEX)

@@ -15,7 +15,7 @@ from megatron.layers.masks import alibi_bias, alibi_slopes
 from megatron.layers.parameters import Fill
 from megatron.layers.rotary import RotaryEmbedding
 from megatron.layers.unfused_attention import unfused_attention
-from megatron.parallel.random import Site, seeded
+from megatron.parallel.random import Place, Site, mix, seeded
 
 if TYPE_CHECKING:
     from megatron.config import ModelConfig
@@ -94,7 +94,7 @@ class SelfAttention(torch.nn.Module):
         heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.kv_channels
         tp = context.tensor.size
         self.layer, self.rotary, self.recompute = layer, rotary, recompute
-        self.dropout, self.sharded = config.attention_dropout, tp > 1
+        self.dropout, self.tensor = config.attention_dropout, context.tensor
         self.groups, self.queries, self.head_dim = groups // tp, heads // groups, d
         self.attention, self.fusions = attention, context.fusions
         bias = config.add_bias_linear
@@ -106,17 +106,20 @@ class SelfAttention(torch.nn.Module):
         if config.position_embedding_type == "alibi":
             self.slopes = alibi_slopes(heads).chunk(tp)[context.tensor.rank].to(context.parameters.device)
 
-    def _core(self, documents: Documents | None, seed: int | None, *tensors: torch.Tensor) -> torch.Tensor:
+    def _core(
+        self, documents: Documents | None, seed: int | None, place: Place, *tensors: torch.Tensor
+    ) -> torch.Tensor:
         if self.attention == "blocked":
             fused = self.fusions.attention_block
-            return blocked_attention(tensors, self.slopes, documents, self.dropout, seed, fused)
+            return blocked_attention(tensors, self.slopes, documents, self.dropout, seed, fused, place)
         q, k, v = tensors
         if self.attention == "unfused":
-            return unfused_attention(q, k, v, self.slopes, documents, self.dropout, seed, self.fusions)
+            return unfused_attention(q, k, v, self.slopes, documents, self.dropout, seed, self.fusions, place)
         core = flash_attention if self.attention == "flash" else torch_attention
         if seed is None or self.dropout == 0.0:
             return core(q, k, v, self.slopes, documents, 0.0)
-        with seeded(q.device, seed):
+        # These count the samples and heads of a call on their own, so that masks are those of one micro-batch and rank.
+        with seeded(q.device, mix(seed, place.start)):
             return core(q, k, v, self.slopes, documents, self.dropout)
 
     def forward(
@@ -127,11 +130,15 @@ class SelfAttention(torch.nn.Module):
         s, b = mixed.shape[:2]
         mixed = mixed.view(s, b, self.groups, self.queries + 2, self.head_dim)
         tensors = (mixed,) if self.rotary is None and self.attention == "blocked" else self._apart(mixed, call)
-        seed = call.dropout.at(self.layer, Site.ATTENTION, self.sharded) if call.dropout else None
+        seed, place = None, Place()
+        if call.dropout:
+            seed = call.dropout.at(self.layer, Site.ATTENTION)
+            place = call.dropout.weights(s, self.groups * self.queries, self.tensor.rank, self.tensor.size)
+        given = (call.documents, seed, place, *tensors)
         if self.recompute and torch.is_grad_enabled():
-            out = checkpoint(self._core, call.documents, seed, *tensors, use_reentrant=False, preserve_rng_state=False)
+            out = checkpoint(self._core, *given, use_reentrant=False, preserve_rng_state=False)
         else:
-            out = self._core(call.documents, seed, *tensors)
+            out = self._core(*given)
         return self.dense(out.reshape(s, b, -1))
 
     def _apart(self, mixed: torch.Tensor, call: CallContext) -> tuple[torch.Tensor, ...]:

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.kernels.ops import attention as kernel
 from megatron.layers.documents import Documents
-from megatron.parallel.random import mix
+from megatron.parallel.random import DropoutKey, Place
 
 # Measured on a CPU, sequences of 512 to 2048, heads of 64 and 128: smaller blocks leave out more above the diagonal,
 # larger ones make faster products; those of 16 bits need more of it.
@@ -32,12 +32,20 @@ _SCORES = 1 << 22
 
 @dataclass(frozen=True)
 class _Settings:
-    """slopes fp32 [heads] or None; probability and seed of dropout (0 and 0: none); fused: through the kernels."""
+    """slopes fp32 [heads] or None; probability, seed, origins and positions of dropout, as the kernels take them; fused:
+    through the kernels."""
 
     slopes: torch.Tensor | None
-    probability: float
-    seed: int
     fused: bool
+    probability: float = 0.0
+    seed: int = 0
+    origins: torch.Tensor | None = None
+    positions: int = 0
+
+    def law(self, share: int, d: int) -> tuple[Any, ...]:
+        """The last arguments of attention_weights_ and attention_gradient_."""
+        scale = 1.0 / math.sqrt(d)
+        return share, scale, self.probability, self.seed, self.origins, self.positions
 
 
 def block_length(length: int, dtype: torch.dtype) -> int:
@@ -96,7 +104,7 @@ def _forward(
     queries, keys, values, result = _rows(q), _heads(k), _heads(v), _Rows(out)
     logarithms = q.new_empty(b * groups, s * share, dtype=torch.promote_types(q.dtype, torch.float32))
     weights = kernel.attention_weights_ if settings.fused else kernel.weights_reference
-    law = (share, 1.0 / math.sqrt(d), settings.probability, settings.seed)
+    law = settings.law(share, d)
     block = block_length(s, q.dtype)
     parts = _parts(b * groups, min(block, s) * share * s)
     buffer = q.new_empty(parts[0].stop * min(block, s) * share * s)
@@ -123,7 +131,7 @@ def _backward(
     dots = _rows(row_dots(dout, out).unsqueeze(-1)).squeeze(-1).contiguous()
     queries, keys, values, douts = _rows(q), _heads(k), _heads(v), _rows(dout)
     to_queries, to_keys, to_values = _Rows(dq), _Rows(dk.unsqueeze(3)), _Rows(dv.unsqueeze(3))
-    law = (share, 1.0 / math.sqrt(d), settings.probability, settings.seed)
+    law = settings.law(share, d)
     block = block_length(s, q.dtype)
     parts = _parts(b * groups, min(block, s) * share * s)
     buffers = q.new_empty(2, parts[0].stop * min(block, s) * share * s)
@@ -190,7 +198,7 @@ class _Attention(torch.autograd.Function):
 
 def blocked_attention(
     tensors: tuple[torch.Tensor, ...], slopes: torch.Tensor | None, documents: Documents | None, dropout: float,
-    seed: int | None, fused: bool,
+    seed: int | None, fused: bool, place: Place | None = None,
 ) -> torch.Tensor:
     """softmax(q k^T / sqrt(d)) v, causal and inside of documents: [s, b, heads, d].
 
@@ -199,19 +207,30 @@ def blocked_attention(
     slopes     of ALiBi, fp32 [heads], or None
     dropout    of the weights, with masks by `seed` (megatron.parallel.random); no seed: none
     fused      softmax and its gradient through the kernels, whose masks are their own
+    place      of the weights among those of the whole job (DropoutKey.weights); None: they are the whole
     """
     if dropout >= 1.0 and seed is not None:
         q, k, _ = _split(tensors)
         return (q * 0.0 + k.unsqueeze(3) * 0.0).flatten(2, 3)
-    probability = 0.0 if seed is None else dropout
+    positions, samples = tensors[0].shape[:2]
     fused = fused and tensors[0].dtype != torch.float64
+    if place is None:
+        q, k, _ = _split(tensors)
+        place = DropoutKey(0, 0).weights(positions, k.shape[2] * q.shape[3])
+
+    def at(rows: torch.Tensor) -> _Settings:
+        """For documents that start at these rows of [s, b]."""
+        if seed is None or dropout == 0.0:
+            return _Settings(slopes, fused)
+        origins = place.start + rows % samples * place.outer + rows // samples
+        return _Settings(slopes, fused, dropout, seed, origins, positions)
+
     if documents is None:
-        settings = _Settings(slopes, probability, seed or 0, fused)
-        return _Attention.apply(settings, *tensors).flatten(2, 3)
+        starts = torch.arange(samples, device=tensors[0].device)
+        return _Attention.apply(at(starts), *tensors).flatten(2, 3)
     outs = []
-    for i, batch in enumerate(zip(*(documents.batches(x) for x in tensors), strict=True)):
-        settings = _Settings(slopes, probability, mix(seed or 0, i), fused)
-        out = _Attention.apply(settings, *(x.transpose(0, 1) for x in batch))
+    for starts, *batch in zip(documents.starts, *(documents.batches(x) for x in tensors), strict=True):
+        out = _Attention.apply(at(starts), *(x.transpose(0, 1) for x in batch))
         outs.append(out.transpose(0, 1).flatten(0, 1))
     rows = torch.cat(outs).index_select(0, documents.groups.scatter)
     return rows.view(*tensors[0].shape[:2], -1, tensors[0].shape[-1])

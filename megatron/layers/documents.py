@@ -93,6 +93,13 @@ class Documents:
         gather, scatter = (x.pin_memory().to(device, non_blocking=True) for x in (groups.gather, groups.scatter))
         return Groups(groups.shapes, gather, scatter)
 
+    @cached_property
+    def starts(self) -> list[torch.Tensor]:
+        """The row of [s, b] at which each document of a batch starts, for each batch of like length."""
+        shapes, gather = self.groups.shapes, self.groups.gather
+        parts = gather.split([documents * length for documents, length in shapes])
+        return [part[::length].contiguous() for part, (_, length) in zip(parts, shapes, strict=True)]
+
     def batches(self, x: torch.Tensor) -> list[torch.Tensor]:
         """x [s, b, ...] -> [documents, length, ...] for each batch of like length."""
         shapes = self.groups.shapes

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from megatron.kernels.ops import norm as kernel
 from megatron.layers.context import LayerContext
 from megatron.layers.parameters import constant
+from megatron.parallel.sink import wide
 
 
 class Norm(torch.nn.Module):
@@ -35,8 +36,8 @@ class Norm(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.fused and x.dtype == self.weight.dtype:
             if self.bias is None:
-                return kernel.rms_norm(x, self.weight, self.epsilon, self.one_plus)
-            return kernel.layer_norm(x, self.weight, self.bias, self.epsilon, self.one_plus)
+                return kernel.rms_norm(x, wide(self.weight), self.epsilon, self.one_plus)
+            return kernel.layer_norm(x, wide(self.weight), wide(self.bias), self.epsilon, self.one_plus)
         if self.apex is not None and x.dtype == self.weight.dtype:
             return self._by_apex(x)
         return self._by_torch(x)
@@ -45,18 +46,20 @@ class Norm(torch.nn.Module):
         """(norm(x + residual), x + residual); one pass where the kernel runs."""
         if self.fused and x.dtype == residual.dtype == self.weight.dtype:
             if self.bias is None:
-                return kernel.add_rms_norm(x, residual, self.weight, self.epsilon, self.one_plus)
-            return kernel.add_layer_norm(x, residual, self.weight, self.bias, self.epsilon, self.one_plus)
+                return kernel.add_rms_norm(x, residual, wide(self.weight), self.epsilon, self.one_plus)
+            weights = wide(self.weight), wide(self.bias)
+            return kernel.add_layer_norm(x, residual, *weights, self.epsilon, self.one_plus)
         total = residual + x
         return self(total), total
 
     def _by_torch(self, x: torch.Tensor) -> torch.Tensor:
-        dtype = self.weight.dtype
+        dtype, gain = self.weight.dtype, wide(self.weight)
         # A residual stream in fp32 beside bf16 weights: normalise in the wider type, hand on the narrower one.
-        gain = self.weight.to(x.dtype) + 1.0 if self.one_plus else self.weight.to(x.dtype)
+        x = x.to(torch.promote_types(x.dtype, gain.dtype))
+        gain = gain.to(x.dtype) + 1.0 if self.one_plus else gain.to(x.dtype)
         if self.bias is None:
             return F.rms_norm(x, gain.shape, gain, self.epsilon).to(dtype)
-        return F.layer_norm(x, gain.shape, gain, self.bias.to(x.dtype), self.epsilon).to(dtype)
+        return F.layer_norm(x, gain.shape, gain, wide(self.bias).to(x.dtype), self.epsilon).to(dtype)
 
     def _by_apex(self, x: torch.Tensor) -> torch.Tensor:
         gain = self.weight + 1.0 if self.one_plus else self.weight

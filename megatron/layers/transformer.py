@@ -54,7 +54,7 @@ class TransformerLayer(torch.nn.Module):
             )
 
         self.index, self.dropout = index, config.hidden_dropout
-        self.sharded, self.fused_dropout = context.sequence_parallel, context.fusions.bias_dropout
+        self.fused_dropout, self.context = context.fusions.bias_dropout, context
         self.residual_after_norm = config.apply_residual_connection_post_layernorm
         # The residual stream would keep the norm's output anyway.
         self.norms_again = "layernorm" in recompute and not self.residual_after_norm
@@ -70,24 +70,23 @@ class TransformerLayer(torch.nn.Module):
         normed = self.input_layernorm(x)
         residual = normed if self.residual_after_norm else x
         out, bias = self.self_attention(normed, call, self._again(self.input_layernorm, x))
-        seed = self._seed(call, Site.ATTENTION_OUTPUT)
-        if bias is None and seed is None and not self.residual_after_norm:
+        drops = call.dropout is not None and self.dropout > 0.0
+        if bias is None and not drops and not self.residual_after_norm:
             normed, x = self.post_attention_layernorm.add(out, residual)  # one kernel, where there is one
         else:
-            x = bias_dropout_add(out, bias, residual, self.dropout, seed, self.fused_dropout)
+            x = self._add(out, bias, residual, call, Site.ATTENTION_OUTPUT)
             normed = self.post_attention_layernorm(x)
         residual = normed if self.residual_after_norm else x
         out, bias = self.mlp(normed, self._again(self.post_attention_layernorm, x))
-        return bias_dropout_add(
-            out, bias, residual, self.dropout, self._seed(call, Site.MLP_OUTPUT), self.fused_dropout
-        )
+        return self._add(out, bias, residual, call, Site.MLP_OUTPUT)
 
     def _again(self, norm: Norm, x: torch.Tensor) -> Again:
         """How to make norm(x) again, where that is wanted; the norm's gradient keeps x anyway."""
         return partial(norm, x.detach()) if self.norms_again else None
 
-    def _seed(self, call: CallContext, site: Site) -> int | None:
-        """The seed of a dropout mask; None where nothing is dropped."""
-        if call.dropout is None or self.dropout == 0.0:
-            return None
-        return call.dropout.at(self.index, site, self.sharded)
+    def _add(
+        self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, call: CallContext, site: Site
+    ) -> torch.Tensor:
+        """residual + dropout(x + bias)."""
+        seed, place = call.hidden_mask(x, self.index, site, self.context)
+        return bias_dropout_add(x, bias, residual, self.dropout, seed, self.fused_dropout, place)

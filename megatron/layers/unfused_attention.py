@@ -10,16 +10,18 @@ from megatron.kernels.ops.softmax import causal_softmax, masked_softmax
 from megatron.layers.documents import Documents
 from megatron.layers.dropout import keyed_dropout
 from megatron.layers.masks import alibi_bias
+from megatron.parallel.random import DropoutKey, Place
 
 
 def unfused_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None, documents: Documents | None,
-    dropout: float, seed: int | None, fusions: Fusions,
+    dropout: float, seed: int | None, fusions: Fusions, place: Place | None = None,
 ) -> torch.Tensor:
     """softmax(q k^T / sqrt(d)) v; q [s, b, heads, d], k and v [s, b, kv heads, d] -> [s, b, heads, d].
 
     Query head h reads key-value head h // (heads / kv heads). Keys and values are read where they lie: the queries of a
-    group are the rows of one matrix. The weights [b, heads, s, s] are kept for the backward pass, twice with dropout.
+    group are the rows of one matrix. The weights [b, heads, s, s] are kept for the backward pass, twice with dropout;
+    `place` is theirs among those of the whole job (DropoutKey.weights), None where they are the whole.
     """
     s, b, heads, d = q.shape
     groups = k.shape[2]
@@ -30,7 +32,7 @@ def unfused_attention(
     if slopes is not None:
         scores = scores + alibi_bias(slopes / scale, s, q.dtype)  # the softmax scales both
     weights = _softmax(scores, documents, scale, fusions.masked_softmax)
-    weights = keyed_dropout(weights, dropout, seed, fusions.bias_dropout)
+    weights = keyed_dropout(weights, dropout, seed, fusions.bias_dropout, place or DropoutKey(0, 0).weights(s, heads))
     out = torch.bmm(weights.view(b * groups, -1, s), values).view(b, groups, heads // groups, s, d)
     return out.permute(3, 0, 1, 2, 4).reshape(s, b, heads, d)
 

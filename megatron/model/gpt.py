@@ -57,7 +57,8 @@ class GPTChunk(torch.nn.Module):
         self.is_first, self.is_last = stage == 0, last
         fill, _ = weight_fills(model)
         attention = choose_attention(
-            config.kernels, context.parameters.device, config.precision.dtype_name, config.model.seq_length
+            config.kernels, context.parameters.device, config.precision.dtype_name, model.seq_length,
+            drops=model.attention_dropout > 0.0,
         )
         rotary = None
         if model.position_embedding_type == "rope":
@@ -134,7 +135,7 @@ class GPTChunk(torch.nn.Module):
     def _call_context(self, batch: MicroBatch) -> CallContext:
         dropout, documents = None, None
         if self.training:
-            dropout = DropoutKey(self.config.training.seed, batch.first_sample, self.context.tensor.rank)
+            dropout = DropoutKey(self.config.training.seed, batch.first_sample)
         bounds, lengths = batch.cu_seqlens, batch.document_lengths
         if bounds is not None and lengths is not None and len(lengths) > len(batch.tokens):
             documents = Documents(bounds, lengths, len(batch.tokens))  # otherwise each sample is one document
@@ -149,10 +150,8 @@ class GPTChunk(torch.nn.Module):
             hidden = hidden + self.position_embeddings(batch.tokens.shape[1], call.position_ids)
         if self.config.model.fp32_residual_connection:
             hidden = hidden.float()
-        seed = None
-        if call.dropout is not None:
-            seed = call.dropout.at(EMBEDDING_LAYER, Site.EMBEDDING, self.context.sequence_parallel)
-        return keyed_dropout(hidden, self.config.model.hidden_dropout, seed, self.context.fusions.bias_dropout)
+        seed, place = call.hidden_mask(hidden, EMBEDDING_LAYER, Site.EMBEDDING, self.context)
+        return keyed_dropout(hidden, self.config.model.hidden_dropout, seed, self.context.fusions.bias_dropout, place)
 
     def _run_layers(self, hidden: torch.Tensor, call: CallContext) -> torch.Tensor:
         """All layers of the stage; whole layers are recomputed in the backward pass as the configuration says.

@@ -1,10 +1,9 @@
 """Random numbers that are a function of what they are for, not of what was drawn before.
 
-A dropout mask is drawn from a generator that is seeded by (seed, first sample of the micro-batch, layer, site). So the
-mask is the same on any pipeline layout, with and without recomputation, after a resume, and on any number of
-data-parallel ranks, and no generator state needs to be stored. Where tensor parallelism shards the tensor, the tensor
-rank enters the key too, so that shards are independent; where it replicates the tensor, it does not, so that replicas
-stay equal.
+Whether an element is dropped depends on (seed, layer, site) and on its place in the tensor of the whole job: sample,
+head, position, column. So masks are the same on any layout, for any size of the micro-batch, with and without
+recomputation and after a resume, and no generator state needs to be stored. A rank that holds a part of the tensor has
+that part of the mask.
 """
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ import enum
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -44,27 +44,62 @@ class Site(enum.IntEnum):
     MLP_OUTPUT = 3
 
 
+class Place(NamedTuple):
+    """Where the rows of a tensor lie among the rows [samples, heads, positions] of the whole job.
+
+    Row r is number start + r // count * outer + r % count * inner of them; `positions` are those of a head. By default
+    the tensor is the whole, and one piece.
+    """
+
+    start: int = 0
+    count: int = 1
+    outer: int = 1
+    inner: int = 0
+    positions: int = 0
+
+
 @dataclass(frozen=True)
 class DropoutKey:
-    """What the masks of one micro-batch on one rank depend on."""
+    """What the masks of one micro-batch depend on: the run's seed and the number of its first sample."""
 
     seed: int
     sample: int
-    tensor_rank: int = 0
 
-    def at(self, layer: int, site: Site, sharded: bool) -> int:
-        """The seed of one mask. `sharded`: the tensor ranks hold different parts of the tensor."""
-        return mix(self.seed, self.sample, layer, int(site), self.tensor_rank + 1 if sharded else 0)
+    def at(self, layer: int, site: Site) -> int:
+        """The seed of the masks of one site."""
+        return mix(self.seed, layer, int(site))
+
+    def hidden(self, x: torch.Tensor, rank: int = 0, ranks: int = 1) -> Place:
+        """The place of x [s, b, h], part `rank` of `ranks` along the sequence; it counts as one head."""
+        rows, samples = x.shape[:2]
+        positions = rows * ranks
+        return Place(self.sample * positions + rank * rows, samples, 1, positions, positions)
+
+    def weights(self, positions: int, heads: int, rank: int = 0, ranks: int = 1) -> Place:
+        """The place of attention weights [b, heads, positions, keys], part `rank` of `ranks` along the heads."""
+        start = (self.sample * ranks + rank) * heads * positions
+        return Place(start, heads * positions, ranks * heads * positions, 1, positions)
 
 
-def dropout_mask(like: torch.Tensor, probability: float, seed: int) -> torch.Tensor:
-    """Boolean mask of `like`'s shape, True with 1 - probability."""
-    if like.is_meta:  # without data there is nothing to draw
-        return torch.empty_like(like, dtype=torch.bool)
-    generator = torch.Generator(device=like.device)
-    generator.manual_seed(seed)
+def dropout_mask(like: torch.Tensor, probability: float, seed: int, place: Place = Place()) -> torch.Tensor:  # noqa: B008
+    """Boolean mask of `like`'s shape, True with 1 - probability: in each head of each sample a part of its own mask."""
     keep = torch.empty(like.shape, dtype=torch.bool, device=like.device)
-    return keep.bernoulli_(1.0 - probability, generator=generator)
+    if like.is_meta:  # without data there is nothing to draw
+        return keep
+    generator = torch.Generator(device=like.device)
+    if not place.positions:
+        return keep.bernoulli_(1.0 - probability, generator=generator.manual_seed(seed))
+    start, count, outer, inner, positions = place
+    rows = keep.view(-1, keep.shape[-1])
+    # The rows of a head lie side by side, or, where samples do, `count` apart.
+    heads = rows.split(positions) if inner == 1 else [rows[sample::count] for sample in range(count)]
+    whole = rows.new_empty(positions, keep.shape[-1])
+    for i, part in enumerate(heads):
+        row = i * positions if inner == 1 else i
+        head, first = divmod(start + row // count * outer + row % count * inner, positions)
+        whole.bernoulli_(1.0 - probability, generator=generator.manual_seed(mix(seed, head)))
+        part.copy_(whole[first : first + len(part)])
+    return keep
 
 
 @contextlib.contextmanager

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 _BLOCK = 1 << 20  # elements: 2 MiB in 16 bit
 
@@ -132,6 +134,32 @@ def sink_of(parameter: torch.Tensor) -> GradientSink | None:
     """The sink in which a layer adds; None where it hands its gradient to autograd."""
     found: GradientSink | None = getattr(parameter, "gradient_sink", None)
     return found if found is not None and found.direct else None
+
+
+class _Wide(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, sink: GradientSink) -> torch.Tensor:
+        ctx.sink = sink
+        return parameter.detach().float()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
+        ctx.sink.add(gradient)
+        return None, None
+
+
+def wide(parameter: torch.Tensor) -> torch.Tensor:
+    """An fp16 parameter with a sink in fp32, so that its gradient gets there without being rounded; others unchanged.
+
+    For vectors whose gradient is a sum over tokens: with sequence parallelism each rank sums over its own, and in fp16
+    the whole sum could overflow where the ranks' parts do not.
+    """
+    found: GradientSink | None = getattr(parameter, "gradient_sink", None)
+    if found is None or parameter.dtype != torch.float16:
+        return parameter
+    wider: torch.Tensor = _Wide.apply(parameter, found)
+    return wider
 
 
 @torch.no_grad()

@@ -79,7 +79,8 @@ class Executor:
     ) -> list[torch.Tensor]:
         """Add the gradients of loss_scale * sum(weight_i * loss_i) to the parameters.
 
-        `loss_weights` are one per micro-batch, by default 1 / their number. Returns the detached, unscaled losses of
+        `loss_weights` are one per micro-batch, by default 1 / the number of them on all data-parallel ranks: what is
+        rounded to 16 bits on the way does not depend on the layout. Returns the detached, unscaled losses of
         the micro-batches in order on the rank of the last stage, an empty list elsewhere. No value is read from the
         device.
 
@@ -87,7 +88,7 @@ class Executor:
         """
         count = len(micro_batches)
         plan = self._plan(count, False)
-        weights = [1 / count] * count if loss_weights is None else list(loss_weights)
+        weights = [1 / (count * self.topology.data.size)] * count if loss_weights is None else list(loss_weights)
         if len(weights) != count:
             raise ConfigError(f"{len(weights)} loss weights for {count} micro-batches: give one per micro-batch")
         if self.before_training:

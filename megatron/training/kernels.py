@@ -18,8 +18,9 @@ _SHOWN = 4
 def describe_kernels(config: Config, device: torch.device) -> list[str]:
     """Lines for the log: the kernel library and what goes through it, then the optional packages."""
     lines = choose.report(config, device)
-    dtype_name, sequence = config.precision.dtype_name, config.model.seq_length
-    return lines + availability.report(config.kernels, device.type, dtype_name, sequence)
+    dtype_name, model = config.precision.dtype_name, config.model
+    drops = model.attention_dropout > 0.0
+    return lines + availability.report(config.kernels, device.type, dtype_name, model.seq_length, drops)
 
 
 def check_agreement(config: Config, topology: Topology) -> None:

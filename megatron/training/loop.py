@@ -169,16 +169,13 @@ def train_step(run: Run) -> Spike | None:
 
 
 def token_weights(run: Run, micro_batches: Sequence[MicroBatch]) -> list[float] | None:
-    """Weights by which every unmasked token of the global batch counts alike; None where micro-batches count alike.
-
-    The mean over data-parallel ranks of the weighted sums is the sum over all tokens divided by their number.
-    """
+    """Weights by which every unmasked token of the global batch counts alike; None where micro-batches count alike."""
     topology = run.topology
     if not run.config.batch.calculate_per_token_loss or not topology.pipeline.is_last:
         return None
     counts = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).double()
     total = collectives.all_reduce(counts.sum(), topology.data).clamp(min=1.0)
-    weights: list[float] = (counts * topology.data.size / total).tolist()
+    weights: list[float] = (counts / total).tolist()
     return weights
 
 

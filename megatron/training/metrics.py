@@ -184,7 +184,7 @@ def local_loss(losses: list[torch.Tensor], weights: list[float] | None, topology
     together = torch.stack([loss.detach().float() for loss in losses])
     if weights is None:
         return together.mean() / topology.data.size
-    return (together * together.new_tensor(weights)).sum() / topology.data.size
+    return (together * together.new_tensor(weights)).sum()
 
 
 class MetricsFile:

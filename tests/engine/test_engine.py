@@ -62,7 +62,7 @@ def test_equals_adamw_in_float64(runs: Any, name: str) -> None:
     layout, precision = parse(name)
     ranks, reference = runs[name], toy.Reference()
     for s in range(cases.STEPS):
-        gradients = toy.mean_gradients(layout, s, rounding(precision))
+        gradients = toy.summed_gradients(layout, s, rounding(precision))
         norm = reference.step(gradients, cases.lr(s), cases.weight_decay(s))
         assert norm > 2 * toy.CLIP
         zeros = sum(int((g == 0).sum()) for g in gradients.values())
@@ -106,7 +106,7 @@ def test_bad_gradient_of_one_rank_skips_everywhere(runs: Any, layout: str, preci
     reference = toy.Reference()
     sizes = tuple(map(int, layout.split("x")))
     for s, scale in ((0, 1024.0), (2, 512.0)):
-        reference.step(toy.mean_gradients(sizes, s, rounding(precision, scale)), cases.lr(s))
+        reference.step(toy.summed_gradients(sizes, s, rounding(precision, scale)), cases.lr(s))
     state = whole(ranks, "state")
     for key, w in reference.weights.items():
         np.testing.assert_allclose(state[f"master.{key}"], w.detach().numpy(), rtol=0, atol=2e-6, err_msg=key)
@@ -118,7 +118,7 @@ def test_step_at_which_the_loss_scale_grows_is_a_whole_step(runs: Any) -> None:
     assert run["scales"] == [64.0, 128.0]
     weights = {name: toy.full(name).double() for name in toy.SHAPES}
     for s, scale in enumerate(run["scales"]):
-        gradients = toy.mean_gradients((1, 1, 1), s, rounding("fp16", scale))
+        gradients = toy.summed_gradients((1, 1, 1), s, rounding("fp16", scale))
         weights = {name: w - 0.5 * gradients[name] for name, w in weights.items()}
     state = toy.assemble([run["state"]])
     for name, w in weights.items():
@@ -170,7 +170,7 @@ def test_overlapped_equals_adamw_in_float64(runs: dict[str, list[Any]], name: st
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float64)
     reference, layout = toy.Reference(), tuple(map(int, sizes.split("x")))
     for s in range(4):
-        gradients = toy.mean_gradients(layout, s, lambda g: (g * factor).to(dtype).double() / factor)  # type: ignore[arg-type]
+        gradients = toy.summed_gradients(layout, s, lambda g: (g * factor).to(dtype).double() / factor)  # type: ignore[arg-type]
         norm = reference.step(gradients, cases.lr(s))
         assert runs[f"overlap {name} True"][0]["results"][s].grad_norm == pytest.approx(norm, rel=2e-6)
     state = toy.assemble([r["state"] for r in runs[f"overlap {name} True"]])
@@ -187,10 +187,10 @@ def test_missing_gradient_counts_as_zero(runs: dict[str, list[Any]], overlap: bo
     """What that rank's sum was in the step before must not come again."""
     reference = toy.Reference()
     for s in range(4):
-        gradients = toy.mean_gradients((1, 1, 2), s)
+        gradients = toy.summed_gradients((1, 1, 2), s)
         if s == 2:
             lacking = [toy.micro_gradient("mixed", s, 1, m).double() for m in range(toy.MICRO_BATCHES)]
-            gradients["mixed"] -= torch.stack(lacking).sum(0) / 2
+            gradients["mixed"] -= torch.stack(lacking).sum(0)
         norm = reference.step(gradients, cases.lr(s))
         assert runs[f"overlap missing fp32 {overlap}"][0]["results"][s].grad_norm == pytest.approx(norm, rel=2e-6)
 

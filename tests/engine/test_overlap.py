@@ -10,7 +10,7 @@ from megatron.engine import weights as engine_weights
 from megatron.engine.buckets import Bucket
 from megatron.engine.optimizer import parameter_groups, unique_parameters
 from megatron.engine.weights import WeightGather
-from megatron.engine.zero import scale_and_square
+from megatron.engine.zero import square
 from megatron.parallel.sharding import Sharding
 from megatron.parallel.topology import Group, Topology
 from tests.helpers.training import BASE
@@ -87,10 +87,10 @@ def test_a_state_dict_waits(whole: bool, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_squares_by_torch(sizes: list[int]) -> None:
     """A block adds 65,536 squares in fp32 in many short sums: less than what 16 roundings (6e-8 each) come to."""
     tensors = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in sizes]
-    expected = sum(float((t.double() / 4).square().sum()) for t in tensors)
-    assert float(scale_and_square(tensors, 0.25)) == pytest.approx(expected, rel=1e-6)
+    expected = sum(float(t.double().square().sum()) for t in tensors)
+    assert float(square(tensors)) == pytest.approx(expected, rel=1e-6)
     tensors[-1 if sizes[-1] else 0][-1] = float("nan")
-    assert scale_and_square(tensors, 1.0).isnan()
+    assert square(tensors).isnan()
 
 
 # -- buckets -----------------------------------------------------------------------------------------------------------

@@ -209,7 +209,7 @@ def same(g: torch.Tensor) -> torch.Tensor:
     return g
 
 
-def mean_gradients(
+def summed_gradients(
     layout: tuple[int, int, int], step: int, rounded: Callable[[torch.Tensor], torch.Tensor] = same
 ) -> dict[str, torch.Tensor]:
     """The whole gradient that the ranks of (tensor, pipeline, data) together hold, float64.
@@ -226,7 +226,6 @@ def mean_gradients(
                 for term in terms(spec, micro_gradient(spec.name, step, d, m), tensor, pipeline)
             ]
         ).sum(0)
-        / data
         for spec in SPECS
     }
 

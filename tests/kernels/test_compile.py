@@ -24,6 +24,7 @@ from megatron.kernels.ops.norm import add_layer_norm, add_rms_norm, layer_norm, 
 from megatron.kernels.ops.optimizer import adamw_, scale_and_norm_
 from megatron.kernels.ops.rotary import rotate
 from megatron.kernels.ops.softmax import causal_softmax, masked_softmax
+from megatron.parallel.random import Place
 
 pytestmark = pytest.mark.slow
 
@@ -47,9 +48,9 @@ def lists(rows: int, seed: int) -> list[torch.Tensor]:
 
 def attention(rows: int, slopes: bool) -> list[torch.Tensor]:
     """A block of queries with all their keys, then the gradients of the block of its last keys."""
-    logarithms = torch.zeros(5, 2 * (rows + TILE))
+    logarithms = torch.zeros(6, 2 * (rows + TILE))
     slope = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if slopes else None
-    scores, law = draw(3, 2 * rows, rows + TILE, grad=False), (2, 0.5, 0.3, SEED)
+    scores, law = draw(3, 2 * rows, rows + TILE, grad=False), (2, 0.5, 0.3, SEED, torch.arange(3), rows + TILE)
     again, gradients = scores[..., TILE:].contiguous(), draw(3, 2 * rows, rows, seed=2, grad=False)
     attention_weights_(scores, logarithms, slope, 1, TILE, *law)
     attention_gradient_(again, gradients, logarithms, logarithms.cos(), slope, 1, TILE, TILE, *law)
@@ -95,7 +96,7 @@ def block(
     y, total = add_layer_norm(x, residual, weight, bias, 1e-5)
     y = bias_activation(bias_activation(y @ matrix, bias, "gelu"), None, "squared_relu")
     y = bias_activation(torch.cat((y, y), -1), None, "swiglu")
-    y = bias_dropout_add(y, bias, total, 0.2, seed)
+    y = bias_dropout_add(y, bias, total, 0.2, seed, Place(seed // 2, 1, 1, 0, y.shape[0]))
     return cross_entropy(rms_norm(y, weight, 1e-5) @ matrix, ids).mean()
 
 

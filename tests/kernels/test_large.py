@@ -98,7 +98,8 @@ def test_softmax_past_2_31(device: str) -> None:
 def test_attention_past_2_31(device: str) -> None:
     """Squares of scores before and after the boundary, with dropout, which knows its place in the whole, to the bit."""
     scores = large(device).view(129, WIDTH, WIDTH)
-    gradients, law = scores.clone(), (1, 0.5, 0.25, 7)
+    origins = torch.arange(129, device=device) * WIDTH
+    gradients, law = scores.clone(), (1, 0.5, 0.25, 7, origins, WIDTH)
     logarithms, dots = (torch.full((129, WIDTH), fill, device=device) for fill in (3.0, 0.125))
     few = {sample: (scores[sample, None].clone(), gradients[sample, None].clone()) for sample in (0, 127, 128)}
     attention_gradient_(scores, gradients, logarithms, dots, None, 0, 0, 0, *law)

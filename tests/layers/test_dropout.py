@@ -1,4 +1,5 @@
 """Masks: keyed, with the right probability, equal where they must be and independent where they must be."""
+import pytest
 import torch
 
 from megatron.layers.dropout import bias_dropout_add, keyed_dropout
@@ -26,18 +27,29 @@ def test_gradient_uses_the_same_mask():
 
 
 def test_keys_differ_where_masks_must():
-    base = DropoutKey(1, 40, 0)
-    seeds = {
-        base.at(3, Site.MLP_OUTPUT, False),
-        base.at(4, Site.MLP_OUTPUT, False),
-        base.at(3, Site.ATTENTION, False),
-        DropoutKey(2, 40, 0).at(3, Site.MLP_OUTPUT, False),
-        DropoutKey(1, 41, 0).at(3, Site.MLP_OUTPUT, False),
-        DropoutKey(1, 40, 0).at(3, Site.MLP_OUTPUT, True),
-        DropoutKey(1, 40, 1).at(3, Site.MLP_OUTPUT, True),
-    }
-    assert len(seeds) == 7
-    assert DropoutKey(1, 40, 1).at(3, Site.MLP_OUTPUT, False) == base.at(3, Site.MLP_OUTPUT, False)
+    base = DropoutKey(1, 40)
+    seeds = {base.at(3, Site.MLP_OUTPUT), base.at(4, Site.MLP_OUTPUT), base.at(3, Site.ATTENTION)}
+    seeds.add(DropoutKey(2, 40).at(3, Site.MLP_OUTPUT))
+    assert len(seeds) == 4
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])
+def test_a_part_has_its_part_of_the_mask(fused):
+    """Of one sample of a micro-batch, of a part of the sequence, and of some of the heads."""
+    def drop(shape, place):
+        return keyed_dropout(torch.ones(shape), 0.5, 7, fused, place)
+
+    s, b, heads, h = 12, 3, 6, 20
+    key, third = DropoutKey(1, 40), DropoutKey(1, 42)
+    x = torch.ones(s, b, h)
+    hidden, weights = drop((s, b, h), key.hidden(x)), drop((b, heads, s, s), key.weights(s, heads))
+    for rank in range(3):
+        assert torch.equal(drop((4, b, h), key.hidden(x[:4], rank, 3)), hidden[4 * rank : 4 * rank + 4])
+        assert torch.equal(drop((b, 2, s, s), key.weights(s, 2, rank, 3)), weights[:, 2 * rank : 2 * rank + 2])
+    assert torch.equal(drop((s, 1, h), third.hidden(x[:, :1])), hidden[:, 2:])
+    assert torch.equal(drop((1, heads, s, s), third.weights(s, heads)), weights[2:])
+    rows = [*(hidden != 0).view(-1, h).tolist(), *(weights != 0).view(-1, s).tolist()]
+    assert len(set(map(tuple, rows))) > 0.9 * len(rows)
 
 
 def test_masks_of_different_keys_are_uncorrelated():

@@ -247,6 +247,6 @@ def test_kernels_round_no_more_than_torch(fields):
 
 def test_every_site_of_a_layer_has_a_mask_of_its_own(monkeypatch):
     seeds, run = [], dropout_kernel.bias_dropout_add
-    monkeypatch.setattr(dropout_kernel, "bias_dropout_add", lambda *given: (seeds.append(given[-1]), run(*given))[1])
+    monkeypatch.setattr(dropout_kernel, "bias_dropout_add", lambda *given: (seeds.append(given[4]), run(*given))[1])
     layer_results(ALL, torch.float32, DropoutKey(1, 2), hidden_dropout=0.2, attention_dropout=0.1)
     assert len(seeds) == len(set(seeds)) == 3

@@ -150,7 +150,8 @@ TOGETHER = [
     layout(recompute=BLOCK, micro_batch_size=2),
     layout(tp=2, sp=True, recompute=FULL, fused=True, **UNFUSED, **LLAMA),
     layout(tp=2, recompute=FULL2, gradient_accumulation_fusion=False, **CHUNKS),
-    layout(pp=2, schedule="zb-h1", recompute=FULL, micro_batch_size=2, reset_attention_mask=True, **DROPOUT),
+    layout(tp=2, sp=True, recompute=FULL, micro_batch_size=2, reset_attention_mask=True, **DROPOUT),
+    layout(pp=2, schedule="zb-h1", recompute=FULL, micro_batch_size=2, reset_attention_mask=True),
     layout(pp=2, num_layers=7),  # the stated rule distributes 7 layers over 2 stages
     layout(dp=2, **BF16),
     layout(tp=2, pp=2, sp=True, schedule="interleaved", recompute=SELECTIVE, packed=True, **LLAMA, **DOCUMENTS),
@@ -183,8 +184,14 @@ CAMPAIGN = [
     layout(tp=2, pp=2, dp=2, sp=True, schedule="zb-h1", rank_order="pp-dp-tp"),
     layout(tp=2, pp=2, dp=2, zero=0, rank_order="pp-tp-dp"),
     layout(tp=2, pp=4, rank_order="dp-tp-pp"),
-    # dropout, of replicated tensors alone where tensors are cut
+    # dropout
     layout(recompute=SELECTIVE, **DROPOUT),
+    layout(tp=2, sp=True, hidden_dropout=0.2),
+    layout(tp=2, attention_dropout=0.1),
+    layout(tp=2, pp=2, sp=True, schedule="zb-h1", **DROPOUT),
+    layout(tp=2, pp=2, sp=True, packed=True, **DROPOUT, **LLAMA, **DOCUMENTS),
+    layout(tp=2, dp=2, sp=True, fused=True, **BLOCKED, **DROPOUT, **LLAMA),
+    layout(tp=2, fused=True, **UNFUSED, **DROPOUT),
     layout(pp=2, schedule="interleaved", recompute=FULL, **DROPOUT),
     layout(pp=4, dp=2, schedule="zb-h1", **DROPOUT),
     layout(tp=2, pp=2, hidden_dropout=0.2),

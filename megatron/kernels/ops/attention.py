@@ -4,13 +4,15 @@ The matrix products around it are torch's (megatron/layers/blocked_attention.py)
 is the logarithm of its sum of exponentials, as in Dao et al., arXiv 2205.14135: the weights are made again from it.
 
 Rows are [sample and group][position][query of the group]: the queries of a group share their keys and are rows of one
-matrix. Dropout masks come from Philox (see dropout.py), by seed and by the places of query and key in the whole, so
-that they do not depend on how it is cut into blocks.
+matrix. Dropout masks come from Philox (see dropout.py), by seed and by sample, head, query and key among those of
+the whole job, so that they do not depend on how it is cut into ranks, micro-batches and blocks.
 
 Bytes moved for N scores of e bytes that are seen: attention_weights_ 2 N e, attention_gradient_ 4 N e. What is not seen
 is written, as zeros, but not read.
 """
 from __future__ import annotations
+
+import itertools
 
 import torch
 
@@ -20,8 +22,8 @@ from megatron.kernels.ops.dropout import law
 from megatron.kernels.register import operator
 from megatron.parallel.random import dropout_mask, mix
 
-_WEIGHTS = Function("mk_attention_weights", "ppp" + "lllllllll" + "fuwfi")
-_GRADIENT = Function("mk_attention_gradient", "ppppp" + "llllllllll" + "fuwfi")
+_WEIGHTS = Function("mk_attention_weights", "pppp" + "llllllllll" + "fuwfi")
+_GRADIENT = Function("mk_attention_gradient", "pppppp" + "lllllllllll" + "fuwfi")
 _DOTS = Function("mk_row_dots", "pppll")
 
 TILE = 32
@@ -30,10 +32,10 @@ TILE = 32
 
 def _check(
     name: str, scores: torch.Tensor, rows: dict[str, torch.Tensor], slopes: torch.Tensor | None, sample: int,
-    first: int, key: int, share: int, probability: float, seed: int,
+    first: int, key: int, share: int, probability: float, seed: int, origins: torch.Tensor | None,
 ) -> None:
     check_type(name, scores=scores)
-    check_device(name, scores=scores, slopes=slopes, **rows)
+    check_device(name, scores=scores, slopes=slopes, origins=origins, **rows)
     check_columns(name, "scores", scores)
     check(name, scores.dim() == 3, f"scores have {scores.dim()} dimension(s); [samples, rows, keys] is needed")
     check(name, scores.is_contiguous(), f"scores of strides {scores.stride()} are not contiguous")
@@ -55,6 +57,14 @@ def _check(
         fits = fits and slopes.shape[0] > 0 and slopes.shape[0] % share == 0
         found = f"{slopes.dtype} {list(slopes.shape)}"
         check(name, fits, f"slopes are {found}; they must be fp32 [groups * {share}], contiguous")
+    check(name, origins is not None or not probability, f"probability is {probability}, but there are no origins")
+    if origins is not None:
+        samples = len(rows["logarithms"])
+        fits = origins.dtype == torch.int64 and origins.is_contiguous() and origins.dim() == 1 and len(origins) > 0
+        fits = fits and samples % len(origins) == 0
+        fits = fits and (slopes is None or len(slopes) * len(origins) == samples * share)
+        found = f"{origins.dtype} {list(origins.shape)}"
+        check(name, fits, f"origins are {found}; they must be int64, contiguous, one for the groups of each sample")
 
 
 def _padded(positions: int) -> int:
@@ -62,7 +72,9 @@ def _padded(positions: int) -> int:
     return -(-positions // TILE) * TILE
 
 
-def _groups(slopes: torch.Tensor | None, share: int) -> int:
+def _groups(slopes: torch.Tensor | None, share: int, samples: int, origins: torch.Tensor | None) -> int:
+    if origins is not None:
+        return samples // origins.shape[0]
     return 1 if slopes is None else slopes.shape[0] // share
 
 
@@ -73,18 +85,21 @@ def _place(scores: torch.Tensor, sample: int, row: int) -> tuple[slice, slice]:
 
 
 def _mask(
-    scores: torch.Tensor, samples: int, sample: int, first: int, key: int, share: int, probability: float, seed: int
+    scores: torch.Tensor, logarithms: torch.Tensor, sample: int, first: int, key: int, share: int, probability: float,
+    seed: int, origins: torch.Tensor | None, positions: int,
 ) -> torch.Tensor:
     """Where there is no kernel: factors 0 or 1 / (1 - p), by torch's generator, a tile of TILE by TILE at a time."""
+    assert origins is not None, "a mask depends on which samples these are"
     count, rows, keys = scores.shape
-    positions = rows // share
-    factors = torch.empty(count, _padded(positions), share, _padded(keys), device=scores.device)
-    whole = torch.empty(samples, TILE, share, TILE, device=scores.device)  # all samples, however they come
-    for i in range(0, positions, TILE):
-        for j in range(0, keys, TILE):
-            drawn = dropout_mask(whole, probability, mix(seed, first + i, key + j))
-            factors[:, i : i + TILE, :, j : j + TILE] = drawn[sample : sample + count]
-    return factors[:, :positions, :, :keys].reshape(scores.shape).mul_(1.0 / (1.0 - probability))
+    groups, queries = len(logarithms) // len(origins), rows // share
+    factors = torch.empty(count, _padded(queries), share, _padded(keys), device=scores.device)
+    tile = torch.empty(TILE, TILE, device=scores.device)
+    starts = [0] * len(origins) if scores.is_meta else origins.tolist()
+    for nth, head, i, j in itertools.product(range(count), range(share), range(0, queries, TILE), range(0, keys, TILE)):
+        start = starts[(sample + nth) // groups] + ((sample + nth) % groups * share + head) * positions
+        drawn = dropout_mask(tile, probability, mix(seed, start, first + i, key + j))
+        factors[nth, i : i + TILE, head, j : j + TILE] = drawn
+    return factors[:, :queries, :, :keys].reshape(scores.shape).mul_(1.0 / (1.0 - probability))
 
 
 def _logits(
@@ -96,7 +111,7 @@ def _logits(
     row = torch.arange(rows, device=scores.device)
     distance = torch.arange(keys, device=scores.device) + key - (row // share + first).unsqueeze(1)  # 0 or less if seen
     if slopes is not None:
-        groups = torch.arange(sample, sample + samples, device=scores.device) % _groups(slopes, share)
+        groups = torch.arange(sample, sample + samples, device=scores.device) % (slopes.shape[0] // share)
         slope = slopes.view(-1, share)[groups.unsqueeze(1), row % share]  # [samples, rows]
         wide += slope.unsqueeze(-1) * distance
     return wide.masked_fill_(distance > 0, float("-inf"))
@@ -104,7 +119,7 @@ def _logits(
 
 def weights_reference(
     scores: torch.Tensor, logarithms: torch.Tensor, slopes: torch.Tensor | None, sample: int, first: int, share: int,
-    scale: float, probability: float, seed: int,
+    scale: float, probability: float, seed: int, origins: torch.Tensor | None = None, positions: int = 0,
 ) -> None:
     """The same as attention_weights_ in torch's operators, for any floating type; another mask of the same law."""
     logits = _logits(scores, slopes, sample, first, 0, share, scale)
@@ -113,14 +128,14 @@ def weights_reference(
     logarithms[_place(scores, sample, first * share)] = sums
     weights = logits.sub_(sums.unsqueeze(-1)).exp_()
     if probability:
-        weights *= _mask(scores, logarithms.shape[0], sample, first, 0, share, probability, seed)
+        weights *= _mask(scores, logarithms, sample, first, 0, share, probability, seed, origins, positions)
     scores.copy_(weights)
 
 
 def gradient_reference(
     scores: torch.Tensor, gradients: torch.Tensor, logarithms: torch.Tensor, dots: torch.Tensor,
     slopes: torch.Tensor | None, sample: int, first: int, key: int, share: int, scale: float, probability: float,
-    seed: int,
+    seed: int, origins: torch.Tensor | None = None, positions: int = 0,
 ) -> None:
     """The same as attention_gradient_ in torch's operators, for any floating type; another mask of the same law."""
     place = _place(scores, sample, first * share)
@@ -129,7 +144,7 @@ def gradient_reference(
     wide = gradients.to(weights.dtype)
     dropped = weights
     if probability:
-        factors = _mask(scores, logarithms.shape[0], sample, first, key, share, probability, seed)
+        factors = _mask(scores, logarithms, sample, first, key, share, probability, seed, origins, positions)
         wide, dropped = wide * factors, weights * factors
     gradients.copy_((wide - dots[place].unsqueeze(-1)) * weights * scale)
     scores.copy_(dropped)
@@ -143,30 +158,33 @@ def dots_reference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _run_weights(
     scores: torch.Tensor, logarithms: torch.Tensor, slopes: torch.Tensor | None, sample: int, first: int, share: int,
-    scale: float, probability: float, seed: int,
+    scale: float, probability: float, seed: int, origins: torch.Tensor | None = None, positions: int = 0,
 ) -> None:
     name = "attention_weights_"
-    _check(name, scores, {"logarithms": logarithms}, slopes, sample, first, 0, share, probability, seed)
+    _check(name, scores, {"logarithms": logarithms}, slopes, sample, first, 0, share, probability, seed, origins)
     keys, seen = scores.shape[-1], first + scores.shape[1] // share
     check(name, keys == seen, f"there are {keys} keys; queries up to {seen} need as many")
     if not available(scores.device):
-        weights_reference(scores, logarithms, slopes, sample, first, share, scale, probability, seed)
+        weights_reference(
+            scores, logarithms, slopes, sample, first, share, scale, probability, seed, origins, positions
+        )
         return
     samples, rows, _ = scores.shape
     total = logarithms.shape[1]
     _WEIGHTS(
-        scores, scores, logarithms, slopes, samples * rows, rows, total, sample, first, _padded(total // share),
-        _groups(slopes, share), share, keys, scale, seed, *law(probability),
+        scores, scores, logarithms, slopes, origins, samples * rows, rows, total, sample, first, positions,
+        _padded(positions), _groups(slopes, share, len(logarithms), origins), share, keys, scale, seed,
+        *law(probability),
     )
 
 
 def _run_gradient(
     scores: torch.Tensor, gradients: torch.Tensor, logarithms: torch.Tensor, dots: torch.Tensor,
     slopes: torch.Tensor | None, sample: int, first: int, key: int, share: int, scale: float, probability: float,
-    seed: int,
+    seed: int, origins: torch.Tensor | None = None, positions: int = 0,
 ) -> None:
-    name = "attention_gradient_"
-    _check(name, scores, {"logarithms": logarithms, "dots": dots}, slopes, sample, first, key, share, probability, seed)
+    name, all_rows = "attention_gradient_", {"logarithms": logarithms, "dots": dots}
+    _check(name, scores, all_rows, slopes, sample, first, key, share, probability, seed, origins)
     check_type(name, scores=scores, gradients=gradients)
     check_device(name, scores=scores, gradients=gradients)
     check_shape(name, "gradients", gradients, tuple(scores.shape))
@@ -174,14 +192,16 @@ def _run_gradient(
     check(name, gradients.is_contiguous(), f"gradients of strides {gradients.stride()} are not contiguous")
     if not available(scores.device):
         gradient_reference(
-            scores, gradients, logarithms, dots, slopes, sample, first, key, share, scale, probability, seed
+            scores, gradients, logarithms, dots, slopes, sample, first, key, share, scale, probability, seed, origins,
+            positions,
         )
         return
     samples, rows, keys = scores.shape
     total = logarithms.shape[1]
     _GRADIENT(
-        scores, scores, gradients, logarithms, dots, slopes, samples * rows, rows, total, sample, first, key,
-        _padded(total // share), _groups(slopes, share), share, keys, scale, seed, *law(probability),
+        scores, scores, gradients, logarithms, dots, slopes, origins, samples * rows, rows, total, sample, first, key,
+        positions, _padded(positions), _groups(slopes, share, len(logarithms), origins), share, keys, scale, seed,
+        *law(probability),
     )
 
 
@@ -203,7 +223,7 @@ def _run_dots(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 attention_weights_ = operator(
     "attention_weights_(Tensor(a!) scores, Tensor(b!) logarithms, Tensor? slopes, SymInt sample, SymInt first, "
-    "int share, float scale, float probability, SymInt seed) -> ()",
+    "int share, float scale, float probability, SymInt seed, Tensor? origins=None, SymInt positions=0) -> ()",
     _run_weights, lambda *_: None,
 )
 """Scores [samples, queries * share, keys] become softmax weights with dropout; contiguous, fp32, fp16 or bf16.
@@ -213,13 +233,15 @@ there: keys = first + queries. What is not seen gets exactly 0. A score stands f
 slope * (key - query) where there are `slopes`, fp32 [groups * share]; samples are [.., groups], from `sample` on.
 The logarithms of the sums of exponentials go to their rows of `logarithms`, fp32 [all samples, all rows]; infinity for
 a row that is all -infinity, whose weights are 0. Weights are dropped with `probability` and scaled by 1 / (1 - p)
-otherwise. No gradient: that is attention_gradient_. Raises KernelError for other types, shapes, and probabilities
+otherwise. The rows of the whole job are [samples, heads, positions]: `origins`, int64, one for each sample here, has the
+number of the first query of its first head, and the next head is `positions` on. No gradient: that is attention_gradient_. Raises KernelError for other types, shapes, and probabilities
 outside of [0, 1).
 """
 
 attention_gradient_ = operator(
     "attention_gradient_(Tensor(a!) scores, Tensor(b!) gradients, Tensor logarithms, Tensor dots, Tensor? slopes, "
-    "SymInt sample, SymInt first, SymInt key, int share, float scale, float probability, SymInt seed) -> ()",
+    "SymInt sample, SymInt first, SymInt key, int share, float scale, float probability, SymInt seed, "
+    "Tensor? origins=None, SymInt positions=0) -> ()",
     _run_gradient, lambda *_: None,
 )
 """Scores become weights again, and the weights' gradients, of the same shape, those of the scores.

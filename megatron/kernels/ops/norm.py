@@ -63,6 +63,11 @@ def reference(
     return y.to(x.dtype), total, mean.new_empty(0) if rms else mean.flatten(), rstd.flatten()
 
 
+def _narrow(parameter: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A parameter in fp32, whose gradient is not to be rounded, in the type of x."""
+    return parameter.to(x.dtype) if parameter.dtype == torch.float32 else parameter
+
+
 def _rows(x: torch.Tensor) -> int:
     return math.prod(x.shape[:-1])  # not Size.numel(), which fixes the sizes of a compiled graph
 
@@ -71,6 +76,7 @@ def _forward(
     name: str, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
     eps: float, one_plus: bool, rms: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    weight, bias = _narrow(weight, x), None if bias is None else _narrow(bias, x)
     _check(name, x, residual, weight, bias)
     if not available(x.device) or not x.numel():
         return reference(x, residual, weight, bias, eps, one_plus, rms)
@@ -123,7 +129,8 @@ def _backward(
     dy: torch.Tensor, dsum: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor,
     rstd: torch.Tensor, one_plus: bool, rms: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of what was normalised, and [2 or, RMS, 1, h] of bias and weight in the order weight, bias."""
+    """Gradients of what was normalised, and, fp32 [2 or, RMS, 1, h], of weight and bias in this order."""
+    weight = _narrow(weight, x)
     name = "rms_norm_backward" if rms else "layer_norm_backward"
     given = {"dy": dy, "dsum": dsum, "x": x}
     check_type(name, **given, weight=weight)
@@ -139,7 +146,7 @@ def _backward(
     check_shape(name, "rstd", rstd, (rows,))
     if not available(x.device) or not x.numel():
         return _reference_backward(dy, dsum, x, weight, mean, rstd, one_plus, rms)
-    dx, parameters = torch.empty_like(x), weight.new_empty(sums, n)
+    dx, parameters = torch.empty_like(x), weight.new_empty(sums, n, dtype=torch.float32)
     parts = _parts(x, rows, sums)
     partial = x.new_empty(parts, sums, n, dtype=torch.float32)
     plus = float(one_plus)
@@ -159,7 +166,7 @@ def _reference_backward(
     g = g * (weight.float() + float(one_plus))
     dx = rstd * (g - h * (g * h).mean(1, keepdim=True) - (0.0 if rms else g.mean(1, keepdim=True)))
     dx = dx.reshape(x.shape) if dsum is None else dx.reshape(x.shape) + dsum.float()
-    return dx.to(x.dtype), torch.stack(parameters).to(weight.dtype)
+    return dx.to(x.dtype), torch.stack(parameters)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -189,7 +196,7 @@ _norm_backward = operator(
     " -> (Tensor, Tensor)",
     _backward,
     lambda dy, dsum, x, weight, mean, rstd, one_plus, rms: (
-        torch.empty_like(x), weight.new_empty(1 if rms else 2, x.shape[-1])
+        torch.empty_like(x), weight.new_empty(1 if rms else 2, x.shape[-1], dtype=torch.float32)
     ),
 )
 _norm_operator = operator(
@@ -214,8 +221,9 @@ def layer_norm(
 ) -> torch.Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension (Ba et al., arXiv 1607.06450).
 
-    x [.., h], contiguous or copied; weight, bias [h], all of one type; statistics and arithmetic in fp32. With
-    `one_plus` the gain is weight + 1. Raises KernelError for other types than fp32, fp16 and bf16, or other shapes.
+    x [.., h], contiguous or copied; weight, bias [h], all of one type; statistics and arithmetic in fp32. The gradients
+    of weight and bias are not rounded where these are given in fp32 beside x in 16 bits. With `one_plus` the gain is
+    weight + 1. Raises KernelError for other types than fp32, fp16 and bf16, or other shapes.
     """
     return _norm_operator(x.contiguous(), weight, bias, eps, one_plus, False)[0]
 

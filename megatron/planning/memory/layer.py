@@ -269,11 +269,6 @@ class Layer:
         z = self.sizes
         if self.attention == "unfused":
             return self._explicit(tape)
-        if self.attention == "explicit":
-            wide = 4.0 / z.width
-            inside = [tape.take(size) for size in (wide * z.heads, wide * z.heads, wide * z.keys)]
-            inside += [tape.take(4.0 * self._square()) for _ in range(3)]  # softmax, mask and product, in fp32
-            return tape.take(z.heads), inside
         if self.attention == "blocked":
             out, logarithms = tape.take(z.heads), tape.take(z.logarithms)
             copies = [tape.take(z.heads), tape.take(z.heads)] if self.share > 1 else []
@@ -486,8 +481,6 @@ class Layer:
         elif self.attention == "unfused":
             square = self._square()
             tape.for_a_moment(square * z.width, square * (z.width if self.fused.masked_softmax else 8))
-        elif self.attention == "explicit":
-            tape.for_a_moment(4.0 * self._square())
         tape.give(dheads, *kept.take("core"), *inside, *again)
         if direct:
             return gradients[0]

@@ -21,8 +21,7 @@ class Operators:
 
     gpu        whether the device is one; a CPU otherwise
     fusions    the fused kernels
-    attention  "flash" (flash-attn, or torch's attention where it is like it), "torch", "blocked", "unfused" or
-               "explicit" (torch's on a CPU, with dropout, which no kernel of it has: the scores are stored)
+    attention  "flash" (flash-attn, or torch's attention where it is like it), "torch", "blocked" or "unfused"
     tokens     whose logits exist at a time
     """
 
@@ -60,6 +59,5 @@ def _attention(config: Config, gpu: bool, dtype: str, kernels: bool) -> str:
         slopes = config.model.position_embedding_type == "alibi"
         return "flash" if backend in FLASH_BACKENDS and dtype != "float32" and not slopes else "torch"
     fast = dtype == "bfloat16" or (dtype == "float32" and config.model.seq_length <= LONGEST_BLOCKED_IN_FP32)
-    if backend == "auto" and kernels and fast:
-        return "blocked"
-    return "explicit" if config.model.attention_dropout else "torch"
+    blocked = config.model.attention_dropout > 0.0 or (backend == "auto" and kernels and fast)
+    return "blocked" if blocked else "torch"

@@ -43,13 +43,10 @@ def kernels_of(config: Config, device: str) -> Kernels:
 def _kernels(kernels: KernelConfig, dtype_name: str, seq: int, device: str, drops: bool) -> Kernels:
     if device == "cpu":
         try:
-            attention = choose_attention(kernels, None, dtype_name, seq)
+            attention = choose_attention(kernels, None, dtype_name, seq, drops)
             fusions = choose_fusions(kernels, None, dtype_name)
         except ImportError:  # a login node without torch
             attention, fusions = _attention_wished(kernels), _fusions_wished(kernels)
-        if attention == "torch" and drops:  # torch's kernel for CPUs takes no dropout: it computes explicitly then
-            fusions = dataclasses.replace(fusions, masked_softmax=False)
-            return Kernels(device, "unfused", fusions, dtype_name == "float32")
         return Kernels(device, "flash" if attention == "torch" else attention, fusions, dtype_name == "float32")
     return Kernels(device, _attention_wished(kernels), _fusions_wished(kernels), True)
 

@@ -1,4 +1,4 @@
-"""The optimizer's step: norm and mean of the gradients, update, weights in the format of computation."""
+"""The optimizer's step: norm of the gradients, update, weights in the format of computation."""
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def bytes_per_element(config: Config, kernels: Kernels) -> float:
     """Read and written for each element of the master weights (engine/zero.py, kernels/ops/optimizer.py)."""
-    norm = 4.0 if config.parallel.data_parallel_size == 1 else 8.0  # of several replicas the mean is written
+    norm = 4.0
     if config.optimizer.optimizer == "sgd":
         update = 20.0  # weight and momentum in and out, gradient in
     else:

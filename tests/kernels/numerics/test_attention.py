@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.kernels.ops.attention import TILE, attention_gradient_, attention_weights_, row_dots
-from megatron.kernels.ops.dropout import bias_dropout_add
 from tests.kernels.numerics.reference import (
     EXAMPLES,
     SIMULATED,
@@ -31,6 +30,7 @@ RELATIVE = 2.0**-16
 # A weight below e^-87.3 is 0: 2^-125 of an absolute error, times what it is multiplied by, all below 2^5.
 LOST = 2.0**-120
 SCALE = 0.37
+POSITIONS = 80
 
 
 class Case:
@@ -42,6 +42,8 @@ class Case:
     ) -> None:
         self.device, self.dtype, self.share, self.length = device, dtype, share, length
         self.samples = samples * groups
+        # Each of a sample of its own, from somewhere in it on; this rank's heads are not the first.
+        self.origins = torch.tensor([1000 * POSITIONS * (i + 1) + 7 * i for i in range(samples)], device=device)
         rows = length * share
         self.scores = random((self.samples, rows, length), dtype, device, seed, scale=3.0)
         self.gradients = random((self.samples, rows, length), dtype, device, seed + 1)
@@ -67,7 +69,7 @@ class Case:
         """(weights of the block as the kernel gives them, all logarithms, NaN where it has not been)."""
         scores = self.cut(self.scores, part, queries, slice(0, queries.stop), moved)
         logarithms = torch.full((self.samples, self.length * self.share), float("nan"), device=self.device)
-        law = (self.share, SCALE, p, seed)
+        law = (self.share, SCALE, p, seed, self.origins, POSITIONS)
         attention_weights_(scores, logarithms, self.slopes, part.start, queries.start, *law)
         return scores, logarithms
 
@@ -80,7 +82,8 @@ class Case:
         logarithms = self.logarithms.float().to(self.device)
         place = (part.start, queries.start, keys.start)
         attention_gradient_(
-            scores, gradients, logarithms, self.dots, self.slopes, *place, self.share, SCALE, p, seed
+            scores, gradients, logarithms, self.dots, self.slopes, *place, self.share, SCALE, p, seed, self.origins,
+            POSITIONS,
         )
         return scores, gradients
 
@@ -143,13 +146,18 @@ def test_what_is_not_seen_may_be_anything(device: str) -> None:
 @devices
 @pytest.mark.parametrize("length", [37, 64])
 def test_dropout_is_the_same_however_it_is_cut(device: str, length: int) -> None:
-    """The mask is that of bias_dropout_add for the whole, in rows of whole tiles; the gradient has it, too."""
+    """Each head has a row of whole tiles for each position of a sample, numbered from its sample's origin on; the gradient
+    has the same mask."""
     p, seed, share = 0.4, 2**40 + 5, 2
-    case = Case(device, torch.float32, 1, 2, share, length, False, 3)
-    padded = -(-length // TILE) * TILE
-    ones = torch.ones(case.samples, length * share, padded, device=device)
-    mask = bias_dropout_add(ones, None, None, p, seed)[..., :length].double().cpu()
-    for part in (slice(0, 2), slice(1, 2)):
+    case = Case(device, torch.float32, 2, 2, share, length, False, 3)
+    width, bound = -(-POSITIONS // TILE) * TILE, np.uint64(int((1 - p) * 2**32))
+    rows = [
+        int(case.origins[sample // 2]) + (sample % 2 * share + head) * POSITIONS + position
+        for sample in range(4) for position in range(length) for head in range(share)
+    ]  # fmt: skip
+    kept = np.stack([words(seed, row * width, length) < bound for row in rows])
+    mask = torch.from_numpy(kept).view(4, length * share, length) / (1 - p)
+    for part in (slice(0, 4), slice(1, 3)):
         for queries in (slice(0, length), slice(TILE, length)):
             y, _ = case.weigh(part, queries, p, seed)
             cut = (part, queries, slice(0, length))
@@ -197,8 +205,9 @@ def test_row_dots(device: str, dtype: torch.dtype, rows: int, n: int, moved: boo
 def test_dropout_far_into_a_large_whole(device: str) -> None:
     """Elements past 2^34, where a mask's counter needs its upper word: 2^15 samples of 8,192 by 8,192 scores."""
     sample, total, n, p, seed = 1 << 15, 8192, 40, 0.4, 2**40 + 5
-    weights, logarithms = torch.zeros(1, n, n, device=device), torch.empty(sample + 1, total, device=device)
-    attention_weights_(weights, logarithms, None, sample, 0, 1, SCALE, p, seed)
+    weights, logarithms = torch.zeros(1, n, n, device=device), torch.empty(1, n, device=device)
+    origins = torch.tensor([sample * total], device=device)
+    attention_weights_(weights, logarithms, None, 0, 0, 1, SCALE, p, seed, origins, total)
     below = np.uint64(int((1 - p) * 2**32))
     mask = np.stack([words(seed, (sample * total + i) * total, n) < below for i in range(n)])
     want = torch.from_numpy(mask).double().tril() / torch.arange(1, n + 1).unsqueeze(1) / (1 - p)
@@ -218,8 +227,10 @@ def test_long_rows(device: str) -> None:
 def test_what_is_refused() -> None:
     scores, rows = torch.zeros(2, 6, 35), torch.zeros(2, 70)
 
-    def weights(scores=scores, rows=rows, slopes=None, sample=0, first=32, share=2, p=0.0, seed=1) -> None:
-        attention_weights_(scores, rows, slopes, sample, first, share, 1.0, p, seed)
+    def weights(
+        scores=scores, rows=rows, slopes=None, sample=0, first=32, share=2, p=0.0, seed=1, origins=None
+    ) -> None:
+        attention_weights_(scores, rows, slopes, sample, first, share, 1.0, p, seed, origins, 70)
 
     weights()
     for figures, values in (
@@ -231,6 +242,8 @@ def test_what_is_refused() -> None:
         (("logarithms", 2, 1), dict(sample=1)),
         (("slopes", [3]), dict(slopes=torch.zeros(3))),
         (("probability", 1.0), dict(p=1.0)),
+        (("probability", 0.5, "origins"), dict(p=0.5)),
+        (("origins", "int64", [3]), dict(origins=torch.zeros(3, dtype=torch.int64))),
         (("seed", -1), dict(seed=-1)),
     ):
         refused(lambda values=values: weights(**values), *figures)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.kernels.ops.dropout import bias_dropout_add
+from megatron.parallel.random import DropoutKey, Place
 from tests.kernels.numerics.reference import (
     EXAMPLES,
     ROWS,
@@ -125,6 +126,39 @@ def test_seed_and_place_alone_count(device: str) -> None:
     strided = random((10, 6, 4), torch.float32, device, 0).transpose(0, 2)
     packed = strided.contiguous()
     assert torch.equal(bias_dropout_add(strided, None, strided, 0.5, 7), bias_dropout_add(packed, None, packed, 0.5, 7))
+
+
+@devices
+@types
+@pytest.mark.parametrize("columns", [24, 13])
+def test_a_part_has_its_part_of_the_mask(device: str, dtype: torch.dtype, columns: int) -> None:
+    """Tokens [positions, samples] of one part of the sequence, and attention weights [samples, heads, positions] of some
+    of the heads, in the forward and the backward pass; numbers past 2^62, of rows and of elements, are taken mod 2^64."""
+    p, seed, whole = 0.4, 2**40 + 5, (3, 4, 5)  # samples, heads, positions
+    for sample in (0, 2**59 // columns):
+        first = sample * 20
+        skipped = first * columns % 4
+        mask = words(seed, (first * columns - skipped) % 2**64, 60 * columns + skipped)[skipped:]
+        mask = torch.from_numpy(mask < np.uint64(int((1 - p) * 2**32))).view(*whole, columns)
+        tokens = mask.view(3, 20, columns)[1:, 5:11].transpose(0, 1)  # six of twenty tokens of two samples
+        heads = mask[1:, 2:]
+        key = DropoutKey(0, sample + 1)
+        places = (Place(key.sample * 20 + 5, 2, 1, 20, 20), key.weights(5, 2, 1, 2))
+        for part, place in zip((tokens, heads), places, strict=True):
+            x = torch.ones(part.shape, dtype=dtype, device=device, requires_grad=True)
+            y = bias_dropout_add(x, None, None, p, seed, place)
+            y.backward(torch.ones_like(y))
+            assert torch.equal(y.cpu() != 0, part) and torch.equal(x.grad.cpu() != 0, part)
+
+
+@devices
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_gradient_of_a_bias_in_fp32_is_not_rounded(device: str, dtype: torch.dtype) -> None:
+    """Nor does it overflow, beside x in 16 bits."""
+    x = torch.zeros(4000, 8, dtype=dtype, device=device)
+    bias = torch.zeros(8, device=device, requires_grad=True)
+    bias_dropout_add(x, bias, x, 0.0, 1).backward(torch.full_like(x, 257 * 2.0**7))
+    assert bias.grad.tolist() == [4000 * 257 * 2.0**7 if dtype == torch.float16 else 4000 * 256 * 2.0**7] * 8
 
 
 @devices
