@@ -71,17 +71,17 @@ static int backward(void *dx, float *dbias, float *partial, const void *dy, int6
 // random is 0 where p is 0; keep and scale then mean nothing.
 MK_API mk_bias_dropout_add(int type, void *y, const void *x, const void *bias, const void *residual, int64_t rows,
                            int64_t n, uint64_t seed, uint32_t keep, float scale, int random, uint64_t start,
-                           uint32_t count, uint64_t outer, uint64_t inner, void *stream) {
+                           uint32_t period, uint64_t outer, uint64_t inner, void *stream) {
     const Mask mask{seed, keep, scale, random != 0};
-    const Place place{start, outer, inner, count};
+    const Place place{start, outer, inner, period};
     FOR_TYPE(type, (forward<T>(y, x, bias, residual, rows, n, mask, place, stream)));
 }
 
 // dbias: n floats; partial: parts * n floats, not touched where dbias is null.
 MK_API mk_bias_dropout_add_backward(int type, void *dx, void *dbias, void *partial, const void *dy, int64_t rows,
                                     int64_t n, int64_t parts, uint64_t seed, uint32_t keep, float scale, int random,
-                                    uint64_t start, uint32_t count, uint64_t outer, uint64_t inner, void *stream) {
+                                    uint64_t start, uint32_t period, uint64_t outer, uint64_t inner, void *stream) {
     const Mask mask{seed, keep, scale, random != 0};
-    const Place place{start, outer, inner, count};
+    const Place place{start, outer, inner, period};
     FOR_TYPE(type, (backward<T>(dx, (float *)dbias, (float *)partial, dy, rows, n, parts, mask, place, stream)));
 }

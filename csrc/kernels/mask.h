@@ -21,14 +21,14 @@ struct Mask {
 };
 
 // The number of a row among those of the whole job: masks do not depend on which of them a rank holds, and in what
-// order. Numbers past 2^64 begin anew. A count above 1 goes with fewer than 2^32 rows: 64-bit quotients are slow on GPUs.
+// order. Numbers past 2^64 begin anew. A period above 1 goes with fewer than 2^32 rows: GPUs are slow at 64-bit quotients.
 struct Place {
     uint64_t start, outer, inner;
-    uint32_t count;
+    uint32_t period;
 
     MEMBER uint64_t number(int64_t row) const {
-        if (count == 1) return start + (uint64_t)row * outer;
-        const uint32_t quotient = (uint32_t)row / count;
-        return start + quotient * outer + ((uint32_t)row - quotient * count) * inner;
+        if (period == 1) return start + (uint64_t)row * outer;
+        const uint32_t quotient = (uint32_t)row / period;
+        return start + quotient * outer + ((uint32_t)row - quotient * period) * inner;
     }
 };

@@ -15,7 +15,7 @@ from megatron.layers.masks import alibi_bias, alibi_slopes
 from megatron.layers.parameters import Fill
 from megatron.layers.rotary import RotaryEmbedding
 from megatron.layers.unfused_attention import unfused_attention
-from megatron.parallel.random import Place, Site, mix, seeded
+from megatron.parallel.random import WHOLE, Place, Site, mix, seeded
 
 if TYPE_CHECKING:
     from megatron.config import ModelConfig
@@ -130,7 +130,7 @@ class SelfAttention(torch.nn.Module):
         s, b = mixed.shape[:2]
         mixed = mixed.view(s, b, self.groups, self.queries + 2, self.head_dim)
         tensors = (mixed,) if self.rotary is None and self.attention == "blocked" else self._apart(mixed, call)
-        seed, place = None, Place()
+        seed, place = None, WHOLE
         if call.dropout:
             seed = call.dropout.at(self.layer, Site.ATTENTION)
             place = call.dropout.weights(s, self.groups * self.queries, self.tensor.rank, self.tensor.size)

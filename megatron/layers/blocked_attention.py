@@ -32,8 +32,8 @@ _SCORES = 1 << 22
 
 @dataclass(frozen=True)
 class _Settings:
-    """slopes fp32 [heads] or None; probability, seed, origins and positions of dropout, as the kernels take them; fused:
-    through the kernels."""
+    """slopes fp32 [heads] or None; fused: through the kernels; probability, seed, origins and positions of dropout, as
+    the kernels take them."""
 
     slopes: torch.Tensor | None
     fused: bool

@@ -9,7 +9,7 @@ from megatron.kernels.choose import NONE, Fusions
 from megatron.layers.documents import Documents
 from megatron.layers.parameters import ParameterFactory
 from megatron.parallel.deferred import WeightGradients
-from megatron.parallel.random import DropoutKey, Place, Site
+from megatron.parallel.random import WHOLE, DropoutKey, Place, Site
 from megatron.parallel.topology import Group
 
 
@@ -56,6 +56,6 @@ class CallContext:
     def hidden_mask(self, x: torch.Tensor, layer: int, site: Site, context: LayerContext) -> tuple[int | None, Place]:
         """Seed and place of the mask of x [s(/tp), b, h], the residual stream's; no seed where dropout is off."""
         if self.dropout is None:
-            return None, Place()
+            return None, WHOLE
         part = (context.tensor.rank, context.tensor.size) if context.sequence_parallel else (0, 1)
         return self.dropout.at(layer, site), self.dropout.hidden(x, *part)

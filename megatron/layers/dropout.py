@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 
 from megatron.kernels.ops import dropout as kernel
-from megatron.parallel.random import Place, dropout_mask
+from megatron.parallel.random import WHOLE, Place, dropout_mask
 
 
 def keyed_dropout(
-    x: torch.Tensor, probability: float, seed: int | None, fused: bool = False, place: Place = Place()
+    x: torch.Tensor, probability: float, seed: int | None, fused: bool = False, place: Place = WHOLE
 ) -> torch.Tensor:
     """Zero entries of x with `probability` and scale the others by 1 / (1 - probability); no seed: x itself."""
     if probability == 0.0 or seed is None:
@@ -26,7 +26,7 @@ def keyed_dropout(
 
 def bias_dropout_add(
     x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, probability: float, seed: int | None,
-    fused: bool = False, place: Place = Place(),
+    fused: bool = False, place: Place = WHOLE,
 ) -> torch.Tensor:
     """residual + dropout(x + bias), in the residual's dtype. A residual of another dtype than x takes torch's way."""
     if seed is None:

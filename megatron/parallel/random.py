@@ -47,15 +47,18 @@ class Site(enum.IntEnum):
 class Place(NamedTuple):
     """Where the rows of a tensor lie among the rows [samples, heads, positions] of the whole job.
 
-    Row r is number start + r // count * outer + r % count * inner of them; `positions` are those of a head. By default
-    the tensor is the whole, and one piece.
+    Row r is number start + r // period * outer + r % period * inner of them; `positions` are those of a head. By
+    default the tensor is the whole, and one piece.
     """
 
     start: int = 0
-    count: int = 1
+    period: int = 1
     outer: int = 1
     inner: int = 0
     positions: int = 0
+
+
+WHOLE = Place()
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class DropoutKey:
         return Place(start, heads * positions, ranks * heads * positions, 1, positions)
 
 
-def dropout_mask(like: torch.Tensor, probability: float, seed: int, place: Place = Place()) -> torch.Tensor:  # noqa: B008
+def dropout_mask(like: torch.Tensor, probability: float, seed: int, place: Place = WHOLE) -> torch.Tensor:
     """Boolean mask of `like`'s shape, True with 1 - probability: in each head of each sample a part of its own mask."""
     keep = torch.empty(like.shape, dtype=torch.bool, device=like.device)
     if like.is_meta:  # without data there is nothing to draw
@@ -89,14 +92,14 @@ def dropout_mask(like: torch.Tensor, probability: float, seed: int, place: Place
     generator = torch.Generator(device=like.device)
     if not place.positions:
         return keep.bernoulli_(1.0 - probability, generator=generator.manual_seed(seed))
-    start, count, outer, inner, positions = place
+    start, period, outer, inner, positions = place
     rows = keep.view(-1, keep.shape[-1])
-    # The rows of a head lie side by side, or, where samples do, `count` apart.
-    heads = rows.split(positions) if inner == 1 else [rows[sample::count] for sample in range(count)]
+    # The rows of a head lie side by side, or, where samples do, `period` apart.
+    heads = rows.split(positions) if inner == 1 else [rows[sample::period] for sample in range(period)]
     whole = rows.new_empty(positions, keep.shape[-1])
     for i, part in enumerate(heads):
         row = i * positions if inner == 1 else i
-        head, first = divmod(start + row // count * outer + row % count * inner, positions)
+        head, first = divmod(start + row // period * outer + row % period * inner, positions)
         whole.bernoulli_(1.0 - probability, generator=generator.manual_seed(mix(seed, head)))
         part.copy_(whole[first : first + len(part)])
     return keep

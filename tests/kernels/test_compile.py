@@ -96,7 +96,7 @@ def block(
     y, total = add_layer_norm(x, residual, weight, bias, 1e-5)
     y = bias_activation(bias_activation(y @ matrix, bias, "gelu"), None, "squared_relu")
     y = bias_activation(torch.cat((y, y), -1), None, "swiglu")
-    y = bias_dropout_add(y, bias, total, 0.2, seed, Place(seed // 2, 1, 1, 0, y.shape[0]))
+    y = bias_dropout_add(y, bias, total, 0.2, seed, Place(seed % 97 * len(y), 1, 1, len(y), len(y)))
     return cross_entropy(rms_norm(y, weight, 1e-5) @ matrix, ids).mean()
 
 

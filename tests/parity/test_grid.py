@@ -23,7 +23,19 @@ import pytest
 from tests.helpers.fusions import force
 from tests.helpers.processes import run_processes
 from tests.helpers.training import STEPS, assemble, model_fields, train_plainly
-from tests.parity.cases import BF16, CAMPAIGN, DROPOUT, FULL, SELECTIVE, TOGETHER, UNFUSED, Case, layout, train
+from tests.parity.cases import (
+    BF16,
+    CAMPAIGN,
+    DROPOUT,
+    FP16,
+    FULL,
+    SELECTIVE,
+    TOGETHER,
+    UNFUSED,
+    Case,
+    layout,
+    train,
+)
 
 TOLERANCES = {"fp32": (5e-6, 2e-5), "bf16": (1e-2, 4e-2), "fp16": (2e-3, 1e-2)}  # of loss and norm, relative
 PARAMETER_TOLERANCE = 5e-6
@@ -104,6 +116,26 @@ def test_a_run_is_that_of_one_process(case: Case) -> None:
         return
     assert min(norm for _, norm in reference_of(fields)["history"]) > 0.5, "clipping must be active in every step"
     check(fields, ranks)
+
+
+@pytest.mark.slow
+def test_fp16_that_starts_in_overflow_skips_the_steps_of_one_process() -> None:
+    """From scales at which it shows where a layout rounds other sums to 16 bits, or scales gradients in another way."""
+    sum_of_parts, each_replica = (
+        layout(num_layers=2, **{**FP16, "initial_loss_scale": 2.0**exponent})[2] for exponent in (21.25, 21.0)
+    )
+    runs: list[dict[str, Any]] = [
+        sum_of_parts | dict(tensor_model_parallel_size=2, sequence_parallel=True),
+        sum_of_parts | dict(pipeline_model_parallel_size=2), each_replica,
+    ]  # fmt: skip
+    found = run_processes(2, train, runs, 6)[0]
+    ((whole, other),) = run_processes(1, train, [sum_of_parts, each_replica], 6)
+    for run, one in zip(found, (whole, whole, other), strict=True):
+        assert 2 < one["skipped"] < 6
+        for (loss, norm, *taken), (loss_1, norm_1, *expected) in zip(run["history"], one["history"], strict=True):
+            assert taken == expected
+            assert loss == pytest.approx(loss_1, rel=TOLERANCES["fp16"][0])
+            assert (norm or 0.0) == pytest.approx(norm_1 or 0.0, rel=TOLERANCES["fp16"][1])
 
 
 @pytest.mark.campaign("parity")

@@ -233,9 +233,9 @@ there: keys = first + queries. What is not seen gets exactly 0. A score stands f
 slope * (key - query) where there are `slopes`, fp32 [groups * share]; samples are [.., groups], from `sample` on.
 The logarithms of the sums of exponentials go to their rows of `logarithms`, fp32 [all samples, all rows]; infinity for
 a row that is all -infinity, whose weights are 0. Weights are dropped with `probability` and scaled by 1 / (1 - p)
-otherwise. The rows of the whole job are [samples, heads, positions]: `origins`, int64, one for each sample here, has the
-number of the first query of its first head, and the next head is `positions` on. No gradient: that is attention_gradient_. Raises KernelError for other types, shapes, and probabilities
-outside of [0, 1).
+otherwise. The rows of the whole job are [samples, heads, positions]: `origins`, int64, one for each sample here, has
+the number of the first query of its first head, and the next head is `positions` on. No gradient: that is
+attention_gradient_. Raises KernelError for other types, shapes, and probabilities outside of [0, 1).
 """
 
 attention_gradient_ = operator(

@@ -20,7 +20,7 @@ from megatron.kernels.checks import check, check_columns, check_device, check_sh
 from megatron.kernels.library import Function, available
 from megatron.kernels.ops.column_sums import partial_sums
 from megatron.kernels.register import operator
-from megatron.parallel.random import Place, dropout_mask
+from megatron.parallel.random import WHOLE, Place, dropout_mask
 
 _FORWARD = Function("mk_bias_dropout_add", "pppplluwfiuwuu")
 _BACKWARD = Function("mk_bias_dropout_add_backward", "ppppllluwfiuwuu")
@@ -37,7 +37,7 @@ def _check(name: str, probability: float, seed: int, place: Sequence[int], **ten
         check(name, tensor.is_contiguous(), f"{argument} of strides {tensor.stride()} is not contiguous")
         check_columns(name, argument, tensor)
         rows = tensor.numel() // max(tensor.shape[-1], 1)
-        check(name, place[1] == 1 or rows < 2**32, f"{argument} has {rows} rows; 2^32 are too many where samples differ")
+        check(name, place[1] == 1 or rows < 2**32, f"{argument} has {rows} rows; fewer than 2^32 are needed")
 
 
 def law(probability: float) -> tuple[int, float, int]:
@@ -137,15 +137,16 @@ _bias_dropout_add = operator(
 
 def bias_dropout_add(
     x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, probability: float, seed: int,
-    place: Place = Place(),
+    place: Place = WHOLE,
 ) -> torch.Tensor:
     """residual + dropout(x + bias), in fp32, rounded once.
 
     x [.., n], contiguous or copied; bias [n] or None; residual like x or None; -> [.., n]. Each entry is zeroed with
     `probability` (0 <= p < 1) and scaled by 1 / (1 - p) otherwise, as a function of seed (0 <= seed < 2^63) and place
     in the whole, so that the backward pass and recomputation make the same mask again. The gradient of the bias is
-    summed in fp32, and not rounded where the bias is given in fp32 beside x in 16 bits. An element that is not finite is not hidden by being dropped: it gives NaN. Raises KernelError for other
-    probabilities, seeds, shapes, and types than fp32, fp16 and bf16.
+    summed in fp32, and not rounded where the bias is given in fp32 beside x in 16 bits. An element that is not finite
+    is not hidden by being dropped: it gives NaN. Raises KernelError for other probabilities, seeds, shapes, and types
+    than fp32, fp16 and bf16.
     """
     bias = None if bias is None else bias.contiguous()
     residual = None if residual is None else residual.contiguous()

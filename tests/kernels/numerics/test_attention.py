@@ -146,8 +146,8 @@ def test_what_is_not_seen_may_be_anything(device: str) -> None:
 @devices
 @pytest.mark.parametrize("length", [37, 64])
 def test_dropout_is_the_same_however_it_is_cut(device: str, length: int) -> None:
-    """Each head has a row of whole tiles for each position of a sample, numbered from its sample's origin on; the gradient
-    has the same mask."""
+    """Each head has a row of whole tiles for each position of a sample, numbered from its sample's origin on; the
+    gradient has the same mask."""
     p, seed, share = 0.4, 2**40 + 5, 2
     case = Case(device, torch.float32, 2, 2, share, length, False, 3)
     width, bound = -(-POSITIONS // TILE) * TILE, np.uint64(int((1 - p) * 2**32))

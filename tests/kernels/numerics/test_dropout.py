@@ -132,8 +132,8 @@ def test_seed_and_place_alone_count(device: str) -> None:
 @types
 @pytest.mark.parametrize("columns", [24, 13])
 def test_a_part_has_its_part_of_the_mask(device: str, dtype: torch.dtype, columns: int) -> None:
-    """Tokens [positions, samples] of one part of the sequence, and attention weights [samples, heads, positions] of some
-    of the heads, in the forward and the backward pass; numbers past 2^62, of rows and of elements, are taken mod 2^64."""
+    """Tokens [positions, samples] of a part of the sequence, and attention weights [samples, heads, positions] of some
+    of the heads, in the forward and the backward pass; also past 2^63 elements."""
     p, seed, whole = 0.4, 2**40 + 5, (3, 4, 5)  # samples, heads, positions
     for sample in (0, 2**59 // columns):
         first = sample * 20
