@@ -9,6 +9,7 @@ import torch
 
 from megatron.kernels.ops import dropout as kernel
 from megatron.parallel.random import WHOLE, Place, dropout_mask
+from megatron.parallel.sink import wide
 
 
 def keyed_dropout(
@@ -31,6 +32,8 @@ def bias_dropout_add(
     """residual + dropout(x + bias), in the residual's dtype. A residual of another dtype than x takes torch's way."""
     if seed is None:
         probability = 0.0
+    if bias is not None:
+        bias = wide(bias)
     if fused and x.dtype == residual.dtype and probability < 1.0 and (bias is not None or probability > 0.0):
         return kernel.bias_dropout_add(x, bias, residual, probability, seed or 0, place)
     if bias is not None:

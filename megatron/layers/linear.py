@@ -17,7 +17,7 @@ from megatron.layers.context import LayerContext
 from megatron.layers.parameters import Fill, constant
 from megatron.parallel import collectives
 from megatron.parallel.deferred import WeightGradients
-from megatron.parallel.sink import deliver, sink_of, wide
+from megatron.parallel.sink import deliver, sink_of
 
 
 def _weight_gradient(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
@@ -179,4 +179,4 @@ class RowParallelLinear(torch.nn.Module):
         self.bias = make(f"{name}.bias", shape[:1], None, constant(0.0), decay=False) if bias else None
 
     def forward(self, x: torch.Tensor, again: Again = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return _linear(x, self.weight, self.context, False, again), None if self.bias is None else wide(self.bias)
+        return _linear(x, self.weight, self.context, False, again), self.bias

@@ -24,6 +24,7 @@ from megatron.layers.parameters import normal
 from megatron.layers.rotary import RotaryEmbedding
 from megatron.layers.transformer import TransformerLayer
 from megatron.parallel.random import DropoutKey
+from megatron.parallel.sink import GradientSink
 from tests.helpers.fusions import Operators, context
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -148,6 +149,35 @@ def test_bias_dropout_add(bias, p, dtype):
     check_close(found, results(formula, tensors)[0], dtype)
     # A plain sum needs no kernel.
     assert bool(seen.calls) == (bias or p > 0)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "torch"])
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm", "bias"])
+def test_sums_over_tokens_do_not_overflow_in_fp16(kind, fused):
+    """Each value is finite in fp16, and so is the sum over any part of a sequence that a rank may have, in fp32."""
+    x, bias, norm = randn(6000, 16, seed=1).half(), torch.nn.Parameter(torch.zeros(16)), None
+    if kind == "bias":
+        layer = torch.nn.ParameterList([bias])
+    else:
+        layer = norm = Norm(context(ALL if fused else NONE), "n", 16, kind, 1e-5)
+    layer.half()
+    for p in layer.parameters():
+        p.gradient_sink = GradientSink(p, torch.full(p.shape, torch.nan))
+    if norm is None:
+        out = bias_dropout_add(x, bias, torch.zeros_like(x), 0.25, 11, fused)
+        expected = [(out != 0).double().sum(0) * 100 / 0.75]
+    else:
+        out = norm(x)
+        wide = x.double()
+        centred = wide if kind == "rmsnorm" else wide - wide.mean(1, keepdim=True)
+        expected = [(100 * centred * (centred.square().mean(1, keepdim=True) + 1e-5).rsqrt() * wide.sign()).sum(0)]
+        expected += [(100 * wide.sign()).sum(0)] if norm.bias is not None else []
+    gradient = torch.full_like(out, 100.0) * (x.sign() if norm is not None else 1.0)
+    out.backward(gradient)
+    assert out.dtype == torch.float16
+    for p, total in zip(layer.parameters(), expected, strict=True):
+        assert p.grad is None and p.gradient_sink.total.double() == pytest.approx(total, rel=1e-4, abs=0.5)
+    assert expected[0].abs().max() > 65504
 
 
 def test_dropout_without_residual():
