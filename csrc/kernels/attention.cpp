@@ -55,11 +55,13 @@ struct Block {
     int rows, total;      // rows of a sample and group in the block and in all
     int first_sample, first, key;
     // Of the mask, whose rows are numbered over all heads of the job: that of a sample's first head and query, positions
-    // of a head, elements of a row. Null where nothing is dropped.
+    // of a head. Null where nothing is dropped. A row has an element for each position, up to a whole number of packs.
     const int64_t *origins;
-    int positions, length;
+    int positions;
     int groups, share, n; // share: queries of a group; n: keys of the block
-    float scale;
+    float scale, kept_scale;
+    uint32_t keep;
+    uint64_t seed;
     struct Row {
         int valid;    // keys of the block that the query sees
         int64_t at;   // of all rows
@@ -70,11 +72,17 @@ struct Block {
             EACH(k) v[k] = c + k < valid ? v[k] * scale + slope * (float)(c + k - query) : -MK_INFINITY;
         }
     };
-    MEMBER Row row(int64_t row) const {
+    // That nothing is dropped is told by a pointer that is there anyway: scalar registers are few.
+    MEMBER Mask mask() const { return Mask{seed, keep, kept_scale, origins != nullptr}; }
+    // key: the block's first
+    MEMBER Row row(int64_t row, int key) const {
         const int nth = (int)(row / rows), i = (int)(row - (int64_t)nth * rows), sample = first_sample + nth;
         const int position = first + i / share, seen = position + 1 - key, head = sample % groups * share + i % share;
         uint64_t mask = 0;
-        if (origins) mask = ((uint64_t)origins[sample / groups] + (uint64_t)head * positions + position) * length + key;
+        if (origins) {
+            const uint64_t number = (uint64_t)origins[sample / groups] + (uint64_t)head * positions + position;
+            mask = number * ((positions + 31) / 32 * 32) + key;
+        }
         return Row{seen < 0 ? 0 : seen < n ? seen : n, (int64_t)sample * total + (int64_t)first * share + i, mask,
                    slopes ? slopes[head] : 0.0f, position - key};
     }
@@ -93,10 +101,9 @@ template <class T> struct AttentionWeights {
     T *scores;
     float *logarithms;
     Block block;
-    Mask mask;
 
     template <class G> MEMBER void operator()(const G &g, int64_t row) const {
-        const Block::Row here = block.row(row);
+        const Block::Row here = block.row(row, 0);
         const int n = block.n, limit = Block::limit(here.valid, G::V, n);
         T *const p = scores + row * n;
         BlockRow<G, T> held;
@@ -133,7 +140,7 @@ template <class T> struct AttentionWeights {
                     here.template logits<G>(c, v, block.scale);
                     EACH(k) v[k] = exponential(v[k] - shift) * quotient;
                 }
-                mask.apply<G>(here.mask + c, v);
+                block.mask().template apply<G>(here.mask + c, v);
             } else {
                 EACH(k) v[k] = 0;
             }
@@ -151,7 +158,6 @@ template <class T> struct AttentionGradient {
     T *scores, *gradients;
     const float *logarithms, *dots;
     Block block;
-    Mask mask;
 
     // Of the pack from column c on: v from score to weight, u from the weight's gradient to the score's.
     template <class G>
@@ -159,7 +165,7 @@ template <class T> struct AttentionGradient {
         const float scale = block.scale;
         float drop[G::V];
         EACH(k) drop[k] = 1.0f;
-        mask.apply<G>(here.mask + c, drop);
+        block.mask().template apply<G>(here.mask + c, drop);
         here.template logits<G>(c, v, scale);
         EACH(k) v[k] = exponential(v[k] - denominator);
         // What is not seen may be anything: it was never written.
@@ -168,7 +174,7 @@ template <class T> struct AttentionGradient {
     }
 #if MK_DEVICE
     template <class G> MEMBER void operator()(const G &, int64_t row, int c) const {
-        const Block::Row here = block.row(row);
+        const Block::Row here = block.row(row, block.key);
         const int64_t at = row * block.n + c;
         float v[G::V], u[G::V];
         if (c < here.valid) {
@@ -183,7 +189,7 @@ template <class T> struct AttentionGradient {
     }
 #else
     template <class G> MEMBER void operator()(const G &g, int64_t row) const {
-        const Block::Row here = block.row(row);
+        const Block::Row here = block.row(row, block.key);
         const int n = block.n, limit = Block::limit(here.valid, G::V, n);
         T *const p = scores + row * n, *const d = gradients + row * n;
         const float denominator = logarithms[here.at], dot = dots[here.at];
@@ -231,27 +237,28 @@ template <class T> struct RowDots {
     }
 };
 
-// rows: of the whole block; queries: of one sample and group in it; total: in all. random is 0 where nothing is dropped.
+// rows: of the whole block; queries: of one sample and group in it; total: in all. origins is null where nothing is dropped.
 MK_API mk_attention_weights(int type, void *scores, void *logarithms, const void *slopes, const void *origins,
                             int64_t rows, int64_t queries, int64_t total, int64_t first_sample, int64_t first,
-                            int64_t positions, int64_t length, int64_t groups, int64_t share, int64_t n, float scale,
-                            uint64_t seed, uint32_t keep, float kept_scale, int random, void *stream) {
+                            int64_t positions, int64_t groups, int64_t share, int64_t n, float scale, uint64_t seed,
+                            uint32_t keep, float kept_scale, void *stream) {
     const Block block{(const float *)slopes, (int)queries, (int)total, (int)first_sample, (int)first, 0,
-                      (const int64_t *)origins, (int)positions, (int)length, (int)groups, (int)share, (int)n, scale};
-    const Mask mask{seed, keep, kept_scale, random != 0};
-    FOR_TYPE(type, launch_block<T>(AttentionWeights<T>{(T *)scores, (float *)logarithms, block, mask}, rows, n,
+                      (const int64_t *)origins, (int)positions, (int)groups, (int)share, (int)n, scale, kept_scale, keep,
+                      seed};
+    FOR_TYPE(type, launch_block<T>(AttentionWeights<T>{(T *)scores, (float *)logarithms, block}, rows, n,
                                    aligned(scores), (mk_stream)stream));
 }
 
 MK_API mk_attention_gradient(int type, void *scores, void *gradients, const void *logarithms, const void *dots,
                              const void *slopes, const void *origins, int64_t rows, int64_t queries, int64_t total,
-                             int64_t first_sample, int64_t first, int64_t key, int64_t positions, int64_t length,
-                             int64_t groups, int64_t share, int64_t n, float scale, uint64_t seed, uint32_t keep, float kept_scale, int random, void *stream) {
+                             int64_t first_sample, int64_t first, int64_t key, int64_t positions, int64_t groups,
+                             int64_t share, int64_t n, float scale, uint64_t seed, uint32_t keep, float kept_scale,
+                             void *stream) {
     const Block block{(const float *)slopes, (int)queries, (int)total, (int)first_sample, (int)first, (int)key,
-                      (const int64_t *)origins, (int)positions, (int)length, (int)groups, (int)share, (int)n, scale};
-    const Mask mask{seed, keep, kept_scale, random != 0};
+                      (const int64_t *)origins, (int)positions, (int)groups, (int)share, (int)n, scale, kept_scale, keep,
+                      seed};
     FOR_TYPE(type, launch_gradient<T>(AttentionGradient<T>{(T *)scores, (T *)gradients, (const float *)logarithms,
-                                                           (const float *)dots, block, mask},
+                                                           (const float *)dots, block},
                                       rows, n, aligned(scores, gradients), (mk_stream)stream));
 }
 

@@ -171,7 +171,7 @@ TOPICS = {
         Mutant("no shift by the maximum", "attention.cpp", "top == -MK_INFINITY ? 0.0f : top", "0.0f"),
         Mutant("logarithm without the maximum", "attention.cpp", "shift + logarithm(total)", "logarithm(total)"),
         Mutant("an empty row is not zero", "attention.cpp", "total == 0.0f ? 0.0f : 1.0f / total", "1.0f / total"),
-        Mutant("mask of the first keys", "attention.cpp", "* length + key", "* length"),
+        Mutant("mask of the first keys", "attention.cpp", "32 * 32) + key", "32 * 32)"),
         Mutant("mask of the first sample", "attention.cpp", "origins[sample / groups]", "origins[0]"),
         Mutant("one mask for all heads", "attention.cpp", "(uint64_t)head * positions", "(uint64_t)0"),
         Mutant("gradient of what was dropped", "attention.cpp", "u[k] * drop[k] - dot", "u[k] - dot"),

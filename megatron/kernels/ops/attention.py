@@ -22,8 +22,8 @@ from megatron.kernels.ops.dropout import law
 from megatron.kernels.register import operator
 from megatron.parallel.random import dropout_mask, mix
 
-_WEIGHTS = Function("mk_attention_weights", "pppp" + "llllllllll" + "fuwfi")
-_GRADIENT = Function("mk_attention_gradient", "pppppp" + "lllllllllll" + "fuwfi")
+_WEIGHTS = Function("mk_attention_weights", "pppp" + "lllllllll" + "fuwf")
+_GRADIENT = Function("mk_attention_gradient", "pppppp" + "llllllllll" + "fuwf")
 _DOTS = Function("mk_row_dots", "pppll")
 
 TILE = 32
@@ -172,9 +172,8 @@ def _run_weights(
     samples, rows, _ = scores.shape
     total = logarithms.shape[1]
     _WEIGHTS(
-        scores, scores, logarithms, slopes, origins, samples * rows, rows, total, sample, first, positions,
-        _padded(positions), _groups(slopes, share, len(logarithms), origins), share, keys, scale, seed,
-        *law(probability),
+        scores, scores, logarithms, slopes, origins if probability else None, samples * rows, rows, total, sample, first,
+        positions, _groups(slopes, share, len(logarithms), origins), share, keys, scale, seed, *law(probability)[:2],
     )
 
 
@@ -199,9 +198,9 @@ def _run_gradient(
     samples, rows, keys = scores.shape
     total = logarithms.shape[1]
     _GRADIENT(
-        scores, scores, gradients, logarithms, dots, slopes, origins, samples * rows, rows, total, sample, first, key,
-        positions, _padded(positions), _groups(slopes, share, len(logarithms), origins), share, keys, scale, seed,
-        *law(probability),
+        scores, scores, gradients, logarithms, dots, slopes, origins if probability else None, samples * rows, rows,
+        total, sample, first, key, positions, _groups(slopes, share, len(logarithms), origins), share, keys, scale,
+        seed, *law(probability)[:2],
     )
 
 
