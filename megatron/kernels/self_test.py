@@ -158,7 +158,8 @@ def _attention_blocks(dtype: torch.dtype, device: torch.device) -> Triples:
         logits = x.double().cpu() * scale + slope[..., None] * distance
         logits.masked_fill_(distance > 0, -math.inf)
 
-        law = (share, scale, probability, seed)
+        origins = torch.arange(2, device=device) * 2 * share * keys
+        law = (share, scale, probability, seed, origins, keys)
         scores, logarithms = x.clone(), torch.full((4, keys * share), -1.0, device=device)
         attention_weights_(scores, logarithms, slopes.to(device), sample, first, *law)
         factors = (scores != 0).double().cpu() / (1 - probability)
