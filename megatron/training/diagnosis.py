@@ -134,7 +134,7 @@ class _Tracer:
             return
         index, stage, samples = self._now
         self.looks.look(x, Phase.FORWARD, index, stage, f"forward pass of {samples}, {forward}")
-        if x.requires_grad and not isinstance(x, torch.nn.Parameter):  # of a bias that is handed on the sum is looked at
+        if x.requires_grad and not isinstance(x, torch.nn.Parameter):  # a bias's sum is looked at
             text = f"backward pass of {samples}, {backward}"
             x.register_hook(partial(self._gradient, index, -stage, text))
 

@@ -172,8 +172,9 @@ def _run_weights(
     samples, rows, _ = scores.shape
     total = logarithms.shape[1]
     _WEIGHTS(
-        scores, scores, logarithms, slopes, origins if probability else None, samples * rows, rows, total, sample, first,
-        positions, _groups(slopes, share, len(logarithms), origins), share, keys, scale, seed, *law(probability)[:2],
+        scores, scores, logarithms, slopes, origins if probability else None, samples * rows, rows, total, sample,
+        first, positions, _groups(slopes, share, len(logarithms), origins), share, keys, scale, seed,
+        *law(probability)[:2],
     )
 
 
