@@ -92,6 +92,9 @@ def test_a_cpu_takes_blocks_where_they_are_faster(monkeypatch: pytest.MonkeyPatc
             "torch", "torch", "blocked", "unfused"
         ]
         assert [chosen("auto", dtype, 1024) for dtype in ("float32", "bfloat16")] == ["torch", expected]
+    dropping = {b: availability.choose_attention(KernelConfig(attention_backend=b), cpu, "float16", 512, True)
+                for b in ("auto", "fused", "local")}
+    assert dropping == {"auto": "blocked", "fused": "blocked", "local": "unfused"}, "the masks of any layout"
 
 
 def test_flash_attention_on_a_device_that_is_too_old(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
