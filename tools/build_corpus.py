@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.config.option import real, whole
 from megatron.data.prepare.corpus import build_corpus
 from megatron.errors import MegatronError
+from megatron.training.failures import as_tool
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -55,4 +56,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(as_tool(main))

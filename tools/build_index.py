@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.config import Config, parse_args
 from megatron.config.option import whole
 from megatron.errors import ConfigError
-from megatron.training.failures import leave, run_guarded
+from megatron.training.failures import as_tool, leave, run_guarded
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[int, list[str]]:
@@ -93,4 +93,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    leave(as_tool(lambda: main(sys.argv[1:])))

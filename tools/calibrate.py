@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.option import real, whole
 from megatron.errors import ConfigError
-from megatron.training.failures import leave, run_guarded
+from megatron.training.failures import as_tool, leave, run_guarded
 
 DEFAULT_MODEL = ["--preset", "gpt2-124m"]
 HOST_SHARE = 0.1
@@ -136,4 +136,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    leave(as_tool(lambda: main(sys.argv[1:])))

@@ -25,6 +25,7 @@ from megatron.config.command_line import flag_table, scan
 from megatron.config.option import real
 from megatron.config.settings import raise_problems
 from megatron.errors import MegatronError
+from megatron.training.failures import as_tool
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -161,4 +162,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(as_tool(main))

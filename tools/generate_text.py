@@ -25,7 +25,7 @@ from megatron.config import Config
 from megatron.config.option import real, whole
 from megatron.errors import ConfigError, MegatronError
 from megatron.parallel.launch import Launch, detect_launch
-from megatron.training.failures import leave, run_guarded
+from megatron.training.failures import as_tool, leave, run_guarded
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -141,4 +141,4 @@ def model_config(args: argparse.Namespace, world_size: int) -> Config:
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(as_tool(main))

@@ -26,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.errors import CheckpointError, ConfigError, MegatronError
+from megatron.training.failures import as_tool
 
 SOUND, DAMAGED, ERROR = 0, 1, 2
 _PIPE_COLUMNS = 200  # where nobody says how wide the output may be
@@ -356,4 +357,4 @@ def _finite(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(as_tool(main))

@@ -27,6 +27,7 @@ from megatron.data.prepare.check import PROBLEMS_PER_KIND
 from megatron.data.prepare.inspect import Inspection, as_json, inspect, plot_lengths
 from megatron.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megatron.errors import ConfigError, MegatronError
+from megatron.training.failures import as_tool
 
 _FEW = whole(0, MOST_WIDTH)
 TOKENIZER_FLAGS = (
@@ -174,4 +175,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(as_tool(main))

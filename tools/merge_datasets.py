@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.data.prepare.byte_progress import ByteProgress
 from megatron.data.prepare.merge import merge, prefixes_in, total_bytes
 from megatron.errors import MegatronError
+from megatron.training.failures import as_tool
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -65,4 +66,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(as_tool(main))

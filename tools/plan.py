@@ -23,6 +23,7 @@ from megatron.config.option import MOST_TOKENS, real, whole
 from megatron.errors import MegatronError
 from megatron.planning.cluster import known_clusters
 from megatron.planning.search import command
+from megatron.training.failures import as_tool
 
 EPILOG = """\
 A layout is written tp=4,pp=16,chunks=2,mbs=1,recompute=selective, of any of
@@ -90,4 +91,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(as_tool(main))

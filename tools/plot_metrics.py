@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron import drawing
 from megatron.errors import DataError, MegatronError
+from megatron.training.failures import as_tool
 from megatron.training.metrics import read_metrics
 
 
@@ -93,4 +94,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(as_tool(main))

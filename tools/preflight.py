@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.training.failures import leave, run_guarded
+from megatron.training.failures import as_tool, leave, run_guarded
 
 
 def run(half: str, argv: Sequence[str]) -> int:
@@ -47,4 +47,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    leave(as_tool(lambda: main(sys.argv[1:])))

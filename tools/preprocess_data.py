@@ -31,6 +31,7 @@ from megatron.data.prepare.progress import Progress
 from megatron.data.prepare.sources import FORMATS
 from megatron.data.tokenizer import TOKENIZER_TYPES
 from megatron.errors import MegatronError
+from megatron.training.failures import as_tool
 
 WITHOUT_EFFECT = {
     "lang": "the rule for sentences knows no languages",
@@ -225,4 +226,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(as_tool(main))

@@ -24,6 +24,7 @@ from megatron.planning.scaling.compare import Series, compare
 from megatron.planning.scaling.figures import Judge, figures
 from megatron.planning.scaling.render import as_csv, as_markdown, as_table, state
 from megatron.planning.scaling.runs import find_runs
+from megatron.training.failures import as_tool
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -99,4 +100,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(as_tool(main))

@@ -33,6 +33,8 @@ from megatron.planning.experiments.folder import PointFolder
 from megatron.planning.experiments.launch import ROOT
 from megatron.planning.experiments.points import KINDS, Point, Request, plan
 from megatron.planning.experiments.runner import Outcome, Place, Runner, slurm_time_left_s
+from megatron.training.failures import as_tool
+from megatron.untrusted import read_text
 
 _COUNT = whole(1, MOST_PROCESSES)
 
@@ -141,7 +143,7 @@ def run(args: argparse.Namespace, points: list[Point], costs: dict[str, Cost], r
                 "no nodes: inside an allocation give --hosts-file FILE, as examples/frontier/weak_scaling.sh does; "
                 "--launcher local runs on this machine, --dry-run shows what would run"
             )
-        hosts = args.hosts_file.read_text(encoding="utf-8").split()
+        hosts = read_text(args.hosts_file, 1 << 24, error=ConfigError).split()
     place = Place(args.launcher, hosts, not args.one_at_a_time, slurm_time_left_s)
     runner = Runner(root, place, costs, limit=args.limit, retry_failed=args.retry_failed, say=_say)
     outcome = runner.run(points)
@@ -195,4 +197,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(as_tool(main))

@@ -34,6 +34,7 @@ from megatron.planning.placement import (
     render_placement,
 )
 from megatron.planning.render import render_explanation, render_nodes
+from megatron.training.failures import as_tool
 
 LEGEND = """naive: device i for local rank i; closest: devices as srun --gpu-bind=closest gives them to local ranks;
 best: the cheapest order of devices for this rank order; the others: further orders of devices"""
@@ -119,4 +120,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(as_tool(main))

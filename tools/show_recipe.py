@@ -19,6 +19,7 @@ from megatron.planning import recipes
 from megatron.planning.cluster import Cluster, load_cluster
 from megatron.planning.table import print_table
 from megatron.planning.traffic import GPT2_VOCABULARY
+from megatron.training.failures import as_tool
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -70,4 +71,4 @@ def outlooks(args: argparse.Namespace, flags: list[str], cluster: Cluster | None
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(as_tool(main))

@@ -25,6 +25,7 @@ from megatron.pipeline.schedule import (
 )
 from megatron.pipeline.simulate import NOMINAL_DURATIONS, Timeline, simulate
 from megatron.planning.timeline_plot import draw_timeline
+from megatron.training.failures import as_tool
 
 _TIME = real(least=0)
 
@@ -96,4 +97,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(as_tool(main))

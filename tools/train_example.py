@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.option import whole
 from megatron.errors import LaunchError, MegatronError
+from megatron.training.failures import as_tool
 from megatron.training.metrics import read_metrics
 
 T = TypeVar("T")
@@ -283,4 +284,4 @@ def summary(size: Size, run: Path, picture: Path, steps: Steps) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(as_tool(main))

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.config.command_line import split_at_dashes
 from megatron.config.option import MOST_PROCESSES, real, whole
 from megatron.errors import MegatronError
+from megatron.training.failures import as_tool
 from megatron.tuning import command
 from megatron.tuning.search.optimizer import SEARCHES
 from megatron.tuning.types import OBJECTIVES
@@ -133,4 +134,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(as_tool(main))

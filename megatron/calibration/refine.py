@@ -98,10 +98,7 @@ def read_run(path: Path, warm_up: int = WARM_UP) -> Run:
     """What a metrics file, or the one in a run's folder, says of its last start, without the first `warm_up` steps.
     Raises DataError."""
     path = path / "metrics.jsonl" if path.is_dir() else path
-    try:
-        records = read_records(path)
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}: give the metrics.jsonl of a run") from error
+    records = read_records(path)
     starts = [i for i, record in enumerate(records) if record["event"] == "start"]
     if not starts:
         raise DataError(f"{path}: it has no record of a start: give the metrics.jsonl of a run (--metrics-file)")
@@ -109,16 +106,22 @@ def read_run(path: Path, warm_up: int = WARM_UP) -> Run:
     steps = [r for r in records if r["event"] == "iteration" and r["iteration"] > start["iteration"] + warm_up]
     config = _config(path, start)
     # Of a batch that ramps up, the steps with the full one.
-    steps = [r for r in steps if r["global_batch_size"] == config.batch.global_batch_size and not r["skipped"]]
+    full = config.batch.global_batch_size
+    steps = [r for r in steps if r.get("global_batch_size") == full and r.get("step_time_s") and not r.get("skipped")]
     if len(steps) < LEAST_STEPS:
         raise DataError(
             f"{path}: {len(steps)} record(s) of steps with the full batch after the first {warm_up}: at least "
             f"{LEAST_STEPS} are needed: run about 20 steps with --log-interval 1 --timing-log-level 1"
         )
     seconds = statistics.median(r["step_time_s"] for r in steps)
-    if not all("times_ms" in r for r in steps):
-        raise DataError(f"{path}: no times of the parts of a step in it: run with --timing-log-level 1")
-    passes = statistics.median(r["times_ms"]["forward-backward"]["max"] for r in steps) / 1e3
+    try:
+        passes = statistics.median(r["times_ms"]["forward-backward"]["max"] for r in steps) / 1e3
+        if not 0 < passes < math.inf:
+            raise ValueError(f"{passes} s of forward and backward")
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{path}: no times of the parts of a step that can be used ({error!r}): run with --timing-log-level 1"
+        ) from error
     return Run(path.parent.name + "/" + path.name, config, passes, max(seconds - passes, 0.0))
 
 

@@ -35,6 +35,7 @@ _BEATS = 6  # touches per stale_s
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 _LONGEST_GAP_S = 10.0  # what one pause counts at most: a waiter that was suspended itself has seen nothing meanwhile
 _SURELY_OLD_S = 24 * 3600.0
+_MOST_BYTES = 1 << 16  # of a lock or a note
 _STAMP = re.compile(r"\.([0-9a-f]{8}-\d+-\d+)-[0-9a-f]{4}\.tmp$")
 
 
@@ -90,7 +91,7 @@ class Owner:
             values = json.loads(text)
             owner = cls(**{name: kind(values[name]) for name, kind in _OWNER_FIELDS.items()})
             str(owner)  # a time that no calendar has is not ours
-        except (ValueError, TypeError, KeyError, OverflowError, OSError):
+        except (ValueError, TypeError, KeyError, OverflowError, OSError, RecursionError):
             return None
         return owner
 
@@ -137,12 +138,17 @@ class _Seen:
     changed_ns: int
 
 
+def _without_waiting(path: str, flags: int) -> int:
+    """Open a file, also one that is a pipe to which nobody writes."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
 def _look(path: Path) -> _Seen | None:
     """The file, read through a fresh open: NFS asks the server then, where a mere stat may be answered from memory."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=_without_waiting) as file:
             status = os.fstat(file.fileno())
-            return _Seen(file.read().decode(errors="replace"), status.st_ino, status.st_mtime_ns)
+            return _Seen(file.read(_MOST_BYTES).decode(errors="replace"), status.st_ino, status.st_mtime_ns)
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ESTALE):
             return None
@@ -220,7 +226,7 @@ class FileLock:
             return None
         try:
             text = json.loads(seen.text).get("note")
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, RecursionError):
             text = None
         return Note(str(Owner.read(seen.text) or "an unknown process"), text)
 

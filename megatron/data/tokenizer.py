@@ -39,6 +39,7 @@ TOKENIZER_TYPES = (
     "TikTokenizer",
     "NullTokenizer",
 )
+_MOST_IDS = 2**31
 OTHER_NAMES = {"huggingfacetokenizer": "HFTokenizer"} | {name.lower(): name for name in TOKENIZER_TYPES}
 # Types of Megatron-LM that are not served, and what does their work.
 INSTEAD = {
@@ -95,6 +96,11 @@ def build_tokenizer(
     else:
         path = _file(kind, "--tokenizer-model", tokenizer_model)
         tokenizer = sentence_piece(kind, path, vocab_extra_ids=vocab_extra_ids, num_threads=num_threads or 1)
+    if tokenizer.vocab_size > _MOST_IDS:
+        raise DataError(
+            f"{tokenizer_model or vocab_file}: its highest id is {tokenizer.vocab_size - 1}, but token files hold ids "
+            f"below {_MOST_IDS}: the file is damaged"
+        )
     if vocab_size not in (None, tokenizer.vocab_size):
         raise ConfigError(
             f"--vocab-size {vocab_size}, but {tokenizer_model or vocab_file} makes a vocabulary of "

@@ -123,20 +123,22 @@ def _no_collections() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _rank_variables(topology: Topology) -> Iterator[None]:
-    """The variables without which DeepSpeed looks for mpi4py; those that nobody had set are taken away again."""
-    # Not the device's number (start_engine gives that): DeepSpeed compares it with what mpirun says.
-    local_rank = os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", topology.device.index or 0)
+    """The variables without which DeepSpeed looks for mpi4py, and without mpirun's, which DeepSpeed compares with them
+    although another launcher may count; afterwards all are as they were."""
     values = {
-        "RANK": topology.rank, "WORLD_SIZE": topology.world.size, "LOCAL_RANK": local_rank,
+        "RANK": topology.rank, "WORLD_SIZE": topology.world.size, "LOCAL_RANK": topology.device.index or 0,
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0,
     }  # fmt: skip
     missing = {name: str(value) for name, value in values.items() if name not in os.environ}
+    mpirun = os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
     os.environ.update(missing)
     try:
         yield
     finally:
         for name in missing:
             os.environ.pop(name, None)
+        if mpirun is not None:
+            os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = mpirun
 
 
 @contextlib.contextmanager

@@ -35,3 +35,12 @@ def job_name(environ: Mapping[str, str]) -> str | None:
     the array's own number, which stands for all of its tasks: there, array and task are named."""
     array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID") or None
+
+
+def whole(text: str) -> int | None:
+    """The whole number from 0 that a text is; None for any other text, and for numbers of more than 18 digits.
+
+    >>> whole("12"), whole("-1"), whole("²")
+    (12, None, None)
+    """
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None

@@ -72,7 +72,7 @@ class FlightRecorder:
         self, rank: int, pid: int, place: str, process_start: int = 0, sizes: tuple[int, int, int] = (0, 0, 0)
     ) -> None:
         """Write down whose record this is; `sizes` are the tensor, pipeline and data-parallel size, 0: not known."""
-        header = (_MAGIC, _VERSION, rank, pid, *sizes, process_start, place.encode()[:96])
+        header = (_MAGIC, _VERSION, rank, pid, *sizes, process_start, place.encode(errors="backslashreplace")[:96])
         _HEADER.pack_into(self.buffer, 0, *header)
         self._write_phase()
 

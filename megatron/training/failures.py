@@ -99,6 +99,21 @@ def run_guarded(body: Callable[[], object], rank: int | Callable[[], int]) -> in
     return 0
 
 
+def as_tool(main: Callable[[], int]) -> int:
+    """Call the `main` of a tool and return the exit code; what the system refuses ends in a message.
+
+    What is no character of the output's encoding, such as a part of a file's name, is shown as an escape.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        return main()
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+
+
 def leave(code: int) -> None:
     """End the process at once. No destructor runs: after a failure they would wait for peers that are gone, and
     threads inside of communication libraries do not survive the end of the interpreter."""

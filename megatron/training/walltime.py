@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from megatron.config.duration import duration_s, show_duration
-from megatron.parallel.environment import job_name
+from megatron.parallel.environment import job_name, whole
 from megatron.parallel.slurm import ask_slurm
 
 _ASK_EVERY_S = 60.0  # a job may be extended, or cut
@@ -68,8 +68,8 @@ class SlurmEnd:
         self._end: float | None = None
         self._told = False
         self._closed = threading.Event()
-        promised = environ.get("SLURM_JOB_END_TIME", "")
-        self._promised = clock() + int(promised) - time.time() if promised.isdigit() else None
+        promised = whole(environ.get("SLURM_JOB_END_TIME", ""))
+        self._promised = None if promised is None else clock() + promised - time.time()
         self.thread = threading.Thread(target=self._keep_asking, name="wall time", daemon=True)
         self.thread.start()
 

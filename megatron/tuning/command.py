@@ -28,6 +28,7 @@ from megatron.tuning.setup import Setup, make_setup
 from megatron.tuning.space_file import known_spaces
 from megatron.tuning.trial_runner import TrialRunner
 from megatron.tuning.types import Trial, prior_of
+from megatron.untrusted import read_text
 
 EXIT_NONE, EXIT_AGAIN, EXIT_NO_TIME = 1, 3, 4
 _RESERVE_S = 120.0  # of an allocation, to stop what runs and to write the report
@@ -180,7 +181,7 @@ def _print_best(context: ReportContext, out: Path, paths: Sequence[Path]) -> Non
             say(f" tune: wrote {path}")
         elif path.name == "best.txt":
             say(f" tune: wrote {path}:")
-            say(f"   {path.read_text(encoding='utf-8').strip()}")
+            say(f"   {read_text(path, 1 << 20, error=ConfigError).strip()}")
 
 
 @contextlib.contextmanager

@@ -24,10 +24,12 @@ from typing import Any
 
 from megatron.data.file_lock import flush_directory
 from megatron.errors import ConfigError
-from megatron.tuning.types import Candidate, Result, Trial
+from megatron.tuning.types import Candidate, Result, Trial, checked
+from megatron.untrusted import read_bytes
 
 NAME = "journal.jsonl"
 _FORMAT = 1
+_MOST_BYTES = 1 << 30
 _LEFT_OUT = ("index",)  # the place of a candidate may be another one in another allocation
 
 
@@ -53,7 +55,7 @@ class Saved:
         elif event == "proposed":
             number = int(record["number"])
             candidate = _candidate(record["candidate"])
-            self.trials[number] = Trial(number, candidate, str(record["by"]), str(record["folder"]))
+            self.trials[number] = checked(Trial(number, candidate, record["by"], record["folder"]))
         elif event in ("started", "ended", "interrupted", "retried"):
             self._take_trial(event, record)
         elif event not in ("resumed", "closed"):
@@ -74,7 +76,7 @@ class Saved:
             trial = dataclasses.replace(trial, ended=record["time"], result=None)
         else:
             trial = dataclasses.replace(trial, started=None, ended=None, result=None)
-        self.trials[number] = trial
+        self.trials[number] = checked(trial)
 
 
 def read_journal(path: Path) -> Saved:
@@ -86,7 +88,7 @@ def read_journal(path: Path) -> Saved:
     for number, line in enumerate(lines, 1):
         try:
             saved.take(json.loads(line))
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
             why = f"has no {error}" if isinstance(error, KeyError) else str(error)
             raise ConfigError(
                 f"{path}, line {number}: a record of the tuner's journal {why}: put the line right, or give another "
@@ -99,12 +101,7 @@ def read_journal(path: Path) -> Saved:
 
 def _whole(path: Path) -> bytes:
     """The lines that were written to their end."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return b""
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror})") from error
+    content = read_bytes(path, _MOST_BYTES, error=ConfigError) if path.exists() else b""
     return content[: content.rfind(b"\n") + 1]
 
 
@@ -207,4 +204,6 @@ def _finite(value: Any) -> Any:
 
 
 def _candidate(record: Mapping[str, Any]) -> Candidate:
-    return Candidate(**{**record, "index": -1, "flags": tuple(record["flags"]), "values": dict(record["values"])})
+    made = Candidate(**{**record, "index": -1, "flags": tuple(record["flags"]), "values": dict(record["values"])})
+    candidate: Candidate = checked(made)
+    return candidate

@@ -41,16 +41,17 @@ def read_result(
     last step. A result with anything in it that contradicts itself, or `asked`, is INVALID and says what.
     """
     try:
-        records = read_records(metrics)
+        if not metrics.is_file() or not (records := read_records(metrics)):
+            return None
         run = read_run(metrics)
         if not run.lines or run.lines[-1].iteration != warm_up + iterations:
             return None
         found = figures(run, Judge(warm_up=warm_up))
         problems = [*found.problems, *_contradictions(run, found, records, candidate, asked)]
-    except (OSError, DataError):
+    except OSError:
         return None
-    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        return Result(INVALID, None, f"the metrics file cannot be read: {type(error).__name__}: {error}")
+    except DataError as error:
+        return Result(INVALID, None, str(error))
     if not problems and not (found.step_s and 0 < found.step_s < math.inf):
         problems = ["no steady step"]
     notes = (*found.notes, *([note] if note else []))

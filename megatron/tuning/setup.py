@@ -22,6 +22,7 @@ from megatron.tuning.space import Machine, Space
 from megatron.tuning.space_file import load_space
 from megatron.tuning.trial_runner import Place, TrialSettings
 from megatron.tuning.types import Candidate
+from megatron.untrusted import read_text
 
 _LIMIT_S = 1800.0  # of a trial of which nobody can say how long it takes
 _UNGUIDED = ("random",)  # searches that do not look at the planner's ranking
@@ -210,11 +211,7 @@ def _hosts(args: argparse.Namespace) -> tuple[str, ...]:
             "no nodes: inside an allocation give --hosts-file FILE, as examples/frontier/tune.sbatch does; --launcher "
             "local runs trials on this machine, --dry-run shows what would run"
         )
-    try:
-        hosts = tuple(args.hosts_file.read_text(encoding="utf-8").split())
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is no text"
-        raise ConfigError(f"--hosts-file {args.hosts_file} cannot be read: {why}") from error
+    hosts = tuple(read_text(args.hosts_file, 1 << 24, error=ConfigError).split())
     if not hosts:
         raise ConfigError(f"--hosts-file {args.hosts_file} names no node")
     twice = sorted({host for host in hosts if hosts.count(host) > 1})

@@ -90,7 +90,8 @@ class Result:
     def from_json(record: Mapping[str, Any]) -> Result:
         names = {f.name for f in dataclasses.fields(Result)}
         known = {name: value for name, value in record.items() if name in names}
-        return Result(**{**known, "notes": tuple(known.get("notes") or ())})
+        result: Result = checked(Result(**{**known, "notes": tuple(known.get("notes") or ())}))
+        return result
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,24 @@ class Measured(Protocol):
 
     @property
     def result(self) -> Result | None: ...
+
+
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "int": (int,), "float": (int, float), "str": (str,), "None": (type(None),), "tuple[str, ...]": (tuple,),
+    "Mapping[str, Value]": (dict,),
+}  # fmt: skip
+
+
+def checked(made: Any) -> Any:
+    """A candidate, result or trial that was read. Raises TypeError for a value that is not of its field's type."""
+    for each in dataclasses.fields(made):
+        kinds = [kind for name in str(each.type).split(" | ") for kind in _KINDS.get(name, (object,))]
+        value = getattr(made, each.name)
+        items = value if isinstance(value, tuple) else ()
+        sizes = isinstance(value, int | float) and not abs(value) < 1e100
+        if not isinstance(value, tuple(kinds)) or isinstance(value, bool) or sizes or set(map(type, items)) - {str}:
+            raise TypeError(f"has {value!r} as its {each.name}")
+    return made
 
 
 def seconds_cost(step_s: float, candidate: Candidate, objective: str) -> float:

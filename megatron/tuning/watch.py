@@ -5,6 +5,7 @@ import contextlib
 from pathlib import Path
 
 from megatron.config.duration import show_duration
+from megatron.errors import DataError
 from megatron.planning.experiments.endings import HANG, TIME_OUT, Ending
 from megatron.planning.experiments.folder import is_complete
 from megatron.planning.metrics_file import read_records
@@ -55,7 +56,7 @@ class Watch:
 
     def _read(self) -> None:
         records = []
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(DataError):
             records = read_records(self._metrics)
         steps = [record for record in records if record["event"] == "iteration"]
         self._changed, self._done = self._ran_s, len(steps)

@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,8 @@ def test_what_is_no_metrics_file_of_a_long_enough_run(tmp_path: Path) -> None:
     (tmp_path / "log.txt").write_text("hello\n")
     untimed = metrics(tmp_path / "untimed.jsonl", QUIET, 1.0, 1.0)
     untimed.write_text(untimed.read_text().replace("times_ms", "other"))
+    forged = metrics(tmp_path / "forged.jsonl", QUIET, 1.0, 1.0)
+    forged.write_text(re.sub(r'"max": [0-9.]+', '"max": "x"', forged.read_text()))
     skipped = metrics(tmp_path / "skipped.jsonl", QUIET, 1.0, 1.0, skipped=1)
     start, *steps = map(json.loads, metrics(tmp_path / "short.jsonl", QUIET, 2.0, 0.5).read_text().splitlines())
     later = [{**step, "iteration": step["iteration"] - 2} for step in steps[3:]]  # steps 2 to 4 of a shorter run
@@ -81,7 +84,7 @@ def test_what_is_no_metrics_file_of_a_long_enough_run(tmp_path: Path) -> None:
     short.write_text("".join(json.dumps(record) + "\n" for record in (start, *later)))
     for path, value in (
         (tmp_path / "none.jsonl", ""), (tmp_path / "log.txt", ""), (skipped, "0 "), (short, "1 "),
-        (untimed, "--timing-log-level"),
+        (untimed, "--timing-log-level"), (forged, "--timing-log-level"),
     ):  # fmt: skip
         with pytest.raises(DataError, match=f"{path.name}.*{value}"):
             read_run(path)

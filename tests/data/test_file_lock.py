@@ -289,3 +289,9 @@ def test_a_living_owner_keeps_its_lock_by_the_real_clock(tmp_path: Path) -> None
     assert lock.wait(60) and lock.acquire()
     os.kill(pid, signal.SIGKILL)
     assert wait_for(pid) == -signal.SIGKILL
+
+
+def test_a_pipe_in_the_place_of_a_lock_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "lock")
+    assert FileLock(tmp_path / "lock").owner() is None
+    assert Owner.read("[" * 5000) is None

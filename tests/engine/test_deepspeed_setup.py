@@ -14,7 +14,7 @@ from megatron.engine.deepspeed_json import deepspeed_json
 from megatron.engine.deepspeed_setup import _check_version
 from megatron.errors import ConfigError
 from tests.engine import toy
-from tests.helpers.launching import ROOT, TINY
+from tests.helpers.launching import ROOT, TINY, launch
 
 PROGRAM = """
 import contextlib, io, json, logging, os, sys
@@ -68,6 +68,13 @@ def test_one_process_without_launcher(tmp_path: Path) -> None:
     assert found["disabled"] is None and found["dynamo disabled"] is False
     assert found["variables"] == [], "a later launch in this process must not read them"
     assert (found["imported"], found["logging"], found["inductor code"]) == ([], 0, [])
+
+
+@pytest.mark.slow
+def test_what_mpirun_says_beside_another_launcher() -> None:
+    """DeepSpeed asserts that both say the same of the local rank; here the launcher that counts was chosen before."""
+    (outcome,) = launch(1, [*TINY, "--train-iters", "1"], env={"LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "3"})
+    assert outcome is not None and outcome.code == 0, outcome
 
 
 def test_settings_win_over_what_is_passed_through() -> None:

@@ -90,7 +90,7 @@ def _run_script(
         os.dup2(file.fileno(), 2)
     sys.stdin = open(os.devnull)  # noqa: SIM115
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115 - as Python's own
     os.chdir(ROOT)
     os.environ.clear()
     os.environ.update(variables)

@@ -56,7 +56,7 @@ def test_a_record_says_what_its_rank_does() -> None:
 
 def test_every_write_but_an_answer_is_progress() -> None:
     flight = FlightRecorder()
-    flight.describe(0, 1, "n")
+    flight.describe(0, 1, "n\udcff")  # of a host whose name is no text
     writes = [
         lambda: flight.step(1), flight.alive, lambda: flight.instruction(b"FORWARD", 0, 0),
         lambda: flight.enter(b"reduce", "world", 1), flight.leave, lambda: flight.enter_wait(b"reduce", "world", 1, 1),

@@ -339,13 +339,21 @@ def test_report_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         assert f"![{name}]({name})" in text and (out / name).read_bytes().startswith(b"\x89PNG")
 
 
+RUN = records(settings("22b", 1, 8, 1, 640), [420.0] * 4)
+
+
 @pytest.mark.parametrize("arguments_", [
-    ["{tmp}/nothing"], ["{tmp}/empty"], ["{tmp}/text.log"], ["{tmp}/run", "--out", "{tmp}/text.log"],
+    ["{tmp}/nothing"], ["{tmp}/empty"], ["{tmp}/text.log"], ["{tmp}/run", "--out", "{tmp}/text.log"], ["{tmp}/forged"],
+    ["{tmp}/sizes"], ["{tmp}/point"], ["{tmp}/dates.log"],
 ])  # fmt: skip
 def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments_: list[str]) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.log").write_text("nothing of interest\n")
-    write(tmp_path / "run", records(settings("22b", 1, 8, 1, 640), [420.0] * 4))
+    write(tmp_path / "run", RUN)
+    for name, change in (("forged", {"step_time_s": "fast"}), ("sizes", {"config": {"num_layers": [2]}})):
+        write(tmp_path / name, [{**r, **{k: v for k, v in change.items() if k in r}} for r in RUN])
+    write(tmp_path / "point", RUN, {"experiment": ["a"]})
+    (tmp_path / "dates.log").write_text(mlm_line(1, 8, 0.0, 1.0, "2024-99-99 10:00:00"))
     given = [a.format(tmp=tmp_path) for a in arguments_]
     assert tool().main(given) == 2 and given[-1] in capsys.readouterr().err
 

@@ -91,8 +91,9 @@ def test_an_unlimited_job_has_no_end_and_nothing_is_said(command: Command) -> No
 
 def test_without_squeue_slurms_promise_is_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    end, said = asked_once({})
-    assert end.left_s() is None and "--walltime" in said[0]
+    for promised in ("", "²", "9" * 5000):
+        end, said = asked_once({"SLURM_JOB_END_TIME": promised})
+        assert end.left_s() is None and "--walltime" in said[0]
     monkeypatch.setattr(time, "time", lambda: 5e8)
     end, said = asked_once({"SLURM_JOB_END_TIME": str(int(5e8) + 600)})
     assert end.left_s() == 600 and len(said) == 1

@@ -19,6 +19,12 @@ WHO: dict[str, Any] = {"space": "made", "flags": ["--num-layers", "2"], "seed": 
 FIRST = Candidate(5, "tp=2,sp=on", {"tp": 2, "sp": True, "x": None, "r": 0.5}, ("--tp", "2"), 8, 1, 4096, 2.0**30, 0.5)
 
 
+def proposed(**changed: Any) -> str:
+    """A line of the journal, of a candidate in which something is another value."""
+    candidate = {name: v for name, v in dataclasses.asdict(FIRST).items() if name != "index"} | changed
+    return json.dumps({"event": "proposed", "number": 1, "by": "x", "folder": "f", "candidate": candidate})
+
+
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path, WHO, {"max_trials": 3})
     one = Trial(1, FIRST, "planner", "trials/0001")
@@ -116,6 +122,8 @@ def test_figures_that_are_no_numbers_do_not_stop_it(tmp_path: Path) -> None:
     ("nonsense", "line 2"), ('{"event": "ended", "number": 4}', "4"), ('{"event": "started", "number": 1e999}', "inf"),
     ('{"event": "dance"}', "dance"), ("[]", "line 2"), ("{}", "event"),
     ('{"event": "proposed", "number": 1, "by": "x", "folder": "f", "candidate": {}}', "line 2"),
+    ('{"event": ' * 5000, "line 2"), (proposed(processes="all"), "all"), (proposed(step_s=1e300), "step_s"),
+    (proposed(flags=[7]), "flags"),
 ])  # fmt: skip
 def test_a_line_that_is_none_is_named(tmp_path: Path, line: str, said: str) -> None:
     Journal.open(tmp_path, WHO, {}).close("")
@@ -125,6 +133,12 @@ def test_a_line_that_is_none_is_named(tmp_path: Path, line: str, said: str) -> N
     with pytest.raises(ConfigError) as error:
         read_journal(path)
     assert said in str(error.value) and "--out" in str(error.value)
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / NAME)
+    with pytest.raises(ConfigError, match=NAME):
+        read_journal(tmp_path / NAME)
 
 
 def test_of_another_search_it_is_not_touched(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ class Looking:
 
     def step(self) -> None:
         with open(self._metrics, "a") as file:
-            file.write(json.dumps({"event": "iteration", "step_time_s": 0.5}) + "\n")
+            file.write(json.dumps({"event": "iteration", "iteration": 1, "step_time_s": 0.5}) + "\n")
 
 
 @pytest.mark.parametrize(("stall_s", "patience_s"), [(None, 60), (10.0, 10)])

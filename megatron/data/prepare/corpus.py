@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
+import io
 import json
 import os
 import sys
@@ -20,12 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.errors import DataError
+from megatron.untrusted import read_bytes
 
 # Tests repeat each other, and the code tables in encodings are numbers rather than text.
 SKIPPED_FOLDERS = frozenset(
     {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "encodings", "lib2to3"}
 )
 MIN_CHARACTERS = 64
+_MOST_SOURCE_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -98,12 +101,13 @@ def _document(name: str, path: Path | None, docstrings_only: bool) -> str | None
         text = "\n\n".join(_builtin_docstrings(name))
     else:
         try:
-            with tokenize.open(path) as file:  # in the encoding that the source declares
-                text = file.read()
+            source = read_bytes(path, _MOST_SOURCE_BYTES, error=DataError)
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)  # that the source declares
+            text = io.TextIOWrapper(io.BytesIO(source), encoding).read()
             if docstrings_only:
                 text = "\n\n".join(_source_docstrings(name, text))
             text.encode()
-        except (OSError, SyntaxError, ValueError, RecursionError):
+        except (DataError, SyntaxError, ValueError, RecursionError, MemoryError):  # the last: nested too deep
             return None
     return text if len(text) >= MIN_CHARACTERS else None
 

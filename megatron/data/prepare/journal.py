@@ -29,11 +29,13 @@ from megatron.data.indexed_writer import WriterPosition
 from megatron.data.prepare.encode import PreprocessOptions
 from megatron.data.prepare.sources import Place, Source
 from megatron.errors import DataError
+from megatron.untrusted import is_count, read_json
 
 FORMAT = 1
 _TOKENIZER_FILES = ("vocab_file", "merge_file", "tokenizer_model")
 _HASHED_IN_FOLDERS = ("tokenizer*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "*.model")
 _LOOK_S = 1.0
+_MOST_BYTES = 1 << 28  # of a journal: an entry for each of a million input files
 _SHOWN_DIFFERENCES = 5
 
 
@@ -76,16 +78,20 @@ class PartialFolder:
     def has_journal(self) -> bool:
         return self._journal.exists()
 
-    def read(self) -> Journal | None:
-        """Where an earlier run stopped; None when none got so far."""
-        try:
-            values = json.loads(self._journal.read_text())
-            place, positions = Place(**values["place"]), tuple(WriterPosition(**p) for p in values["positions"])
-            return Journal(values["sealed"], place, positions, values["bad_bytes"], values["counts"])
-        except FileNotFoundError:
+    def read(self, counts: Sequence[str]) -> Journal | None:
+        """Where an earlier run stopped, with these counts; None when none got so far."""
+        if not self._journal.exists():
             return None
-        except (ValueError, KeyError, TypeError) as error:
+        try:
+            values = read_json(self._journal, _MOST_BYTES, error=DataError)
+            place = Place(**_counted(values["place"]))
+            positions = tuple(WriterPosition(**_counted(position)) for position in values["positions"])
+            bad_bytes = _counted({"": values["bad_bytes"]})[""]
+            counted = _counted({name: values["counts"][name] for name in counts})
+            journal = Journal(values["sealed"] is True, place, positions, bad_bytes, counted)
+        except (ValueError, KeyError, TypeError, AttributeError, DataError) as error:
             raise DataError(f"{self._journal}: damaged ({error!r}); --restart begins anew") from None
+        return journal
 
     def write(self, journal: Journal) -> None:
         """Everything that the journal counts must be on disk."""
@@ -97,22 +103,24 @@ class PartialFolder:
         self.path.mkdir()
         _replace(self._job, job)
 
-    def check_job(self, job: dict[str, Any], documents: int) -> None:
+    def check_job(self, job: dict[str, Any], journal: Journal) -> None:
         """Raises DataError that names the differences when the folder is another job's."""
         try:
-            earlier = json.loads(self._job.read_text())
-        except (FileNotFoundError, ValueError):
-            earlier = {}
-        differences = list(_differences(earlier, json.loads(json.dumps(job))))
+            earlier = read_json(self._job, _MOST_BYTES, error=DataError) if self._job.exists() else {}
+            differences = list(_differences(earlier, json.loads(json.dumps(job))))
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, DataError) as error:
+            raise DataError(f"{self._job}: damaged ({error!r}); --restart begins anew") from None
         if differences:
             shown = differences[:_SHOWN_DIFFERENCES]
             if len(differences) > len(shown):
                 shown.append(f"and {len(differences) - len(shown)} more")
             raise DataError(
-                f"{self.path} holds {documents} documents of a run that was not finished, and this one differs: "
-                f"{'; '.join(shown)}. To finish that run give its command again; --restart throws it away and begins "
-                f"anew; another --output-prefix leaves it alone"
+                f"{self.path} holds {journal.counts['documents']} documents of a run that was not finished, and this "
+                f"one differs: {'; '.join(shown)}. To finish that run give its command again; --restart throws it away "
+                f"and begins anew; another --output-prefix leaves it alone"
             )
+        if journal.place.source >= len(job["inputs"]) or len(journal.positions) != len(job["options"]["json_keys"]):
+            raise DataError(f"{self._journal}: damaged (it is of other inputs or outputs); --restart begins anew")
 
     def remove(self) -> None:
         """Remove the folder, the journal first: what lies there without it is nothing."""
@@ -122,6 +130,14 @@ class PartialFolder:
             for path in sorted(self.path.iterdir()):
                 path.unlink()
             self.path.rmdir()
+
+
+def _counted(values: dict[str, Any]) -> dict[str, Any]:
+    """The same, all of which must be sizes or counts. Raises ValueError."""
+    for name, value in values.items():
+        if not is_count(value):
+            raise ValueError(f"{name} {value!r}")
+    return values
 
 
 def _replace(path: Path, values: dict[str, Any]) -> None:

@@ -166,12 +166,12 @@ class _Run:
 
     def _begin(self, restart: bool) -> None:
         job = describe_job(self.sources, self.options)
-        self.journal = None if restart else self.folder.read()
+        self.journal = None if restart else self.folder.read(COUNTS)
         if self.journal is None:
             self.folder.begin(job)
             return
         counts = self.journal.counts
-        self.folder.check_job(job, counts["documents"])
+        self.folder.check_job(job, self.journal)
         self.place = self.journal.place
         totals = self.totals
         for name in COUNTS:

@@ -190,8 +190,11 @@ def _settings_beside(file: Path) -> tuple[dict[str, Any], str]:
         settings = _read_json_object(beside)
         eos = settings.pop("eos_token", None)
         found |= settings
+        eos = eos.get("content") if isinstance(eos, dict) else eos
+        if not isinstance(eos, str | None):
+            raise DataError(f"{beside}: its eos_token is {eos!r:.60}, expected a text")
         if eos:
-            found["eos_token"] = eos["content"] if isinstance(eos, dict) else eos
+            found["eos_token"] = eos
             said_by = name
     return found, said_by
 

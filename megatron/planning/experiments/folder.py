@@ -10,10 +10,11 @@ from typing import Any
 
 from megatron.data.folder_claim import LOCK_NAME, FolderClaim
 from megatron.errors import ConfigError
+from megatron.planning import metrics_file
 from megatron.planning.experiments.endings import cause, explain
 from megatron.planning.experiments.launch import LOG, TASKS, logs_of
 from megatron.planning.experiments.points import Point
-from megatron.planning.metrics_file import read_records
+from megatron.planning.metrics_file import read_beside, read_records
 from megatron.planning.scaling.runs import METRICS, POINT, RESULT
 
 
@@ -47,11 +48,7 @@ class PointFolder:
 
     def result(self) -> dict[str, Any]:
         """How the last attempt ended; {} where none did."""
-        try:
-            found = json.loads((self.path / RESULT).read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError):
-            return {}
-        return found if isinstance(found, dict) else {}
+        return read_beside(self.path / RESULT, metrics_file.RESULT)
 
     def prepare(self) -> None:
         """Make the folder and write the description; what an earlier attempt left goes into a folder of its own."""
@@ -77,9 +74,8 @@ class PointFolder:
         return reason
 
     def _check_description(self) -> None:
-        try:
-            there = json.loads((self.path / POINT).read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError):
+        there = read_beside(self.path / POINT, metrics_file.POINT)
+        if not there:
             return
         mine = json.loads(json.dumps(self.point.description()))
         differ = [name for name in mine if name not in ("settings",) and there.get(name) != mine[name]]

@@ -9,15 +9,18 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-_ITERATION = re.compile(r"\biteration\s+(\d+)/\s*(\d+)\s*\|")
+from megatron.planning.metrics_file import SETTINGS, check_kinds, text_lines
+
+_ITERATION = re.compile(r"\biteration\s+(\d{1,18})/\s*(\d+)\s*\|")
 _ARGUMENT = re.compile(r"^.*?\s(\w+) \.{3,} (.*?)\s*$")
 _ORIGIN = re.compile(r"\s{2,}\([^()]*\)$|\s\([^()]*\)$")
-_ENGINE_MICRO_BATCH = re.compile(r"\btrain_micro_batch_size_per_gpu[ .]+(\d+)\s*$")
+_ENGINE_MICRO_BATCH = re.compile(r"\btrain_micro_batch_size_per_gpu[ .]+(\d{1,18})\s*$")
 _STAMP = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?)\]\s*iteration")
 
 # Name in a line -> (our field, its type).
@@ -58,21 +61,21 @@ def read_log(path: Path) -> Log:
     """Read a log; one without iteration lines has none."""
     lines: list[dict[str, Any]] = []
     settings: dict[str, Any] = {}
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for text in file:
-            found = iteration_fields(text)
-            if found is not None:
-                if lines and found["iteration"] <= lines[-1]["iteration"]:
-                    lines.clear()  # started again
-                lines.append(found)
-                continue
-            engine = _ENGINE_MICRO_BATCH.search(text)
-            if engine:
-                settings["engine_micro_batch_size"] = int(engine[1])
-                continue
-            argument = _ARGUMENT.match(text)
-            if argument and argument[1] in _SETTINGS:
-                settings.setdefault(argument[1], _value(argument[2]))
+    for text in text_lines(path):
+        found = iteration_fields(text)
+        if found is not None:
+            if lines and found["iteration"] <= lines[-1]["iteration"]:
+                lines.clear()  # started again
+            lines.append(found)
+            continue
+        engine = _ENGINE_MICRO_BATCH.search(text)
+        if engine:
+            settings["engine_micro_batch_size"] = int(engine[1])
+            continue
+        argument = _ARGUMENT.match(text)
+        if argument and argument[1] in _SETTINGS:
+            settings.setdefault(argument[1], _value(argument[2]))
+    check_kinds(settings, SETTINGS, path)
     if settings.get("checkpoint_activations") and not settings.get("recompute_granularity"):
         settings["recompute_granularity"] = "full"
     gaps = {b["iteration"] - a["iteration"] for a, b in itertools.pairwise(lines)}
@@ -96,15 +99,18 @@ def iteration_fields(text: str) -> dict[str, Any] | None:
         if known is None:
             continue
         try:
-            fields[known[0]] = known[1](float(value)) if known[1] is int else float(value)
-        except (ValueError, OverflowError):
+            number = float(value)
+        except ValueError:
             continue
-    if "step_s" not in fields or "global_batch_size" not in fields:
+        if abs(number) < 2**63:
+            fields[known[0]] = known[1](number)
+    if not (fields.get("step_s", 0) > 0 and fields.get("global_batch_size", 0) > 0):
         return None
     fields["step_s"] /= 1000.0
     stamp = _STAMP.search(text)
     if stamp:
-        fields["clock_s"] = datetime.fromisoformat(stamp[1]).replace(tzinfo=UTC).timestamp()
+        with suppress(ValueError):  # no date of any calendar
+            fields["clock_s"] = datetime.fromisoformat(stamp[1]).replace(tzinfo=UTC).timestamp()
     return fields
 
 
@@ -115,4 +121,4 @@ def _value(text: str) -> Any:
         return None
     if text in ("True", "False"):
         return text == "True"
-    return int(text) if re.fullmatch(r"-?\d+", text) else text
+    return int(text) if re.fullmatch(r"-?\d{1,18}", text) else text

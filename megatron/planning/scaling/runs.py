@@ -1,7 +1,6 @@
 """A measured run as its folder tells of it: metrics file, or log where there is none. Needs no torch."""
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -9,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import DataError
-from megatron.planning.metrics_file import read_records
+from megatron.planning import metrics_file
+from megatron.planning.metrics_file import SETTINGS, check_kinds, read_beside, read_records
 from megatron.planning.scaling.logs import read_log
+from megatron.untrusted import open_regular
 
 METRICS, POINT, RESULT = "metrics.jsonl", "point.json", "result.json"
 
@@ -139,7 +140,8 @@ def read_run(path: str | Path) -> MeasuredRun:
     path = Path(path)
     folder = path if path.is_dir() else path.parent
     metrics = folder / METRICS if path.is_dir() else path
-    point, result = _json(folder / POINT), _json(folder / RESULT)
+    point = read_beside(folder / POINT, metrics_file.POINT)
+    result = read_beside(folder / RESULT, metrics_file.RESULT)
     if metrics.is_file() and metrics.stat().st_size and _is_metrics(metrics):
         name = folder.name if metrics.name == METRICS else metrics.stem
         run = _from_metrics(metrics, point.get("name") or name, point)
@@ -156,20 +158,13 @@ def read_run(path: str | Path) -> MeasuredRun:
     failure = result.get("reason") if result.get("status") not in (None, "done") else None
     if failure is None and not run.lines:
         failure = "not run yet" if not result and not metrics.exists() else "no iteration was logged"
+    check_kinds(run.settings, SETTINGS, path)
     return replace(run, failure=failure)
 
 
 def _is_metrics(path: Path) -> bool:
-    with open(path, encoding="utf-8", errors="replace") as file:
-        return file.readline().lstrip().startswith("{")
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    with open_regular(path, error=DataError) as file:
+        return file.read(1 << 10).lstrip().startswith(b"{")
 
 
 def _from_metrics(path: Path, name: str, point: Mapping[str, Any]) -> MeasuredRun:
@@ -185,7 +180,7 @@ def _from_metrics(path: Path, name: str, point: Mapping[str, Any]) -> MeasuredRu
     first = int(start.get("iteration") or 0)
     lines, before = [], first
     for record in records:
-        if record["event"] == "iteration" and record.get("step_time_s"):
+        if record["event"] == "iteration" and record.get("step_time_s") and record.get("global_batch_size"):
             lines.append(_line(record, before))
             before = record["iteration"]
     ends = [record for record in records if record["event"] == "end"]

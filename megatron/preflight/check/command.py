@@ -12,6 +12,7 @@ from rich.console import Console
 
 from megatron.config.option import real
 from megatron.errors import ConfigError
+from megatron.parallel.environment import whole
 from megatron.preflight.check.findings import Finding, Place, error
 from megatron.preflight.check.render import render, to_dict
 from megatron.preflight.check.report import Submission, failed, make_report, read_script
@@ -117,7 +118,7 @@ def script_submission(words: Sequence[str]) -> Submission:
 
 def _line_of(problem: str, name: str) -> Place:
     number = problem.partition(":")[0].removeprefix("line ")
-    return Place(name, int(number)) if number.isdigit() else Place(name)
+    return Place(name, whole(number) or 0)
 
 
 def command_submission(words: Sequence[str]) -> Submission:

@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 
+from megatron.parallel.environment import whole
 from megatron.preflight.check.findings import Finding, Place, error, note, warning
 from megatron.preflight.check.follow import SPOOL
 from megatron.preflight.check.subject import Subject
@@ -69,8 +70,8 @@ def check_ranks(s: Subject) -> Iterator[Finding]:
             f"Set it inside "
             "of the task (RANK=$SLURM_PROCID), or leave it out", s.sources.find("RANK") or s.training.place,
         )  # fmt: skip
-    size = environ.get("WORLD_SIZE", "")
-    if size.isdigit() and int(size) != tasks and s.training.launcher.startswith("python"):
+    size = whole(environ.get("WORLD_SIZE", ""))
+    if size not in (None, tasks) and s.training.launcher.startswith("python"):
         yield error(
             "ranks", f"WORLD_SIZE={size}, but {tasks} tasks are started: set it to $SLURM_NTASKS inside of the "
             f"task, or "

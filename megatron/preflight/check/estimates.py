@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from megatron.config import Config
 from megatron.errors import MegatronError
+from megatron.parallel.environment import whole
 from megatron.planning.cluster import Cluster
 from megatron.planning.memory import RankMemory, memory_of_ranks
 from megatron.planning.placement import Placement, choose_placement, naive_placement, rank_table, render_placement
@@ -139,15 +140,15 @@ def check_workers(s: Subject) -> Iterator[Finding]:
     if config is None or s.training.srun is None:
         return
     given = s.option("cpus-per-task")
-    cores = int(given.value) if given and given.value.isdigit() else None
+    cores = whole(given.value) if given else None
     if cores is not None and config.data.num_workers >= max(cores, 2):
         yield warning(
             "workers", f"--num-workers {config.data.num_workers}: threads that read data, beside the rank "
             f"itself, on {cores} "
             "cores. Use fewer", s.flag("--num-workers"),
         )  # fmt: skip
-    threads = s.training.environ.get("OMP_NUM_THREADS", "")
-    if cores is not None and threads.isdigit() and int(threads) > cores:
+    threads = whole(s.training.environ.get("OMP_NUM_THREADS", ""))
+    if cores is not None and threads is not None and threads > cores:
         yield warning("workers", f"OMP_NUM_THREADS={threads} on {cores} cores: use {cores}",
                       s.sources.find("OMP_NUM_THREADS") or s.training.place)  # fmt: skip
 

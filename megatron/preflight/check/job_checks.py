@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatron.config.duration import duration_s, show_duration
 from megatron.errors import ConfigError
+from megatron.parallel.environment import whole
 from megatron.preflight.check.findings import Finding, Place, error, note, warning
 from megatron.preflight.check.slurm_options import Given, count
 from megatron.preflight.check.subject import Subject
@@ -214,7 +215,8 @@ def signal_of(given: Given) -> tuple[str, str, int]:
     """(letters before the colon, signal, seconds) of --signal."""
     before, colon, rest = given.value.rpartition(":")
     name, _, seconds = rest.partition("@")
-    return before if colon else "", name, int(seconds) if seconds.isdigit() else 60
+    known = whole(seconds)
+    return before if colon else "", name, 60 if known is None else known
 
 
 def check_signal(s: Subject, save_s: float | None) -> Iterator[Finding]:

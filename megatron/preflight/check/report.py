@@ -20,9 +20,11 @@ from megatron.preflight.check.follow import UNGUARDED, Followed, Job, following
 from megatron.preflight.check.slurm_options import Given
 from megatron.preflight.check.storage_checks import Storage
 from megatron.preflight.check.subject import Subject, Training, sources_of, trainings
+from megatron.untrusted import read_bytes
 
 _NUMBERED = re.compile(r"^  \d+\. ", re.MULTILINE)
 _JSON_FLAGS = ("--deepspeed_config", "--deepspeed-config")
+_MOST_BYTES = 1 << 24  # of a script
 _ORDER = (ERROR, WARNING, NOTE)
 _PLANNERS = ("run_experiment.py", "tune.py")
 
@@ -245,10 +247,7 @@ def _with_real_json(arguments: Sequence[str], followed: Followed) -> list[str]:
 
 def read_script(path: str) -> str:
     """Raises ConfigError for a script that cannot be read or is not for bash."""
-    try:
-        text = Path(path).read_text(encoding="utf-8", errors="surrogateescape")
-    except OSError as problem:
-        raise ConfigError(f"{path} cannot be read: {problem.strerror}") from problem
+    text = read_bytes(path, _MOST_BYTES, error=ConfigError).decode("utf-8", "surrogateescape")
     first = text.split("\n", 1)[0]
     if first.startswith("#!") and not re.search(r"\b(ba|da|z)?sh\b", first):
         raise ConfigError(f"{path} begins with {first}: only scripts for bash and sh can be followed")

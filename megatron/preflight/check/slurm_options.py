@@ -187,7 +187,7 @@ def from_variables(environ: Mapping[str, str]) -> dict[str, Given]:
         if value is None:
             continue
         if name in _WITHOUT:
-            if not (value in ("", "yes") or (value.isdigit() and int(value))):
+            if not (value in ("", "yes") or (value.isdecimal() and int(value[:18]))):
                 continue
             value = ""
         elif not value:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 from pathlib import Path
 
@@ -188,6 +189,8 @@ def test_corpus(tmp_path: Path) -> None:
         path = library_folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text.encode("latin-1"))
+    os.mkfifo(library_folder / "waits.py")  # for ever, who opens it
+    (library_folder / "endless.py").symlink_to("/dev/zero")
     output = tmp_path / "c.jsonl"
     totals = build_corpus(output, stdlib=library_folder)
     found = read_corpus(output)

@@ -5,6 +5,7 @@ import contextlib
 import errno
 import multiprocessing
 import os
+import re
 import resource
 import select
 import shutil
@@ -304,9 +305,12 @@ def test_a_tokenizer_file_that_changed_is_noticed(tmp_path: Path) -> None:
 def test_damage_in_the_partial_folder(job: Job) -> None:
     for name, content in (
         ("o_text_document.bin.part", b""), ("bad_input.txt", None), ("journal.json", b"{"), ("job.json", b"{"),
+        ("job.json", b'{"format": 1, "options": 3}'), *(("journal.json", lambda text, new=new: re.sub(
+            rb'"source": \d', b'"source": ' + new, text)) for new in (b"3", b"-1", b'"x"', b"true")),
     ):  # fmt: skip
         job.stop(20)
         path = job.folder / "o_partial" / name
+        content = content(path.read_bytes()) if callable(content) else content
         path.unlink() if content is None else path.write_bytes(content)
         with pytest.raises(DataError, match=f"{path if name != 'job.json' else path.parent}.*--restart"):
             job.run()

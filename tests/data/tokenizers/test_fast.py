@@ -103,6 +103,13 @@ def test_a_vocabulary_without_a_byte_is_refused(tmp_path: Path) -> None:
         gpt2(vocab, merges)
 
 
+def test_an_id_that_no_token_file_holds_is_refused(tmp_path: Path) -> None:
+    vocab, merges = write_byte_level(tmp_path, [])
+    vocab.write_text(json.dumps({**json.loads(vocab.read_text()), "<|endoftext|>": 2**31}))
+    with pytest.raises(DataError, match=rf"vocab.json: .*\b{2**31}\b"):
+        build_tokenizer("GPT2BPETokenizer", vocab_file=str(vocab), merge_file=str(merges))
+
+
 def word_level(folder: Path) -> Path:
     from tokenizers import AddedToken, processors
     from tokenizers import Tokenizer as Fast
@@ -117,6 +124,14 @@ def word_level(folder: Path) -> Path:
     fast.enable_padding(length=3)
     fast.save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"
+
+
+@pytest.mark.parametrize("eos", [True, 7, ["<end>"], {"content": 3}])
+def test_an_end_that_is_no_text_is_refused(tmp_path: Path, eos: object) -> None:
+    file = word_level(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    with pytest.raises(DataError, match="tokenizer_config.json: .*eos_token"):
+        build_tokenizer("HFTokenizer", tokenizer_model=str(file))
 
 
 def test_hugging_face(tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ def test_the_command_line_wins_over_variables_and_they_over_the_script() -> None
     assert {name: given.value for name, given in found.items()} == {
         "partition": "line", "time": "2", "qos": "script", "no-requeue": ""
     }  # fmt: skip
+    assert from_variables({"SBATCH_NO_REQUEUE": "²"}) == from_variables({"SBATCH_NO_REQUEUE": "0"}) == {}
 
 
 @pytest.mark.parametrize(
