@@ -65,6 +65,10 @@ CAMPAIGNS = {
     "peers": Campaign(
         "megatron-core from PyPI reads and writes the same data; two engines cut every character alike", 3, workers=0
     ),
+    "hostile": Campaign(
+        "no command line, environment or file, however hostile, ends in a traceback, a hang or code that is run", 20,
+        workers=None, programs=("-m tests.prove.hostile",),
+    ),
     "planted-faults": Campaign(
         "`make test` finds each deliberate fault of tests/planted_faults", 30, workers=None,
         programs=("-m tests.prove.planted_faults",),

@@ -1,0 +1,409 @@
+"""Files of every format that this project reads, whole ones, and how they are damaged."""
+from __future__ import annotations
+
+import argparse
+import base64
+import io
+import json
+import os
+import pickle
+import random
+import re
+import resource
+import shutil
+import stat
+import struct
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.launching import ROOT, Script
+from tests.helpers.preprocessing import byte_tokenizer, null_options, write_input
+
+TEXTS = ["17 5 99 3", "1 2 3 4 5 6 7 8 9", "42"] * 40
+MEMORY_BYTES = 4 << 30
+SMALL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 "
+    "--global-batch-size 4 --lr 1e-3 --log-interval 1 --eval-iters 0 --num-workers 0"
+)
+
+
+def nothing(folder: Path) -> None:
+    pass
+
+
+def tool(folder: Path, script: str, words: str, log: str = "made.log") -> None:
+    arguments = [word.replace("{f}", str(folder)) for word in words.split()]
+    limit = (resource.setrlimit, resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    with Script(script, arguments, folder / log, arm=limit) as running:
+        outcome = running.wait(300)
+    assert outcome.code == 0, outcome
+    (folder / log).unlink()
+
+
+def run(folder: Path) -> None:
+    words = f"{SMALL} --train-iters 2 --save-interval 1 --save {{f}}/run --vocab-size 128 --mock-data"
+    tool(folder, "pretrain_gpt.py", words)
+
+
+def spoken(folder: Path) -> None:
+    words = f"{SMALL} --train-iters 1 --save {{f}}/run --mock-data --tokenizer-type NullTokenizer --vocab-size 127"
+    tool(folder, "pretrain_gpt.py", words)
+
+
+def trained(folder: Path) -> None:
+    data(folder)
+    tool(folder, "pretrain_gpt.py", f"{SMALL} --train-iters 2 --save {{f}}/run --vocab-size 128 --data-path {{f}}/a")
+
+
+def legacy(folder: Path) -> None:
+    """What a forger makes of a checkpoint: no manifest, a form of old, and a pickle where torch's own is looked for."""
+    from tests.checkpoint.made import make, tensors
+
+    made = make(folder / "run", 5, tensors())
+    for name in (".metadata", "__0_0.distcp", "common.pt", "state.pkl"):
+        (made / name).write_bytes(payload(folder))
+    state = json.loads((made / "state.json").read_text())
+    (made / "state.json").write_text(json.dumps({**state, "format": 1}))
+    (made / "manifest.json").unlink()
+
+
+def measured(folder: Path) -> None:
+    from tests.tools.measured import arguments, mds_line, records, settings, write
+
+    cluster(folder)
+    write(folder / "run", records(settings("22b", 1, 1, 8, 640), [9.0, 5.0, 5.1, 4.9]), {"name": "a", "warm_up": 1})
+    (folder / "run" / "result.json").write_text('{"status": "done", "reason": null, "exit_code": 0}')
+    lines = "".join(mds_line(i, 640, 5.0, 40.0) for i in range(1, 6))
+    (folder / "old.log").write_text(arguments(settings("22b", 1, 1, 8, 640)) + lines)
+
+
+def data(folder: Path) -> None:
+    import numpy as np
+
+    from megatron.data.indexed_writer import IndexedDatasetWriter
+
+    for name in "ab":
+        with IndexedDatasetWriter(folder / name, np.uint16) as writer:
+            for length in range(1, 40):
+                writer.add_document([i % 128 for i in range(length)])
+    words = f"{SMALL} --train-iters 2 --data-path {{f}}/a --data-cache-path {{f}}/cache --vocab-size 128 --world-size 1"
+    tool(folder, "tools/build_index.py", words)
+
+
+def deepspeed_json(folder: Path) -> None:
+    (folder / "ds.json").write_text(json.dumps({
+        "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0, "zero_optimization": {"stage": 1},
+        "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.999]}},
+    }, indent=1))  # fmt: skip
+
+
+def cluster(folder: Path) -> None:
+    shutil.copy(ROOT / "megatron/planning/clusters/frontier.toml", folder / "machine.toml")
+
+
+def space(folder: Path) -> None:
+    cluster(folder)
+    shutil.copy(ROOT / "megatron/tuning/spaces/two-cores.toml", folder / "space.toml")
+
+
+def searched(folder: Path) -> None:
+    from tests.tuning.test_command import SPACE
+
+    (folder / "space.toml").write_text(SPACE.replace("8192", "64"))
+    words = "--space {f}/space.toml --no-prior --search exhaustive --processes 2 --confirm 0 --max-trials 1"
+    tool(folder, "tools/tune.py", f"{words} --out {{f}}/tune")
+
+
+def points(folder: Path) -> None:
+    cluster(folder)
+    words = "tp --model tiny --values 1,2 --launcher local --cluster {f}/machine.toml --iterations 1 --warm-up 1"
+    tool(folder, "tools/run_experiment.py", f"{words} --limit 200 --out {{f}}/points")
+
+
+def sources(folder: Path) -> None:
+    (folder / "lib").mkdir()
+    for name in ("ast", "bisect", "cmd"):
+        shutil.copy(Path(io.__file__).with_name(f"{name}.py"), folder / "lib")
+
+
+def job(folder: Path) -> None:
+    cluster(folder)
+    (folder / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 2}')
+    (folder / "job.sh").write_text(
+        "#!/bin/bash\n#SBATCH -A abc123\n#SBATCH -N 2\n#SBATCH -t 02:00:00\n#SBATCH --ntasks-per-node=8\n"
+        f"srun -N 2 -n 16 -c 7 --gpus-per-task=1 {sys.executable} {ROOT}/pretrain_gpt.py --preset tiny --mock-data "
+        "--train-iters 10 --deepspeed_config ds.json --world-size 16\n"
+    )
+
+
+def texts(folder: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet"):
+        write_input(folder / name, TEXTS)
+    shutil.copy(io.__file__, folder / "e.txt")
+
+
+def unfinished(folder: Path) -> None:
+    """A run of preprocessing that was stopped after its first block."""
+    from megatron.data.prepare import sources as blocks
+    from megatron.data.prepare.preprocess import Listeners, PreprocessStopped, preprocess
+
+    write_input(folder / "a.jsonl", TEXTS)
+    size, blocks.BLOCK_BYTES, seen = blocks.BLOCK_BYTES, 200, list[int]()
+    try:
+        listeners = Listeners(on_progress=lambda totals: seen.append(1), should_stop=lambda: len(seen) >= 1)
+        preprocess([folder / "a.jsonl"], folder / "o", null_options(), journal_interval_s=0.0, listeners=listeners)
+    except PreprocessStopped:
+        pass
+    blocks.BLOCK_BYTES = size
+    assert (folder / "o_partial" / "journal.json").exists()
+
+
+def gpt2(folder: Path) -> None:
+    from megatron.data.tokenizers.fast import byte_letters
+
+    texts(folder)
+    letters = byte_letters()
+    words = [*letters, "he", "hel"]
+    (folder / "vocab.json").write_text(json.dumps({w: i for i, w in enumerate([*words, "<|endoftext|>"])}))
+    (folder / "merges.txt").write_text("#version: 0.2\nh e\nhe l\n")
+
+
+def hugging_face(folder: Path) -> None:
+    texts(folder)
+    (folder / "hf").mkdir()
+    byte_tokenizer(folder / "hf")
+    (folder / "hf" / "bytes.json").rename(folder / "hf" / "tokenizer.json")
+    (folder / "hf" / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    (folder / "hf" / "special_tokens_map.json").write_text('{"eos_token": {"content": "<|endoftext|>"}}')
+
+
+def ranks(folder: Path) -> None:
+    texts(folder)
+    tokens = [*(bytes([b]) for b in range(256)), *(b"%02d" % i for i in range(40))]
+    coded = [base64.b64encode(token).decode() for token in tokens]
+    (folder / "x.tiktoken").write_text("".join(f"{token} {i}\n" for i, token in enumerate(coded)))
+    (folder / "x.json").write_text(json.dumps([{"rank": i, "token_bytes": t} for i, t in enumerate(coded)]))
+
+
+def pieces(folder: Path) -> None:
+    texts(folder)
+    tool(folder, "tools/train_tokenizer.py", "--input {f}/e.txt --output {f}/spm.model --vocab-size 400")
+
+
+def megatron(folder: Path) -> None:
+    from tests.checkpoint.foreign.test_megatron import write
+
+    write(folder / "megatron", "gpt", 2, 1, 1, 3.0, True)
+
+
+def deepspeed(folder: Path) -> None:
+    from tests.checkpoint.foreign.runs import of_our_own_names
+    from tests.helpers.processes import run_processes
+
+    run_processes(1, of_our_own_names, str(folder / "deepspeed"), timeout_s=300)
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+_INTEGERS = (0, 1, -1, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1, -(2**63), 255)
+_VALUES: tuple[Any, ...] = (
+    None, True, 0, -1, 1, 2, 0.5, 2**31, 2**63, 2**64, -(2**63), 1e308, -1e308, float("nan"), float("inf"), "", "x",
+    "a" * 10000, "é\ud800", "\0", "../../x", "/nowhere", [], {}, [[]], [None], {"": None}, {"x": {"x": {}}}, [1, "x"],
+    "torch.float32", "nan", "1e9",
+)  # fmt: skip
+_LITERALS = (
+    "0", "-1", "1e308", "nan", "inf", "true", "null", '""', '"x"', "[]", "{}", "[[]]", "9" * 20, "9" * 5000, "[" * 5000,
+    '{"a":' * 5000, "[" * 2000 + "]" * 2000, "\x00", "\\", '"' + "a" * 10000 + '"', "1979-05-27T07:32:00Z",
+    "'x'", "a.b.c", "__import__('os').mkdir('RAN')", "9**9**9", "$(mkdir RAN)", "(lambda: 0)()", "x" * 5000, "\xff",
+)  # fmt: skip
+_MAGIC = {b"\x1f\x8b": "gzip", b"PK": "zip"}
+
+
+class _Calls:
+    """Unpickles by a call that leaves a folder behind."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def payload(folder: Path) -> bytes:
+    return pickle.dumps({"args": _Calls(str(folder / "RAN"))}, protocol=2)
+
+
+def damage(folder: Path, chance: random.Random) -> str:
+    """Change one file of the case, now and then two; what was done."""
+    done = dict[Path, str]()
+    for _ in range(1 if chance.random() < 0.8 else 2):
+        files = sorted(path for path in folder.rglob("*") if path.parent != folder or path.name not in _SPECIAL)
+        files = [path for path in files if path.is_file() and not path.is_symlink() and path not in done]
+        if not files:
+            break
+        path, draw = chance.choice(files), chance.random()
+        if draw < 0.2:
+            what = chance.choice((*_SPECIAL, "gone", "large"))
+            special(path, what)
+        elif draw < 0.3:
+            what = "a pickle that calls"
+            _plant(path, folder)
+        elif path.suffix == ".pt" and zipfile.is_zipfile(path) and draw < 0.8:
+            what = "in_torch"
+            in_torch(path, chance)
+        else:
+            content = path.read_bytes()
+            ways = [way for way in (in_json, in_json, in_text, in_bytes) if way is not in_json or _is_json(content)]
+            way = chance.choice(ways if _is_text(content) else [in_bytes])
+            what = way.__name__
+            path.write_bytes(way(content, chance))
+        done[path] = what
+    return "; ".join(f"{path.relative_to(folder)}: {what}" for path, what in done.items())
+
+
+_SPECIAL = ("fifo", "loop", "zero", "folder", "empty")
+
+
+def special(path: Path, what: str) -> None:
+    """Put something else in the place of a file."""
+    path.unlink(missing_ok=True)
+    if what == "fifo":
+        os.mkfifo(path)
+    elif what == "loop":
+        path.symlink_to(path.name)
+    elif what == "zero":
+        try:
+            os.mknod(path, stat.S_IFCHR | 0o666, os.stat("/dev/zero").st_rdev)
+        except PermissionError:
+            path.symlink_to("/dev/zero")
+    elif what == "folder":
+        path.mkdir()
+    elif what == "empty":
+        path.touch()
+    elif what == "large":
+        path.touch()
+        os.truncate(path, 1 << 36)  # a hole
+
+
+def _plant(path: Path, folder: Path) -> None:
+    """A pickle in place of the file, or of the pickle within what torch.save wrote."""
+    try:
+        with zipfile.ZipFile(path) as old:
+            members = {name: old.read(name) for name in old.namelist()}
+    except zipfile.BadZipFile:  # none, or one without sums
+        path.write_bytes(payload(folder))
+        return
+    with zipfile.ZipFile(path, "w") as new:
+        for name, content in members.items():
+            new.writestr(name, payload(folder) if name.endswith("data.pkl") else content)
+
+
+def _is_text(content: bytes) -> bool:
+    return b"\0" not in content[:4096] and not content.startswith(tuple(_MAGIC))
+
+
+def _is_json(content: bytes) -> bool:
+    return content.lstrip()[:1] in (b"{", b"[")
+
+
+def in_bytes(content: bytes, chance: random.Random) -> bytes:
+    if not content:
+        return chance.randbytes(100)
+    at, way = chance.randrange(len(content)), chance.randrange(7)
+    # Half of all places are in the first hundred bytes, where heads are.
+    at = at if chance.random() < 0.5 else at % 100
+    if way == 0:
+        return content[:at]
+    if way == 1:
+        return content[:at] + bytes([content[at] ^ 1 << chance.randrange(8)]) + content[at + 1 :]
+    if way == 2:
+        return content[:at] + chance.randbytes(chance.randint(1, 40)) + content[at:]
+    if way == 3:
+        return content + chance.randbytes(chance.randint(1, 40))
+    if way == 4:
+        end = min(len(content), at + chance.randint(1, 64))
+        return content[:at] + bytes(end - at) + content[end:]
+    number, form = chance.choice(_INTEGERS), chance.choice("iqq")
+    at -= at % 4 if chance.random() < 0.5 else 0
+    size = struct.calcsize(form)
+    new = (number & ((1 << 8 * size) - 1)).to_bytes(size, "little")
+    return content[:at] + new + content[at + size :]
+
+
+def in_text(content: bytes, chance: random.Random) -> bytes:
+    """A word, a number, a string or a line becomes another, is doubled or lost."""
+    text, way = content.decode("utf-8", "surrogateescape"), chance.randrange(6)
+    if way < 4:
+        tokens = list(re.finditer(r'"[^"\n]*"|[\w.+-]+|[\[\]{}=:,]', text))
+        if tokens:
+            token = chance.choice(tokens)
+            new = "" if way == 3 else chance.choice(_LITERALS)
+            text = text[: token.start()] + new + text[token.end() :]
+    else:
+        lines = text.splitlines(keepends=True) or [""]
+        at = chance.randrange(len(lines))
+        lines[at : at + 1] = [] if way == 4 else [lines[at], chance.choice(lines)]
+        text = "".join(lines)
+    return text.encode("utf-8", "surrogateescape")
+
+
+def in_json(content: bytes, chance: random.Random) -> bytes:
+    """A value somewhere in the document, or in one of its lines, becomes another, is renamed or lost."""
+    lines: list[bytes] = [content]
+    try:
+        json.loads(content)
+    except ValueError:
+        lines = content.splitlines(keepends=True)
+    at = chance.randrange(len(lines))
+    try:
+        document = [json.loads(lines[at])]
+    except ValueError:
+        return in_text(content, chance)
+    _change(document, chance)
+    lines[at] = json.dumps(document[0]).encode() + (b"\n" if lines[at].endswith(b"\n") else b"")
+    return b"".join(lines)
+
+
+def in_torch(path: Path, chance: random.Random) -> None:
+    """The same in what torch.save wrote."""
+    import torch
+
+    document = [torch.load(path, weights_only=False)]
+    _change(document, chance)
+    torch.save(document[0], path)
+
+
+def _change(document: list[Any], chance: random.Random) -> None:
+    holder, key = chance.choice(_nodes(document))
+    way = chance.random()
+    if way < 0.15 and holder is not document:
+        del holder[key]
+    elif way < 0.25 and isinstance(holder, dict):
+        holder[chance.choice(("", "x", "format"))] = holder.pop(key)
+    else:
+        holder[key] = chance.choice(_VALUES)
+
+
+def _nodes(value: Any) -> list[tuple[Any, Any]]:
+    """(container, key) of all values within, in order."""
+    found: list[tuple[Any, Any]] = []
+    open_ = [value]
+    while open_:
+        holder = open_.pop()
+        holder = vars(holder) if isinstance(holder, argparse.Namespace) else holder
+        for key in list(holder) if isinstance(holder, dict) else range(len(holder)):
+            found.append((holder, key))
+            if isinstance(holder[key], dict | list | argparse.Namespace):
+                open_.append(holder[key])
+    return found
+
+
+MAKERS: dict[str, Callable[[Path], None]] = {
+    made.__name__: made for made in (
+        nothing, run, spoken, trained, legacy, measured, data, deepspeed_json, cluster, space, searched, points,
+        sources, job, texts, unfinished, gpt2, hugging_face, ranks, pieces, megatron, deepspeed,
+    )
+}  # fmt: skip
