@@ -241,7 +241,6 @@ def test_user_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     for arguments, message in (
         ([str(tmp_path / "none")], "none.bin"),
         ([prefix, "--documents", "1"], "--documents 1"),
-        ([prefix, "--samples", "-1"], "--samples -1"),
         ([prefix, "--merge-file", "x"], "--merge-file.*--tokenizer-type"),
         ([prefix, "--tokenizer-type", "Nothing"], "Nothing"),
         ([prefix, "--plot", str(tmp_path / "a.pdfx")], "a.pdfx.*--plot"),
