@@ -277,14 +277,11 @@ forwarding() {
 }
 
 # wait_through_signals PID: wait for it and return its code. The caller has traps for USR1 and TERM, which are gone
-# afterwards. The wait is a read that nobody answers: where a signal cuts `wait` short just as the process ends, bash 5.2
-# loses its code.
+# afterwards. A signal must not cut `wait` short: bash 5.2 then loses the code of a process that ends meanwhile.
 wait_through_signals() {
-    local code=0 never
-    exec {never}<> <(:)
-    while kill -0 "$1" 2>/dev/null; do read -r -t 0.25 -u "$never" || :; done
+    local code=0
+    while [[ -d /proc/$1 ]]; do sleep 0.2; done
     wait "$1" || code=$?
-    exec {never}>&-
     trap - USR1 TERM
     return "$code"
 }
