@@ -57,8 +57,9 @@ def test_messages_behind_a_backward_pass_are_posted_before_its_gradients_are_add
         return run
 
     topology: Any = SimpleNamespace(
-        pipeline=SimpleNamespace(size=4, rank=rank), device=torch.device("cpu"), flight=FlightRecorder()
-    )
+        pipeline=SimpleNamespace(size=4, rank=rank), data=SimpleNamespace(size=1), device=torch.device("cpu"),
+        flight=FlightRecorder(),
+    )  # fmt: skip
     stages = {c * 4 + rank: stage(c * 4 + rank) for c in range(chunks)}
     executor = Executor(
         topology, stages, name, chunks, (3,), torch.float32, after_backward=lambda: log.append("add up")
