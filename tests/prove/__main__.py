@@ -48,12 +48,12 @@ CAMPAIGNS = {
     "simulator": Campaign(
         "the kernels on a simulator of waves, with sanitizers, and by hipcc, nvcc and torch's compiler", 15
     ),
-    "mutants": Campaign("every planted fault of a kernel is found on the simulator", 10),
+    "mutants": Campaign("every planted fault of a kernel is found on the simulator", 6),
     "large": Campaign("kernels and data beyond 2^31 elements", 5, workers=0),
     "hypothesis": Campaign("every property test with 1,000 random examples", 30),
-    "search": Campaign("the planner's and the tuner's searches against exhaustive ones", 10),
+    "search": Campaign("the planner's and the tuner's searches against exhaustive ones", 4),
     "memory": Campaign(
-        "memory formulas against dry runs, and dry runs against real processes", 15,
+        "memory formulas against dry runs, and dry runs against real processes", 10,
         programs=("benchmarks/memory_model.py",),
     ),
     "real-time": Campaign("locks, watchdogs, wall time and stragglers by the real clock", 3, workers=0),
@@ -61,16 +61,16 @@ CAMPAIGNS = {
         "jobs, experiments, preflight and tuning on a real Slurm of virtual nodes (root)", 25, workers=0,
         programs=("benchmarks/fault_campaign.py --only slurm",),
     ),
-    "benchmarks": Campaign("the benchmarks measure what they say", 5),
+    "benchmarks": Campaign("the benchmarks measure what they say", 4),
     "peers": Campaign(
-        "megatron-core from PyPI reads and writes the same data; two engines cut every character alike", 3, workers=0
+        "megatron-core from PyPI reads and writes the same data; two engines cut every character alike", 2, workers=0
     ),
     "hostile": Campaign(
         "no command line, environment or file, however hostile, ends in a traceback, a hang or code that is run", 20,
         workers=None, programs=("-m tests.prove.hostile",),
     ),
     "planted-faults": Campaign(
-        "`make test` finds each deliberate fault of tests/planted_faults", 30, workers=None,
+        "`make test` finds each deliberate fault of tests/planted_faults", 14, workers=None,
         programs=("-m tests.prove.planted_faults",),
     ),
     "steady": Campaign(
