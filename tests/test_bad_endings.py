@@ -140,3 +140,8 @@ def test_a_fatal_signal_says_where_it_struck() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode < 0 and "Bus error" in ended.stderr and "run_guarded" in ended.stderr
+
+
+def test_a_variable_that_is_no_text_can_be_told() -> None:
+    (outcome,) = launch(1, [*TINY, "--train-iters", "1"], env={"MEGATRON_KERNELS_LIBRARY": "\udcff"})
+    assert outcome is not None and outcome.code == 2 and "Traceback" not in outcome.output, outcome

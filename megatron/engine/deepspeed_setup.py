@@ -72,7 +72,10 @@ def import_deepspeed(device: Any = "cpu") -> Any:
 
 
 def start_engine(deepspeed: Any, topology: Topology, **arguments: Any) -> Any:
-    """deepspeed.initialize(**arguments) over the running process group; returns the DeepSpeedEngine."""
+    """deepspeed.initialize(**arguments) over the running process group; returns the DeepSpeedEngine.
+
+    Raises ConfigError for settings of --deepspeed_config that DeepSpeed refuses.
+    """
     device = topology.device
     index = device.index
     if index is None:
@@ -93,7 +96,11 @@ def start_engine(deepspeed: Any, topology: Topology, **arguments: Any) -> Any:
             deepspeed.comm.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
         # The device is the one the topology chose: LOCAL_RANK is not its number where each task sees one device.
         args = type("Arguments", (), {"device_rank": index})()
-        engine, *_ = deepspeed.initialize(args=args, dist_init_required=False, **arguments)
+        try:
+            engine, *_ = deepspeed.initialize(args=args, dist_init_required=False, **arguments)
+        except importlib.import_module("pydantic").ValidationError as error:
+            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            raise ConfigError(f"--deepspeed_config: DeepSpeed takes no such {error.title}: {wrong}") from error
     return engine
 
 

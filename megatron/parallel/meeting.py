@@ -31,7 +31,7 @@ from megatron.parallel.hello import (
 )
 from megatron.parallel.nodelist import compress_ranks
 from megatron.parallel.placing import Assignment, Placing
-from megatron.parallel.report import bounded, device_name, list_places, raise_file_limit, show_duration
+from megatron.parallel.report import bounded, device_name, list_places, plain, raise_file_limit, show_duration
 
 if TYPE_CHECKING:
     from megatron.parallel.launch import Launch
@@ -186,13 +186,13 @@ class Meeting:
         else:
             error = self._interface_problem()
         if error:
-            store.set("verdict", error)
+            store.set("verdict", plain(error))
             raise LaunchError(error)
         hello["alike"] = self._tell_alike()
         store.set(f"hello/{launch.task}", json.dumps(hello))
         if launch.task == 0:
             error = self._gather_hellos(deadline)
-            store.set("verdict", error)
+            store.set("verdict", plain(error))
         else:
             self._poll(["verdict"], deadline)
             error = store.get("verdict").decode() if store.check(["verdict"]) else self._absent()

@@ -35,6 +35,7 @@ from megatron.parallel.report import (
     device_name,
     host_name_is_local,
     list_places,
+    plain,
     position,
     raise_file_limit,
     without_dns,
@@ -189,7 +190,7 @@ class Rendezvous(Meeting):
     def fail(self, message: str) -> None:
         """Tell the others why this rank stops. Never raises."""
         self._failed = True
-        self._try(lambda: self._write_failure(message), ANSWER_S)
+        self._try(lambda: self._write_failure(plain(message)), ANSWER_S)
 
     def _try(self, write: Callable[[], None], seconds: float) -> None:
         """Write to the store if it is still there."""

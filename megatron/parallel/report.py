@@ -140,6 +140,11 @@ def host_name_is_local() -> bool:
     return True
 
 
+def plain(text: str) -> str:
+    """A text as the store takes it: bytes of the environment that are no characters are written out."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 @contextlib.contextmanager
 def without_dns() -> Iterator[None]:
     """Let this process look for names of hosts in /etc/hosts alone (under glibc; elsewhere nothing changes).

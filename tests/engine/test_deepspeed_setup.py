@@ -95,6 +95,14 @@ def test_settings_win_over_what_is_passed_through() -> None:
     assert extra["zero_optimization"]["stage"] == 3, "the user's settings are not changed"
 
 
+@pytest.mark.slow
+def test_what_deepspeed_refuses_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": {"no_such_key": 1}}))
+    (outcome,) = launch(1, [*TINY, "--train-iters", "1", "--deepspeed_config", str(file)])
+    assert outcome is not None and outcome.code == 2 and "no_such_key" in outcome.output, outcome
+
+
 def test_old_deepspeed_is_refused() -> None:
     _check_version("0.19.5")
     _check_version("0.20.0+rocm")
