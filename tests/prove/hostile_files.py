@@ -285,7 +285,7 @@ def special(path: Path, what: str) -> None:
         path.touch()
     elif what == "large":
         path.touch()
-        os.truncate(path, 1 << 36)  # a hole
+        os.truncate(path, MEMORY_BYTES + 1)  # a hole: too large to hold, soon read piece by piece
 
 
 def _plant(path: Path, folder: Path) -> None:
