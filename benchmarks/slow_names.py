@@ -1,4 +1,4 @@
-"""What joining costs where a name server takes long to tell the name of an address, and what one is asked.
+"""Measure what joining costs where a name server takes long to tell the name of an address, and count its questions.
 
     python benchmarks/slow_names.py [--ms 50] [--processes 64]
 

@@ -133,7 +133,7 @@ def read_index(manifest: Manifest) -> dict[str, list[int]]:
 
 
 def read_stored(manifest: Manifest, names: Iterable[str] | None = None) -> dict[str, Stored]:
-    """Where the tensors `names` (None: all) are, as far as the checkpoint has them. Raises CheckpointError."""
+    """Find the tensors `names` (None: all), as far as the checkpoint has them. Raises CheckpointError."""
     listed = read_index(manifest)
     wanted = set(listed if names is None else names)
     parts = []

@@ -120,7 +120,7 @@ def changes(first: Any, second: Any) -> list[Change]:
 
 
 def _lasting(state: dict[str, Any]) -> dict[str, Any]:
-    """What a run goes on from, without the time at which older versions say that it was written."""
+    """State that a run goes on from, without the time at which older versions say that it was written."""
     return {name: value for name, value in state.items() if name != "saved_at_s"}
 
 

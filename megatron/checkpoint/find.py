@@ -276,8 +276,9 @@ def _names(root: Path) -> list[str]:
 
 
 def _is_left_aside(folder: Path, tracker: Tracker, generation: int | None) -> bool:
-    """Whether a checkpoint is of a later iteration than the tracker's: of another run, or from before a user went back
-    by writing the tracker. The one whose save died before the tracker told of it has its new tracker file beside it."""
+    """Tell whether a checkpoint is of a later iteration than the tracker's: of another run, or from before a user went
+    back by writing the tracker. The one whose save died before the tracker told of it has its new tracker file beside
+    it."""
     if tracker.iteration is None or number_of(folder) <= tracker.iteration:
         return False
     return generation is None or not new_tracker(folder, generation).exists()

@@ -29,7 +29,7 @@ _LAST = 1 << 62
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is known of the small files of a checkpoint, {name: (bytes, digest)}, and which save it was."""
+    """Small files of a checkpoint, {name: (bytes, digest)}, and the number of its save."""
 
     folder: Path
     files: Mapping[str, Written]

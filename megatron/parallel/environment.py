@@ -22,9 +22,10 @@ class Variables:
         text = self.text(name)
         if not text and default is not None:
             return default
-        if not text.isascii() or not text.isdigit() or len(text) > 18:
+        number = whole(text)
+        if number is None:
             raise LaunchError(f"{name}={text[:40]!r}: a whole number from 0 is needed, of at most 18 digits")
-        return int(text)
+        return number
 
     def first(self, names: tuple[str, ...]) -> str | None:
         return next((name for name in names if self.has(name)), None)

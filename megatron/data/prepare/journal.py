@@ -79,7 +79,7 @@ class PartialFolder:
         return self._journal.exists()
 
     def read(self, counts: Sequence[str]) -> Journal | None:
-        """Where an earlier run stopped, with these counts; None when none got so far."""
+        """Place where an earlier run stopped, with these counts; None when none got so far."""
         if not self._journal.exists():
             return None
         try:
