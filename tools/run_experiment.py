@@ -80,7 +80,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(_COUNT(part) for part in text.replace(",", " ").split())
+    parts = text.replace(",", " ").split()
+    if not parts:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers such as 1,2,4")
+    return tuple(_COUNT(part) for part in parts)
 
 
 def requested(args: argparse.Namespace, flags: Sequence[str], cluster: Cluster | None) -> Request:

@@ -44,3 +44,9 @@ def test_a_number_is_within_its_range_or_refused(make: Callable[[str], Any], acc
         except argparse.ArgumentTypeError:
             continue
         assert math.isfinite(found) and 0 <= found <= 10**9, text
+
+
+@pytest.mark.parametrize("text", ["", ",", "1,x", "0", "-1"])
+def test_a_list_of_numbers_has_some_and_each_has_a_range(text: str) -> None:
+    with pytest.raises(SystemExit):
+        parsers()["run_experiment.py"].parse_args(["weak", f"--values={text}"])
