@@ -142,6 +142,10 @@ def test_a_fatal_signal_says_where_it_struck() -> None:
     assert ended.returncode < 0 and "Bus error" in ended.stderr and "run_guarded" in ended.stderr
 
 
-def test_a_variable_that_is_no_text_can_be_told() -> None:
-    (outcome,) = launch(1, [*TINY, "--train-iters", "1"], env={"MEGATRON_KERNELS_LIBRARY": "\udcff"})
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("MEGATRON_KERNELS_LIBRARY", "\udcff"), ("MEGATRON_KERNELS_LIBRARY", "a" * 5000), ("GLOO_SOCKET_IFNAME", "\udcff")],
+)
+def test_a_variable_that_names_nothing_can_be_told(name: str, value: str) -> None:
+    (outcome,) = launch(1, [*TINY, "--train-iters", "1"], env={name: value})
     assert outcome is not None and outcome.code == 2 and "Traceback" not in outcome.output, outcome

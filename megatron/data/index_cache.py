@@ -29,6 +29,7 @@ import xxhash
 
 from megatron.data.file_lock import STALE_S, FileLock, flush_directory, flush_to_disk, remove_remains, temporary_name
 from megatron.errors import DataError, MegatronError
+from megatron.untrusted import read_bytes
 
 Arrays = dict[str, npt.NDArray[Any]]
 DEFAULT_WAIT_S = 1800.0
@@ -70,10 +71,10 @@ class CacheEntry:
 
     def verify(self, arrays: Arrays) -> None:
         """Raise DataError for arrays that are not those that were stored, as far as there are digests of those."""
-        try:
-            told = self.description_path.read_text(errors="replace").removeprefix(self.description)
-        except OSError:  # the one who stored it was killed before this last file
+        if not os.path.lexists(self.description_path):  # the one who stored it was killed before this last file
             return
+        content = read_bytes(self.description_path, 1 << 24, error=DataError)
+        told = content.decode(errors="replace").removeprefix(self.description)
         if told and told != _digests(arrays):
             raise DataError(
                 f"{self.part_path(self.parts[0])}: this index is not what was written, by the digests in "

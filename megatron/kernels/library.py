@@ -138,7 +138,7 @@ def device_arch(index: int | None = None) -> tuple[str, str]:
 
 def _named(path: Path) -> Found:
     """The library that the user named: one that cannot serve is an error."""
-    if not path.is_file():
+    if not os.path.isfile(path):  # a path too long for the system is no file either
         reason = "there is no such file"
     elif path.name.startswith(("libmegatron-hip-", "libmegatron-cuda-")):
         reason = "the variable is for tensors on the CPU; the library of a GPU is found in megatron/kernels/lib"

@@ -214,9 +214,10 @@ class Meeting:
         for name in named.split(",") if named else ():
             try:
                 dist.ProcessGroupGloo.create_device(interface=name)
-            except RuntimeError as error:
+            except (RuntimeError, TypeError) as error:
                 there = ", ".join(known for _, known in socket.if_nameindex())
-                reason = str(error).splitlines()[0].rpartition(". ")[2]
+                unreadable = isinstance(error, TypeError)
+                reason = "it is no text" if unreadable else str(error).splitlines()[0].rpartition(". ")[2]
                 return f"{self._myself}: GLOO_SOCKET_IFNAME={named}: {name!r} is of no use, of {there} here: {reason}"
         return ""
 

@@ -19,6 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.errors import LaunchError
+from megatron.parallel.environment import whole
 
 # ROCm's own, HIP's, and CUDA's, which HIP reads where its own is not set.
 VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
@@ -91,11 +92,9 @@ def visible_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
 
 def _numbers(text: str | None) -> tuple[int, ...] | None:
     """'4' or '0,1,2' as numbers; None for anything else."""
-    words = [word.strip() for word in (text or "").split(",")]
-    if not all(word.isascii() and word.isdigit() for word in words):
-        return None
-    numbers = tuple(int(word) for word in words)
-    return numbers if len(set(numbers)) == len(numbers) else None
+    numbers = tuple(number for word in (text or "").split(",") if (number := whole(word.strip())) is not None)
+    words = (text or "").count(",") + 1
+    return numbers if len(set(numbers)) == words else None
 
 
 def near_index(placing: Placing | None, local_rank: int, visible: int, shown: tuple[int, ...] | None) -> int | None:

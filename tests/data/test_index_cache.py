@@ -218,6 +218,9 @@ def test_a_cache_that_was_changed_is_found_by_its_digest(tmp_path: Path) -> None
         load(tmp_path, never, verify=True)
     (tmp_path / f"{KEY}.dsc").write_text(ENTRY)  # as Megatron-DeepSpeed writes it
     load(tmp_path, never, verify=True)
+    os.truncate(tmp_path / f"{KEY}.dsc", 1 << 40)
+    with pytest.raises(DataError, match=rf"{KEY}\.dsc"):
+        load(tmp_path, never, verify=True)
 
 
 @pytest.mark.parametrize("shape", [(0,), (3,), (4, 2)])

@@ -116,6 +116,7 @@ def test_numbers_that_each_task_counts_for_itself() -> None:
         ({"ROCR_VISIBLE_DEVICES": " 4 , 5"}, (4, 5)),
         ({"ROCR_VISIBLE_DEVICES": "GPU-4b2c1a9f8d3e6f7a"}, None),
         ({"ROCR_VISIBLE_DEVICES": "4,4"}, None),
+        ({"ROCR_VISIBLE_DEVICES": "9" * 5000}, None),
         ({"HIP_VISIBLE_DEVICES": "3"}, (3,)),
         ({"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, tuple(range(8))),
         ({"ROCR_VISIBLE_DEVICES": "4,5,6", "HIP_VISIBLE_DEVICES": "2"}, (6,)),  # counts within the first list

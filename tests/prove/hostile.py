@@ -208,6 +208,7 @@ def settings() -> list[tuple[str, str]]:
 def changed(script: str, words: list[str], chance: random.Random, sane: bool = False) -> list[str]:
     """A command line with one to three words or flags added, changed or lost; `sane`: values that may well be right."""
     words, own = list(words), flags_of(script)
+    kept = [word for word in words if word in ("--dry-run", "--report-only")]  # without them it starts real trials
     passes_on = script == TRAIN or not own or (script + "".join(words)).count("--preset") or "--num-layers" in words
     for _ in range(chance.randint(1, 3)):
         what, at = chance.random(), chance.randrange(len(words))
@@ -222,7 +223,7 @@ def changed(script: str, words: list[str], chance: random.Random, sane: bool = F
                 continue
             words += [spelling, *([value(spelling, chance, sane)] if takes or chance.random() < 0.05 else [])]
         words = words or [""]
-    return words
+    return [*(word for word in kept if word not in words), *words]
 
 
 def value(spelling: str, chance: random.Random, sane: bool) -> str:

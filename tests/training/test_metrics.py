@@ -5,6 +5,7 @@ import errno
 import io
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,9 @@ def test_metrics_file_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> 
         MetricsFile(tmp_path / "file" / "metrics.jsonl")
     with pytest.raises(ConfigError, match="^--save "):
         MetricsFile(tmp_path / "file" / "metrics.jsonl", flag="--save file")
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ConfigError, match="fifo"):
+        MetricsFile(tmp_path / "fifo")
 
 
 def test_a_disk_that_is_full_for_a_while_loses_records_and_not_the_run(tmp_path: Path) -> None:
