@@ -43,6 +43,8 @@ def save(figure: Any, path: Path, *, dpi: int = 130, choose: str = "another --ou
         raise ConfigError(f"{path}: it is a folder: choose {choose}")
     if not path.suffix:
         path = path.with_name(f"{path.name}.png")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path}: it is not a regular file: choose {choose}")
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
