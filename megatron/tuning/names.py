@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.command_line import OWN_FLAGS, Flag, flag_table
+from megatron.config.command_line import OWN_FLAGS, Flag, flag_table, settings_flags
 from megatron.config.option import Option
 from megatron.config.presets import PRESETS
 from megatron.config.settings import all_options, did_you_mean, raise_problems, section_of
@@ -226,11 +226,11 @@ def subject(name: str) -> Subject:
     spelling = next((s for s in flag_table() if s.lstrip("-").replace("-", "_") == short), None)
     flag = flag_table()[spelling] if spelling is not None else Flag("own")
     if flag.option is None:
-        if flag.legacy is not None:
-            raise ConfigError(f"{spelling} varies nothing: {flag.legacy.text}")
+        if flag.foreign is not None:
+            raise ConfigError(f"{spelling} varies nothing: {flag.foreign.family.reason}")
         if spelling is not None:
             raise ConfigError(f"{spelling} has no place here: it is no setting")
-        known = sorted({*_SETTING_OF, *_SPECIAL, *(s.lstrip("-") for s in flag_table())})
+        known = sorted({*_SETTING_OF, *_SPECIAL, *(s.lstrip("-") for s in settings_flags())})
         hint = did_you_mean(name.lstrip("-").replace("_", "-"), known)
         raise ConfigError(f"'{name}' is no flag of pretrain_gpt.py{hint}; short names are "
                           f"{', '.join([*_SETTING_OF, *_SPECIAL])}")  # fmt: skip
