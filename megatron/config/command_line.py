@@ -31,6 +31,12 @@ class Flag:
     option: Option | None = None
     value: Any = None
     foreign: Foreign | None = None
+    translated: tuple[str, ...] = ()  # the settings that a translated one may give
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Names of the settings that it may give."""
+        return self.translated if self.option is None else (self.option.name,)
 
 
 @functools.cache
@@ -51,8 +57,10 @@ def settings_flags() -> Mapping[str, Flag]:
             add(spelling, Flag("set", option, value))
         for spelling, value in option.weak_shortcuts.items():
             add(spelling, Flag("weak", option, value))
-    for spelling in (*DIRECT, *LATE):
-        add(spelling, Flag("translated"))
+    for spelling, direct in DIRECT.items():
+        add(spelling, Flag("translated", translated=direct.settings))
+    for spelling, settings in LATE.items():
+        add(spelling, Flag("translated", translated=settings))
     for spelling in OWN_FLAGS:
         add(spelling, Flag("own"))
     return table

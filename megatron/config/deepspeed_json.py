@@ -253,8 +253,8 @@ class _Merge:
             self._contradiction(name, key, value, as_it_is=convert is _same)
 
     def _dynamic(self, place: str) -> None:
-        """A fixed loss scale beside a file that says dynamic. DeepSpeed takes the scale from its file alone, so that the
-        runs with such a flag, of which there are many, had a dynamic one."""
+        """A fixed loss scale beside a file that says dynamic. DeepSpeed takes the scale from its file alone: runs with
+        such a flag, of which there are many, had a dynamic one."""
         scale, where = self.settings.given["loss_scale"], self.settings.origins["loss_scale"]
         self.settings.give("loss_scale", None, place)
         self.settings.notices.append(

@@ -1,6 +1,7 @@
 """Flags of Megatron-LM, Megatron-DeepSpeed, their forks and Primus that are no settings here.
 
-They stand in flags_of_others.toml, by family. It is read when a command line has a flag that is none of ours, or for --help: most runs never do.
+They stand in flags_of_others.toml, by family. It is read when a command line has a flag that is none of ours, and for
+--help: most runs do without.
 """
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ class Family:
 
 @dataclass(frozen=True)
 class Foreign:
-    """One such flag. `values`: how many it takes, '0', '1', '?' or '*'. `harmless`: those that leave the feature off."""
+    """One such flag. `values`: how many it takes, '0', '1', '?' or '*'. `harmless`: those that leave a feature off."""
 
     name: str
     family: Family
@@ -42,8 +43,8 @@ class Foreign:
         return "" if fits else f"takes {_HOW_MANY[self.values]}, got {len(words)}"
 
     def is_harmless(self, words: list[str], value_of: Callable[[str], Any]) -> bool:
-        """Whether these words leave the feature off. `value_of` gives the value of a setting, which stands as @setting in
-        the file. Numbers compare as numbers."""
+        """Whether these words leave the feature off; numbers compare as numbers. `value_of` gives the value of a
+        setting, for what is @setting in the file."""
         if self.miscounted(words):
             return False
         if self.values == "0":

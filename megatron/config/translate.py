@@ -5,6 +5,7 @@ are read when a preset and all flags have given theirs. Each is accepted with a 
 """
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 from megatron.config.resolve import even_counts
 from megatron.config.settings import Settings, all_options
 from megatron.errors import ConfigError
-from megatron.untrusted import read_json, read_text
+from megatron.untrusted import parse_json, read_text
 
 Flags = Mapping[str, list[str]]
 _MOST_BYTES = 1 << 24  # of a file that lists data sets
@@ -26,25 +27,32 @@ FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-nu
 EMBEDDING, LOSS = "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"
 LAYOUT = "--pipeline-model-parallel-layout"
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "--virtual-pipeline-model-parallel-size")
-LATE = (NO_PIPELINE, PARTITION, FIRST, LAST, EMBEDDING, LOSS, LAYOUT, *CHUNKS)
+# Flag -> the settings that it may give.
+LATE: Mapping[str, tuple[str, ...]] = {
+    NO_PIPELINE: (),
+    **dict.fromkeys((PARTITION, FIRST, LAST, EMBEDDING, LOSS, LAYOUT), ("pipeline_layout",)),
+    **dict.fromkeys(CHUNKS, ("num_layers_per_virtual_pipeline_stage",)),
+}
 
 
 @dataclass(frozen=True)
 class Direct:
-    """A flag that means settings by itself. `read` gives their values; ValueError says what is wrong with its words."""
+    """A flag that means settings by itself. `read` gives values of some; ValueError says what is wrong with words."""
 
     settings: tuple[str, ...]
     read: Callable[[list[str]], dict[str, Any]]
 
 
 def is_off(words: Sequence[str]) -> bool:
-    """Whether the words un-set a flag, as a YAML's null does."""
-    return len(words) == 1 and words[0].lower() in ("none", "null")
+    """Whether the words un-set a flag, as null and false in a YAML do."""
+    return len(words) == 1 and words[0].lower() in ("none", "null", "false")
 
 
 def meaning(written: str, values: Mapping[str, Any]) -> str:
     """The notice of a flag that means these settings."""
-    said = " ".join(all_options()[name].written(value) for name, value in values.items()) or "what is so anyway"
+    said = " ".join(all_options()[name].written(value) for name, value in values.items())
+    if not said:
+        return f"{written} has no effect: that is always so here"
     return f"{written} means {said}" if len(said) <= _NOTICE else f"{written} means {said[:_NOTICE]}..."
 
 
@@ -100,7 +108,7 @@ def _blend(setting: str, groups: Sequence[str]) -> dict[str, Any]:
     pairs: list[str] = []
     for part in groups[0].partition(":")[2].split(","):
         fields = part.split()
-        if len(fields) != 3 or not re.fullmatch(r"[0-9.]+:[0-9.]+", fields[1]):
+        if len(fields) != 3 or not re.fullmatch(r"[0-9]+(\.[0-9]*)?:[0-9]+(\.[0-9]*)?", fields[1]):
             raise ValueError(f"has '{part.strip()[:80]}' where {_WEIGHTED} is expected")
         weight, (start, end), prefix = fields[0], map(float, fields[1].split(":")), fields[2]
         if (start, end) != (0, 1):
@@ -123,7 +131,7 @@ def _text(path: str) -> str:
     try:
         return read_text(path, _MOST_BYTES, error=ConfigError)
     except ConfigError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(str(error)) from None
 
 
 def _words_of_file(words: list[str]) -> dict[str, Any]:
@@ -132,9 +140,9 @@ def _words_of_file(words: list[str]) -> dict[str, Any]:
 
 def _splits_of_file(words: list[str]) -> dict[str, Any]:
     try:
-        content = read_json(_one(words), _MOST_BYTES, error=ConfigError)
+        content = parse_json(_text(_one(words)), words[0], error=ConfigError)
     except ConfigError as error:
-        raise ValueError(f"{words[0]}: {error}") from None
+        raise ValueError(str(error)) from None
     found: dict[str, Any] = {}
     for split in ("train", "valid", "test"):
         listed = content.get(split)
@@ -149,8 +157,8 @@ def _weighted_paths() -> dict[str, Direct]:
     found = {}
     for split in ("train", "valid", "test"):
         setting, flag = f"{split}_data_path", f"--{split}-weighted-split-paths"
-        found[flag] = Direct((setting,), lambda words, setting=setting: _blend(setting, words))  # type: ignore[misc]
-        found[f"{flag}-path"] = Direct((setting,), lambda words, setting=setting: _blend_of_file(setting, words))  # type: ignore[misc]
+        found[flag] = Direct((setting,), functools.partial(_blend, setting))
+        found[f"{flag}-path"] = Direct((setting,), functools.partial(_blend_of_file, setting))
     return found
 
 
@@ -303,10 +311,9 @@ class _Stages:
         return max(1, (self.layers + self.embedding + self.loss) // (self.pipeline * per_chunk))
 
     def _is_on(self, flag: str) -> bool:
-        words = self.flags.get(flag, ["false"])
-        if words and words[0].lower() not in ("true", "false"):
-            raise ValueError(f"{flag} takes no value, got {' '.join(words)}")
-        return not words or words[0].lower() == "true"
+        if self.flags.get(flag, []) not in ([], ["true"], ["True"]):
+            raise ValueError(f"{flag} takes no value, got {' '.join(self.flags[flag])}")
+        return flag in self.flags
 
     def _number(self, flag: str) -> int | None:
         try:

@@ -258,16 +258,16 @@ def settings_of_flags(flags: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """setting -> flag with its words, of flags as `scan` gives them. Raises ConfigError with all that have no place."""
     found, problems = dict[str, str](), list[str]()
     for spelling, words in flags.items():
-        written, option = " ".join([spelling, *words]), flag_table()[spelling].option
+        written, flag = " ".join([spelling, *words]), flag_table()[spelling]
         if spelling == "--preset":
             found["preset"] = written
         elif spelling in OWN_FLAGS:
             problems.append(f"{spelling} has no place here: it starts no run")
-        elif option is not None:
+        for name in flag.settings:
             try:
-                refuse(option, written)
+                refuse(all_options()[name], written)
             except ConfigError as error:
                 problems.append(str(error))
-            found[option.name] = written
+            found[name] = written
     raise_problems(problems)
     return found
