@@ -1,6 +1,7 @@
 """Flags of other frameworks that mean settings here, with the values they mean, by hand."""
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from megatron.config import Config, parse_command_line
 from megatron.config.command_line import parse_plan
+from megatron.config.translate import DIRECT, LATE
 from megatron.errors import ConfigError
 
 BASE = (
@@ -220,6 +222,20 @@ def test_single_values():
     ):  # fmt: skip
         text = problem(f"--num-layers 4 --mock-data {flags}")
         assert all(word in text for word in words), text
+
+
+HOSTILE = [
+    "", " ", "0", "-1", "1e308", "nan", "9" * 5000, "true", "/dev/zero", "/proc/self/mem", "\0", "a: 1 0:1e9 b",
+    "a:" * 9999, "a: 1 0:1 b," * 999, "(" * 9999, "E" + "(t|)*999999" * 99 + "L", "Et*999999" * 99, "((t*9)*9)*9",
+    "t*0|L", "\u00b2,\u00b2", "1,2,3", "type:", "type:" + "|" * 9999,
+]  # fmt: skip
+
+
+def test_any_words_give_a_configuration_or_a_config_error():
+    for flag in (*DIRECT, *LATE):
+        for words in ([], *([word] for word in HOSTILE), ["1", "2"]):
+            with contextlib.suppress(ConfigError):
+                resolve(["--num-layers", "4", "--pipeline-model-parallel-size", "2", flag, *words], world_size=2)
 
 
 def test_the_tokenizer_of_llama_3():
