@@ -213,7 +213,7 @@ class _Stages:
         """Give pipeline_layout, or the layers of a chunk. Raises ValueError for what cannot be had here."""
         ways: dict[Callable[[int, int], list[int]], list[str]] = {
             self._by_partition: [PARTITION], self._by_ends: [FIRST, LAST], self._by_text: [LAYOUT],
-            self._by_what_is_besides: [flag for flag, on in ((EMBEDDING, self.embedding), (LOSS, self.loss)) if on],
+            self._by_what_is_besides: [EMBEDDING, LOSS],
         }  # fmt: skip
         used = {way: flags for way, listed in ways.items() if (flags := [f for f in listed if f in self.flags])}
         if len(used) > 1:

@@ -223,13 +223,15 @@ def subject(name: str) -> Subject:
     if option is not None:
         _refuse_to_vary(option, name)
         return Subject(option.name, (option.name,), option.flags[0])
-    spelling = next((s for s in flag_table() if s.lstrip("-").replace("-", "_") == short), None)
+    table = flag_table()
+    spelling = name if name in table else next((s for s in table if s.lstrip("-").replace("-", "_") == short), None)
     flag = flag_table()[spelling] if spelling is not None else Flag("own")
     if flag.option is None:
         if flag.foreign is not None:
             raise ConfigError(f"{spelling} varies nothing: {flag.foreign.family.reason}")
         if spelling is not None:
-            raise ConfigError(f"{spelling} has no place here: it is no setting")
+            instead = [all_options()[setting].flag for setting in flag.translated]
+            raise ConfigError(f"{spelling} has no place here: {f'give {instead[0]}' if instead else 'it is no setting'}")
         known = sorted({*_SETTING_OF, *_SPECIAL, *(s.lstrip("-") for s in settings_flags())})
         hint = did_you_mean(name.lstrip("-").replace("_", "-"), known)
         raise ConfigError(f"'{name}' is no flag of pretrain_gpt.py{hint}; short names are "
