@@ -230,8 +230,8 @@ def subject(name: str) -> Subject:
         if flag.foreign is not None:
             raise ConfigError(f"{spelling} varies nothing: {flag.foreign.family.reason}")
         if spelling is not None:
-            instead = [all_options()[setting].flag for setting in flag.translated]
-            raise ConfigError(f"{spelling} has no place here: {f'give {instead[0]}' if instead else 'it is no setting'}")
+            instead = f"give {all_options()[flag.translated[0]].flag}" if flag.translated else "it is no setting"
+            raise ConfigError(f"{spelling} has no place here: {instead}")
         known = sorted({*_SETTING_OF, *_SPECIAL, *(s.lstrip("-") for s in settings_flags())})
         hint = did_you_mean(name.lstrip("-").replace("_", "-"), known)
         raise ConfigError(f"'{name}' is no flag of pretrain_gpt.py{hint}; short names are "
