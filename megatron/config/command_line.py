@@ -1,40 +1,47 @@
 """The command line: flags generated from the settings, every problem found together, readable help."""
 from __future__ import annotations
 
-import argparse
 import functools
 import os
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.config import flags_of_others
 from megatron.config.config import Config, finish
+from megatron.config.flags_of_others import Foreign
 from megatron.config.help_text import render_help
-from megatron.config.legacy import ACCEPTED, NO_PIPELINE, REFUSED, TRIVIAL, Legacy
 from megatron.config.option import Option
 from megatron.config.presets import give_preset
 from megatron.config.settings import Settings, all_options, did_you_mean
 from megatron.config.show import render_config
-from megatron.errors import ConfigError
+from megatron.config.translate import DIRECT, LATE, is_off, meaning, translate_late
 
 OWN_FLAGS: Mapping[str, str] = {"--help": "0", "-h": "0", "--print-config": "0", "--dry-run": "0", "--preset": "1"}
 
 
 @dataclass(frozen=True)
 class Flag:
-    """What one spelling does. kind: 'value', 'set' (to `value`), 'weak' (set unless another flag does), 'accepted',
-    'trivial', 'refused' or 'own'."""
+    """What one spelling does. kind: 'value', 'set' (to `value`), 'weak' (set unless another flag does), 'translated',
+    'foreign' or 'own'."""
 
     kind: str
     option: Option | None = None
     value: Any = None
-    legacy: Legacy | None = None
+    foreign: Foreign | None = None
+    translated: tuple[str, ...] = ()  # the settings that a translated one may give
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Names of the settings that it may give."""
+        return self.translated if self.option is None else (self.option.name,)
 
 
 @functools.cache
-def flag_table() -> Mapping[str, Flag]:
-    """Every accepted spelling. A spelling that two settings claim is a mistake of ours."""
+def settings_flags() -> Mapping[str, Flag]:
+    """Every spelling that gives a setting. One that two settings claim is a mistake of ours."""
     table: dict[str, Flag] = {}
 
     def add(spelling: str, flag: Flag) -> None:
@@ -50,33 +57,38 @@ def flag_table() -> Mapping[str, Flag]:
             add(spelling, Flag("set", option, value))
         for spelling, value in option.weak_shortcuts.items():
             add(spelling, Flag("weak", option, value))
-    for kind, flags in (("accepted", ACCEPTED), ("trivial", TRIVIAL), ("refused", REFUSED)):
-        for spelling, legacy in flags.items():
-            add(spelling, Flag(kind, legacy=legacy))
-    add(NO_PIPELINE, Flag("own"))
+    for spelling, direct in DIRECT.items():
+        add(spelling, Flag("translated", translated=direct.settings))
+    for spelling, settings in LATE.items():
+        add(spelling, Flag("translated", translated=settings))
     for spelling in OWN_FLAGS:
         add(spelling, Flag("own"))
     return table
 
 
-class _Collect(argparse.Action):
-    """Note a flag and its words, in order; their meaning comes later, so that all problems are found."""
+class _AllFlags(Mapping[str, Flag]):
+    """Every accepted spelling. Those that are no settings are looked up in their file, and only when asked for."""
 
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        namespace.found.append((option_string, list(values)))
+    def __getitem__(self, spelling: str) -> Flag:
+        flag = settings_flags().get(spelling)
+        if flag is None:
+            foreign = flags_of_others.find(spelling)
+            if foreign is None:
+                raise KeyError(spelling)
+            flag = Flag("foreign", foreign=foreign)
+        return flag
+
+    def __iter__(self) -> Iterator[str]:
+        yield from settings_flags()
+        yield from flags_of_others.spellings()
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ConfigError(f"the command line cannot be read: {message}")
-
-
-@functools.cache
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="pretrain_gpt.py", add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    for spelling in flag_table():
-        parser.add_argument(spelling, action=_Collect, nargs="*", dest="found")
-    return parser
+def flag_table() -> Mapping[str, Flag]:
+    """Every spelling that a command line may have."""
+    return _AllFlags()
 
 
 @dataclass
@@ -96,26 +108,33 @@ def split_at_dashes(argv: Sequence[str] | None) -> tuple[list[str], list[str]]:
 
 def scan(argv: Sequence[str]) -> Scanned:
     """Split a command line into flags and their words. Unknown flags become problems."""
-    namespace = argparse.Namespace(found=[])
-    _, strays = _parser().parse_known_args(list(argv), namespace)
     flags: dict[str, list[str]] = {}
-    for spelling, words in namespace.found:
-        flags.pop(spelling, None)  # a repeated flag counts where it comes last
-        flags[spelling] = words
-    return Scanned(flags, _stray_problems(strays))
+    problems: list[str] = []
+    words: list[str] | None = None  # where the next word belongs; None: to no flag
+    for place, word in enumerate(argv):
+        spelling, equals, value = word.partition("=")
+        if word == "--":
+            problems += [f"'{stray}' belongs to no flag" for stray in argv[place + 1 :]]
+            break
+        if not _is_flag(spelling):
+            if words is None:
+                problems.append(f"'{word}' belongs to no flag")
+            else:
+                words.append(word)
+        elif spelling not in flag_table():
+            known = (flag for flag in settings_flags() if flag != "-h")
+            problems.append(f"unknown flag {spelling}{did_you_mean(spelling, known)}")
+            words = []  # what follows are its values
+        else:
+            flags.pop(spelling, None)  # a repeated flag counts where it comes last
+            flags[spelling] = [value] if equals else []
+            words = None if equals else flags[spelling]
+    return Scanned(flags, problems)
 
 
-def _stray_problems(strays: list[str]) -> list[str]:
-    problems = []
-    after_unknown = False
-    for word in strays:
-        if word.startswith("-"):
-            name = word.split("=")[0]
-            problems.append(f"unknown flag {name}{did_you_mean(name, (f for f in flag_table() if f != '-h'))}")
-            after_unknown = True
-        elif not after_unknown:  # words behind an unknown flag are its values
-            problems.append(f"'{word}' belongs to no flag")
-    return problems
+def _is_flag(word: str) -> bool:
+    """Whether a word is meant as a flag: it begins with a dash, is no negative number, and no text with spaces."""
+    return word.startswith("-") and len(word) > 1 and not re.match(r"-\.?[0-9]", word) and not re.search(r"\s", word)
 
 
 def parse_command_line(argv: Sequence[str], world_size: int | None = None) -> tuple[Config, list[str]]:
@@ -188,19 +207,10 @@ def _give_flags(settings: Settings, flags: Mapping[str, list[str]]) -> None:
         settings.give(name, value, "command line")
     if "--deepspeed" in flags or "--no-deepspeed" in flags:
         settings.notices.append("--deepspeed changes nothing: the engine is always DeepSpeed")
-    if NO_PIPELINE in flags:
-        _no_pipeline(settings)
-
-
-def _no_pipeline(settings: Settings) -> None:
-    stages = settings.given.get("pipeline_model_parallel_size", 1)
-    if stages > 1:
-        settings.problems.append(
-            f"{NO_PIPELINE} contradicts --pipeline-model-parallel-size {stages} "
-            f"({settings.origins['pipeline_model_parallel_size']}): remove one"
-        )
-    else:
-        settings.notices.append(f"{NO_PIPELINE} has no effect: --pipeline-model-parallel-size alone decides")
+    translate_late(settings, flags)
+    for spelling, words in flags.items():
+        if (foreign := flag_table()[spelling].foreign) is not None:
+            _foreign(settings, spelling, foreign, words)
 
 
 def _chosen_values(settings: Settings, flags: Mapping[str, list[str]]) -> dict[str, tuple[str, Any]]:
@@ -208,29 +218,44 @@ def _chosen_values(settings: Settings, flags: Mapping[str, list[str]]) -> dict[s
     chosen: dict[str, tuple[str, Any]] = {}
     weak: dict[str, tuple[str, Any]] = {}
     for spelling, words in flags.items():
-        flag = flag_table()[spelling]
-        if flag.legacy is not None:
-            _legacy(settings, spelling, flag, words)
-            continue
-        written = " ".join([spelling, *words])
-        if flag.option is None:
-            if OWN_FLAGS.get(spelling, "0") == "0" and words:
-                settings.problems.append(f"{written}: {spelling} takes no value")
-            continue
-        name = flag.option.name
-        try:
-            value = _value(flag, words)
-        except ValueError as error:
-            settings.mark_bad(name, f"{spelling} {error}", "command line")
-            continue
-        if flag.kind == "weak":
-            weak[name] = (written, value)
-        elif name in chosen and chosen[name][1] != value:
-            problem = f"{chosen[name][0]} and {written} contradict each other: choose one"
-            settings.mark_bad(name, problem, "command line")
-        else:
-            chosen[name] = (written, value)
+        flag, written = flag_table()[spelling], " ".join([spelling, *words])
+        if flag.kind == "own" and OWN_FLAGS[spelling] == "0" and words:
+            settings.problems.append(f"{written}: {spelling} takes no value")
+        for name, value in _values(settings, spelling, flag, words).items():
+            if flag.kind == "weak":
+                weak[name] = (written, value)
+            elif name in chosen and chosen[name][1] != value:
+                problem = f"{chosen[name][0]} and {written} contradict each other: choose one"
+                settings.mark_bad(name, problem, "command line")
+            else:
+                chosen[name] = (written, value)
+        if flag.option is not None:
+            for key in (spelling, *(word.lower() for word in words)):
+                for name, value in flag.option.implies.get(key, {}).items():
+                    weak[name] = (written, value)
     return weak | chosen
+
+
+def _values(settings: Settings, spelling: str, flag: Flag, words: list[str]) -> dict[str, Any]:
+    """The settings that one flag gives; what is wrong with its words is noted."""
+    direct = DIRECT.get(spelling)
+    names = direct.settings if direct is not None else (flag.option.name,) if flag.option is not None else ()
+    written = " ".join([spelling, *words])
+    try:
+        if direct is not None and not is_off(words):
+            found = {name: all_options()[name].accept(value) for name, value in direct.read(words).items()}
+            settings.notices.append(meaning(written, found))
+            return found
+        if flag.option is None:
+            return {}
+        value = _value(flag, words)
+    except ValueError as error:
+        for name in names:
+            settings.mark_bad(name, f"{spelling} {error}", "command line")
+        return {}
+    if flag.option.choices is None and len(words) == 1 and words[0] in flag.option.value_names:
+        settings.notices.append(f"{written} means {flag.option.written(value)}: {flag.option.hint}")
+    return {flag.option.name: value}
 
 
 def _value(flag: Flag, words: list[str]) -> Any:
@@ -248,21 +273,22 @@ def _value(flag: Flag, words: list[str]) -> Any:
     return flag.option.parse(words)
 
 
-def _legacy(settings: Settings, spelling: str, flag: Flag, words: list[str]) -> None:
-    legacy = flag.legacy
-    assert legacy is not None
+def _foreign(settings: Settings, spelling: str, foreign: Foreign, words: list[str]) -> None:
+    """A flag that is no setting: a notice or a problem."""
+
+    def value_of(name: str) -> Any:
+        return settings.given.get(name, all_options()[name].default)
+
     written = " ".join([spelling, *words])
-    if flag.kind == "refused":
-        settings.problems.append(f"{written} is not supported: {legacy.text}")
-        return
-    if (legacy.values == "0" and words) or (legacy.values == "1" and len(words) != 1):
-        settings.problems.append(f"{spelling} takes {'no' if legacy.values == '0' else 'one'} value, got {len(words)}")
-    elif flag.kind == "accepted":
-        settings.notices.append(f"{written} has no effect: {legacy.text}")
-    elif legacy.is_harmless(words):
-        settings.notices.append(f"{written} has no effect: that is always so here")
+    if foreign.family.refused:
+        if foreign.is_harmless(words, value_of):
+            settings.notices.append(f"{written} has no effect: that is always so here")
+        else:
+            settings.problems.append(f"{written} is not supported: {foreign.family.reason}")
+    elif problem := foreign.miscounted(words):
+        settings.problems.append(f"{spelling} {problem}")
     else:
-        settings.problems.append(f"{written} is not supported: {legacy.text}")
+        settings.notices.append(f"{written} has no effect: {foreign.family.reason}")
 
 
 def command_line_of(config: Config) -> list[str]:

@@ -80,7 +80,6 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "zero_optimization.offload_optimizer.device": ((None, "none"), "remove it: there is no offloading"),
     "zero_optimization.offload_param.device": ((None, "none"), "remove it: there is no offloading"),
     "zero_optimization.cpu_offload": ((False, None), "remove it: there is no offloading"),
-    "optimizer.params.adam_w_mode": ((True, None), "set it to true: weight decay is decoupled here (AdamW)"),
     "optimizer.params.bias_correction": ((True, None), "set it to true"),
     "optimizer.params.amsgrad": ((False, None), "set it to false"),
     "optimizer.params.nesterov": ((False, None), "set it to false"),
@@ -119,6 +118,7 @@ _OWN: Mapping[str, str] = {
     "fp16": "the engine sets it",
     "bf16": "the engine sets it",
     "bfloat16": "the engine sets it",
+    "optimizer.params.adam_w_mode": "the optimizer is handed to DeepSpeed, and its weight decay is decoupled (AdamW)",
     "optimizer.params.torch_adam": "the engine chooses the fastest AdamW of the device",
     "optimizer.params.fused": "the engine chooses the fastest AdamW of the device",
     "activation_checkpointing": "recomputation is set by --recompute-granularity",
@@ -243,11 +243,23 @@ class _Merge:
         except ValueError as error:
             self.settings.mark_bad(name, f"{key} {error}", self._at(key))
             return
-        if name not in self.settings.given:
+        if name == "loss_scale" and value == 0 and self.settings.given.get(name):
+            self._dynamic(origin)
+        elif name not in self.settings.given:
             if value != option.default or name not in ("fp16", "bf16"):
                 self.settings.give(name, value, origin)
         elif self.settings.given[name] != value:
             self._contradiction(name, key, value, as_it_is=convert is _same)
+
+    def _dynamic(self, place: str) -> None:
+        """A fixed loss scale beside a file that says dynamic. DeepSpeed takes the scale from its file alone: runs with
+        such a flag, of which there are many, had a dynamic one."""
+        scale, where = self.settings.given["loss_scale"], self.settings.origins["loss_scale"]
+        self.settings.give("loss_scale", None, place)
+        self.settings.notices.append(
+            f"--loss-scale {scale:g} ({where}) has no effect: the loss scale is dynamic, as DeepSpeed takes it from "
+            f"its file ({place} 0); for a fixed one, write it there"
+        )
 
     def _both_precisions(self) -> None:
         """Two places that each switch on another format; `_take` finds one format switched on here and off there."""

@@ -58,7 +58,10 @@ class DataConfig:
         inert="every rank always draws from the whole data set, so that the order does not depend on their number",
     )
     reset_position_ids: bool = option(False, "Positions start at 0 after each end of document.")
-    reset_attention_mask: bool = option(False, "Attention stays within a document.")
+    reset_attention_mask: bool = option(
+        False, "Attention stays within a document.",
+        flags=("--reset-attention-mask", "--dataloader-inter-document-masking"),
+    )
     eod_mask_loss: bool = option(False, "No loss on end-of-document tokens.")
     mmap_bin_files: bool = option(
         True, "Map .bin files into memory instead of reading them by position.", flags=(),
@@ -73,7 +76,9 @@ class CheckpointConfig:
     title: ClassVar[str] = "checkpoints"
 
     save: str | None = option(None, "Folder that checkpoints go to.", metavar="FOLDER")
-    save_interval: int | None = option(None, "Iterations between checkpoints.", at_least=1)
+    save_interval: int | None = option(
+        None, "Iterations between checkpoints.", at_least=1, flags=("--save-interval", "--persistent-save-interval")
+    )
     save_interval_minutes: float | None = option(
         None, "Minutes between checkpoints, beside --save-interval or instead of it.", above=0, metavar="MINUTES"
     )
@@ -90,7 +95,10 @@ class CheckpointConfig:
     no_save_optim: bool = option(False, "Leave the optimizer state out.")
     no_save_rng: bool = option(False, "Leave the random states out.", inert=_NO_RANDOM_STATES)
     load: str | None = option(None, "Folder to load the last checkpoint from.", metavar="FOLDER")
-    load_tag: str | None = option(None, "Name of the checkpoint to load instead of the last.")
+    load_tag: str | None = option(
+        None, "Name or iteration of the checkpoint to load instead of the last.",
+        flags=("--load-tag", "--ckpt-step", "--load-iteration"),
+    )
     no_load_optim: bool = option(False, "Do not load the optimizer state.")
     no_load_rng: bool = option(False, "Do not load the random states.", inert=_NO_RANDOM_STATES)
     finetune: bool = option(False, "Load weights only and start at iteration 0.")
@@ -110,6 +118,7 @@ class CheckpointConfig:
     )
     ckpt_format: str = option(
         "torch_dist", "Format of saved checkpoints.", choices=("torch_dist",),
+        flags=("--ckpt-format", "--dist-ckpt-format"),
         hint="every checkpoint loads on any layout in this format",
     )
 
@@ -139,7 +148,8 @@ class LoggingConfig:
         off_flags=("--no-log-learning-rate-to-tensorboard", "--no-log-learnig-rate-to-tensorboard"),
     )
     log_loss_scale_to_tensorboard: bool = option(
-        True, "Loss scale to TensorBoard.", flags=(), off_flags=("--no-log-loss-scale-to-tensorboard",)
+        True, "Loss scale to TensorBoard.", flags=(),
+        off_flags=("--no-log-loss-scale-to-tensorboard", "--disable-log-loss-scale-to-tensorboard"),
     )
     log_memory_to_tensorboard: bool = option(False, "Most memory of a rank to TensorBoard.")
     log_world_size_to_tensorboard: bool = option(False, "Number of processes to TensorBoard.")

@@ -3,13 +3,15 @@ from __future__ import annotations
 
 import textwrap
 
-from megatron.config.legacy import ACCEPTED, NO_PIPELINE, REFUSED, TRIVIAL
+from megatron.config.flags_of_others import FILE, families
 from megatron.config.option import Option, options_of
 from megatron.config.presets import PRESETS
 from megatron.config.settings import SECTIONS
+from megatron.config.translate import DIRECT, LATE
 
 WIDTH = 100
 _INDENT = 44
+_LARGE = 8  # flags of a family that is named
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
@@ -38,12 +40,22 @@ def render_help() -> str:
         for option in options_of(section):
             if not option.internal and option.flags:
                 lines += _entry(_heading(option), _description(option))
-    for title, flags in (("accepted without effect", [*ACCEPTED, NO_PIPELINE]),
-                         ("accepted with the value that leaves the feature off", [*TRIVIAL]),
-                         ("refused, with what to use instead", [*REFUSED])):
-        text = textwrap.wrap(" ".join(flags), WIDTH - 2, break_on_hyphens=False)
-        lines += ["", f"flags of other frameworks, {title}:", *(f"  {line}" for line in text)]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_others()])
+
+
+def _others() -> list[str]:
+    """The flags of other frameworks: too many to list."""
+    lines = [f"flags of other frameworks (megatron/config/{FILE.name} lists them, with the reasons):"]
+    parts = [("Read as settings: " + ", ".join((*DIRECT, *LATE)))]
+    for title, refused in (("Accepted without effect", False),
+                           ("Refused with what to use instead, unless the value leaves the feature off", True)):
+        found = [family for family in families() if family.refused == refused]
+        total = sum(len(family.flags) for family in found)
+        large = [f"{family.name} ({len(family.flags)})" for family in found if len(family.flags) >= _LARGE]
+        parts.append(f"{title}, {total} flags: {'; '.join(large)}; and others")
+    for part in parts:
+        lines += textwrap.wrap(f"{part}.", WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+    return lines
 
 
 def _entry(heading: str, description: str) -> list[str]:

@@ -13,7 +13,9 @@ class ModelConfig:
 
     title: ClassVar[str] = "model"
 
-    num_layers: int = option(None, "Transformer layers.", at_least=1, at_most=MOST_LAYERS)
+    num_layers: int = option(
+        None, "Transformer layers.", at_least=1, at_most=MOST_LAYERS, flags=("--num-layers", "--encoder-num-layers")
+    )
     hidden_size: int = option(None, "Width of the residual stream.", at_least=1, at_most=MOST_WIDTH)
     ffn_hidden_size: int = option(
         None, "Width of the MLP.", at_least=1, at_most=16 * MOST_WIDTH,
@@ -59,12 +61,13 @@ class ModelConfig:
     position_embedding_type: str = option(
         "learned_absolute", "How positions enter.", choices=("learned_absolute", "rope", "none", "alibi"),
         value_names={"absolute": "learned_absolute", "rotary": "rope"},
-        shortcuts={"--use-rotary-position-embeddings": "rope"}, weak_shortcuts={"--no-position-embedding": "none"},
+        shortcuts={"--use-rotary-position-embeddings": "rope", "--use-alibi-position-embeddings": "alibi"},
+        weak_shortcuts={"--no-position-embedding": "none"},
     )
     rotary_percent: float = option(1.0, "Part of each head that RoPE turns.", above=0, at_most=1)
     rotary_base: float = option(
-        10000.0, "Base of RoPE's frequencies.", flags=("--rotary-base", "--rotary-position-embeddings-theta"), above=1,
-        at_most=1e15,
+        10000.0, "Base of RoPE's frequencies.", above=1, at_most=1e15,
+        flags=("--rotary-base", "--rotary-position-embeddings-theta", "--rotary-theta", "--rope-theta"),
     )
     apply_residual_connection_post_layernorm: bool = option(
         False, "Take the residual after the norm instead of before."
@@ -110,13 +113,17 @@ class TokenizerConfig:
             "GPT2BPETokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer", "HFTokenizer",
             "TikTokenizer", "NullTokenizer",
         ),
-        value_names={"huggingfacetokenizer": "HFTokenizer", "pretrainedfromhf": "HFTokenizer"},
+        value_names={
+            "huggingfacetokenizer": "HFTokenizer", "pretrainedfromhf": "HFTokenizer", "llama3tokenizer": "TikTokenizer",
+        },
+        implies={"llama3tokenizer": {"tiktoken_pattern": "llama3"}},
         hint="use HFTokenizer for any Hugging Face tokenizer, TikTokenizer for the tokenizer.model of Llama 3",
         derived="GPT2BPETokenizer with --vocab-file and --merge-file",
     )
     tokenizer_model: str | None = option(
         None, "SentencePiece model, tokenizer.json of Hugging Face or its folder, or rank file of tiktoken.",
-        metavar="PATH", flags=("--tokenizer-model", "--tokenizer-name-or-path"),
+        metavar="PATH",
+        flags=("--tokenizer-model", "--tokenizer-name-or-path", "--tokenizer-file", "--hf_tokenizer_path"),
     )
     vocab_file: str | None = option(None, "vocab.json of the GPT-2 tokenizer.", metavar="FILE")
     merge_file: str | None = option(None, "merges.txt of the GPT-2 tokenizer.", metavar="FILE")
@@ -134,5 +141,6 @@ class TokenizerConfig:
     )
     tiktoken_special_tokens: tuple[str, ...] | None = option(
         None, "Names of a TikTokenizer's special tokens, in the order of their ids.", metavar="NAME",
+        flags=("--tiktoken-special-tokens", "--tokenizer-special-tokens"),
         derived="<unk> <s> </s> <mask> <pad> <cls> <sep> for a JSON vocabulary, <|endoftext|> for a rank file",
     )

@@ -37,7 +37,8 @@ class Option:
 
     flags: spellings that take a value (or switch a bool on). off_flags: spellings that switch a bool off.
     shortcuts: spellings without a value that set the field to the given one. weak_shortcuts: the same, but they
-    yield to any other flag of the field. value_names: other accepted names of a choice, in lower case.
+    yield to any other flag of the field. value_names: other accepted names of a choice, or other accepted words for a
+    number, in lower case. implies: a spelling, or a name of a value, that also sets other fields unless a flag does.
     """
 
     name: str = ""
@@ -51,8 +52,9 @@ class Option:
     weak_shortcuts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     choices: tuple[Any, ...] | None = None
     value_names: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    implies: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     inert: str = ""  # why the setting has no effect, for those that existing scripts give
-    hint: str = ""  # what to do about a value that is no choice
+    hint: str = ""  # what to do about a value that is no choice; why another word is read as a number
     metavar: str | None = None
     shown_off: bool = False  # a bool that is on unless turned off: --help shows the flag that does
     implied: Any = None  # the value meant by the flag without a value, for the few flags that allow it
@@ -99,6 +101,8 @@ class Option:
             if text.lower() not in words:
                 raise ValueError(f"expected true or false, got '{text}'")
             return words[text.lower()]
+        if self.choices is None and text.lower() in self.value_names:
+            return self.value_names[text.lower()]
         if self.kind in (int, float):
             try:
                 return int(text) if self.kind is int else float(text)

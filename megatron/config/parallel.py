@@ -38,7 +38,8 @@ class ParallelConfig:
     enable_zbh1_pipeline: bool = option(False, "Zero-bubble (ZB-H1) pipeline schedule.")
     async_tensor_model_parallel_allreduce: bool = option(
         True, "Overlap the all-reduce of input gradients with the weight gradient.",
-        flags=(), off_flags=("--no-async-tensor-model-parallel-allreduce",),
+        flags=(),
+        off_flags=("--no-async-tensor-model-parallel-allreduce", "--disable-async-tensor-model-parallel-allreduce"),
     )
     tp_comm_overlap: bool = option(
         False, "Cut the products of tensor-parallel layers into chunks of tokens and send one chunk's message behind "
@@ -105,6 +106,7 @@ class RecomputeConfig:
 
     recompute_granularity: str | None = option(
         None, "Recompute whole layers, or only --recompute-modules of them.", choices=("full", "selective"),
+        flags=("--recompute-granularity", "--activations-checkpoint-granularity"),
         shortcuts={"--checkpoint-activations": "full", "--recompute-activations": "selective"},
     )
     recompute_modules: tuple[str, ...] = option(
@@ -115,10 +117,12 @@ class RecomputeConfig:
     recompute_method: str | None = option(
         None, "uniform: groups of recompute-num-layers layers; block: that many first layers of each stage.",
         choices=("uniform", "block"), derived="uniform with full recomputation",
+        flags=("--recompute-method", "--activations-checkpoint-method"),
+        implies={"--activations-checkpoint-method": {"recompute_granularity": "full"}},
     )
     recompute_num_layers: int = option(
         1, "Layers of a group (uniform) or of a stage (block).", at_least=1, at_most=MOST_LAYERS,
-        flags=("--recompute-num-layers", "--checkpoint-num-layers"),
+        flags=("--recompute-num-layers", "--checkpoint-num-layers", "--activations-checkpoint-num-layers"),
     )
 
 
@@ -143,7 +147,7 @@ class EngineConfig:
     )
     zero_reduce_bucket_size: int = option(
         0, "Most elements reduced, and gathered, in one message; 0: a million for each replica, at least 4 million.",
-        at_least=0, at_most=10**12,
+        at_least=0, at_most=10**12, flags=("--zero-reduce-bucket-size", "--ddp-bucket-size"),
     )
     zero_allgather_bucket_size: int = option(
         50_000_000, "Elements gathered in one message.", at_least=0, at_most=10**12,

@@ -30,6 +30,13 @@ def layout_counts(layout: str) -> list[int] | None:
     return [int(part) for part in parts]
 
 
+def even_counts(number: int, stages: int) -> list[int]:
+    """So many layers over the stages: each gets the quotient, and the stages just before the last one more each."""
+    each, left_over = divmod(number, stages)
+    before_last = stages - 1
+    return [each + (before_last - left_over <= stage < before_last) for stage in range(stages)]
+
+
 def _tokenizer(s: Settings) -> None:
     v = s.values
     chosen = v["vocab_size"] is not None and not s.origins["vocab_size"].startswith("preset")

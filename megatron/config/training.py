@@ -101,7 +101,10 @@ class PrecisionConfig:
     initial_loss_scale: float = option(
         2.0**32, "First dynamic loss scale.", at_least=1 / _MOST_SCALE, at_most=_MOST_SCALE
     )
-    min_loss_scale: float = option(1.0, "Lowest dynamic loss scale.", at_least=1 / _MOST_SCALE, at_most=_MOST_SCALE)
+    min_loss_scale: float = option(
+        1.0, "Lowest dynamic loss scale.", at_least=1 / _MOST_SCALE, at_most=_MOST_SCALE,
+        flags=("--min-loss-scale", "--min-scale"),
+    )
     loss_scale_window: int = option(1000, "Steps without overflow until the scale is raised.", at_least=1)
     hysteresis: int = option(2, "Overflows until the scale is lowered.", at_least=1)
     fp16_lm_cross_entropy: bool = option(False, "Cross entropy in fp16.", inert="it is always computed in fp32")
@@ -136,7 +139,10 @@ class KernelConfig:
     use_flash_attn: bool = option(
         False, "flash-attn where it is installed and the device can run it.",
         inert="--attention-backend auto takes flash-attn wherever it can run",
-        flags=("--use-flash-attn", "--use-flash-attn-v2", "--use-flash-attn-triton", "--use-flash-attn-v1"),
+        flags=(
+            "--use-flash-attn", "--use-flash-attn-v2", "--use-flash-attn-triton", "--use-flash-attn-v1",
+            "--use-flash-attn-builder",
+        ),
         off_flags=("--no-use-flash-attn",),
     )
     attention_backend: str = option(
@@ -149,10 +155,11 @@ class KernelConfig:
     )
     masked_softmax_fusion: bool = option(
         True, "Scale, mask and softmax of --attention-backend unfused in one kernel.", flags=(),
-        off_flags=("--no-masked-softmax-fusion",),
+        off_flags=("--no-masked-softmax-fusion", "--no-scaled-masked-softmax-fusion"),
     )
     bias_gelu_fusion: bool = option(
         True, "Bias and activation (GELU in its tanh form, SwiGLU, squared ReLU) in one kernel.", flags=(),
+        shortcuts={"--bias-swiglu-fusion": True},
         off_flags=("--no-bias-gelu-fusion", "--no-bias-swiglu-fusion"),
     )
     bias_dropout_fusion: bool = option(
@@ -164,11 +171,12 @@ class KernelConfig:
         flags=(), off_flags=("--no-gradient-accumulation-fusion",),
     )
     persist_layer_norm: bool = option(
-        True, "Norm, with the residual sum before it, in one kernel.", flags=(), off_flags=("--no-persist-layer-norm",)
+        True, "Norm, with the residual sum before it, in one kernel.", flags=(),
+        off_flags=("--no-persist-layer-norm", "--no-layer-norm-fusion"),
     )
     rope_fusion: bool = option(
         True, "Rotary embedding in one kernel, read from the fused projection.", flags=(),
-        off_flags=("--no-rope-fusion",),
+        shortcuts={"--apply-rope-fusion": True}, off_flags=("--no-rope-fusion", "--disable-te-fused-rope"),
     )
     cross_entropy_loss_fusion: bool = option(
         True, "Cross entropy in two passes over the logits, which the gradient overwrites.", flags=(),
@@ -197,7 +205,10 @@ class TrainingConfig:
     title: ClassVar[str] = "training loop"
 
     seed: int = option(1234, "Seed of weights, data order and dropout.", at_least=0, at_most=2**32 - 1)
-    eval_iters: int = option(100, "Iterations of one evaluation; 0 turns it off.", at_least=0, at_most=10**6)
+    eval_iters: int = option(
+        100, "Iterations of one evaluation; 0 turns it off.", at_least=0, at_most=10**6, value_names={"-1": 0},
+        hint="below 1 there is no evaluation, as in Megatron; for all validation data give their global batches",
+    )
     eval_interval: int = option(1000, "Iterations between evaluations.", at_least=1)
     exit_interval: int | None = option(None, "End after an iteration that is a multiple of this.", at_least=1)
     exit_duration_in_mins: float | None = option(None, "End after this many minutes.", above=0, metavar="MINUTES")

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron.config.resolve import even_counts
 from megatron.errors import ConfigError
 
 
@@ -31,15 +32,9 @@ def assign_layers(num_layers: int, num_stages: int, layout: str | Sequence[int] 
             f"{num_layers} layers cannot fill {num_stages} pipeline stages (pipeline size x chunks): "
             f"use at most {max(num_layers, 1)} stages"
         )
-    counts = _even(num_layers, num_stages) if layout is None else _parse(layout, num_layers, num_stages)
+    counts = even_counts(num_layers, num_stages) if layout is None else _parse(layout, num_layers, num_stages)
     starts = [sum(counts[:stage]) for stage in range(num_stages)]
     return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
-
-
-def _even(num_layers: int, num_stages: int) -> list[int]:
-    each, left_over = divmod(num_layers, num_stages)
-    before_last = num_stages - 1
-    return [each + (before_last - left_over <= stage < before_last) for stage in range(num_stages)]
 
 
 def _parse(layout: str | Sequence[int], num_layers: int, num_stages: int) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.command_line import OWN_FLAGS, Flag, flag_table
+from megatron.config.command_line import OWN_FLAGS, Flag, flag_table, settings_flags
 from megatron.config.option import Option
 from megatron.config.presets import PRESETS
 from megatron.config.settings import all_options, did_you_mean, raise_problems, section_of
@@ -223,14 +223,16 @@ def subject(name: str) -> Subject:
     if option is not None:
         _refuse_to_vary(option, name)
         return Subject(option.name, (option.name,), option.flags[0])
-    spelling = next((s for s in flag_table() if s.lstrip("-").replace("-", "_") == short), None)
+    table = flag_table()
+    spelling = name if name in table else next((s for s in table if s.lstrip("-").replace("-", "_") == short), None)
     flag = flag_table()[spelling] if spelling is not None else Flag("own")
     if flag.option is None:
-        if flag.legacy is not None:
-            raise ConfigError(f"{spelling} varies nothing: {flag.legacy.text}")
+        if flag.foreign is not None:
+            raise ConfigError(f"{spelling} varies nothing: {flag.foreign.family.reason}")
         if spelling is not None:
-            raise ConfigError(f"{spelling} has no place here: it is no setting")
-        known = sorted({*_SETTING_OF, *_SPECIAL, *(s.lstrip("-") for s in flag_table())})
+            instead = f"give {all_options()[flag.translated[0]].flag}" if flag.translated else "it is no setting"
+            raise ConfigError(f"{spelling} has no place here: {instead}")
+        known = sorted({*_SETTING_OF, *_SPECIAL, *(s.lstrip("-") for s in settings_flags())})
         hint = did_you_mean(name.lstrip("-").replace("_", "-"), known)
         raise ConfigError(f"'{name}' is no flag of pretrain_gpt.py{hint}; short names are "
                           f"{', '.join([*_SETTING_OF, *_SPECIAL])}")  # fmt: skip
@@ -258,16 +260,16 @@ def settings_of_flags(flags: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """setting -> flag with its words, of flags as `scan` gives them. Raises ConfigError with all that have no place."""
     found, problems = dict[str, str](), list[str]()
     for spelling, words in flags.items():
-        written, option = " ".join([spelling, *words]), flag_table()[spelling].option
+        written, flag = " ".join([spelling, *words]), flag_table()[spelling]
         if spelling == "--preset":
             found["preset"] = written
         elif spelling in OWN_FLAGS:
             problems.append(f"{spelling} has no place here: it starts no run")
-        elif option is not None:
+        for name in flag.settings:
             try:
-                refuse(option, written)
+                refuse(all_options()[name], written)
             except ConfigError as error:
                 problems.append(str(error))
-            found[option.name] = written
+            found[name] = written
     raise_problems(problems)
     return found

@@ -46,10 +46,9 @@ def trial_flags(candidate: Candidate, settings: TrialSettings) -> list[str]:
     """All flags of a trial but the metrics file's. Raises ConfigError where they contradict each other."""
     kept, data = list[str](), False
     for spelling, words in scan([*candidate.flags, *settings.flags]).flags.items():
-        option = flag_table()[spelling].option
-        name = None if option is None else option.name
-        data |= name in DATA
-        kept += [] if name in LEFT_OUT else [spelling, *words]
+        names = set(flag_table()[spelling].settings)
+        data |= bool(names & set(DATA))
+        kept += [] if names & LEFT_OUT else [spelling, *words]
     kept += [] if data else ["--mock-data"]
     kept += ["--train-iters", str(settings.steps), "--eval-iters", "0"]
     kept += ["--log-interval", "1", "--timing-log-level", "1"]

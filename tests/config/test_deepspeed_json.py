@@ -101,6 +101,26 @@ def test_contradictions_name_both_values_and_places(merge):
         assert "1 problem:" in text and all(word in text for word in words), text
 
 
+def test_a_loss_scale_beside_a_dynamic_one_says_nothing(merge):
+    """DeepSpeed reads its own file, so that the run was dynamic; in fp32 and bf16 nothing is said at all."""
+    content = {"fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 12}}
+    config, notices = merge(content, "--loss-scale", "12")
+    assert config.precision.loss_scale is None and config.precision.initial_loss_scale == 4096
+    (notice,) = notices
+    assert all(word in notice for word in ("--loss-scale 12", "fp16.loss_scale", "ds.json:1"))
+    assert merge(content)[1] == [] and merge(content, "--loss-scale", "0")[1] == []
+    assert merge({"fp16": {"enabled": True, "loss_scale": 64}}, "--loss-scale", "64")[0].precision.loss_scale == 64
+
+
+def test_an_optimizer_that_is_handed_over_keeps_its_weight_decay(merge):
+    content = {"optimizer": {"type": "Adam", "params": {"torch_adam": False, "adam_w_mode": False, "lr": "auto"}}}
+    config, notices = merge(content)
+    assert config.optimizer.optimizer == "adam" and config.engine.extra == {}
+    assert [n.split(": ")[1].split()[0] for n in notices] == [
+        "optimizer.params.adam_w_mode", "optimizer.params.torch_adam",
+    ]
+
+
 def test_all_contradictions_together(merge):
     text = refused(merge, FULL, "--clip-grad", "1", "--bf16")
     assert "5 problems:" in text  # micro-batch, lr, clipping, precision, and accumulation, which follows
@@ -153,7 +173,6 @@ IMPOSSIBLE = [
     ({"zero_optimization": {"stage": 3}}, ["zero_optimization.stage", "3", "--zero-stage 1"]),
     ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, ["offload_optimizer.device", "remove"]),
     ({"optimizer": {"type": "Lamb"}}, ["optimizer.type", "'Lamb'"]),
-    ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, ["adam_w_mode", "true"]),
     ({"optimizer": {"params": {"max_coeff": 3}}}, ["optimizer", "max_coeff"]),
     ({"optimizer": {"params": {"betas": 0.9}}}, ["optimizer.params.betas"]),
     ({"scheduler": {"type": "WarmupLR"}}, ["scheduler", "--lr-decay-style"]),

@@ -146,7 +146,7 @@ SETTINGS = """
 --loss-scale-window 500
 --hysteresis 4
 --fp16-lm-cross-entropy
---accumulate-allreduce-grads-in-fp32
+--accumulate-allreduce-grads-in-fp32 => main_grads_dtype fp32
 --use-flash-attn
 --use-flash-attn-v2 => use_flash_attn True
 --use-flash-attn-triton => use_flash_attn True
@@ -234,6 +234,28 @@ SETTINGS = """
 --manual-gc-interval 5
 --metrics-file m.jsonl
 --pipeline-layout 3,5
+--encoder-num-layers 4 => num_layers 4
+--rope-theta 500000 => rotary_base 500000.0
+--rotary-theta 500000 => rotary_base 500000.0
+--use-alibi-position-embeddings => position_embedding_type alibi
+--activations-checkpoint-granularity selective => recompute_granularity selective
+--activations-checkpoint-method block => recompute_method block
+--activations-checkpoint-method uniform => recompute_granularity full
+--activations-checkpoint-num-layers 2 => recompute_num_layers 2
+--persistent-save-interval 10 => save_interval 10
+--ckpt-step 100 => load_tag 100
+--load-iteration 100 => load_tag 100
+--dist-ckpt-format torch_dist => ckpt_format torch_dist
+--tokenizer-file t.json => tokenizer_model t.json
+--hf_tokenizer_path t => tokenizer_model t
+--tokenizer-special-tokens <unk> <s> => tiktoken_special_tokens (<unk>,<s>)
+--min-scale 2 => min_loss_scale 2.0
+--ddp-bucket-size 40000000 => zero_reduce_bucket_size 40000000
+--dataloader-inter-document-masking => reset_attention_mask True
+--no-scaled-masked-softmax-fusion => masked_softmax_fusion False
+--disable-te-fused-rope => rope_fusion False
+--disable-async-tensor-model-parallel-allreduce => async_tensor_model_parallel_allreduce False
+--disable-log-loss-scale-to-tensorboard => log_loss_scale_to_tensorboard False
 """
 # Accepted with a notice, at these values.
 ACCEPTED = """
@@ -312,6 +334,28 @@ ACCEPTED = """
 --moe-aux-loss-coeff 0.01
 --moe-grouped-gemm
 --moe-token-dispatcher-type alltoall
+--moe-router-score-function sigmoid
+--cross-entropy-fusion-impl te
+--rotary-seq-len-interpolation-factor 1
+--rope-scaling-factor 8.0
+--use-precision-aware-optimizer
+--decoupled-lr 0.001
+--decoupled-min-lr 0
+--word-embedding-init-std 0.02
+--fp8-margin 0
+--fp8-interval 1
+--fp8-amax-history-len 1024
+--fp8-amax-compute-algo max
+--deterministic-mode
+--ckpt-fully-parallel-save
+--dist-ckpt-strictness log_all
+--use-persistent-ckpt-worker
+--otel-enabled
+--no-one-logger
+--vision-pretraining false
+--num-classes 1000
+--use_turbo_attention true
+--spec none
 """
 # Refused, and the word that the message must offer.
 REFUSED = """
@@ -335,7 +379,7 @@ REFUSED = """
 --data-impl lazy => mmap
 --tokenizer-type BertWordPieceLowerCase => HFTokenizer
 --tokenizer-type BertWordPieceCase => HFTokenizer
---tokenizer-type Llama3Tokenizer => TikTokenizer
+--tokenizer-type MultimodalTokenizer => HFTokenizer
 --train-doc-idx-path p => --data-cache-path
 --train-sample-idx-path p => --data-cache-path
 --train-shuffle-idx-path p => --data-cache-path
@@ -361,32 +405,55 @@ REFUSED = """
 --train-data webtext => --data-path
 --lazy-loader => --data-path
 --cache-dir cache => --data-cache-path
---pp-partition-method type:transformer|embedding => --pipeline-layout
 --use-torch-fsdp2 => --zero-stage
 --use-bnb-optimizer => adam
 --fp8-format hybrid => --bf16
---fp8-margin 0 => --bf16
---fp8-interval 1 => --bf16
---fp8-amax-history-len 1024 => --bf16
---fp8-amax-compute-algo max => --bf16
 --embed-layernorm => remove
---glu-activation swiglu => --swiglu
+--glu-activation geglu => swiglu
 --ds-sequence-parallel-fpdt => --sequence-parallel
---ds-sequence-parallel-fpdt-chunk-size 65536 => --sequence-parallel
+--ds-sequence-parallel-fpdt-chunk-size 4096 => --sequence-parallel
 --ds-sequence-parallel-fpdt-offloading => --sequence-parallel
 --skip-train-iteration-range 3-4 => data
---train-weighted-split-paths p => --train-data-path
---valid-weighted-split-paths p => --valid-data-path
---test-weighted-split-paths p => --test-data-path
---train-weighted-split-paths-path p => --train-data-path
---valid-weighted-split-paths-path p => --valid-data-path
---test-weighted-split-paths-path p => --test-data-path
+--train-weighted-split-paths p => WEIGHT
+--valid-weighted-split-paths p q => --valid-data-path
+--test-weighted-split-paths p q => --test-data-path
+--train-weighted-split-paths-path no-file => no-file
+--valid-weighted-split-paths-path no-file => no-file
+--test-weighted-split-paths-path no-file => no-file
+--data-args-path no-file => no-file
+--per-split-data-args-path no-file => no-file
 --norm-target-loss => remove
 --loss-on-targets-only => remove
 --reset-progress => --reset-iteration
 --curriculum-learning => --rampup-batch-size
 --eval-only true => --skip-train
---activations-checkpoint-method uniform => --recompute-method
+--use-rope-scaling => --rotary-base
+--rope-scaling-factor 4 => --rotary-base
+--qk-layernorm => remove
+--add-qkv-bias => --disable-bias-linear
+--multi-latent-attention => --num-query-groups
+--mtp-num-layers 1 => remove
+--use-mup => --init-method-std
+--window-size 128 => remove
+--final-logit-softcapping 30 => remove
+--attention-head-type multigroup => --num-query-groups
+--main-grads-dtype bf16 => --bf16
+--grad-reduce-in-bf16 => --bf16
+--exp-avg-dtype bf16 => fp32
+--embedding-init-method-std 0.1 => --init-method-std
+--full-validation => --eval-iters
+--multiple-validation-sets => --valid-data-path
+--optimizer-cpu-offload => --zero-stage
+--use-megatron-fsdp => --zero-stage
+--pretrained-checkpoint p => --finetune
+--retro-add-retriever => remove
+--perform-rl-step => remove
+--bert-load p => remove
+--mamba-head-dim 32 => remove
+--spec a b => remove
+--logits-load-dir p => remove
+--inprocess-restart => --requeue
+--use_turbo_attention maybe => value
 --decoupled-lr 0.1 => --lr
 --decoupled-min-lr 0.1 => --min-lr
 --ckpt-format torch => torch_dist
@@ -471,6 +538,8 @@ BESIDE: dict[str, dict[str, str | None]] = {
     "--num-layers-per-virtual-pipeline-stage": {"--pipeline-model-parallel-size": "2"},
     "--pipeline-layout": {"--pipeline-model-parallel-size": "2"},
     "--encoder-seq-length": {"--seq-length": None},
+    "--encoder-num-layers": {"--num-layers": None},
+    "--activations-checkpoint-num-layers": {"--recompute-granularity": "full"},
     "--recompute-method": {"--recompute-granularity": "full"},
     "--train-samples": {"--train-iters": None},
     "--lr-decay-samples": {"--train-iters": None, "--train-samples": "1000"},

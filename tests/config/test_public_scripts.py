@@ -45,7 +45,9 @@ def test_public_lines_resolve():
         sizes = (config.parallel.data_parallel_size, config.num_micro_batches(), config.batch.global_batch_size)
         assert sizes == tuple(script[n] for n in ("replicas", "micro_batches", "global_batch")), script["follows"]
         assert config.tokenizer.tokenizer_type is not None
-        for flag, *words in (part.split() for part in re.split(r"\s(?=--)", script["line"].strip())):
+        line = f"{script['line']} {script.get('read_as', '')}".strip()
+        last = {flag: words for flag, *words in (part.split() for part in re.split(r"\s(?=--)", line))}
+        for flag, words in last.items():
             setting = flag.removeprefix("--").replace("-", "_")
             if words and setting in config.given:
                 found = config.given[setting]
@@ -81,8 +83,6 @@ def test_the_lines_to_change_are_the_right_ones():
         if found := re.search(r"write (\S+) or \"auto\" in line (\d+) of ds\.json", problem):
             value, number = found[1], int(found[2])
             lines[number - 1] = re.sub(r": [^,]*", f": {value}", lines[number - 1])
-        elif found := re.match(r"ds\.json:(\d+): .* set it to true", problem):
-            lines[int(found[1]) - 1] = re.sub(r": [^,]*", ": true", lines[int(found[1]) - 1])
     config, _ = resolve({**script, "json": "\n".join(lines)})
     assert config.precision.fp16 and config.batch.micro_batch_size == 1 and config.engine.zero_stage == 0
     assert config.num_micro_batches() == 320  # 640 samples, two replicas

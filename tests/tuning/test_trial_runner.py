@@ -385,3 +385,5 @@ def test_flags_of_a_trial() -> None:
     assert "--mock-data" in words and "--tensorboard-dir" not in words
     own = trial_flags(candidate("--data-path", "d", "--fp16", "--initial-loss-scale", "8"), settings())
     assert "--mock-data" not in own and own.count("--initial-loss-scale") == 1
+    old = trial_flags(candidate("--train-weighted-split-paths", "t: 1 0:1 d"), settings())
+    assert "--mock-data" not in old

@@ -92,19 +92,23 @@ def make_base(preset: str | None, flags: Sequence[str], batches: Sequence[int] =
 
 def _split(flags: Mapping[str, list[str]]) -> tuple[dict[str, Any], list[str]]:
     """(values of what the search decides, by setting; the other flags as words)."""
-    searched, rest = dict[str, Any](), list[str]()
+    searched, implied, rest = dict[str, Any](), dict[str, Any](), list[str]()
     for spelling, words in flags.items():
         flag = flag_table()[spelling]
         name = flag.option.name if flag.option is not None else ""
         if name in _REFUSED:
             raise ConfigError(f"{' '.join([spelling, *words])} has no place here: {_REFUSED[name]}")
+        if set(flag.translated) & {"pipeline_layout", _PER_CHUNK} and words != ["type:transformer"]:
+            raise ConfigError(f"{' '.join([spelling, *words])} has no place here: give --pipeline-layout, or neither")
         if name in _DIMENSION_OF or name in _RECOMPUTE or name == _PER_CHUNK:
             value = _value(spelling, flag, words)
             if searched.setdefault(name, value) != value:
                 raise ConfigError(f"{' '.join([spelling, *words])} contradicts another flag of the same setting")
+            assert flag.option is not None
+            implied.update(flag.option.implies.get(spelling, {}))
         else:
             rest += [spelling, *words]
-    return searched, rest
+    return implied | searched, rest
 
 
 def _value(spelling: str, flag: Flag, words: list[str]) -> Any:

@@ -84,6 +84,9 @@ def test_flags_of_a_layout_fix_it():
     assert make_base("gpt-22b", ["--recompute-granularity=none"]).wanted["recompute"] == ("none",)
     full = "--recompute-granularity full --recompute-method block --recompute-num-layers 3".split()
     assert make_base("gpt-22b", full).wanted["recompute"] == ("full:block:3",)
+    old = ["--activations-checkpoint-method", "block"]
+    assert make_base("gpt-22b", old).wanted["recompute"] == ("full:block",)
+    make_base("gpt-22b", ["--pp-partition-method", "type:transformer"])
     assert make_base("gpt-22b", ["--num-layers-per-virtual-pipeline-stage", "3"]).per_chunk == 3
 
 
@@ -97,6 +100,7 @@ SIZES = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32
     ("gpt-22b", ["--preset", "tiny"], ["--preset"]), ("gpt-22b", ["--micro-batch-size", "two"], ["'two'"]),
     ("gpt-22b", ["--recompute-modules", "mlp_act"], ["--recompute-granularity selective"]),
     ("gpt-22b", ["--deepspeed_config", "x.json"], ["--deepspeed_config"]),
+    ("gpt-22b", ["--pp-partition-method", "type:transformer|embedding"], ["--pp-partition", "--pipeline-layout"]),
 ])  # fmt: skip
 def test_mistakes_in_the_fixed_part(preset, flags, parts):
     with pytest.raises(ConfigError) as error:

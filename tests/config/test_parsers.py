@@ -1,0 +1,102 @@
+"""Every flag of the argument parsers of other GPT training programs is a setting, means some, or has a reason."""
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from megatron.config import parse_command_line
+from megatron.config.command_line import flag_table, settings_flags
+from megatron.config.flags_of_others import families, find, spellings
+from megatron.errors import ConfigError
+
+PARSERS: dict[str, str] = tomllib.loads(Path(__file__).with_name("parsers.toml").read_text())
+RUN = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1 --vocab-size 100 "
+    "--global-batch-size 16 --train-iters 100 --lr 0.001 --min-lr 0.0 --init-method-std 0.02 --mock-data"
+).split()
+FOREIGN = {spelling: flag for spelling in spellings() if (flag := find(spelling)) is not None}
+
+
+def test_every_flag_of_every_parser_is_known():
+    """None is without a meaning, and none that is a setting is also in the list of what is none."""
+    flags = {f"--{name}" for names in PARSERS.values() for name in names.split()}
+    assert len(flags) > 1500 and {name.split(",")[0] for name in PARSERS} >= {
+        "Megatron-LM", "Megatron-LM for ROCm", "Megatron-DeepSpeed", "BigScience Megatron-DeepSpeed", "Primus",
+    }
+    assert [flag for flag in sorted(flags) if flag not in flag_table()] == []
+    assert [flag for flag in FOREIGN if flag in settings_flags()] == []
+    assert "--no-such-flag" not in flag_table()
+
+
+def test_each_reason_is_there_once_and_a_refusal_has_a_remedy():
+    reasons = [family.reason for family in families()]
+    assert len(set(reasons)) == len(reasons) and all(reason and "\n" not in reason for reason in reasons)
+    for family in families():
+        assert not family.refused or re.search(r"\b(use|remove)\b", family.reason), family.name
+        assert set(re.findall(r"(?<![\w-])--[a-z][\w-]+", family.reason)) <= set(settings_flags()), family.reason
+
+
+def notices_of(words: list[str]) -> list[str]:
+    config, notices = parse_command_line([*RUN, *words], 1)
+    assert config == parse_command_line(RUN, 1)[0], words
+    return notices
+
+
+def problem_of(words: list[str]) -> str:
+    with pytest.raises(ConfigError) as raised:
+        parse_command_line([*RUN, *words], 1)
+    assert "has 1 problem:" in str(raised.value), raised.value
+    return str(raised.value).partition("1 problem: ")[2]
+
+
+VALUES = {"0": [], "1": ["7"], "?": ["7"], "*": ["7", "8"]}
+
+
+def test_flags_without_effect_are_accepted_and_change_nothing():
+    for spelling, flag in FOREIGN.items():
+        if not flag.family.refused:
+            (notice,) = notices_of([spelling, *VALUES[flag.values]])
+            assert notice.startswith(spelling) and flag.family.reason in notice
+
+
+def test_refused_flags_are_accepted_where_their_value_leaves_the_feature_off():
+    """Its framework's own default, mostly: of every family that has such values, each value of each flag."""
+    settings = dict(zip(RUN[::2], RUN[1::2], strict=False))
+    counted = 0
+    for spelling, flag in FOREIGN.items():
+        if not flag.family.refused:
+            continue
+        off = {"0": ["false"]}.get(flag.values, ["none", *flag.harmless])
+        for value in off:
+            word = settings["--" + value[1:].replace("_", "-")] if value.startswith("@") else value
+            if word is not None:
+                (notice,) = notices_of([spelling, word])
+                assert notice.startswith(f"{spelling} {word} "), notice
+                counted += 1
+        assert flag.family.reason in problem_of([spelling, *VALUES[flag.values]])
+    assert counted > 800
+
+
+def test_what_takes_no_value_takes_none():
+    for words in (["--moe-grouped-gemm", "3"], ["--topk"], ["--topk", "1", "2"], ["--use_turbo_attention", "maybe"]):
+        assert words[0] in problem_of(words)
+
+
+def test_underscores_and_dashes_are_the_same_in_them():
+    """As Primus writes its keys. A setting is not guessed at, but offered."""
+    assert notices_of(["--use_turbo_gemm", "true"])[0].startswith("--use_turbo_gemm true ")
+    assert "--bf16" in problem_of(["--fp8_hybrid"])
+    assert "--micro-batch-size?" in problem_of(["--micro_batch_size", "2"])
+
+
+def test_no_flag_is_offered_that_is_refused():
+    for spelling in sorted(FOREIGN)[::10]:
+        for typo in (spelling[:-1], spelling + "s"):
+            if typo in flag_table():
+                continue
+            text = problem_of([typo])
+            offered = re.findall(r"--[\w-]+", text.partition("did you mean")[2])
+            assert all(flag in settings_flags() for flag in offered), text
