@@ -113,6 +113,8 @@ def scan(argv: Sequence[str]) -> Scanned:
     words: list[str] | None = None  # where the next word belongs; None: to no flag
     for place, word in enumerate(argv):
         spelling, equals, value = word.partition("=")
+        if "_" in spelling and spelling not in flag_table():  # as forks write them, and Megatron-LM's attributes
+            spelling = spelling.replace("_", "-")
         if word == "--":
             problems += [f"'{stray}' belongs to no flag" for stray in argv[place + 1 :]]
             break

@@ -118,8 +118,9 @@ class CheckpointConfig:
     )
     ckpt_format: str = option(
         "torch_dist", "Format of saved checkpoints.", choices=("torch_dist",),
+        value_names=dict.fromkeys(("torch", "torch_dcp", "zarr", "fsdp_dtensor"), "torch_dist"),
         flags=("--ckpt-format", "--dist-ckpt-format"),
-        hint="every checkpoint loads on any layout in this format",
+        inert="checkpoints have one format, in which each loads on any layout; --load reads others' as well",
     )
 
 

@@ -48,7 +48,7 @@ class ModelConfig:
         1e-5, "Epsilon of the norms.", flags=("--layernorm-epsilon", "--norm-epsilon"), at_least=LEAST_NORMAL, at_most=1
     )
     normalization: str = option(
-        "layernorm", "Kind of norm.", choices=("layernorm", "rmsnorm"),
+        "layernorm", "Kind of norm.", choices=("layernorm", "rmsnorm"), shortcuts={"--RMSNorm": "rmsnorm"},
     )
     apply_layernorm_1p: bool = option(False, "Store norm weights minus one, so that weight decay pulls them to one.")
     swiglu: bool = option(False, "SwiGLU instead of GELU in the MLP.")
@@ -114,7 +114,8 @@ class TokenizerConfig:
             "TikTokenizer", "NullTokenizer",
         ),
         value_names={
-            "huggingfacetokenizer": "HFTokenizer", "pretrainedfromhf": "HFTokenizer", "llama3tokenizer": "TikTokenizer",
+            **dict.fromkeys(("huggingfacetokenizer", "pretrainedfromhf", "qwen2tokenizer"), "HFTokenizer"),
+            "llama3tokenizer": "TikTokenizer",
         },
         implies={"llama3tokenizer": {"tiktoken_pattern": "llama3"}},
         hint="use HFTokenizer for any Hugging Face tokenizer, TikTokenizer for the tokenizer.model of Llama 3",

@@ -29,6 +29,7 @@ class ParallelConfig:
     pipeline_layout: str | None = option(
         None, "Layers of each stage in order of the stages, such as 3,4,4,3; twice as many numbers as processes of the "
         "pipeline interleave two chunks each.", metavar="N,N,...",
+        flags=("--pipeline-layout", "--num-layer-list"),
     )
     virtual_pipeline_model_parallel_size: int = option(1, "Chunks (virtual stages) of each process.", internal=True)
     sequence_parallel: bool = option(
@@ -49,7 +50,8 @@ class ParallelConfig:
         4, "Chunks of --tp-comm-overlap; fewer where a chunk would have under 256 tokens.", at_least=2
     )
     distributed_backend: str | None = option(
-        None, "Communication library.", choices=("nccl", "gloo"), hint="use gloo on a CPU",
+        None, "Communication library.", choices=("nccl", "gloo"), value_names={"rccl": "nccl"},
+        hint="use nccl on a GPU, which is RCCL on ROCm, and gloo on a CPU",
         derived="nccl (RCCL on ROCm) on a GPU, gloo on a CPU",
     )
     distributed_timeout_minutes: float = option(
@@ -134,7 +136,8 @@ class EngineConfig:
 
     zero_stage: int = option(
         1, "0: every replica keeps the whole optimizer state. 1: it is divided over the replicas.",
-        choices=(0, 1), shortcuts={"--use-distributed-optimizer": 1},
+        choices=(0, 1),
+        shortcuts=dict.fromkeys(("--use-distributed-optimizer", "--overlapped-distributed-optimizer"), 1),
         hint="stages 2 and 3 do not go with a pipeline; use --zero-stage 1 with more tensor or pipeline parallelism",
     )
     overlap_grad_reduce: bool = option(

@@ -42,7 +42,8 @@ class OptimizerConfig:
     title: ClassVar[str] = "optimizer and learning rate"
 
     optimizer: str = option(
-        "adam", "adam is AdamW (decoupled weight decay).", choices=("adam", "sgd"), value_names={"adamw": "adam"},
+        "adam", "adam is AdamW (decoupled weight decay).", choices=("adam", "sgd"),
+        value_names=dict.fromkeys(("adamw", "fusedadam", "fusedadamw"), "adam"),
         hint="use --optimizer adam",
     )
     lr: float = option(None, "Highest learning rate.", above=0, at_most=1000)
@@ -210,7 +211,9 @@ class TrainingConfig:
         hint="below 1 there is no evaluation, as in Megatron; for all validation data give their global batches",
     )
     eval_interval: int = option(1000, "Iterations between evaluations.", at_least=1)
-    exit_interval: int | None = option(None, "End after an iteration that is a multiple of this.", at_least=1)
+    exit_interval: int | None = option(
+        None, "End after an iteration that is a multiple of this; 0: never.", at_least=0
+    )
     exit_duration_in_mins: float | None = option(None, "End after this many minutes.", above=0, metavar="MINUTES")
     exit_signal_handler: bool = option(
         None, "Save and end with exit code 0 on SIGTERM, SIGUSR1 and, but under nohup, SIGHUP.",
