@@ -144,7 +144,10 @@ def test_a_fatal_signal_says_where_it_struck() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("MEGATRON_KERNELS_LIBRARY", "\udcff"), ("MEGATRON_KERNELS_LIBRARY", "a" * 5000), ("GLOO_SOCKET_IFNAME", "\udcff")],
+    [
+        ("MEGATRON_KERNELS_LIBRARY", "\udcff"), ("MEGATRON_KERNELS_LIBRARY", "a" * 5000),
+        ("GLOO_SOCKET_IFNAME", "\udcff"),
+    ],
 )
 def test_a_variable_that_names_nothing_can_be_told(name: str, value: str) -> None:
     (outcome,) = launch(1, [*TINY, "--train-iters", "1"], env={name: value})

@@ -83,3 +83,9 @@ def known_hangs(versions: Mapping[str, str], environ: Mapping[str, str]) -> list
         unless = f"; not with {'='.join(hang.unless)}" if hang.unless[0] else ""
         lines.append(f"{named}: reported to hang in {hang.what}{unless} ({hang.source})")
     return lines
+
+
+def hints(versions: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
+    """What to look at where a group hangs."""
+    level = environ.get("NCCL_NET_GDR_LEVEL")
+    return known_hangs(versions, environ) + ([] if level is None else [f"NCCL_NET_GDR_LEVEL={level}: {GDR_LEVEL}"])
