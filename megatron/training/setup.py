@@ -368,7 +368,9 @@ def describe_setup(
 ) -> None:
     """Print where the run runs and with what settings."""
     reporter.say(topology.describe(places))
-    reporter.say(f" device: {devices.describe(topology.device)}, {config.precision.dtype_name}")
+    name = devices.describe(topology.device)
+    per = "; TFLOPs, MFU and HFU are per GCD" if formulas.device_unit(name) == "GCD" else ""
+    reporter.say(f" device: {name}, {config.precision.dtype_name}{per}")
     for line in host:
         reporter.say(f" {line}")
     reporter.say(render_config(config))
