@@ -58,6 +58,7 @@ def test_a_healthy_allocation_has_no_findings() -> None:
     assert results.exclude == ""
     assert [task for task, _ in played.asked] == ["hello", "device", "group", "group", "group", *["reduce"] * 8]
     assert len(results.pairs) == 32  # four neighbours in the ring, eight ranks each
+    assert "per GCD" in " ".join(str(column.header) for column in report.node_table(results).columns)
 
 
 def test_who_does_not_come_is_named_with_node_and_local_rank() -> None:
