@@ -396,11 +396,9 @@ class Measurement:
             orders = {rank: order for rank in ranks if len(members[rank]) > 1}
             limit_s = max(self._limit(1, len(KINDS) - 1 - number), _CONNECT_S + len(ranks) / 1000)
             answers = self._ask(f"groups, {kind}", orders, limit_s, patience_s=1.0) if orders else {}
-            failed: dict[tuple[int, ...], str] = {}
-            for rank, answer in answers.items():
-                group = tuple(ranks[place] for place in members[rank])
-                if "error" in answer and not self._gone.intersection(group):  # the lost explain it
-                    failed.setdefault(group, answer["error"])
+            errors = {members[r][0]: (members[r], answer["error"]) for r, answer in answers.items() if "error" in answer}
+            groups = ((tuple(ranks[place] for place in places), text) for places, text in errors.values())
+            failed = {group: text for group, text in groups if not self._gone.intersection(group)}  # else that is why
             checks.blame_groups(self.results, kind, failed, network.hints(self._versions, os.environ))
             if failed or self._gone.intersection(ranks):
                 return
