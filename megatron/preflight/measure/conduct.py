@@ -29,7 +29,11 @@ _END_S = 5.0
 _LEAST_S = 6.0  # RCCL takes some seconds to connect; better a little late than a healthy node accused
 _SPEEDS = ("host_gflops", "host_copy_gb_per_s", "gemm_tflops", "copy_gb_per_s", "stopped")
 _GIVE_UP_ROUNDS = 2  # more rounds of pairs for suspects
-_CONNECT_S = 60.0  # for a group, and 1 ms for each rank: a sound start on 2 nodes of LUMI took 35 s (docs/frontier.md)
+
+
+def connect_limit_s(ranks: int) -> float:
+    """How long a group may take to connect: a sound start on two nodes of LUMI took 35 s (docs/frontier.md)."""
+    return 60.0 + ranks / 1000
 
 
 @dataclass(frozen=True)
@@ -394,10 +398,10 @@ class Measurement:
             members = {rank: group_of(layout, kind, place) for place, rank in enumerate(ranks)}
             order = {"task": "reduce", "kind": kind, "ranks": compress_ranks(ranks), "layout": sizes}
             orders = {rank: order for rank in ranks if len(members[rank]) > 1}
-            limit_s = max(self._limit(1, len(KINDS) - 1 - number), _CONNECT_S + len(ranks) / 1000)
+            limit_s = max(self._limit(1, len(KINDS) - 1 - number), connect_limit_s(len(ranks)))
             answers = self._ask(f"groups, {kind}", orders, limit_s, patience_s=1.0) if orders else {}
-            errors = {members[r][0]: (members[r], answer["error"]) for r, answer in answers.items() if "error" in answer}
-            groups = ((tuple(ranks[place] for place in places), text) for places, text in errors.values())
+            found = {members[rank][0]: (rank, answer["error"]) for rank, answer in answers.items() if "error" in answer}
+            groups = ((tuple(ranks[place] for place in members[rank]), text) for rank, text in found.values())
             failed = {group: text for group, text in groups if not self._gone.intersection(group)}  # else that is why
             checks.blame_groups(self.results, kind, failed, network.hints(self._versions, os.environ))
             if failed or self._gone.intersection(ranks):

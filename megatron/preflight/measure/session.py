@@ -25,7 +25,7 @@ from megatron.preflight.measure.board import (
     job_part,
     serve_store,
 )
-from megatron.preflight.measure.conduct import Measurement, Settings
+from megatron.preflight.measure.conduct import Measurement, Settings, connect_limit_s
 from megatron.preflight.measure.expected import slurm_places
 from megatron.preflight.measure.findings import Results
 from megatron.preflight.measure.trial_groups import group_of
@@ -149,7 +149,8 @@ def measure(
     Raises StoreLostError within about `settings.seconds` when rank 0 cannot be reached, or stops; LaunchError for
     launcher variables that contradict each other and for a port that is taken.
     """
-    total_s = 2 * settings.seconds + 20.0  # a meeting that is prolonged, all steps, and the ends of their limits
+    # A meeting that is prolonged, all steps, the ends of their limits, and a group that hangs.
+    total_s = 2 * settings.seconds + 20.0 + connect_limit_s(launch.world_size)
     if launch.rank:
         store = job_part(connect_store(launch, launch.master_port, settings.seconds), launch)
         tasks = make_tasks(launch, settings, launch.master_port)
