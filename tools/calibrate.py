@@ -70,15 +70,17 @@ def calibrate(args: argparse.Namespace, flags: list[str]) -> None:
     cluster = machine(found, host, args.name or args.output.stem, flags)
     write_cluster(cluster, args.output, _HEADING)
     for figure in cluster.compute.figures.values():
-        print(f"  {figure.name:34} {figure.describe():>22} {_unit(figure.name):8} {figure.basis}")
+        print(f"  {figure.name:34} {figure.describe():>22} {_unit(figure.name, found.device):8} {figure.basis}")
     print(f"{args.output}: {found.nodes} node(s) of {found.per_node} x {found.device}, "
           f"{sum(len(rows) for rows in found.points.values())} points of {len(found.points)} figures")  # fmt: skip
 
 
-def _unit(name: str) -> str:
+def _unit(name: str, device: str) -> str:
     """Of a figure's values (planning/compute.py)."""
     if name.startswith(("products", "attention")):
-        return "TFLOP/s"
+        from megatron.model.formulas import device_unit
+
+        return f"TFLOP/s per {device_unit(device)}"
     return "GB/s" if name.startswith("memory") or name == "update_gb_per_s" else "s"
 
 

@@ -75,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="machine whose limits hold (default: MEGATRON_CLUSTER, else frontier); none",
     )
     place.add_argument("--partition", metavar="NAME", help="partition whose limits hold (default: the cluster's first)")
-    place.add_argument("--tflops", type=real(), metavar="T", help="hardware TFLOP/s of a device, to estimate times")
+    place.add_argument("--tflops", type=real(), metavar="T", help="hardware TFLOP/s per device (MI250X: per GCD)")
     return parser
 
 

@@ -1,11 +1,18 @@
 # shellcheck shell=bash
 # Variables of a job on Frontier (Slingshot-11, MI250X), with the reason for each. Sourced by job.sh on the first node
-# of a job; source it by hand in an interactive one. A value that is set already stays. Off Frontier (no hsn0) nothing
-# of the network and the GPUs is set. Sources: OLCF, "PyTorch on Frontier"; HPE, "Running RCCL-Based Applications" (the
-# tuning guide of github.com/HewlettPackard/shs-ccl-docs). The module rccl-net-plugin sets many of them, too.
+# of a job; source it by hand in an interactive one. A value that is set already stays; a variable that is set and empty
+# is taken out of the environment, for libraries that read an empty value as one. Off Frontier (no hsn0) nothing of the
+# network and the GPUs is set. Sources: OLCF, "PyTorch on Frontier"; HPE, "Running RCCL-Based Applications" (the tuning
+# guide of github.com/HewlettPackard/shs-ccl-docs). The module rccl-net-plugin sets many of them, too.
 
 # Physical facts of the machine: placement of ranks and what counts as slow (megatron/planning/clusters/).
 if [[ -n ${SITE_CLUSTER:-} ]]; then export MEGATRON_CLUSTER=${MEGATRON_CLUSTER:-$SITE_CLUSTER}; fi
+
+# _choose NAME VALUE: export it with the value that it has, else with VALUE.
+_choose() {
+    local value=${!1-$2}
+    if [[ -n $value ]]; then export "$1=$value"; else unset "$1"; fi
+}
 
 # Where network devices are listed; another folder only for tests.
 _net=${SITE_NET_FOLDER:-/sys/class/net}
@@ -13,54 +20,56 @@ _net=${SITE_NET_FOLDER:-/sys/class/net}
 if [[ -e $_net/hsn0 ]]; then
     # --- sockets: by them the ranks find each other and RCCL sets up its connections
     # All four NICs. Where start-up hangs, hsn0 alone.
-    export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-hsn0,hsn1,hsn2,hsn3}
+    _choose NCCL_SOCKET_IFNAME hsn0,hsn1,hsn2,hsn3
     # Without it gloo takes the interface of the host name, whichever that is.
-    export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-hsn0,hsn1,hsn2,hsn3}
+    _choose GLOO_SOCKET_IFNAME hsn0,hsn1,hsn2,hsn3
 
     # --- RCCL
     # OFI ends a job of several nodes at once where the plugin is not loaded; else it would run over TCP. For a job of
     # one node the network is not configured and the plugin does not start.
     if [[ -n ${SLURM_JOB_NUM_NODES:-} ]]; then
         if ((SLURM_JOB_NUM_NODES > 1)); then
-            export NCCL_NET=${NCCL_NET:-OFI}
+            _choose NCCL_NET OFI
         else
-            export NCCL_NET=${NCCL_NET:-Socket}
+            _choose NCCL_NET Socket
         fi
     fi
     # A ring may enter a node by one NIC and leave it by another; found faster on large systems.
-    export NCCL_CROSS_NIC=${NCCL_CROSS_NIC:-1}
-    # NICs read and write the GCDs' memory themselves (RDMA), up to a distance of one host bridge.
-    export NCCL_NET_GDR_LEVEL=${NCCL_NET_GDR_LEVEL:-PHB}
+    _choose NCCL_CROSS_NIC 1
+    # NICs read and write the GCDs' memory themselves (RDMA), up to a distance of one host bridge. OLCF's advice; on LUMI
+    # it hangs (docs/frontier.md).
+    _choose NCCL_NET_GDR_LEVEL PHB
     # Lets peers address the whole memory of a GCD over PCIe.
-    export HSA_FORCE_FINE_GRAIN_PCIE=${HSA_FORCE_FINE_GRAIN_PCIE:-1}
+    _choose HSA_FORCE_FINE_GRAIN_PCIE 1
 
     # --- libfabric, provider cxi
     # Who tells the cache of registered memory that a page is another one now. userfaultfd works too; memhooks deadlocks
     # with the plugin.
-    export FI_MR_CACHE_MONITOR=${FI_MR_CACHE_MONITOR:-kdreg2}
+    _choose FI_MR_CACHE_MONITOR kdreg2
     # Keeps the provider from calls of ROCm that may deadlock with RCCL.
-    export FI_CXI_DISABLE_HOST_REGISTER=${FI_CXI_DISABLE_HOST_REGISTER:-1}
+    _choose FI_CXI_DISABLE_HOST_REGISTER 1
     # Completions and sends that may be under way: more than by default, for large jobs.
-    export FI_CXI_DEFAULT_CQ_SIZE=${FI_CXI_DEFAULT_CQ_SIZE:-131072}
-    export FI_CXI_DEFAULT_TX_SIZE=${FI_CXI_DEFAULT_TX_SIZE:-2048}
+    _choose FI_CXI_DEFAULT_CQ_SIZE 131072
+    _choose FI_CXI_DEFAULT_TX_SIZE 2048
     # Messages are matched in software once the NIC's own table is full.
-    export FI_CXI_RX_MATCH_MODE=${FI_CXI_RX_MATCH_MODE:-hybrid}
+    _choose FI_CXI_RX_MATCH_MODE hybrid
     # The rendezvous protocol that is faster with RCCL at scale. It goes with --network=disable_rdzv_get of sbatch, and
     # only with it.
-    export FI_CXI_RDZV_PROTO=${FI_CXI_RDZV_PROTO:-alt_read}
+    _choose FI_CXI_RDZV_PROTO alt_read
     # All messages go by it, whatever their size, and nothing is sent before the receiver is ready.
-    export FI_CXI_RDZV_EAGER_SIZE=${FI_CXI_RDZV_EAGER_SIZE:-0}
-    export FI_CXI_RDZV_THRESHOLD=${FI_CXI_RDZV_THRESHOLD:-0}
-    export FI_CXI_RDZV_GET_MIN=${FI_CXI_RDZV_GET_MIN:-0}
+    _choose FI_CXI_RDZV_EAGER_SIZE 0
+    _choose FI_CXI_RDZV_THRESHOLD 0
+    _choose FI_CXI_RDZV_GET_MIN 0
 
     # --- MIOpen's data bases, by default in the home folder, give disk I/O errors on shared file systems: one per node.
-    export MIOPEN_USER_DB_PATH=${MIOPEN_USER_DB_PATH:-/tmp/${USER:-user}-miopen-${SLURM_JOB_ID:-0}}
-    export MIOPEN_CUSTOM_CACHE_DIR=${MIOPEN_CUSTOM_CACHE_DIR:-$MIOPEN_USER_DB_PATH}
+    _choose MIOPEN_USER_DB_PATH "/tmp/${USER:-user}-miopen-${SLURM_JOB_ID:-0}"
+    _choose MIOPEN_CUSTOM_CACHE_DIR "${MIOPEN_USER_DB_PATH-}"
 
     # --- threads: each task has 7 cores, the usable ones of one L3 region.
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${CPUS_PER_TASK:-7}}
+    _choose OMP_NUM_THREADS "${CPUS_PER_TASK:-7}"
 fi
 unset _net
+unset -f _choose
 
 # Readers of training data need no setting: they are threads (--num-workers), not processes, and nothing is forked after
 # the network is open, where a fork would hang.

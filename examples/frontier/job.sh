@@ -122,6 +122,8 @@ task_flags() {
         one) FLAGS+=(--gpus-per-task=1 --gpu-bind=closest) ;;
         all) FLAGS+=("--gpus-per-node=$TASKS_PER_NODE") ;;
     esac
+    # Slurm gives a step on one node no part of Slingshot, where the network plugin cannot start, unless it is asked to.
+    [[ $1 -gt 1 || ! -e ${SITE_NET_FOLDER:-/sys/class/net}/hsn0 ]] || FLAGS+=(--network=single_node_vni)
     local more
     read -r -a more <<<"${SITE_SRUN_FLAGS:-} ${SRUN_FLAGS:-}"
     FLAGS+=(${more[@]+"${more[@]}"})

@@ -239,6 +239,15 @@ def peak_tflops(device_name: str, dtype_name: str) -> float | None:
     return next((peaks.get(dtype_name) for part, peaks in _PEAKS if part.lower() in name), None)
 
 
+def device_unit(device_name: str) -> str:
+    """What a figure of one device is said to be per: each half of an MI250 is a device to programs, and called a GCD.
+
+    >>> device_unit("AMD Instinct MI250X"), device_unit("NVIDIA H100")
+    ('GCD', 'device')
+    """
+    return "GCD" if "MI250" in device_name else "device"
+
+
 def achieved_tflops(flops: float, seconds: float, devices: int) -> float:
     """TFLOP/s per device of `flops` that `devices` devices did in `seconds`."""
     return flops / (seconds * devices * _TERA)

@@ -51,6 +51,7 @@ _LINGER_S = 5.0  # how long the rank that serves the store stays for the others 
 # Up to so many ranks gloo connects at the start; more would take minutes. When it connects on demand, it waits without
 # end for a rank that died before the first message: there the launcher has to end the job (srun --kill-on-bad-exit).
 _FULL_MESH = 1024
+_STEP = "\t"  # in an answer to it, between the number of a step and its name
 _LEFT = "left"  # the answer to a roll call of a rank that ended by itself
 _ROLL, _INQUIRY, _STOP, _NOTHING = "roll", "inquiry", "stop", "nothing"  # what a call may be
 
@@ -61,6 +62,8 @@ class Rendezvous(Meeting):
     places                    "node:device" of every rank, in rank order
     flight, flight_file       this rank's flight recorder, and its node's file of them (None where none can be made)
     on_inquiry                called in a thread of its own with the number of an inquiry and a connection to the store
+    doing                     number and name of what this rank is in, of things that all ranks do one after the other,
+                              for a roll call; 0: its place in the code says more
     """
 
     def __init__(
@@ -78,13 +81,15 @@ class Rendezvous(Meeting):
         self._failed = False
         self._closed = False
         self._store_lost, self._held = False, False  # whether the connection to it is gone, or not free
-        self._alarm = threading.Event()  # another rank failed, or the store is gone
+        self._alarmed = False  # another rank failed, or the store is gone
+        self._alarm = threading.Event()  # the same, for who waits; set at the end of what is waited for, too
         self._call, self._deaf = 1, False  # the call that is waited for; whether no more are answered
         self._calls: Any = None  # the watcher's connection to the store
         self._heard, self._told = "", threading.Event()  # what a roll call brought to light, and that it has
         self.flight_file: FlightFile | None = None
         self.flight = FlightRecorder()
         self.on_inquiry: Callable[[int, Any], None] | None = None
+        self.doing = (0, "")
         self.judged = threading.Event()  # cleared while a watchdog finds out whether the job hangs
         self.judged.set()
 
@@ -160,7 +165,7 @@ class Rendezvous(Meeting):
             torch.cuda.set_device(self.device)
         # While gloo connects it waits five times the time limit for a rank that died, and cannot be interrupted.
         seconds = self.timeout.total_seconds() + ANSWER_S
-        bounded(self._start_torch, seconds, "torch.distributed did not start", self._alarm)
+        self.unless_failed(self._start_torch, seconds, "torch.distributed did not start")
 
     def _start_torch(self) -> None:
         if self.device.type == "cuda":
@@ -186,6 +191,17 @@ class Rendezvous(Meeting):
                 self._store_lost = True
                 raise LaunchError(f"{self._myself}: {self._store_gone()}") from error
         return self._places
+
+    def unless_failed(self, function: Callable[[], Any], seconds: float, failure: str) -> Any:
+        """`bounded`, which ends at once when another rank fails."""
+        self._alarm = threading.Event()
+        if self._alarmed:
+            self._alarm.set()
+        return bounded(function, seconds, failure, self._alarm)
+
+    def _sound_alarm(self) -> None:
+        self._alarmed = True
+        self._alarm.set()
 
     def fail(self, message: str) -> None:
         """Tell the others why this rank stops. Never raises."""
@@ -291,7 +307,7 @@ class Rendezvous(Meeting):
         for rank, answer in zip(ranks, self._values([f"answer/{rank}" for rank in ranks]), strict=True):
             where.setdefault(answer.decode(), []).append(rank)
         gone = where.pop(_LEFT, [])
-        found = [f"rank {compress_ranks(at)} in {place}" for place, at in where.items()]
+        found = [f"rank {compress_ranks(at)} in {place}" for place, at in _earliest(where).items()]
         found += [f"rank {compress_ranks(gone)} ended"] if gone else []
         # The others may only have stopped because this rank called.
         return f"no rank died; {', '.join(found[:_SHOWN])}; rank {self.launch.rank} was the first to see {seen}"
@@ -307,7 +323,7 @@ class Rendezvous(Meeting):
                     self._call += 1
             except RuntimeError:
                 self._store_lost = True
-                self._alarm.set()
+                self._sound_alarm()
 
         self._watcher = threading.Thread(target=listen, name="rendezvous", daemon=True)
         self._watcher.start()
@@ -318,8 +334,10 @@ class Rendezvous(Meeting):
         store.wait([key], _FOREVER)
         call = store.get(key).decode()
         if call == _ROLL:
-            store.set(f"answer/{self.launch.rank}", position(threading.main_thread().ident))
-            self._alarm.set()
+            number, name = self.doing
+            where = f"{number}{_STEP}{name}" if number else position(threading.main_thread().ident)
+            store.set(f"answer/{self.launch.rank}", where)
+            self._sound_alarm()
             self._listen_to_findings(store)
         elif call == _INQUIRY and self.on_inquiry is not None:
             self.on_inquiry(self._call, store)
@@ -400,3 +418,11 @@ class Rendezvous(Meeting):
         while self._serves_store and gone < launch.world_size - self._absentees and self._clock() < deadline:
             self._sleep(0.02)
             gone = self._store.add("left", 0)
+
+
+def _earliest(where: dict[str, list[int]]) -> dict[str, list[int]]:
+    """Places of ranks, without those who are in a later step than others: they wait for them."""
+    steps = {place: place.split(_STEP) for place in where if _STEP in place}
+    first = min((int(number) for number, _ in steps.values()), default=0)
+    late = [place for place, (number, _) in steps.items() if int(number) > first]
+    return {steps.get(place, [place])[-1]: ranks for place, ranks in where.items() if place not in late}

@@ -31,7 +31,7 @@ def finding_table(cluster: Cluster, seconds: Seconds = estimated_seconds) -> Tab
         return ", ".join(f"{name}: {value:.1f}" for name, value in values)
 
     stages = (8, 16, 32, 48)
-    return Table("findings without numbers", ("published", "varied", "predicted TFLOP/s"), [
+    return Table("findings without numbers", ("published", "varied", "predicted TFLOP/s per GCD"), [
         ("tensor parallelism belongs inside a node", "175B, PP 16, 640 sequences, TP",
          sweep((str(tp), rate("175b", tp, 16, 640)) for tp in (2, 4, 8, 16, 32))),
         ("more micro-batches raise throughput", "175B, TP 4 x PP 16, micro-batches",

@@ -111,7 +111,7 @@ def _throughput(model: Published) -> Comparison:
     gcds, sequences = model.replica_gcds, model.per_replica
     flops = paper_flops(sequences, SEQ_LENGTH, model.num_layers, model.hidden_size, VOCABULARY)
     return Comparison(
-        f"{model.name.upper()}: throughput", _layout(model, gcds, 1, sequences), model.tflops, "TFLOP/s",
+        f"{model.name.upper()}: throughput", _layout(model, gcds, 1, sequences), model.tflops, "TFLOP/s per GCD",
         (_argv(model, gcds, sequences),), lambda times: flops / (gcds * times[0] * 1e12),
     )
 
@@ -206,7 +206,7 @@ def implied_table(cluster: Cluster) -> Table:
     """What the published TFLOP/s ask of a device, with messages between stages hidden and not."""
     columns = (
         "model", "GCDs", "micro-batches", "step, s", "turn, ms", "TFLOP of the last stage", "all-reduces, ms",
-        "messages, ms", "TFLOP/s, messages hidden", "TFLOP/s, messages not hidden",
+        "messages, ms", "TFLOP/s per GCD, messages hidden", "TFLOP/s per GCD, messages not hidden",
     )  # fmt: skip
     found = []
     for model in published_models():

@@ -29,10 +29,10 @@ from megatron.engine.lr import LearningRateSchedule, WeightDecaySchedule
 from megatron.errors import ConfigError, LaunchError, LostRankError, MegatronError
 from megatron.model import formulas
 from megatron.model.gpt import build_chunks
-from megatron.parallel.flight import FlightRecorder
+from megatron.parallel.group_check import check_groups
 from megatron.parallel.launch import Launch, connect, detect_launch
 from megatron.parallel.rendezvous import Rendezvous
-from megatron.parallel.topology import DEFAULT_ORDER, Topology
+from megatron.parallel.topology import Topology
 from megatron.planning.checkpoint_size import checkpoint_bytes
 from megatron.training import devices
 from megatron.training.agreement import Agreement
@@ -92,8 +92,8 @@ def run_training(
         places = rendezvous.places if launch.rank == 0 else ()
         if launch.rank == 0:
             host = [*ranks.describe(), *(f"note: {notice}" for notice in rendezvous.notices), *host]
-        order = ranks.placing.rank_order
-        run = assemble(config, rendezvous.device, places, timeout, host, start, rendezvous.flight, order)
+        topology, lines = connect_groups(config, rendezvous, timeout, ranks.placing.rank_order)
+        run = assemble(config, topology, places, [*host, *lines], start)
         run.watchdog = build_watchdog(config, run.topology, rendezvous)
         if run.watchdog is not None:
             run.watchdog.before_leaving = partial(requeue_lost, run)
@@ -158,22 +158,33 @@ def set_up_host(config: Config, device: torch.device, launch: Launch) -> list[st
     return [devices.share_cores(device, launch.local_world_size), *lines]
 
 
-def assemble(
-    config: Config, device: torch.device, places: Sequence[str], timeout: timedelta | None = None,
-    host: Sequence[str] = (), start: Start | None = None, flight: FlightRecorder | None = None,
-    rank_order: str = DEFAULT_ORDER,
-) -> Run:
-    """This rank's parts of the run that `config` describes, over the initialised process group.
-
-    Rank 0 prints what the run is: layout, `host` (lines about ranks and processes), arguments, kernels, sizes. All
-    ranks give the same `rank_order` (see Layout). Raises MegatronError.
-    """
+def connect_groups(
+    config: Config, rendezvous: Rendezvous, timeout: timedelta, rank_order: str
+) -> tuple[Topology, list[str]]:
+    """The groups of the layout, each of which has worked once, and lines for the log. Raises LaunchError."""
     parallel = config.parallel
     untied = config.model.untie_embeddings_and_output_weights and not config.checkpoint.use_checkpoint_args
     topology = Topology.create(
-        parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, device=device, timeout=timeout,
-        tied_embeddings=not untied, flight=flight, order=rank_order,
+        parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, device=rendezvous.device,
+        timeout=timeout, tied_embeddings=not untied, flight=rendezvous.flight, order=rank_order,
     )  # fmt: skip
+    start = time.monotonic()
+    with topology.flight.phase("groups"):
+        # Before torch gives up, which knows less, or RCCL, which does not.
+        uses = check_groups(topology, rendezvous, _FIRST_SHARE * timeout.total_seconds(), parallel.num_chunks > 1)
+    took = f"groups: {uses} collectives and exchanges, the first of each, in {time.monotonic() - start:.2f} s"
+    return topology, [took] if uses else []
+
+
+def assemble(
+    config: Config, topology: Topology, places: Sequence[str] = (), host: Sequence[str] = (), start: Start | None = None
+) -> Run:
+    """This rank's parts of the run that `config` describes.
+
+    Rank 0 prints what the run is: layout, `host` (lines about ranks and processes), arguments, kernels, sizes. Raises
+    MegatronError.
+    """
+    device = topology.device
     torch.manual_seed(config.training.seed)
     reporter = Reporter(config, topology.rank)
     start = start or Start(Signals(enabled=False), time.monotonic(), SaveClaim(None))
@@ -357,7 +368,9 @@ def describe_setup(
 ) -> None:
     """Print where the run runs and with what settings."""
     reporter.say(topology.describe(places))
-    reporter.say(f" device: {devices.describe(topology.device)}, {config.precision.dtype_name}")
+    name = devices.describe(topology.device)
+    per = "; TFLOPs, MFU and HFU are per GCD" if formulas.device_unit(name) == "GCD" else ""
+    reporter.say(f" device: {name}, {config.precision.dtype_name}{per}")
     for line in host:
         reporter.say(f" {line}")
     reporter.say(render_config(config))

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron.data.folder_claim import FolderClaim
 from megatron.errors import ConfigError, MegatronError
+from megatron.model.formulas import device_unit
 from megatron.planning.experiments.runner import slurm_time_left_s
 from megatron.planning.search.show import Show
 from megatron.tuning.candidates import Enumeration, enumerate_candidates
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def _run(setup: Setup, args: argparse.Namespace) -> int:
-    live = Live(setup.objective, str(setup.out))
+    live = Live(setup.objective, str(setup.out), device=device_unit(setup.cluster.device if setup.cluster else ""))
     if args.dry_run:
         dry_run(setup, _enumerate(setup, live), Show(markdown=False))
         return 0
@@ -171,7 +172,8 @@ def _print_best(context: ReportContext, out: Path, paths: Sequence[Path]) -> Non
 
     console = make_console()
     if context.best is not None:
-        console.print(best_table(context.trials, context.objective, _TOP, console.width))
+        unit = device_unit(context.cluster.device if context.cluster else "")
+        console.print(best_table(context.trials, context.objective, _TOP, console.width, unit))
     for line in summary(context):
         say(f" tune: {line}")
     for trial in context.trials[:_FEW] if context.best is None else ():

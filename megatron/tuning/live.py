@@ -60,17 +60,17 @@ def make_console() -> Console:
 class Live:
     """Lines and, on a terminal, the table; `with` shows it. Also the Show of a session.
 
-    folder  of the tuner, for the places of logs
+    folder  of the tuner, for the places of logs; device: what a figure of one is said to be per
     """
 
     def __init__(
         self, objective: str, folder: str, console: Console | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic, device: str = "device",
     ) -> None:  # fmt: skip
         from rich.live import Live as RichLive
 
         self._console = console or make_console()
-        self._objective, self._folder = objective, folder
+        self._objective, self._folder, self._device = objective, folder, device
         self._live: RichLive | None = None
         if self._console.is_terminal:
             self._live = RichLive(console=self._console, auto_refresh=False, transient=True)
@@ -139,7 +139,7 @@ class Live:
 
         parts: list[RenderableType] = [Text("")]
         if view.best is not None:
-            parts.append(best_table(view.trials, self._objective, _TOP, self._console.width))
+            parts.append(best_table(view.trials, self._objective, _TOP, self._console.width, self._device))
         if view.running:
             parts.append(_running_table(view.running))
         parts.append(Text(progress(view, self._objective)))
@@ -163,17 +163,20 @@ def progress(view: View, objective: str) -> str:
     return ", ".join(said)
 
 
-def best_table(trials: Sequence[Trial], objective: str, top: int, width: int) -> Table:
+def best_table(
+    trials: Sequence[Trial], objective: str, top: int, width: int, device: str = "device"
+) -> Table:
     """The best layouts, with what the planner said of them: as many columns as fit into `width`."""
     from rich import box
     from rich.table import Table
 
     found = sorted((cost, one.number, one) for one in layouts_of(trials)
                    if (cost := cost_of(one, objective)) is not None)  # fmt: skip
-    rows = [_row(one, cost, found[0][0], objective) for cost, _, one in found[:top]]
-    heads = [name for name in _LEAST_FIRST if any(row.get(name) for row in rows)]
+    rows = [_row(one, cost, found[0][0], objective, device) for cost, _, one in found[:top]]
+    least_first = (f"TFLOP/s per {device}", *_LEAST_FIRST)
+    heads = [name for name in least_first if any(row.get(name) for row in rows)]
     while len(heads) > _FEWEST and _width(heads, rows) > width:
-        heads.remove(next(name for name in _LEAST_FIRST if name in heads))
+        heads.remove(next(name for name in least_first if name in heads))
     table = Table(title=f"best of {len(found)} layout(s) with valid figures", title_justify="left", box=box.SIMPLE_HEAD,
                   pad_edge=False)  # fmt: skip
     shown = [name for name in _row_order(rows) if name in heads]
@@ -187,13 +190,13 @@ def best_table(trials: Sequence[Trial], objective: str, top: int, width: int) ->
 
 # Columns, those first that a narrow terminal goes without.
 _LEAST_FIRST = (
-    "TFLOP/s", "GiB", "chosen by", "planned", "nodes", "spread", "s/step", "apart", "runs", "behind", *_HEADS.values(),
+    "GiB", "chosen by", "planned", "nodes", "spread", "s/step", "apart", "runs", "behind", *_HEADS.values(),
     "layout", "trial",
 )  # fmt: skip
 _FEWEST = 4
 
 
-def _row(layout: Layout, cost: float, best: float, objective: str) -> dict[str, str]:
+def _row(layout: Layout, cost: float, best: float, objective: str, device: str) -> dict[str, str]:
     result, candidate = layout.result, layout.candidate
     assert result.step_s is not None, "a layout with a cost has figures"
     memory = None if result.memory_bytes is None else result.memory_bytes / GIB
@@ -202,7 +205,7 @@ def _row(layout: Layout, cost: float, best: float, objective: str) -> dict[str, 
         "runs": f"{len(layout.runs)}" if len(layout.runs) > 1 else "", "apart": _part(layout.apart),
         "s/step": f"{result.step_s:.3f}", "planned": _number(candidate.step_s, ".3f"), "spread": _part(result.spread),
         _HEADS[objective]: amount(objective_value(cost, objective)), "behind": _part(behind(cost, best, objective)),
-        "TFLOP/s": _number(result.hardware_tflops, ".3g"), "GiB": _number(memory, ".2f"),
+        f"TFLOP/s per {device}": _number(result.hardware_tflops, ".3g"), "GiB": _number(memory, ".2f"),
     }  # fmt: skip
 
 

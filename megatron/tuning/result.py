@@ -107,12 +107,13 @@ def _flops(run: MeasuredRun, asked: Config) -> Iterator[str]:
     if not vocabulary:
         return
     of_a_sample = formulas.model_flops_per_token(asked.model, vocabulary) * asked.model.seq_length
+    unit = formulas.device_unit(run.device or "")
     for line in run.lines:
         own = formulas.achieved_tflops(of_a_sample * line.global_batch_size, line.step_s, run.world_size or 1)
         stated = line.model_tflops
         if stated is not None and abs(stated - own) > _ROUNDING * own:
             yield (
-                f"iteration {line.iteration}: says {stated:.4g} TFLOP/s per device, but {line.global_batch_size} "
+                f"iteration {line.iteration}: says {stated:.4g} TFLOP/s per {unit}, but {line.global_batch_size} "
                 f"sequences in {line.step_s:.4g} s are {own:.4g}"
             )
             return

@@ -61,8 +61,10 @@ def test_one_of_several_nodes_needs_no_network_plugin(tmp_path):
     (tmp_path / "net" / "hsn0").mkdir(parents=True)
     one = {"nodes": "a1,a2", "PREFLIGHT": "1", "NODES_NEEDED": "1", "SITE_NET_FOLDER": str(tmp_path / "net")}
     ended = run_script(tmp_path, TRAIN, *FLAGS, **one, STUB_srun=measured("a1 a2"))
-    assert ended.named("srun", MEASURE)[0].environ["NCCL_NET"] == "OFI"
+    (measure,) = ended.named("srun", MEASURE)
+    assert measure.environ["NCCL_NET"] == "OFI" and not [word for word in measure.words if "--network" in word]
     assert trained(ended).environ["NCCL_NET"] == "Socket"
+    assert trained(ended).value("--network") == "single_node_vni"  # what there is of it starts only so
     ended = run_script(tmp_path, TRAIN, *FLAGS, **one, NCCL_NET="mine", STUB_srun=measured("a1 a2"))
     assert trained(ended).environ["NCCL_NET"] == "mine"
 

@@ -78,6 +78,18 @@ def test_lumi_is_the_same_body():
     assert "--save /scratch/project_1/megatron-runs/" in last
 
 
+def test_lumis_network_is_another_one(tmp_path):
+    """A variable that LUMI's site file has empty is not in the environment of the job, unless somebody sets it."""
+    (tmp_path / "hsn0").mkdir()
+    text = f"source {LUMI} && source {FRONTIER}/env.sh && source {LUMI} && source {FRONTIER}/env.sh && env -0"
+    known = {"SITE_NET_FOLDER": str(tmp_path), "SBATCH_ACCOUNT": "project_1", "SLURM_JOB_NUM_NODES": "2"}
+    for given in ({}, {"NCCL_NET_GDR_LEVEL": "PHB", "FI_MR_CACHE_MONITOR": "kdreg2"}):
+        environ = dict(entry.split("=", 1) for entry in bash(text, **known, **given).stdout.split("\0") if "=" in entry)
+        found = {name: environ[name] for name in ("NCCL_NET_GDR_LEVEL", "FI_MR_CACHE_MONITOR") if name in environ}
+        assert found == (given or {"FI_MR_CACHE_MONITOR": "userfaultfd"})
+        assert environ["NCCL_CROSS_NIC"] == "1"
+
+
 def test_lumi_asks_for_its_own_account():
     done = bash(f"source {LUMI}")
     assert done.returncode == 2

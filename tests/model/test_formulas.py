@@ -171,3 +171,12 @@ def test_causal_attention_counts_the_pairs_that_the_mask_keeps() -> None:
     assert causal / full == pytest.approx(kept / 25)
     saved = model_flops_per_token(model) - model_flops_per_token(model, causal=True)
     assert saved == pytest.approx(3 * (full - causal))
+
+
+@pytest.mark.parametrize(("name", "unit"), [
+    ("AMD Instinct MI250X", "GCD"), ("MI250X GCD", "GCD"), ("AMD Instinct MI300X", "device"),
+    ("AMD Instinct MI210", "device"),
+    ("NVIDIA H100", "device"), ("", "device"),
+])  # fmt: skip
+def test_half_an_mi250_is_a_device_of_its_own(name: str, unit: str) -> None:
+    assert formulas.device_unit(name) == unit

@@ -334,7 +334,7 @@ def test_report_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     text = (out / "report.md").read_text()
     tables = [line for line in text.splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in tables[:3]}) == 1  # head, rule and row of the first table
-    assert "- tp-00001: OutOfMemory" in text
+    assert "- tp-00001: OutOfMemory" in text and set(re.findall(r"TFLOP/s per (\w+)", text)) == {"GCD"}
     for name in ("weak_scaling.png", "strong_scaling.png", "sweep_tensor_parallel_size.png"):
         assert f"![{name}]({name})" in text and (out / name).read_bytes().startswith(b"\x89PNG")
 

@@ -31,7 +31,7 @@ class Series:
     @property
     def devices(self) -> str:
         """What a process has, in words: GCDs where they are or the model is one of the paper's."""
-        gcds = self.published is not None or any("MI2" in (m.run.device or "") for m in self.members)
+        gcds = self.published is not None or any(m.device == "GCD" for m in self.members)
         return "GCDs" if gcds else "devices"
 
     @property

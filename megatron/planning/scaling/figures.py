@@ -68,6 +68,11 @@ class Figures:
     notes: tuple[str, ...] = ()
 
     @property
+    def device(self) -> str:
+        """What TFLOP/s are per."""
+        return formulas.device_unit(self.run.device or "")
+
+    @property
     def valid(self) -> bool:
         """Whether there are figures and nothing contradicts them."""
         return self.step_s is not None and not self.problems and self.run.failure is None
@@ -251,7 +256,7 @@ def _ceiling(found: Figures, judge: Judge, peak: float | None) -> Iterator[str]:
         ceiling, why = PLAUSIBLE_PART_OF_PEAK * peak, f"{PLAUSIBLE_PART_OF_PEAK:g} of the peak"
     rates = [v for v in (found.model_tflops, found.hardware_tflops, found.paper_tflops) if v is not None]
     if ceiling is not None and rates and max(rates) > ceiling:
-        yield f"{max(rates):.4g} TFLOP/s per device are more than {ceiling:.4g}, {why}"
+        yield f"{max(rates):.4g} TFLOP/s per {found.device} are more than {ceiling:.4g}, {why}"
 
 
 def _hidden_skips(run: MeasuredRun) -> Iterator[str]:
@@ -285,7 +290,7 @@ def _formula(found: Figures) -> Iterator[str]:
     # With k = 3 the formula counts three quarters of the vocabulary's operations (see formulas.paper_flops).
     low, high = own, own if run.get("recompute_granularity") == "full" else own * 4 / 3
     if stated > high * (1 + _FORMULA) or stated < low * (1 - _FORMULA):
-        yield f"prints {stated:.4g} TFLOP/s per device, but its sizes, batch and time make {own:.4g}"
+        yield f"prints {stated:.4g} TFLOP/s per {found.device}, but its sizes, batch and time make {own:.4g}"
 
 
 def _notes(found: Figures) -> Iterator[str]:

@@ -157,7 +157,7 @@ def _sweep(found: Sequence[Series], parameter: str) -> Any:
         everywhere += xs + [x for x, _ in _failures(series)]
     for known in {s.published for s in found} - {None}:
         assert known is not None
-        label = f"published, {known.name}: {part * known.tflops:.1f} TFLOP/s"
+        label = f"published, {known.name}: {part * known.tflops:.1f} TFLOP/s per GCD"
         axes.axhline(scale * part * known.tflops, color="#666666", linestyle=":", linewidth=1.2, label=label, zorder=1)
     tidy(axes)
     _doubling_axis(axes, everywhere)

@@ -93,7 +93,9 @@ def used_columns(series: Series) -> list[Column]:
 
 
 def _head(series: Series, column: Column) -> str:
-    return series.devices if column.name == "devices" else column.head
+    if column.name == "devices":
+        return series.devices
+    return f"{column.head} per {series.devices[:-1]}" if column.name in _SHARE else column.head
 
 
 def title(series: Series) -> str:
@@ -138,7 +140,7 @@ def as_markdown(everything: Sequence[Series], pictures: Sequence[str] = ()) -> s
 
 _MEANING = (
     "Medians over steady steps: after the warm-up, of the full batch, not skipped; spread is their range over it.",
-    "TFLOP/s are per device, on MI250X a GCD. Model FLOPs leave recomputation out, hardware FLOPs count it;",
+    "Model FLOPs leave recomputation out, hardware FLOPs count it;",
     "the paper's are 24 k B s L h^2 (1 + s/(6h) + V/(16 L h)), k = 4 with full recomputation and 3 without",
     "(arXiv 2312.12705), and the published figure beside them is theirs for this model. Efficiency is throughput per",
     "device over that of the smallest valid run of the table. Memory is the most that any rank held, and which it was;",

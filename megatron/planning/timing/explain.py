@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
+from megatron.model.formulas import device_unit
 from megatron.planning.channels import Channels
 from megatron.planning.rates import BACKWARD_OPERATIONS
 from megatron.planning.timing.clocked import crowding, rates_of, seconds_of
@@ -119,7 +120,7 @@ def _pass(found: Estimate, title: str, steps: Pass) -> Section:
     for message, count in Counter(messages(steps)).items():
         rows.append(_message(found, channels, message, count))
     rows.append(Row("computations of the pass", "sum of the products, attention and kernels above", _s(total)))
-    return Section(f"{title}, on one device", tuple(rows))
+    return Section(f"{title}, on one {device_unit(found.cluster.device)}", tuple(rows))
 
 
 def _computation(operation: Product | Attention | Memory, count: int, seconds: float) -> Row:
@@ -270,7 +271,7 @@ def _rates(found: Estimate) -> Section:
     ):  # fmt: skip
         each = flops / found.seconds / found.devices / 1e12
         formula = f"{flops:.5g} FLOPs / ({_s(found.seconds)} x {found.devices} devices)"
-        rows.append(Row(f"{name} TFLOP/s per device", formula, f"{each:.1f}"))
+        rows.append(Row(f"{name} TFLOP/s per {device_unit(found.cluster.device)}", formula, f"{each:.1f}"))
         if share is not None:
             rows.append(Row(f"{name[0].upper()}FU", f"{each:.1f} / {peak:g} TFLOP/s", f"{100 * share:.1f} %"))
     return Section("throughput", tuple(rows))

@@ -6,29 +6,11 @@ import re
 from collections.abc import Iterator, Mapping
 
 from megatron.parallel.environment import whole
+from megatron.preflight import network
 from megatron.preflight.check.findings import Finding, Place, error, note, warning
 from megatron.preflight.check.follow import SPOOL
 from megatron.preflight.check.subject import Subject
 
-# Slingshot with RCCL over the plugin aws-ofi-rccl: variable -> values that are known to work, the first to be taken.
-# OLCF, "PyTorch on Frontier"; HPE, "Running RCCL-Based Applications". None: any value.
-SLINGSHOT: Mapping[str, tuple[str, ...] | None] = {
-    "NCCL_NET": ("OFI", "AWS Libfabric"),
-    "NCCL_SOCKET_IFNAME": None,
-    "NCCL_CROSS_NIC": None,
-    "NCCL_NET_GDR_LEVEL": None,
-    "FI_MR_CACHE_MONITOR": ("kdreg2", "userfaultfd"),
-    "FI_CXI_DISABLE_HOST_REGISTER": ("1",),
-    "FI_CXI_DEFAULT_CQ_SIZE": None,
-    "FI_CXI_DEFAULT_TX_SIZE": None,
-    "FI_CXI_RX_MATCH_MODE": None,
-    "FI_CXI_RDZV_PROTO": None,
-}
-_USUAL = {
-    "NCCL_SOCKET_IFNAME": "hsn0,hsn1,hsn2,hsn3", "NCCL_CROSS_NIC": "1", "NCCL_NET_GDR_LEVEL": "PHB",
-    "FI_CXI_DEFAULT_CQ_SIZE": "131072", "FI_CXI_DEFAULT_TX_SIZE": "2048", "FI_CXI_RX_MATCH_MODE": "hybrid",
-    "FI_CXI_RDZV_PROTO": "alt_read",
-}  # fmt: skip
 _OTHER_MODULE_WORDS = ("unload", "list", "purge", "use", "rm", "del", "avail", "show", "reset")
 _PLUGIN = re.compile(r"rccl-net-plugin|aws-ofi-(rccl|nccl)")
 _ROCM = re.compile(r"(^|/)(rocm|amd(-mixed)?)(/|$)")
@@ -80,36 +62,53 @@ def check_ranks(s: Subject) -> Iterator[Finding]:
 
 
 def check_network(s: Subject) -> Iterator[Finding]:
-    """Variables of the network plugin, and the plugin."""
-    if not s.slingshot or not s.on_gpus:
+    """Variables of the network plugin, its version, and what Slurm is asked for."""
+    if not s.slingshot or not s.on_gpus or s.cluster is None:
         return
-    environ, nodes = s.training.environ, s.training.sizes.nodes
-    if nodes == 1:
+    environ = s.training.environ
+    given = [one.value for one in (s.job.options.get("network"), s.training.options.get("network")) if one is not None]
+    asked = ",".join([*given, environ.get("SLURM_NETWORK", "")]).split(",")  # Slurm adds them up
+    if s.training.sizes.nodes == 1:
         if environ.get("NCCL_NET") == "OFI":
             yield warning("network", "NCCL_NET=OFI on one node: the plugin does not start there. Use Socket",
-                          s.sources.find("NCCL_NET") or s.training.place)  # fmt: skip
+                          s.flag("NCCL_NET"))  # fmt: skip
+        if s.training.srun is not None and "single_node_vni" not in asked:
+            yield warning("network", "a step on one node gets no part of Slingshot, without which RCCL's plugin cannot "
+                          "start: give srun --network=single_node_vni", s.training.place)  # fmt: skip
         return
-    missing = [name for name in SLINGSHOT if not environ.get(name)]
-    if missing:
-        listed = " ".join(f"{name}={(SLINGSHOT[name] or (_USUAL[name],))[0]}" for name in missing)
-        worst = " Without NCCL_NET, RCCL takes TCP where the plugin is not loaded, and says nothing." if (
-            "NCCL_NET" in missing) else ""  # fmt: skip
-        yield warning("network", f"not set: {listed}.{worst} examples/frontier/env.sh sets them", s.training.place)
-    if environ.get("FI_MR_CACHE_MONITOR") == "memhooks":
-        yield error("network", "FI_MR_CACHE_MONITOR=memhooks deadlocks with RCCL: use kdreg2",
-                    s.sources.find("FI_MR_CACHE_MONITOR") or s.training.place)  # fmt: skip
-    for name, known in SLINGSHOT.items():
-        value = environ.get(name)
-        if value and known and value not in known and value != "memhooks":
-            yield warning("network", f"{name}={value}: known to work is {' or '.join(known)}",
-                          s.sources.find(name) or s.training.place)  # fmt: skip
+    yield from _check_variables(s, network.works_on(s.cluster))
+    modules = [word for event in s.followed.events if event.kind == "module" for word in event.words]
+    paths = [environ.get(name, "") for name in ("LOADEDMODULES", "LD_LIBRARY_PATH", "NCCL_NET_PLUGIN")]
+    for text in network.known_hangs(network.versions_in([*paths, *modules]), environ):
+        yield warning("network", text, s.training.place)
     if s.is_batch:
-        flag = s.job.options.get("network")
         alt = environ.get("FI_CXI_RDZV_PROTO") == "alt_read"
-        if alt != (flag is not None and "disable_rdzv_get" in flag.value):
+        if alt != ("disable_rdzv_get" in asked):
             have, lacks = ("FI_CXI_RDZV_PROTO=alt_read", "#SBATCH --network=disable_rdzv_get")[:: 1 if alt else -1]
             yield warning("network", f"{have} goes with {lacks}, which is absent: give both or "
                 f"none", s.place_in_job("network"))
+
+
+def _check_variables(s: Subject, works: Mapping[str, tuple[str, ...]]) -> Iterator[Finding]:
+    """`works`: values that are known to work on this machine (network.works_on)."""
+    environ = s.training.environ
+    missing = [name for name, values in works.items() if values and not environ.get(name)]
+    if missing:
+        listed = " ".join(f"{name}={works[name][0]}" for name in missing)
+        worst = " Without NCCL_NET, RCCL takes TCP where the plugin is not loaded, and says nothing." if (
+            "NCCL_NET" in missing) else ""  # fmt: skip
+        yield warning("network", f"not set: {listed}.{worst} examples/frontier/env.sh sets them", s.training.place)
+    for name in network.STRICT:
+        value, known = environ.get(name), works[name]
+        if value == "memhooks":
+            yield error("network", f"{name}=memhooks deadlocks with RCCL: use {known[0]}", s.flag(name))
+        elif value and value not in known:
+            yield warning("network", f"{name}={value}: known to work is {' or '.join(known)}", s.flag(name))
+    level = environ.get("NCCL_NET_GDR_LEVEL")
+    if level is not None:
+        found, advice = (note, "if start-up hangs, unset it") if works["NCCL_NET_GDR_LEVEL"] else (warning, "unset it")
+        yield found("network", f"NCCL_NET_GDR_LEVEL={level}: {network.GDR_LEVEL}: {advice}",
+                    s.flag("NCCL_NET_GDR_LEVEL"))  # fmt: skip
 
 
 def check_modules(s: Subject) -> Iterator[Finding]:

@@ -180,7 +180,8 @@ def directives(text: str, file: str) -> tuple[Parsed, list[int]]:
 
 
 def from_variables(environ: Mapping[str, str]) -> dict[str, Given]:
-    """What SBATCH_ variables give. A flag's variable counts where it is empty, yes or a number other than 0."""
+    """What SBATCH_ variables give. A flag's variable counts where it is empty, yes or a number other than 0; an empty
+    constraint or network takes back what the script asks for."""
     options = {}
     for variable, name in VARIABLES.items():
         value = environ.get(variable)
@@ -190,7 +191,7 @@ def from_variables(environ: Mapping[str, str]) -> dict[str, Given]:
             if not (value in ("", "yes") or (value.isdecimal() and int(value[:18]))):
                 continue
             value = ""
-        elif not value:
+        elif not value and name not in ("constraint", "network"):
             continue
         options[name] = Given(value, f"{variable}={value}", f"variable {variable}")
     return options

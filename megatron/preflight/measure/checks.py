@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from megatron.parallel.nodelist import compress_ranks
 from megatron.parallel.placing import visible_devices
 from megatron.preflight.measure.device import VISIBLE
 from megatron.preflight.measure.findings import Results
@@ -127,6 +128,18 @@ def describe(metric: str, value: float, limit: Limit) -> str:
         f"{WHAT[metric]} {value:.3g} {unit(metric)}, expected at least {limit.slow:.3g} ({limit.basis}; others "
         f"{limit.reference:.3g})"
     )
+
+
+def blame_groups(results: Results, kind: str, failed: Mapping[tuple[int, ...], str], hints: Iterable[str]) -> None:
+    """Groups whose first collective failed, and how: a group within a node is its node's fault, others are nobody's."""
+    for ranks, error in failed.items():
+        hosts = list(dict.fromkeys(results.places[rank].host for rank in ranks))
+        text = f"the first all-reduce of the {kind} group of ranks {compress_ranks(ranks)[:200]} fails: {error}"
+        if len(hosts) == 1:
+            results.accuse_host("network", hosts[0], text)
+        else:
+            named = ", ".join(hosts[:8]) + (f" and {len(hosts) - 8} more" if len(hosts) > 8 else "")
+            results.general.append("; ".join([f"{text} (on {named})", *hints]))
 
 
 def check_facts(results: Results, nvme: str, nvme_free_gib: float | None, skew_s: float) -> None:

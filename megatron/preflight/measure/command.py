@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from megatron.preflight.measure.conduct import Settings
 
 DESCRIPTION = """\
-Measure every device and node of an allocation, and the links between neighbours, with one process
-for each device as the training will have them:
+Measure every device and node of an allocation, the links between neighbours, and whether groups of
+ranks as a training has them come together, with one process for each device as the training has it:
 
     srun -N $N -n $((8 * N)) -c 7 --gpus-per-task=1 --gpu-bind=closest --kill-on-bad-exit=0 --wait=30 \\
         python tools/preflight.py measure --out logs/preflight
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=real(least=5), default=60.0, metavar="S",
         help="about how long it may take (default 60); the missing are given up after a third of it, unless others "
-             "still arrive",
+             "still arrive. A group that hangs takes a minute more",
     )  # fmt: skip
     parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl (RCCL) where there are devices")
     parser.add_argument(

@@ -1,22 +1,27 @@
-"""The order of a measurement: who came, what their devices do, what links carry. Rank 0 runs it.
+"""The order of a measurement: who came, what their devices do, what links carry, whether groups come together. Rank 0
+runs it.
 
 Each step asks only those that were healthy in the one before, since a collective hangs with one member that is not; a
 suspect is measured once more before it is accused; and a step's time limit is a share of what is left, so that time
-which a step did not need goes to those after it.
+which a step did not need goes to those after it. Groups are tried once: RCCL may leave nothing to try again with.
 """
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.parallel.launch import Launch
+from megatron.parallel.nodelist import compress_ranks
 from megatron.planning.cluster import Cluster
+from megatron.preflight import network
 from megatron.preflight.measure import checks, rules
 from megatron.preflight.measure.board import Conductor
 from megatron.preflight.measure.expected import Place, by_host, places_of_ranks
 from megatron.preflight.measure.findings import Results
+from megatron.preflight.measure.trial_groups import KINDS, group_of, trial_layout
 
 _MEETING = 1 / 3  # of all time: how long nobody is missed
 _PATIENCE_S = 5.0  # with ranks still arriving: so long, and twice the time of the last one
@@ -24,6 +29,11 @@ _END_S = 5.0
 _LEAST_S = 6.0  # RCCL takes some seconds to connect; better a little late than a healthy node accused
 _SPEEDS = ("host_gflops", "host_copy_gb_per_s", "gemm_tflops", "copy_gb_per_s", "stopped")
 _GIVE_UP_ROUNDS = 2  # more rounds of pairs for suspects
+
+
+def connect_limit_s(ranks: int) -> float:
+    """How long a group may take to connect: a sound start on two nodes of LUMI took 35 s (docs/frontier.md)."""
+    return 60.0 + ranks / 1000
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,7 @@ class Measurement:
         self._met = self._start
         self._hello: dict[int, dict[str, Any]] = {}
         self._gone: set[int] = set()  # ranks that gave no answer
+        self._versions: dict[str, str] = {}  # of the network's plugin and what is around it
         self.results = Results([], {})
 
     def run(self) -> Results:
@@ -77,6 +88,7 @@ class Measurement:
         self._devices()
         self._node_links()
         self._neighbours()
+        self._groups()
         self._look_at_missing()
         self.results.seconds = time.monotonic() - self._start
         return self.results
@@ -89,11 +101,17 @@ class Measurement:
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
-    def _ask(self, name: str, orders: Mapping[int, Mapping[str, Any]], limit_s: float) -> dict[int, dict[str, Any]]:
-        """Answers of a step; ranks that give none within the limit are accused and not asked again."""
+    def _ask(
+        self, name: str, orders: Mapping[int, Mapping[str, Any]], limit_s: float, patience_s: float = 0.0
+    ) -> dict[int, dict[str, Any]]:
+        """Answers of a step; ranks that give none within the limit are accused and not asked again.
+
+        patience_s  more than 0: those that take far longer than most are not given up before
+        """
         start = time.monotonic()
         timed = {id(order): {**order, "limit_s": limit_s} for order in orders.values()}
-        answers = self._conductor.ask({rank: timed[id(order)] for rank, order in orders.items()}, limit_s + 1.0)
+        orders = {rank: timed[id(order)] for rank, order in orders.items()}
+        answers = self._conductor.ask(orders, limit_s + 1.0, patience_s)
         waited_s = time.monotonic() - start
         for rank in sorted(set(orders) - set(answers)):
             self._gone.add(rank)
@@ -271,7 +289,7 @@ class Measurement:
         words: dict[int, str] = {}
         tested: set[frozenset[str]] = set()
         for number, pairs in enumerate(rounds):
-            limit_s = self._limit(1, len(rounds) - number)
+            limit_s = self._limit(1, len(rounds) - number + 1)
             self._measure_pairs(f"neighbours, round {number + 1}", pairs, limit_s, words)
             tested |= {frozenset(pair) for pair in pairs}
         values = {"pair_gb_per_s": {pair: value for pair, value in self.results.pairs.items() if value > 0}}
@@ -287,11 +305,12 @@ class Measurement:
                 more = [(hosts[0], hosts[1])]  # nobody else is there: at least a second time
             if not more:
                 break
-            self._measure_pairs(f"suspects, round {number + 1}", more, self._limit(2, 1), words)
+            self._measure_pairs(f"suspects, round {number + 1}", more, self._limit(2, 2), words)
             tested |= {frozenset(pair) for pair in more}
             verdict = rules.attribute(self.results.pairs, limit.slow)
         self._judge_pairs(verdict, limit)
         self._judge_network(words)
+        self.results.warnings += network.known_hangs(self._versions, os.environ)
 
     def _hosts_of(self, ranks: Iterable[int]) -> list[str]:
         found = {self.results.places[rank].host for rank in ranks}
@@ -319,6 +338,7 @@ class Measurement:
                         for answer in both_answers if answer)  # fmt: skip
             self.results.pairs[pair] = max(value, self.results.pairs.get(pair, 0.0))
         words |= {rank: answer["network"] for rank, answer in answers.items() if answer.get("network")}
+        self._versions = next((answer["versions"] for answer in answers.values() if "versions" in answer), {})
 
     def _judge_pairs(self, verdict: rules.Verdict, limit: rules.Limit) -> None:
         for rank in sorted(verdict.accused | verdict.unclear):
@@ -363,6 +383,29 @@ class Measurement:
                     f"between nodes half of all pairs of ranks reach at most {half:.3g} GB/s, which TCP gives too "
                     f"(up to {most.high:g}): the network plugin is not in use; {advice}"
                 )
+
+    # -- groups ----------------------------------------------------------------------------------------------------
+
+    def _groups(self) -> None:
+        """Each kind of group that a training has, on all good nodes, one after the other until one does not work."""
+        hosts = [self.results.hosts[host] for host in self.results.good_hosts]
+        ranks = sorted(rank for of in hosts for rank in of)
+        if len(ranks) < 2:
+            return
+        layout = trial_layout([len(of) for of in hosts])
+        sizes = [layout.tensor, layout.pipeline, layout.data]
+        for number, kind in enumerate(KINDS):
+            members = {rank: group_of(layout, kind, place) for place, rank in enumerate(ranks)}
+            order = {"task": "reduce", "kind": kind, "ranks": compress_ranks(ranks), "layout": sizes}
+            orders = {rank: order for rank in ranks if len(members[rank]) > 1}
+            limit_s = max(self._limit(1, len(KINDS) - 1 - number), connect_limit_s(len(ranks)))
+            answers = self._ask(f"groups, {kind}", orders, limit_s, patience_s=1.0) if orders else {}
+            found = {members[rank][0]: (rank, answer["error"]) for rank, answer in answers.items() if "error" in answer}
+            groups = ((tuple(ranks[place] for place in members[rank]), text) for rank, text in found.values())
+            failed = {group: text for group, text in groups if not self._gone.intersection(group)}  # else that is why
+            checks.blame_groups(self.results, kind, failed, network.hints(self._versions, os.environ))
+            if failed or self._gone.intersection(ranks):
+                return
 
     def _look_at_missing(self) -> None:
         """Ask a neighbour on the same node what has become of the processes that gave no answer, or never came."""

@@ -6,6 +6,7 @@ group fails, within the limit.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import tempfile
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from megatron.errors import LaunchError
 from megatron.parallel.report import bounded, host_name_is_local
 from megatron.preflight.measure.device import answers, finish
+from megatron.preflight.network import versions_in
 
 _ROUNDS = 5
 _ABORT_S = 3.0
@@ -74,11 +76,8 @@ class Groups:
         """Bandwidths of a group, or "error" and whether the device is "blocked" by what did not end."""
         found: dict[str, Any] = {}
 
-        def body() -> None:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
-            group = self.open(name, members, limit_s)
-            place, sizes = members.index(self._rank), SIZES[self._device.type]
+        def work(group: Any, place: int) -> None:
+            sizes = SIZES[self._device.type]
             if whole_node:
                 found["allreduce_gb_per_s"] = allreduce_bandwidth(group, place, len(members), self._device, limit_s)
             partner = place ^ 1
@@ -87,12 +86,36 @@ class Groups:
                 size = sizes.node_bytes if whole_node else sizes.pair_bytes
                 found["p2p_gb_per_s"] = p2p_bandwidth(group, place, partner, self._device, size, limit_s)
 
+        return found | self._attempt(name, members, limit_s, work)
+
+    def reduce(self, name: str, members: Sequence[int], limit_s: float) -> dict[str, Any]:
+        """Use a group once; "error" and "blocked" as above."""
+
+        def work(group: Any, place: int) -> None:
+            tensor = torch.ones(1024, device=self._device)
+            group.allreduce([tensor]).wait()
+            finish(self._device, limit_s)
+            if tensor[-1].item() != len(members):
+                raise RuntimeError(f"all-reduce of {len(members)} ones gave {tensor[-1].item():g}")
+
+        return self._attempt(name, members, limit_s, work)
+
+    def _attempt(
+        self, name: str, members: Sequence[int], limit_s: float, work: Callable[[Any, int], None]
+    ) -> dict[str, Any]:
+        """Do `work` with a new group and this rank's place in it; {} or what went wrong."""
+
+        def body() -> None:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+            work(self.open(name, members, limit_s), members.index(self._rank))
+
         try:
             bounded(body, limit_s, "the messages did not end")
         except (RuntimeError, LaunchError, ValueError) as error:
             text = (str(error).splitlines() or [type(error).__name__])[0][:200]
-            return {**found, "error": text, "blocked": self._recover()}
-        return found
+            return {"error": text, "blocked": self._recover()}
+        return {}
 
     def _recover(self) -> bool:
         """Give up what is under way; whether the device is of no use for further groups."""
@@ -164,11 +187,23 @@ def prepare_environment(one_node: bool, device: torch.device) -> Path | None:
     return log
 
 
-def network_name(log: Path | None) -> str:
-    """Which network RCCL or NCCL says that it uses ("Socket" is TCP); "" where it does not tell."""
+def network_of(log: Path | None) -> dict[str, Any]:
+    """"network": which one RCCL or NCCL says that it uses ("Socket" is TCP, "" not told); "versions" of its plugin and
+    of what is around it."""
     try:
         text = log.read_text(errors="replace") if log else ""
     except OSError:
-        return ""
+        text = ""
     found = re.findall(r"Using network (\S[^\n]*)", text)
-    return found[-1].strip() if found else ""
+    own = {"ROCm": torch.version.hip, "libfabric": _libfabric_version()}
+    versions = versions_in([text]) | {name: version for name, version in own.items() if version}
+    return {"network": found[-1].strip() if found else "", "versions": versions}
+
+
+def _libfabric_version() -> str:
+    """Of the library that a plugin has loaded into this process."""
+    try:
+        version: int = ctypes.CDLL("libfabric.so.1", mode=os.RTLD_NOLOAD).fi_version()
+    except (OSError, AttributeError):
+        return ""
+    return f"{version >> 16}.{version & 0xFFFF}"

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron.errors import ConfigError
+from megatron.model.formulas import device_unit
 from megatron.preflight.measure.findings import Results
 
 _ROWS = 40  # nodes in the table; of more, those with faults come first
@@ -91,8 +92,9 @@ def node_table(results: Results) -> Table:
     )  # fmt: skip
     table.add_column("node", no_wrap=True)
     table.add_column("ranks", justify="right")
-    for heading, *_ in columns:
-        table.add_column(heading, justify="right")
+    device = device_unit(next((rank["device_name"] for rank in known if "device_name" in rank), ""))
+    for heading, key, *_ in columns:
+        table.add_column(f"{heading} per {device}" if key == "gemm_tflops" else heading, justify="right")
     for heading in ("neighbours GB/s", "clock ms", "free GiB", ""):
         table.add_column(heading, justify="right" if heading else "left")
     slowest = _slowest_pairs(results)

@@ -12,8 +12,10 @@ import torch
 
 from megatron.errors import LaunchError, MegatronError
 from megatron.parallel.launch import Launch, select_device
+from megatron.parallel.nodelist import iterate_hosts
 from megatron.parallel.placing import Placing
 from megatron.parallel.report import bounded, device_name
+from megatron.parallel.topology import Layout
 from megatron.preflight.measure import device, facts, links
 from megatron.preflight.measure.board import (
     Conductor,
@@ -23,9 +25,10 @@ from megatron.preflight.measure.board import (
     job_part,
     serve_store,
 )
-from megatron.preflight.measure.conduct import Measurement, Settings
+from megatron.preflight.measure.conduct import Measurement, Settings, connect_limit_s
 from megatron.preflight.measure.expected import slurm_places
 from megatron.preflight.measure.findings import Results
+from megatron.preflight.measure.trial_groups import group_of
 
 _FACTS_S = 6.0  # a node's facts; a disk that hangs must not keep its rank
 
@@ -84,6 +87,19 @@ class Tasks:
 
     def group(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """Bandwidth of a group that this rank is a member of."""
+        members, whole_node = list(order["members"]), order["whole_node"]
+        found = self._in_group(lambda groups: groups.measure(order["name"], members, whole_node, order["limit_s"]))
+        return found if whole_node or "blocked_before" in found else {**found, **links.network_of(self._log)}
+
+    def reduce(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Whether a group of a layout of `ranks` connects: the one of this kind that this rank is in."""
+        ranks = [int(rank) for rank in iterate_hosts(f"[{order['ranks'].replace(' ', '')}]")]
+        places = group_of(Layout(*order["layout"]), order["kind"], ranks.index(self._launch.rank))
+        members = [ranks[place] for place in places]
+        name = f"{order['kind']}/{members[0]}"
+        return self._in_group(lambda groups: groups.reduce(name, members, order["limit_s"]))
+
+    def _in_group(self, work: Callable[[links.Groups], dict[str, Any]]) -> dict[str, Any]:
         assert self._device is not None, "a group is asked of ranks whose device is known"
         if self._blocked:
             return {"error": "an earlier message did not end", "blocked_before": True}
@@ -91,10 +107,9 @@ class Tasks:
             one_node = self._launch.on_one_node
             self._log = links.prepare_environment(one_node, self._device)
             self._groups = links.Groups(self._connect, self._launch.rank, self._device)
-        members, whole_node = list(order["members"]), order["whole_node"]
-        found = self._groups.measure(order["name"], members, whole_node, order["limit_s"])
+        found = work(self._groups)
         self._blocked = found.pop("blocked", False)
-        return found if whole_node else {**found, "network": links.network_name(self._log)}
+        return found
 
     def _connect(self) -> Any:
         return job_part(connect_store(self._launch, self._port, self._settings.seconds), self._launch)
@@ -134,7 +149,8 @@ def measure(
     Raises StoreLostError within about `settings.seconds` when rank 0 cannot be reached, or stops; LaunchError for
     launcher variables that contradict each other and for a port that is taken.
     """
-    total_s = 2 * settings.seconds + 20.0  # a meeting that is prolonged, all steps, and the ends of their limits
+    # A meeting that is prolonged, all steps, the ends of their limits, and a group that hangs.
+    total_s = 2 * settings.seconds + 20.0 + connect_limit_s(launch.world_size)
     if launch.rank:
         store = job_part(connect_store(launch, launch.master_port, settings.seconds), launch)
         tasks = make_tasks(launch, settings, launch.master_port)

@@ -113,6 +113,8 @@ IN_THE_HEAD: list[Mistake] = [
     ("FLAGS=(", "export WORLD_SIZE=8 RANK=\nFLAGS=(", "error", "ranks", "WORLD_SIZE=8"),
     ("FLAGS=(", "export FI_MR_CACHE_MONITOR=memhooks\nFLAGS=(", "error", "network", "memhooks"),
     ("FLAGS=(", "export NCCL_NET=Socket\nFLAGS=(", "warning", "network", "NCCL_NET=Socket"),
+    ("module load rocm", "export NCCL_NET_PLUGIN=/x/aws-ofi-rccl/lib/librccl-net.so\nmodule load libfabric/1.22.0 rocm",
+     "warning", "network", "libfabric 1.22.0"),
     ("FLAGS=(", "unset NCCL_NET FI_CXI_DEFAULT_CQ_SIZE\nFLAGS=(", "warning", "network", "srun -N"),
     ("#SBATCH --network=disable_rdzv_get\n", "", "warning", "network", "--open-mode"),
     ("module load rocm/7.1.1\nmodule load rccl-net-plugin", "module load rccl-net-plugin rocm/7.1.1", "error",
@@ -227,6 +229,30 @@ def test_what_is_no_mistake() -> None:
             assert old in script
             script = script.replace(old, new, 1)
         assert [f for f in check(script).findings if f.level != "note"] == []
+
+
+def about_network(report: Report) -> list[tuple[str, bool]]:
+    """What is said of the network: how grave, and whether it is of NCCL_NET_GDR_LEVEL."""
+    return [(f.level, "NCCL_NET_GDR_LEVEL=PHB" in f.text) for f in report.findings if f.about == "network"]
+
+
+def test_a_variable_that_one_machine_wants_and_another_must_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert about_network(check(SOUND)) == [("note", True)]
+    monkeypatch.setenv("SBATCH_NETWORK", "")  # as LUMI's site file has it
+    head = "export FI_MR_CACHE_MONITOR=userfaultfd FI_CXI_RDZV_PROTO=default\nsource"
+    text = SOUND.replace("source", head, 1)
+    assert about_network(check(text, cluster="lumi")) == [("warning", True)]
+    text = text.replace("export FI_MR", "export NCCL_NET_GDR_LEVEL= FI_MR")
+    assert about_network(check(text, cluster="lumi")) == []
+    text = text.replace("=userfaultfd", "=kdreg2")
+    assert about_network(check(text, cluster="lumi")) == [("warning", False)]
+
+
+def test_a_step_on_one_node_asks_for_the_network() -> None:
+    text = SOUND.replace("-N 2", "-N 1").replace("-n 16", "-n 8")
+    assert about_network(check(text)) == [("warning", False)]
+    assert about_network(check(text.replace("srun", "srun --network=single_node_vni"))) == []
+    assert about_network(check(text.replace("disable_rdzv_get", "disable_rdzv_get,single_node_vni"))) == []
 
 
 def test_flags_of_the_command_line_have_their_place_there() -> None:

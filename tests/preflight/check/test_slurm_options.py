@@ -80,6 +80,8 @@ def test_the_command_line_wins_over_variables_and_they_over_the_script() -> None
         "partition": "line", "time": "2", "qos": "script", "no-requeue": ""
     }  # fmt: skip
     assert from_variables({"SBATCH_NO_REQUEUE": "²"}) == from_variables({"SBATCH_NO_REQUEUE": "0"}) == {}
+    taken_back = from_variables({"SBATCH_NETWORK": "", "SBATCH_TIMELIMIT": ""})
+    assert {name: given.value for name, given in taken_back.items()} == {"network": ""}
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,8 @@ def test_a_good_allocation(tmp_path: Path) -> None:
         for one in found["hosts"][host]["ranks"].values():
             assert one["host_gflops"] == 60.0 and one["allreduce_gb_per_s"] > 0 and one["p2p_gb_per_s"] > 0
     assert sorted(pair[:2] for pair in found["pairs"]) == [[0, 2], [1, 3]]
+    groups = {step["step"]: step["answered"] for step in found["steps"] if step["step"].startswith("groups, ")}
+    assert groups == {"groups, tensor": 4, "groups, data": 4, "groups, model": 4, "groups, world": 4}
     assert all(bandwidth > 0 for *_, bandwidth in found["pairs"])
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.preflight.measure import facts
-from megatron.preflight.measure.links import network_name
+from megatron.preflight.measure.links import network_of
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -114,7 +114,8 @@ def test_a_process_is_found_by_the_variables_of_its_launcher(tmp_path: Path) -> 
 
 def test_the_last_network_that_rccl_names_counts(tmp_path: Path) -> None:
     log = tmp_path / "rccl.log"
-    log.write_text("n1:7:9 [0] NCCL INFO NET/OFI x\nn1:7:9 [0] NCCL INFO Using network Socket\n"
+    log.write_text("n1:7:9 [0] NCCL INFO NET/OFI Using aws-ofi-rccl 1.4.0\nn1:7:9 [0] NCCL INFO Using network Socket\n"
                    "n1:7:9 [0] NCCL INFO Using network AWS Libfabric\n")  # fmt: skip
-    assert network_name(log) == "AWS Libfabric"
-    assert network_name(tmp_path / "absent") == network_name(None) == ""
+    found = network_of(log)
+    assert (found["network"], found["versions"]["aws-ofi-rccl"]) == ("AWS Libfabric", "1.4.0")
+    assert network_of(tmp_path / "absent")["network"] == network_of(None)["network"] == ""

@@ -56,8 +56,9 @@ def test_a_healthy_allocation_has_no_findings() -> None:
     assert (results.findings, results.warnings, results.general) == ([], [], [])
     assert results.verdict(None) == (0, [f"frontier{k:05d}" for k in (1, 2, 3, 4)])
     assert results.exclude == ""
-    assert [task for task, _ in played.asked] == ["hello", "device", "group", "group", "group"]
+    assert [task for task, _ in played.asked] == ["hello", "device", "group", "group", "group", *["reduce"] * 8]
     assert len(results.pairs) == 32  # four neighbours in the ring, eight ranks each
+    assert "per GCD" in " ".join(str(column.header) for column in report.node_table(results).columns)
 
 
 def test_who_does_not_come_is_named_with_node_and_local_rank() -> None:
@@ -226,6 +227,43 @@ def test_the_network_plugin_is_missing_by_rccls_own_word() -> None:
     results, _ = measured(only(set(range(8)), "group", network="Socket"))
     assert not results.general
     assert results.bad_hosts == ["frontier00001"]
+
+
+def failing_group(kind: str, members: set[int]) -> Change:
+    """The group of this kind that has these ranks, and all that come after it, hang."""
+
+    def change(rank: int, order: Order, answer: Answer) -> Answer:
+        return {"error": "within 61 s"} if order.get("kind") == kind and rank in members else answer
+
+    return change
+
+
+def test_a_group_that_hangs_is_named_and_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 32 ranks, 2 x 4 x 4. The group of a node is its node's fault; nobody's is that of several, and nothing may
+    run."""
+    monkeypatch.setenv("NCCL_NET_GDR_LEVEL", "SYS")
+    results, played = measured(failing_group("data", {1, 3, 5, 7}))
+    assert accused(results) == [("network", "frontier00001", None)] and not results.general
+    assert all(words in results.findings[0].text for words in ("data", "1, 3, 5, 7", "61 s"))
+    assert [task for task, _ in played.asked].count("reduce") == 2
+    results, _ = measured(failing_group("pipeline", {0, 8, 16, 24}))
+    (text,) = results.general
+    assert all(words in text for words in ("pipeline", "0, 8, 16, 24", "frontier00003", "NCCL_NET_GDR_LEVEL=SYS"))
+    assert (results.findings, results.verdict(1)) == ([], (4, []))
+
+
+def test_who_dies_in_a_group_explains_it() -> None:
+    def change(rank: int, order: Order, answer: Answer) -> Answer | None:
+        return failing_group("world", set(range(32)))(rank, order, answer) if rank != 9 or "kind" not in order else None
+
+    results, _ = measured(change)
+    assert accused(results) == [("missing", "frontier00002", 1)] and not results.general
+
+
+def test_versions_that_are_known_to_hang_are_a_warning() -> None:
+    results, _ = measured(only(set(range(32)), "group", versions={"aws-ofi-rccl": "1.4.0", "libfabric": "1.22"}))
+    (warning,) = results.warnings
+    assert "libfabric 1.22" in warning and not results.findings
 
 
 @pytest.mark.parametrize(
