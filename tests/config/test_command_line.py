@@ -34,7 +34,7 @@ def test_last_of_a_repeated_flag_counts():
 
 def test_unknown_flags_get_a_suggestion():
     for argument, meant in (
-        ("--num-layer 4", "--num-layers"), ("--micro_batch_size 4", "--micro-batch-size"),
+        ("--num-layer 4", "--num-layers"), ("--micro-batch-siz 4", "--micro-batch-size"),
         ("--tensor-model 2", "--tensor-model-parallel-size"),  # a prefix that upstream would have accepted
         ("--pipeline-lay=3", "--pipeline-layout"), ("--tensor-parallel-size 2", "--tensor-model-parallel-size"),
         ("--deepspeed-confg x", "--deepspeed_config"),

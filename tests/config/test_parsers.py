@@ -86,10 +86,10 @@ def test_what_takes_no_value_takes_none():
 
 
 def test_underscores_and_dashes_are_the_same_in_them():
-    """As Primus writes its keys. A setting is not guessed at, but offered."""
+    """As Primus writes its keys, and some forks all flags."""
     assert notices_of(["--use_turbo_gemm", "true"])[0].startswith("--use_turbo_gemm true ")
     assert "--bf16" in problem_of(["--fp8_hybrid"])
-    assert "--micro-batch-size?" in problem_of(["--micro_batch_size", "2"])
+    assert parse_command_line([*RUN, "--log_interval", "7"], 1)[0].logging.log_interval == 7
 
 
 def test_no_flag_is_offered_that_is_refused():

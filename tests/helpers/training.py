@@ -28,7 +28,7 @@ _NOT_OF_THE_MODEL = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel", "tp_comm_overlap",
     "num_layers_per_virtual_pipeline_stage", "enable_zbh1_pipeline", "pipeline_layout", "rank_order", "zero_stage",
     "recompute", "gradient_accumulation_fusion", "bf16", "fp16", "initial_loss_scale", "loss_scale_window",
-    "hysteresis",
+    "hysteresis", "main_grads_dtype",
 )  # fmt: skip
 
 
