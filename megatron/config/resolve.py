@@ -11,6 +11,7 @@ _STAND_IN_ORIGIN = "default; a training run must give it"
 def resolve(settings: Settings) -> None:
     """Fill `settings.values` from what was given, the defaults, and what follows from them."""
     settings.fill_defaults()
+    settings.values["split"] = settings.values["split"].strip("'\"")  # Megatron-LM's examples quote it twice
     for name, value in _STAND_INS.items():
         if settings.values[name] is None and name not in settings.bad:
             settings.derive(name, value, _STAND_IN_ORIGIN)

@@ -39,6 +39,7 @@ class Settings:
     sequence_parallel: bool
     chunks: int
     direct_gradients: bool
+    fp16: bool
     sum_width: int
     deferring: bool
 
@@ -49,7 +50,7 @@ class Settings:
             model, config.recompute, 4 if config.precision.dtype_name == "float32" else 2,
             config.batch.micro_batch_size, parallel.tensor_model_parallel_size,
             parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1, _chunks(config),
-            config.kernels.gradient_accumulation_fusion, config.precision.gradient_bytes,
+            config.kernels.gradient_accumulation_fusion, config.precision.fp16, config.precision.gradient_bytes,
             parallel.schedule == "zb-h1" and parallel.pipeline_model_parallel_size > 1,
         )
 
@@ -132,7 +133,7 @@ class Layer:
         self.attention_dropout = model.attention_dropout
         self.drops = self.dropout or self.bias or after  # else norm and residual are one operator
         self.fused_norm = self.fused.rms_norm if model.normalization == "rmsnorm" else self.fused.layer_norm
-        self.same_format = self.sizes.residual == self.sizes.outside
+        self.same_format, self.fp16 = self.sizes.residual == self.sizes.outside, settings.fp16
         self.rope, self.share = model.position_embedding_type == "rope", _share(model)
         self.alibi = model.position_embedding_type == "alibi"
         self.samples, self.length = settings.micro_batch_size, model.seq_length
@@ -187,11 +188,13 @@ class Layer:
         return normed
 
     def norm_steps(self, tape: Tape) -> list[Block]:
-        """What an RMS norm of torch's operators, which are several, keeps beside its input: that in fp32, where it is
-        narrower, and the quotient before the weight is multiplied in."""
+        """What a norm of torch's operators keeps more than its input: an RMS norm that in fp32, where it is narrower, and
+        the quotient before the weight is multiplied in; a layer norm in fp16 its input in fp32 instead."""
         z = self.sizes
-        if self.model.normalization != "rmsnorm" or (self.fused_norm and self.same_format):
+        if self.fused_norm and self.same_format:
             return []
+        if self.model.normalization != "rmsnorm":
+            return [tape.take((4.0 / z.width - 1.0) * z.residual)] if self.fp16 and self.same_format else []
         wide = [tape.take(4.0 / z.width * z.residual)] if self.same_format and z.width < 4 else []
         return [*wide, tape.take(z.residual)]
 
