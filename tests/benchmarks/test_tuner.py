@@ -86,7 +86,9 @@ def test_a_layout_that_failed_once_has_the_truth_of_its_other_pass_and_one_that_
 def test_a_pass_is_read_from_the_trials_and_their_metrics(tmp_path: Path) -> None:
     candidates = made().candidates
     (tmp_path / "trials" / "0001").mkdir(parents=True)
-    records = [{"event": "start"}, *({"event": "iteration", "step_time_s": s} for s in (9.0, 8.0, 2.0, 3.0, 4.0))]
+    records = [{"event": "start", "iteration": 0}]
+    seconds = (9.0, 8.0, 2.0, 3.0, 4.0)
+    records += [{"event": "iteration", "iteration": i, "step_time_s": s} for i, s in enumerate(seconds)]
     (tmp_path / "trials" / "0001" / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
     trials = [
         Trial(1, candidates[5], "x", "trials/0001", result=Result(DONE, step_s=3.0)),

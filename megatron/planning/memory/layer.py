@@ -188,8 +188,8 @@ class Layer:
         return normed
 
     def norm_steps(self, tape: Tape) -> list[Block]:
-        """What a norm of torch's operators keeps more than its input: an RMS norm that in fp32, where it is narrower, and
-        the quotient before the weight is multiplied in; a layer norm in fp16 its input in fp32 instead."""
+        """What a norm of torch's operators keeps more than its input: an RMS norm that in fp32, where it is narrower,
+        and the quotient before the weight is multiplied in; a layer norm in fp16 its input in fp32 instead."""
         z = self.sizes
         if self.fused_norm and self.same_format:
             return []

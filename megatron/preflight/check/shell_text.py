@@ -51,7 +51,7 @@ class _Reader:
     def changed(self) -> str:
         """The text with its edits."""
         pieces, last = [], 0
-        for start, stop, text in sorted(self.edits, key=lambda edit: edit[0]):
+        for start, stop, text in sorted(self.edits, key=lambda edit: edit[:2]):
             pieces += [self.text[last:start], text]
             last = stop
         return "".join([*pieces, self.text[last:]])

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import subprocess
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron.preflight.check.shell_text import without_writes
@@ -21,6 +21,7 @@ def test_a_changed_text_is_still_bash() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@example("`\n`")
 @given(st.text("ab $(){}[]<>|&;'\"\\`#\n=!0", max_size=40))
 def test_any_text_is_read_to_its_end_and_keeps_its_lines(text: str) -> None:
     result = without_writes(text, 1, "/a'b")
