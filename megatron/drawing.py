@@ -39,8 +39,12 @@ def save(figure: Any, path: Path, *, dpi: int = 130, choose: str = "another --ou
     Folders are made. A file that was there is replaced once the new one is whole. Raises ConfigError where it cannot
     be written, or the ending is none of a picture; `choose` is what its user can choose instead.
     """
+    if path.name in ("", ".."):
+        raise ConfigError(f"{path}: it is a folder: choose {choose}")
     if not path.suffix:
         path = path.with_name(f"{path.name}.png")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path}: it is not a regular file: choose {choose}")
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,5 @@
-"""Files that others may have written: only regular ones are opened, so much is read and no more, and JSON is checked.
+"""Files that others may have put there: only regular ones are read, so much and no more, and JSON is checked; to write
+one never waits.
 
 A name may be a fifo, on which a reader waits for ever, or /dev/zero, which has no end. JSON may be nested deeper than
 Python's stack, or hold a number of millions of digits. Each ends in the caller's own kind of error.
@@ -10,9 +11,10 @@ import os
 import re
 import stat
 import tomllib
+from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron.errors import MegatronError
+from megatron.errors import ConfigError, MegatronError
 
 _DIGITS = 20  # of the longest whole number of 64 bits, its sign included
 _LONG = re.compile(rf"\d{{{_DIGITS}}}")
@@ -29,6 +31,21 @@ def open_regular(path: str | os.PathLike[str], *, error: type[MegatronError]) ->
     except (OSError, ValueError) as problem:  # ValueError: a name with a zero byte, or with what is no character
         raise error(f"cannot read {path}: {getattr(problem, 'strerror', None) or problem}") from problem
     raise error(f"cannot read {path}: it is not a regular file")
+
+
+def without_waiting(path: str, flags: int) -> int:
+    """Opens a file for writing, as an `opener` of open(); a pipe that nobody reads is an error instead of a wait."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+
+
+def write_text(path: Path, text: str, *, choose: str) -> Path:
+    """Write a text in UTF-8; the file. Raises ConfigError where that fails; `choose` is what its user can choose."""
+    try:
+        with open(path, "w", encoding="utf-8", newline="", opener=without_waiting) as file:
+            file.write(text)
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"{path}: {getattr(problem, 'strerror', None) or problem}: choose {choose}") from problem
+    return path
 
 
 def read_bytes(path: str | os.PathLike[str], limit_bytes: int, *, error: type[MegatronError]) -> bytes:

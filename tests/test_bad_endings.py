@@ -145,7 +145,8 @@ def test_a_fatal_signal_says_where_it_struck() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("MEGATRON_KERNELS_LIBRARY", "\udcff"), ("MEGATRON_KERNELS_LIBRARY", "a" * 5000),
+        ("MEGATRON_KERNELS_LIBRARY", "\udcff"),
+        ("MEGATRON_KERNELS_LIBRARY", "a" * 5000),
         ("GLOO_SOCKET_IFNAME", "\udcff"),
     ],
 )

@@ -52,7 +52,7 @@ def test_an_earlier_picture_stays_until_the_new_one_is_whole(tmp_path: Path, mon
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("name", ["loss.nothing", "file/loss.png", "folder.png"])
+@pytest.mark.parametrize("name", ["loss.nothing", "file/loss.png", "folder.png", ".."])
 def test_what_cannot_be_written(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "folder.png").mkdir()

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatron.errors import DataError
-from megatron.untrusted import is_count, is_file_name, parse_json, read_bytes, read_json, read_text
+from megatron.errors import ConfigError, DataError
+from megatron.untrusted import is_count, is_file_name, parse_json, read_bytes, read_json, read_text, write_text
 
 
 def test_regular_files_of_so_many_bytes(tmp_path: Path) -> None:
@@ -29,6 +29,15 @@ def test_nothing_else_is_read(tmp_path: Path, what: str) -> None:
     {"fifo": os.mkfifo, "folder": os.mkdir}.get(what, lambda p: None)(path)
     with pytest.raises(DataError):
         read_bytes(path, 1 << 40, error=DataError)
+
+
+@pytest.mark.parametrize("what", ["fifo", "folder", "absent/file", "zero\0byte", "n" * 300])
+def test_writing_never_waits(tmp_path: Path, what: str) -> None:
+    path = tmp_path / what
+    {"fifo": os.mkfifo, "folder": os.mkdir}.get(what, lambda p: None)(path)
+    with pytest.raises(ConfigError):
+        write_text(path, "text", choose="another file")
+    assert write_text(tmp_path / "file", "é\r\n", choose="another file").read_bytes() == b"\xc3\xa9\r\n"
 
 
 DEEP = 50

@@ -25,6 +25,7 @@ from megatron.planning.scaling.figures import Judge, figures
 from megatron.planning.scaling.render import as_csv, as_markdown, as_table, state
 from megatron.planning.scaling.runs import find_runs
 from megatron.training.failures import as_tool
+from megatron.untrusted import write_text
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -75,10 +76,10 @@ def write(series: Sequence[Series], out: Path, plots: bool) -> list[Path]:
 
             pictures = draw_all(series, out)
         report, table = out / "report.md", out / "report.csv"
-        report.write_text(as_markdown(series, [p.name for p in pictures]), encoding="utf-8")
-        table.write_text(as_csv(series), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--out {out}: {error.strerror or error}: choose a folder that can be written") from error
+    write_text(report, as_markdown(series, [p.name for p in pictures]), choose="another --out folder")
+    write_text(table, as_csv(series), choose="another --out folder")
     return [report, table, *pictures]
 
 

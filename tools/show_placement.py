@@ -35,6 +35,7 @@ from megatron.planning.placement import (
 )
 from megatron.planning.render import render_explanation, render_nodes
 from megatron.training.failures import as_tool
+from megatron.untrusted import without_waiting
 
 LEGEND = """naive: device i for local rank i; closest: devices as srun --gpu-bind=closest gives them to local ranks;
 best: the cheapest order of devices for this rank order; the others: further orders of devices"""
@@ -74,7 +75,7 @@ def write_table(path: Path, config: Config, placement: Placement) -> int:
     """Write a row for every rank, checked; the number of rows. Raises ConfigError for a file that cannot be written."""
     ranks = check_rank_table(rank_rows(config, placement), config.model.num_layers)
     try:
-        with path.open("w", newline="", encoding="utf-8") as file:
+        with open(path, "w", newline="", encoding="utf-8", opener=without_waiting) as file:
             writer = csv.writer(file)
             writer.writerow(COLUMNS)
             for row in rank_rows(config, placement):

@@ -64,6 +64,7 @@ _TAKEN: tuple[tuple[str, str, _Convert], ...] = (
     ("fp16.enabled", "fp16", _same),
     ("bf16.enabled", "bf16", _same),
     ("bfloat16.enabled", "bf16", _same),
+    ("data_types.grad_accum_dtype", "main_grads_dtype", _same),
 )
 _LOSS_SCALE: tuple[tuple[str, str, _Convert], ...] = (
     ("fp16.loss_scale", "loss_scale", _same),
@@ -76,7 +77,6 @@ _LOSS_SCALE: tuple[tuple[str, str, _Convert], ...] = (
 # Entries whose other values would change the numbers or need what this engine has not: (harmless values, what to do).
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "scheduler": ((None, {}), "remove it and use --lr, --lr-decay-style and --lr-warmup-iters"),
-    "data_types.grad_accum_dtype": ((None, "fp32", "float32"), "remove it: gradients always accumulate in fp32"),
     "zero_optimization.offload_optimizer.device": ((None, "none"), "remove it: there is no offloading"),
     "zero_optimization.offload_param.device": ((None, "none"), "remove it: there is no offloading"),
     "zero_optimization.cpu_offload": ((False, None), "remove it: there is no offloading"),
@@ -113,10 +113,9 @@ _OWN: Mapping[str, str] = {
     "zero_allow_untested_optimizer": "the engine sets it",
     "zero_force_ds_cpu_optimizer": "the engine sets it",
     "managed_gradient_accumulation": "the pipeline executor accumulates",
-    "communication_data_type": "gradients are reduced in fp32",
-    "data_types": "gradients accumulate in fp32",
-    "prescale_gradients": "gradients are reduced in fp32",
-    "gradient_predivide_factor": "gradients are reduced in fp32",
+    "communication_data_type": "gradients are reduced in the format of their sums, --main-grads-dtype",
+    "prescale_gradients": "gradients are scaled by the loss, before they are summed",
+    "gradient_predivide_factor": "gradients are scaled by the loss, before they are summed",
     "fp16": "the engine sets it",
     "bf16": "the engine sets it",
     "bfloat16": "the engine sets it",

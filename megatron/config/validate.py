@@ -318,12 +318,12 @@ def _weight_decay(v: dict[str, Any]) -> Iterator[str]:
 # ---- precision, recomputation, data, checkpoints, tokenizer
 
 
-@check("fp16", "bf16")
+@check("fp16", "bf16", "main_grads_dtype")
 def _precision(v: dict[str, Any]) -> Iterator[str]:
     if v["fp16"] and v["bf16"]:
         yield "--fp16 and --bf16 contradict each other: choose one"
-    if not v["accumulate_allreduce_grads_in_fp32"]:
-        yield "accumulate_allreduce_grads_in_fp32 cannot be turned off: gradients always accumulate in fp32"
+    if v["main_grads_dtype"] == "bf16" and not v["bf16"]:
+        yield "--main-grads-dtype bf16 needs --bf16: gradients of other formats are summed in fp32"
 
 
 @check("initial_loss_scale", "min_loss_scale")

@@ -325,7 +325,7 @@ class FileLock:
 
 def temporary_name(path: Path) -> Path:
     """A hidden name beside `path` that says which process uses it, so that others know when it is of no more use."""
-    return path.with_name(f".{path.name}.{Owner.this_process().stamp}-{secrets.token_hex(2)}.tmp")
+    return path.parent / f".{path.name}.{Owner.this_process().stamp}-{secrets.token_hex(2)}.tmp"
 
 
 @contextlib.contextmanager

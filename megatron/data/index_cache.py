@@ -64,8 +64,11 @@ class CacheEntry:
 
     def load(self) -> Arrays | None:
         """The arrays, mapped; None when one is missing or damaged."""
+        paths = {part: self.part_path(part) for part in self.parts}
         try:
-            return {part: np.lib.format.open_memmap(self.part_path(part), mode="r") for part in self.parts}
+            if not all(path.is_file() for path in paths.values()):  # a pipe would be waited at
+                return None
+            return {part: np.lib.format.open_memmap(path, mode="r") for part, path in paths.items()}
         except Exception:  # a damaged header can raise anything, down to errors of Python's parser
             return None
 

@@ -8,7 +8,7 @@ CATEGORIES = ("weights", "master", "moments", "gradients", "activations", "logit
 """weights      of forward and backward
 master       fp32 weights of the optimizer; nothing in fp32, where the weights are it
 moments      the optimizer's state
-gradients    fp32 sums
+gradients    sums in fp32 or bf16
 activations  made in a forward pass and not yet freed by a backward pass, what it needs only for itself included
 logits       of a chunk of tokens, and their gradient
 buffers      messages between pipeline stages, and the micro-batches

@@ -160,7 +160,7 @@ def _sort(memory: Memory, engine: Engine, chunks: torch.nn.ModuleDict) -> None:
     for p in chunks.parameters():
         whose = f"of {sharding_of(p).name} and others"
         total: torch.Tensor = p.gradient_sink.total  # type: ignore[attr-defined]
-        memory.move([total], "gradients", f"fp32 gradient sums {whose}")
+        memory.move([total], "gradients", f"gradient sums {whose}")
         memory.move([p], "weights", f"weights {whose}")
 
 

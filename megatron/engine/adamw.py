@@ -20,6 +20,7 @@ class FusedAdamW(Untraced, torch.optim.Optimizer):
     out. State: `exp_avg` and `exp_avg_sq`, fp32. A state_dict of torch.optim.AdamW can be loaded.
 
     copies          {parameter: 16-bit tensor of its shape}: gets the new weights in the same pass
+    gradients       {parameter: gradient} in place of .grad, which has the parameter's format
     gradient_scale  asked once per step for the factor of all gradients, e.g. of clipping; None: 1
     """
 
@@ -29,12 +30,14 @@ class FusedAdamW(Untraced, torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
         self.copies: dict[torch.Tensor, torch.Tensor] = {}
+        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         self.gradient_scale: Callable[[], float] | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         # What connects it with other objects is not in a copy.
         self.__dict__.setdefault("copies", {})
+        self.__dict__.setdefault("gradients", {})
         self.__dict__.setdefault("gradient_scale", None)
         for group in self.param_groups:
             for option in ("maximize", "amsgrad"):
@@ -63,10 +66,13 @@ class FusedAdamW(Untraced, torch.optim.Optimizer):
         """Those with a gradient, together as one launch can take them: by device and types."""
         kinds: dict[Any, list[torch.Tensor]] = {}
         for p in parameters:
-            if p.grad is not None:
+            if (gradient := self._gradient(p)) is not None:
                 copy = self.copies.get(p)
-                kinds.setdefault((p.device, p.grad.dtype, None if copy is None else copy.dtype), []).append(p)
+                kinds.setdefault((p.device, gradient.dtype, None if copy is None else copy.dtype), []).append(p)
         return list(kinds.values())
+
+    def _gradient(self, p: torch.Tensor) -> torch.Tensor | None:
+        return self.gradients.get(p, p.grad)
 
     def _update(self, group: dict[str, Any], parameters: list[torch.Tensor], scale: float) -> None:
         states = [self.state[p] for p in parameters]
@@ -76,7 +82,7 @@ class FusedAdamW(Untraced, torch.optim.Optimizer):
                     state[name] = torch.zeros_like(p)
         beta1, beta2 = group["betas"]
         adamw_(
-            parameters, [p.grad for p in parameters if p.grad is not None], [s["exp_avg"] for s in states],
+            parameters, [g for p in parameters if (g := self._gradient(p)) is not None], [s["exp_avg"] for s in states],
             [s["exp_avg_sq"] for s in states], [self.copies[p] for p in parameters if p in self.copies], lr=group["lr"],
             beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"], step=group["step"],
             gradient_scale=scale,

@@ -21,7 +21,7 @@ from megatron.parallel.topology import Group
 class Bucket:
     """One parameter group as flat tensors, all laid out alike; only the end is padding, and zero.
 
-    gradients  fp32 sums  # [n]
+    gradients  sums, in fp32 or bf16  # [n]
     weights    the weights of forward and backward, which the parameters are views of  # [n]
     rank       this rank's place among those that share the bucket, of `ranks`
     """

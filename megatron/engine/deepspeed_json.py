@@ -13,8 +13,8 @@ def deepspeed_json(config: Any, partition_size: int, elements: int) -> dict[str,
     partition_size  ranks over which DeepSpeed partitions the optimizer
     elements        parameters of this rank; no communication buffer is larger than they need
 
-    Gradients accumulate and travel in fp32. Batch sizes are bookkeeping only: the Engine decides when to step. The
-    loss scale given here is a stand-in for the Engine's own.
+    What is said here of batch sizes, of the format of gradients and of the loss scale are stand-ins: the Engine has
+    its own.
     """
     batch, engine, precision = config.batch, config.engine, config.precision
     accumulation = max(1, batch.global_batch_size // (batch.micro_batch_size * partition_size))

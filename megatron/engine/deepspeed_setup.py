@@ -71,8 +71,11 @@ def import_deepspeed(device: Any = "cpu") -> Any:
     return deepspeed
 
 
-def start_engine(deepspeed: Any, topology: Topology, **arguments: Any) -> Any:
+def start_engine(deepspeed: Any, topology: Topology, *, sums: torch.dtype = torch.float32, **arguments: Any) -> Any:
     """deepspeed.initialize(**arguments) over the running process group; returns the DeepSpeedEngine.
+
+    sums  the format of BF16_Optimizer's gradient sums. In a configuration with bf16 sums DeepSpeed would take another
+          optimizer, so that the configuration always says fp32.
 
     Raises ConfigError for settings of --deepspeed_config that DeepSpeed refuses.
     """
@@ -81,6 +84,11 @@ def start_engine(deepspeed: Any, topology: Topology, **arguments: Any) -> Any:
     if index is None:
         index = torch.cuda.current_device() if device.type == "cuda" else 0
     bf16 = importlib.import_module("deepspeed.runtime.bf16_optimizer")
+    optimizer_init = bf16.BF16_Optimizer.__init__
+
+    def init_with_sums(self: Any, *args: Any, **options: Any) -> None:
+        optimizer_init(self, *args, **(options | {"grad_acc_dtype": sums}))
+
     accelerator = deepspeed.accelerator.get_accelerator()
     # DeepSpeed refuses fp16 on a processor without instructions for it; torch computes it on any, only slower.
     fp16_supported = accelerator.is_fp16_supported if device.type == "cuda" else (lambda: True)
@@ -88,6 +96,7 @@ def start_engine(deepspeed: Any, topology: Topology, **arguments: Any) -> Any:
         _quiet(),
         _rank_variables(topology),
         _replaced(bf16, "see_memory_usage", lambda *_, **__: None),
+        _replaced(bf16.BF16_Optimizer, "__init__", init_with_sums),
         _replaced(accelerator, "is_fp16_supported", fp16_supported),
         _no_collections(),
     ):

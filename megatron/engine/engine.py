@@ -61,7 +61,7 @@ class StepResult:
 
 
 class Engine:
-    """ZeRO stage 1 or 0, in fp32, bf16 or fp16, with fp32 gradients and master weights.
+    """ZeRO stage 1 or 0, in fp32, bf16 or fp16, with fp32 master weights and gradient sums in fp32 or bf16.
 
     config    reads .batch, .engine, .optimizer, .precision and, where they are there, .kernels, .logging, .parallel
     chunks    this rank's model, with fp32 parameters that carry a Sharding each; they become fp16 or bf16 here
@@ -108,8 +108,9 @@ class Engine:
         deepspeed = import_deepspeed(topology.device)
         self._basic = self._build_optimizer(config, groups)
         settings = deepspeed_json(config, mpu.partition.size, sum(p.numel() for p in ordered))
+        sums = torch.bfloat16 if config.precision.gradient_bytes == 2 else torch.float32
         self._engine = start_engine(
-            deepspeed, topology, model=chunks, optimizer=self._basic, config=settings, mpu=mpu
+            deepspeed, topology, sums=sums, model=chunks, optimizer=self._basic, config=settings, mpu=mpu
         )
         self._optimizer = self._engine.optimizer
         self._take_over()
@@ -218,7 +219,7 @@ class Engine:
         self._gradients.collect()
 
     def gradient(self, p: torch.nn.Parameter) -> torch.Tensor:
-        """The fp32 gradient sum of a parameter since the last step, loss scale included, before any reduction.
+        """The gradient sum of a parameter since the last step, loss scale included, before any reduction.
 
         With overlap_grad_reduce the reduction begins during the backward passes: then nothing is promised after them.
         """

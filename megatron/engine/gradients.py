@@ -1,4 +1,4 @@
-"""Gradients between the backward passes and the optimizer's step: fp32 sums in flat buckets, reduced over ranks.
+"""Gradients between the backward passes and the optimizer's step: sums in flat buckets, reduced over ranks.
 
 Every parameter carries a sink into its bucket (megatron.parallel.sink). A bucket that is complete is sent to its
 owners while the backward pass goes on. Several ranks of a model-parallel group may hold terms of one sum; those are
@@ -124,7 +124,7 @@ class Gradients:
     # -- between backward passes and the optimizer's step --------------------------------------------------------------
 
     def of(self, p: torch.nn.Parameter) -> torch.Tensor:
-        """The fp32 gradient sum of `p` in its shape, zeros where nothing came; meaningless once it was sent."""
+        """The gradient sum of `p` in its shape, zeros where nothing came; meaningless once it was sent."""
         return self._sinks[p].complete()
 
     @torch.no_grad()

@@ -98,6 +98,10 @@ class ZeroStep:
             outer.update_lp_params = _nothing
             parts = [bucket.own(bucket.weights) for bucket in self.buckets]
             self._inner.copies = dict(zip(self._masters, parts, strict=True))
+            if outer.grad_acc_dtype != torch.float32:  # for others DeepSpeed makes copies in fp32
+                gradients = [bucket.own(bucket.gradients) for bucket in self.buckets]
+                self._inner.gradients = dict(zip(self._masters, gradients, strict=True))
+                outer.fp32_groups_gradient_flat_partition = []
 
     def _prepare_others(self) -> None:
         outer = self._outer
@@ -204,15 +208,15 @@ _BLOCK = 1 << 16
 
 
 def square(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The sum of squares of flat fp32 tensors, by torch.
+    """The sum of squares of flat tensors, by torch.
 
     Squares of blocks are added up in fp32 and the blocks in fp64: all in fp64 takes torch eighteen times as long.
     """
     norms = []
     for t in tensors:
         whole = len(t) // _BLOCK * _BLOCK
-        norms.append(torch.linalg.vector_norm(t[:whole].view(-1, _BLOCK), dim=1))
-        norms.append(torch.linalg.vector_norm(t[whole:]).view(1))
+        norms.append(torch.linalg.vector_norm(t[:whole].view(-1, _BLOCK), dim=1, dtype=torch.float32))
+        norms.append(torch.linalg.vector_norm(t[whole:], dtype=torch.float32).view(1))
     return torch.cat(norms).double().square().sum().float()
 
 

@@ -32,7 +32,7 @@ def file_name(launch: Launch) -> str:
     told = f"{launch.master_port}-{launch.job}-{launch.node}"
     name = re.sub(r"[^\w.-]", "_", told)
     if len(name) > _LONGEST:
-        name = f"{name[:_LONGEST]}-{zlib.crc32(told.encode()):08x}"
+        name = f"{name[:_LONGEST]}-{zlib.crc32(os.fsencode(told)):08x}"
     return f"megatron-{os.getuid()}-{name}.flight"
 
 

@@ -89,7 +89,7 @@ class Launch:
 
     def store_prefix(self, purpose: str) -> str:
         """With which the keys of this job begin. Without its token nobody names a key that its processes read."""
-        secret = hashlib.sha256(self.token.encode()).hexdigest()[:32] if self.token else ""
+        secret = hashlib.sha256(os.fsencode(self.token)).hexdigest()[:32] if self.token else ""
         return f"{purpose}/{secret}/{self.job}/{self.world_size}"
 
     def environment(self) -> dict[str, str]:
@@ -176,7 +176,7 @@ def _slurm_job(env: Variables) -> str:
 
 def _port(env: Variables, job: str) -> int:
     """MASTER_PORT, or a port that two runs on one host hardly share."""
-    return env.number("MASTER_PORT", _FIRST_PORT + zlib.crc32(job.encode()) % _PORTS)
+    return env.number("MASTER_PORT", _FIRST_PORT + zlib.crc32(os.fsencode(job)) % _PORTS)
 
 
 def _is_srun_task(env: Variables) -> bool:

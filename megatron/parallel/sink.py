@@ -1,6 +1,6 @@
 """Where the gradient sum of a parameter grows.
 
-An optimizer that keeps fp32 sums hangs a `GradientSink` on each parameter. A layer that makes a weight gradient itself
+An optimizer that keeps the sums hangs a `GradientSink` on each parameter. A layer that makes a weight gradient itself
 adds it there and returns None to autograd, so that no second tensor of the weight's size lives and nobody walks over
 all parameters after a backward pass. A parameter without a sink, or with one that is not `direct`, gets its gradient
 from autograd as ever; in the second case the sink's owner takes it from `.grad`.
@@ -38,9 +38,9 @@ def _adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class GradientSink:
-    """The fp32 gradient sum of one parameter.
+    """The gradient sum of one parameter.
 
-    total   fp32, in the parameter's shape; a view of whatever the optimizer reduces and reads
+    total   fp32 or bf16, in the parameter's shape; a view of whatever the optimizer reduces and reads
     added   called with the parameter after each complete contribution, e.g. to count those of a bucket
     direct  layers may add here; False leaves the way through autograd (--no-gradient-accumulation-fusion)
 
@@ -52,7 +52,9 @@ class GradientSink:
         self, parameter: torch.nn.Parameter, total: torch.Tensor,
         added: Callable[[torch.nn.Parameter], None] | None = None, direct: bool = True,
     ) -> None:
-        assert total.dtype == torch.float32 and total.shape == parameter.shape, "a sum is fp32 in the weight's shape"
+        assert total.dtype in (torch.float32, torch.bfloat16) and total.shape == parameter.shape, (
+            "a sum is in fp32 or bf16, and in the weight's shape"
+        )
         self.parameter = parameter
         self.total = total
         self.added = added
@@ -86,9 +88,9 @@ class GradientSink:
         `last` False: more parts of this pass' contribution follow.
         """
         total, keep = self.total.view(dy.shape[-1], x.shape[-1]), 0.0 if self.fresh else 1.0
-        if dy.dtype == torch.float32:
+        if dy.dtype == total.dtype:
             torch.addmm(total, dy.t(), x, beta=keep, out=total)
-        elif _adds_in_fp32(dy.device, dy.dtype):
+        elif total.dtype == torch.float32 and _adds_in_fp32(dy.device, dy.dtype):
             torch.addmm(total, dy.t(), x, out_dtype=torch.float32, beta=keep, out=total)
         else:
             self._add_by_rows(total, dy, x)
@@ -116,6 +118,9 @@ class GradientSink:
     def add_rows(self, rows: torch.Tensor, values: torch.Tensor) -> None:
         """Add values [n, width] to the rows [n] of a table's gradient; a row may occur several times."""
         total, values = self.complete(), values.to(torch.float32)
+        if total.dtype != torch.float32:
+            rows, values = _summed_by_row(rows, values)
+            values = values.to(total.dtype)
         # Each of the two adds in a fixed order on one kind of device only (torch.use_deterministic_algorithms); a
         # resumed run must repeat the bits of one that was not interrupted.
         if total.device.type == "cpu":
@@ -128,6 +133,21 @@ class GradientSink:
         self.fresh = False
         if self.added is not None:
             self.added(self.parameter)
+
+
+def _summed_by_row(rows: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [n] and values [n, width] with the same sum for each row, in one of its places; what is left over is zeros
+    for row 0. So a sum in 16 bit is rounded once. Nothing waits for the device."""
+    ordered, order = rows.sort(stable=True)
+    begins = torch.ones_like(ordered, dtype=torch.bool)
+    begins[1:] = ordered[1:] != ordered[:-1]
+    place = begins.cumsum(0) - 1
+    sums = torch.zeros_like(values)
+    if values.device.type == "cpu":
+        sums.index_add_(0, place, values[order])
+    else:
+        sums.index_put_((place,), values[order], accumulate=True)
+    return torch.zeros_like(rows).index_copy_(0, place, ordered), sums
 
 
 def sink_of(parameter: torch.Tensor) -> GradientSink | None:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from megatron.errors import ConfigError
 from megatron.pipeline.clock import PipelineRun, timeline
 from megatron.pipeline.instructions import Op
 from megatron.pipeline.simulate import Span
+from megatron.untrusted import without_waiting
 
 NAMES = {
     Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.BACKWARD_INPUT: "backward of inputs",
@@ -30,7 +32,9 @@ def write_trace(run: PipelineRun, path: Path) -> None:
     lanes = timeline(run).ranks
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with gzip.open(path, "wt", compresslevel=4) if path.suffix == ".gz" else path.open("w") as file:
+        with open(path, "wb", opener=without_waiting) as raw, (
+            gzip.open(raw, "wt", compresslevel=4) if path.suffix == ".gz" else io.TextIOWrapper(raw, "utf-8")
+        ) as file:
             # Event by event: a large step has hundreds of thousands.
             file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
             for number, event in enumerate(_events(run, lanes)):

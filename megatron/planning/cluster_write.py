@@ -10,15 +10,16 @@ from megatron.errors import ConfigError
 from megatron.planning.cluster import Band, Cluster, Queue
 from megatron.planning.cluster_file import source_of
 from megatron.planning.compute import SCALARS, Figure
+from megatron.untrusted import write_text
 
 
 def write_cluster(cluster: Cluster, path: Path, heading: str = "") -> None:
     """Write the file; `heading` becomes comments at its top. Raises ConfigError when it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(render_cluster(cluster, heading), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}: choose a file that can be written") from error
+    write_text(path, render_cluster(cluster, heading), choose="a file that can be written")
 
 
 def render_cluster(cluster: Cluster, heading: str = "") -> str:

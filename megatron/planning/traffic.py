@@ -123,13 +123,14 @@ def _data(config: Config, vocabulary: int) -> tuple[Flow, ...]:
         )
         for rank, layers in enumerate(ranks)
     ]
-    gradients = formulas.gradient_message_bytes(parameters)
+    gradients = formulas.gradient_message_bytes(parameters, config.precision.gradient_bytes)
+    kind = f"{config.precision.main_grads_dtype} gradients"
     if config.engine.zero_stage == 0:
-        return (Flow("fp32 gradients (all-reduce)", formulas.ring_bytes(gradients, replicas)),)
+        return (Flow(f"{kind} (all-reduce)", formulas.ring_bytes(gradients, replicas)),)
     dtype_bytes = _DTYPE_BYTES[config.precision.dtype_name]
     weights = formulas.gradient_message_bytes(parameters, dtype_bytes)
     return (
-        Flow("fp32 gradients (scatter)", formulas.ring_bytes(gradients, replicas, "reduce_scatter")),
+        Flow(f"{kind} (scatter)", formulas.ring_bytes(gradients, replicas, "reduce_scatter")),
         Flow(f"{8 * dtype_bytes}-bit weights (gather)", formulas.ring_bytes(weights, replicas, "all_gather")),
     )
 

@@ -6,6 +6,7 @@ Imports no torch, so that a mistake on the command line is reported at once.
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import io
 import os
@@ -92,7 +93,10 @@ def run_guarded(body: Callable[[], object], rank: int | Callable[[], int]) -> in
     except BrokenPipeError:  # the reader of our output left, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_ERROR
-    except BaseException:
+    except BaseException as failure:
+        if getattr(failure, "errno", None) == errno.ENAMETOOLONG:  # wherever a name is looked up, as in as_tool
+            _print_error(f"rank {who()}: {failure}")
+            return EXIT_USER_ERROR
         # One write, so that the tracebacks of several ranks do not interleave.
         _print_error(f"rank {who()} failed:\n{traceback.format_exc()}".rstrip())
         return EXIT_ERROR

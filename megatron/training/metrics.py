@@ -18,6 +18,7 @@ from megatron.errors import ConfigError
 from megatron.parallel import collectives
 from megatron.parallel.topology import Topology
 from megatron.planning.metrics_file import read_records
+from megatron.untrusted import without_waiting
 
 
 @dataclass(frozen=True)
@@ -239,15 +240,10 @@ def _open_for_append(path: Path, flag: str) -> tuple[io.RawIOBase, bool]:
     """The file, and whether its last record was cut short, of a run that was killed while it wrote."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "ab", buffering=0, opener=_without_waiting)  # noqa: SIM115 - stays open for the whole run
+        file = open(path, "ab", buffering=0, opener=without_waiting)  # noqa: SIM115 - stays open for the whole run
         return file, file.tell() > 0 and not _ends_with_newline(path)
     except OSError as error:
         raise ConfigError(f"{flag}: {path}: {error.strerror}: choose a place that can be written") from error
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    """Opens a file; a pipe that nobody reads is an error instead of a wait."""
-    return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 
 def _ends_with_newline(path: Path) -> bool:

@@ -128,9 +128,10 @@ def test_entries_of_the_engine_are_reported(merge):
         "steps_per_print": 10, "wall_clock_breakdown": True, "prescale_gradients": False,
         "flops_profiler": {"enabled": True},
         "zero_optimization": {"stage": 1, "overlap_comm": True, "contiguous_gradients": True},
-        "activation_checkpointing": {"partition_activations": True}, "data_types": {"grad_accum_dtype": "fp32"},
+        "activation_checkpointing": {"partition_activations": True}, "data_types": {"grad_accum_dtype": "bf16"},
     }
-    config, notices = merge(content)
+    config, notices = merge(content, "--bf16")
+    assert config.precision.main_grads_dtype == "bf16"
     assert {n.split(": ")[1].split()[0] for n in notices} == {
         "steps_per_print", "wall_clock_breakdown", "prescale_gradients", "flops_profiler",
         "zero_optimization.overlap_comm",
@@ -156,7 +157,7 @@ IMPOSSIBLE = [
     ({"optimizer": {"params": {"max_coeff": 3}}}, ["optimizer", "max_coeff"]),
     ({"optimizer": {"params": {"betas": 0.9}}}, ["optimizer.params.betas"]),
     ({"scheduler": {"type": "WarmupLR"}}, ["scheduler", "--lr-decay-style"]),
-    ({"data_types": {"grad_accum_dtype": "bf16"}}, ["grad_accum_dtype", "fp32"]),
+    ({"data_types": {"grad_accum_dtype": "fp16"}}, ["data_types.grad_accum_dtype", "'fp16'", "bf16"]),
     ({"curriculum_learning": {"enabled": True}}, ["curriculum_learning", "false"]),
     ({"amp": {"enabled": True}}, ["amp", "--bf16"]),
     ({"train_batch_size": "many"}, ["train_batch_size", "'many'"]),

@@ -72,7 +72,7 @@ CASES = [
     (dict(swiglu=True, squared_relu=True), ["--swiglu", "--squared-relu"], dict(swiglu=False)),
     (dict(fp16=True, bf16=True), ["--fp16", "--bf16"], dict(bf16=False)),
     (dict(min_loss_scale=2.0, initial_loss_scale=1.0), ["--min-loss-scale 2"], dict(min_loss_scale=1.0)),
-    (dict(accumulate_allreduce_grads_in_fp32=False), ["accumulate"], dict(accumulate_allreduce_grads_in_fp32=True)),
+    (dict(main_grads_dtype="bf16"), ["--main-grads-dtype bf16", "--bf16"], dict(bf16=True)),
     (dict(attention_dropout=1.0), ["--attention-dropout", "1.0"], dict(attention_dropout=0.99)),
     (dict(hidden_dropout=-0.1), ["--hidden-dropout", "-0.1"], dict(hidden_dropout=0.0)),
     (dict(lr=1e-4, min_lr=1e-3), ["--min-lr 0.001", "--lr 0.0001"], dict(min_lr=1e-4)),

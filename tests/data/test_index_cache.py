@@ -190,6 +190,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "cut in the data": lambda path: os.truncate(path, path.stat().st_size - 8),
     "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
     "header of rubbish": lambda path: path.write_bytes(path.read_bytes().replace(b"{'descr'", b"{'de\xff(]'")),
+    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
     "an archive": lambda path: path.write_bytes(b"PK\x03\x04" + path.read_bytes()[4:]),
 }
 

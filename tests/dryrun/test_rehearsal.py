@@ -89,7 +89,8 @@ MORE = pytest.mark.campaign("memory")
 
 @pytest.mark.parametrize("fields", [
     dict(world_size=1, global_batch_size=4, bf16=True, recompute_granularity="full", recompute_method="block"),
-    dict(world_size=2, global_batch_size=4, tensor_model_parallel_size=2, sequence_parallel=True, bf16=True),
+    dict(world_size=2, global_batch_size=4, tensor_model_parallel_size=2, sequence_parallel=True, bf16=True,
+         main_grads_dtype="bf16"),
     pytest.param(dict(world_size=1, global_batch_size=6), marks=MORE),
     pytest.param(dict(world_size=2, global_batch_size=12, pipeline_model_parallel_size=2, bf16=True), marks=MORE),
     pytest.param(dict(world_size=2, global_batch_size=12, bf16=True), marks=MORE),

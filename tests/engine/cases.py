@@ -229,7 +229,7 @@ def on_one(rank: int) -> dict[str, Any]:
 
 def on_two(rank: int) -> dict[str, Any]:
     topology = join()
-    out: dict[str, Any] = {f"1x1x2 {p} {z}": train(topology, p, z) for p, z in ALL}
+    out: dict[str, Any] = {f"1x1x2 {p} {z}": train(topology, p, z) for p, z in (*ALL, ("bf16sums", 0), ("bf16sums", 1))}
     out |= {f"overlap 1x1x2 {p} {z} {o}": overlapped(topology, p, z, o) for p, z in ALL for o in BOTH}
     for t in ("missing", "infinite", "broken"):
         out |= {f"overlap {t} {p} {o}": overlapped(topology, p, 1, o, t) for p in ("fp32", "bf16") for o in BOTH}
@@ -242,8 +242,9 @@ def on_two(rank: int) -> dict[str, Any]:
 def on_four(rank: int) -> dict[str, Any]:
     tensor_data, both, pipe_data = join(2, 1), Topology.create(2, 2), Topology.create(1, 2)
     torch.set_num_threads(1)
-    out: dict[str, Any] = {f"2x2x1 {p} {z}": train(both, p, z) for p, z in ALL if z == 1}
-    out |= {f"2x1x2 {p} {z}": train(tensor_data, p, z) for p, z in (("fp32", 1), ("bf16", 1), ("fp16", 0))}
+    out: dict[str, Any] = {f"2x2x1 {p} {z}": train(both, p, z) for p, z in (*ALL, ("bf16sums", 1)) if z == 1}
+    some = (("fp32", 1), ("bf16", 1), ("bf16sums", 1), ("fp16", 0))
+    out |= {f"2x1x2 {p} {z}": train(tensor_data, p, z) for p, z in some}
     out |= {f"1x2x2 {p} {z}": train(pipe_data, p, z) for p, z in (("fp32", 0), ("bf16", 0), ("fp16", 1))}
     out |= {f"bad 2x2x1 {p}": bad_gradient(both, p, 1, "mixed") for p in PRECISIONS}
     out |= {f"bad 1x2x2 {p}": bad_gradient(pipe_data, p, z, "down") for p, z in (("fp32", 1), ("bf16", 1), ("fp16", 0))}
@@ -254,4 +255,5 @@ def on_four(rank: int) -> dict[str, Any]:
         out |= {f"overlap 1x2x2 {p} {z} {o}": overlapped(pipe_data, p, z, o) for p, z in chosen}
         out[f"gpt {o}"] = train_in_process(rank, {**GPT, "overlap_grad_reduce": o, "overlap_param_gather": o}, 3)
     out |= {f"fused 2x2x1 {p} 1 {f}": updated(both, p, 1, f) for p in PRECISIONS for f in BOTH}
+    out |= {f"fused sums {f}": updated(both, "bf16sums", 1, f) for f in BOTH}
     return out | {f"fused bad {p} {f}": updated(both, p, 1, f, True) for p in ("bf16", "fp16") for f in BOTH}

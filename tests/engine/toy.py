@@ -6,8 +6,9 @@ gradients, tied over stages, padded, with and without weight decay, of odd sizes
 from __future__ import annotations
 
 import dataclasses
+import functools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +87,7 @@ class ToyPrecision:
     min_loss_scale: float = 1.0
     loss_scale_window: int = 1000
     hysteresis: int = 1
+    gradient_bytes: int = 4
 
     @property
     def dtype_name(self) -> str:
@@ -128,8 +130,9 @@ class ToyConfig:
 
 
 def config(precision: str = "fp32", zero_stage: int = 1, **fields: Any) -> ToyConfig:
-    """A ToyConfig; `fields` replace those of whatever section has them."""
-    fields |= {"zero_stage": zero_stage, "fp16": precision == "fp16", "bf16": precision == "bf16"}
+    """A ToyConfig; `fields` replace those of whatever section has them. Precision bf16sums: gradient sums too."""
+    fields |= {"zero_stage": zero_stage, "fp16": precision == "fp16", "bf16": precision.startswith("bf16")}
+    fields |= {"gradient_bytes": 2 if precision == "bf16sums" else 4}
     whole = ToyConfig()
     sections = {}
     for f in dataclasses.fields(whole):
@@ -210,24 +213,28 @@ def same(g: torch.Tensor) -> torch.Tensor:
 
 
 def summed_gradients(
-    layout: tuple[int, int, int], step: int, rounded: Callable[[torch.Tensor], torch.Tensor] = same
+    layout: tuple[int, int, int], step: int, rounded: Callable[[torch.Tensor], torch.Tensor] = same,
+    added: Callable[[torch.Tensor], torch.Tensor] = same,
 ) -> dict[str, torch.Tensor]:
     """The whole gradient that the ranks of (tensor, pipeline, data) together hold, float64.
 
-    `rounded` is what the working precision does to the gradient of one micro-batch on one rank.
+    rounded  what the working precision does to the gradient of one micro-batch on one rank
+    added    what the format of the sums does to each: over micro-batches, over replicas, over the ranks of a model
     """
     tensor, pipeline, data = layout
-    return {
-        spec.name: torch.stack(
-            [
-                rounded(term).double()
-                for d in range(data)
-                for m in range(MICRO_BATCHES)
-                for term in terms(spec, micro_gradient(spec.name, step, d, m), tensor, pipeline)
-            ]
-        ).sum(0)
-        for spec in SPECS
-    }
+
+    def total(values: Iterable[torch.Tensor]) -> torch.Tensor:
+        return functools.reduce(lambda a, b: added(a + b), values)
+
+    def of_replica(spec: Spec, replica: int, rank: int) -> torch.Tensor:
+        whole = (micro_gradient(spec.name, step, replica, m) for m in range(MICRO_BATCHES))
+        return total(rounded(terms(spec, g, tensor, pipeline)[rank]).double() for g in whole)
+
+    found = {}
+    for spec in SPECS:
+        ranks = range(len(terms(spec, micro_gradient(spec.name, step, 0, 0), tensor, pipeline)))
+        found[spec.name] = total(total(of_replica(spec, d, rank) for d in range(data)) for rank in ranks)
+    return found
 
 
 class Reference:

@@ -56,6 +56,7 @@ LAUNCHES: list[tuple[dict[str, str], tuple[Any, ...] | list[str]]] = [
     ({}, ("none", 0, 0, 1, 1, "127.0.0.1")),
     ({"RANK": "0", "WORLD_SIZE": "1"}, ("torchrun", 0, 0, 1, 1, "127.0.0.1")),
     (TORCHRUN, ("torchrun", 5, 1, 8, 4, "node01")),
+    (TORCHRUN | {"TORCHELASTIC_RUN_ID": "\udcff"}, ("torchrun", 5, 1, 8, 4, "node01")),
     (TORCHRUN | SRUN, ("torchrun", 5, 1, 8, 4, "node01")),  # torchrun started by srun
     (SRUN, ("slurm", 11, 3, 16, 8, "frontier00121")),
     (without(SRUN, "STEP_N", "STEP_T"), ("slurm", 11, 3, 16, 4, "frontier00120")),

@@ -9,9 +9,9 @@ TOKENS = 48
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
-def make(shape, device="cpu", **options):
+def make(shape, device="cpu", sums=torch.float32, **options):
     weight = torch.nn.Parameter(torch.zeros(shape, device=device))
-    weight.gradient_sink = GradientSink(weight, torch.full(shape, torch.nan, device=device), **options)
+    weight.gradient_sink = GradientSink(weight, torch.full(shape, torch.nan, device=device, dtype=sums), **options)
     return weight, weight.gradient_sink
 
 
@@ -24,11 +24,12 @@ def products(dtype, out, width, n=3):
 
 
 @DEVICES
+@pytest.mark.parametrize("sums", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(20, 12), (2, 10, 12), (700, 12)])
-def test_products_add_up(device, dtype, shape, monkeypatch):
+def test_products_add_up(device, dtype, sums, shape, monkeypatch):
     monkeypatch.setattr(module, "_BLOCK", 4096)  # 700 rows are two blocks and a rest
-    weight, sink = make(shape, device)
+    weight, sink = make(shape, device, sums)
     expected = torch.zeros(shape, dtype=torch.float64)
     absolute = torch.zeros(shape, dtype=torch.float64)
     for dy, x in products(dtype, weight.numel() // 12, 12):
@@ -36,8 +37,9 @@ def test_products_add_up(device, dtype, shape, monkeypatch):
         expected += (dy.double().t() @ x.double()).view(shape)
         absolute += (dy.double().abs().t() @ x.double().abs()).view(shape)
     # A sum of n terms in fp32 is off by at most n eps/2 of the sum of their magnitudes (Higham, 2002, section 3.1); a
-    # product in 16 bit is rounded once more, by half an eps of each product, which is below that sum.
-    bound = (3 * TOKENS * 2.0**-24 + torch.finfo(dtype).eps / 2) * absolute
+    # product in 16 bit is rounded once more, by half an eps of each product, which is below that sum; so are the three
+    # sums in bf16.
+    bound = (3 * TOKENS * 2.0**-24 + torch.finfo(dtype).eps / 2 + 3 * torch.finfo(sums).eps / 2) * absolute
     total = sink.total.cpu()
     assert bool(((total - expected).abs() <= bound).all())
     assert total.abs().max() > 1
@@ -64,6 +66,16 @@ def test_rows_may_repeat(device):
     values = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], dtype=torch.bfloat16, device=device)
     sink.add_rows(torch.tensor([1, 3, 1], device=device), values)
     assert sink.total.tolist() == [[0, 0], [6, 8], [0, 0], [3, 4], [0, 0]]
+
+
+@DEVICES
+def test_rows_in_bf16_are_rounded_once(device):
+    """256 ones are 256; added one by one in bf16, of 8 bits, those behind the first 256 would all be lost."""
+    _, sink = make((5, 2), device, torch.bfloat16)
+    rows = torch.tensor([4, 1] * 512 + [3], device=device)
+    sink.add_rows(rows, torch.ones(1025, 2, dtype=torch.bfloat16, device=device))
+    sink.add_rows(rows[:1], torch.ones(1, 2, dtype=torch.bfloat16, device=device) * 8)
+    assert sink.total.tolist() == [[0, 0], [512, 512], [0, 0], [1, 1], [520, 520]]
 
 
 @pytest.mark.parametrize("direct", [True, False])

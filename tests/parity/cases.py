@@ -216,6 +216,8 @@ CAMPAIGN = [
             dict(pp=2, dp=2, schedule="interleaved"), dict(dp=2, zero=0),
         )
     ],
+    layout(tp=2, pp=2, sp=True, schedule="interleaved", **BF16, main_grads_dtype="bf16"),
+    layout(dp=2, **BF16, main_grads_dtype="bf16"),
     # gradients that are not finite
     *[
         layout(**shape, **FP16, poison=(1, rank))

@@ -314,7 +314,8 @@ def judge(code: int | None, text: str) -> str:
         frames = re.findall(r'File "([^"]+)", line \d+, in ([\w<>]+)', part)[::-1]
         last = next((line for line in part.splitlines()[1:] if line and not line.startswith((" ", "'"))), "?")
         return f"TRACEBACK: {last.partition(':')[0]}: {place(frames)}"
-    return f"SIGNAL: {signal.Signals(-code).name}" if code < 0 else ""
+    # A long training without --save ends by the campaign's own SIGTERM; see arm.
+    return f"SIGNAL: {signal.Signals(-code).name}" if code < 0 and code != -signal.SIGTERM else ""
 
 
 def place(frames: Sequence[tuple[str, str]]) -> str:

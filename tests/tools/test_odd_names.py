@@ -17,7 +17,8 @@ LONG = "a" * 5000
     ("merge_datasets", ["--inputs", LONG, "--output-prefix", "x"]), ("plot_metrics", [LONG, "--output", "x.png"]),
     ("show_placement", ["--cluster", LONG, "--world-size", "2", "--preset", "tiny"]),
     ("show_recipe", ["--cluster", LONG, "--preset", "tiny"]), ("inspect_checkpoint", [LONG]),
-    ("convert_checkpoint", [LONG, "--dry-run"]), ("plan", ["--cluster", LONG, "--model", "tiny", "--nodes", "1"]),
+    ("calibrate", ["--refine", "x", "--cluster", LONG, "--output", "y"]), ("convert_checkpoint", [LONG, "--dry-run"]),
+    ("plan", ["--cluster", LONG, "--model", "tiny", "--nodes", "1"]),
 ])  # fmt: skip
 def test_a_name_that_is_too_long(
     tool: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.data.file_lock import renamed_into
 from megatron.errors import DataError
 from megatron.untrusted import read_bytes
 
@@ -58,11 +59,10 @@ def build_corpus(
     if stdlib is None:
         sources.update(dict.fromkeys(sys.builtin_module_names))
     path = Path(output)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     documents = text_bytes = 0
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
+        with renamed_into(path) as file:
             for name in sorted(sources, key=lambda name: hashlib.sha256(f"{seed} {name}".encode()).digest()):
                 text = _document(name, sources[name], docstrings_only)
                 if text is None:
@@ -70,15 +70,12 @@ def build_corpus(
                 size = len(text.encode())
                 if text_bytes + size > max_bytes:
                     break
-                file.write(json.dumps({"name": name, "text": text}, ensure_ascii=False) + "\n")
+                file.write(f"{json.dumps({'name': name, 'text': text}, ensure_ascii=False)}\n".encode())
                 documents, text_bytes = documents + 1, text_bytes + size
-        if not documents:
-            raise DataError(f"{folder}: no module with text in it within {max_bytes} bytes")
-        temporary.replace(path)
+            if not documents:
+                raise DataError(f"{folder}: no module with text in it within {max_bytes} bytes")
     except OSError as error:
         raise DataError(f"{path}: cannot be written: {error.strerror}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
     return CorpusTotals(documents, text_bytes)
 
 

@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron.data.file_lock import renamed_into
 from megatron.errors import ConfigError, DataError
 
 # Control symbols <unk>, <s>, </s>, a newline, a tab and 256 bytes are always in the vocabulary.
@@ -66,11 +67,10 @@ def train_vocabulary(
             f"--vocab-size {vocab_size} cannot be trained on {sum(map(len, lines))} characters of text: {error}"
         ) from error
     path = Path(output)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(model.getvalue())
-        temporary.replace(path)
+        with renamed_into(path) as file:
+            file.write(model.getvalue())
     except OSError as error:
         raise DataError(f"{path}: cannot be written: {error.strerror}") from error
     return vocab_size

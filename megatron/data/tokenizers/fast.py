@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -139,6 +140,9 @@ def _byte_level(vocab_file: Path, merge_file: Path) -> tuple[Any, list[str]]:
 
     tokenizer, merges = read_with(vocab_file, f"a byte-level BPE vocabulary that goes with {merge_file}", read)
     letters, vocabulary = byte_letters(), tokenizer.get_vocab()
+    shared, times = Counter(vocabulary.values()).most_common(1)[0] if vocabulary else (0, 0)
+    if times > 1:
+        raise DataError(f"{vocab_file}: {times} tokens have the id {shared}: the file is damaged")
     require_all_bytes(vocab_file, (bytes([byte]) for letter, byte in letters.items() if letter in vocabulary))
     return tokenizer, merges
 

@@ -39,6 +39,7 @@ class Settings:
     sequence_parallel: bool
     chunks: int
     direct_gradients: bool
+    sum_width: int
     deferring: bool
 
     @classmethod
@@ -48,7 +49,7 @@ class Settings:
             model, config.recompute, 4 if config.precision.dtype_name == "float32" else 2,
             config.batch.micro_batch_size, parallel.tensor_model_parallel_size,
             parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1, _chunks(config),
-            config.kernels.gradient_accumulation_fusion,
+            config.kernels.gradient_accumulation_fusion, config.precision.gradient_bytes,
             parallel.schedule == "zb-h1" and parallel.pipeline_model_parallel_size > 1,
         )
 
@@ -141,7 +142,7 @@ class Layer:
         self.rows = ((n + 2 * g) * d // self.tp, f * (2 if model.swiglu else 1) // self.tp)
         self.columns = (n * d // self.tp, f // self.tp)
         self.direct, self.deferring = settings.direct_gradients, settings.deferring
-        self.by_rows = not operators.gpu and self.sizes.width == 2
+        self.by_rows = not operators.gpu and self.sizes.width < settings.sum_width
 
     # -- forward -------------------------------------------------------------------------------------------------------
 

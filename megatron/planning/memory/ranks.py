@@ -29,7 +29,7 @@ class RankMemory:
     weights      in the format of computation, embedding and output layer included
     master       fp32 weights of the optimizer; none in fp32, where the weights are it. Under ZeRO-1 a replica's part
     moments      of the optimizer, likewise divided
-    gradients    fp32 sums
+    gradients    sums in fp32 or bf16
     activations  made by forward passes and kept for backward passes
     logits       of a chunk of tokens
     buffers      messages to and from neighbouring stages, and the micro-batches
@@ -133,7 +133,7 @@ def _memory(config: Config, chunks: _Chunks, rank: int) -> RankMemory:
         weights=float(n * chunks.sizes.width),
         master=4.0 * n / owners if chunks.sizes.width == 2 else 0.0,
         moments=(8.0 if config.optimizer.optimizer == "adam" else 4.0) * n / owners,
-        gradients=4.0 * n,
+        gradients=float(n * config.precision.gradient_bytes),
         activations=held.activations + _angles(config),
         logits=held.logits,
         buffers=buffers,

@@ -17,6 +17,7 @@ from megatron.planning.search.tree import Found
 from megatron.planning.table import Table
 from megatron.planning.timeline_plot import plot_timeline
 from megatron.planning.timing import Estimate
+from megatron.untrusted import write_text
 
 # Of the number of nodes that was searched, where it was one alone.
 _OTHER_NODES = (0.25, 0.5, 2.0, 4.0)
@@ -101,8 +102,4 @@ def _write_sensitivity(path: Path, title: str, effects: Sequence[Effect]) -> Pat
         f"# {title}\n\nFor each value the best layout that has it, all else searched again; the losses are of "
         f"throughput. The placement alone is varied with all else kept.\n\n{table.markdown()}\n"
     )
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}: choose another --output folder") from error
-    return path
+    return write_text(path, text, choose="another --output folder")

@@ -15,6 +15,7 @@ from megatron.model import formulas
 from megatron.planning.cluster import Cluster
 from megatron.planning.memory import sized_model
 from megatron.planning.search.base import Base
+from megatron.untrusted import write_text
 
 _TOKENS_FOR_EACH_PARAMETER = 20
 """Hoffmann et al. 2022, where nobody says how long the run is."""
@@ -173,8 +174,8 @@ def write_script(folder: Path, config: Config, base: Base, cluster: Cluster, tok
         length = [] if tokens is None or _has_length(config) else ["--train-tokens", str(int(tokens))]
         line = " ".join([command_line(config, base, cluster), *length])
         text = "\n".join(["#!/bin/bash", *(f"# {note}" for note in notes), f'{line} "$@"']) + "\n"
+    write_text(path, text, choose="another --output folder")
     try:
-        path.write_text(text, encoding="utf-8")
         path.chmod(0o755)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}: choose another --output folder") from error

@@ -2,18 +2,19 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.errors import ConfigError
 from megatron.planning.search.choices import Choices, write_choices, write_value
 from megatron.planning.search.judging import GIB, Judge
 from megatron.planning.search.outcome import Effect, Run, run_of, write_losses
 from megatron.planning.search.tree import Found
 from megatron.planning.table import Table
 from megatron.planning.timing import PARTS, Estimate
+from megatron.untrusted import write_text
 
 
 def write_recompute(text: str) -> str:
@@ -164,22 +165,15 @@ def record(choices: Choices, found: Estimate, judge: Judge, run: Run | None) -> 
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    try:
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(rows[0]) if rows else ["nodes"])
-            writer.writeheader()
-            writer.writerows(rows)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}: choose another --output folder") from error
-    return path
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]) if rows else ["nodes"])
+    writer.writeheader()
+    writer.writerows(rows)
+    return write_text(path, text.getvalue(), choose="another --output folder")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> Path:
-    try:
-        path.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}: choose another --output folder") from error
-    return path
+    return write_text(path, json.dumps(content, indent=1, default=str) + "\n", choose="another --output folder")
 
 
 def everything(

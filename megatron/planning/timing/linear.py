@@ -58,16 +58,16 @@ def gather(steps: Steps, shape: Shape, k: int) -> list[Wait]:
 
 
 def weight_gradient(steps: Steps, shape: Shape, n: int, k: int, tokens: int | None = None) -> None:
-    """The gradient [n, k] of a weight over so many tokens (None: all), added to its fp32 sum.
+    """The gradient [n, k] of a weight over so many tokens (None: all), added to its sum.
 
     The first micro-batch of a step, which overwrites the sum instead, saves a reading of it.
     """
     tokens, size = shape.tokens if tokens is None else tokens, n * k
     if not shape.direct_sums:
-        steps.run(Product(n, k, tokens), Memory(size * (shape.width + 8)))
-    elif shape.kernels.sums_in_fp32:
+        steps.run(Product(n, k, tokens), Memory(size * (shape.width + 2 * shape.sum_width)))
+    elif shape.kernels.sums_in_fp32 or shape.sum_width == shape.width:
         # Of an fp32 product the old sum costs no more than the lines that a result is written to.
-        steps.run(Product(n, k, tokens, moved=size * (8 - shape.width) if shape.width < 4 else 0))
+        steps.run(Product(n, k, tokens, moved=size * (2 * shape.sum_width - shape.width) if shape.width < 4 else 0))
     else:
         rows = min(n, max(BLOCK // k, _LEAST_ROWS))
         whole, rest = divmod(n, rows)

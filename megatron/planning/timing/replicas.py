@@ -142,7 +142,7 @@ def exchange(config: Config, channels: Channels, run: PipelineRun, forward: Sequ
     parallel, engine = config.parallel, config.engine
     if parallel.data_parallel_size == 1:
         return Exchange(0.0, 0.0, 0.0)
-    width = 4 if config.precision.dtype_name == "float32" else 2
+    width, sum_width = 4 if config.precision.dtype_name == "float32" else 2, config.precision.gradient_bytes
     limit = bucket_elements(engine.zero_reduce_bucket_size, parallel.data_parallel_size)
     stages, size = stages_of(config), parallel.pipeline_model_parallel_size
     sizes = sizes_of(config)
@@ -156,7 +156,7 @@ def exchange(config: Config, channels: Channels, run: PipelineRun, forward: Sequ
         buckets = buckets_of_rank(sizes, tuple(stages[g] for g in own), limit)
         if id(buckets) not in times:
             times[id(buckets)] = (
-                [_reduction(seconds, 4.0 * bucket.elements, replicas, owned, hides) for bucket in buckets],
+                [_reduction(seconds, sum_width * bucket.elements, replicas, owned, hides) for bucket in buckets],
                 [seconds("all_gather", width * bucket.elements) for bucket in buckets] if owned else [],
             )
         up, down = times[id(buckets)]

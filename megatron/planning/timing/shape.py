@@ -71,8 +71,8 @@ class Shape:
     """Everything that the passes of a layer, the embedding and the output layer depend on.
 
     Letters as in formulas.py: s sequence, b micro-batch, h hidden, f MLP, n heads, g key and value heads, d head size,
-    t tensor-parallel size, vocabulary entries of one rank. `width` and `residual` are bytes of an element of the
-    weights' format and of the residual stream.
+    t tensor-parallel size, vocabulary entries of one rank. `width`, `residual` and `sum_width` are bytes of an
+    element of the weights' format, of the residual stream and of gradient sums.
     """
 
     s: int
@@ -98,6 +98,7 @@ class Shape:
     overlap: bool
     chunks: int
     direct_sums: bool
+    sum_width: int
     chunk_tokens: int
     again: frozenset[str]
     kernels: Kernels
@@ -184,7 +185,7 @@ def shape_of(config: Config, device: str) -> Shape:
         sequence_parallel=parallel.sequence_parallel and t > 1,
         overlap=parallel.async_tensor_model_parallel_allreduce,
         chunks=parallel.tp_comm_overlap_chunks if parallel.tp_comm_overlap else 1,
-        direct_sums=config.kernels.gradient_accumulation_fusion,
+        direct_sums=config.kernels.gradient_accumulation_fusion, sum_width=config.precision.gradient_bytes,
         chunk_tokens=(_CHUNK_TOKENS[device] if chunk is None else chunk) or tokens,
         again=frozenset(recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()),
         kernels=kernels_of(config, device),

@@ -15,11 +15,9 @@ if TYPE_CHECKING:
 
 def bytes_per_element(config: Config, kernels: Kernels) -> float:
     """Read and written for each element of the master weights (engine/zero.py, kernels/ops/optimizer.py)."""
-    norm = 4.0
-    if config.optimizer.optimizer == "sgd":
-        update = 20.0  # weight and momentum in and out, gradient in
-    else:
-        update = 28.0  # weight and two moments in and out, gradient in
+    norm = gradient = float(config.precision.gradient_bytes)
+    # Weight and momentum, or two moments, in and out; the gradient in.
+    update = gradient + (16.0 if config.optimizer.optimizer == "sgd" else 24.0)
     if config.precision.dtype_name == "float32":
         return norm + update
     same_pass = kernels.fusions.optimizer and config.precision.bf16 and config.optimizer.optimizer == "adam"

@@ -248,6 +248,8 @@ def _with_real_json(arguments: Sequence[str], followed: Followed) -> list[str]:
 def read_script(path: str) -> str:
     """Raises ConfigError for a script that cannot be read or is not for bash."""
     text = read_bytes(path, _MOST_BYTES, error=ConfigError).decode("utf-8", "surrogateescape")
+    if "\0" in text:
+        raise ConfigError(f"{path}: line {text.partition(chr(0))[0].count(chr(10)) + 1} has a zero byte: it is no text")
     first = text.split("\n", 1)[0]
     if first.startswith("#!") and not re.search(r"\b(ba|da|z)?sh\b", first):
         raise ConfigError(f"{path} begins with {first}: only scripts for bash and sh can be followed")

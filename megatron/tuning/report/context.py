@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from megatron.errors import ConfigError
 from megatron.planning.cluster import Cluster
 from megatron.planning.search.space import Rejections
 from megatron.tuning.confirming import noise_of
@@ -25,6 +24,7 @@ from megatron.tuning.types import (
     objective_value,
     seconds_cost,
 )
+from megatron.untrusted import write_text
 
 GIB = 2**30
 
@@ -177,8 +177,4 @@ def kinds(trials: Iterable[Trial | Layout]) -> Counter[str]:
 
 def save_text(path: Path, text: str) -> Path:
     """Raises ConfigError where it cannot be written."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}: choose another --out folder") from error
-    return path
+    return write_text(path, text, choose="another --out folder")

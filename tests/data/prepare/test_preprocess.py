@@ -15,6 +15,7 @@ from megatron.data.prepare import corpus, progress, sources
 from megatron.data.prepare.corpus import build_corpus
 from megatron.data.prepare.preprocess import Totals
 from megatron.data.tokenizer import build_tokenizer
+from megatron.errors import DataError
 from tests.helpers.clock import VirtualClock
 from tests.helpers.preprocessing import NULL_FLAGS, documents, pair_bytes, write_input
 from tools import build_corpus as corpus_tool
@@ -209,6 +210,10 @@ def test_corpus(tmp_path: Path) -> None:
     prose = read_corpus(output)
     assert prose["pkg"].startswith("pkg\n\n") and "\n\npkg.f\n\n" in prose["pkg"] and "def" not in prose["pkg"]
     assert "x = 1" not in prose["alpha"] and "pkg.deep" not in prose
+    there = sorted(tmp_path.iterdir())
+    with pytest.raises(DataError):
+        build_corpus("/", stdlib=library_folder)
+    assert sorted(tmp_path.iterdir()) == there
 
 
 def test_corpus_has_modules_without_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

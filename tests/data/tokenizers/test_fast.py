@@ -103,6 +103,13 @@ def test_a_vocabulary_without_a_byte_is_refused(tmp_path: Path) -> None:
         gpt2(vocab, merges)
 
 
+def test_two_tokens_of_one_id_are_refused(tmp_path: Path) -> None:
+    vocab, merges = write_byte_level(tmp_path, [("a", "b")])
+    vocab.write_text(json.dumps(json.loads(vocab.read_text()) | {"ab": 7}))
+    with pytest.raises(DataError, match=r"vocab.json: .*\b7\b"):
+        gpt2(vocab, merges)
+
+
 def test_an_id_that_no_token_file_holds_is_refused(tmp_path: Path) -> None:
     vocab, merges = write_byte_level(tmp_path, [])
     vocab.write_text(json.dumps({**json.loads(vocab.read_text()), "<|endoftext|>": 2**31}))

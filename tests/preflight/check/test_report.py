@@ -312,7 +312,8 @@ def test_commands() -> None:
 
 def test_what_cannot_be_submitted() -> None:
     Path("x.csh").write_text("#!/usr/bin/env tclsh\n")
-    for words in (["nothing.sh"], ["-N", "2"], ["x.csh"], ["--wrap", "ls"]):
+    Path("zero.sh").write_bytes(b"#!/bin/bash\n#SBATCH -J a\0b\n")
+    for words in (["nothing.sh"], ["-N", "2"], ["x.csh"], ["zero.sh"], ["--wrap", "ls"]):
         with pytest.raises(ConfigError):
             script_submission(words)
     with pytest.raises(ConfigError):
