@@ -12,13 +12,15 @@ from typing import Any
 from megatron.config.config import Config, finish
 from megatron.config.help_text import render_help
 from megatron.config.legacy import ACCEPTED, NO_PIPELINE, REFUSED, TRIVIAL, Legacy
-from megatron.config.option import Option
-from megatron.config.presets import give_preset
+from megatron.config.option import Option, Parser
+from megatron.config.presets import PRESETS, give_preset
 from megatron.config.settings import Settings, all_options, did_you_mean
 from megatron.config.show import render_config
 from megatron.errors import ConfigError
 
-OWN_FLAGS: Mapping[str, str] = {"--help": "0", "-h": "0", "--print-config": "0", "--dry-run": "0", "--preset": "1"}
+OWN_FLAGS: Mapping[str, str] = {
+    "--help": "0", "-h": "0", "--print-config": "0", "--dry-run": "0", "--rank": "1", "--preset": "1",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,14 +68,9 @@ class _Collect(argparse.Action):
         namespace.found.append((option_string, list(values)))
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ConfigError(f"the command line cannot be read: {message}")
-
-
 @functools.cache
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="pretrain_gpt.py", add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser = Parser(prog="pretrain_gpt.py", add_help=False, argument_default=argparse.SUPPRESS)
     for spelling in flag_table():
         parser.add_argument(spelling, action=_Collect, nargs="*", dest="found")
     return parser
@@ -85,6 +82,19 @@ class Scanned:
 
     flags: dict[str, list[str]]
     problems: list[str]
+
+
+def add_preset(parser: argparse._ActionsContainer, more: str = "") -> None:
+    """Give a tool the option of a model by name; `more`: other names that it takes."""
+    text = f"the model: {', '.join(PRESETS)}{more}; flags of pretrain_gpt.py win over its values"
+    parser.add_argument("--preset", "--model", metavar="NAME", help=text)
+
+
+def with_preset(name: str | None, flags: Sequence[str]) -> list[str]:
+    """The flags of pretrain_gpt.py with the preset that a tool was given. Raises ConfigError for two presets."""
+    if name is not None and any(word.partition("=")[0] == "--preset" for word in flags):
+        raise ConfigError(f"--preset {name} stands beside another --preset: give one")
+    return list(flags) if name is None else ["--preset", name, *flags]
 
 
 def split_at_dashes(argv: Sequence[str] | None) -> tuple[list[str], list[str]]:
@@ -184,6 +194,8 @@ def _give_flags(settings: Settings, flags: Mapping[str, list[str]]) -> None:
             give_preset(settings, words[0], chosen={n: given for n, (_, given) in chosen.items()})
         else:
             settings.problems.append(f"--preset takes one name, got {len(words)}")
+    if "--rank" in flags and "--dry-run" not in flags:
+        settings.problems.append("--rank asks a dry run about one rank: give --dry-run, or remove it")
     for name, (_, value) in chosen.items():
         settings.give(name, value, "command line")
     if "--deepspeed" in flags or "--no-deepspeed" in flags:

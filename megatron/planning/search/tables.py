@@ -2,18 +2,23 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.model import formulas
+from megatron.planning import error_bars
+from megatron.planning.cluster import Cluster
+from megatron.planning.memory import sized_model
 from megatron.planning.search.choices import Choices, write_choices, write_value
 from megatron.planning.search.judging import GIB, Judge
 from megatron.planning.search.outcome import Effect, Run, run_of, write_losses
 from megatron.planning.search.tree import Found
 from megatron.planning.table import Table
-from megatron.planning.timing import PARTS, Estimate
+from megatron.planning.timing import PARTS, Estimate, estimate, lower_bound
 from megatron.untrusted import write_text
 
 
@@ -44,13 +49,17 @@ def _amount(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 99.5 else f"{value:.3g}"
 
 
-def best_table(chosen: Sequence[tuple[Choices, Estimate]], capacity: float, tokens: float | None) -> Table:
-    """The best layouts: sizes, time, use of the peak, cost of a run, memory of the fullest rank and what is left."""
+def layout_table(
+    title: str, chosen: Sequence[tuple[Choices, Estimate]], capacity: float, tokens: float | None, *, papers: bool
+) -> Table:
+    """Layouts: sizes, time, use of the peak, cost of a run, memory of the fullest rank and what is left; with `papers`
+    the TFLOP/s of a device as Dash et al. count them, too."""
     several_nodes = len({e.nodes for _, e in chosen}) > 1
     columns = ["#", "TP", "PP", "DP", "chunks", "schedule", "mbs", "batch", "recompute", "also on", "s/step",
                "MFU", "HFU", "Gtok/day"]  # fmt: skip
     if several_nodes:
         columns.insert(1, "nodes")
+    columns += ["TFLOP/s (paper)"] if papers else []
     columns += ["days", "node-hours"] if tokens else ["node-h/Gtok"]
     columns += ["GiB", "left"]
     rows = []
@@ -62,13 +71,53 @@ def best_table(chosen: Sequence[tuple[Choices, Estimate]], capacity: float, toke
                _percent(found.hfu), _amount(found.tokens_per_day / 1e9)]  # fmt: skip
         if several_nodes:
             row.insert(1, f"{found.nodes:,}")
+        if papers:
+            row.append(_paper_tflops(found))
         if tokens:
             run = run_of(found, tokens)
             row += [_amount(run.days), _amount(run.node_hours)]
         else:
             row.append(_amount(found.node_hours(1e9)))
         rows.append((*row, f"{most / GIB:.1f}", f"{(capacity - most) / GIB:.1f}"))
-    return Table("best layouts", tuple(columns), rows)
+    return Table(title, tuple(columns), rows)
+
+
+def _paper_tflops(found: Estimate) -> str:
+    """Of a device by `formulas.paper_flops`; a dash for a model that is not the GPT which it counts."""
+    config, model = found.config, sized_model(found.config)
+    plain = model.ffn_hidden_size == 4 * model.hidden_size and model.num_key_value_heads == model.num_attention_heads
+    if not plain or model.activation == "swiglu":
+        return "-"
+    flops = formulas.paper_flops(
+        config.batch.global_batch_size, model.seq_length, model.num_layers, model.hidden_size,
+        model.padded_vocab_size(config.parallel.tensor_model_parallel_size),
+        checkpointing=config.recompute.recompute_granularity == "full",
+    )  # fmt: skip
+    return f"{formulas.achieved_tflops(flops, found.seconds, found.devices):.1f}"
+
+
+def bounds_table(chosen: Sequence[tuple[Choices, Estimate]]) -> Table:
+    """How far the seconds of a step may be off, and what they cannot be below."""
+    columns = ("#", "s/step", "fast ends", "slow ends", "+-", "no messages", "at the peak", "moved most by")
+    rows = []
+    for number, (_, found) in enumerate(chosen, 1):
+        dtype = found.config.precision.dtype_name
+        spread = error_bars.spread(functools.partial(_seconds_on, found), found.cluster, dtype)
+        peak = "-" if found.hfu is None else f"{found.hfu * found.seconds:.2f}"
+        rows.append((
+            str(number), f"{spread.value:.2f}", f"{spread.low:.2f}", f"{spread.high:.2f}", f"{spread.likely:.2f}",
+            f"{lower_bound(found.config, found.cluster):.2f}", peak, spread.effects[0].figure,
+        ))  # fmt: skip
+    title = (
+        "bounds of the seconds of a step: all figures at the fast, or the slow ends of their ranges; +-: off "
+        "independently; no message waited for; all operations at the device's peak"
+    )
+    return Table(title, columns, rows)
+
+
+def _seconds_on(found: Estimate, cluster: Cluster) -> float:
+    """Of the same step on the machine with other figures."""
+    return estimate(found.config, cluster, found.placement).seconds
 
 
 def parts_table(chosen: Sequence[tuple[Choices, Estimate]]) -> Table:
