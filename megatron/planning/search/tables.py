@@ -44,6 +44,10 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
+def _step(seconds: float) -> str:
+    return f"{seconds:.2f}" if seconds >= 0.995 else f"{seconds:.3g}"
+
+
 def _amount(value: float) -> str:
     """Three digits, with thousands apart."""
     return f"{value:,.0f}" if abs(value) >= 99.5 else f"{value:.3g}"
@@ -67,7 +71,7 @@ def layout_table(
         shape, most = choices.shape, max(rank.total for rank in found.memory)
         row = [str(number), str(shape.tp), str(shape.pp), str(shape.replicas), str(shape.chunks), shape.schedule,
                str(shape.micro), f"{shape.batch:,}",
-               write_recompute(choices.recompute), _switches(choices), f"{found.seconds:.2f}", _percent(found.mfu),
+               write_recompute(choices.recompute), _switches(choices), _step(found.seconds), _percent(found.mfu),
                _percent(found.hfu), _amount(found.tokens_per_day / 1e9)]  # fmt: skip
         if several_nodes:
             row.insert(1, f"{found.nodes:,}")
@@ -103,11 +107,10 @@ def bounds_table(chosen: Sequence[tuple[Choices, Estimate]]) -> Table:
     for number, (_, found) in enumerate(chosen, 1):
         dtype = found.config.precision.dtype_name
         spread = error_bars.spread(functools.partial(_seconds_on, found), found.cluster, dtype)
-        peak = "-" if found.hfu is None else f"{found.hfu * found.seconds:.2f}"
-        rows.append((
-            str(number), f"{spread.value:.2f}", f"{spread.low:.2f}", f"{spread.high:.2f}", f"{spread.likely:.2f}",
-            f"{lower_bound(found.config, found.cluster):.2f}", peak, spread.effects[0].figure,
-        ))  # fmt: skip
+        least = lower_bound(found.config, found.cluster)
+        times = map(_step, (spread.value, spread.low, spread.high, spread.likely, least))
+        peak = "-" if found.hfu is None else _step(found.hfu * found.seconds)
+        rows.append((str(number), *times, peak, spread.effects[0].figure))
     title = (
         "bounds of the seconds of a step: all figures at the fast, or the slow ends of their ranges; +-: off "
         "independently; no message waited for; all operations at the device's peak"
@@ -125,7 +128,7 @@ def parts_table(chosen: Sequence[tuple[Choices, Estimate]]) -> Table:
     used = [part for part in PARTS if any(found.parts.get(part) for _, found in chosen)]
     rows = []
     for number, (_, found) in enumerate(chosen, 1):
-        rows.append((str(number), *(_seconds(found.parts.get(part, 0.0)) for part in used), f"{found.seconds:.2f}"))
+        rows.append((str(number), *(_seconds(found.parts.get(part, 0.0)) for part in used), _step(found.seconds)))
     return Table("seconds of a step, on the pipeline rank that computes most", ("#", *used, "all"), rows)
 
 
@@ -148,7 +151,7 @@ def values_table(found: Found, judge: Judge, name: str, title: str) -> Table:
     values = sorted(value for dimension, value in found.by_value if dimension == name)
     for value in values:
         best = found.by_value[name, value]
-        rows.append((f"{value:,}", f"{best.seconds:.2f}", _amount(best.tokens_per_s * 86400 / 1e9), _percent(best.mfu),
+        rows.append((f"{value:,}", _step(best.seconds), _amount(best.tokens_per_s * 86400 / 1e9), _percent(best.mfu),
                      f"{best.memory / GIB:.1f}", short(best.choices, judge)))  # fmt: skip
     return Table(f"best layout for each {title}", (title, "s/step", "Gtok/day", "MFU", "GiB", "layout"), rows)
 
