@@ -70,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     out.add_argument("--layout", action="append", default=[], metavar="LAYOUT", help="no search: this layout, or why "
                      "it is rejected; may be repeated")  # fmt: skip
     out.add_argument("--explain", nargs="?", const="1", metavar="N|LAYOUT", help="walk through the arithmetic of "
-                     "number N of the table (default 1), or of this layout")  # fmt: skip
+                     "number N of the table or of --layout (default 1), or of this layout")  # fmt: skip
     out.add_argument("--bounds", action="store_true", help="how far the seconds of the layouts may be off, and what "
                      "they cannot be below")  # fmt: skip
     out.add_argument("--paper-flops", action="store_true", help="TFLOP/s of a device by the formula of Dash et al. "

@@ -129,8 +129,9 @@ def test_bounds_and_the_formula_of_the_paper_are_options(capsys, no_search):
 
 
 def test_nothing_fits(capsys):
-    code, text = call(capsys, *SMALL, "--headroom", "99.9%")
-    assert code == 3 and "0.1 GiB" in text
+    for words in ([], ["--explain"]):
+        code, text = call(capsys, *SMALL, "--headroom", "99.9%", *words)
+        assert code == 3 and "0.1 GiB" in text
 
 
 @pytest.mark.parametrize(("words", "parts"), [

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
         return _judge_forms(judge, forms, args, show)
     found = _search(judge, args)
     best = found.best[: args.top]
-    if number is not None:
+    if number is not None and best:
         place = _place(number, len(best))
         choices = best[place - 1].choices
         show.text(f"layout {place} of the best: {write_choices(choices, judge.space.cluster)}")

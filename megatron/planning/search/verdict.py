@@ -25,8 +25,11 @@ _SIZES = ("tp", "pp", "chunks", "schedule", "mbs")
 
 @dataclass(frozen=True)
 class Asked:
-    """A form of layouts, such as tp=4,pp=16: as it was written, what it names, and the judge of its layouts alone; of
-    all that are allowed."""
+    """A form of layouts, such as tp=4,pp=16.
+
+    text    as it was written; wanted: what it names
+    judge   of its layouts alone; everything: of all that are allowed
+    """
 
     text: str
     wanted: Wanted
