@@ -1,9 +1,9 @@
-"""Predictions of the time model beside published results: Frontier and DGX H100.
+"""Predictions of the time model beside published results: Frontier, other MI250X and DGX H100.
 
     python benchmarks/published.py [--markdown] [--effects] [--update docs/planning.md]
 
 Nothing is run or measured here: `megatron/planning/timing` predicts this code on the published layouts, by the figures
-of clusters/frontier.toml and clusters/dgx-h100.toml, none of which was chosen by these results. Bounds have every
+of clusters/frontier.toml, lumi.toml and dgx-h100.toml, none of which was chosen by these results. Bounds have every
 figure at its slow or its fast end at once; "+-" takes them as independent. docs/planning.md discusses the tables;
 --update writes them there anew.
 """
@@ -16,7 +16,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.errors import MegatronError
 from megatron.planning import published_table as published
 from megatron.planning.cluster import load_cluster
 from megatron.planning.published_findings import finding_table
@@ -25,19 +24,16 @@ from megatron.planning.table import Table, print_table
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description="Predictions of the time model beside published results on Frontier and on DGX H100."
+        description="Predictions of the time model beside published results on MI250X and on DGX H100."
     )
     parser.add_argument("--markdown", action="store_true", help="tables for a document")
     parser.add_argument("--effects", action="store_true", help="for each prediction, which figures move it")
     parser.add_argument("--update", metavar="FILE", type=Path, help="write the tables into this document instead")
     args = parser.parse_args(argv)
-    try:
-        frontier, h100 = load_cluster("frontier"), load_cluster("dgx-h100")
-        on_frontier = published.rows(published.frontier_comparisons(), frontier)
-        on_h100 = published.rows(published.h100_comparisons(), h100)
-    except MegatronError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    frontier, lumi, h100 = (load_cluster(name) for name in ("frontier", "lumi", "dgx-h100"))
+    on_frontier = published.rows(published.frontier_comparisons(), frontier)
+    on_lumi = published.rows(published.mi250x_comparisons(), lumi)
+    on_h100 = published.rows(published.h100_comparisons(), h100)
     tables = {
         "frontier": published.comparison_table("Frontier: Dash et al., arXiv 2312.12705", on_frontier),
         "frontier-effects": published.effect_table(on_frontier[1]),
@@ -45,13 +41,14 @@ def main(argv: list[str] | None = None) -> int:
         "changes": published.change_table(frontier),
         "micro-batch": published.micro_batch_table(),
         "findings": finding_table(frontier),
+        "mi250x": published.comparison_table("MI250X: other codes, on LUMI", on_lumi),
         "dgx-h100": published.comparison_table("DGX H100", on_h100),
         "dgx-h100-effects": published.effect_table(on_h100[0]),
     }
     if args.update:
         args.update.write_text(updated(args.update.read_text(), tables))
         return 0
-    more = [published.effect_table(row) for row in (*on_frontier, *on_h100)] if args.effects else []
+    more = [published.effect_table(row) for row in (*on_frontier, *on_lumi, *on_h100)] if args.effects else []
     for table in (*tables.values(), *more):
         if args.markdown:
             print(f"{table.title}\n\n{table.markdown()}\n")

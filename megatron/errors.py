@@ -1,8 +1,11 @@
-"""Errors that a user can cause and a user can mend.
+"""Errors that a user can cause and a user can mend, and how they are printed.
 
 Each message says what is wrong, where, which value, and what to do instead. Broken invariants of our own
 are assertions; these are not.
 """
+from __future__ import annotations
+
+import sys
 
 
 class MegatronError(Exception):
@@ -35,3 +38,19 @@ class KernelError(MegatronError):
 
 class TrainingError(MegatronError):
     """A training that cannot go on: losses or gradients that are not finite, or a loss that will not come down."""
+
+
+def print_error(error: BaseException | str, rank: int = 0, prefix: str = "error") -> None:
+    """Print an error on standard error: rank 0 in full behind the prefix, others in one line behind their number."""
+    text = f"{prefix}: {error}"
+    if rank:
+        text = f"rank {rank}: {type(error).__name__}: {' '.join(str(error).split())}"
+    flush_output()
+    print(text, file=sys.stderr, flush=True)
+
+
+def flush_output() -> None:
+    """Write out what is buffered of standard output and standard error."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # of a program that was started with a closed one
+            stream.flush()

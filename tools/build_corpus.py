@@ -14,17 +14,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.option import real, whole
+from megatron.config.option import Parser, real, whole
 from megatron.data.prepare.corpus import build_corpus
-from megatron.errors import MegatronError
 from megatron.training.failures import as_tool
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=__doc__)
     parser.add_argument("--output", required=True, metavar="FILE", help="JSON lines with the keys name and text")
     parser.add_argument(
         "--max-megabytes", type=real(), default=20.0, metavar="MB", help="stop before this size (default: 20)"
@@ -37,23 +34,20 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@as_tool
+def main(argv: Sequence[str]) -> int:
     """Run; returns the exit code: 0, or 2 after an error."""
     args = build_parser().parse_args(argv)
-    try:
-        totals = build_corpus(
-            args.output,
-            max_bytes=int(args.max_megabytes * 1e6),
-            seed=args.seed,
-            docstrings_only=args.docstrings_only,
-            stdlib=args.stdlib,
-        )
-    except MegatronError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    totals = build_corpus(
+        args.output,
+        max_bytes=int(args.max_megabytes * 1e6),
+        seed=args.seed,
+        docstrings_only=args.docstrings_only,
+        stdlib=args.stdlib,
+    )
     print(f"wrote {args.output}: {totals.documents} documents, {totals.text_bytes / 1e6:.1f} MB of text")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(as_tool(main))
+    sys.exit(main())

@@ -15,7 +15,6 @@ process is building is waited for. Ends with code 2 and a message when something
 """
 from __future__ import annotations
 
-import argparse
 import resource
 import sys
 from collections.abc import Sequence
@@ -25,14 +24,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config import Config, parse_args
-from megatron.config.option import whole
+from megatron.config.option import Parser, whole
 from megatron.errors import ConfigError
 from megatron.training.failures import as_tool, leave, run_guarded
 
 
 def split_arguments(argv: Sequence[str]) -> tuple[int, list[str]]:
     """(workers, the flags of pretrain_gpt.py). Raises ConfigError."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = Parser(add_help=False)
     parser.add_argument("--workers", type=whole(1, 1024), default=1)
     own, flags = parser.parse_known_args(list(argv))
     return own.workers, flags
@@ -79,6 +78,7 @@ def build(config: Config, workers: int) -> None:
     say(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")  # Linux counts KiB
 
 
+@as_tool
 def main(argv: Sequence[str]) -> int:
     """Run; returns the exit code."""
     if "--help" in argv or "-h" in argv:
@@ -89,8 +89,8 @@ def main(argv: Sequence[str]) -> int:
         workers, flags = split_arguments(argv)
         build(read_config(flags), workers)
 
-    return run_guarded(body, 0)
+    return run_guarded(body, 0, "error")
 
 
 if __name__ == "__main__":
-    leave(as_tool(lambda: main(sys.argv[1:])))
+    leave(main())

@@ -21,7 +21,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.option import real, whole
+from megatron.config.command_line import add_preset, with_preset
+from megatron.config.option import Parser, real, whole
 from megatron.errors import ConfigError
 from megatron.training.failures import as_tool, leave, run_guarded
 
@@ -31,11 +32,12 @@ HOST_SHARE = 0.1
 
 def build_parser() -> argparse.ArgumentParser:
     """The tool's own flags; what is left is pretrain_gpt.py's."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    parser = Parser(
+        description=__doc__,
         usage="%(prog)s -o FILE.toml [--processes N] [--minutes M] [--name NAME] [--refine METRICS ... --cluster FILE] "
         "[flags of pretrain_gpt.py]",
     )  # fmt: skip
+    add_preset(parser)
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.toml", help="the description")
     parser.add_argument(
         "--processes", type=whole(1, 64), metavar="N",
@@ -124,18 +126,18 @@ def refine(args: argparse.Namespace, flags: list[str]) -> None:
     print(f"{args.output}: {args.cluster}, corrected")
 
 
+@as_tool
 def main(argv: Sequence[str]) -> int:
     """Run; returns the exit code."""
     args, flags = build_parser().parse_known_args(argv)
-    if flags[:1] == ["--"]:
-        flags = flags[1:]
+    flags = with_preset(args.preset, flags[1:] if flags[:1] == ["--"] else flags)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
     def body() -> None:
         (refine if args.refine else calibrate)(args, flags)
 
-    return run_guarded(body, int(os.environ.get("RANK", "0") or 0))
+    return run_guarded(body, int(os.environ.get("RANK", "0") or 0), "error")
 
 
 if __name__ == "__main__":
-    leave(as_tool(lambda: main(sys.argv[1:])))
+    leave(main())

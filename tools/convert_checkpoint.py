@@ -22,17 +22,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.command_line import flag_table, scan
-from megatron.config.option import real
+from megatron.config.option import Parser, real
 from megatron.config.settings import raise_problems
-from megatron.errors import MegatronError
+from megatron.errors import ConfigError
 from megatron.training.failures import as_tool
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=__doc__)
     parser.add_argument("source", metavar="SOURCE", help="folder with checkpoints, or of one")
     parser.add_argument("target", metavar="TARGET", nargs="?", help="folder for the new one; as --load names it later")
     parser.add_argument("--load-tag", metavar="NAME", help="folder in SOURCE, or iteration, instead of the last one")
@@ -124,7 +122,6 @@ def run(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     """Read, check, write. Raises MegatronError."""
     from megatron.checkpoint.folder import folder_name
     from megatron.checkpoint.foreign.convert import convert, find_source, plan_conversion, read_source
-    from megatron.errors import ConfigError
 
     folder = find_source(args.source, args.load_tag)
     source = read_source(folder, optimizer=not args.no_optim, version=args.checkpoint_version, plain=args.plain_class)
@@ -146,20 +143,16 @@ def run(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     print(f"written: {written}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@as_tool
+def main(argv: Sequence[str]) -> int:
     """Run; returns the exit code: 0, or 2 when the checkpoint cannot be converted."""
     args, rest = build_parser().parse_known_args(argv)
-    try:
-        settings = model_settings(rest)
-        if args.target is None and not args.dry_run:
-            print("error: give TARGET, the folder for the new checkpoint, or --dry-run", file=sys.stderr)
-            return 2
-        run(args, settings)
-    except MegatronError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    settings = model_settings(rest)
+    if args.target is None and not args.dry_run:
+        raise ConfigError("give TARGET, the folder for the new checkpoint, or --dry-run")
+    run(args, settings)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(as_tool(main))
+    sys.exit(main())

@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config import Config
-from megatron.config.option import real, whole
+from megatron.config.option import Parser, real, whole
 from megatron.errors import ConfigError, MegatronError
 from megatron.parallel.launch import Launch, detect_launch
 from megatron.training.failures import as_tool, leave, run_guarded
@@ -30,9 +30,7 @@ from megatron.training.failures import as_tool, leave, run_guarded
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=__doc__)
     parser.add_argument("--load", required=True, metavar="FOLDER", help="the --save folder of a training run")
     parser.add_argument("--load-tag", metavar="NAME", help="a checkpoint in it other than the last")
     parser.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="may be given several times")
@@ -58,7 +56,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@as_tool
+def main(argv: Sequence[str]) -> int:
     """Run; returns the exit code."""
     args = build_parser().parse_args(argv)
     try:
@@ -81,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             rendezvous.close()
 
-    return run_guarded(body, launch.rank)
+    return run_guarded(body, launch.rank, "error")
 
 
 def print_samples(args: argparse.Namespace, launch: Launch, device: Any) -> None:
@@ -141,4 +140,4 @@ def model_config(args: argparse.Namespace, world_size: int) -> Config:
 
 
 if __name__ == "__main__":
-    leave(as_tool(main))
+    leave(main())

@@ -25,18 +25,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.errors import CheckpointError, ConfigError, MegatronError
+from megatron.config.option import Parser
+from megatron.errors import CheckpointError, ConfigError
 from megatron.training.failures import as_tool
 
-SOUND, DAMAGED, ERROR = 0, 1, 2
+SOUND, DAMAGED = 0, 1
 _PIPE_COLUMNS = 200  # where nobody says how wide the output may be
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=__doc__)
     parser.add_argument("path", nargs="?", type=Path, metavar="PATH", help="a checkpoint, or a folder of checkpoints")
     parser.add_argument("--tag", metavar="NAME", help="this checkpoint of the folder: an iteration or a name")
     parser.add_argument("--verify", action="store_true", help="check every byte; of a folder, all its checkpoints")
@@ -48,14 +47,11 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@as_tool
+def main(argv: Sequence[str]) -> int:
     """Run; returns the exit code."""
     args = build_parser().parse_args(argv)
-    try:
-        report, code = run(args)
-    except MegatronError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return ERROR
+    report, code = run(args)
     if args.json:
         print(json.dumps(_finite(report), indent=1))
     return code
@@ -357,4 +353,4 @@ def _finite(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(as_tool(main))
+    sys.exit(main())

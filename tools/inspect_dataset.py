@@ -20,13 +20,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.option import MOST_WIDTH, whole
+from megatron.config.option import MOST_WIDTH, Parser, whole
 from megatron.data.indexed_dataset import bin_path
 from megatron.data.prepare.byte_progress import ByteProgress
 from megatron.data.prepare.check import PROBLEMS_PER_KIND
 from megatron.data.prepare.inspect import Inspection, as_json, inspect, plot_lengths
 from megatron.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
-from megatron.errors import ConfigError, MegatronError
+from megatron.errors import ConfigError
 from megatron.training.failures import as_tool
 
 _FEW = whole(0, MOST_WIDTH)
@@ -38,9 +38,7 @@ TOKENIZER_FLAGS = (
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=__doc__)
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="data sets; paths without .bin and .idx")
     parser.add_argument("--validate", action="store_true", help="read all tokens and check them")
     parser.add_argument("--plot", metavar="FILE", help="draw the lengths of documents; .png, .svg or .pdf")
@@ -140,39 +138,36 @@ def show(result: Inspection) -> None:
         print("  no problem found")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@as_tool
+def main(argv: Sequence[str]) -> int:
     """Run; returns the exit code: 0, or 2 when a data set is damaged or cannot be read."""
     args = build_parser().parse_args(argv)
     results = []
-    try:
-        tokenizer = make_tokenizer(args)
-        for prefix in args.prefixes:
-            size = bin_path(prefix).stat().st_size if bin_path(prefix).is_file() else 0
-            with ByteProgress(f"checked {prefix}", size) as progress:
-                result = inspect(
-                    prefix,
-                    tokenizer=tokenizer,
-                    vocab_size=args.vocab_size,
-                    validate=args.validate,
-                    documents=args.documents,
-                    num_samples=args.samples,
-                    sample_tokens=args.sample_tokens,
-                    on_progress=progress.update if args.validate else lambda _: None,
-                )
-            results.append(result)
-            if not args.json:
-                show(result)
-        if args.plot is not None:
-            plot_lengths(results, args.plot)
-            if not args.json:
-                print(f"drawn to {args.plot}")
-    except MegatronError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    tokenizer = make_tokenizer(args)
+    for prefix in args.prefixes:
+        size = bin_path(prefix).stat().st_size if bin_path(prefix).is_file() else 0
+        with ByteProgress(f"checked {prefix}", size) as progress:
+            result = inspect(
+                prefix,
+                tokenizer=tokenizer,
+                vocab_size=args.vocab_size,
+                validate=args.validate,
+                documents=args.documents,
+                num_samples=args.samples,
+                sample_tokens=args.sample_tokens,
+                on_progress=progress.update if args.validate else lambda _: None,
+            )
+        results.append(result)
+        if not args.json:
+            show(result)
+    if args.plot is not None:
+        plot_lengths(results, args.plot)
+        if not args.json:
+            print(f"drawn to {args.plot}")
     if args.json:
         print(json.dumps([as_json(result) for result in results], indent=1))
     return 0 if all(result.sound for result in results) else 2
 
 
 if __name__ == "__main__":
-    sys.exit(as_tool(main))
+    sys.exit(main())

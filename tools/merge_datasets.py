@@ -17,17 +17,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.config.option import Parser
 from megatron.data.prepare.byte_progress import ByteProgress
 from megatron.data.prepare.merge import merge, prefixes_in, total_bytes
-from megatron.errors import MegatronError
 from megatron.training.failures import as_tool
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line: Megatron's flags, and --inputs."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--input", metavar="FOLDER", help="merge all data sets in this folder, in order of their names")
     source.add_argument(
@@ -42,22 +40,19 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@as_tool
+def main(argv: Sequence[str]) -> int:
     """Run; returns the exit code: 0, or 2 after an error in the input."""
     args = build_parser().parse_args(argv)
-    try:
-        inputs = args.inputs if args.input is None else prefixes_in(args.input)
-        with ByteProgress("merged", total_bytes(inputs)) as progress:
-            totals = merge(
-                inputs,
-                args.output_prefix,
-                require_modes=args.multimodal,
-                on_progress=progress.update,
-                say=lambda text: progress.say(f"notice: {text}"),
-            )
-    except MegatronError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    inputs = args.inputs if args.input is None else prefixes_in(args.input)
+    with ByteProgress("merged", total_bytes(inputs)) as progress:
+        totals = merge(
+            inputs,
+            args.output_prefix,
+            require_modes=args.multimodal,
+            on_progress=progress.update,
+            say=lambda text: progress.say(f"notice: {text}"),
+        )
     print(
         f"wrote {args.output_prefix}.bin and .idx from {len(inputs)} data sets: {totals.documents:,} documents, "
         f"{totals.sequences:,} sequences, {totals.tokens:,} tokens of type {totals.dtype}"
@@ -66,4 +61,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(as_tool(main))
+    sys.exit(main())

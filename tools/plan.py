@@ -1,11 +1,11 @@
 #!/usr/bin/env python
 """Find the fastest layout of a model on a machine before anything is queued: by estimates, nothing is run.
 
-    python tools/plan.py --model gpt-175b --cluster frontier --nodes 128 --global-batch 640:8000 --tokens 300e9
-    python tools/plan.py --model gpt-22b --cluster frontier --nodes 16 --fix tp=2 mbs=1,2 --output plans/22b
+    python tools/plan.py --preset gpt-175b --cluster frontier --nodes 128 --global-batch 640:8000 --tokens 300e9
+    python tools/plan.py --preset gpt-22b --cluster frontier --nodes 16 --fix tp=2 mbs=1,2 --output plans/22b
     python tools/plan.py --cluster dgx-h100 --nodes 4 --global-batch 256 -- --num-layers 48 --hidden-size 6144 ...
-    python tools/plan.py --model gpt-175b --cluster frontier --nodes 128 --layout tp=4,pp=16,mbs=1,recompute=full
-    python tools/plan.py --model gpt-175b --cluster frontier --nodes 128 --explain 1
+    python tools/plan.py --preset gpt-175b --cluster frontier --nodes 128 --layout tp=4,pp=16,mbs=1,recompute=full
+    python tools/plan.py --preset gpt-175b --cluster frontier --nodes 128 --layout tp=4,pp=16,mbs=1 --explain
 """
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.command_line import split_at_dashes
-from megatron.config.option import MOST_TOKENS, real, whole
-from megatron.errors import MegatronError
+from megatron.config.command_line import add_preset, split_at_dashes
+from megatron.config.option import MOST_TOKENS, Parser, real, whole
 from megatron.planning.cluster import known_clusters
 from megatron.planning.search import command
 from megatron.training.failures import as_tool
@@ -32,22 +31,25 @@ A layout is written tp=4,pp=16,chunks=2,mbs=1,recompute=selective, of any of
   overlap (of tensor-parallel messages: on, off), zero (0, 1), recompute (none, selective[:MODULE+MODULE],
   full[:uniform|block[:LAYERS]]), order (of directions over ranks), devices (0-1-6-7-2-3-4-5)
 
-What is not named is searched. --fix and --allow take several values: tp=4,8. Flags of pretrain_gpt.py after -- are the
-fixed part: one that names a layout's size fixes it. The search is exact: a layout is left out only where it is invalid,
-does not fit, or has a bound that proves that it changes nothing. Exit code 0; 2 for a mistake; 3 where nothing fits."""
+Of a preset the model counts, not its layout. What a layout does not name is chosen as fastest; recompute=full is
+full:uniform:1, as in a run. --fix and --allow take several values, tp=4,8, and there recompute=full is all that begin
+so. Flags of pretrain_gpt.py after -- are the fixed part: one that names a layout's size fixes it. The search is exact:
+a layout is left out only where it is invalid, does not fit, or has a bound that proves that it changes nothing.
+
+Exit code 0; 2 for a mistake; 3 where nothing fits, or a layout is rejected."""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-        usage="%(prog)s --model PRESET --cluster NAME|FILE --nodes N [options] [-- flags of pretrain_gpt.py]",
+    parser = Parser(
+        description=__doc__, epilog=EPILOG,
+        usage="%(prog)s --preset NAME --cluster NAME|FILE --nodes N [options] [-- flags of pretrain_gpt.py]",
     )  # fmt: skip
     what = parser.add_argument_group("what is planned")
-    what.add_argument("--model", metavar="PRESET", help="a preset, of which the model counts, not its layout (default: "
-                      "the flags after --)")  # fmt: skip
+    add_preset(what)
     what.add_argument("--cluster", default="frontier", metavar="NAME|FILE",
                       help=f"{', '.join(known_clusters())} or a cluster file (default frontier)")  # fmt: skip
-    what.add_argument("--nodes", metavar="N", help="128, several 64,128, or 16:128, doubled from one to the other")
+    what.add_argument("--nodes", metavar="N", help="128, several 64,128, or 16:128, doubled from one to the other "
+                      "(default: that of a machine of one node)")  # fmt: skip
     what.add_argument("--devices", metavar="N", help="devices in all instead of nodes, for a part of a node")
     what.add_argument("--global-batch", metavar="B", help="samples of a step: 640, several 640,1280, or 640:8000, "
                       "doubled from one to the other (default: the preset's)")  # fmt: skip
@@ -57,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     how.add_argument("--fix", help="allow these values only", **several)
     how.add_argument("--allow", help="also try these, which the search leaves out by itself: tp beyond a node, mbs "
                      "that is no power of two, recompute=..., devices=...", **several)  # fmt: skip
-    how.add_argument("--headroom", default="10%", metavar="GIB|%%", help="of a device's memory that stays free for the "
+    how.add_argument("--headroom", default="10%", metavar="GIB|%", help="of a device's memory that stays free for the "
                      "runtime, the communication library and what the allocator cannot use (default 10%%)")  # fmt: skip
     how.add_argument("--objective", choices=("throughput", "node-hours"), default="throughput",
                      help="with several numbers of nodes: most tokens a second, or fewest node-hours (default "
@@ -65,30 +67,29 @@ def build_parser() -> argparse.ArgumentParser:
     how.add_argument("--processes", type=whole(1, 512), metavar="N", help="that search (default: cores, at most 8)")
     out = parser.add_argument_group("what is shown")
     out.add_argument("--top", type=whole(), default=10, metavar="N", help="layouts in the tables (default 10)")
-    out.add_argument("--layout", action="append", default=[], metavar="LAYOUT", help="say where this one comes, or why "
+    out.add_argument("--layout", action="append", default=[], metavar="LAYOUT", help="no search: this layout, or why "
                      "it is rejected; may be repeated")  # fmt: skip
-    out.add_argument("--explain", metavar="LAYOUT|N", help="walk through the arithmetic of this layout, or of number N "
-                     "of the table")  # fmt: skip
+    out.add_argument("--explain", nargs="?", const="1", metavar="N|LAYOUT", help="walk through the arithmetic of "
+                     "number N of the table or of --layout (default 1), or of this layout")  # fmt: skip
+    out.add_argument("--bounds", action="store_true", help="how far the seconds of the layouts may be off, and what "
+                     "they cannot be below")  # fmt: skip
+    out.add_argument("--paper-flops", action="store_true", help="TFLOP/s of a device by the formula of Dash et al. "
+                     "(arXiv 2312.12705)")  # fmt: skip
     out.add_argument("--output", type=Path, metavar="DIR", help="write table.csv, table.json, pareto.png, "
                      "sensitivity.png and .md, timeline.png, trace.json and the job script into it")  # fmt: skip
     out.add_argument("--markdown", action="store_true", help="tables for a document")
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@as_tool
+def main(argv: Sequence[str]) -> int:
     """Run; returns the exit code."""
     words, flags = split_at_dashes(argv)
     args = build_parser().parse_args(words)
     if args.processes is None:
         args.processes = min(8, len(os.sched_getaffinity(0)))
-    try:
-        return command.run(args, flags)
-    except MegatronError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return command.run(args, flags)
 
 
 if __name__ == "__main__":
-    sys.exit(as_tool(main))
+    sys.exit(main())

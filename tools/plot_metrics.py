@@ -15,16 +15,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron import drawing
-from megatron.errors import DataError, MegatronError
+from megatron.config.option import Parser
+from megatron.errors import DataError
 from megatron.training.failures import as_tool
 from megatron.training.metrics import read_metrics
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=__doc__)
     parser.add_argument("metrics", nargs="+", metavar="FILE", help="metrics.jsonl of one run, or of several to compare")
     parser.add_argument("--output", required=True, metavar="FILE", help="the picture; .png, .svg or .pdf")
     parser.add_argument("--title", default="", help="a line over the picture")
@@ -81,17 +80,14 @@ def draw(paths: Sequence[Path], output: Path, title: str = "") -> Path:
     return drawing.save(figure, output, dpi=120, choose="another file for --output")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@as_tool
+def main(argv: Sequence[str]) -> int:
     """Run; returns the exit code: 0, or 2 after an error."""
     args = build_parser().parse_args(argv)
-    try:
-        written = draw([Path(path) for path in args.metrics], Path(args.output), args.title)
-    except MegatronError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    written = draw([Path(path) for path in args.metrics], Path(args.output), args.title)
     print(f"wrote {written}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(as_tool(main))
+    sys.exit(main())

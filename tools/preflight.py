@@ -10,13 +10,14 @@ hosts to leave out. `check --help` and `measure --help` say more.
 """
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.config.option import Parser
+from megatron.errors import ConfigError
 from megatron.training.failures import as_tool, leave, run_guarded
 
 
@@ -28,23 +29,23 @@ def run(half: str, argv: Sequence[str]) -> int:
         return check.run(check.parse(argv))
     from megatron.preflight.measure import command as measure
 
-    parser = argparse.ArgumentParser("preflight.py measure", allow_abbrev=False)
+    parser = Parser("preflight.py measure")
     measure.add_arguments(parser)
     return measure.run(parser.parse_args(argv))
 
 
+@as_tool
 def main(argv: Sequence[str]) -> int:
     """Run; returns the exit code."""
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__)
         return 0
     if argv[0] not in ("check", "measure"):
-        print(f"error: '{argv[0]}' is neither check nor measure", file=sys.stderr)
-        return 2
+        raise ConfigError(f"'{argv[0]}' is neither check nor measure")
     codes: list[int] = []
-    failed = run_guarded(lambda: codes.append(run(argv[0], argv[1:])), 0)
+    failed = run_guarded(lambda: codes.append(run(argv[0], argv[1:])), 0, "error")
     return codes[0] if codes else failed
 
 
 if __name__ == "__main__":
-    leave(as_tool(lambda: main(sys.argv[1:])))
+    leave(main())

@@ -18,19 +18,18 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.option import MOST_WIDTH, whole
+from megatron.config.option import MOST_WIDTH, Parser, whole
 from megatron.data.prepare.encode import PreprocessOptions
 from megatron.data.prepare.preprocess import ON_BAD_INPUT, Listeners, PreprocessStopped, preprocess
 from megatron.data.prepare.progress import Progress
 from megatron.data.prepare.sources import FORMATS
 from megatron.data.tokenizer import TOKENIZER_TYPES
-from megatron.errors import MegatronError
 from megatron.training.failures import as_tool
 
 WITHOUT_EFFECT = {
@@ -46,9 +45,7 @@ WITHOUT_EFFECT = {
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line: Megatron's flags."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=__doc__)
     group = parser.add_argument_group("input")
     group.add_argument(
         "--input",
@@ -184,7 +181,8 @@ class StopSignal:
         self.received = number
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@as_tool
+def main(argv: Sequence[str]) -> int:
     """Run; returns the exit code: 0, 2 after an error in the input, 128 + its number after a signal."""
     args = build_parser().parse_args(argv)
     for name, why in WITHOUT_EFFECT.items():
@@ -198,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         should_stop=lambda: stop.received != 0,
     )
     try:
-        with stop.handled():
+        with closing(progress), stop.handled():
             totals = preprocess(
                 args.input,
                 args.output_prefix,
@@ -209,21 +207,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 listeners=listeners,
             )
     except PreprocessStopped as error:
-        progress.close()
         print(f"{signal.Signals(stop.received).name}: {error}", file=sys.stderr)
         return 128 + stop.received
     except KeyboardInterrupt:
-        progress.close()
         print("stopped at once; the same command goes on after what was saved last", file=sys.stderr)
         return 128 + signal.SIGINT
-    except MegatronError as error:
-        progress.close()
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    progress.close()
     print("\n".join(progress.summary(totals)))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(as_tool(main))
+    sys.exit(main())

@@ -7,7 +7,8 @@ this program, Megatron-DeepSpeed or Megatron-LM.
     python tools/report_scaling.py runs/weak-175b-paper --out report
     python tools/report_scaling.py old.log --peak-tflops 191.5 --ceiling-tflops 115.3
 
-Exit code 0, 1 when a run is invalid (figures that contradict each other) and --strict is given, 2 after an error.
+Exit code 0, 1 when there is nothing to report (no run, or none with a steady step), or when a run is invalid (figures
+that contradict each other) and --strict is given, 2 after an error.
 """
 from __future__ import annotations
 
@@ -18,21 +19,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.option import real, whole
-from megatron.errors import ConfigError, MegatronError
+from megatron.config.option import Parser, real, whole
+from megatron.errors import ConfigError, print_error
 from megatron.planning.scaling.compare import Series, compare
 from megatron.planning.scaling.figures import Judge, figures
 from megatron.planning.scaling.render import as_csv, as_markdown, as_table, state
-from megatron.planning.scaling.runs import find_runs
+from megatron.planning.scaling.runs import NothingToReportError, find_runs
 from megatron.training.failures import as_tool
 from megatron.untrusted import write_text
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="PATH", help="folder of runs, metrics file or log")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write report.md, report.csv and plots there")
     parser.add_argument("--no-plots", action="store_true", help="with --out: no pictures (needs no matplotlib)")
@@ -83,22 +82,27 @@ def write(series: Sequence[Series], out: Path, plots: bool) -> list[Path]:
     return [report, table, *pictures]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@as_tool
+def main(argv: Sequence[str]) -> int:
     """Run; returns the exit code."""
     args = build_parser().parse_args(argv)
+    judge = Judge(args.warm_up, args.peak_tflops, args.ceiling_tflops)
     try:
-        judge = Judge(args.warm_up, args.peak_tflops, args.ceiling_tflops)
-        series = compare([figures(run, judge) for run in find_runs(args.runs)])
-        show(series)
-        if args.out is not None:
-            for path in write(series, args.out, not args.no_plots):
-                print(f"wrote {path}")
-    except (MegatronError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        found = [figures(run, judge) for run in find_runs(args.runs)]
+    except NothingToReportError as error:
+        print_error(error)
+        return 1
+    series = compare(found)
+    show(series)
+    if args.out is not None:
+        for path in write(series, args.out, not args.no_plots):
+            print(f"wrote {path}")
+    if not any(member.steady for member in found):
+        print_error(f"nothing to report: none of {len(found)} run(s) has a steady step; each says why above")
+        return 1
     invalid = any(state(member) == "invalid" for each in series for member in each.members)
     return 1 if invalid and args.strict else 0
 
 
 if __name__ == "__main__":
-    sys.exit(as_tool(main))
+    sys.exit(main())

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Plan and run a scaling experiment: the same model at several sizes, layouts or batches, each a short training.
 
-    python tools/run_experiment.py weak --model 175b --dry-run
-    python tools/run_experiment.py strong --model 1t --dry-run --nodes 384
-    python tools/run_experiment.py tp --model tiny --values 1,2 --launcher local --out runs/tp-tiny
+    python tools/run_experiment.py weak --preset 175b --dry-run
+    python tools/run_experiment.py strong --preset 1t --dry-run --nodes 384
+    python tools/run_experiment.py tp --preset tiny --values 1,2 --launcher local --out runs/tp-tiny
 
 weak_scaling.sh, strong_scaling.sh and sweep_tp_pp_mbs.sh in examples/frontier call it inside an allocation. Flags of
 pretrain_gpt.py that hold for every point come after --. Each point gets a folder with its description (point.json), its
@@ -23,9 +23,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.command_line import split_at_dashes
-from megatron.config.option import MOST_PROCESSES, real, whole
-from megatron.errors import ConfigError, MegatronError
+from megatron.config.command_line import add_preset, split_at_dashes
+from megatron.config.option import MOST_PROCESSES, Parser, real, whole
+from megatron.errors import ConfigError
 from megatron.planning.cluster import Cluster, load_cluster
 from megatron.planning.experiments import show
 from megatron.planning.experiments.cost import Cost, cost
@@ -41,12 +41,11 @@ _COUNT = whole(1, MOST_PROCESSES)
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-        usage="%(prog)s KIND [options] [-- flags of pretrain_gpt.py for every point]",
-    )
+    usage = "%(prog)s KIND [options] [-- flags of pretrain_gpt.py for every point]"
+    parser = Parser(description=__doc__, usage=usage)
     parser.add_argument("kind", choices=tuple(KINDS), help="what varies")
-    parser.add_argument("--model", default="175b", help="22b, 175b, 1t, 1.4b or any preset (default 175b)")
+    add_preset(parser, more=", or 22b, 175b, 1t, 1.4b with --recipe (default 175b)")
+    parser.set_defaults(preset="175b")
     parser.add_argument("--recipe", choices=("paper", "frontier"), default="paper", help="default paper")
     parser.add_argument("--values", type=_numbers, default=(), metavar="N,N", help="of what varies (default: by model)")
     parser.add_argument(
@@ -90,7 +89,7 @@ def requested(args: argparse.Namespace, flags: Sequence[str], cluster: Cluster |
     """The request that the command line makes; `flags` are pretrain_gpt.py's."""
     tasks = args.tasks_per_node or (cluster.devices_per_node if cluster is not None else 8)
     return Request(
-        args.kind, args.model, args.recipe, args.values, args.batch, args.iterations, args.warm_up,
+        args.kind, args.preset, args.recipe, args.values, args.batch, args.iterations, args.warm_up,
         10**6 if args.launcher == "local" else tasks, tuple(flags),
     )  # fmt: skip
 
@@ -170,34 +169,31 @@ def summary(outcome: Outcome, root: Path) -> None:
     _say(f"report: python tools/report_scaling.py {folder} --out {folder}/report")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@as_tool
+def main(argv: Sequence[str]) -> int:
     """Run; returns the exit code."""
     words, flags = split_at_dashes(argv)
     args = build_parser().parse_args(words)
-    try:
-        cluster = None if args.cluster in ("none", "") else load_cluster(args.cluster)
-        if args.print_limit is not None:
-            print(longest_job(cluster, args.print_limit, args.partition))
-            return 0
-        request = requested(args, flags, cluster)
-        points = chosen(plan(request), args.points)
-        if args.print_nodes:
-            print(max((p.nodes for p in points if p.problem is None), default=0))
-            return 0
-        root = args.out or ROOT / "runs" / request.experiment
-        limits = None if args.launcher == "local" else cluster
-        costs = {p.name: cost(p, limits, args.tflops, args.partition) for p in points}
-        if args.list:
-            list_jobs(args, points, costs, cluster, root)
-            return 0
-        if args.dry_run:
-            dry_run(args, points, costs, limits, root)
-            return 0
-        return run(args, points, costs, root)
-    except (MegatronError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    cluster = None if args.cluster in ("none", "") else load_cluster(args.cluster)
+    if args.print_limit is not None:
+        print(longest_job(cluster, args.print_limit, args.partition))
+        return 0
+    request = requested(args, flags, cluster)
+    points = chosen(plan(request), args.points)
+    if args.print_nodes:
+        print(max((p.nodes for p in points if p.problem is None), default=0))
+        return 0
+    root = args.out or ROOT / "runs" / request.experiment
+    limits = None if args.launcher == "local" else cluster
+    costs = {p.name: cost(p, limits, args.tflops, args.partition) for p in points}
+    if args.list:
+        list_jobs(args, points, costs, cluster, root)
+        return 0
+    if args.dry_run:
+        dry_run(args, points, costs, limits, root)
+        return 0
+    return run(args, points, costs, root)
 
 
 if __name__ == "__main__":
-    sys.exit(as_tool(main))
+    sys.exit(main())

@@ -18,9 +18,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config import Config
-from megatron.config.command_line import parse_plan
-from megatron.config.option import whole
-from megatron.errors import ConfigError, MegatronError
+from megatron.config.command_line import add_preset, parse_plan, with_preset
+from megatron.config.option import Parser, whole
+from megatron.errors import ConfigError
 from megatron.planning.cluster import Cluster, known_clusters, load_cluster
 from megatron.planning.placement import (
     Placement,
@@ -44,11 +44,12 @@ COLUMNS = ("rank", "node", "device", "nic", "tp", "dp", "pp", "layers")
 
 def build_parser() -> argparse.ArgumentParser:
     """The tool's own flags; what is left is pretrain_gpt.py's."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    parser = Parser(
+        description=__doc__,
         usage="%(prog)s --cluster NAME|FILE --world-size N [--compare] [--nodes N] [--table FILE.csv] [--explain] "
         "[flags of pretrain_gpt.py]",
     )  # fmt: skip
+    add_preset(parser)
     parser.add_argument("--compare", action="store_true", help="also all orders of directions, and of devices")
     parser.add_argument(
         "--nodes", type=whole(0), default=1, metavar="N", help="show the ranks of so many nodes (default 1)"
@@ -109,16 +110,13 @@ def show(args: argparse.Namespace, flags: Sequence[str], width: int) -> None:
         print(f"\nwrote {args.table}: {ranks} ranks, each place of the grid and each layer of a replica once")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@as_tool
+def main(argv: Sequence[str]) -> int:
     """Run; returns the exit code: 0, or 2 after an error."""
     args, flags = build_parser().parse_known_args(argv)
-    try:
-        show(args, flags, max(60, min(140, shutil.get_terminal_size((100, 24)).columns)))
-    except MegatronError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    show(args, with_preset(args.preset, flags), max(60, min(140, shutil.get_terminal_size((100, 24)).columns)))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(as_tool(main))
+    sys.exit(main())

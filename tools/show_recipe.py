@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.config.command_line import parse_plan
-from megatron.errors import ConfigError, MegatronError
+from megatron.config.command_line import add_preset, parse_plan, with_preset
+from megatron.config.option import Parser
+from megatron.errors import ConfigError
 from megatron.planning import recipes
 from megatron.planning.cluster import Cluster, load_cluster
 from megatron.planning.table import print_table
@@ -22,28 +24,22 @@ from megatron.planning.traffic import GPT2_VOCABULARY
 from megatron.training.failures import as_tool
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        description="Memory, useful share of the time and messages of a configuration, by counting.",
-        epilog="Everything else goes to the configuration: the flags of pretrain_gpt.py, with --world-size N.",
-        allow_abbrev=False,
-    )
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = Parser(description=__doc__, usage="%(prog)s [options] [flags of pretrain_gpt.py, with --world-size N]")
+    add_preset(parser)
     parser.add_argument("--all", action="store_true", help="the recipes of examples/frontier")
     parser.add_argument("--markdown", action="store_true", help="tables for a document")
     parser.add_argument("--vary", nargs="+", metavar=("FLAG", "VALUE"), help="a row for each value of one flag")
     parser.add_argument("--cluster", default="frontier", help="machine to place ranks on, or none (default frontier)")
     args, flags = parser.parse_known_args(argv)
-    return args, flags
+    return args, with_preset(args.preset, flags)
 
 
-def main(argv: list[str] | None = None) -> int:
-    args, flags = parse(sys.argv[1:] if argv is None else argv)
-    try:
-        cluster = None if args.cluster == "none" else load_cluster(args.cluster)
-        found = outlooks(args, flags, cluster)
-    except MegatronError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+@as_tool
+def main(argv: Sequence[str]) -> int:
+    args, flags = parse(argv)
+    cluster = None if args.cluster == "none" else load_cluster(args.cluster)
+    found = outlooks(args, flags, cluster)
     for table in (recipes.layout_table(found), recipes.memory_table(found), recipes.work_table(found)):
         if args.markdown:
             print(f"{table.markdown()}\n")
@@ -63,12 +59,11 @@ def outlooks(args: argparse.Namespace, flags: list[str], cluster: Cluster | None
         return recipes.outlooks(recipes.RECIPES, cluster)
     if args.vary is None:
         config = parse_plan(flags)
-        name = flags[flags.index("--preset") + 1] if "--preset" in flags[:-1] else "as given"
-        return [recipes.outlook(name, config, cluster)]
+        return [recipes.outlook(args.preset or "as given", config, cluster)]
     flag, *values = args.vary
     flag = "--" + flag.removeprefix("--")
     return [recipes.outlook(f"{flag} {value}", parse_plan([*flags, flag, value]), cluster) for value in values]
 
 
 if __name__ == "__main__":
-    raise SystemExit(as_tool(main))
+    sys.exit(main())

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.config.option import real, whole
-from megatron.errors import MegatronError
+from megatron.config.option import Parser, real, whole
 from megatron.pipeline import draw
 from megatron.pipeline.schedule import (
     SCHEDULES,
@@ -30,8 +30,8 @@ from megatron.training.failures import as_tool
 _TIME = real(least=0)
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Show a pipeline schedule as text and, if wanted, as a picture.")
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(description="Show a pipeline schedule as text and, if wanted, as a picture.")
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b")
     parser.add_argument(
         "--pipeline-size", type=whole(1, 1024), default=4, metavar="P", help="pipeline ranks (default 4)"
@@ -66,7 +66,8 @@ def report(schedule: Schedule, timeline: Timeline) -> str:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
+@as_tool
+def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     chunks = args.chunks if args.chunks is not None else (2 if args.schedule == "interleaved" else 1)
     durations = {
@@ -75,26 +76,22 @@ def main(argv: list[str] | None = None) -> int:
         Op.BACKWARD_INPUT: args.input_time,
         Op.BACKWARD_WEIGHT: args.weight_time,
     }
-    try:
-        schedule = build_schedule(args.schedule, args.pipeline_size, chunks, args.micro_batches, args.forward_only)
-        timeline = simulate(schedule, durations, args.latency)
-        print(draw.text_lanes(schedule, timeline))
-        print(report(schedule, timeline))
-        if args.instructions:
-            for rank, instructions in enumerate(schedule):
-                print(f"rank {rank}: " + " ".join(draw.label(i, schedule) for i in instructions))
-        if args.plot:
-            title = (
-                f"{schedule.name}: {schedule.pipeline_size} ranks, {chunks} chunk{'s' * (chunks > 1)}, "
-                f"{schedule.micro_batches} micro-batches, bubble {timeline.bubble_fraction:.1%}"
-            )
-            draw_timeline(timeline, schedule.pipeline_size, schedule.chunks, args.plot, title=title)
-            print(f"drawn to {args.plot}")
-    except MegatronError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    schedule = build_schedule(args.schedule, args.pipeline_size, chunks, args.micro_batches, args.forward_only)
+    timeline = simulate(schedule, durations, args.latency)
+    print(draw.text_lanes(schedule, timeline))
+    print(report(schedule, timeline))
+    if args.instructions:
+        for rank, instructions in enumerate(schedule):
+            print(f"rank {rank}: " + " ".join(draw.label(i, schedule) for i in instructions))
+    if args.plot:
+        title = (
+            f"{schedule.name}: {schedule.pipeline_size} ranks, {chunks} chunk{'s' * (chunks > 1)}, "
+            f"{schedule.micro_batches} micro-batches, bubble {timeline.bubble_fraction:.1%}"
+        )
+        draw_timeline(timeline, schedule.pipeline_size, schedule.chunks, args.plot, title=title)
+        print(f"drawn to {args.plot}")
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(as_tool(main))
+    sys.exit(main())

@@ -21,8 +21,8 @@ from typing import TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.option import whole
-from megatron.errors import LaunchError, MegatronError
+from megatron.config.option import Parser, whole
+from megatron.errors import LaunchError, print_error
 from megatron.training.failures import as_tool
 from megatron.training.metrics import read_metrics
 
@@ -69,9 +69,7 @@ class Machine:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=__doc__)
     parser.add_argument(
         "--folder", default="runs/example", metavar="FOLDER", help="for all that is written; FOLDER/run is emptied"
     )
@@ -82,41 +80,38 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@as_tool
+def main(argv: Sequence[str]) -> int:
     """Run; returns the exit code: 0, 1 when the loss did not fall enough, 2 after an error."""
     args = build_parser().parse_args(argv)
     size, folder = QUICK if args.quick else FULL, Path(args.folder)
     iterations = args.iterations or size.iterations
     steps = Steps()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        corpus, vocabulary, prefix = folder / "corpus.jsonl", folder / "vocabulary.model", folder / "corpus"
-        data = Path(f"{prefix}_text_document")
-        run, picture = folder / "run", folder / "loss.png"
-        steps.run("corpus: the sources of Python's standard library", lambda: make(
-            corpus, [corpus], tool("build_corpus.py", "--output", corpus, "--max-megabytes", size.corpus_megabytes)))
-        steps.run(f"vocabulary: SentencePiece, {size.vocab_size} entries", lambda: make(
-            vocabulary, [vocabulary],
-            tool("train_tokenizer.py", "--input", corpus, "--output", vocabulary, "--vocab-size", size.vocab_size)))
-        steps.run("tokens: .bin and .idx", lambda: make(
-            data, [data.with_name(data.name + ".bin"), data.with_name(data.name + ".idx")],
-            tool("preprocess_data.py", "--input", corpus, "--output-prefix", prefix, "--tokenizer-type",
-                 "GPTSentencePieceTokenizer", "--tokenizer-model", vocabulary, "--append-eod", "--workers", 2)))
-        machine = steps.run("machine", choose_machine)
-        print(f" {machine.reason}", flush=True)
-        shutil.rmtree(run, ignore_errors=True)  # always trained anew
-        arguments = training_arguments(size, machine, iterations, vocabulary, data, run)
-        steps.run(f"training: {iterations} iterations on {machine.processes} process(es)",
-                  lambda: train(arguments, machine))
-        steps.run("text from the trained model", lambda: execute(
-            tool("generate_text.py", "--load", run, "--tokens", size.sample_tokens, "--temperature", 0.7, "--top-k", 40,
-                 "--metrics-file", run / "metrics.jsonl", *[w for prompt in PROMPTS for w in ("--prompt", prompt)]),
-            environment(machine)))
-        steps.run("loss curve", lambda: execute(
-            tool("plot_metrics.py", run / "metrics.jsonl", "--output", picture, "--title", "make train")))
-    except MegatronError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    folder.mkdir(parents=True, exist_ok=True)
+    corpus, vocabulary, prefix = folder / "corpus.jsonl", folder / "vocabulary.model", folder / "corpus"
+    data = Path(f"{prefix}_text_document")
+    run, picture = folder / "run", folder / "loss.png"
+    steps.run("corpus: the sources of Python's standard library", lambda: make(
+        corpus, [corpus], tool("build_corpus.py", "--output", corpus, "--max-megabytes", size.corpus_megabytes)))
+    steps.run(f"vocabulary: SentencePiece, {size.vocab_size} entries", lambda: make(
+        vocabulary, [vocabulary],
+        tool("train_tokenizer.py", "--input", corpus, "--output", vocabulary, "--vocab-size", size.vocab_size)))
+    steps.run("tokens: .bin and .idx", lambda: make(
+        data, [data.with_name(data.name + ".bin"), data.with_name(data.name + ".idx")],
+        tool("preprocess_data.py", "--input", corpus, "--output-prefix", prefix, "--tokenizer-type",
+             "GPTSentencePieceTokenizer", "--tokenizer-model", vocabulary, "--append-eod", "--workers", 2)))
+    machine = steps.run("machine", choose_machine)
+    print(f" {machine.reason}", flush=True)
+    shutil.rmtree(run, ignore_errors=True)  # always trained anew
+    arguments = training_arguments(size, machine, iterations, vocabulary, data, run)
+    steps.run(f"training: {iterations} iterations on {machine.processes} process(es)",
+              lambda: train(arguments, machine))
+    steps.run("text from the trained model", lambda: execute(
+        tool("generate_text.py", "--load", run, "--tokens", size.sample_tokens, "--temperature", 0.7, "--top-k", 40,
+             "--metrics-file", run / "metrics.jsonl", *[w for prompt in PROMPTS for w in ("--prompt", prompt)]),
+        environment(machine)))
+    steps.run("loss curve", lambda: execute(
+        tool("plot_metrics.py", run / "metrics.jsonl", "--output", picture, "--title", "make train")))
     return summary(size, run, picture, steps)
 
 
@@ -278,10 +273,9 @@ def summary(size: Size, run: Path, picture: Path, steps: Steps) -> int:
     print(f" checkpoint and metrics: {run}\n loss curve: {picture}")
     if drop >= size.least_drop_nats:
         return 0
-    print(f"error: the validation loss came down by {drop:.3f} nats; it should by at least {size.least_drop_nats}",
-          file=sys.stderr)  # fmt: skip
+    print_error(f"the validation loss came down by {drop:.3f} nats; it should by at least {size.least_drop_nats}")
     return 1
 
 
 if __name__ == "__main__":
-    sys.exit(as_tool(main))
+    sys.exit(main())

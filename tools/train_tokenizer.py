@@ -16,17 +16,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.option import MOST_WIDTH, real, whole
+from megatron.config.option import MOST_WIDTH, Parser, real, whole
 from megatron.data.prepare.vocabulary import train_vocabulary
-from megatron.errors import MegatronError
 from megatron.training.failures import as_tool
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=__doc__)
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="JSON lines or .txt; .gz is unpacked")
     parser.add_argument("--output", required=True, metavar="FILE", help="the model file to write")
     parser.add_argument(
@@ -45,25 +42,22 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@as_tool
+def main(argv: Sequence[str]) -> int:
     """Run; returns the exit code: 0, or 2 after an error."""
     args = build_parser().parse_args(argv)
-    try:
-        size = train_vocabulary(
-            args.input,
-            args.output,
-            vocab_size=args.vocab_size,
-            json_key=args.json_key,
-            sample_bytes=int(args.sample_megabytes * 1e6),
-            num_threads=args.num_threads,
-            seed=args.seed,
-        )
-    except MegatronError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    size = train_vocabulary(
+        args.input,
+        args.output,
+        vocab_size=args.vocab_size,
+        json_key=args.json_key,
+        sample_bytes=int(args.sample_megabytes * 1e6),
+        num_threads=args.num_threads,
+        seed=args.seed,
+    )
     print(f"wrote {args.output}: {size} pieces")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(as_tool(main))
+    sys.exit(main())

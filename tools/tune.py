@@ -18,9 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.command_line import split_at_dashes
-from megatron.config.option import MOST_PROCESSES, real, whole
-from megatron.errors import MegatronError
+from megatron.config.command_line import add_preset, split_at_dashes, with_preset
+from megatron.config.option import MOST_PROCESSES, Parser, real, whole
 from megatron.training.failures import as_tool
 from megatron.tuning import command
 from megatron.tuning.search.optimizer import SEARCHES
@@ -41,9 +40,8 @@ def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     width = max(map(len, SEARCHES))
     searches = "\n".join(f"  {name:{width}}  {text}" for name, text in SEARCHES.items())
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EPILOG.format(searches=searches), allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = Parser(
+        description=__doc__, epilog=EPILOG.format(searches=searches),
         usage="%(prog)s --space FILE|NAME [options] [-- flags of pretrain_gpt.py]",
     )  # fmt: skip
     _add_search(parser.add_argument_group("what is searched"))
@@ -55,6 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_search(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--space", metavar="FILE|NAME", help="a TOML file, or the name of a ready space")
+    add_preset(group)
     group.add_argument("--objective", choices=OBJECTIVES, default=OBJECTIVES[0], help="what the best has most of, or "
                        f"least: tokens a second, or node-hours for each token (default {OBJECTIVES[0]})")  # fmt: skip
     group.add_argument("--search", choices=tuple(SEARCHES), default="auto", help="how layouts are chosen: below "
@@ -105,7 +104,7 @@ def _add_place(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--cluster", metavar="NAME|FILE", help="described machine, for the planner's ranking, memory "
                        "and placement (default: MEGATRON_CLUSTER, else on Slurm the space's); none")  # fmt: skip
-    group.add_argument("--headroom", default="10%", metavar="GIB|%%", help="of a device's memory that a layout must "
+    group.add_argument("--headroom", default="10%", metavar="GIB|%", help="of a device's memory that a layout must "
                        "leave free by the planner's figures (default 10%%)")  # fmt: skip
 
 
@@ -120,18 +119,13 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--list-spaces", action="store_true", help="show the ready spaces")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@as_tool
+def main(argv: Sequence[str]) -> int:
     """Run; returns the exit code."""
     words, flags = split_at_dashes(argv)
     args = build_parser().parse_args(words)
-    try:
-        return command.run(args, flags)
-    except (MegatronError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return command.run(args, with_preset(args.preset, flags))
 
 
 if __name__ == "__main__":
-    sys.exit(as_tool(main))
+    sys.exit(main())

@@ -32,7 +32,7 @@ experiment() {
     local kind=$1 recipe=
     shift
     case $MODEL in 22b | 175b | 1t | 1.4b) recipe=-$RECIPE ;; esac
-    local flags=(--model "$MODEL" --recipe "$RECIPE" --iterations "$ITERATIONS" --warm-up "$WARM_UP")
+    local flags=(--preset "$MODEL" --recipe "$RECIPE" --iterations "$ITERATIONS" --warm-up "$WARM_UP")
     flags+=(--launcher "$LAUNCHER" --out "$(results)/$kind-$MODEL$recipe")
     [[ -z ${VALUES:-} ]] || flags+=(--values "$VALUES")
     [[ -z ${BATCH:-} ]] || flags+=(--batch "$BATCH")

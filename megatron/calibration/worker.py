@@ -32,4 +32,4 @@ def work(job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    leave(run_guarded(lambda: work(json.loads(sys.argv[1])), 0))
+    leave(run_guarded(lambda: work(json.loads(sys.argv[1])), 0, "error"))

@@ -1,6 +1,7 @@
 """The command line: flags generated from the settings, every problem found together, readable help."""
 from __future__ import annotations
 
+import argparse
 import functools
 import os
 import re
@@ -14,12 +15,15 @@ from megatron.config.config import Config, finish
 from megatron.config.flags_of_others import Foreign
 from megatron.config.help_text import render_help
 from megatron.config.option import Option
-from megatron.config.presets import give_preset
+from megatron.config.presets import PRESETS, give_preset
 from megatron.config.settings import Settings, all_options, did_you_mean
 from megatron.config.show import render_config
 from megatron.config.translate import DIRECT, LATE, is_off, meaning, translate_late
+from megatron.errors import ConfigError
 
-OWN_FLAGS: Mapping[str, str] = {"--help": "0", "-h": "0", "--print-config": "0", "--dry-run": "0", "--preset": "1"}
+OWN_FLAGS: Mapping[str, str] = {
+    "--help": "0", "-h": "0", "--print-config": "0", "--dry-run": "0", "--rank": "1", "--preset": "1",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,19 @@ class Scanned:
 
     flags: dict[str, list[str]]
     problems: list[str]
+
+
+def add_preset(parser: argparse._ActionsContainer, more: str = "") -> None:
+    """Give a tool the option of a model by name; `more`: other names that it takes."""
+    text = f"the model: {', '.join(PRESETS)}{more}; flags of pretrain_gpt.py win over its values"
+    parser.add_argument("--preset", "--model", metavar="NAME", help=text)
+
+
+def with_preset(name: str | None, flags: Sequence[str]) -> list[str]:
+    """The flags of pretrain_gpt.py with the preset that a tool was given. Raises ConfigError for two presets."""
+    if name is not None and any(word.partition("=")[0] == "--preset" for word in flags):
+        raise ConfigError(f"--preset {name} stands beside another --preset: give one")
+    return list(flags) if name is None else ["--preset", name, *flags]
 
 
 def split_at_dashes(argv: Sequence[str] | None) -> tuple[list[str], list[str]]:
@@ -205,6 +222,8 @@ def _give_flags(settings: Settings, flags: Mapping[str, list[str]]) -> None:
             give_preset(settings, words[0], chosen={n: given for n, (_, given) in chosen.items()})
         else:
             settings.problems.append(f"--preset takes one name, got {len(words)}")
+    if "--rank" in flags and "--dry-run" not in flags:
+        settings.notices.append("--rank has no effect: the launcher tells the rank; --dry-run shows one by it")
     for name, (_, value) in chosen.items():
         settings.give(name, value, "command line")
     if "--deepspeed" in flags or "--no-deepspeed" in flags:

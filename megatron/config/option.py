@@ -10,7 +10,9 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
+
+from megatron.errors import ConfigError
 
 _KEY = "option"
 _KINDS: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool, "dict": dict}
@@ -153,6 +155,18 @@ class Option:
         ):
             if wrong:
                 raise ValueError(f"is {_shown(value)}, but must be {words} {_shown(limit)}")
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of a tool's own words: a mistake is a ConfigError as any other, names are written in full, and the help
+    keeps the lines of its texts."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False, **kwargs}
+        super().__init__(*args, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"the command line cannot be read: {message}; --help lists what there is")
 
 
 def whole(least: int = 1, most: int = MOST) -> Callable[[str], int]:

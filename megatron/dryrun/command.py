@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 
 from megatron.config import Config
-from megatron.config.command_line import parse_plan
-from megatron.errors import MegatronError
+from megatron.config.command_line import parse_plan, scan
+from megatron.errors import ConfigError, MegatronError
 from megatron.planning.cluster import Cluster, load_cluster
 
 EXIT_DOES_NOT_RUN = 3
@@ -24,6 +24,7 @@ def dry_run(arguments: Sequence[str], launched: int = 1) -> int:
     if launched > 1 and not any(word.split("=")[0] == "--world-size" for word in words):
         words += ["--world-size", str(launched)]
     config = parse_plan(words)
+    rank = _asked_rank(scan(words).flags.get("--rank"), config.parallel.world_size)
     name = config.parallel.cluster or os.environ.get("MEGATRON_CLUSTER", "").strip()
     cluster = None if name in _NO_WORDS else load_cluster(name)
     config, notes = _with_tokenizer(config)
@@ -34,12 +35,22 @@ def dry_run(arguments: Sequence[str], launched: int = 1) -> int:
 
     config = settled(config, cluster)
     print(heading(config, _machine(config, cluster, device_of(cluster))), flush=True)
-    found = rehearse(config, cluster, processes=min(2, os.cpu_count() or 1))
+    found = rehearse(config, cluster, processes=min(2, os.cpu_count() or 1), rank=rank)
     width = os.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
     print(render(found, max(width, WIDTH)))
     for note in (*notes, *config.notices):
         print(f"note: {note}")
     return EXIT_DOES_NOT_RUN if found.findings else 0
+
+
+def _asked_rank(words: Sequence[str] | None, world_size: int) -> int | None:
+    """The rank that --rank names. Raises ConfigError for one that the job does not have."""
+    if words is None:
+        return None
+    text = " ".join(words)
+    if not text.isdecimal() or len(text) > 9 or int(text) >= world_size:
+        raise ConfigError(f"--rank {text}: of --world-size {world_size} there are ranks 0 to {world_size - 1}")
+    return int(text)
 
 
 def _with_tokenizer(config: Config) -> tuple[Config, list[str]]:

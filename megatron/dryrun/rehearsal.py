@@ -94,13 +94,14 @@ class Rehearsal:
 
 def rehearse(
     config: Config, cluster: Cluster | None = None, device: str | None = None, *, processes: int = 1,
-    alter: Alter | None = None,
+    rank: int | None = None, alter: Alter | None = None,
 ) -> Rehearsal:
     """Take training steps of every kind of rank of the job, without data.
 
     cluster    whose devices the ranks run on; None: this machine's
     device     "gpu" or "cpu"; None: what the cluster has, without one what this machine has
     processes  that share the work; more than 1 are forked from this one
+    rank       this one alone, which is compared with no other
     alter      called with each pipeline rank and its executor before its first step, for tests; with one process
 
     A model without a vocabulary gets GPT-2's. Raises ConfigError for a job that cannot be laid out, and where this
@@ -110,19 +111,22 @@ def rehearse(
     capacity = capacity_bytes(config, cluster, device)
     count, kinds = enough_micro_batches(config), kinds_of(config)
     members = members_of(config, kinds)
+    if rank is not None:
+        place = layout_of(config).coordinates(rank)[2]
+        members = [Member(rank, place, Kind(place, (place,)))]
     limit = float("inf") if capacity is None else capacity
     on = "cpu" if device == "cpu" else "meta"
     runs = dict(zip(members, run_members(config, members, on, count, limit, processes, alter), strict=True))
     failed = [Finding("error", m.rank, run) for m, run in runs.items() if isinstance(run, str)]
     good = {m: run for m, run in runs.items() if not isinstance(run, str)}
-    each = config.parallel.tensor_model_parallel_size * config.parallel.data_parallel_size
+    each = config.parallel.tensor_model_parallel_size * config.parallel.data_parallel_size if rank is None else 1
     ranks = tuple(_rehearsal(m.stands_for, run, each) for m, run in good.items() if m.stands_for is not None)
-    findings = failed or _compare(config, count, good)
-    findings += [finding for rank in ranks for finding in memory_findings(config, rank, capacity)]
+    findings = failed or (_compare(config, count, good) if rank is None else [])
+    findings += [finding for found in ranks for finding in memory_findings(config, found, capacity)]
     return Rehearsal(
         config=config, device=device, ranks=ranks, findings=tuple(findings), micro_batches=count,
         capacity_bytes=capacity, assumptions=assumptions(config, device),
-        checked=() if failed else _what_was_checked(config, good),
+        checked=() if failed else _what_was_checked(config, good)[: None if rank is None else 1],
     )  # fmt: skip
 
 

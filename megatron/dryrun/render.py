@@ -49,6 +49,7 @@ def _table(found: Rehearsal, ranks: Sequence[RankRehearsal], unit: Unit) -> Tabl
     table.add_column(f"{unit.name} on each device", no_wrap=True)
     for rank in ranks:
         table.add_column(f"pp rank {rank.pipeline_rank}", justify="right", no_wrap=True)
+    table.add_row("rank", *(str(rank.rank) for rank in ranks))
     table.add_row("stages", *(_stages(rank.stages) for rank in ranks))
     table.add_row("stands for ranks", *(str(rank.stands_for) for rank in ranks))
     table.add_row("parameters", *(_count(rank.parameters) for rank in ranks), end_section=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron.errors import KernelError
+from megatron.errors import KernelError, print_error
 from megatron.kernels import availability, library
 from megatron.kernels.build import LIBRARIES, SOURCES, TARGETS, compiler, no_compiler, source_hash
 
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         passed = [test(kind) for kind in loaded]
     except KernelError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return 1
     if not loaded:
         print("self-test: no library to test")

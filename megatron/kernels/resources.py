@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.config.option import whole
+from megatron.errors import print_error
 from megatron.kernels.build import SOURCES, BuildError, compile_flags, compiler, no_compiler
 
 REGISTERS = 512
@@ -409,7 +410,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rules = read_rules()
         kernels = compile_kernels(chosen.arch, only=chosen.only, jobs=chosen.jobs)
     except BuildError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return 1
     print_table(kernels, rules)
     wrong = check_all(kernels, rules)

@@ -1,4 +1,5 @@
-"""Published runs of other codes on DGX H100 nodes, with their whole layouts: a check that no figure was chosen for.
+"""Published runs of other codes on DGX H100 and MI250X nodes, with their whole layouts: a check that no figure was
+chosen for.
 
 Each is written as flags of pretrain_gpt.py, so that the time model reads it as it reads any other run. What cannot be
 said by flags, because this code does not do it or the source does not tell, is in `unlike`.
@@ -92,3 +93,69 @@ RUNS: tuple[Run, ...] = (
     _llama(8192, 430),
     _llama(16384, 400),
 )
+
+# -- MI250X, all on LUMI -----------------------------------------------------------------------------------------------
+
+_TURKU = "github.com/spyysalo/lumi-llm-scaling, 2023"
+_PLAIN = "--rank-order tp-dp-pp --device-order 0,1,2,3,4,5,6,7"
+_UNFUSED = (
+    f"{_PLAIN} --seq-length 2048 --max-position-embeddings 2048 --vocab-size 50257 --attention-backend unfused "
+    "--recompute-granularity full"
+)
+_ALIBI = f"--micro-batch-size 2 --bf16 --zero-stage 0 --position-embedding-type alibi {_UNFUSED}"
+_33B = "--num-layers 60 --hidden-size 6656 --num-attention-heads 52"
+_BLOCKING = "embedding norm; messages between stages that block"
+
+
+def _turku(
+    name: str, folder: str, devices: int, batch: int, seconds: float, flags: str, unlike: str = _BLOCKING
+) -> Run:
+    flags = f"{flags} --global-batch-size {batch}"
+    return Run(name, devices, flags, seconds, f"{_TURKU}: {folder}", unlike)
+
+
+def _175b(nodes: int, seconds: float) -> Run:
+    flags = (
+        "--num-layers 70 --hidden-size 14336 --num-attention-heads 112 --tensor-model-parallel-size 8 "
+        f"--pipeline-model-parallel-size 8 {_ALIBI}"
+    )
+    folder = f"meg-ds/experiments/175B-scaling-comms/{nodes}-node.out"
+    return _turku("175B, 2023, ROCm 5.2", folder, 8 * nodes, 1024, seconds, flags)
+
+
+def _llama_2(devices: int, tokens_per_s: float) -> Run:
+    """The speed that a regression test of the machine expects, in tokens a second of a GCD."""
+    flags = (
+        f"--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --vocab-size 32000 "
+        f"--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope "
+        f"--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --bf16 --micro-batch-size 2 "
+        f"--tensor-model-parallel-size 2 --sequence-parallel --no-async-tensor-model-parallel-allreduce "
+        f"--no-gradient-accumulation-fusion --zero-stage 1 {_PLAIN} --seq-length 4096 --max-position-embeddings 4096 "
+        f"--global-batch-size 256"
+    )
+    source = "github.com/Lumi-supercomputer/lumi-reframe-tests, checks/apps/megatron-lm, 2025"
+    return Run("Llama 2 7B, 2025, ROCm 6.2", devices, flags, 256 * 4096 / (devices * tokens_per_s), source,
+               "products tuned at the start")  # fmt: skip
+
+
+MI250X_RUNS: tuple[Run, ...] = (
+    _llama_2(16, 1950), _llama_2(64, 1880), _llama_2(128, 1820),
+    _turku("7B, 2023, ROCm 5.2", "meg-ds/README.md", 32, 2048, 2048 / 19.4,
+           f"--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --pipeline-model-parallel-size 2 {_ALIBI}"),
+    _turku("33B, 2023, ROCm 5.2", "meg-ds/README.md", 64, 1024, 1024 / 8.4,
+           f"{_33B} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 {_ALIBI}"),
+    _turku("33B, 2023, ROCm 5.5", "meg-ds-sing/README.md", 64, 1024, 1024 / 7.5,
+           f"{_33B} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 {_ALIBI}"),
+    _turku("65B, 2023, ROCm 5.2", "meg-ds/README.md", 64, 1024, 1024 / 4.0,
+           "--num-layers 80 --hidden-size 8192 --num-attention-heads 64 --tensor-model-parallel-size 2 "
+           f"--pipeline-model-parallel-size 8 {_ALIBI}"),
+    _175b(16, 346.67), _175b(64, 97.50), _175b(256, 36.07),
+    _turku("6.7B, GPT-NeoX, 2023, ROCm 5.2", "gpt-neox/README.md, 6-7B.yml", 8, 128, 128 / 4.6,
+           "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --fp16 --micro-batch-size 4 --zero-stage 1 "
+           "--position-embedding-type rope --untie-embeddings-and-output-weights --hidden-dropout 0 "
+           f"--attention-dropout 0 --no-bias-gelu-fusion {_UNFUSED}", "activations divided over ranks"),
+    _turku("33B, Megatron-LM, 2023", "bc-meg-lm/README.md", 64, 1024, 1024 * 2048 / (64 * 182.8),
+           f"{_33B} --group-query-attention --num-query-groups 4 --tensor-model-parallel-size 4 --bf16 "
+           "--pipeline-model-parallel-size 4 --sequence-parallel --micro-batch-size 2 --zero-stage 0 "
+           f"--no-gradient-accumulation-fusion {_UNFUSED}", "one head of keys for all ranks"),
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Predictions beside published results, one row for each: Frontier (Dash et al.) and DGX H100 (others' codes).
+"""Predictions beside published results, one row for each: Frontier (Dash et al.), DGX H100 and MI250X (others' codes).
 
 The time model predicts this code on the published layout. No figure of a machine's file is chosen by these results;
 each value has the bounds that follow from the ranges of the figures it rests on (`error_bars.py`).
@@ -16,7 +16,7 @@ from megatron.model.formulas import paper_flops
 from megatron.planning.error_bars import Spread, spread, with_factors
 from megatron.planning.published import SEQ_LENGTH, VOCABULARY, Published, published_models
 from megatron.planning.published_arithmetic import efficiency_by_bubble, implied, micro_batch_by_bubble
-from megatron.planning.published_runs import RUNS, Run
+from megatron.planning.published_runs import MI250X_RUNS, RUNS, Run
 from megatron.planning.table import Table
 
 if TYPE_CHECKING:
@@ -136,23 +136,36 @@ def _strong(model: Published, gcds: int, efficiency: float) -> Iterator[Comparis
         )
 
 
-# -- DGX H100 ----------------------------------------------------------------------------------------------------------
+# -- others' codes -----------------------------------------------------------------------------------------------------
 
 
 def h100_comparisons() -> list[Comparison]:
     """Steps of published runs on DGX H100 nodes."""
-    return [_step(run) for run in RUNS]
+    return [
+        Comparison(run.name, _sizes(run, "GPUs"), run.seconds, "s", (tuple(run.argv()),), lambda times: times[0],
+                   "bfloat16", run.unlike)
+        for run in RUNS
+    ]  # fmt: skip
 
 
-def _step(run: Run) -> Comparison:
-    parallel = parse_plan(run.argv()).parallel
-    layout = (
-        f"TP {parallel.tensor_model_parallel_size} x PP {parallel.pipeline_model_parallel_size}, "
-        f"{run.devices:,} GPUs"
-    )
+def mi250x_comparisons() -> list[Comparison]:
+    """Throughput of published runs on MI250X nodes."""
+    return [_throughput_of(run) for run in MI250X_RUNS]
+
+
+def _throughput_of(run: Run) -> Comparison:
+    config = parse_plan(run.argv())
+    tokens = config.batch.global_batch_size * config.model.seq_length / run.devices
     return Comparison(
-        run.name, layout, run.seconds, "s", (tuple(run.argv()),), lambda times: times[0], "bfloat16", run.unlike
+        run.name, _sizes(run, "GCDs"), tokens / run.seconds, "tokens/s per GCD", (tuple(run.argv()),),
+        lambda times: tokens / times[0], config.precision.dtype_name, run.unlike,
     )
+
+
+def _sizes(run: Run, devices: str) -> str:
+    parallel = parse_plan(run.argv()).parallel
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    return f"TP {tensor} x PP {pipeline}, {run.devices:,} {devices}"
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------

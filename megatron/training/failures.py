@@ -8,14 +8,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import faulthandler
+import functools
 import io
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron.errors import LostRankError, MegatronError
+from megatron.errors import LostRankError, MegatronError, flush_output, print_error
 
 EXIT_ERROR = 1  # an error of the program, or a peer's
 EXIT_USER_ERROR = 2  # something the user can mend
@@ -62,15 +63,16 @@ def guard_output() -> None:
 
 
 def _output_lost() -> bool:
-    _flush()
+    flush_output()
     return bool(getattr(getattr(getattr(sys.stdout, "buffer", None), "raw", None), "lost", False))
 
 
-def run_guarded(body: Callable[[], object], rank: int | Callable[[], int]) -> int:
+def run_guarded(body: Callable[[], object], rank: int | Callable[[], int], prefix: str = "") -> int:
     """Call `body` and return the exit code; messages of errors go to standard error.
 
     `rank` is this process's, or a function that gives it, for a process that gets another one in `body`.
-    A MegatronError is shown without traceback, in full by rank 0 and in one line by the others. Any other exception
+    A MegatronError is shown without traceback, in full by rank 0 behind `prefix`, by default the error's type, by which
+    a log tells a run's endings apart, and in one line by the others. Any other exception
     is shown with its traceback and the rank. Of a fatal signal, such as the bus error of a mapped file that was cut
     short, Python shows where it struck.
     """
@@ -81,56 +83,59 @@ def run_guarded(body: Callable[[], object], rank: int | Callable[[], int]) -> in
     try:
         body()
     except MegatronError as error:
-        text = f"{type(error).__name__}: {error}"
-        _print_error(text if who() == 0 else f"rank {who()}: {' '.join(text.split())}")
+        print_error(error, who(), prefix or type(error).__name__)
         return EXIT_LOST_RANK if isinstance(error, LostRankError) else EXIT_USER_ERROR
     except KeyboardInterrupt:
-        _print_error(f"rank {who()}: interrupted")
+        print_error("interrupted", prefix=f"rank {who()}")
         return EXIT_INTERRUPTED
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
         return code or (EXIT_ERROR if _output_lost() else 0)  # of --help and the like, whose output is the result
-    except BrokenPipeError:  # the reader of our output left, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_ERROR
+    except BrokenPipeError:
+        return _reader_left()
     except BaseException as failure:
         if getattr(failure, "errno", None) == errno.ENAMETOOLONG:  # wherever a name is looked up, as in as_tool
-            _print_error(f"rank {who()}: {failure}")
+            print_error(failure, prefix=f"rank {who()}")
             return EXIT_USER_ERROR
         # One write, so that the tracebacks of several ranks do not interleave.
-        _print_error(f"rank {who()} failed:\n{traceback.format_exc()}".rstrip())
+        print_error(traceback.format_exc().rstrip(), prefix=f"rank {who()} failed")
         return EXIT_ERROR
     return 0
 
 
-def as_tool(main: Callable[[], int]) -> int:
-    """Call the `main` of a tool and return the exit code; what the system refuses ends in a message.
+def as_tool(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
+    """Make the `main` of a tool, which takes its words, one that by default takes the words of this process. Errors of
+    the user and what the system refuses end in a message and exit code 2.
 
     What is no character of the output's encoding, such as a part of a file's name, is shown as an escape.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-    try:
-        return main()
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
+
+    @functools.wraps(main)
+    def guarded(argv: Sequence[str] | None = None) -> int:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
+        try:
+            return main(sys.argv[1:] if argv is None else argv)
+        except (MegatronError, OSError) as error:
+            if isinstance(error, BrokenPipeError):
+                return _reader_left()
+            print_error(error)
+            return EXIT_USER_ERROR
+        except KeyboardInterrupt:
+            return EXIT_INTERRUPTED
+
+    return guarded
+
+
+def _reader_left() -> int:
+    """The reader of our output left, as `| head` does: the rest goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_ERROR
 
 
 def leave(code: int) -> None:
     """End the process at once. No destructor runs: after a failure they would wait for peers that are gone, and
     threads inside of communication libraries do not survive the end of the interpreter."""
-    _flush()
+    flush_output()
     os._exit(code)
-
-
-def _print_error(text: str) -> None:
-    _flush()
-    print(text, file=sys.stderr, flush=True)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # of a tool that was started with a closed one
-            stream.flush()

@@ -27,6 +27,14 @@ def test_the_program_speaks_once_for_a_job_of_any_size() -> None:
 
 
 @pytest.mark.slow
+def test_any_rank_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 2567 of four stages with 768 replicas each is in the last one."""
+    assert dry_run([*SMALL, "--world-size", "3072", "--global-batch-size", "768", "--rank", "2567"]) == 0
+    rows = dict(line.rsplit(maxsplit=1) for line in capsys.readouterr().out.splitlines() if len(line.split()) == 2)
+    assert (rows[" rank"], rows[" stages"]) == ("2567", "3")
+
+
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_ends_with_3(capsys: pytest.CaptureFixture[str]) -> None:
     """A layer of 12 h^2 parameters on each rank: 7.9 billion, with 18 bytes each, are 132 GiB."""
     sizes = ("--hidden-size", "25600", "--num-attention-heads", "128", "--cluster", "frontier")
@@ -57,6 +65,8 @@ def test_a_job_that_fits_but_cannot_run_ends_with_3(
         (["--world-size", "6"], "6"), (["--world-size", "4", "--cluster", "atlantis"], "atlantis"),
         (["--world-size", "12", "--cluster", "frontier"], "12"),
         (["--world-size", "4", "--num-layer", "3"], "--num-layer"),
+        (["--world-size", "4", "--rank", "4"], "--rank 4.*--world-size 4"),
+        (["--world-size", "4", "--rank", "-1"], "--rank -1.*--world-size 4"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_an_error_of_the_user(arguments: list[str], named: str) -> None:

@@ -139,6 +139,18 @@ def test_the_ranks_and_micro_batches_that_are_looked_at_stand_for_all(fields: di
 # -- what is found -----------------------------------------------------------------------------------------------------
 
 
+def test_one_rank_alone_is_that_of_the_whole_job() -> None:
+    """The ranks that stand for others need alone what they need beside others; ranks between them no more."""
+    config = make(**PP4, global_batch_size=22)
+    everything = rehearse(config, load_cluster("frontier"))
+    kinds = {found.rank: found for found in everything.ranks}
+    for rank, kind in ((0, 0), (1, 1), (2, 1), (3, 3)):
+        (alone,) = rehearse(config, load_cluster("frontier"), rank=rank).ranks
+        assert (alone.rank, alone.stands_for, alone.parameters) == (rank, 1, kinds[kind].parameters)
+        needed, most = alone.total_peak_bytes, kinds[kind].total_peak_bytes
+        assert needed == most if rank == kind else 0 < needed < most
+
+
 def test_a_job_that_runs() -> None:
     fields = dict(tensor_model_parallel_size=2, sequence_parallel=True, world_size=8, global_batch_size=8)
     config = make(**{**PP2, **fields})

@@ -353,7 +353,7 @@ def test_a_dry_run_shows_points_and_costs_and_nothing_is_submitted_by_accident(
     for line, kind in zip(done.stdout.splitlines(), kinds, strict=True):
         words = line.split("|")
         given = dict(itertools.pairwise(words))
-        assert f"{words[0]}-{given['--model']}" == kind and words[-2] == "--dry-run"
+        assert f"{words[0]}-{given['--preset']}" == kind and words[-2] == "--dry-run"
         assert given["--out"] == f"{tmp_path}/runs/{kind}-{given['--recipe']}"
     done = script(name, PYTHON=str(planner))
     assert (done.returncode, done.stdout) == (2, "") and done.stderr

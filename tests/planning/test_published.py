@@ -20,7 +20,7 @@ from megatron.planning.memory import sized_model
 from megatron.planning.published import published_by_name, published_models
 from megatron.planning.published_arithmetic import efficiency_by_bubble, implied
 from megatron.planning.published_findings import finding_table
-from megatron.planning.published_runs import RUNS
+from megatron.planning.published_runs import MI250X_RUNS, RUNS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -75,9 +75,9 @@ def test_what_the_throughput_of_22b_asks_of_its_last_stage() -> None:
 
 def test_no_machine_is_described_by_the_results_it_is_compared_with() -> None:
     """Neither the sources nor any number of the files are the published results."""
-    papers = re.compile(r"2312\.12705|Dash et al|2407\.21783|dgxc|nemotron", re.IGNORECASE)
+    papers = re.compile(r"2312\.12705|Dash et al|2407\.21783|dgxc|nemotron|spyysalo|lumi-reframe", re.IGNORECASE)
     results = {model.tflops for model in published_models()} | {model.percent for model in published_models()}
-    results |= {run.seconds for run in RUNS}
+    results |= {run.seconds for run in (*RUNS, *MI250X_RUNS)}
     for path in CLUSTERS.glob("*.toml"):
         text = path.read_text()
         assert not papers.search(text), f"{path.name} cites a result that it is compared with"
@@ -120,14 +120,17 @@ def test_bounds_are_those_of_figures_at_their_ends(machine: Cluster) -> None:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def test_runs_on_h100_are_laid_out_as_published() -> None:
+def test_runs_are_laid_out_as_published() -> None:
     """Replicas, micro-batches and parameters that their sources state or that follow from them."""
     stated = {
         ("GPT-3 175B", 128): (4, 64, 175), ("GPT-3 175B", 1024): (32, 64, 175), ("GPT-3 175B", 2048): (64, 64, 175),
         ("Nemotron-4 15B", 16): (4, 4, 15.6), ("Nemotron-4 340B", 128): (2, 16, 341),
         ("Llama 3 405B", 8192): (64, 32, 405), ("Llama 3 405B", 16384): (128, 16, 405),
+        ("Llama 2 7B, 2025, ROCm 6.2", 16): (8, 16, 6.74), ("175B, 2023, ROCm 5.2", 128): (2, 256, 175),
+        ("175B, 2023, ROCm 5.2", 2048): (32, 16, 175), ("6.7B, GPT-NeoX, 2023, ROCm 5.2", 8): (8, 4, 6.85),
+        ("33B, 2023, ROCm 5.5", 64): (8, 64, 32.3),
     }
-    for run in RUNS:
+    for run in (*RUNS, *MI250X_RUNS):
         config = parse_plan(run.argv())
         if (run.name, run.devices) not in stated:
             continue
@@ -146,11 +149,13 @@ def rows_of(page: str, name: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-@pytest.mark.parametrize(("machine_name", "mark"), [("frontier", "frontier"), ("dgx-h100", "dgx-h100")])
-def test_the_page_has_these_predictions(machine_name: str, mark: str) -> None:
+@pytest.mark.parametrize(("machine_name", "mark", "comparisons"), [
+    ("frontier", "frontier", table.frontier_comparisons()), ("lumi", "mi250x", table.mi250x_comparisons()),
+    ("dgx-h100", "dgx-h100", table.h100_comparisons()),
+], ids=["frontier", "mi250x", "dgx-h100"])  # fmt: skip
+def test_the_page_has_these_predictions(machine_name: str, mark: str, comparisons: list[table.Comparison]) -> None:
     """docs/planning.md against the time model of today; `python benchmarks/published.py --update docs/planning.md`."""
     cluster = load_cluster(machine_name)
-    comparisons = table.frontier_comparisons() if machine_name == "frontier" else table.h100_comparisons()
     written = rows_of((ROOT / "docs/planning.md").read_text(), mark)
     assert [row[:2] for row in written] == [[each.result, each.layout] for each in comparisons]
     for row, each in zip(written, comparisons, strict=True):
@@ -159,6 +164,21 @@ def test_the_page_has_these_predictions(machine_name: str, mark: str) -> None:
         assert row[2:4] == [f"{each.published:{digits}} {each.unit}", f"{value:{digits}} {each.unit}"], each.result
         low, high = (float(end) for end in row[4].split(" to "))
         assert low <= float(row[3].split()[0]) <= high
+
+
+def test_the_margins_that_are_told_are_those_of_the_table() -> None:
+    """README and guides say between which factors predictions for MI250X lie, by the year of the runs."""
+    def told(*rows: list[str]) -> str:
+        factors = [row[-1] for row in rows]
+        return f"{min(factors)} to {max(factors)}"
+
+    text = (ROOT / "docs/planning.md").read_text()
+    others, authors = rows_of(text, "mi250x"), rows_of(text, "frontier")[: len(published_models())]
+    new = told(*(row for row in others if "2025" in row[0]))
+    old = told(*(row for row in others if "2023" in row[0]), *authors)
+    for name in ("README.md", "docs/planning.md"):
+        page = " ".join((ROOT / name).read_text().split())
+        assert f"{new} times" in page and f"{old} times" in page, name
 
 
 def test_the_page_has_these_tables() -> None:

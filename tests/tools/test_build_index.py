@@ -112,10 +112,11 @@ def test_another_number_of_processes_needs_others(tmp_path: Path, data: dict[str
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--data-path", "x"], "ConfigError"), (["--data-path", "/x/y", "--world-size", "2"], "DataError: /x/y.idx"),
+        (["--data-path", "x"], "--global-batch-size"),
+        (["--data-path", "/x/y", "--world-size", "2"], "error: /x/y.idx"),
         (["--world-size", "2"], "--data-path"), (["--nmock-data"], "--nmock-data"),
         (["--mock-data", "--world-size", "2", "--workers", "0"], "--workers"),
-        (["--load", "/x", "--load-tag", "7", "--mock-data", "--world-size", "1"], "CheckpointError"),
+        (["--load", "/x", "--load-tag", "7", "--mock-data", "--world-size", "1"], "/x/iter_0000007"),
     ],
 )
 def test_errors(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:

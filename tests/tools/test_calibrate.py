@@ -10,6 +10,7 @@ from megatron.planning.cluster_file import read_cluster
 from megatron.planning.timing import estimate
 from tests.helpers.launching import launch
 from tests.helpers.processes import LIMIT_S
+from tools import plan
 from tools.calibrate import main
 
 MODEL = (
@@ -22,8 +23,12 @@ MODEL = (
 @pytest.mark.parametrize(("processes", "words"), [
     (2, []), pytest.param(1, ["--processes", "2"], marks=pytest.mark.campaign("benchmarks")),
 ], ids=["under a launcher", "that it starts itself"])  # fmt: skip
-def test_a_calibration_of_seconds_plans(processes: int, words: list[str], tmp_path: Path) -> None:
-    """Two processes measure together; the file loads, all figures but one are measured, and a step can be estimated."""
+def test_a_calibration_of_seconds_plans(
+    processes: int, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Two processes measure together; the file loads, all figures but one are measured, a step can be estimated, and
+    the planner searches on this node or says how to measure the format that it lacks."""
     path = tmp_path / "here.toml"
     done = launch(processes, ["-o", str(path), *words, "--minutes", "0.002", *MODEL], script="tools/calibrate.py",
                   timeout_s=LIMIT_S * 4)  # fmt: skip
@@ -37,6 +42,12 @@ def test_a_calibration_of_seconds_plans(processes: int, words: list[str], tmp_pa
     assert all(point[-1] > 0 for name in figures if "overhead" not in name for point in figures[name].points)
     found = estimate(parse_plan([*MODEL, "--world-size", "2", "--tensor-model-parallel-size", "2"]), cluster)
     assert found.seconds > 0 and found.confidence.worst == "assumed"
+    monkeypatch.chdir(tmp_path)
+    words = ["--cluster", path.name, "--processes", "1", "--top", "1", "--fix", "mbs=1", "--"]
+    assert plan.main([*words, *MODEL]) == 0
+    assert plan.main([*words, *MODEL, "--bf16"]) == 2
+    told = capsys.readouterr().err
+    assert "here.toml" in told and "bfloat16" in told and "tools/calibrate.py -o here-bfloat16.toml" in told
 
 
 @pytest.mark.parametrize(("words", "says"), [

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.config.option import real, whole
+from megatron.errors import ConfigError
 from megatron.preflight.measure.command import add_arguments
 
 TOOLS = sorted((Path(__file__).parents[2] / "tools").glob("*.py"))
@@ -48,5 +49,5 @@ def test_a_number_is_within_its_range_or_refused(make: Callable[[str], Any], acc
 
 @pytest.mark.parametrize("text", ["", ",", "1,x", "0", "-1"])
 def test_a_list_of_numbers_has_some_and_each_has_a_range(text: str) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises(ConfigError, match="--values"):
         parsers()["run_experiment.py"].parse_args(["weak", f"--values={text}"])

@@ -1,4 +1,4 @@
-"""tools/plan.py as it is called: tables, files, verdicts, explanations, exit codes and mistakes."""
+"""tools/plan.py as it is called: tables, files, single layouts, explanations, exit codes and mistakes."""
 from __future__ import annotations
 
 import contextlib
@@ -38,14 +38,10 @@ def call(capsys, *words: str, flags: list[str] = MODEL) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-def test_tables_verdicts_and_files(capsys, tmp_path: Path):
+def test_tables_and_files(capsys, tmp_path: Path):
     out = tmp_path / "plan"
-    code, text = call(
-        capsys, *SMALL, "--tokens", "1e9", "--top", "3", "--output", str(out),
-        "--layout", "tp=2,pp=2,chunks=2,mbs=1,recompute=full", "--layout", "pp=4,chunks=3", "--layout", "tp=2,pp=3",
-    )  # fmt: skip
+    code, text = call(capsys, *SMALL, "--tokens", "1e9", "--top", "3", "--output", str(out))
     assert code == 0, text
-    assert "pp=4,chunks=3: rejected" in text and "tp=2,pp=3: rejected" in text
     rows = list(csv.DictReader((out / "table.csv").open()))
     assert len(rows) == 3 and [float(r["seconds_per_step"]) for r in rows] == sorted(
         float(r["seconds_per_step"]) for r in rows
@@ -71,9 +67,71 @@ def test_tables_verdicts_and_files(capsys, tmp_path: Path):
     assert (out / "job.sbatch").is_file()
 
 
+LAYOUT = "tp=2,pp=2,chunks=1,schedule=1f1b,mbs=1,sp=on,zero=1,overlap=off,recompute=full"
+
+
+@pytest.fixture
+def no_search(monkeypatch) -> None:
+    """Whatever searches among all layouts fails."""
+    monkeypatch.setattr("megatron.planning.search.command.search", lambda *_: pytest.fail("it searched"))
+
+
+def test_a_layout_is_judged_alone(capsys, tmp_path: Path, no_search):
+    """Recomputation in full is what it is in a run: of every layer, one by one."""
+    code, text = call(capsys, *SMALL, "--layout", LAYOUT, "--output", str(tmp_path))
+    assert code == 0, text
+    (row,) = csv.DictReader((tmp_path / "table.csv").open())
+    assert (row["tp"], row["pp"], row["dp"], row["recompute"]) == ("2", "2", "2", "full:uniform:1")
+    flags = " ".join((tmp_path / "job.sbatch").read_text().split())
+    assert "--recompute-granularity=full" in flags and "block" not in flags
+
+
+@pytest.mark.parametrize(("words", "named"), [
+    (["--layout", LAYOUT, "--layout", "pp=4,chunks=3"], "pp=4,chunks=3: rejected"),
+    (["--layout", "tp=2,pp=3"], "6 into 8"), (["--layout", LAYOUT, "--headroom", "99%"], "0.6 GiB"),
+    (["--explain", "pp=3"], "pp=3: rejected"),
+])  # fmt: skip
+def test_a_rejected_layout_ends_with_3(capsys, no_search, words, named):
+    code, text = call(capsys, *SMALL, *words)
+    assert code == 3 and named in text
+
+
+@pytest.mark.parametrize(("words", "code"), [
+    (["--layout", LAYOUT, "--explain"], 0), (["--layout", "tp=4", "--layout", LAYOUT, "--explain", "2"], 0),
+    (["--explain", LAYOUT], 0), (["--layout", LAYOUT, "--explain", "--headroom", "99%"], 3),
+])  # fmt: skip
+def test_the_arithmetic_of_a_layout(capsys, no_search, words, code):
+    """Its sizes, and a layer's first product: 1024 tokens of width 2048 after a gather over two devices, onto half of
+    three times 2048 columns; also of a layout that does not fit."""
+    ended, text = call(capsys, *SMALL, *words)
+    assert ended == code and "TP 2 x PP 2 x DP 2" in text and "[2048, 2048] x [2048, 3072]" in text
+
+
+def test_bounds_and_the_formula_of_the_paper_are_options(capsys, no_search):
+    """The formula as published: 24 k B s L h^2 (1 + s / 6 h + V / 16 L h), k = 4; a bound holds what is predicted."""
+    def cells(*words: str) -> dict[str, dict[str, str]]:
+        code, text = call(capsys, *SMALL, "--markdown", "--layout", LAYOUT, *words)
+        assert code == 0, text
+        tables = [part.splitlines() for part in text.split("\n\n") if part.startswith("| ")]
+        split = [[[c.strip() for c in row.strip("|").split("|")] for row in (table[0], table[2])] for table in tables]
+        return {table[0][1]: dict(zip(*table, strict=True)) for table in split}
+
+    plain, full = cells(), cells("--bounds", "--paper-flops")
+    assert len(full) == len(plain) + 1 and {*full["TP"]} - {*plain["TP"]} == {"TFLOP/s (paper)"}
+    vocabulary, seconds = 50432, float(full["TP"]["s/step"])  # padded to a multiple of 2 x 128
+    flops = 24 * 4 * 16 * 2048 * 4 * 2048**2 * (1 + 2048 / (6 * 2048) + vocabulary / (16 * 4 * 2048))
+    assert float(full["TP"]["TFLOP/s (paper)"]) == pytest.approx(flops / 8 / seconds / 1e12, rel=5e-3)
+    bounds = full["s/step"]
+    assert bounds["s/step"] == full["TP"]["s/step"]
+    order = [float(bounds[name]) for name in ("at the peak", "no messages", "s/step", "slow ends")]
+    assert order == sorted(order) and 0 < float(bounds["fast ends"]) < seconds
+    assert float(bounds["at the peak"]) == pytest.approx(float(full["TP"]["HFU"].strip(" %")) / 100 * seconds, rel=0.01)
+
+
 def test_nothing_fits(capsys):
-    code, text = call(capsys, *SMALL, "--headroom", "99.9%")
-    assert code == 3 and "0.1 GiB" in text
+    for words in ([], ["--explain"]):
+        code, text = call(capsys, *SMALL, "--headroom", "99.9%", *words)
+        assert code == 3 and "0.1 GiB" in text
 
 
 @pytest.mark.parametrize(("words", "parts"), [
@@ -81,10 +139,12 @@ def test_nothing_fits(capsys):
     (["--nodes", "8:4"], ["--nodes 8:4"]),
     (["--nodes", "1", "--cluster", "moon"], ["moon"]), ([*ONE, "--fix", "tq=2"], ["--fix tq=2"]),
     ([*ONE, "--headroom", "70"], ["--headroom 70", "64 GiB"]),
-    ([*ONE, "--model", "gpt-3"], ["gpt-3"]),
+    ([*ONE, "--preset", "gpt-3"], ["gpt-3"]),
     ([*ONE, "--fix", "gbs=8"], ["--global-batch"]), ([*SMALL, "--layout", "tp=8"], ["tp=8", "tp=2, 4"]),
-    ([*SMALL, "--explain", "99"], ["--explain 99"]), ([*SMALL, "--explain", "pp=3"], ["pp=3"]),
-    ([*SMALL, "--explain", "1", "--layout", "tp=2"], ["--layout", "--explain"]),
+    ([*SMALL, "--explain", "99"], ["--explain 99"]),
+    ([*SMALL, "--layout", LAYOUT, "--explain", "2"], ["--explain 2"]),
+    ([*SMALL, "--layout", LAYOUT, "--layout", "tp=4", "--output", "x"], ["--output"]),
+    ([*SMALL, "--explain", "--output", "x"], ["--output", "--explain"]),
     ([*SMALL, "--allow", "gbs=8"], ["--allow", "gbs", "--global-batch"]),
     ([*SMALL, "--allow", "devices=0-1"], ["devices=0-1", "0 to 7"]),
 ])  # fmt: skip
@@ -95,8 +155,8 @@ def test_mistakes(capsys, words, parts):
         assert part in text, text
 
 
-def test_mistakes_are_found_before_the_search(capsys, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("megatron.planning.search.command.search", lambda *_: pytest.fail("it searched"))
+def test_mistakes_are_found_before_the_search(capsys, tmp_path: Path, monkeypatch, no_search):
+    monkeypatch.setattr("megatron.planning.search.verdict.search", lambda *_: pytest.fail("it searched"))
     (tmp_path / "file").write_text("")
     for words in (["--layout", "tq=2"], ["--layout", "tp=8"], ["--output", str(tmp_path / "file")]):
         assert call(capsys, *SMALL, *words)[0] == 2
@@ -135,7 +195,7 @@ def test_the_flags_give_the_layout(preset, flags, choices):
 @pytest.mark.slow
 def test_the_script_passes_the_preflight_check(capsys, tmp_path: Path):
     """Nothing stands against it but what depends on this disk and environment."""
-    words = ["--model", "gpt-22b", "--nodes", "16", "--fix", "tp=2", "pp=4", "mbs=1", "recompute=none", "zero=1",
+    words = ["--preset", "gpt-22b", "--nodes", "16", "--fix", "tp=2", "pp=4", "mbs=1", "recompute=none", "zero=1",
              "sp=on", "--processes", "1", "--output", str(tmp_path / "plan"), "--tokens", "300e9"]  # fmt: skip
     assert plan.main(words) == 0
     capsys.readouterr()
@@ -170,7 +230,7 @@ def interrupt_its_group(flag: str) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_ends_all_of_it(tmp_path: Path):
-    words = ["--model", "gpt-175b", "--nodes", "128", "--global-batch", "640", "--processes", "2"]
+    words = ["--preset", "gpt-175b", "--nodes", "128", "--global-batch", "640", "--processes", "2"]
     arm = (interrupt_its_group, str(tmp_path / "flag"))
     with Script("tools/plan.py", words, tmp_path / "log", arm=arm) as script:
         assert script.wait() == (130, "")

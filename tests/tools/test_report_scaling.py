@@ -343,11 +343,10 @@ RUN = records(settings("22b", 1, 8, 1, 640), [420.0] * 4)
 
 
 @pytest.mark.parametrize("arguments_", [
-    ["{tmp}/nothing"], ["{tmp}/empty"], ["{tmp}/text.log"], ["{tmp}/run", "--out", "{tmp}/text.log"], ["{tmp}/forged"],
+    ["{tmp}/nothing"], ["{tmp}/text.log"], ["{tmp}/run", "--out", "{tmp}/text.log"], ["{tmp}/forged"],
     ["{tmp}/sizes"], ["{tmp}/point"], ["{tmp}/dates.log"],
 ])  # fmt: skip
 def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments_: list[str]) -> None:
-    (tmp_path / "empty").mkdir()
     (tmp_path / "text.log").write_text("nothing of interest\n")
     write(tmp_path / "run", RUN)
     for name, change in (("forged", {"step_time_s": "fast"}), ("sizes", {"config": {"num_layers": [2]}})):
@@ -360,6 +359,14 @@ def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments_: 
 
 @pytest.mark.parametrize("flags", [["--warm-up", "-1"], ["--ceiling-tflops", "nan"]])
 def test_bad_flags(flags: list[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        tool().main(["x", *flags])
-    assert stopped.value.code == 2
+    assert tool().main(["x", *flags]) == 2
+
+
+@pytest.mark.parametrize("written", [None, RUN[:1], RUN[:2]], ids=["no run", "no step", "no step after the warm-up"])
+def test_nothing_to_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], written: Records | None) -> None:
+    if written is not None:
+        write(tmp_path / "run", written)
+    assert tool().main([str(tmp_path)]) == 1
+    shown = capsys.readouterr()
+    assert shown.err.startswith("error: ") and (str(tmp_path) if written is None else "1 run") in shown.err
+    assert (written is None) == (shown.out == "")

@@ -83,6 +83,10 @@ class MeasuredRun:
         return "float16" if self.get("fp16") else "bfloat16" if self.get("bf16") else "float32"
 
 
+class NothingToReportError(DataError):
+    """A folder without a run."""
+
+
 def find_runs(paths: Sequence[str | Path]) -> list[MeasuredRun]:
     """Every run below the given folders, and of the given files, in order of their names.
 
@@ -96,7 +100,7 @@ def find_runs(paths: Sequence[str | Path]) -> list[MeasuredRun]:
         elif path.is_dir():
             found = _below(path)
             if not found:
-                raise DataError(f"{path}: no run in it: neither {METRICS} nor a log with iteration lines")
+                raise NothingToReportError(f"{path}: no run in it: neither {METRICS} nor a log with iteration lines")
             runs += found
         else:
             raise DataError(f"{path}: no such file or folder: give folders of runs, metrics files or logs")

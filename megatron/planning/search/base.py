@@ -65,11 +65,11 @@ def make_base(preset: str | None, flags: Sequence[str], batches: Sequence[int] =
     named = scanned.flags.pop("--preset", None)
     if named is not None:
         if preset is not None or len(named) != 1:
-            raise ConfigError(f"--preset {' '.join(named)} beside --model {preset}: choose one")
+            raise ConfigError(f"--preset {' '.join(named)} beside --preset {preset}: choose one")
         preset = named[0]
     if preset is not None and preset not in PRESETS:
         hint = did_you_mean(preset, PRESETS) or f": choose one of {', '.join(PRESETS)}."
-        raise ConfigError(f"--model '{preset}' is unknown{hint} Its sizes may also follow -- as flags")
+        raise ConfigError(f"--preset '{preset}' is unknown{hint} Its sizes may also follow -- as flags")
     searched, rest = _split(scanned.flags)
     wanted = _wishes(searched)
     if batches:

@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 
@@ -11,15 +13,15 @@ from megatron.errors import ConfigError
 from megatron.planning.cluster import Cluster, load_cluster
 from megatron.planning.placement import place_with
 from megatron.planning.search import tables
-from megatron.planning.search.base import make_base
-from megatron.planning.search.choices import Choices, narrowed, parse_choices, write_value
+from megatron.planning.search.base import Base, make_base
+from megatron.planning.search.choices import Choices, narrowed, parse_choices, write_choices, write_value
 from megatron.planning.search.files import make_folder, write_all
-from megatron.planning.search.judging import GIB, Judge
+from megatron.planning.search.judging import GIB, Judge, Judged
 from megatron.planning.search.outcome import estimates_of, run_of, sensitivity
 from megatron.planning.search.show import Show
 from megatron.planning.search.space import Space
 from megatron.planning.search.tree import Found, search
-from megatron.planning.search.verdict import asked_space, comparison_table, to_explain, verdict, verdict_lines
+from megatron.planning.search.verdict import Asked, asked, explained, verdict
 from megatron.planning.table import Table
 from megatron.planning.timing import Estimate, explain
 
@@ -27,46 +29,95 @@ EXIT_NOTHING_FITS = 3
 
 
 def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Search, print and write. Raises ConfigError."""
-    judge = make_judge(args, flags)
-    if args.top < 1:
-        raise ConfigError(f"--top {args.top}: at least 1")
-    if args.processes < 1:
-        raise ConfigError(f"--processes {args.processes}: at least 1")
-    _check_before(judge, args)
-    show = Show(args.markdown)
-    if args.explain is not None:
-        # A number is a place among the best; a layout needs no search for others.
-        found = _search(judge, args) if args.explain.isdecimal() else Found(args.top)
-        return _explain(judge, found, args.explain, show)
+    """Search or judge what was asked for, print and write. Raises ConfigError."""
+    judge, show = make_judge(args, flags), Show(args.markdown)
+    texts, number = list(args.layout), args.explain
+    if number is not None and not number.isdecimal():
+        texts, number = [*texts, number], str(len(texts) + 1)
+    forms = [asked(judge, text) for text in texts]
+    _check_output(args, forms)
+    if number is not None and forms:
+        return _explain_form(forms[_place(number, len(forms)) - 1], args, show)
+    if forms:
+        return _judge_forms(judge, forms, args, show)
     found = _search(judge, args)
-    chosen = [(j.choices, e) for j, e in zip(found.best, estimates_of(judge, found.best[: args.top]), strict=False)]
-    show.text(_headline(judge, found))
+    best = found.best[: args.top]
+    if number is not None and best:
+        place = _place(number, len(best))
+        choices = best[place - 1].choices
+        show.text(f"layout {place} of the best: {write_choices(choices, judge.space.cluster)}")
+        _show_arithmetic(judge, choices, show)
+        return 0
+    chosen = _with_estimates(judge, best)
+    show.text(_headline(judge))
+    show.text(_counts(found))
     if chosen:
-        _show_best(judge, found, chosen, args, show)
+        _show_layouts("best layouts", judge, chosen, args, show)
+        _show_choices(judge, found, show)
+        _show_run(judge, chosen[0][1], args, show)
     show.table(tables.rejection_table(found))
-    for text in args.layout:
-        _show_verdict(judge, found, text, show)
     if not chosen:
         show.text("Nothing fits or is allowed: the table above says why. More nodes, more of tp, pp or recompute, or "
                   "less --headroom may help.")  # fmt: skip
         return EXIT_NOTHING_FITS
-    if args.output is not None:
-        for path in write_all(args.output, judge, found, chosen, args.tokens):
-            show.text(f"wrote {path}")
+    _write(judge, found, chosen, args, show)
     return 0
 
 
-def _check_before(judge: Judge, args: argparse.Namespace) -> None:
-    """What would be found out only after the search. Raises ConfigError."""
-    for text in args.layout:
-        asked_space(judge, parse_choices(text, "--layout"), "--layout", text)
-    if args.explain is not None:
-        beside = "--layout" if args.layout else "--output" if args.output is not None else ""
-        if beside:
-            raise ConfigError(f"{beside} beside --explain, which shows arithmetic and nothing else: call twice")
-    elif args.output is not None:
-        make_folder(args.output)
+def _check_output(args: argparse.Namespace, forms: Sequence[Asked]) -> None:
+    """What would be found out only at the end. Raises ConfigError."""
+    if args.output is None:
+        return
+    if args.explain is not None or len(forms) > 1:
+        beside = "--explain, which shows arithmetic" if args.explain is not None else "several layouts"
+        raise ConfigError(f"--output beside {beside}: call twice")
+    make_folder(args.output)
+
+
+def _place(text: str, most: int) -> int:
+    """A number in the table of layouts. Raises ConfigError for one that is not there."""
+    if len(text) > 9 or not 1 <= int(text) <= most:
+        raise ConfigError(f"--explain {text}: there are {most} layouts; or give one, such as tp=4,pp=16,mbs=1")
+    return int(text)
+
+
+def _judge_forms(judge: Judge, forms: Sequence[Asked], args: argparse.Namespace, show: Show) -> int:
+    """Print the fastest layout of each form, and why others are rejected."""
+    given = [verdict(form, args.processes) for form in forms]
+    chosen = _with_estimates(judge, [each.judged for each in given if each.judged is not None])
+    show.text(_headline(judge))
+    if chosen:
+        _show_layouts("layouts", judge, chosen, args, show)
+        _show_run(judge, chosen[0][1], args, show)
+    for line in (line for each in given for line in each.lines()):
+        show.text(line)
+    if len(chosen) < len(forms):
+        return EXIT_NOTHING_FITS
+    _write(given[0].asked.judge, given[0].found, chosen, args, show)
+    return 0
+
+
+def _explain_form(form: Asked, args: argparse.Namespace, show: Show) -> int:
+    given = verdict(form, args.processes)
+    for line in given.lines():
+        show.text(line)
+    named = explained(given)
+    if named is not None:
+        show.text(named[1])
+        _show_arithmetic(form.judge, named[0], show)
+    return 0 if given.judged is not None else EXIT_NOTHING_FITS
+
+
+def _with_estimates(judge: Judge, found: Sequence[Judged]) -> list[tuple[Choices, Estimate]]:
+    return [(each.choices, estimate) for each, estimate in zip(found, estimates_of(judge, found), strict=True)]
+
+
+def _write(
+    judge: Judge, found: Found, chosen: list[tuple[Choices, Estimate]], args: argparse.Namespace, show: Show
+) -> None:
+    if args.output is not None:
+        for path in write_all(args.output, judge, found, chosen, args.tokens):
+            show.text(f"wrote {path}")
 
 
 def make_judge(args: argparse.Namespace, flags: Sequence[str]) -> Judge:
@@ -77,7 +128,8 @@ def make_judge(args: argparse.Namespace, flags: Sequence[str]) -> Judge:
     fixed = parse_choices(",".join(args.fix), "--fix") if args.fix else {}
     if {"nodes", "gbs"} & fixed.keys():
         raise ConfigError("--fix nodes=... and gbs=...: give --nodes and --global-batch")
-    base = make_base(args.model, flags, batches)
+    base = make_base(args.preset, flags, batches)
+    _check_format(base, args.cluster, cluster)
     wanted = narrowed(base.wanted, fixed)
     for name, values in wanted.items():
         if not values:
@@ -94,6 +146,20 @@ def make_judge(args: argparse.Namespace, flags: Sequence[str]) -> Judge:
     return Judge(space, capacity, per_node=args.objective == "node-hours")
 
 
+def _check_format(base: Base, name: str, cluster: Cluster) -> None:
+    """Raise ConfigError where nothing is known of the model's format on this machine."""
+    dtype, known = base.config.precision.dtype_name, cluster.compute.figures
+    if f"products.{dtype}" in known or dtype in cluster.peak_tflops:
+        return
+    preset = ["--preset", base.preset] if base.preset is not None else []
+    command = shlex.join(["-o", f"{Path(name).stem}-{dtype}.toml", *preset, *base.flags])
+    there = ", ".join(sorted(figure.partition(".")[2] for figure in known if figure.startswith("products.")))
+    raise ConfigError(
+        f"--cluster {name} has no rates of {dtype}, in which {base.name} would train; it has {there or 'none'}. This "
+        f"measures them on the machine at hand: python tools/calibrate.py {command}"
+    )
+
+
 def _check_orders(orders: Sequence[tuple[int, ...]], cluster: Cluster) -> None:
     each = cluster.devices_per_node
     for order in orders:
@@ -103,6 +169,8 @@ def _check_orders(orders: Sequence[tuple[int, ...]], cluster: Cluster) -> None:
 
 
 def _worlds(args: argparse.Namespace, cluster: Cluster) -> tuple[int, ...]:
+    if args.nodes is None and args.devices is None and cluster.nodes == 1:
+        return (cluster.devices_per_node,)
     if (args.nodes is None) == (args.devices is None):
         raise ConfigError("give --nodes, or --devices for a part of a node" if args.nodes is None else
                           "--nodes and --devices say the same: give one")  # fmt: skip
@@ -162,26 +230,37 @@ def _search(judge: Judge, args: argparse.Namespace) -> Found:
 # -- what is printed ---------------------------------------------------------------------------------------------------
 
 
-def _headline(judge: Judge, found: Found) -> str:
-    space, counts = judge.space, found.counts
+def _headline(judge: Judge) -> str:
+    space, capacity = judge.space, judge.capacity / GIB
     cluster, model = space.cluster, space.base.config.model
     nodes = ", ".join(f"{-(-world // cluster.devices_per_node):,}" for world in space.worlds)
     return (
         f"{space.base.name} ({model.num_layers} layers of width {model.hidden_size}, {model.seq_length} tokens a "
         f"sample, {space.base.config.precision.dtype_name}) on {nodes} node(s) of {cluster.name}, global batch "
-        f"{', '.join(f'{batch:,}' for batch in space.batches)}, up to {judge.capacity / GIB:.1f} of "
-        f"{cluster.memory_gib:g} GiB\n{counts['layouts']:,} layouts of {counts['shapes']:,} sizes in "
-        f"{found.seconds:.1f} s: {counts['estimated']:,} estimated, {counts['too big']:,} too big, "
-        f"{counts['bounded']:,} cannot matter"
+        f"{', '.join(f'{batch:,}' for batch in space.batches)}, up to {capacity:.1f} of {cluster.memory_gib:g} GiB"
     )
 
 
-def _show_best(
-    judge: Judge, found: Found, chosen: list[tuple[Choices, Estimate]], args: argparse.Namespace, show: Show
+def _counts(found: Found) -> str:
+    counts = found.counts
+    return (
+        f"{counts['layouts']:,} layouts of {counts['shapes']:,} sizes in {found.seconds:.1f} s: "
+        f"{counts['estimated']:,} estimated, {counts['too big']:,} too big, {counts['bounded']:,} cannot matter"
+    )
+
+
+def _show_layouts(
+    title: str, judge: Judge, chosen: list[tuple[Choices, Estimate]], args: argparse.Namespace, show: Show
 ) -> None:
-    show.table(tables.best_table(chosen, judge.capacity, args.tokens))
+    show.table(tables.layout_table(title, chosen, judge.capacity, args.tokens, papers=args.paper_flops))
     show.table(tables.parts_table(chosen))
     show.table(tables.placement_table(chosen))
+    if args.bounds:
+        show.table(tables.bounds_table(chosen))
+
+
+def _show_choices(judge: Judge, found: Found, show: Show) -> None:
+    """The best layout of each batch and number of nodes, and what each choice is worth."""
     if len(judge.space.batches) > 1:
         show.table(tables.values_table(found, judge, "gbs", "global batch"))
         show.text("More samples a step hide the bubble and the reduction of gradients; whether training stands so "
@@ -189,16 +268,18 @@ def _show_best(
     if len(judge.space.worlds) > 1:
         show.table(tables.values_table(found, judge, "nodes", "nodes"))
     show.table(tables.sensitivity_table(sensitivity(judge, found)))
-    winner = chosen[0][1]
+
+
+def _show_run(judge: Judge, first: Estimate, args: argparse.Namespace, show: Show) -> None:
     show.text("also on: sp sequence parallelism, overlap of tensor-parallel messages, ZeRO stage 1")
     if args.tokens:
-        whole, cluster = run_of(winner, args.tokens), judge.space.cluster
+        whole, cluster = run_of(first, args.tokens), judge.space.cluster
         jobs = ""
         if whole.jobs:
-            jobs = f", {whole.jobs:,} job(s) of {cluster.wall_limit_hours(winner.nodes):g} h, the longest"
-        show.text(f"The best: {whole.steps:,} steps, {whole.days:.1f} days, {whole.node_hours:,.0f} node-hours{jobs}, "
+            jobs = f", {whole.jobs:,} job(s) of {cluster.wall_limit_hours(first.nodes):g} h, the longest"
+        show.text(f"Number 1: {whole.steps:,} steps, {whole.days:.1f} days, {whole.node_hours:,.0f} node-hours{jobs}, "
                   "without start-up, evaluation, saving and failures.")  # fmt: skip
-    for line in caveats(winner, judge.space.cluster):
+    for line in caveats(first, judge.space.cluster):
         show.text(line)
 
 
@@ -211,21 +292,9 @@ def caveats(winner: Estimate, cluster: Cluster) -> list[str]:
     return lines
 
 
-def _show_verdict(judge: Judge, found: Found, text: str, show: Show) -> None:
-    given = verdict(judge, found, text)
-    for line in verdict_lines(judge, found, given):
-        show.text(line)
-    if given.judged is not None and found.best and given.judged.choices != found.best[0].choices:
-        show.table(comparison_table(judge, found.best[0], given.judged))
-
-
-def _explain(judge: Judge, found: Found, text: str, show: Show) -> int:
-    choices, what = to_explain(judge, found, text)
+def _show_arithmetic(judge: Judge, choices: Choices, show: Show) -> None:
     config = judge.space.config(choices)
     placement = place_with(config, judge.space.cluster, choices.rank_order, choices.device_order)
-    show.text(what)
     for section in explain(config, judge.space.cluster, placement):
         rows: list[tuple[str, ...]] = [tuple(map(str, row)) for row in section.rows]
         show.table(Table(section.title, ("term", "formula", "value", "basis"), rows), left=(0, 1, 3))
-    return 0
-

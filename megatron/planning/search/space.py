@@ -66,7 +66,7 @@ class Space:
         for devices in self.worlds:
             nodes = nodes_of(devices, self.cluster)
             if nodes > self.cluster.nodes:
-                rejections.add("sizes of the job", f"{self.cluster.name} has {self.cluster.nodes} nodes", f"{nodes}")
+                rejections.add("sizes of the job", f"{self.cluster.name} has {self.cluster.nodes} node(s)", f"{nodes}")
                 continue
             if nodes > (most := _most_nodes(self.cluster)):
                 rejections.add("sizes of the job", f"{self.cluster.name} gives a job no more than {most} nodes",

@@ -2,18 +2,23 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.model import formulas
+from megatron.planning import error_bars
+from megatron.planning.cluster import Cluster
+from megatron.planning.memory import sized_model
 from megatron.planning.search.choices import Choices, write_choices, write_value
 from megatron.planning.search.judging import GIB, Judge
 from megatron.planning.search.outcome import Effect, Run, run_of, write_losses
 from megatron.planning.search.tree import Found
 from megatron.planning.table import Table
-from megatron.planning.timing import PARTS, Estimate
+from megatron.planning.timing import PARTS, Estimate, estimate, lower_bound
 from megatron.untrusted import write_text
 
 
@@ -39,18 +44,26 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
+def _step(seconds: float) -> str:
+    return f"{seconds:.2f}" if seconds >= 0.995 else f"{seconds:.3g}"
+
+
 def _amount(value: float) -> str:
     """Three digits, with thousands apart."""
     return f"{value:,.0f}" if abs(value) >= 99.5 else f"{value:.3g}"
 
 
-def best_table(chosen: Sequence[tuple[Choices, Estimate]], capacity: float, tokens: float | None) -> Table:
-    """The best layouts: sizes, time, use of the peak, cost of a run, memory of the fullest rank and what is left."""
+def layout_table(
+    title: str, chosen: Sequence[tuple[Choices, Estimate]], capacity: float, tokens: float | None, *, papers: bool
+) -> Table:
+    """Layouts: sizes, time, use of the peak, cost of a run, memory of the fullest rank and what is left; with `papers`
+    the TFLOP/s of a device as Dash et al. count them, too."""
     several_nodes = len({e.nodes for _, e in chosen}) > 1
     columns = ["#", "TP", "PP", "DP", "chunks", "schedule", "mbs", "batch", "recompute", "also on", "s/step",
                "MFU", "HFU", "Gtok/day"]  # fmt: skip
     if several_nodes:
         columns.insert(1, "nodes")
+    columns += ["TFLOP/s (paper)"] if papers else []
     columns += ["days", "node-hours"] if tokens else ["node-h/Gtok"]
     columns += ["GiB", "left"]
     rows = []
@@ -58,17 +71,56 @@ def best_table(chosen: Sequence[tuple[Choices, Estimate]], capacity: float, toke
         shape, most = choices.shape, max(rank.total for rank in found.memory)
         row = [str(number), str(shape.tp), str(shape.pp), str(shape.replicas), str(shape.chunks), shape.schedule,
                str(shape.micro), f"{shape.batch:,}",
-               write_recompute(choices.recompute), _switches(choices), f"{found.seconds:.2f}", _percent(found.mfu),
+               write_recompute(choices.recompute), _switches(choices), _step(found.seconds), _percent(found.mfu),
                _percent(found.hfu), _amount(found.tokens_per_day / 1e9)]  # fmt: skip
         if several_nodes:
             row.insert(1, f"{found.nodes:,}")
+        if papers:
+            row.append(_paper_tflops(found))
         if tokens:
             run = run_of(found, tokens)
             row += [_amount(run.days), _amount(run.node_hours)]
         else:
             row.append(_amount(found.node_hours(1e9)))
         rows.append((*row, f"{most / GIB:.1f}", f"{(capacity - most) / GIB:.1f}"))
-    return Table("best layouts", tuple(columns), rows)
+    return Table(title, tuple(columns), rows)
+
+
+def _paper_tflops(found: Estimate) -> str:
+    """Of a device by `formulas.paper_flops`; a dash for a model that is not the GPT which it counts."""
+    config, model = found.config, sized_model(found.config)
+    plain = model.ffn_hidden_size == 4 * model.hidden_size and model.num_key_value_heads == model.num_attention_heads
+    if not plain or model.activation == "swiglu":
+        return "-"
+    flops = formulas.paper_flops(
+        config.batch.global_batch_size, model.seq_length, model.num_layers, model.hidden_size,
+        model.padded_vocab_size(config.parallel.tensor_model_parallel_size),
+        checkpointing=config.recompute.recompute_granularity == "full",
+    )  # fmt: skip
+    return f"{formulas.achieved_tflops(flops, found.seconds, found.devices):.1f}"
+
+
+def bounds_table(chosen: Sequence[tuple[Choices, Estimate]]) -> Table:
+    """How far the seconds of a step may be off, and what they cannot be below."""
+    columns = ("#", "s/step", "fast ends", "slow ends", "+-", "no messages", "at the peak", "moved most by")
+    rows = []
+    for number, (_, found) in enumerate(chosen, 1):
+        dtype = found.config.precision.dtype_name
+        spread = error_bars.spread(functools.partial(_seconds_on, found), found.cluster, dtype)
+        least = lower_bound(found.config, found.cluster)
+        times = map(_step, (spread.value, spread.low, spread.high, spread.likely, least))
+        peak = "-" if found.hfu is None else _step(found.hfu * found.seconds)
+        rows.append((str(number), *times, peak, spread.effects[0].figure))
+    title = (
+        "bounds of the seconds of a step: all figures at the fast, or the slow ends of their ranges; +-: off "
+        "independently; no message waited for; all operations at the device's peak"
+    )
+    return Table(title, columns, rows)
+
+
+def _seconds_on(found: Estimate, cluster: Cluster) -> float:
+    """Of the same step on the machine with other figures."""
+    return estimate(found.config, cluster, found.placement).seconds
 
 
 def parts_table(chosen: Sequence[tuple[Choices, Estimate]]) -> Table:
@@ -76,7 +128,7 @@ def parts_table(chosen: Sequence[tuple[Choices, Estimate]]) -> Table:
     used = [part for part in PARTS if any(found.parts.get(part) for _, found in chosen)]
     rows = []
     for number, (_, found) in enumerate(chosen, 1):
-        rows.append((str(number), *(_seconds(found.parts.get(part, 0.0)) for part in used), f"{found.seconds:.2f}"))
+        rows.append((str(number), *(_seconds(found.parts.get(part, 0.0)) for part in used), _step(found.seconds)))
     return Table("seconds of a step, on the pipeline rank that computes most", ("#", *used, "all"), rows)
 
 
@@ -99,7 +151,7 @@ def values_table(found: Found, judge: Judge, name: str, title: str) -> Table:
     values = sorted(value for dimension, value in found.by_value if dimension == name)
     for value in values:
         best = found.by_value[name, value]
-        rows.append((f"{value:,}", f"{best.seconds:.2f}", _amount(best.tokens_per_s * 86400 / 1e9), _percent(best.mfu),
+        rows.append((f"{value:,}", _step(best.seconds), _amount(best.tokens_per_s * 86400 / 1e9), _percent(best.mfu),
                      f"{best.memory / GIB:.1f}", short(best.choices, judge)))  # fmt: skip
     return Table(f"best layout for each {title}", (title, "s/step", "Gtok/day", "MFU", "GiB", "layout"), rows)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from megatron.config.option import real
+from megatron.config.option import Parser, real
 from megatron.errors import ConfigError
 from megatron.parallel.environment import whole
 from megatron.preflight.check.findings import Finding, Place, error
@@ -46,10 +46,7 @@ _PIPE_COLUMNS = 160  # where nobody says how wide the output may be
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The flags of this program, before the script; what sbatch would get is in `rest`."""
-    parser = argparse.ArgumentParser(
-        "preflight.py check", usage=USAGE, description=DESCRIPTION, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = Parser("preflight.py check", usage=USAGE, description=DESCRIPTION)
     parser.add_argument("--cluster", metavar="NAME|FILE", help="machine to check against (default: what the script "
                         "exports as MEGATRON_CLUSTER, or this variable, or SITE_CLUSTER; none: no "
                         "machine)")  # fmt: skip

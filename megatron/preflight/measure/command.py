@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.config.option import real, whole
-from megatron.errors import ConfigError, LaunchError, MegatronError
+from megatron.errors import ConfigError, LaunchError, MegatronError, print_error
 
 if TYPE_CHECKING:
     from megatron.parallel.launch import Launch
@@ -30,7 +30,7 @@ are too few good nodes, is what a script should look at."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `measure`."""
-    parser.description, parser.formatter_class = DESCRIPTION, argparse.RawDescriptionHelpFormatter
+    parser.description = DESCRIPTION
     parser.add_argument(
         "--cluster", metavar="NAME|FILE", default=os.environ.get("MEGATRON_CLUSTER") or None,
         help="machine whose bands a measurement has to lie in; default: MEGATRON_CLUSTER. Without one, and on a CPU, "
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         launch = detect_launch()
     except MegatronError as error:
-        print(f"preflight: {error}", file=sys.stderr)
+        print_error(error)
         return 2
     try:
         settings = settings_of(args)
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         code = _measure(launch, settings, args.out)
     except MegatronError as error:
         if launch.rank == 0 or isinstance(error, LaunchError):
-            print(f"preflight: {error}", file=sys.stderr)
+            print_error(error)
         code = 2
     sys.stdout.flush()
     sys.stderr.flush()
@@ -134,5 +134,5 @@ def _rank_0_lost(launch: Launch, out: Path | None, reason: str) -> int:
     text = f"rank 0 did not come, died or hangs: {reason}"
     if out is not None and not write_for_rank_0(out, host, text):
         return 0
-    print(f"preflight: {host}: {text}\n--exclude={host}", file=sys.stderr)
+    print_error(f"{host}: {text}\n--exclude={host}")
     return 4
