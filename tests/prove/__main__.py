@@ -28,7 +28,7 @@ PROVED, FAILED, NOT_PROVED = "proved", "FAILED", "NOT PROVED"
 @dataclass(frozen=True)
 class Campaign:
     """what      it proves
-    minutes   on two quiet cores
+    minutes   on two cores, beside other work
     workers   processes that run its tests, those marked campaign(its name); 0: this one; None: it has no tests
     programs  what else belongs to it: arguments of python, whose last line of output are the figures
     """
@@ -40,41 +40,41 @@ class Campaign:
 
 
 CAMPAIGNS = {
-    "parity": Campaign("every layout, mixture, precision and rank order gives the training run of one process", 12),
+    "parity": Campaign("every layout, mixture, precision and rank order gives the training run of one process", 4),
     "kills": Campaign(
-        "runs that are killed, damaged, hung or out of disk go on to the bit from the newest whole checkpoint", 20,
+        "runs that are killed, damaged, hung or out of disk go on to the bit from the newest whole checkpoint", 14,
         programs=("benchmarks/fault_campaign.py --only kills damage disk hang", "benchmarks/prove_resume.py"),
     ),
     "simulator": Campaign(
-        "the kernels on a simulator of waves, with sanitizers, and by hipcc, nvcc and torch's compiler", 15
+        "the kernels on a simulator of waves, with sanitizers, and by hipcc, nvcc and torch's compiler", 8
     ),
-    "mutants": Campaign("every planted fault of a kernel is found on the simulator", 6),
-    "large": Campaign("kernels and data beyond 2^31 elements", 5, workers=0),
-    "hypothesis": Campaign("every property test with 1,000 random examples", 30),
-    "search": Campaign("the planner's and the tuner's searches against exhaustive ones", 4),
+    "mutants": Campaign("every planted fault of a kernel is found on the simulator", 5),
+    "large": Campaign("kernels and data beyond 2^31 elements", 2, workers=0),
+    "hypothesis": Campaign("every property test with 1,000 random examples", 13),
+    "search": Campaign("the planner's and the tuner's searches against exhaustive ones", 2),
     "memory": Campaign(
-        "memory formulas against dry runs, and dry runs against real processes", 10,
+        "memory formulas against dry runs, and dry runs against real processes", 13,
         programs=("benchmarks/memory_model.py",),
     ),
-    "real-time": Campaign("locks, watchdogs, wall time and stragglers by the real clock", 3, workers=0),
+    "real-time": Campaign("locks, watchdogs, wall time and stragglers by the real clock", 2, workers=0),
     "slurm": Campaign(
-        "jobs, experiments, preflight and tuning on a real Slurm of virtual nodes (root)", 25, workers=0,
+        "jobs, experiments, preflight and tuning on a real Slurm of virtual nodes (root)", 17, workers=0,
         programs=("benchmarks/fault_campaign.py --only slurm",),
     ),
     "benchmarks": Campaign("the benchmarks measure what they say", 4),
     "peers": Campaign(
-        "megatron-core from PyPI reads and writes the same data; two engines cut every character alike", 2, workers=0
+        "megatron-core from PyPI reads and writes the same data; two engines cut every character alike", 1, workers=0
     ),
     "hostile": Campaign(
         "no command line, environment or file, however hostile, ends in a traceback, a hang or code that is run", 20,
         workers=None, programs=("-m tests.prove.hostile",),
     ),
     "planted-faults": Campaign(
-        "`make test` finds each deliberate fault of tests/planted_faults", 14, workers=None,
+        "`make test` finds each deliberate fault of tests/planted_faults", 17, workers=None,
         programs=("-m tests.prove.planted_faults",),
     ),
     "steady": Campaign(
-        "`make test` answers alike ten times in random order beside a busy loop per core", 120, workers=None,
+        "`make test` answers alike ten times in random order beside a busy loop per core", 65, workers=None,
         programs=("-m tests.prove.steady",),
     ),
 }
