@@ -87,13 +87,15 @@ class Check:
         chosen = [step for step in steps if step.name in only] if only else [s for s in steps if not self._is_over(s)]
         for step in sorted(chosen, key=lambda step: self._verdict(step) == CUT):
             why = step.cannot or self._no_time(step)
-            if not why:
-                self._do(step)
-            elif self._verdict(step) not in (CUT, FAILED):
-                self._keep(step, NOT_DONE, why)
+            try:
+                if not why:
+                    self._do(step)
+                elif self._verdict(step) not in (CUT, FAILED):
+                    self._keep(step, NOT_DONE, why)
+            finally:
+                self.write(steps)
             result = self.results[step.name]
             self._say(f"{step.name}: {result['verdict']}, {result['seconds']:.0f} s: {why or said_of(result)}")
-            self.write(steps)
         self.write(steps)
         return all(self._verdict(step) != FAILED for step in steps)
 
@@ -125,12 +127,16 @@ class Check:
         log = (self.folder / f"{step.name}.log").read_text(errors="replace")
         written = sorted((self.folder / step.name).glob("*.md"))[-1:]  # the newest, where each run writes one
         tables = tables_of("\n".join([log, *(path.read_text(errors="replace") for path in written)]))
+        try:
+            figures = step.figures(log, tables)
+        except (ValueError, LookupError) as error:
+            figures = f"figures not understood ({error})"
         if code:
             self._keep(step, FAILED, f"exit code {code}: {last_line(log, [])[:300]}", seconds, tables=tables)
         elif code is None:
             self._keep(step, CUT, f"it had not ended after {seconds:.0f} s", seconds, tables=tables)
         else:
-            self._keep(step, PASSED, "", seconds, tables=tables, figures=step.figures(log, tables))
+            self._keep(step, PASSED, "", seconds, tables=tables, figures=figures)
 
     def _keep(self, step: Step, verdict: str, reason: str, seconds: float = 0.0, **more: Any) -> None:
         commands = [shlex.join(("python", *words)) for words in step.commands]
@@ -221,6 +227,11 @@ def play(commands: Sequence[Sequence[str]], log: Path, limit_s: float) -> int | 
     return 0
 
 
+def adopt_orphans() -> None:
+    """Let processes whose parent has ended come to this one, whatever session they are in."""
+    ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
+
+
 def _children() -> set[int]:
     found = set()
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -231,7 +242,7 @@ def _children() -> set[int]:
 
 
 def _end_all(but: set[int]) -> None:
-    """End what a step has left. Its ranks may be in sessions of their own: as orphans they come to this process."""
+    """End what a step has left, and what that leaves."""
     for _ in range(100):
         left = _children() - but
         if not left:
@@ -269,7 +280,8 @@ def rates(log: str, tables: list[Table]) -> str:
     """Each side's tokens/s, with the share of the peak where that is known."""
     head, *rows = next((table for table in tables if "tokens/s" in table[0]), [[]])
     found = [dict(zip(head, row, strict=False)) for row in rows]
-    said = [f"{row['side']} {row['tokens/s']} tokens/s" + f" (MFU {row['MFU']})" * ("MFU" in row) for row in found]
+    mfu = {row["side"]: f" (MFU {row['MFU']})" for row in found if row.get("MFU")}
+    said = [f"{row['side']} {row['tokens/s']} tokens/s{mfu.get(row['side'], '')}" for row in found if row["tokens/s"]]
     return "; ".join(said) or last_line(log, tables)
 
 
@@ -368,23 +380,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.chdir(ROOT)
     folder = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder  # so that commands can be copied
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that what was started is ended
-    ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     began, found = time.monotonic(), folder / "device.json"
     first = Step("device", "what computes here, and versions", 5, (("benchmarks/machine.py", "device", str(found)),))
     code = play(first.commands, folder / "device.log", options.budget)
     seconds = time.monotonic() - began
-    facts = {"count": 0, "name": "unknown", "torch": "none"} if code != 0 else json.loads(found.read_text())
+    facts = json.loads(found.read_text()) if code == 0 else {"count": 0, "name": "nothing", "torch": "unknown"}
     kind = f"{facts['count']} x" if facts["count"] else "No GPU: a rehearsal on"
     device = f"{kind} {facts['name']}, torch {facts['torch']}"
     check = Check(folder, options.budget - seconds, device, digest(), play, fresh=options.fresh)
     check.take(first, code, seconds)
     steps = [first, *(steps_of(facts, folder) if code == 0 else [])]
-    if unknown := set(options.only) - {step.name for step in steps}:
+    unknown = set(options.only) - {step.name for step in steps}
+    if unknown and code == 0:
         parser.error(f"--only {' '.join(sorted(unknown))}: there is {', '.join(step.name for step in steps)}")
     print(device)
     good = check.run(steps, options.only)
-    print(f"{folder / 'REPORT.md'}")
-    return 0 if good else 1
+    print(folder / "REPORT.md")
+    return 0 if good and code == 0 else 1
 
 
 if __name__ == "__main__":
