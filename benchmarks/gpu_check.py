@@ -131,12 +131,12 @@ class Check:
             figures = step.figures(log, tables)
         except (ValueError, LookupError) as error:
             figures = f"figures not understood ({error})"
+        more = {"tables": tables, "figures": figures if code == 0 or step.figures is not last_line else ""}
         if code:
-            self._keep(step, FAILED, f"exit code {code}: {last_line(log, [])[:300]}", seconds, tables=tables)
-        elif code is None:
-            self._keep(step, CUT, f"it had not ended after {seconds:.0f} s", seconds, tables=tables)
+            self._keep(step, FAILED, f"exit code {code}: {last_line(log, [])[:300]}", seconds, **more)
         else:
-            self._keep(step, PASSED, "", seconds, tables=tables, figures=figures)
+            reason = f"it had not ended after {seconds:.0f} s" if code is None else ""
+            self._keep(step, CUT if reason else PASSED, reason, seconds, **more)
 
     def _keep(self, step: Step, verdict: str, reason: str, seconds: float = 0.0, **more: Any) -> None:
         commands = [shlex.join(("python", *words)) for words in step.commands]
@@ -176,7 +176,7 @@ class Check:
 
 
 def said_of(result: Result) -> str:
-    return result["reason"] or result["figures"]
+    return "; ".join(filter(None, (result["reason"], result["figures"])))
 
 
 def tables_of(text: str) -> list[Table]:
