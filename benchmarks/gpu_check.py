@@ -6,9 +6,9 @@
 A step is a process of its own, whose output goes to STEP.log; REPORT.md and report.json are written after each. It
 begins where the budget's rest is what it takes on one GPU, as far as that can be told, and is cut at four times that.
 The same command goes on: what has ended is not repeated, unless it failed and sources have changed since; what was cut
-comes last and gets all that is left. This program needs Python alone, and says of each step which packages it misses.
-Without a GPU it is a test of itself: small, on the CPU, with the reasons why the rest is not done. Exit code 1 where a
-step failed.
+comes last and gets all that is left; on another device all begins anew. This program needs Python alone, and says of
+each step which packages it misses. Without a GPU it is a test of itself: small, on the CPU, with the reasons why the
+rest is not done. Exit code 1 where a step failed.
 """
 from __future__ import annotations
 
@@ -393,19 +393,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     first = Step("device", "what computes here, and versions", 5, (("benchmarks/machine.py", "device", str(found)),))
     code = play(first.commands, folder / "device.log", options.budget)
     seconds = time.monotonic() - began
-    facts = json.loads(found.read_text()) if code == 0 else {"count": 0, "name": "nothing", "torch": "unknown"}
+    if code != 0:  # of which device earlier results are is not known: they stay
+        print((folder / "device.log").read_text(errors="replace"), "device: torch does not run here", file=sys.stderr)
+        return 1
+    facts = json.loads(found.read_text())
     kind = f"{facts['count']} x" if facts["count"] else "No GPU: a rehearsal on"
     device = f"{kind} {facts['name']}, torch {facts['torch']}"
     check = Check(folder, options.budget - seconds, device, digest(), play, fresh=options.fresh)
     check.take(first, code, seconds)
-    steps = [first, *(steps_of(facts, folder) if code == 0 else [])]
-    unknown = set(options.only) - {step.name for step in steps}
-    if unknown and code == 0:
+    steps = [first, *steps_of(facts, folder)]
+    if unknown := set(options.only) - {step.name for step in steps}:
         parser.error(f"--only {' '.join(sorted(unknown))}: there is {', '.join(step.name for step in steps)}")
     print(device)
     good = check.run(steps, options.only)
     print(folder / "REPORT.md")
-    return 0 if good and code == 0 else 1
+    return 0 if good else 1
 
 
 if __name__ == "__main__":
