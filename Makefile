@@ -3,6 +3,8 @@
 # make prove   the long proofs, as named campaigns: ONLY=list names them with their minutes
 # make kernels compile csrc/kernels/ for every compiler that is there: GPUs and this processor
 # make bench   set up, then measure training beside public peers
+# make gpu-check
+#              what the GPUs here can prove and measure, most valuable first, within BUDGET; again: what was not done yet
 # make help    the other targets and the settings
 #
 # Settings, on the command line:
@@ -15,7 +17,10 @@
 #                containers)
 #   WORKERS      processes that run tests side by side
 #   TESTS        arguments of pytest, e.g. make test TESTS=tests/parity
-#   ONLY         campaigns of make prove, e.g. make prove ONLY="kills parity"; PROVE: further arguments of theirs
+#   ONLY         campaigns of make prove, e.g. make prove ONLY="kills parity"; PROVE: further arguments of theirs;
+#                or steps of make gpu-check
+#   BUDGET       time of make gpu-check: 90s, 8m, 1h. It sets up nothing where a torch is there already: that of PYTHON,
+#                where it is given, else of VENV, else of python3
 #   BENCH        arguments of benchmarks/bench.py, e.g. make bench BENCH='--only W1'
 #   MEGATRON_KERNELS_TARGETS
 #                which kernels the set-up builds, e.g. host,hip; none; default: host, and the kind of GPU torch is for
@@ -29,6 +34,7 @@ TESTS       ?=
 BENCH       ?=
 ONLY        ?=
 PROVE       ?=
+BUDGET      ?= 8m
 
 PY    := $(VENV)/bin/python
 STAMP := $(VENV)/.ready
@@ -41,7 +47,7 @@ export PIP_NO_INPUT := 1
 # Without compiled files every one of the many processes of the tests would compile the library and pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup train test quick prove lint bench kernels kernels-check clean
+.PHONY: help setup train test quick prove lint bench gpu-check kernels kernels-check clean
 .DEFAULT_GOAL := help
 
 help:
@@ -51,13 +57,15 @@ help:
 	@echo 'make prove   the long proofs, hours in all; ONLY=list names them, ONLY=kills runs one'
 	@echo 'make lint    ruff, and mypy on megatron/'
 	@echo 'make bench   set up, then measure training beside public peers (about 12 minutes on 2 quiet cores); BENCH=--quick'
+	@echo 'make gpu-check'
+	@echo '             what the GPUs here can prove and measure, in runs/gpu/REPORT.md; BUDGET=8m; again: what is left'
 	@echo 'make setup   only the virtual environment: $(VENV), with dependencies and csrc'
 	@echo 'make kernels compile csrc/kernels/, say what is there, and test it'
 	@echo 'make kernels-check'
 	@echo '             registers, LDS and occupancy of the kernels on gfx90a; fails where they break the rules (hipcc)'
 	@echo 'make clean   remove caches and built files; the environment and runs/ stay'
 	@echo
-	@echo 'Settings: PYTHON, VENV, TORCH, SYSTEM_SITE, WORKERS, TESTS, ONLY, BENCH; see the head of the Makefile.'
+	@echo 'Settings: PYTHON, VENV, TORCH, SYSTEM_SITE, WORKERS, TESTS, ONLY, BENCH, BUDGET; see the head of the Makefile.'
 
 setup: $(STAMP)
 
@@ -89,6 +97,16 @@ $(PEERS): requirements/bench.txt | $(STAMP)
 
 bench: $(STAMP) $(PEERS)
 	@$(PY) benchmarks/bench.py $(BENCH)
+
+# Whatever has a torch serves: nothing is set up then.
+HAS_TORCH := import sys, importlib.util as u; sys.exit(sys.version_info < (3, 11) or not u.find_spec("torch"))
+ifneq ($(filter gpu-check,$(MAKECMDGOALS)),)
+WITH_TORCH := $(shell for py in $(if $(filter file,$(origin PYTHON)),,$(PYTHON)) $(PY) $(PYTHON); do \
+                  "$$py" -c '$(HAS_TORCH)' 2>/dev/null && echo "$$py" && break; done)
+endif
+
+gpu-check: $(if $(WITH_TORCH),,$(STAMP))
+	@$(or $(WITH_TORCH),$(PY)) benchmarks/gpu_check.py --budget $(BUDGET) $(if $(ONLY),--only $(ONLY))
 
 kernels: $(STAMP)
 	@$(PY) setup.py -q build_kernels

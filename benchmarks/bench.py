@@ -14,7 +14,8 @@ then steps that do, and the next round goes through them in the opposite order. 
 all sides, no side's memory stands in another's way, and what differs between two starts of one program (where its
 memory lies) is in the spread. Ratios are taken within a round. Two rounds are run, more while --minutes last.
 
-A JSON file goes to --output, and the run is compared with the last one there of the same machine.
+A JSON file goes to --output, its tables beside it as Markdown, and the run is compared with the last one there of the
+same machine.
 """
 from __future__ import annotations
 
@@ -38,6 +39,9 @@ from rich.table import Table
 from sides import ALLOCATOR, PEERS, Outcome, environment, run
 from workloads import LEFT_OUT, ROOT, Case, Side, cpu_cases, cuda_cases, quick
 
+from megatron.model.formulas import peak_tflops
+
+PEAKS_OF = {"bf16": "bfloat16", "fp32": "float32"}
 LEAST_ROUNDS, MOST_ROUNDS = 2, 5
 WARM_UP, STEPS = 1, 2
 Key = tuple[Case, Side]
@@ -124,9 +128,10 @@ def ceiling_name(dtype: str, processes: int, threads: int, device: str) -> str:
 
 
 def rows_of(
-    keys: list[Key], outcomes: dict[Key, list[Outcome]], ceiling: dict[str, Any], threads: int
+    keys: list[Key], outcomes: dict[Key, list[Outcome]], ceiling: dict[str, Any], threads: int, gpu: str = ""
 ) -> list[dict[str, Any]]:
-    """The rows of the result, and for runs on several processes their rate over that of W0's one process."""
+    """The rows of the result, for runs on several processes with their rate over that of W0's one process, for those on
+    a GPU whose peak is known with their MFU."""
     rows = []
     for case, side in keys:
         name = ceiling_name(case.dtype, case.processes, max(1, threads // case.processes), case.device)
@@ -135,6 +140,9 @@ def rows_of(
         rows.append(results.row_of(
             case, side, outcomes[case, side], reference, 1e9 * rate["median"] if rate else None
         ))  # fmt: skip
+        peak = peak_tflops(gpu, PEAKS_OF[case.dtype])
+        if peak and "flops_per_s" in rows[-1]:
+            rows[-1]["mfu"] = rows[-1]["flops_per_s"] / peak / 1e12
     alone = next((row for row in rows if row["workload"] == "W0" and "tokens_per_s" in row), None)
     for row in rows if alone else ():
         if row["workload"] in ("W2", "W3", "W4") and "tokens_per_s" in row:
@@ -210,7 +218,8 @@ def main() -> int:
         "date": date, "quick": options.quick, "device": options.device, "git": machine.revision(), "machine": about,
         "threads": threads, "allocator": ALLOCATOR, "rounds": max((len(o) for o in outcomes.values()), default=0),
         "steps": options.steps, "warm_up": WARM_UP, "ceiling": ceiling,
-        "rows": rows_of(keys, outcomes, ceiling, threads), "left_out": LEFT_OUT, "parts": [], "seconds": 0.0,
+        "rows": rows_of(keys, outcomes, ceiling, threads, about.get("gpu", "")), "left_out": LEFT_OUT, "parts": [],
+        "seconds": 0.0,
     }  # fmt: skip
     if parts_wanted:
         first = cpu_cases()[0]
@@ -219,6 +228,7 @@ def main() -> int:
         )
     record["seconds"] = time.monotonic() - began
     path = results.write(record, options.output)  # before anything of other files is read
+    path.with_suffix(".md").write_text(results.markdown(record))
     earlier = results.last_of(options.output, record)
     show(record, console)
     show_comparison(record, earlier, console)

@@ -1,16 +1,20 @@
 """The machine under a benchmark: what it is, which versions run on it, and its ceiling, the rate of matrix products.
 
     python benchmarks/machine.py ceiling THREADS PROCESSES [cpu|cuda]
+    python benchmarks/machine.py device [FILE.json]
 
-prints the rate of large matrix products by dtype as JSON, GFLOP/s of one process among PROCESSES that do the same at
-the same time. The output is written over and over, the inputs fit no cache: what a tuned product reaches in a program.
+The first prints the rate of large matrix products by dtype as JSON, GFLOP/s of one process among PROCESSES that do the
+same at the same time. The output is written over and over, the inputs fit no cache: what a tuned product reaches in a
+program. The second prints what computes here, GPUs or the CPU, and every version that its results may depend on.
 """
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -110,5 +114,59 @@ def device_memory() -> tuple[str, int]:
     return name, int(memory)
 
 
-if __name__ == "__main__":
+def accelerator() -> dict[str, Any]:
+    """What torch computes on here, and what with; "device": cuda (CUDA or ROCm) or cpu. Needs torch alone."""
+    sys.path.insert(0, str(ROOT))
+    import torch
+
+    from megatron.kernels.build import TARGETS, compiler, host_archs
+    from megatron.kernels.library import device_arch
+
+    facts: dict[str, Any] = {"device": "cpu", "count": 0, "name": processor()}
+    facts["target"], facts["arch"] = "host", host_archs()[0]
+    facts["memory_bytes"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        facts |= {"device": "cuda", "count": torch.cuda.device_count(), "name": properties.name}
+        facts["memory_bytes"] = properties.total_memory
+        facts["target"], facts["arch"] = device_arch(0)
+        if torch.distributed.is_nccl_available():
+            numbers = ".".join(map(str, torch.cuda.nccl.version()))
+            facts["communication"] = f"{'RCCL' if torch.version.hip else 'NCCL'} {numbers}"
+    facts["driver"] = driver()
+    facts["toolkit"] = next((f"{n} {v}" for n in ("hip", "cuda") if (v := getattr(torch.version, n, None))), "none")
+    facts |= {"processor": processor(), "python": platform.python_version(), "torch": torch.__version__}
+    for name in ("deepspeed", "flash-attn", "triton", "pytorch-triton-rocm", "apex", "transformer-engine", "numpy"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            facts[name] = importlib.metadata.version(name)
+    tools = {target: compiler(target) for target in TARGETS}
+    return facts | {f"compiler, {target}": _version(tool) for target, tool in tools.items() if tool}
+
+
+def driver() -> str:
+    """The version of the kernel's GPU driver; of one that serves no device to torch, too. "" without one."""
+    for path in ("/sys/module/amdgpu/version", "/proc/driver/nvidia/version"):
+        with contextlib.suppress(OSError):
+            return Path(path).read_text().splitlines()[0].strip()
+    return next((path for path in ("/dev/kfd", "/dev/nvidiactl", "/dev/dxg") if Path(path).exists()), "")
+
+
+def _version(tool: str) -> str:
+    """The line of a compiler's --version that has one."""
+    said = subprocess.run([tool, "--version"], capture_output=True, text=True, errors="replace", check=False).stdout
+    return f"{tool}: {next((line for line in said.splitlines() if re.search(r'[0-9][.][0-9]', line)), 'no version')}"
+
+
+def show_accelerator(path: Path | None) -> None:
+    """Print it as a table and write it as JSON."""
+    facts = accelerator()
+    if path:
+        path.write_text(json.dumps(facts, indent=1) + "\n")
+    print("| | |\n|---|---|", *(f"| {name} | {value} |" for name, value in facts.items()), sep="\n")
+    print(f"{facts['count']} GPU(s); {facts['name']}, {facts['memory_bytes'] / 2**30:.1f} GiB")
+
+
+if __name__ == "__main__" and sys.argv[1] == "device":
+    show_accelerator(Path(sys.argv[2]) if len(sys.argv) > 2 else None)
+elif __name__ == "__main__":
     print(json.dumps(product_rates(int(sys.argv[2]), sys.argv[4])))

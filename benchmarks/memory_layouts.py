@@ -158,3 +158,11 @@ RUNS = (
     Run("PP 4", 4, {**_B, "pipeline_model_parallel_size": 4, "global_batch_size": 4}),
     Run("TP 2, PP 2", 4, {**_B, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
 )  # fmt: skip
+_GPT2 = {**SMALLER, **dict(num_layers=12, hidden_size=768, num_attention_heads=12, ffn_hidden_size=3072)}
+_WORK = dict(vocab_size=50304, micro_batch_size=4, global_batch_size=8)
+DEVICE_RUNS = (
+    Run("124M, bf16", 1, {**_B, **_WORK}, _GPT2),
+    Run("124M, bf16, full recomputation", 1, {**_B, **_WORK, **FULL}, _GPT2),
+    Run("124M, fp32", 1, {**_WORK}, _GPT2),
+)
+"""On one GPU, where the peak holds tensors alone and needs no baseline."""

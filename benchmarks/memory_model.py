@@ -1,6 +1,6 @@
 """Compare the memory model with the dry run, and the dry run with runs on this machine's CPU.
 
-    python benchmarks/memory_model.py [--part formulas|runs|both] [--only NAME ...] [--markdown]
+    python benchmarks/memory_model.py [--part formulas|runs|both|device] [--only NAME ...] [--markdown]
 
 formulas  the closed form (megatron.planning.memory) beside what the run's own code allocates when it is rehearsed
           without data (megatron.dryrun), for every kind of rank of 56 layouts: peaks within 3 %, and each category that
@@ -10,6 +10,8 @@ runs      the rehearsal beside the peak resident memory of the processes of real
           matrix products keeps for itself: within 10 %. malloc is set to give freed tensors back
           (resident_memory.py); as a run sets it up for speed, it keeps more.
 
+device    the rehearsal beside the peak of torch's allocator on this machine's GPU: within 10 %.
+
 Exit code 1 where a limit does not hold.
 """
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +32,8 @@ from rich import box  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from benchmarks.memory_layouts import COMMON, RUNS, SHAPES, Run, Shape  # noqa: E402
+from benchmarks.memory_layouts import COMMON, DEVICE_RUNS, RUNS, SHAPES, Run, Shape  # noqa: E402
+from benchmarks.parity import train  # noqa: E402
 from benchmarks.resident_memory import peak_bytes  # noqa: E402
 from megatron.config import Config  # noqa: E402
 from megatron.dryrun.kinds import enough_micro_batches, layout_of  # noqa: E402
@@ -92,6 +96,17 @@ def compare_run(run: Run) -> list[Compared]:
     return rows
 
 
+def compare_device(runs: Sequence[Run]) -> list[Compared]:
+    """The rehearsal beside what runs on the first GPU held at their fullest: of both, tensors and nothing else."""
+    every, found = [{**COMMON, **run.large, **run.fields} for run in runs], []
+    with tempfile.TemporaryDirectory() as folder:
+        for fields in every:  # all before the first rehearsal, which sets up DeepSpeed for the CPU
+            records = train(Path(folder, "run.jsonl"), _command(fields))
+            found.append(max(record["memory_bytes"] for record in records.values()))
+    foreseen = [rehearse(Config.create(**fields), None, "gpu").ranks[0].needed_bytes for fields in every]
+    return [Compared(run.name, 0, *sizes) for run, *sizes in zip(runs, foreseen, found, strict=True)]
+
+
 def _foreseen(config: Config) -> list[float]:
     """The most that every rank holds when it is rehearsed, before or in a step: each pipeline rank for itself, also
     those for which a rehearsal of the job takes one."""
@@ -135,7 +150,7 @@ def holds(rows: Sequence[Compared], limit: float) -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    parser.add_argument("--part", choices=("formulas", "runs", "both"), default="both")
+    parser.add_argument("--part", choices=("formulas", "runs", "both", "device"), default="both")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="layouts whose name contains one of these")
     parser.add_argument("--markdown", action="store_true", help="tables as Markdown")
     asked = parser.parse_args(arguments)
@@ -144,14 +159,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return not asked.only or any(part in name for part in asked.only)
 
     good, console = True, Console(stderr=True)
-    if asked.part != "runs":
+    if asked.part in ("formulas", "both"):
         rows: list[Compared] = []
         shapes = [shape for shape in SHAPES if wanted(f"{shape.name} ({shape.device})")]
         for shape in shapes:
             console.print(f"{shape.name} ({shape.device})", style="dim")
             rows += compare_formula(shape)
         good = _report(f"{len(shapes)} layouts: closed form and rehearsal", rows, TOTAL_LIMIT, asked.markdown)
-    if asked.part != "formulas":
+    if asked.part == "device":
+        rows = compare_device([run for run in DEVICE_RUNS if wanted(run.name)])
+        good = _report("rehearsal and the allocator's peak on a GPU", rows, RUN_LIMIT, asked.markdown)
+    if asked.part in ("runs", "both"):
         rows = []
         for run in (run for run in RUNS if wanted(run.name)):
             console.print(run.name, style="dim")

@@ -1,6 +1,7 @@
 """Calibrate this machine, predict the step time of layouts that calibration has not seen, run them, compare.
 
     python benchmarks/predict.py [--folder runs/predict] [--minutes 0.5] [--only 3 7] [--keep calibration runs]
+    python benchmarks/predict.py --set gpu
 
 One calibration for each number of processes (tools/calibrate.py: products, kernels, messages, host; no layout is run in
 it), over the shapes of a model that is none of those predicted. Then each layout of predict_layouts.py: the estimate is
@@ -29,10 +30,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
-from predict_layouts import CALIBRATED, LAYOUTS, Layout  # noqa: E402
+from predict_layouts import CALIBRATED, GPU_CALIBRATED, GPU_LAYOUTS, LAYOUTS, TINY, Layout  # noqa: E402
 
+from benchmarks.parity import train  # noqa: E402
+from megatron.calibration.processes import gpus_here  # noqa: E402
 from megatron.config.command_line import parse_plan  # noqa: E402
-from megatron.parallel.processes import reserve_port  # noqa: E402
 from megatron.planning.cluster import load_cluster  # noqa: E402
 from megatron.planning.experiments.launch import environment  # noqa: E402
 from megatron.planning.metrics_file import read_records  # noqa: E402
@@ -41,6 +43,7 @@ from megatron.planning.timing import estimate  # noqa: E402
 WARM_UP, STEPS = 3, 7
 """The first step overlaps nothing and makes memory; the next ones find it."""
 LIMIT_S = 300.0
+SETS = {"cpu": (CALIBRATED, LAYOUTS), "gpu": (GPU_CALIBRATED, GPU_LAYOUTS), "tiny": (CALIBRATED, TINY)}
 
 
 @dataclass(frozen=True)
@@ -64,10 +67,10 @@ class Row:
         return self.predicted * self.slower / self.measured - 1
 
 
-def calibrate(processes: int, minutes: float, path: Path) -> None:
-    """Measure this machine with so many processes."""
+def calibrate(processes: int, minutes: float, path: Path, model: str = CALIBRATED) -> None:
+    """Measure this machine with so many processes, over the shapes of `model`."""
     command = [sys.executable, str(ROOT / "tools" / "calibrate.py"), "-o", str(path), "--processes", str(processes),
-               "--minutes", str(minutes), *CALIBRATED.split()]  # fmt: skip
+               "--minutes", str(minutes), *model.split()]  # fmt: skip
     env = environment(os.environ, 0, 1, "0")
     subprocess.run(command, cwd=ROOT, env=env, check=True)
 
@@ -81,24 +84,8 @@ def predict(layout: Layout, cluster: Path) -> tuple[float, dict[str, float]]:
 
 def run(layout: Layout, folder: Path) -> None:
     """Train for some steps; the metrics file in the folder tells of them."""
-    metrics, held = folder / f"{layout.slug}.jsonl", reserve_port()
-    metrics.unlink(missing_ok=True)
-    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *layout.arguments, "--train-iters", str(WARM_UP + STEPS),
-               "--timing-log-level", "1", "--metrics-file", str(metrics)]  # fmt: skip
-    started = []
-    try:
-        for rank in range(layout.processes):
-            with (folder / f"{layout.slug}.{rank}.log").open("wb") as log:
-                env = environment(os.environ, rank, layout.processes, str(held.getsockname()[1]))
-                started.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT))
-        deadline = time.monotonic() + LIMIT_S
-        codes = [process.wait(max(1.0, deadline - time.monotonic())) for process in started]
-    finally:
-        held.close()
-        for process in started:
-            process.kill()
-    if any(codes):
-        raise SystemExit(f"{layout.name}: exit codes {codes}; see {folder / layout.slug}.0.log")
+    steps = ["--train-iters", str(WARM_UP + STEPS), "--timing-log-level", "1"]
+    train(folder / f"{layout.slug}.jsonl", [*layout.arguments, *steps], layout.processes, limit_s=LIMIT_S)
 
 
 def steps_of(metrics: Path) -> list[float]:
@@ -153,16 +140,17 @@ def summary(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def probe(seconds: float = 0.6) -> float:
-    """Seconds of a product of fixed size on all cores, as the machine is now: the mean over some time."""
+def probe(seconds: float = 0.6, device: str = "cpu") -> float:
+    """Seconds of a product of fixed size on all cores or on a GPU, as the machine is now: the mean over some time."""
     import torch
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    a, b, out = torch.ones(3, 768, 768).unbind()
-    torch.mm(a, b, out=out)
+    size = 768 if device == "cpu" else 4096
+    a, b, out = torch.ones(3, size, size, device=device).unbind()
+    float(torch.mm(a, b, out=out)[0, 0])
     begin, count = time.perf_counter(), 0
     while time.perf_counter() - begin < seconds:
-        torch.mm(a, b, out=out)
+        float(torch.mm(a, b, out=out)[0, 0])  # waits for a GPU
         count += 1
     return (time.perf_counter() - begin) / count
 
@@ -173,6 +161,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=0.5, help="of measuring, for each number of processes")
     parser.add_argument("--only", nargs="+", type=int, metavar="I", help="layouts by their place in the list")
     parser.add_argument(
+        "--set", choices=SETS, default="cpu", help="the list; gpu: as many as are here; tiny: to see that it runs"
+    )
+    parser.add_argument(
         "--keep", nargs="+", choices=("calibration", "runs"), default=[],
         help="take these from the folder, as an earlier call left them",
     )
@@ -180,22 +171,27 @@ def main() -> None:
     arguments = parser.parse_args()
     folder: Path = arguments.folder
     folder.mkdir(parents=True, exist_ok=True)
-    layouts = [LAYOUTS[i] for i in arguments.only] if arguments.only else LAYOUTS
+    model, layouts = SETS[arguments.set]
+    device, most = ("cuda", gpus_here()) if arguments.set == "gpu" else ("cpu", 64)
+    layouts = [layouts[i] for i in arguments.only] if arguments.only else layouts
+    layouts = [layout for layout in layouts if layout.processes <= most]
+    if not layouts:
+        raise SystemExit(f"{most} GPU(s) here: none of these layouts can run")
     rows = []
     for processes in sorted({layout.processes for layout in layouts}):
-        cluster = folder / f"cpu{processes}.toml"
+        cluster = folder / f"{device}{processes}.toml"
         if "calibration" not in arguments.keep or not cluster.exists():
-            before = probe()
-            calibrate(processes, arguments.minutes, cluster)
-            cluster.with_suffix(".speed").write_text(repr((before + probe()) / 2))
+            before = probe(device=device)
+            calibrate(processes, arguments.minutes, cluster, model)
+            cluster.with_suffix(".speed").write_text(repr((before + probe(device=device)) / 2))
         then = float(cluster.with_suffix(".speed").read_text())
         for layout in (layout for layout in layouts if layout.processes == processes):
             seconds, parts = predict(layout, cluster)
             metrics = folder / f"{layout.slug}.jsonl"
             if "runs" not in arguments.keep or not metrics.exists():
-                before = probe()
+                before = probe(device=device)
                 run(layout, folder)
-                metrics.with_suffix(".speed").write_text(repr((before + probe()) / 2))
+                metrics.with_suffix(".speed").write_text(repr((before + probe(device=device)) / 2))
             steps, now = steps_of(metrics), float(metrics.with_suffix(".speed").read_text())
             measured = min(steps) if arguments.fastest else statistics.median(steps)
             rows.append(Row(layout, seconds, measured, now / then, parts, steps))

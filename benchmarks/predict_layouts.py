@@ -19,6 +19,10 @@ MODELS = {
     "gated": "--num-layers 4 --hidden-size 384 --num-attention-heads 6 --num-key-value-heads 2 --seq-length 1024 "
              "--ffn-hidden-size 1024 --vocab-size 4095 --swiglu --normalization rmsnorm --disable-bias-linear "
              "--position-embedding-type rope --untie-embeddings-and-output-weights --global-batch-size 4",
+    "124M": "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --vocab-size 50303 --bf16 "
+            "--global-batch-size 32",
+    "tiny": "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 511 "
+            "--global-batch-size 2",
 }  # fmt: skip
 
 
@@ -78,3 +82,17 @@ LAYOUTS = [
     Layout("tp 2, dp 2, mbs 1", "gated", 4, f"{_TP} 2 {_MBS} 1"),
     Layout("pp 4, zb-h1, mbs 1", "gated", 4, f"{_PP} 4 {_ZB} {_MBS} 1"),
 ]
+
+GPU_CALIBRATED = (
+    "--num-layers 4 --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --vocab-size 32767 "
+    "--micro-batch-size 4 --bf16"
+)
+GPU_LAYOUTS = [
+    Layout("mbs 16", "124M", 1, f"{_MBS} 16"),
+    Layout("mbs 4", "124M", 1, f"{_MBS} 4"),
+    Layout("mbs 8, full recompute", "124M", 1, f"{_MBS} 8 {_FULL}"),
+    Layout("tp 2, sp, mbs 16", "124M", 2, f"{_TP} 2 {_SP} {_MBS} 16"),
+    Layout("pp 2, mbs 4", "124M", 2, f"{_PP} 2 {_MBS} 4"),
+    Layout("dp 2, mbs 16", "124M", 2, f"{_MBS} 16"),
+]
+TINY = [Layout("mbs 1", "tiny", 1, f"{_MBS} 1")]

@@ -144,17 +144,20 @@ def compare(new: Record, old: Record) -> list[tuple[str, float, float, float, st
 
 def rate_table(rows: Iterable[Record]) -> Table:
     """One line for each side of each case."""
-    table = [["case", "side", "ms/step", "±", "tokens/s", "of ceiling", "step / ours", "of W0",
+    rows = list(rows)
+    used = ["MFU"] if any("mfu" in row for row in rows) else []
+    table = [["case", "side", "ms/step", "±", "tokens/s", *used, "of ceiling", "step / ours", "of W0",
               "peak GiB", "to 1st step"]]  # fmt: skip
     for row in rows:
         head = [f"{row['workload']} {row['case']}", row["side"]]
         if "step_s" not in row:
-            table.append([*head, row["reason"] or "no figures", *[""] * 7])
+            table.append([*head, row["reason"] or "no figures", *[""] * (len(table[0]) - 3)])
             continue
         step, share = row["step_s"], row.get("share_of_ceiling")
         memory, start = row.get("memory_bytes"), row.get("start_s")
         table.append([
             *head, f"{1e3 * step['median']:,.0f}", f"{100 * step['spread']:.0f} %", f"{row['tokens_per_s']:,.0f}",
+            *[f"{100 * row['mfu']:.1f} %" if "mfu" in row else "" for _ in used],
             f"{100 * share:.1f} %" if share else "", f"{row['ratio']['median']:.2f}" if "ratio" in row else "",
             f"{row['of_one_process']:.2f}" if "of_one_process" in row else "",
             f"{memory['median'] / GIB:.2f}" if memory else "", f"{start['median']:.1f} s" if start else "",

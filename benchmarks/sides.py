@@ -51,14 +51,15 @@ class Outcome:
     save: dict[str, float] | None = None
 
 
-SETTINGS = ("GLIBC_TUNABLES", "LD_PRELOAD", "PYTHONPATH", "THP_MEM_ALLOC_ENABLE")
+SETTINGS = ("GLIBC_TUNABLES", "LD_PRELOAD", "THP_MEM_ALLOC_ENABLE")
 KINDS_OF_SETTINGS = ("GOMP_", "KMP_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_")
 """What a shell may have set that changes speed; no side gets it."""
 
 
 def environment(threads: int, cache: Path, *, untouched: bool = False, peers: bool = False) -> dict[str, str]:
     """The environment of a side: this one without any launcher's variables, with threads and allocator unless
-    `untouched`, with the peers' packages first for a peer, whose compiled code is kept in `cache` for the next run."""
+    `untouched`, with the peers' packages first for a peer, whose compiled code is kept in `cache` for the next run. Of
+    PYTHONPATH, where packages may lie that cannot be installed, a peer does not get our own root."""
     env = {
         name: value for name, value in os.environ.items()
         if name not in LAUNCHED and not name.startswith(LAUNCHERS)
@@ -68,7 +69,8 @@ def environment(threads: int, cache: Path, *, untouched: bool = False, peers: bo
     if not untouched:
         env |= {"GLIBC_TUNABLES": ALLOCATOR, "OMP_NUM_THREADS": str(threads)}
     if peers:
-        env |= {"TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": str(PEERS)}
+        others = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path).resolve() != ROOT]
+        env |= {"TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join([str(PEERS), *others])}
     return env
 
 

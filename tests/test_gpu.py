@@ -1,20 +1,20 @@
 """What only a CUDA or ROCm device can show: its kernels, its communication library, its memory. Skipped without one.
 
-The reference is the CPU in fp32 (or float64), which the other tests hold against closed forms and other libraries. The
-tolerances of 16-bit training are those of tests/parity/test_precision.py, for the same reasons.
+The reference is the CPU in fp32 (or float64), which the other tests hold against closed forms and other libraries.
+benchmarks/parity.py has the tolerances of training and their reasons, and compares where there is no pytest.
 """
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from benchmarks import parity
+from benchmarks.parity import LOSS, NO_DROPOUT, NORM, ON_CPU, PRECISION
 from megatron.config import Config
 from megatron.data.batch import make_micro_batch
 from megatron.layers.attention import flash_attention, torch_attention
@@ -23,41 +23,20 @@ from megatron.layers.masks import alibi_slopes
 from megatron.model.gpt import build_chunks
 from megatron.parallel.random import dropout_mask, seeded
 from megatron.parallel.topology import Layout, Topology
-from megatron.training.metrics import read_metrics
-from tests.helpers.launching import ROOT, TINY
-from tests.helpers.processes import free_port, rank_environment
+from tests.helpers.launching import TINY
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]  # processes that import torch on a cold file system
 
 DEVICE = torch.device("cuda", 0)
-ON_CPU = (["--distributed-backend", "gloo"], {"DS_ACCELERATOR": "cpu"})
-NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
-PRECISION = {
-    "fp32": [],
-    "bf16": ["--bf16"],
-    "fp16": ["--fp16", "--initial-loss-scale", "16384", "--hysteresis", "1"],
-}
-LOSS = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 2e-3}
-NORM = {"fp32": 1e-3, "bf16": 4e-2, "fp16": 1e-2}
-START_S = 400  # the first import of torch on a cold file system takes minutes
 
 
-def train(folder: Path, arguments: list[str], ranks: int = 1, env: dict[str, str] | None = None) -> dict[int, dict]:
-    """Run pretrain_gpt.py in processes of their own: those that are forked have DeepSpeed set up for the CPU. Its
-    iteration records by number."""
-    metrics = folder / f"metrics{len(list(folder.iterdir()))}.jsonl"
-    port = free_port()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "pretrain_gpt.py", *TINY, *arguments, "--metrics-file", str(metrics)], cwd=ROOT, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-            env={**os.environ, **(rank_environment(rank, ranks, port) if ranks > 1 else {}), **(env or {})},
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
-    outputs = [process.communicate(timeout=START_S)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * ranks, outputs[-1][-3000:]
-    return {record["iteration"]: record for record in read_metrics(metrics, "iteration")}
+def train(
+    folder: Path, arguments: list[str], ranks: int = 1, env: dict[str, str] | None = None
+) -> dict[int, dict[str, Any]]:
+    """A training of the tiny model in processes of its own: those that are forked have DeepSpeed set up for the CPU."""
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    return parity.train(folder / f"metrics{len(list(folder.iterdir()))}.jsonl", [*TINY, *arguments], ranks, env)
 
 
 def compare(found: dict[int, dict], expected: dict[int, dict], loss: float, norm: float) -> None:

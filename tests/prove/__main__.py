@@ -61,7 +61,7 @@ CAMPAIGNS = {
         "jobs, experiments, preflight and tuning on a real Slurm of virtual nodes (root)", 17, workers=0,
         programs=("benchmarks/fault_campaign.py --only slurm",),
     ),
-    "benchmarks": Campaign("the benchmarks measure what they say", 4),
+    "benchmarks": Campaign("the benchmarks measure what they say", 5),
     "peers": Campaign(
         "megatron-core from PyPI reads and writes the same data; two engines cut every character alike", 1, workers=0
     ),

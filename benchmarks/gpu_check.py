@@ -1,0 +1,414 @@
+"""`make gpu-check`: what this machine's GPUs (CUDA or ROCm) can prove within a budget, most valuable first.
+
+    make gpu-check [BUDGET=8m] [ONLY='kernels G1'] [VENV=FOLDER]
+    python benchmarks/gpu_check.py [--budget 8m] [--only STEP ...] [--fresh] [--output runs/gpu]
+
+A step is a process of its own, whose output goes to STEP.log; REPORT.md and report.json are written after each. It
+begins where the budget's rest is what it takes on one GPU, as far as that can be told, and is cut at four times that.
+The same command goes on: what has ended is not repeated, unless it failed and sources have changed since; what was cut
+comes last and gets all that is left; on another device all begins anew. This program needs Python alone, and says of
+each step which packages it misses. Without a GPU it is a test of itself: small, on the CPU, with the reasons why the
+rest is not done. Exit code 1 where a step failed.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workloads import cuda_cases
+
+ROOT = Path(__file__).resolve().parents[1]
+PASSED, FAILED, CUT, NOT_DONE = "passed", "FAILED", "cut", "not done"
+GRACE_S = 10.0  # from a polite signal to force
+LEEWAY = 4.0  # how many times as long as foreseen a step may take before it is cut
+_SUBREAPER = 36  # prctl(2): orphans below this process become its children
+Table = list[list[str]]
+Result = dict[str, Any]
+Play = Callable[[Sequence[Sequence[str]], Path, float], int | None]
+
+
+def last_line(log: str, tables: list[Table]) -> str:
+    """What most programs end with."""
+    lines = [line.strip() for line in log.splitlines() if line.strip() and not line.startswith(("|", "$ "))]
+    return lines[-1].strip("= ") if lines else ""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A part of the check.
+
+    seconds   it takes, as far as that can be told beforehand
+    commands  arguments of python, one after the other
+    cannot    why this machine cannot do it
+    proof     what is in the log where something was proved: tests may all be skipped
+    figures   what the report says of it in one line, from its log and tables
+    """
+
+    name: str
+    what: str
+    seconds: float
+    commands: tuple[tuple[str, ...], ...]
+    cannot: str = ""
+    proof: str = ""
+    figures: Callable[[str, list[Table]], str] = last_line
+
+
+class Check:
+    """What the steps of calls on one `device` have found, in a folder. sources: a digest of what is checked."""
+
+    def __init__(
+        self, folder: Path, budget_s: float, device: str, sources: str, play: Play, *, fresh: bool = False,
+        clock: Callable[[], float] = time.monotonic, say: Callable[[str], object] = print,
+    ) -> None:  # fmt: skip
+        self.folder, self.device, self.sources = folder, device, sources
+        self._play, self._clock, self._say, self._budget_s, self._end = play, clock, say, budget_s, clock() + budget_s
+        self.results: dict[str, Result] = {}
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            earlier = json.loads((folder / "report.json").read_text())
+            if not fresh and earlier["device"] == device:
+                self.results = {result["name"]: result for result in earlier["steps"]}
+
+    def run(self, steps: Sequence[Step], only: Sequence[str] = ()) -> bool:
+        """Do what is not over yet, or the steps named; whether nothing has failed."""
+        chosen = [step for step in steps if step.name in only] if only else [s for s in steps if not self._is_over(s)]
+        for step in sorted(chosen, key=lambda step: self._verdict(step) == CUT):
+            why = step.cannot or self._no_time(step)
+            try:
+                if not why:
+                    self._do(step)
+                elif self._verdict(step) not in (CUT, FAILED):
+                    self._keep(step, NOT_DONE, why)
+            finally:
+                self.write(steps)
+            result = self.results[step.name]
+            self._say(f"{step.name}: {result['verdict']}, {result['seconds']:.0f} s: {why or said_of(result)}")
+        self.write(steps)
+        return all(self._verdict(step) != FAILED for step in steps)
+
+    def _verdict(self, step: Step) -> str | None:
+        return self.results.get(step.name, {}).get("verdict")
+
+    def _is_over(self, step: Step) -> bool:
+        verdict = self._verdict(step)
+        return verdict == PASSED or (verdict == FAILED and self.results[step.name]["sources"] == self.sources)
+
+    def _no_time(self, step: Step) -> str:
+        left = self._end - self._clock()
+        needed = max(step.seconds, self.results[step.name]["seconds"] if self._verdict(step) == CUT else 0.0)
+        how = "run the command again" if needed < self._budget_s else "give it a larger BUDGET"
+        return f"{left:.0f} s are left, it takes about {needed:.0f}: {how}" if left < needed else ""
+
+    def _do(self, step: Step) -> None:
+        began = self._clock()
+        left = self._end - began
+        limit_s = left if self._verdict(step) == CUT else min(left, LEEWAY * step.seconds)
+        try:
+            self.take(step, self._play(step.commands, self.folder / f"{step.name}.log", limit_s), self._clock() - began)
+        except (KeyboardInterrupt, SystemExit):
+            self._keep(step, CUT, "interrupted", self._clock() - began)
+            raise
+
+    def take(self, step: Step, code: int | None, seconds: float) -> None:
+        """Keep what a step has left: its exit code (None: it was cut), its log, the tables in its log and folder."""
+        log = (self.folder / f"{step.name}.log").read_text(errors="replace")
+        written = sorted((self.folder / step.name).glob("*.md"))[-1:]  # the newest, where each run writes one
+        tables = tables_of("\n".join([log, *(path.read_text(errors="replace") for path in written)]))
+        try:
+            figures = step.figures(log, tables)
+        except (ValueError, LookupError) as error:
+            figures = f"figures not understood ({error})"
+        more = {"tables": tables, "figures": figures if code == 0 or step.figures is not last_line else ""}
+        if code == 0 and not re.search(step.proof, log, re.MULTILINE):
+            self._keep(step, NOT_DONE, f"nothing was tested: {last_line(log, [])}", seconds)
+        elif code:
+            self._keep(step, FAILED, f"exit code {code}: {last_line(log, [])[:300]}", seconds, **more)
+        else:
+            reason = f"it had not ended after {seconds:.0f} s" if code is None else ""
+            self._keep(step, CUT if reason else PASSED, reason, seconds, **more)
+
+    def _keep(self, step: Step, verdict: str, reason: str, seconds: float = 0.0, **more: Any) -> None:
+        commands = [shlex.join(("python", *words)) for words in step.commands]
+        self.results[step.name] = {
+            "name": step.name, "what": step.what, "verdict": verdict, "reason": reason, "seconds": round(seconds, 1),
+            "figures": "", "tables": [], "commands": commands, "sources": self.sources, **more,
+        }  # fmt: skip
+
+    def write(self, steps: Sequence[Step]) -> None:
+        """report.json and REPORT.md, of the steps in their order."""
+        done = [self.results[step.name] for step in steps if step.name in self.results]
+        record = {"device": self.device, "sources": self.sources, "steps": done}
+        for name, text in (("report.json", json.dumps(record, indent=1) + "\n"), ("REPORT.md", self.report(done))):
+            (self.folder / f"{name}.new").write_text(text)
+            (self.folder / f"{name}.new").replace(self.folder / name)
+
+    def report(self, done: Sequence[Result]) -> str:
+        """The report as Markdown."""
+        text, overview = [f"# {self.device}", ""], [["step", "verdict", "s", "figures"]]
+        for result in done:
+            older = "" if result["sources"] == self.sources else f" (sources {result['sources']})"
+            overview.append([result["name"], result["verdict"] + older, f"{result['seconds']:.0f}", said_of(result)])
+        text += [*markdown(overview), "", f"Sources {self.sources}.", ""]
+        for result in done:
+            failed = result["verdict"] == FAILED
+            text += [f"## {result['name']}: {result['what']}", ""] if failed or result["tables"] else []
+            if failed:
+                log = (self.folder / f"{result['name']}.log").read_text(errors="replace").splitlines()
+                text += ["```", *log[-30:], "```", ""]
+            for table in result["tables"]:
+                text += [*markdown(table), ""]
+        text += ["## To repeat", "", "`make gpu-check ONLY=STEP`, or from the root of the repository:", "", "```"]
+        text.append("export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}")
+        for result in done:
+            text += [f"# {result['name']}", *result["commands"]] if result["verdict"] != NOT_DONE else []
+        return "\n".join([*text, "```", ""])
+
+
+def said_of(result: Result) -> str:
+    return "; ".join(filter(None, (result["reason"], result["figures"])))
+
+
+def tables_of(text: str) -> list[Table]:
+    """The Markdown tables in a text, without their rules."""
+    found: list[Table] = [[]]
+    for line in text.splitlines():
+        if line.startswith("|"):
+            cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+            if not all(re.fullmatch(":?-+:?", cell) for cell in cells):
+                found[-1].append(cells)
+        elif found[-1]:
+            found.append([])
+    return [table for table in found if len(table) > 1]
+
+
+def markdown(table: Table) -> list[str]:
+    rows = [[cell.replace("|", "/") for cell in row] for row in table]
+    return ["| " + " | ".join(row) + " |" for row in (rows[0], ["---"] * len(rows[0]), *rows[1:])]
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+
+def play(commands: Sequence[Sequence[str]], log: Path, limit_s: float) -> int | None:
+    """Run them one after the other, up to the first that fails; its exit code, 0, or None where the time was over."""
+    end = time.monotonic() + limit_s
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    with log.open("wb") as out:
+        for words in commands:
+            out.write(f"$ python {shlex.join(words)}\n".encode())
+            out.flush()
+            before = _children()
+            process = subprocess.Popen(
+                [sys.executable, *words], cwd=ROOT, env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+                stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+            try:
+                code = process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(GRACE_S)
+                return None
+            finally:
+                _end_all(before)
+            if code:
+                return code
+    return 0
+
+
+def adopt_orphans() -> None:
+    """Let processes whose parent has ended come to this one, whatever session they are in."""
+    ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
+
+
+def _children() -> set[int]:
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(path.read_text(errors="replace").rpartition(")")[2].split()[1]) == os.getpid():
+                found.add(int(path.parent.name))
+    return found
+
+
+def _end_all(but: set[int]) -> None:
+    """End what a step has left, and what that leaves."""
+    for _ in range(100):
+        left = _children() - but
+        if not left:
+            return
+        for pid in left:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.05)
+
+
+# ---- what is done ----------------------------------------------------------------------------------------------------
+
+
+def self_test(log: str, tables: list[Table]) -> str:
+    """Operators within the bound, and what pytest says."""
+    verdicts = re.findall(r"^  \w+ +(ok|FAILED)  ", log, re.MULTILINE)
+    tests = re.findall(r"^\d+ (?:passed|failed|skipped).*", log, re.MULTILINE)
+    return "; ".join([f"{verdicts.count('ok')} of {len(verdicts)} operators as float64", *tests])
+
+
+def shares(log: str, tables: list[Table]) -> str:
+    """The median over operators of each side's bytes/s over the copy's; on a CPU of torch's time over ours."""
+    head, *rows = next((table for table in tables if {"ours / copy", "both"} & {*table[0]}), [[]])
+    columns = {name.removesuffix(" / copy"): i for i, name in enumerate(head) if name.endswith(" / copy")}
+    values = {side: [float(row[i]) for row in rows if row[i]] for side, i in columns.items()}
+    said = [f"{side} {statistics.median(found):.2f}" for side, found in values.items() if found]
+    if said:
+        return f"of a copy's bytes/s, median: {', '.join(said)}"
+    ratios = [float(row[head.index("both")]) for row in rows]
+    return f"torch's time over ours, median: {statistics.median(ratios):.2f}" if ratios else last_line(log, tables)
+
+
+def rates(log: str, tables: list[Table]) -> str:
+    """Each side's tokens/s, with the share of the peak where that is known."""
+    head, *rows = next((table for table in tables if "tokens/s" in table[0]), [[]])
+    found = [dict(zip(head, row, strict=False)) for row in rows]
+    mfu = {row["side"]: f" (MFU {row['MFU']})" for row in found if row.get("MFU")}
+    said = [f"{row['side']} {row['tokens/s']} tokens/s{mfu.get(row['side'], '')}" for row in found if row["tokens/s"]]
+    return "; ".join(said) or last_line(log, tables)
+
+
+TRAINS = "torch numpy xxhash deepspeed einops hjson msgpack packaging psutil pydantic tqdm".split()
+TESTED = r"^(?:\d+ \w+, )*\d+ passed"
+TESTS = "pytest pytest_timeout hypothesis torch numpy".split()
+
+
+def lacks(*modules: str) -> str:
+    """Which of them are not here, in words."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    return f"not installed: {', '.join(missing)}" if missing else ""
+
+
+def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
+    """All steps but the first on a machine of which `facts` (benchmarks/machine.py) are known."""
+    gpu, target, arch = facts["device"] == "cuda", facts["target"], facts["arch"]
+
+    def step(
+        name: str, what: str, seconds: tuple[float, float], *commands: str, cannot: str = "", **more: Any
+    ) -> Step:
+        """`seconds`: on a GPU, and small on a CPU. In `commands` DEVICE and OUT stand for the device and a folder."""
+        out = shlex.quote(str(folder / name))
+        filled = [line.replace("DEVICE", facts["device"]).replace("OUT", out) for line in commands]
+        return Step(name, what, seconds[not gpu], tuple(tuple(shlex.split(line)) for line in filled), cannot, **more)
+
+    def either(on_gpu: str, small: str = "") -> str:
+        return on_gpu if gpu else small
+
+    compiles = f"compiler, {target}" in facts
+    built = any((ROOT / "megatron" / "kernels" / "lib").glob(f"libmegatron-{target}-*{arch}*.so"))
+    no_kernels = "" if compiles or built else f"there is no compiler for {target}"
+    # Some tests compare with the CPU's kernels, and skip without them.
+    targets = [name for name in dict.fromkeys((target, "host")) if f"compiler, {name}" in facts]
+    build = f"setup.py -q build_kernels --target {','.join(targets)} --arch {arch}"
+    if lacks("setuptools", "pybind11"):  # which setup.py needs for its other parts
+        build = f"""-c "import runpy; runpy.run_path('megatron/kernels/build.py')['make']({targets}, ['{arch}'])" """
+    pytest = f"-m pytest -q {'' if lacks('xdist') else '-n 0'} {either('-m gpu')}"
+    marked = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
+    files = " ".join(str(path.relative_to(ROOT)) for path in marked)
+    numerics = f"{pytest} tests/kernels/numerics{either('', '/test_softmax.py')}"
+    no_gpu = "torch sees no GPU" + (f", but there is a driver: {facts['driver']}" if facts["driver"] else "")
+    cases = ["G1", "G2", "G3"] if gpu else ["W0"]
+    fit = {case.workload for case in cuda_cases(facts["memory_bytes"])} if gpu else {"W0"}
+    trains, shows = lacks(*TRAINS), lacks(*TRAINS, "rich")
+    return [
+        step("kernels", "built for the device, against float64", (150, 10), *[build] * compiles,
+             "-m megatron.kernels --device DEVICE", *[numerics] * (not lacks(*TESTS)), cannot=no_kernels,
+             proof="" if lacks(*TESTS) else TESTED, figures=self_test),
+        step("tests", "those marked gpu", (300, 0), f"{pytest} {files}", cannot=either(lacks(*TESTS), no_gpu),
+             proof=TESTED),
+        step("parity", "training beside the CPU's", (120, 20), "benchmarks/parity.py --device DEVICE --output OUT",
+             cannot=trains),
+        step("bandwidth", "kernels beside a copy and torch's operators", (150, 10),
+             "benchmarks/kernels.py --device DEVICE --quick --output OUT "
+             + either("", "--busy --op causal_softmax rms_norm"),
+             cannot=no_kernels or lacks("torch", "numpy", "rich"), figures=shares),
+        *(step(name, f"training beside torch, workload {name}", (180, 10),
+               f"benchmarks/bench.py --device DEVICE --only {name} --output OUT "
+               + either("--rounds 1 --steps 5", "--quick --threads 1"),
+               cannot=shows or ("" if name in fit else "it does not fit"), figures=rates) for name in cases),
+        step("attention", either("flash-attn beside torch's", "in blocks beside torch's"), (40, 10),
+             f"benchmarks/attention.py --device DEVICE {either('', '--rounds 1 --dtype bfloat16 --threads 1')}",
+             cannot=lacks("torch", "numpy", *["flash_attn"] * gpu)),
+        step("memory", either("peak beside the dry run's", "closed form beside the dry run"), (100, 10),
+             "benchmarks/memory_model.py --markdown --part " + either("device", "formulas --only '1 rank (cpu)'"),
+             cannot=shows),
+        step("prediction", "a step as the planner has it, and as it is", (180, 20),
+             f"benchmarks/predict.py --folder OUT {either('--set gpu', '--set tiny --minutes 0.02')}", cannot=trains),
+    ]  # fmt: skip
+
+
+def digest() -> str:
+    """Of what the steps run, short enough to be read."""
+    found = hashlib.sha256((ROOT / "setup.py").read_bytes())
+    for room in ("megatron", "csrc", "benchmarks", "tests", "tools"):
+        for path in sorted((ROOT / room).rglob("*")):
+            if path.suffix in (".py", ".h", ".cpp", ".hpp", ".toml"):
+                found.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def duration(text: str) -> float:
+    """Of 90s, 8m or 1h."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text}: write 90s, 8m or 1h")
+    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--budget", type=duration, default=480.0, metavar="TIME", help="90s, 8m, 1h (default 8m)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="STEP", help="these alone, also where they are done")
+    parser.add_argument("--fresh", action="store_true", help="forget what earlier calls have found")
+    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "gpu", metavar="FOLDER")
+    options = parser.parse_args(arguments)
+    folder: Path = options.output.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    os.chdir(ROOT)
+    folder = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder  # so that commands can be copied
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that what was started is ended
+    adopt_orphans()
+    began, found = time.monotonic(), folder / "device.json"
+    first = Step("device", "what computes here, and versions", 5, (("benchmarks/machine.py", "device", str(found)),))
+    code = play(first.commands, folder / "device.log", options.budget)
+    seconds = time.monotonic() - began
+    if code != 0:  # of which device earlier results are is not known: they stay
+        print((folder / "device.log").read_text(errors="replace"), "device: torch does not run here", file=sys.stderr)
+        return 1
+    facts = json.loads(found.read_text())
+    kind = f"{facts['count']} x" if facts["count"] else "No GPU: a rehearsal on"
+    device = f"{kind} {facts['name']}, torch {facts['torch']}"
+    check = Check(folder, options.budget - seconds, device, digest(), play, fresh=options.fresh)
+    check.take(first, code, seconds)
+    steps = [first, *steps_of(facts, folder)]
+    if unknown := set(options.only) - {step.name for step in steps}:
+        parser.error(f"--only {' '.join(sorted(unknown))}: there is {', '.join(step.name for step in steps)}")
+    print(device)
+    good = check.run(steps, options.only)
+    print(folder / "REPORT.md")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""A tiny training on this machine's devices beside the same in fp32 on one process of the CPU: losses, gradient norms.
+
+    python benchmarks/parity.py [--device cpu|cuda] [--output FOLDER]
+
+One process in fp32 and bf16, then two: tensor parallel, a pipeline and ZeRO-1 over RCCL or NCCL where there are two
+devices. On a single one, which RCCL and NCCL refuse to two ranks, gloo carries what tensor parallelism and ZeRO-1 send;
+a pipeline's messages it does not take from a device. On a CPU a part of that, to see that it runs. Exit code 1 where a
+run fails or leaves the CPU's.
+"""
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron.calibration.processes import gpus_here  # noqa: E402
+from megatron.parallel.processes import reserve_port  # noqa: E402
+from megatron.planning.experiments.launch import environment  # noqa: E402
+from megatron.planning.metrics_file import read_records  # noqa: E402
+from tests.helpers.launching import TINY  # noqa: E402
+
+PRECISION = {
+    "fp32": [],
+    "bf16": ["--bf16"],
+    "fp16": ["--fp16", "--initial-loss-scale", "16384", "--hysteresis", "1"],
+}
+LOSS = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 2e-3}
+NORM = {"fp32": 1e-3, "bf16": 4e-2, "fp16": 1e-2}
+REASON = """\
+allowed is relative, in each step. fp32: sums in another order differ in their last bits, and Adam's first steps are as
+long for a gradient near zero as for any other. 16 bits: each result of a layer is rounded by up to 2^-8 (bf16) or 2^-11
+(fp16); a loss is a mean over tokens, in which most of that cancels, in a norm less does. A pass or a message that is
+wrong moves the norm by tens of per cent."""
+ON_CPU = (["--distributed-backend", "gloo"], {"DS_ACCELERATOR": "cpu"})
+NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
+START_S = 400  # the first import of torch on a cold file system takes minutes
+LAYOUTS = {
+    "TP 2": ["--tensor-model-parallel-size", "2"],
+    "PP 2": ["--pipeline-model-parallel-size", "2"],
+    "ZeRO-1": ["--zero-stage", "1"],
+}
+Record = dict[str, Any]
+# A device's tensors through gloo: for this comparison alone, every byte goes by way of the host.
+GLOO = """
+import runpy, sys
+import torch.distributed as dist
+start = dist.init_process_group
+dist.init_process_group = lambda backend, **more: start("gloo", **more)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training that must follow the reference; `shared`: its ranks are on one device."""
+
+    name: str
+    precision: str = "fp32"
+    ranks: int = 1
+    flags: tuple[str, ...] = ()
+    shared: bool = False
+
+
+def cases(device: str, devices: int) -> list[Case]:
+    """What this machine can run."""
+    if device == "cpu":
+        return [Case("one process", "bf16"), Case("TP 2, gloo", "fp32", 2, (*LAYOUTS["TP 2"],))]
+    shared = devices < 2
+    through = "gloo, one device" if shared else "RCCL/NCCL"
+    two = [
+        Case(f"{name}, {through}", precision, 2, (*flags,), shared)
+        for name, flags in LAYOUTS.items() if not (shared and name == "PP 2") for precision in ("fp32", "bf16")
+    ]  # fmt: skip
+    return [*(Case("one process", precision) for precision in ("fp32", "bf16")), *two]
+
+
+def train(
+    metrics: Path, arguments: Sequence[str], ranks: int = 1, env: Mapping[str, str] | None = None, *,
+    shared: bool = False, limit_s: float = START_S,
+) -> dict[int, Record]:
+    """Run pretrain_gpt.py in processes of their own, logs beside the metrics; its iteration records by number.
+
+    Raises RuntimeError where a rank fails, with its last lines, and subprocess.TimeoutExpired.
+    """
+    logs = [metrics.with_suffix(f".{rank}.log") for rank in range(ranks)]
+    command = [sys.executable, *(["-c", GLOO] if shared else []), str(ROOT / "pretrain_gpt.py"), *arguments]
+    processes: list[subprocess.Popen[bytes]] = []
+    metrics.unlink(missing_ok=True)
+    with reserve_port() as held:
+        try:
+            for rank, log in enumerate(logs):
+                variables = environment(os.environ, rank, ranks, str(held.getsockname()[1])) | dict(env or {})
+                with log.open("wb") as out:
+                    processes.append(subprocess.Popen(
+                        [*command, "--metrics-file", str(metrics)], cwd=ROOT, env=variables, stdin=subprocess.DEVNULL,
+                        stdout=out, stderr=subprocess.STDOUT,
+                    ))  # fmt: skip
+            end = time.monotonic() + limit_s
+            codes = [process.wait(max(1.0, end - time.monotonic())) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+    if any(codes):
+        log = next(log for log, code in zip(logs, codes, strict=True) if code)
+        raise RuntimeError(f"exit codes {codes}, {log}: {log.read_text(errors='replace').strip()[-3000:]}")
+    return {record["iteration"]: record for record in read_records(metrics) if record["event"] == "iteration"}
+
+
+def furthest(found: dict[int, Record], expected: dict[int, Record], key: str) -> float:
+    """The largest relative difference of any step; infinite where steps are missing or were skipped."""
+    if found.keys() != expected.keys() or any(record["skipped"] for record in found.values()):
+        return float("inf")
+    return max(abs(record[key] / expected[i][key] - 1) for i, record in found.items())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="cuda (CUDA or ROCm) by default")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="for metrics and logs")
+    options = parser.parse_args()
+    if options.output:
+        options.output.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(dir=options.output, prefix="parity-"))
+    on_cpu, variables = ON_CPU
+    expected = train(folder / "cpu.jsonl", [*TINY, *NO_DROPOUT, *on_cpu], env=variables)
+    here, env = (on_cpu, variables) if options.device == "cpu" else ([], None)
+    print("| run | type | loss, off by | allowed | gradient norm, off by | allowed | |\n" + "|---" * 7 + "|")
+    failed, listed = 0, cases(options.device, gpus_here())
+    for number, case in enumerate(listed):
+        arguments, kind = [*TINY, *NO_DROPOUT, *PRECISION[case.precision], *case.flags, *here], case.precision
+        try:
+            found = train(folder / f"{number}.jsonl", arguments, case.ranks, env, shared=case.shared)
+            off = furthest(found, expected, "lm_loss"), furthest(found, expected, "grad_norm")
+            good, why = off[0] <= LOSS[kind] and off[1] <= NORM[kind], ""
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            off, good, why = (float("inf"), float("inf")), False, str(error).splitlines()[-1].replace("|", "/")[:200]
+        failed += not good
+        cells = f"{off[0]:.1e} | {LOSS[kind]:.0e} | {off[1]:.1e} | {NORM[kind]:.0e}"
+        print(f"| {case.name} | {kind} | {cells} | {'follows' if good else f'DIFFERS {why}'} |", flush=True)
+    print(f"{REASON}\n{len(listed) - failed} of {len(listed)} trainings follow the CPU's in fp32")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
