@@ -96,6 +96,14 @@ def test_a_rejected_layout_ends_with_3(capsys, no_search, words, named):
     assert code == 3 and named in text
 
 
+@pytest.mark.parametrize(("sums", "code"), [("fp32", 3), ("bf16", 0)])
+def test_sums_in_bf16_make_a_layout_fit(capsys, no_search, sums, code):
+    """22B over two devices: 6 bytes a parameter are 62.7 of 64 GiB, of which a tenth is kept free; 4 bytes are 41.8."""
+    words = ["--preset", "gpt-22b", "--devices", "256", "--global-batch", "2048", "--layout",
+             "tp=2,pp=1,mbs=1,recompute=full"]  # fmt: skip
+    assert call(capsys, *words, flags=["--bf16", "--main-grads-dtype", sums])[0] == code
+
+
 @pytest.mark.parametrize(("words", "code"), [
     (["--layout", LAYOUT, "--explain"], 0), (["--layout", "tp=4", "--layout", LAYOUT, "--explain", "2"], 0),
     (["--explain", LAYOUT], 0), (["--layout", LAYOUT, "--explain", "--headroom", "99%"], 3),

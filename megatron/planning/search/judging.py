@@ -225,4 +225,4 @@ class Judge:
         most, rank = self._parameters[key]
         states = (8 if config.optimizer.optimizer == "adam" else 4) + (4 if width == 2 else 0)
         owners = parallel.data_parallel_size if config.engine.zero_stage else 1
-        return most * (width + 4 + states / owners), rank
+        return most * (width + config.precision.gradient_bytes + states / owners), rank
