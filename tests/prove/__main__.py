@@ -70,7 +70,7 @@ CAMPAIGNS = {
         workers=None, programs=("-m tests.prove.hostile",),
     ),
     "planted-faults": Campaign(
-        "`make test` finds each deliberate fault of tests/planted_faults", 17, workers=None,
+        "`make test` finds each deliberate fault of tests/planted_faults", 8, workers=None,
         programs=("-m tests.prove.planted_faults",),
     ),
     "steady": Campaign(
