@@ -121,18 +121,25 @@ class GradientSink:
         if total.dtype != torch.float32:
             rows, values = _summed_by_row(rows, values)
             values = values.to(total.dtype)
-        # Each of the two adds in a fixed order on one kind of device only (torch.use_deterministic_algorithms); a
-        # resumed run must repeat the bits of one that was not interrupted.
-        if total.device.type == "cpu":
-            total.index_add_(0, rows, values)
-        else:
-            total.index_put_((rows,), values, accumulate=True)
+        _add_at(total, rows, values)
         self._done()
 
     def _done(self) -> None:
         self.fresh = False
         if self.added is not None:
             self.added(self.parameter)
+
+
+def _add_at(total: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+    """Add values [n, width] to the rows [n] of `total`, in a fixed order.
+
+    A resumed run must repeat the bits of one that was not interrupted; each of torch's two ways has a fixed order on
+    one kind of device only (torch.use_deterministic_algorithms).
+    """
+    if total.device.type == "cpu":
+        total.index_add_(0, rows, values)
+    else:
+        total.index_put_((rows,), values, accumulate=True)
 
 
 def _summed_by_row(rows: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,10 +150,7 @@ def _summed_by_row(rows: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tens
     begins[1:] = ordered[1:] != ordered[:-1]
     place = begins.cumsum(0) - 1
     sums = torch.zeros_like(values)
-    if values.device.type == "cpu":
-        sums.index_add_(0, place, values[order])
-    else:
-        sums.index_put_((place,), values[order], accumulate=True)
+    _add_at(sums, place, values[order])
     return torch.zeros_like(rows).index_copy_(0, place, ordered), sums
 
 
