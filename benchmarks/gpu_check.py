@@ -44,7 +44,7 @@ Play = Callable[[Sequence[Sequence[str]], Path, float], int | None]
 
 
 def last_line(log: str, tables: list[Table]) -> str:
-    """What most programs end with."""
+    """The last line that is no table and no command: most programs end with their figures."""
     lines = [line.strip() for line in log.splitlines() if line.strip() and not line.startswith(("|", "$ "))]
     return lines[-1].strip("= ") if lines else ""
 
@@ -70,7 +70,7 @@ class Step:
 
 
 class Check:
-    """What the steps of calls on one `device` have found, in a folder. sources: a digest of what is checked."""
+    """Results of the steps of all calls on one `device`, in a folder. sources: a digest of what is checked."""
 
     def __init__(
         self, folder: Path, budget_s: float, device: str, sources: str, play: Play, *, fresh: bool = False,
@@ -359,7 +359,7 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
 
 
 def digest() -> str:
-    """Of what the steps run, short enough to be read."""
+    """Digest of what the steps run, short enough to be read."""
     found = hashlib.sha256((ROOT / "setup.py").read_bytes())
     for room in ("megatron", "csrc", "benchmarks", "tests", "tools"):
         for path in sorted((ROOT / room).rglob("*")):
@@ -369,7 +369,7 @@ def digest() -> str:
 
 
 def duration(text: str) -> float:
-    """Of 90s, 8m or 1h."""
+    """Seconds of 90s, 8m or 1h."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
     if not found:
         raise argparse.ArgumentTypeError(f"{text}: write 90s, 8m or 1h")

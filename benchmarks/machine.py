@@ -115,7 +115,7 @@ def device_memory() -> tuple[str, int]:
 
 
 def accelerator() -> dict[str, Any]:
-    """What torch computes on here, and what with; "device": cuda (CUDA or ROCm) or cpu. Needs torch alone."""
+    """Describe what torch computes on here, and with; "device": cuda (CUDA or ROCm) or cpu. Needs torch alone."""
     sys.path.insert(0, str(ROOT))
     import torch
 

@@ -73,7 +73,7 @@ class Case:
 
 
 def cases(device: str, devices: int) -> list[Case]:
-    """What this machine can run."""
+    """List what this machine can run."""
     if device == "cpu":
         return [Case("one process", "bf16"), Case("TP 2, gloo", "fp32", 2, (*LAYOUTS["TP 2"],))]
     shared = devices < 2

@@ -228,28 +228,37 @@ def test_the_furthest_step_counts(change: Callable[[dict[int, Any]], object], of
 # ---- processes -----------------------------------------------------------------------------------------------------
 
 HIDES = """
-import os, sys, time
+import os, signal, sys
 if os.fork() == 0:
     os.setsid()
     open(sys.argv[1], "w").write(str(os.getpid()))
-time.sleep(60)
+signal.pause()
 """
+# The limit is over when the process in its own session has told its number.
 ENDS = """
-import sys; sys.path.insert(0, "benchmarks")
+import subprocess, sys; sys.path.insert(0, "benchmarks")
 from pathlib import Path
 from gpu_check import adopt_orphans, play
 adopt_orphans()
-assert play([("-c", {code!r}, {pid!r})], Path({log!r}), 2.0) is None
+waits, told = subprocess.Popen.wait, []
+def wait(process, timeout=None):
+    if told:
+        return waits(process, timeout)
+    told.append(Path({pipe!r}).read_text())
+    raise subprocess.TimeoutExpired("", timeout)
+subprocess.Popen.wait = wait
+assert play([("-c", {code!r}, {pipe!r})], Path({log!r}), 60.0) is None
+print(*told)
 """
 
 
 @pytest.mark.campaign("benchmarks")
 def test_a_cut_step_leaves_no_process(tmp_path: Path) -> None:
-    pid = tmp_path / "pid"
-    code = ENDS.format(code=HIDES, pid=str(pid), log=str(tmp_path / "log"))
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    os.mkfifo(tmp_path / "pid")
+    code = ENDS.format(code=HIDES, pipe=str(tmp_path / "pid"), log=str(tmp_path / "log"))
+    told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     with pytest.raises(ProcessLookupError):
-        os.kill(int(pid.read_text()), 0)
+        os.kill(int(told), 0)
 
 
 @pytest.mark.campaign("benchmarks")
