@@ -13,7 +13,7 @@ from megatron.data.batch import MicroBatch
 from megatron.data.gpt_dataset import TokenDataset
 from megatron.errors import TrainingError
 from megatron.parallel import collectives
-from megatron.training.devices import peak_memory_bytes
+from megatron.training.devices import peak_memory_bytes, reserved_memory_bytes
 from megatron.training.evaluate import mean_loss
 from megatron.training.metrics import StepRecord, local_loss
 from megatron.training.rollback import roll_back
@@ -181,7 +181,8 @@ def token_weights(run: Run, micro_batches: Sequence[MicroBatch]) -> list[float] 
 
 def report(run: Run) -> None:
     """Reduce the figures of the interval over the ranks and write them down."""
-    losses, memory = run.interval.reduce(peak_memory_bytes(run.topology.device))  # waits for the device
+    device = run.topology.device
+    losses, memory = run.interval.reduce(peak_memory_bytes(device), reserved_memory_bytes(device))  # waits for it
     elapsed_s = run.watch.lap()
     steps = len(run.interval)
     times_ms = run.timers.collect(steps)

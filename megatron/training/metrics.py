@@ -44,10 +44,12 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Peak:
-    """The most memory that any rank has held since it began, and the rank that did, the first where several did."""
+    """The most memory that any rank has held since it began, and the rank that did, the first where several did; and
+    the most that the allocator of any rank has reserved, None where that is not known."""
 
     size_bytes: int
     rank: int
+    reserved_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class IterationReport:
 
     lm_loss is None when every step of the interval was skipped. mfu and hfu are fractions of the device's peak, None
     where that is not known. memory_bytes is the most that any rank has held since the run began or was resumed, not
-    only in the interval, memory_rank that rank; None where it was not asked. `steps` are the steps of the interval with
+    only in the interval, memory_rank that rank; None where it was not asked. reserved_bytes is the most that
+    the allocator of any has taken from its device, None on a CPU. `steps` are the steps of the interval with
     `step_losses`, their losses over all ranks.
     """
 
@@ -84,6 +87,7 @@ class IterationReport:
     hfu: float | None
     memory_bytes: int | None
     memory_rank: int | None
+    reserved_bytes: int | None = None
     steps: tuple[StepRecord, ...] = ()
     step_losses: tuple[float, ...] = ()
 
@@ -117,19 +121,21 @@ class Interval:
     def add(self, step: StepRecord) -> None:
         self._steps.append(step)
 
-    def reduce(self, memory_bytes: int) -> tuple[list[float], Peak]:
+    def reduce(self, memory_bytes: int, reserved_bytes: int | None = None) -> tuple[list[float], Peak]:
         """The loss of each step of the interval over all ranks, and the most memory of any, of which this one has held
-        `memory_bytes`. A collective call of the world, one for both: each rank has a place of its own for its bytes,
-        where the sum adds zeros to them, which float64 does without rounding up to 2**53."""
+        `memory_bytes` and its allocator reserved `reserved_bytes`. A collective call of the world, one for all: each
+        rank has places of its own for its bytes, where the sum adds zeros to them, which float64 does without rounding
+        up to 2**53."""
         steps, world = len(self._steps), self._topology.world
-        total = torch.zeros(steps + world.size, dtype=torch.float64, device=self._topology.device)
+        total = torch.zeros(steps + 2 * world.size, dtype=torch.float64, device=self._topology.device)
         if self._steps and self._steps[0].loss is not None:
             total[:steps] += torch.stack([s.loss for s in self._steps if s.loss is not None]).to(torch.float64)
         total[steps + world.rank] = memory_bytes
+        total[steps + world.size + world.rank] = reserved_bytes or 0
         found: list[float] = collectives.all_reduce(total, world).tolist()
-        held = found[steps:]
+        held, reserved = found[steps : steps + world.size], int(max(found[steps + world.size :]))
         rank = max(range(world.size), key=held.__getitem__)
-        return found[:steps], Peak(int(held[rank]), rank)
+        return found[:steps], Peak(int(held[rank]), rank, reserved or None)
 
     def report(
         self, losses: list[float], total_iterations: int, elapsed_s: float, memory: Peak | None = None
@@ -169,6 +175,7 @@ class Interval:
             hfu=hardware / peak if peak else None,
             memory_bytes=None if memory is None else memory.size_bytes,
             memory_rank=None if memory is None else memory.rank,
+            reserved_bytes=None if memory is None else memory.reserved_bytes,
             steps=steps,
             step_losses=tuple(losses),
         )
