@@ -18,14 +18,14 @@ class Driver:
         self.registered: dict[int, tuple[int, int]] = {}
         self.calls = 0
 
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         self.calls += 1
         if not self.code:
             assert address not in self.registered
             self.registered[address] = (size, flags)
         return self.code
 
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+    def cudaHostUnregister(self, address: int) -> int:
         del self.registered[address]
         return 0
 

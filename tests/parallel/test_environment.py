@@ -64,19 +64,34 @@ def test_an_empty_value_is_none() -> None:
     assert chosen("rocm", {"GPU_MAX_HW_QUEUES": ""})[0]["GPU_MAX_HW_QUEUES"] == "8"
 
 
+def torch_of(folder: Path, cuda: str, hip: str, code: str) -> str:
+    """Code that makes a torch of one's own the installed one: `code` runs when it is imported."""
+    (folder / "torch").mkdir()
+    (folder / "torch" / "__init__.py").write_text(code)
+    (folder / "torch" / "version.py").write_text(
+        f"from typing import Optional\n__version__ = '2.13.0'\ncuda: Optional[str] = {cuda}\n"
+        f"git_version = 'cf3'\nhip: Optional[str] = {hip}\n"
+    )
+    return f"import sys; sys.path.insert(0, {str(folder)!r})\n"
+
+
 @pytest.mark.parametrize(("cuda", "hip", "build"), [
     ("None", "None", None), ("'12.8'", "None", "cuda"), ("None", "'7.0.51831'", "rocm"),
 ])  # fmt: skip
 def test_the_build_is_told_without_importing_torch(tmp_path: Path, cuda: str, hip: str, build: str | None) -> None:
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('torch was imported')\n")
-    (tmp_path / "torch" / "version.py").write_text(
-        f"from typing import Optional\n__version__ = '2.13.0'\ncuda: Optional[str] = {cuda}\n"
-        f"git_version = 'cf3'\nhip: Optional[str] = {hip}\n"
-    )
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + "from megatron.parallel.environment import "
-    code += f"torch_build\nassert torch_build() == {build!r}, torch_build()\n"
-    run_python(code)
+    code = torch_of(tmp_path, cuda, hip, "raise ImportError('torch was imported')\n")
+    assert run_python(code + BUILD).strip() == str(build)
+
+
+def test_pretrain_sets_them_before_it_imports_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GPU_MAX_HW_QUEUES", raising=False)
+    seen = "import os\nprint(os.environ.get('GPU_MAX_HW_QUEUES'), flush=True)\nos._exit(0)\n"
+    code = torch_of(tmp_path, "None", "'7.0.51831'", seen) + PRETRAIN
+    assert run_python(code).strip() == "8"
+
+
+BUILD = "from megatron.parallel.environment import torch_build; print(torch_build())\n"
+PRETRAIN = "import pretrain_gpt; pretrain_gpt.main('--preset tiny --mock-data --train-iters 1'.split())\n"
 
 
 def test_the_installed_torch() -> None:
