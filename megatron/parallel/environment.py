@@ -71,7 +71,7 @@ SETTINGS = (
             "torch writes its flight recorder where it sees a time-out first"),
     Setting(TRACE_FILE[0], _CUDA + _ROCM, _trace_prefix, "the flight recorder's files go to the run's folder",
             TRACE_FILE[1:]),
-    # Not on ROCm: torch before 2.12 and ROCm before 7 cannot, and with ROCm 7 it hangs or leaks file descriptors
+    # Not on ROCm: older torch and ROCm before 7 cannot, and with ROCm 7 it hangs or leaks file descriptors
     # (github.com/pytorch/pytorch/issues/192259 and pull/192814).
     Setting("PYTORCH_CUDA_ALLOC_CONF", _CUDA, lambda config: "expandable_segments:True",
             "blocks of other sizes than those that were freed leave no holes", ("PYTORCH_ALLOC_CONF",)),
