@@ -27,7 +27,7 @@ def run(half: str, argv: Sequence[str]) -> int:
         from megatron.preflight.check import command as check
 
         return check.run(check.parse(argv))
-    from megatron.preflight.measure import command as measure
+    from megatron.jobs import check_nodes as measure
 
     parser = Parser("preflight.py measure")
     measure.add_arguments(parser)
