@@ -24,7 +24,7 @@ from megatron.training.failures import as_tool, leave, run_guarded
 def run(half: str, argv: Sequence[str]) -> int:
     """One half; only its modules are imported. Returns the exit code."""
     if half == "check":
-        from megatron.preflight.check import command as check
+        from megatron.jobs import check_job as check
 
         return check.run(check.parse(argv))
     from megatron.jobs import check_nodes as measure
