@@ -132,17 +132,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     own, rest, words = list[str](), list[str](), list(argv)
     while words and words[0].startswith("-") and words[0] not in ("-", "--"):
         mine = words[0].partition("=")[0] in ("--cluster", "--json", "--strict", "--help", "-h")
-        size = (2 if words[0] == "--cluster" else 1) if mine else max(_option_size(words), 1)
+        size = (2 if words[0] == "--cluster" else 1) if mine else parse_options([words[0], "value"])[1]
         (own if mine else rest).extend(words[:size])
         del words[:size]
     args = parser.parse_args(own)
     args.rest = rest + words
     return args
-
-
-def _option_size(words: Sequence[str]) -> int:
-    """Words of the first of sbatch's options."""
-    return min(parse_options(words[:2])[1], 2) if not words[0].startswith("--") or "=" not in words[0] else 1
 
 
 def run(args: argparse.Namespace) -> int:

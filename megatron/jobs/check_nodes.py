@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 
 from megatron.calibration.tasks import Partners, finish, seconds_per_call
-from megatron.config.option import real, whole
 from megatron.errors import ConfigError, LaunchError, LostRankError, MegatronError, print_error
 from megatron.parallel.launch import Launch, detect_launch, select_device
 from megatron.parallel.meeting import Meeting
@@ -37,15 +36,6 @@ from megatron.parallel.placing import VISIBLE, Placing
 from megatron.parallel.report import bounded, device_identity, host_name_is_local
 from megatron.planning.cluster import Band, Cluster, load_cluster
 
-DESCRIPTION = """\
-Try every device and node of an allocation, with one process for each device as the training has it:
-
-    srun -N $N -n $((8 * N)) -c 7 --gpus-per-task=1 --gpu-bind=closest --kill-on-bad-exit=0 --wait=30 \\
-        python tools/preflight.py measure --out logs/preflight
-
-Slow, broken and absent nodes are named, and a line --exclude=... is printed. Exit code of rank 0: 0 enough good nodes,
-4 too few, 2 a wrong setting. srun's own code may differ when another process died or was ended after --wait: good_hosts,
-which is written last and is empty when there are too few good nodes, is what a script should look at."""
 TOO_FEW = 4
 _BATCH = 1024  # keys in one request to the store
 _NOTHING = b"-"  # where an answer will be
@@ -73,24 +63,6 @@ FIGURES = {
     "within": Figure("all-reduce within the node", "GB/s", "allreduce_node_gb_per_s", 0.5, 0.0),
     "between": Figure("all-reduce with a rank of a neighbouring node", "GB/s", "neighbour_gb_per_s", 0.5, 0.0),
 }
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `measure`."""
-    parser.description = DESCRIPTION
-    parser.add_argument(
-        "--cluster", metavar="NAME|FILE", default=os.environ.get("MEGATRON_CLUSTER") or "none",
-        help="machine whose bands a measurement has to lie in; default: MEGATRON_CLUSTER. Without one, and on a CPU, "
-             "ranks are compared with each other",
-    )  # fmt: skip
-    parser.add_argument("--nodes-needed", type=whole(), metavar="N", help="good nodes that are enough (default: all)")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write preflight.json, good_hosts and bad_hosts here")
-    parser.add_argument(
-        "--seconds", type=real(least=5), default=60.0, metavar="S",
-        help="when absent processes are given up, at the latest after twice as long while others still arrive "
-             "(default 60)",
-    )  # fmt: skip
-    parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl (RCCL) where there are devices")
 
 
 # -- one process -------------------------------------------------------------------------------------------------------

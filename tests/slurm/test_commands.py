@@ -1,5 +1,5 @@
-"""What the scripts really start, told by a Python that only writes down what it was called with: the same as the login
-half of the preflight foretells."""
+"""What the scripts really start, told by a Python that only writes down what it was called with: the same as the check
+before submitting foretells."""
 from __future__ import annotations
 
 import contextlib
@@ -32,15 +32,14 @@ NEAREST = [4, 5, 2, 3, 6, 7, 0, 1]
 
 
 def foretold(monkeypatch: pytest.MonkeyPatch, words: list[str], settings: dict[str, str]) -> dict[str, Any]:
-    """The one training that tools/preflight.py check finds in a script."""
+    """What tools/preflight.py check says of a script."""
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(ROOT)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         main(["check", "--json", *words])
-    (training,) = json.loads(printed.getvalue())["trainings"]
-    found: dict[str, Any] = training
+    found: dict[str, Any] = json.loads(printed.getvalue())
     return found
 
 
