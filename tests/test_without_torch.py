@@ -52,7 +52,7 @@ LIGHT = (
     "megatron.model.stages megatron.kernels.availability megatron.kernels.choose megatron.training "
     "megatron.planning.cluster megatron.planning.links megatron.planning.placement megatron.planning.rates "
     "megatron.planning.channels megatron.planning.experiments.runner megatron.planning.scaling.plots "
-    "megatron.jobs.check_job megatron.jobs.check_slurm megatron.tuning.types megatron.tuning.space_file "
+    "megatron.jobs.check_slurm megatron.tuning.types megatron.tuning.space_file "
     "megatron.tuning.search.optimizer"
 ).split()
 HELPS = (

@@ -10,22 +10,17 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from megatron.config import Config, parse_args
 from megatron.config.duration import duration_s, show_duration
 from megatron.config.option import Parser
 from megatron.errors import CheckpointError, ConfigError, MegatronError
-from megatron.jobs.check_slurm import Options, ask_sbatch, count, directives, known_accounts, parse_options, winning
+from megatron.jobs.check_slurm import Options, ask, ask_sbatch, count, directives, known_accounts, parse_options, winning
 from megatron.planning.checkpoint_size import checkpoint_bytes
 from megatron.planning.cluster import Cluster, load_cluster
 from megatron.planning.memory import memory_of_ranks
@@ -129,14 +124,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
                         "MEGATRON_CLUSTER, or this variable, or SITE_CLUSTER; none: no machine)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--strict", action="store_true", help="warnings count as errors")
-    own, rest, words = list[str](), list[str](), list(argv)
-    while words and words[0].startswith("-") and words[0] not in ("-", "--"):
-        mine = words[0].partition("=")[0] in ("--cluster", "--json", "--strict", "--help", "-h")
-        size = (2 if words[0] == "--cluster" else 1) if mine else parse_options([words[0], "value"])[1]
-        (own if mine else rest).extend(words[:size])
-        del words[:size]
-    args = parser.parse_args(own)
-    args.rest = rest + words
+    _, at = parse_options(argv, program="check")
+    dashes = ["--"] if at and argv[at - 1] == "--" else []
+    args, rest = parser.parse_known_args(argv[: at - len(dashes)])
+    args.rest = [*rest, *dashes, *argv[at:]]
     return args
 
 
@@ -146,8 +137,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(to_dict(job), indent=1, default=str))
     else:
-        width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
-        render(job, Console(width=width, highlight=False, markup=False, emoji=False))
+        print(*lines(job), sep="\n")
     bad = _ORDER[: 2 if args.strict else 1]
     return EXIT_USER_ERROR if any(finding.level in bad for finding in job.findings) else 0
 
@@ -355,8 +345,6 @@ def check_network(job: Job) -> None:
                  "examples/frontier/env.sh sets it")  # fmt: skip
     if monitor == "memhooks":
         job.find("error", "network", "FI_MR_CACHE_MONITOR=memhooks deadlocks with RCCL: use kdreg2 or userfaultfd")
-    if job.cluster and job.cluster.name.lower() == "lumi" and environ.get("NCCL_NET_GDR_LEVEL"):
-        job.find("warning", "network", "NCCL_NET_GDR_LEVEL hangs jobs of several nodes on LUMI: unset it")
     if "network" in job.options and alt != ("disable_rdzv_get" in (job.value("network") or "")):
         job.find("warning", "network", "FI_CXI_RDZV_PROTO=alt_read and --network=disable_rdzv_get go together: give both "
                  "or none", job.where("network"))  # fmt: skip
@@ -461,8 +449,6 @@ def _check_saving(job: Job, config: Config) -> None:
     most = (1 if keep is None else keep) + 1  # the next one is written before the oldest goes
     if most * size > free:
         job.find("error", "saving", f"{most} checkpoints of {size / 1e9:.1f} GB do not fit into {free / 1e9:.0f} GB, {limit}")
-    elif keep is None:
-        job.find("note", "saving", f"without --keep-last nothing is removed: {free // size} checkpoints fit")
     signal = re.search(r"@(\d{1,9})", job.value("signal") or "")
     save_s = WallTime(Unwatched(), size / config.parallel.world_size).guess_s
     if signal is not None and int(signal[1]) < 1.5 * save_s + 30:
@@ -475,21 +461,13 @@ def free_bytes(folder: Path) -> tuple[int, str]:
     system = os.statvfs(folder)
     free, limit = system.f_bavail * system.f_frsize, f"free on the file system of {folder}"
     if shutil.which("lfs"):
-        project = re.match(r"\s*(\d+)", _lfs("project", "-d", str(folder)))
+        project = re.match(r"\s*(\d+)", ask("lfs", "project", "-d", str(folder))[1])
         owners = [("-u", str(os.getuid())), *([("-p", project[1])] if project and project[1] != "0" else [])]
         for kind, name in owners:
-            left = quota_left(_lfs("quota", "-q", kind, name, str(folder)))
+            left = quota_left(ask("lfs", "quota", "-q", kind, name, str(folder))[1])
             if left is not None and left < free:
                 free, limit = left, f"left of the quota (lfs quota {kind} {name} {folder})"
     return free, limit
-
-
-def _lfs(*words: str) -> str:
-    try:
-        done = subprocess.run(["lfs", *words], capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
 
 
 def quota_left(answer: str) -> int | None:
@@ -583,22 +561,14 @@ def _rows(job: Job) -> Iterator[tuple[str, str]]:
                            f"{cost.end:,} of {cost.step_s:.3g} s by the planner, beside starts, saves and the queue")  # fmt: skip
 
 
-def render(job: Job, console: Console) -> None:
-    """Print everything: the findings, and what was not checked, last."""
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for name, text in _rows(job):
-        table.add_row(Text(name), Text(text))
-    console.print(table)
-    styles = {"error": "bold red", "warning": "yellow", "note": "dim"}
+def lines(job: Job) -> Iterator[str]:
+    """Everything: the findings, and what was not checked, last."""
+    yield from (f"{name:<12}{text}" for name, text in _rows(job))
     for finding in job.findings:
-        where = f" [{finding.where}]" if finding.where else ""
-        line = Text(f"{finding.level}: ", style=styles[finding.level])
-        console.print(line.append(f"{finding.about}: {finding.text}{where}", style=""), soft_wrap=True)
-    for text in job.unchecked:
-        console.print(Text(f"not checked: {text}"), soft_wrap=True)
-    numbers = [sum(finding.level == level for finding in job.findings) for level in _ORDER]
-    console.print(Text(f"{numbers[0]} error(s), {numbers[1]} warning(s), {len(job.unchecked)} thing(s) not checked",
-                       style="bold"), soft_wrap=True)  # fmt: skip
+        yield f"{finding.level}: {finding.about}: {finding.text}{f' [{finding.where}]' if finding.where else ''}"
+    yield from (f"not checked: {text}" for text in job.unchecked)
+    errors, warnings, _ = (sum(finding.level == level for finding in job.findings) for level in _ORDER)
+    yield f"{errors} error(s), {warnings} warning(s), {len(job.unchecked)} thing(s) not checked"
 
 
 def to_dict(job: Job) -> dict[str, Any]:
@@ -606,7 +576,7 @@ def to_dict(job: Job) -> dict[str, Any]:
     return {
         "options": {name: given._asdict() for name, given in sorted(job.options.items())},
         "cluster": job.cluster.name if job.cluster else None,
-        "nodes": job.nodes, "tasks": job.tasks, "arguments": job.words, "memory_gib": job.memory_gib,
+        "arguments": job.words, **{name: getattr(job, name) for name in ("nodes", "tasks", "memory_gib")},
         "config": job.config.to_dict() if job.config else None,
         "cost": dataclasses.asdict(job.cost) if job.cost else None,
         "findings": [dataclasses.asdict(finding) for finding in job.findings],

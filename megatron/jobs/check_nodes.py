@@ -110,22 +110,28 @@ class Stores(Meeting):
         return dist.PrefixStore(self._prefix, self._client(serve=False))
 
 
+@dataclass
 class Tasks:
-    """What a process can be asked for. Each answer is a dictionary for JSON; its "error" says what did not work."""
+    """What a process can be asked for. Each answer is a dictionary for JSON; its "error" says what did not work.
 
-    def __init__(self, launch: Launch, stores: Stores, backend: str | None, placing: Placing | None) -> None:
-        self._launch, self._stores, self._backend, self._placing = launch, stores, backend, placing
-        self._device = torch.device("cpu")
-        self._kept: list[Any] = []  # RCCL's groups end with the process, which asks nothing of the other members
+    device  from the first task on; kept: RCCL's groups end with the process, which asks nothing of the other members
+    """
+
+    launch: Launch
+    stores: Stores
+    backend: str | None
+    placing: Placing | None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    kept: list[Any] = field(default_factory=list)
 
     def alone(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """Where this process is, and what its device does."""
-        launch = self._launch
+        launch = self.launch
         shown = any(name in os.environ for name in VISIBLE)
         found: dict[str, Any] = {"host": launch.node, "local_rank": launch.local_rank, "shown": shown}
 
         def body() -> dict[str, Any]:
-            device = self._device = select_device(launch, self._backend, self._placing)
+            device = self.device = select_device(launch, self.backend, self.placing)
             kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
             return {"device": kind, "identity": device_identity(device), **speeds(device)}
 
@@ -134,11 +140,11 @@ class Tasks:
     def group(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """Bus bandwidth of an all-reduce over a group of `members`: in a ring each rank sends and receives 2 (n - 1) / n
         of its bytes."""
-        device, members, limit_s = self._device, order["members"], order["limit_s"]
-        place, size = members.index(self._launch.rank), len(members)
+        device, members, limit_s = self.device, order["members"], order["limit_s"]
+        place, size = members.index(self.launch.rank), len(members)
 
         def body() -> dict[str, Any]:
-            store = dist.PrefixStore(order["name"], self._stores.another())
+            store = dist.PrefixStore(order["name"], self.stores.another())
             group: Any
             if device.type == "cuda":
                 torch.cuda.set_device(device)
@@ -147,7 +153,7 @@ class Tasks:
                 group = dist.ProcessGroupNCCL(store, place, size, options)
             else:
                 group = dist.ProcessGroupGloo(store, place, size, timedelta(seconds=limit_s))
-            self._kept.append(group)
+            self.kept.append(group)
             length = 2**28 if device.type == "cuda" else 2**20
             tensor = torch.full((length // 4,), float(place + 1), device=device)
             group.allreduce([tensor]).wait()
@@ -165,9 +171,9 @@ class Tasks:
             return {"gb_per_s": 2 * (size - 1) / size * length / statistics.median(seconds) / 1e9}
 
         found = _tried(body, limit_s, "the all-reduce did not end")
-        if "error" in found and device.type == "cuda" and self._kept:
+        if "error" in found and device.type == "cuda" and self.kept:
             with contextlib.suppress(RuntimeError, LaunchError, AttributeError):
-                bounded(self._kept[-1].abort, _ABORT_S)  # so that the device is free for the next group
+                bounded(self.kept[-1].abort, _ABORT_S)  # so that the device is free for the next group
         return found
 
     def end(self, order: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,41 +212,41 @@ def work(store: Any, rank: int, tasks: Tasks, limit_s: float) -> None:
 # -- rank 0 ------------------------------------------------------------------------------------------------------------
 
 
+@dataclass
 class Desk:
-    """Rank 0's side of the store."""
+    """Rank 0's side of the store. asked: how often each rank was."""
 
-    def __init__(
-        self, store: Any, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
-    ) -> None:
-        self._store, self._clock, self._sleep = store, clock, sleep
-        self._asked: Counter[int] = Counter()
-        self.step = 0
+    store: Any
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    asked: Counter[int] = field(default_factory=Counter)
+    step: int = 0
 
     def ask(
         self, orders: Mapping[int, Mapping[str, Any]], limit_s: float, most_s: float = 0.0
     ) -> dict[int, dict[str, Any]]:
         """Give each rank its order; the answers that came within limit_s, or within most_s while others still came."""
         self.step += 1
-        keys = {rank: f"{rank}/{self._asked[rank]}" for rank in orders}
-        self._asked.update(list(orders))
+        keys = {rank: f"{rank}/{self.asked[rank]}" for rank in orders}
+        self.asked.update(list(orders))
         for ranks in _batches(list(orders)):
-            self._store.multi_set([f"answer/{keys[rank]}" for rank in ranks], [_NOTHING] * len(ranks))
+            self.store.multi_set([f"answer/{keys[rank]}" for rank in ranks], [_NOTHING] * len(ranks))
             told = [json.dumps({**orders[rank], "step": self.step}) for rank in ranks]
-            self._store.multi_set([f"order/{keys[rank]}" for rank in ranks], told)
-        start = last = self._clock()
+            self.store.multi_set([f"order/{keys[rank]}" for rank in ranks], told)
+        start = last = self.clock()
         came, pause = 0, 0.005
         while came < len(orders):
-            count, now = self._store.add(f"came/{self.step}", 0), self._clock()
+            count, now = self.store.add(f"came/{self.step}", 0), self.clock()
             if count != came:
                 came, last = count, now
             deadline = start + max(limit_s, min(last - start + limit_s / 4, most_s))
             if now >= deadline:
                 break
-            self._sleep(min(pause, max(deadline - now, 0.0)))
+            self.sleep(min(pause, max(deadline - now, 0.0)))
             pause = min(pause * 1.5, 0.1)
         answers: dict[int, dict[str, Any]] = {}
         for ranks in _batches(list(orders)):
-            values = self._store.multi_get([f"answer/{keys[rank]}" for rank in ranks])
+            values = self.store.multi_get([f"answer/{keys[rank]}" for rank in ranks])
             answers |= {rank: json.loads(v) for rank, v in zip(ranks, values, strict=True) if v != _NOTHING}
         return answers
 
@@ -270,9 +276,9 @@ class Found:
     @property
     def hosts(self) -> dict[str, list[int]]:
         hosts: dict[str, list[int]] = {}
-        for rank in sorted(range(len(self.places)), key=lambda rank: self.places[rank][1]):
-            hosts.setdefault(self.places[rank][0], []).append(rank)
-        return dict(sorted(hosts.items(), key=lambda item: min(item[1])))
+        for rank, (host, _) in enumerate(self.places):
+            hosts.setdefault(host, []).append(rank)
+        return hosts
 
     @property
     def good(self) -> list[str]:
@@ -324,16 +330,20 @@ def ring_pairs(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
     return [edges[::2], edges[1::2]] if len(hosts) % 2 == 0 else [edges[:-1:2], edges[1:-1:2], edges[-1:]]
 
 
+@dataclass
 class Measurement:
-    """One look at an allocation."""
+    """One look at an allocation. planned: the places of all ranks, as the launcher has them; alive: who answers."""
 
-    def __init__(
-        self, desk: Desk, launch: Launch, cluster: Cluster | None, seconds: float, planned: Sequence[Place],
-        say: Callable[[str], None],
-    ) -> None:
-        self._desk, self._launch, self._cluster, self._seconds = desk, launch, cluster, seconds
-        self._planned, self._say, self._alive = planned, say, set[int]()
-        self.found = Found(list(planned))
+    desk: Desk
+    launch: Launch
+    cluster: Cluster | None
+    seconds: float
+    planned: list[Place]
+    say: Callable[[str], None]
+    alive: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.found = Found(self.planned)
 
     def run(self) -> Found:
         """All steps."""
@@ -341,29 +351,29 @@ class Measurement:
         self._devices()
         self._within()
         self._between()
-        self._desk.ask(dict.fromkeys(self._alive, {"task": "end"}), _END_S)
+        self.desk.ask(dict.fromkeys(self.alive, {"task": "end"}), _END_S)
         self.found.seconds = time.monotonic() - start
         return self.found
 
     def _ask(self, name: str, orders: Mapping[int, Mapping[str, Any]], limit_s: float) -> dict[int, dict[str, Any]]:
         """Answers; who gives none is at fault and asked nothing more. The first question waits for late ranks."""
-        begin, first = time.monotonic(), not self._alive
+        begin, first = time.monotonic(), not self.alive
         orders = {rank: {**order, "limit_s": 0.8 * limit_s if first else limit_s} for rank, order in orders.items()}
-        answers = self._desk.ask(orders, limit_s + (0.0 if first else _END_S + _ABORT_S), 2 * limit_s if first else 0.0)
+        answers = self.desk.ask(orders, limit_s + (0.0 if first else _END_S + _ABORT_S), 2 * limit_s if first else 0.0)
         waited = time.monotonic() - begin
-        self._say(f"{name}: {len(answers)} of {len(orders)} ranks answered in {waited:.1f} s")
+        self.say(f"{name}: {len(answers)} of {len(orders)} ranks answered in {waited:.1f} s")
         if first:
-            self._alive = set(answers)
+            self.alive = set(answers)
             present = {rank: (said["host"], said["local_rank"]) for rank, said in answers.items()}
-            self.found.places = places_of(self._planned, present, self._launch.local_world_size)
+            self.found.places = places_of(self.planned, present, self.launch.local_world_size)
         for rank in sorted(set(orders) - set(answers)):
-            self._alive.discard(rank)
+            self.alive.discard(rank)
             self.found.accuse(rank, f"gave no answer within {waited:.0f} s when asked for its {name}")
         return answers
 
     def _devices(self) -> None:
-        found, answers = self.found, self._ask("device", dict.fromkeys(range(self._launch.world_size), {"task": "alone"}),
-                                               self._seconds)  # fmt: skip
+        found, answers = self.found, self._ask("device", dict.fromkeys(range(self.launch.world_size), {"task": "alone"}),
+                                               self.seconds)  # fmt: skip
         users: dict[tuple[str, str], list[int]] = defaultdict(list)
         shown = {rank for rank, said in answers.items() if said["shown"]}
         for rank, said in answers.items():
@@ -383,13 +393,13 @@ class Measurement:
     @property
     def _group_s(self) -> float:
         """How long a group may take to connect: a sound start on two nodes of LUMI took 35 s (docs/frontier.md)."""
-        return 60.0 + self._launch.world_size / 1000
+        return 60.0 + self.launch.world_size / 1000
 
     def _groups(self, name: str, groups: Iterable[Sequence[int]]) -> dict[tuple[int, ...], dict[int, dict[str, Any]]]:
         """The answers of the members of each group."""
         orders: dict[int, dict[str, Any]] = {}
         for members in groups:
-            order = {"task": "group", "name": f"{self._desk.step}/{members[0]}", "members": list(members)}
+            order = {"task": "group", "name": f"{self.desk.step}/{members[0]}", "members": list(members)}
             orders |= dict.fromkeys(members, order)
         answers = self._ask(name, orders, self._group_s) if orders else {}
         grouped: dict[tuple[int, ...], dict[int, dict[str, Any]]] = defaultdict(dict)
@@ -418,7 +428,7 @@ class Measurement:
         errors: dict[int, str] = {}
         for number, pairs in enumerate(ring_pairs(good)):
             groups = [pair for a, b in pairs for pair in zip(hosts[a], hosts[b], strict=False)
-                      if self._alive.issuperset(pair)]  # fmt: skip
+                      if self.alive.issuperset(pair)]  # fmt: skip
             for members, said in self._groups(f"all-reduce with neighbours, round {number + 1}", groups).items():
                 sound = len(said) == len(members) and not any("error" in answer for answer in said.values())
                 value = min(answer["gb_per_s"] for answer in said.values()) if sound else 0.0
@@ -446,7 +456,7 @@ class Measurement:
         if low := self._band(figure.band):
             if half < low:
                 self.found.warnings.append(f"all ranks: {figure.what}: half have at most {half:.3g} {figure.unit}, below "
-                                           f"the {low:g} of a sound {self._cluster and self._cluster.name}")  # fmt: skip
+                                           f"the {low:g} of a sound {self.cluster and self.cluster.name}")  # fmt: skip
             elif low > least:
                 least, of = low, "the machine's own figure"
         slow = [rank for rank, value in values.items() if value < least]
@@ -457,7 +467,7 @@ class Measurement:
 
     def _band(self, name: str) -> float | None:
         """The lower end of the machine's band, where the devices are the machine's own."""
-        cluster = self._cluster
+        cluster = self.cluster
         if cluster is None or not any(cluster.device.split()[0] in kind for kind in self.found.devices.values()):
             return None
         return cluster.bands.get(name, Band(None, None)).low
@@ -496,11 +506,9 @@ def told(found: Found, needed: int | None) -> Iterator[str]:
     """Lines for people."""
     for name, values in found.figures.items():
         figure, slowest = FIGURES[name], min(values, key=values.__getitem__)
-        scale = 1e3 if name == "product" and max(values.values()) < 1 else 1.0
-        low, half, high = (scale * f(values.values()) for f in (min, statistics.median, max))
-        unit = "GFLOP/s" if scale > 1 else figure.unit
+        low, half, high = (f(values.values()) for f in (min, statistics.median, max))
         host, local = found.places[slowest]
-        yield f"{figure.what}: {low:.3g} to {high:.3g} {unit}, median {half:.3g}; slowest {host} local rank {local}"
+        yield f"{figure.what}: {low:.3g} to {high:.3g} {figure.unit}, median {half:.3g}; slowest {host} local rank {local}"
     faults = [f"FAULT {host} {text}" for host, texts in found.faults.items() for text in texts]
     yield from (f"whole allocation: {text}" for text in found.general)
     yield from faults[:_LINES]
@@ -587,10 +595,6 @@ def _run(launch: Launch, args: argparse.Namespace) -> int:
         print(line)
     code, use = found.verdict(args.nodes_needed)
     if args.out is not None:
-        content = {
-            "exit_code": code, "good_hosts": use, "bad_hosts": bad_hosts(found), "faults": found.faults,
-            "general": found.general, "warnings": found.warnings, "seconds": round(found.seconds, 2),
-            "places": found.places, "devices": found.devices, "figures": found.figures,
-        }  # fmt: skip
+        content = {"exit_code": code, "good_hosts": use, "bad_hosts": bad_hosts(found), **vars(found)}
         write_files(args.out, content, use, bad_hosts(found))
     return code

@@ -20,7 +20,7 @@ _NO_VALUE = frozenset((
     "get-user-env", "nice", "propagate", "x11", "immediate", "kill-on-bad-exit", "overlap", "exact", "label", "pty",
     "unbuffered", "disable-status", "multi-prog", "compress", "bcast", *"HOsQvVhkIKluEX",
 ))  # fmt: skip
-_OWN_NO_VALUE = {"sbatch": {"wait", "W"}, "srun": set[str]()}
+_OWN_NO_VALUE = {"sbatch": {"wait", "W"}, "srun": set[str](), "check": {"wait", "W", "json", "strict"}}
 _VARIABLES = {
     "SBATCH_ACCOUNT": "account", "SBATCH_CONSTRAINT": "constraint", "SBATCH_JOB_NAME": "job-name",
     "SBATCH_NETWORK": "network", "SBATCH_OPEN_MODE": "open-mode", "SBATCH_PARTITION": "partition", "SBATCH_QOS": "qos",
@@ -119,7 +119,7 @@ def ask_sbatch(words: Sequence[str]) -> Verdict:
     accounts, the user's."""
     if shutil.which("sbatch") is None:
         return Verdict(None, "there is no sbatch here")
-    code, said = _run("sbatch", "--test-only", *words)
+    code, said = ask("sbatch", "--test-only", *words)
     said = " / ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in said.splitlines()[-3:])
     return Verdict(None if code and _NO_SLURM.search(said) else code == 0, said)
 
@@ -128,16 +128,17 @@ def known_accounts() -> list[str]:
     """The user's accounts; none where Slurm keeps no accounts, or does not answer."""
     if shutil.which("sacctmgr") is None:
         return []
-    code, said = _run("sacctmgr", "-nP", "show", "associations", f"user={getpass.getuser()}", "format=account")
+    code, said = ask("sacctmgr", "-nP", "show", "associations", f"user={getpass.getuser()}", "format=account")
     return [] if code else sorted(set(said.split()))
 
 
-def _run(*command: str) -> tuple[int, str]:
+def ask(*command: str) -> tuple[int, str]:
+    """(exit code, output) of a program that asks Slurm or a file system, which may not answer."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_ANSWER_S,
             text=True, errors="replace",
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError) as error:
-        return 1, f"cannot contact Slurm: {error}"
+        return 1, f"cannot contact: {error}"
     return done.returncode, done.stdout.strip()

@@ -54,7 +54,7 @@ class Patient(Desk):
         return super().ask(orders, *limits)
 
     def pause(self, seconds: float) -> None:
-        if self._store.add(f"came/{self.step}", 0) < self.living:
+        if self.store.add(f"came/{self.step}", 0) < self.living:
             __import__("time").sleep(0.01)
         else:
             self.seconds += seconds
