@@ -28,9 +28,9 @@ Try every device and node of an allocation, with one process for each device as 
     srun -N $N -n $((8 * N)) -c 7 --gpus-per-task=1 --gpu-bind=closest --kill-on-bad-exit=0 --wait=30 \\
         python tools/preflight.py measure --out logs/preflight
 
-Slow, broken and absent nodes are named, and a line --exclude=... is printed. Exit code of rank 0: 0 enough good nodes, 4
-too few, 2 a wrong setting. srun's own code may differ when another process died or was ended after --wait: good_hosts,
-which is written last and is empty when there are too few good nodes, is what a script should look at."""
+Slow, broken and absent nodes are named, and a line --exclude=... is printed. Exit code of rank 0: 0 enough good nodes,
+4 too few, 2 a wrong setting. srun's own code may differ when another process died or was ended after --wait:
+good_hosts, which is written last and is empty when there are too few good nodes, is what a script should look at."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -42,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
              "ranks are compared with each other",
     )  # fmt: skip
     parser.add_argument("--nodes-needed", type=whole(), metavar="N", help="good nodes that are enough (default: all)")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write preflight.json, good_hosts and bad_hosts here")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for preflight.json, good_hosts and bad_hosts")
     parser.add_argument(
         "--seconds", type=real(least=5), default=60.0, metavar="S",
         help="when absent processes are given up, at the latest after twice as long while others still arrive "

@@ -1,8 +1,10 @@
 """A job before it is submitted: `tools/preflight.py check SCRIPT`, on a login node, without a GPU."""
+
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -20,7 +22,16 @@ from megatron.config import Config, parse_args
 from megatron.config.duration import duration_s, show_duration
 from megatron.config.option import Parser
 from megatron.errors import CheckpointError, ConfigError, MegatronError
-from megatron.jobs.check_slurm import Options, ask, ask_sbatch, count, directives, known_accounts, parse_options, winning
+from megatron.jobs.check_slurm import (
+    Options,
+    ask,
+    ask_sbatch,
+    count,
+    directives,
+    known_accounts,
+    parse_options,
+    winning,
+)
 from megatron.planning.checkpoint_size import checkpoint_bytes
 from megatron.planning.cluster import Cluster, load_cluster
 from megatron.planning.memory import memory_of_ranks
@@ -38,11 +49,11 @@ Check a job before it is submitted, on a login node without a GPU: everything is
   tools/preflight.py check -N 16 examples/frontier/train_175b.sbatch --train-iters 1000
   tools/preflight.py check -- srun -N 2 -n 16 python pretrain_gpt.py --preset gpt-22b ...
 
-The options of the job are read from the command line, variables and #SBATCH lines, and sbatch --test-only is asked where
-there is one. A script that sources examples/frontier/job.sh is run here with DRY_RUN=1, so that it prints its training
-command and starts nothing: what other commands it has act. Nothing of another script is run: give its training command
-after --. That command is resolved as its ranks would, and held against the machine's memory and limits and the files on
-disk. What the run costs, and what was not checked, is printed last.
+The options of the job are read from the command line, variables and #SBATCH lines, and sbatch --test-only is asked
+where there is one. A script that sources examples/frontier/job.sh is run here with DRY_RUN=1, so that it prints its
+training command and starts nothing: what other commands it has act. Nothing of another script is run: give its training
+command after --. That command is resolved as its ranks would, and held against the machine's memory and limits and the
+files on disk. What the run costs, and what was not checked, is printed last.
 
 Exit code 0 without errors, 2 with; with --strict, with warnings too."""
 _OURS = re.compile(r"^\s*(?:source|\.)\s.*examples/frontier/(job|allocation|experiment)\.sh", re.MULTILINE)
@@ -120,8 +131,12 @@ class Job:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The flags of check, which stand before the script or --; what sbatch would get is in `rest`."""
     parser = Parser("preflight.py check", usage=USAGE, description=DESCRIPTION)
-    parser.add_argument("--cluster", metavar="NAME|FILE", help="machine to check against (default: the script's "
-                        "MEGATRON_CLUSTER, or this variable, or SITE_CLUSTER; none: no machine)")  # fmt: skip
+    parser.add_argument(
+        "--cluster",
+        metavar="NAME|FILE",
+        help="machine to check against (default: the script's "
+        "MEGATRON_CLUSTER, or this variable, or SITE_CLUSTER; none: no machine)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--strict", action="store_true", help="warnings count as errors")
     _, at = parse_options(argv, program="check")
@@ -193,8 +208,13 @@ def read_job(words: Sequence[str], line: Options, script: str, arguments: list[s
     elif "--" in arguments:
         read_command(job, arguments[arguments.index("--") + 1 :])
     else:
-        job.find("warning", "script", "it does not source examples/frontier/job.sh, so nothing of it is run, and only "
-                 "its #SBATCH lines are checked: give its training command after --", script)  # fmt: skip
+        job.find(
+            "warning",
+            "script",
+            "it does not source examples/frontier/job.sh, so nothing of it is run, and only "
+            "its #SBATCH lines are checked: give its training command after --",
+            script,
+        )
     return job
 
 
@@ -224,17 +244,25 @@ def dry_run(job: Job, text: str, arguments: Sequence[str]) -> None:
         copy.write_text(text, encoding="utf-8", errors="surrogateescape")
         Path(folder, "hsn0").mkdir()  # so that env.sh sets what it sets on a node with Slingshot
         environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")} | {
-            "DRY_RUN": "1", "SLURM_JOB_NUM_NODES": str(job.nodes), "SLURM_SUBMIT_DIR": os.getcwd(),
+            "DRY_RUN": "1",
+            "SLURM_JOB_NUM_NODES": str(job.nodes),
+            "SLURM_SUBMIT_DIR": os.getcwd(),
             "SITE_NET_FOLDER": folder,
-        }  # fmt: skip
+        }
         for variable, option in (("SLURM_JOB_NAME", "job-name"), ("SBATCH_ACCOUNT", "account")):
             if value := job.value(option):
                 environ[variable] = value
         try:
             done = subprocess.run(
-                ["bash", str(copy), *arguments], env=environ, cwd=job.value("chdir"), stdin=subprocess.DEVNULL,
-                capture_output=True, text=True, errors="replace", timeout=_DRY_RUN_S,
-            )  # fmt: skip
+                ["bash", str(copy), *arguments],
+                env=environ,
+                cwd=job.value("chdir"),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_DRY_RUN_S,
+            )
         except subprocess.TimeoutExpired:
             job.find("error", "script", f"its dry run does not end within {_DRY_RUN_S:g} s")
             return
@@ -251,8 +279,8 @@ def dry_run(job: Job, text: str, arguments: Sequence[str]) -> None:
             commands.append(shlex.split(line[2:]))
     job.sends_files = any(command[0] == "sbcast" for command in commands)
     exported = [word.split("=", 1) for command in commands if command[0] == "export" for word in command[1:]]
-    job.environ = {name: value for name, value in os.environ.items() if not name.startswith(("NCCL_", "FI_"))} | {
-        name: value for name, value in exported}  # fmt: skip
+    known = {name: value for name, value in os.environ.items() if not name.startswith(("NCCL_", "FI_"))}
+    job.environ = known | dict(exported)
     trainings = [command for command in commands if command[0] == "srun" and _program(command) is not None]
     if trainings:
         read_command(job, trainings[-1])
@@ -271,7 +299,7 @@ def _program(command: Sequence[str]) -> int | None:
 def _last(words: Sequence[str], name: str) -> str | None:
     """The last value that is given to a flag."""
     found = [word.partition("=")[2] for word in words if word.startswith(f"{name}=")]
-    found += [after for word, after in zip(words, words[1:], strict=False) if word == name]
+    found += [after for word, after in itertools.pairwise(words) if word == name]
     return found[-1] if found else None
 
 
@@ -286,14 +314,20 @@ def read_command(job: Job, command: Sequence[str]) -> None:
     if os.path.basename(command[0]) == "srun":
         options, start = parse_options(command[1:at], program="srun")
         start += 1
-        asked = {name: count(options[name].value) if name in options else None
-                 for name in ("nodes", "ntasks", "ntasks-per-node")}  # fmt: skip
+        asked = {
+            name: count(options[name].value) if name in options else None
+            for name in ("nodes", "ntasks", "ntasks-per-node")
+        }
         each = asked["ntasks-per-node"]
         job.nodes = asked["nodes"] or (math.ceil((asked["ntasks"] or 1) / each) if each else job.nodes)
         job.tasks = asked["ntasks"] or job.nodes * (each or 1)
         if each and job.tasks != job.nodes * each:
-            job.find("error", "tasks", f"srun is given -n {job.tasks} and {each} for each of {job.nodes} nodes: it heeds "
-                     f"-n alone. Give -n {job.nodes * each}")  # fmt: skip
+            job.find(
+                "error",
+                "tasks",
+                f"srun is given -n {job.tasks} and {each} for each of {job.nodes} nodes: it heeds "
+                f"-n alone. Give -n {job.nodes * each}",
+            )
     processes = [_last(launcher, f"--nproc{dash}per{dash}node") for dash in "-_"]
     if each_starts := count(next(filter(None, processes), "")):
         hosts = count(_last(launcher, "--nnodes") or "1") or 1
@@ -321,16 +355,29 @@ def check_options(job: Job) -> None:
             nodes = count(job.value("nodes") or "1") or 1
             hours = cluster.wall_limit_hours(nodes, job.value("partition"), job.value("qos"))
             if job.wall_s is not None and job.wall_s > 3600 * hours:
-                job.find("error", "wall time", f"{given}: {nodes} nodes may run for {hours:g} h on {cluster.name}: ask for "
-                         f"at most {show_duration(3600 * hours)}", job.where("time"))  # fmt: skip
+                job.find(
+                    "error",
+                    "wall time",
+                    f"{given}: {nodes} nodes may run for {hours:g} h on {cluster.name}: ask for "
+                    f"at most {show_duration(3600 * hours)}",
+                    job.where("time"),
+                )
         except ConfigError as problem:
             job.find("error", "nodes", str(problem), job.where("nodes"))
     if "requeue" in job.options and (job.value("open-mode") or "t")[:1] != "a":
-        job.find("warning", "requeue", "--requeue without --open-mode=append: the log of the first start is lost with the "
-                 "second", job.where("requeue"))  # fmt: skip
+        job.find(
+            "warning",
+            "requeue",
+            "--requeue without --open-mode=append: the log of the first start is lost with the second",
+            job.where("requeue"),
+        )
     if job.sends_files and cluster is not None and cluster.nvme_constraint not in (job.value("constraint") or ""):
-        job.find("error", "constraint", f"sbcast to {cluster.nvme_path} needs nodes with that disk: add #SBATCH -C "
-                 f"{cluster.nvme_constraint}", job.where("constraint"))  # fmt: skip
+        job.find(
+            "error",
+            "constraint",
+            f"sbcast to {cluster.nvme_path} needs nodes with that disk: add #SBATCH -C {cluster.nvme_constraint}",
+            job.where("constraint"),
+        )
 
 
 def check_network(job: Job) -> None:
@@ -341,13 +388,21 @@ def check_network(job: Job) -> None:
         return
     monitor, alt = environ.get("FI_MR_CACHE_MONITOR"), environ.get("FI_CXI_RDZV_PROTO") == "alt_read"
     if environ.get("NCCL_NET") in (None, "", "Socket"):
-        job.find("warning", "network", "NCCL_NET is not OFI: without the plugin RCCL takes TCP, and says nothing. "
-                 "examples/frontier/env.sh sets it")  # fmt: skip
+        job.find(
+            "warning",
+            "network",
+            "NCCL_NET is not OFI: without the plugin RCCL takes TCP, and says nothing. "
+            "examples/frontier/env.sh sets it",
+        )
     if monitor == "memhooks":
         job.find("error", "network", "FI_MR_CACHE_MONITOR=memhooks deadlocks with RCCL: use kdreg2 or userfaultfd")
     if "network" in job.options and alt != ("disable_rdzv_get" in (job.value("network") or "")):
-        job.find("warning", "network", "FI_CXI_RDZV_PROTO=alt_read and --network=disable_rdzv_get go together: give both "
-                 "or none", job.where("network"))  # fmt: skip
+        job.find(
+            "warning",
+            "network",
+            "FI_CXI_RDZV_PROTO=alt_read and --network=disable_rdzv_get go together: give both or none",
+            job.where("network"),
+        )
 
 
 # -- the training ------------------------------------------------------------------------------------------------------
@@ -357,8 +412,9 @@ def check_training(job: Job, words: list[str]) -> None:
     """Configuration, memory, files and cost of the training command."""
     check_network(job)
     if job.cluster is not None and "gloo" not in words and job.tasks != job.nodes * job.cluster.devices_per_node:
-        job.find("warning", "tasks", f"{job.tasks} processes on {job.nodes} nodes of {job.cluster.devices_per_node} "
-                 "devices")  # fmt: skip
+        job.find(
+            "warning", "tasks", f"{job.tasks} processes on {job.nodes} nodes of {job.cluster.devices_per_node} devices"
+        )
     cluster = job.environ.get("MEGATRON_CLUSTER", "")
     named = ["--cluster", cluster] if cluster and _last(words, "--cluster") is None else []
     try:
@@ -380,8 +436,10 @@ def check_training(job: Job, words: list[str]) -> None:
         _tried(job, "memory", lambda: _check_memory(job, config, machine))
         if reach is not None:
             _tried(job, "cost", lambda: _check_cost(job, config, machine, *reach))
-    job.unchecked.append("that the code runs with these flags and fits (the figures above are the planner's): add "
-                         f"--dry-run --world-size {job.tasks} to the flags of pretrain_gpt.py")  # fmt: skip
+    job.unchecked.append(
+        "that the code runs with these flags and fits (the figures above are the planner's): add "
+        f"--dry-run --world-size {job.tasks} to the flags of pretrain_gpt.py"
+    )
     job.unchecked.append("compute nodes and their network: PREFLIGHT=1 of job.sh tries them when the job starts")
 
 
@@ -422,8 +480,10 @@ def _check_data(job: Job, config: Config) -> None:
             job.unchecked.append(f"data {prefix}, on the nodes' own disks")
         else:
             IndexedDataset(prefix, mmap=config.data.mmap_bin_files)
-    job.unchecked.append("whether the data's indices are built: else the first start does it while all ranks wait "
-                         "(tools/build_index.py with the same flags)")  # fmt: skip
+    job.unchecked.append(
+        "whether the data's indices are built: else the first start does it while all ranks wait "
+        "(tools/build_index.py with the same flags)"
+    )
 
 
 def _check_saving(job: Job, config: Config) -> None:
@@ -436,8 +496,12 @@ def _check_saving(job: Job, config: Config) -> None:
         job.find("error", "saving", f"--save {save} is on the nodes' own disks, which are gone with the job")
         return
     if load != save:
-        job.find("error" if config.training.requeue else "warning", "saving", f"--load is {load or 'absent'}, --save is "
-                 f"{save}: a job that starts again does not go on from what it saved. Give --load {save}")  # fmt: skip
+        job.find(
+            "error" if config.training.requeue else "warning",
+            "saving",
+            f"--load is {load or 'absent'}, --save is "
+            f"{save}: a job that starts again does not go on from what it saved. Give --load {save}",
+        )
     if config.checkpoint.save_interval is None and config.checkpoint.save_interval_minutes is None:
         job.find("warning", "saving", "no --save-interval: the run saves at its end alone")
     folder = Path(save).absolute()
@@ -448,12 +512,19 @@ def _check_saving(job: Job, config: Config) -> None:
     size, (free, limit) = checkpoint_bytes(config), free_bytes(folder)
     most = (1 if keep is None else keep) + 1  # the next one is written before the oldest goes
     if most * size > free:
-        job.find("error", "saving", f"{most} checkpoints of {size / 1e9:.1f} GB do not fit into {free / 1e9:.0f} GB, {limit}")
+        job.find(
+            "error", "saving", f"{most} checkpoints of {size / 1e9:.1f} GB do not fit into {free / 1e9:.0f} GB, {limit}"
+        )
     signal = re.search(r"@(\d{1,9})", job.value("signal") or "")
     save_s = WallTime(Unwatched(), size / config.parallel.world_size).guess_s
     if signal is not None and int(signal[1]) < 1.5 * save_s + 30:
-        job.find("warning", "signal", f"--signal leaves {signal[1]} s for a step and a save of about {save_s:.0f} s "
-                 "(assumed: 0.1 GB/s for each rank)", job.where("signal"))  # fmt: skip
+        job.find(
+            "warning",
+            "signal",
+            f"--signal leaves {signal[1]} s for a step and a save of about {save_s:.0f} s "
+            "(assumed: 0.1 GB/s for each rank)",
+            job.where("signal"),
+        )
 
 
 def free_bytes(folder: Path) -> tuple[int, str]:
@@ -509,8 +580,12 @@ def _steps(job: Job, config: Config) -> tuple[int, int]:
         raise CheckpointError(f"{checkpoint.folder} says {consumed!r} where it counts consumed samples")
     end = total_iterations(config, schedule, checkpoint.iteration, consumed)
     if checkpoint.iteration >= end:
-        job.find("warning", "checkpoint", f"{checkpoint.folder} is of iteration {checkpoint.iteration}, and the run ends at "
-                 f"{end}: nothing is left to train")  # fmt: skip
+        job.find(
+            "warning",
+            "checkpoint",
+            f"{checkpoint.folder} is of iteration {checkpoint.iteration}, and the run ends at "
+            f"{end}: nothing is left to train",
+        )
     return checkpoint.iteration, end
 
 
@@ -520,8 +595,12 @@ def _check_memory(job: Job, config: Config, cluster: Cluster) -> None:
     job.memory_gib = fullest
     if fullest > _TIGHT * cluster.memory_gib:
         level = "error" if fullest > cluster.memory_gib else "warning"
-        job.find(level, "memory", f"the fullest device needs about {fullest:.1f} GiB of {cluster.memory_gib:g}, beside what "
-                 "the runtime takes: more tensor or pipeline parallelism, or --recompute-granularity full")  # fmt: skip
+        job.find(
+            level,
+            "memory",
+            f"the fullest device needs about {fullest:.1f} GiB of {cluster.memory_gib:g}, beside what "
+            "the runtime takes: more tensor or pipeline parallelism, or --recompute-granularity full",
+        )
 
 
 def _check_cost(job: Job, config: Config, cluster: Cluster, start: int, end: int) -> None:
@@ -532,8 +611,12 @@ def _check_cost(job: Job, config: Config, cluster: Cluster, start: int, end: int
     job.cost = Cost(start, end, step_s, seconds / 86400, seconds / 3600 * job.nodes, jobs)
     if job.cost.days > _LONG_DAYS:
         more = f", {jobs:,} jobs of {show_duration(job.wall_s)}" if jobs and job.wall_s else ""
-        job.find("warning", "cost", f"the run takes {job.cost.days:,.0f} days of computing on {job.nodes} node(s){more}: "
-                 "shorten it (--train-tokens, --train-iters) or take more nodes")  # fmt: skip
+        job.find(
+            "warning",
+            "cost",
+            f"the run takes {job.cost.days:,.0f} days of computing on {job.nodes} node(s){more}: "
+            "shorten it (--train-tokens, --train-iters) or take more nodes",
+        )
 
 
 # -- what is told ------------------------------------------------------------------------------------------------------
@@ -547,18 +630,33 @@ def _rows(job: Job) -> Iterator[tuple[str, str]]:
     if (config := job.config) is not None:
         parallel, batch = config.parallel, config.batch
         yield "processes", f"{job.tasks} on {job.nodes} node(s)"
-        yield "layout", (f"TP {parallel.tensor_model_parallel_size} x PP {parallel.pipeline_model_parallel_size} x DP "
-                         f"{parallel.data_parallel_size}, {parallel.schedule}, ZeRO-{config.engine.zero_stage}")  # fmt: skip
-        yield "batch", (f"{batch.global_batch_size} samples = {batch.micro_batch_size} x {parallel.data_parallel_size} "
-                        f"replicas x {config.num_micro_batches()} micro-batches, {config.precision.dtype_name}")  # fmt: skip
+        yield (
+            "layout",
+            (
+                f"TP {parallel.tensor_model_parallel_size} x PP {parallel.pipeline_model_parallel_size} x DP "
+                f"{parallel.data_parallel_size}, {parallel.schedule}, ZeRO-{config.engine.zero_stage}"
+            ),
+        )
+        yield (
+            "batch",
+            (
+                f"{batch.global_batch_size} samples = {batch.micro_batch_size} x {parallel.data_parallel_size} "
+                f"replicas x {config.num_micro_batches()} micro-batches, {config.precision.dtype_name}"
+            ),
+        )
         if config.checkpoint.save:
             yield "checkpoint", f"{checkpoint_bytes(config) / 1e9:.1f} GB in {config.checkpoint.save}"
     if job.memory_gib is not None and job.cluster is not None:
         yield "memory", f"{job.memory_gib:.1f} GiB of {job.cluster.memory_gib:g} on the fullest device, by the planner"
     if (cost := job.cost) is not None:
         jobs = f", {cost.jobs:,} job(s) of {show_duration(job.wall_s)}" if cost.jobs and job.wall_s else ""
-        yield "it costs", (f"{cost.days:,.2f} days and {cost.node_hours:,.0f} node-hours{jobs}: iterations {cost.start:,} to "
-                           f"{cost.end:,} of {cost.step_s:.3g} s by the planner, beside starts, saves and the queue")  # fmt: skip
+        yield (
+            "it costs",
+            (
+                f"{cost.days:,.2f} days and {cost.node_hours:,.0f} node-hours{jobs}: iterations {cost.start:,} to "
+                f"{cost.end:,} of {cost.step_s:.3g} s by the planner, beside starts, saves and the queue"
+            ),
+        )
 
 
 def lines(job: Job) -> Iterator[str]:
@@ -576,9 +674,10 @@ def to_dict(job: Job) -> dict[str, Any]:
     return {
         "options": {name: given._asdict() for name, given in sorted(job.options.items())},
         "cluster": job.cluster.name if job.cluster else None,
-        "arguments": job.words, **{name: getattr(job, name) for name in ("nodes", "tasks", "memory_gib")},
+        "arguments": job.words,
+        **{name: getattr(job, name) for name in ("nodes", "tasks", "memory_gib")},
         "config": job.config.to_dict() if job.config else None,
         "cost": dataclasses.asdict(job.cost) if job.cost else None,
         "findings": [dataclasses.asdict(finding) for finding in job.findings],
         "not_checked": job.unchecked,
-    }  # fmt: skip
+    }

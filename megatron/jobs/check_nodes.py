@@ -5,6 +5,7 @@ their own; then every node reduces with both of its neighbours, rank by rank. Ra
 a store with keys for each rank, so that nobody waits for anybody else, and asks in each step only the nodes that were
 good in the steps before, since a collective hangs with one member that does not come. Not run on a GPU.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -69,7 +70,7 @@ FIGURES = {
 
 
 def speeds(device: torch.device) -> dict[str, float]:
-    """TFLOP/s of a square product (fp16 of 8192 on a GPU, fp32 of 384 on one core) and GB/s, read and written, of a copy.
+    """TFLOP/s of a square product (fp16 of 8192 on a GPU, fp32 of 384 on one core); GB/s, read and written, of a copy.
 
     Raises RuntimeError where the device computes wrongly.
     """
@@ -138,8 +139,8 @@ class Tasks:
         return {**found, **_tried(body, order["limit_s"], "the device gave no answer")}
 
     def group(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Bus bandwidth of an all-reduce over a group of `members`: in a ring each rank sends and receives 2 (n - 1) / n
-        of its bytes."""
+        """Bus bandwidth of an all-reduce over a group of `members`: in a ring each rank sends and receives
+        2 (n - 1) / n of its bytes."""
         device, members, limit_s = self.device, order["members"], order["limit_s"]
         place, size = members.index(self.launch.rank), len(members)
 
@@ -351,7 +352,7 @@ class Measurement:
         self._devices()
         self._within()
         self._between()
-        self.desk.ask(dict.fromkeys(self.alive, {"task": "end"}), _END_S)
+        self.desk.ask({rank: {"task": "end"} for rank in self.alive}, _END_S)
         self.found.seconds = time.monotonic() - start
         return self.found
 
@@ -372,8 +373,10 @@ class Measurement:
         return answers
 
     def _devices(self) -> None:
-        found, answers = self.found, self._ask("device", dict.fromkeys(range(self.launch.world_size), {"task": "alone"}),
-                                               self.seconds)  # fmt: skip
+        found, answers = (
+            self.found,
+            self._ask("device", {rank: {"task": "alone"} for rank in range(self.launch.world_size)}, self.seconds),
+        )
         users: dict[tuple[str, str], list[int]] = defaultdict(list)
         shown = {rank for rank, said in answers.items() if said["shown"]}
         for rank, said in answers.items():
@@ -397,15 +400,14 @@ class Measurement:
 
     def _groups(self, name: str, groups: Iterable[Sequence[int]]) -> dict[tuple[int, ...], dict[int, dict[str, Any]]]:
         """The answers of the members of each group."""
-        orders: dict[int, dict[str, Any]] = {}
+        orders = dict[int, dict[str, Any]]()
         for members in groups:
             order = {"task": "group", "name": f"{self.desk.step}/{members[0]}", "members": list(members)}
             orders |= dict.fromkeys(members, order)
         answers = self._ask(name, orders, self._group_s) if orders else {}
         grouped: dict[tuple[int, ...], dict[int, dict[str, Any]]] = defaultdict(dict)
-        for rank, order in orders.items():
-            if rank in answers:
-                grouped[tuple(order["members"])][rank] = answers[rank]
+        for rank, answer in answers.items():
+            grouped[tuple(orders[rank]["members"])][rank] = answer
         return grouped
 
     def _within(self) -> None:
@@ -427,8 +429,9 @@ class Measurement:
         best: dict[int, float] = {}
         errors: dict[int, str] = {}
         for number, pairs in enumerate(ring_pairs(good)):
-            groups = [pair for a, b in pairs for pair in zip(hosts[a], hosts[b], strict=False)
-                      if self.alive.issuperset(pair)]  # fmt: skip
+            groups = [
+                pair for a, b in pairs for pair in zip(hosts[a], hosts[b], strict=False) if self.alive.issuperset(pair)
+            ]
             for members, said in self._groups(f"all-reduce with neighbours, round {number + 1}", groups).items():
                 sound = len(said) == len(members) and not any("error" in answer for answer in said.values())
                 value = min(answer["gb_per_s"] for answer in said.values()) if sound else 0.0
@@ -455,14 +458,17 @@ class Measurement:
         least, of = half * (figure.cpu_ratio if on_cpu else figure.ratio), f"others have {half:.3g}"
         if low := self._band(figure.band):
             if half < low:
-                self.found.warnings.append(f"all ranks: {figure.what}: half have at most {half:.3g} {figure.unit}, below "
-                                           f"the {low:g} of a sound {self.cluster and self.cluster.name}")  # fmt: skip
+                self.found.warnings.append(
+                    f"all ranks: {figure.what}: half have at most {half:.3g} {figure.unit}, below "
+                    f"the {low:g} of a sound {self.cluster and self.cluster.name}"
+                )
             elif low > least:
                 least, of = low, "the machine's own figure"
         slow = [rank for rank, value in values.items() if value < least]
         for rank in slow:
-            self.found.accuse(rank, f"{figure.what} {values[rank]:.3g} {figure.unit}, expected at least {least:.3g} "
-                                    f"({of})")  # fmt: skip
+            self.found.accuse(
+                rank, f"{figure.what} {values[rank]:.3g} {figure.unit}, expected at least {least:.3g} ({of})"
+            )
         return slow
 
     def _band(self, name: str) -> float | None:
@@ -508,15 +514,16 @@ def told(found: Found, needed: int | None) -> Iterator[str]:
         figure, slowest = FIGURES[name], min(values, key=values.__getitem__)
         low, half, high = (f(values.values()) for f in (min, statistics.median, max))
         host, local = found.places[slowest]
-        yield f"{figure.what}: {low:.3g} to {high:.3g} {figure.unit}, median {half:.3g}; slowest {host} local rank {local}"
+        span = f"{low:.3g} to {high:.3g} {figure.unit}, median {half:.3g}"
+        yield f"{figure.what}: {span}; slowest {host} local rank {local}"
     faults = [f"FAULT {host} {text}" for host, texts in found.faults.items() for text in texts]
     yield from (f"whole allocation: {text}" for text in found.general)
     yield from faults[:_LINES]
     if len(faults) > _LINES:
         yield f"FAULT ... {len(faults) - _LINES} more in preflight.json"
     yield from (f"warning {text}" for text in found.warnings)
-    total = len(found.hosts)
-    yield f"{len(found.good)} of {total} nodes are good, {total if needed is None else needed} needed; {found.seconds:.0f} s"
+    total, good = len(found.hosts), len(found.good)
+    yield f"{good} of {total} nodes are good, {total if needed is None else needed} needed; {found.seconds:.0f} s"
     if found.faults:
         yield f"--exclude={','.join(bad_hosts(found))}"
     if found.verdict(needed)[0]:
@@ -530,7 +537,11 @@ def bad_hosts(found: Found) -> list[str]:
 
 def write_files(folder: Path, content: Mapping[str, Any], good: Iterable[str], bad: Iterable[str]) -> None:
     """preflight.json, good_hosts and bad_hosts, each whole or not at all; good_hosts last."""
-    texts = {"preflight.json": json.dumps(content, indent=1), "bad_hosts": "\n".join(bad), "good_hosts": "\n".join(good)}
+    texts = {
+        "preflight.json": json.dumps(content, indent=1),
+        "bad_hosts": "\n".join(bad),
+        "good_hosts": "\n".join(good),
+    }
     for name, text in texts.items():
         temporary = folder / f".{name}.{os.getpid()}"
         temporary.write_text(text + "\n" if text else "")

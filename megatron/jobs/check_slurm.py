@@ -1,4 +1,5 @@
-"""What a job asks Slurm for: from sbatch's command line, SBATCH_ variables and #SBATCH lines, and what Slurm says to it."""
+"""What a job asks Slurm for, by sbatch's command line, SBATCH_ variables and #SBATCH lines, and what it says."""
+
 from __future__ import annotations
 
 import getpass
@@ -24,11 +25,14 @@ _OWN_NO_VALUE = {"sbatch": {"wait", "W"}, "srun": set[str](), "check": {"wait", 
 _VARIABLES = {
     "SBATCH_ACCOUNT": "account", "SBATCH_CONSTRAINT": "constraint", "SBATCH_JOB_NAME": "job-name",
     "SBATCH_NETWORK": "network", "SBATCH_OPEN_MODE": "open-mode", "SBATCH_PARTITION": "partition", "SBATCH_QOS": "qos",
-    "SBATCH_REQUEUE": "requeue", "SBATCH_NO_REQUEUE": "no-requeue", "SBATCH_SIGNAL": "signal", "SBATCH_TIMELIMIT": "time",
+    "SBATCH_REQUEUE": "requeue", "SBATCH_NO_REQUEUE": "no-requeue", "SBATCH_SIGNAL": "signal",
+    "SBATCH_TIMELIMIT": "time",
 }  # fmt: skip
 _ANSWER_S = 60.0
 # sbatch says so where there is no controller, or none that answers.
-_NO_SLURM = re.compile(r"contact|connect|configuration source|resolve|munge|timed out|plugin|slurm\.conf", re.IGNORECASE)
+_NO_SLURM = re.compile(
+    r"contact|connect|configuration source|resolve|munge|timed out|plugin|slurm\.conf", re.IGNORECASE
+)
 
 
 class Given(NamedTuple):

@@ -34,5 +34,6 @@ def accepted(script: Path, folder: Path, *words: str) -> dict[str, Any]:
     report = checked([script, "--mock-data", *words], folder)
     # Room on this disk, an environment that is not packed, and a length that is the caller's business.
     here = {("error", "saving"), ("warning", "script"), ("warning", "signal"), ("warning", "cost")}
-    assert {(found["level"], found["about"]) for found in report["findings"] if found["level"] != "note"} <= here, report
+    said = {(found["level"], found["about"]) for found in report["findings"] if found["level"] != "note"}
+    assert said <= here, report
     return report

@@ -1,5 +1,6 @@
-"""tools/preflight.py check: a sound job has nothing against it, each single mistake is found, and what the run costs and
-what nobody looked at is said."""
+"""tools/preflight.py check: a sound job has nothing against it, each single mistake is found, and what the run costs
+and what nobody looked at is said."""
+
 from __future__ import annotations
 
 import json
@@ -32,8 +33,8 @@ HEAD = """#!/bin/bash
 #SBATCH --open-mode=append
 touch ran
 """
-COMMAND = f"""srun -N 2 -n 16 --ntasks-per-node=8 -c 7 {sys.executable} -u {ROOT}/pretrain_gpt.py --preset tiny --mock-data
-    --train-iters 10 --bf16 --global-batch-size 16 --micro-batch-size 2 --tensor-model-parallel-size 2
+COMMAND = f"""srun -N 2 -n 16 --ntasks-per-node=8 -c 7 {sys.executable} -u {ROOT}/pretrain_gpt.py --preset tiny
+    --mock-data --train-iters 10 --bf16 --global-batch-size 16 --micro-batch-size 2 --tensor-model-parallel-size 2
     --pipeline-model-parallel-size 4 --save ckpt --load ckpt --save-interval-minutes 20 --keep-last 1 --requeue"""
 NETWORK = {"NCCL_NET": "OFI", "FI_MR_CACHE_MONITOR": "kdreg2", "FI_CXI_RDZV_PROTO": "alt_read"}
 
@@ -187,7 +188,8 @@ def test_of_a_foreign_script_nothing_is_run(tmp_path: Path) -> None:
     ("srun -N 3 --ntasks-per-node=1 torchrun --nproc_per_node 8", 3, 24), ("python", 1, 1),
 ])  # fmt: skip
 def test_processes_of_a_command(command: str, nodes: int, tasks: int) -> None:
-    words = f"{command} pretrain_gpt.py --preset tiny --mock-data --train-iters 3 --global-batch-size 192 --distributed-backend gloo"
+    flags = "--preset tiny --mock-data --train-iters 3 --global-batch-size 192 --distributed-backend gloo"
+    words = f"{command} pretrain_gpt.py {flags}"
     job = check(["--", *words.split()], "none")
     assert (job.nodes, job.tasks) == (nodes, tasks) and said(job) <= {("warning", "saving")}
     assert job.config is not None and job.config.parallel.world_size == tasks
@@ -211,7 +213,8 @@ def test_a_checkpoint_that_is_broken(tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.mark.parametrize("words", [
-    [], ["look"], ["check"], ["check", "nothing.sbatch"], ["check", "--cluster", "moon", "--", "python", "pretrain_gpt.py"],
+    [], ["look"], ["check"], ["check", "nothing.sbatch"],
+    ["check", "--cluster", "moon", "--", "python", "pretrain_gpt.py"],
     ["check", "--wrap", "x"], ["check", "--"], ["check", "--cluster"],
 ], ids=" ".join)  # fmt: skip
 def test_mistakes_of_the_user(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

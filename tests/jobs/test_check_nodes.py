@@ -1,4 +1,5 @@
-"""tools/preflight.py measure: as srun starts it on two nodes of two processes, and with answers of other allocations."""
+"""tools/preflight.py measure: as srun starts it on two nodes of two processes, and with answers that others gave."""
+
 from __future__ import annotations
 
 import contextlib
@@ -161,8 +162,16 @@ class Played:
         for rank, order in orders.items():
             node, local = divmod(rank, self.each)
             scale = 1.0 if self.device == "cpu" else 1700.0
-            sound = {"host": f"n{node}", "local_rank": local, "shown": True, "device": self.device, "identity": f"{rank}",
-                     "product": 0.06 * scale, "copy": 20.0 if self.device == "cpu" else 1250.0, "gb_per_s": 100.0}
+            sound = {
+                "host": f"n{node}",
+                "local_rank": local,
+                "shown": True,
+                "device": self.device,
+                "identity": f"{rank}",
+                "product": 0.06 * scale,
+                "copy": 20.0 if self.device == "cpu" else 1250.0,
+                "gb_per_s": 100.0,
+            }
             changed = self.change(rank, order)
             if changed is not None:
                 answers[rank] = sound | dict(changed)
@@ -204,11 +213,11 @@ def test_nothing_against_sound_nodes() -> None:
     # Messages of one card are slow, or do not come through, whomever they go to.
     lambda rank, order: {"gb_per_s": 1.0} if _across(order, 3) else {},
     lambda rank, order: {"error": "timed out"} if _across(order, 3) else {},
-    lambda rank, order: None if rank == 3 and _across(order, 3) else {"error": "timed out"} if _across(order, 3) else {},
+    lambda rank, order: (None if rank == 3 else {"error": "timed out"}) if _across(order, 3) else {},
 ])  # fmt: skip
 def test_one_bad_node_is_named_and_no_other(change: Answer) -> None:
     for nodes in (3, 4, 5):
-        found, played = looked_at(nodes, change)
+        found, _ = looked_at(nodes, change)
         assert list(found.faults) == ["n1"] and found.general == [], found.faults
         assert found.verdict(nodes) == (4, [])
         assert found.verdict(nodes - 2) == (0, [f"n{n}" for n in range(nodes) if n != 1][: nodes - 2])
@@ -234,7 +243,9 @@ def test_two_nodes_that_do_not_reach_each_other_are_nobodys_fault() -> None:
 
 
 def test_a_machine_below_its_band_is_compared_with_itself() -> None:
-    found, _ = looked_at(4, lambda rank, order: {"product": 60.0 - (rank == 5) * 20.0} if order["task"] == "alone" else {})
+    found, _ = looked_at(
+        4, lambda rank, order: {"product": 60.0 - (rank == 5) * 20.0} if order["task"] == "alone" else {}
+    )
     assert list(found.faults) == ["n2"] and len(found.warnings) == 1
 
 
@@ -263,7 +274,9 @@ def test_every_host_meets_both_neighbours_and_one_at_a_time(count: int) -> None:
     for pairs in rounds:
         met = [host for pair in pairs for host in pair]
         assert len(met) == len(set(met))
-    partners = {host: {h for pairs in rounds for pair in pairs if host in pair for h in pair} - {host} for host in hosts}
+    partners = {
+        host: {h for pairs in rounds for pair in pairs if host in pair for h in pair} - {host} for host in hosts
+    }
     assert [len(partners[host]) for host in hosts] == [min(count - 1, 2)] * count
 
 
@@ -295,5 +308,5 @@ def test_who_still_arrives_is_waited_for() -> None:
         store = SimpleNamespace(
             add=add, multi_set=lambda keys, values: None, multi_get=lambda keys: [check_nodes._NOTHING] * len(keys)
         )
-        Desk(store, lambda now=now: now.s, sleep).ask(dict.fromkeys(range(came + (ended != 63)), {}), 60.0, 120.0)
+        Desk(store, lambda now=now: now.s, sleep).ask({rank: {} for rank in range(came + (ended != 63))}, 60.0, 120.0)
         assert math.isclose(now.s, ended, abs_tol=0.2), (arrivals, now.s)

@@ -1,4 +1,5 @@
 """Options of sbatch and srun, as the manual pages have their forms and which of them holds."""
+
 from __future__ import annotations
 
 import pytest

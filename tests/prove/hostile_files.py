@@ -13,7 +13,6 @@ import resource
 import shutil
 import stat
 import struct
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
