@@ -6,7 +6,7 @@
 # A job goes through these steps; what each wrote is in SITE_RUNS/RUN_NAME/logs/JOB/RESTART/:
 #   check       pretrain_gpt.py resolves the whole configuration, without torch: a wrong flag ends the job at once
 #   environment the packed Python environment and the code go to every node's NVMe drive
-#   preflight   every device and link is measured; nodes that are slow or dead are left out if there are spare ones
+#   preflight   every device and node is tried; nodes that are slow or dead are left out if there are spare ones
 #   training    on the good nodes, from the newest checkpoint
 # and ends with one of these exit codes (or that of the program, or 128 + the signal that killed a task):
 #   0 training is complete, or saved and back in the queue   2 something to mend in the command or in site.env

@@ -34,7 +34,7 @@ from megatron.parallel.launch import Launch, detect_launch, select_device
 from megatron.parallel.meeting import Meeting
 from megatron.parallel.nodelist import expand_counts, expand_hosts
 from megatron.parallel.placing import VISIBLE, Placing
-from megatron.parallel.report import bounded, device_identity, host_name_is_local
+from megatron.parallel.report import bounded, device_identity, host_name_is_local, without_dns
 from megatron.planning.cluster import Band, Cluster, load_cluster
 
 TOO_FEW = 4
@@ -125,6 +125,9 @@ class Tasks:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     kept: list[Any] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self._store = self.stores.another()
+
     def alone(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """Where this process is, and what its device does."""
         launch = self.launch
@@ -145,7 +148,7 @@ class Tasks:
         place, size = members.index(self.launch.rank), len(members)
 
         def body() -> dict[str, Any]:
-            store = dist.PrefixStore(order["name"], self.stores.another())
+            store = dist.PrefixStore(order["name"], self._store)
             group: Any
             if device.type == "cuda":
                 torch.cuda.set_device(device)
@@ -172,9 +175,11 @@ class Tasks:
             return {"gb_per_s": 2 * (size - 1) / size * length / statistics.median(seconds) / 1e9}
 
         found = _tried(body, limit_s, "the all-reduce did not end")
-        if "error" in found and device.type == "cuda" and self.kept:
+        if "error" in found and self.kept:
             with contextlib.suppress(RuntimeError, LaunchError, AttributeError):
-                bounded(self.kept[-1].abort, _ABORT_S)  # so that the device is free for the next group
+                self._store = self.stores.another()  # the group may still wait in the other one
+                if device.type == "cuda":
+                    bounded(self.kept[-1].abort, _ABORT_S)  # so that the device is free for the next group
         return found
 
     def end(self, order: Mapping[str, Any]) -> dict[str, Any]:
@@ -349,7 +354,8 @@ class Measurement:
     def run(self) -> Found:
         """All steps."""
         start = time.monotonic()
-        self._devices()
+        with without_dns():  # the store asks for the name of each that connects
+            self._devices()
         self._within()
         self._between()
         self.desk.ask({rank: {"task": "end"} for rank in self.alive}, _END_S)
@@ -494,7 +500,7 @@ def measure(
     tasks = Tasks(launch, stores, backend, placing)
     limit_s = 4 * seconds + 5 * (90.0 + launch.world_size / 1000)
     if launch.rank:
-        work(stores.another(), launch.rank, tasks, limit_s)
+        work(stores.store, launch.rank, tasks, limit_s)
         return None
 
     def body() -> None:
