@@ -385,11 +385,12 @@ class Measurement:
         )
         users: dict[tuple[str, str], list[int]] = defaultdict(list)
         shown = {rank for rank, said in answers.items() if said["shown"]}
+        hosts = {answers[rank]["host"] for rank in shown}
         for rank, said in answers.items():
             found.devices[rank] = said.get("device", "")
             if "error" in said:
                 found.accuse(rank, said["error"])
-            elif 2 * len(shown) > len(answers) and rank not in shown:
+            elif rank not in shown and (said["host"] in hosts or 2 * len(shown) > len(answers)):
                 found.accuse(rank, f"none of {', '.join(VISIBLE)} is set, while others are shown a device")
             elif identity := said["identity"]:
                 users[said["host"], identity].append(rank)

@@ -242,6 +242,13 @@ def test_two_nodes_that_do_not_reach_each_other_are_nobodys_fault() -> None:
     assert found.faults == {} and len(found.general) == 1 and found.verdict(1) == (4, [])
 
 
+def test_a_rank_that_is_shown_no_device_where_others_are() -> None:
+    """On its node, or on most; where nobody is, nothing limits them."""
+    for hidden, expected in (({1}, ["n0"]), ({2, 3}, ["n1"]), ({0, 1, 3}, ["n1"]), (set(range(6)), [])):
+        assert bad(3, lambda rank, order, hidden=hidden: {"shown": rank not in hidden}) == expected, hidden
+    assert bad(1, at(1, "alone", shown=False)) == ["n0"]
+
+
 def test_a_machine_below_its_band_is_compared_with_itself() -> None:
     found, _ = looked_at(
         4, lambda rank, order: {"product": 60.0 - (rank == 5) * 20.0} if order["task"] == "alone" else {}
