@@ -607,8 +607,9 @@ def _check_cost(job: Job, config: Config, cluster: Cluster, start: int, end: int
     """What the rest of the run costs. Raises ConfigError for a layout that the machine cannot hold."""
     step_s = estimate(config, cluster).seconds
     seconds = max(end - start, 0) * step_s
+    nodes = max(job.nodes, count(job.value("nodes") or "1") or 1)  # spares are paid for
     jobs = math.ceil(seconds / job.wall_s) if job.wall_s else None
-    job.cost = Cost(start, end, step_s, seconds / 86400, seconds / 3600 * job.nodes, jobs)
+    job.cost = Cost(start, end, step_s, seconds / 86400, seconds / 3600 * nodes, jobs)
     if job.cost.days > _LONG_DAYS:
         more = f", {jobs:,} jobs of {show_duration(job.wall_s)}" if jobs and job.wall_s else ""
         job.find(

@@ -170,6 +170,8 @@ def test_what_it_costs() -> None:
     assert job.cost.days == pytest.approx(seconds / 86400)
     assert job.cost.node_hours == pytest.approx(2 * seconds / 3600)
     assert job.cost.jobs == -(-seconds // 7200)
+    spare = report(HEAD.replace("-N 2", "-N 3"), COMMAND.replace("--train-iters 10", "--train-iters 5000000"))
+    assert spare.cost is not None and spare.cost.node_hours == pytest.approx(3 * seconds / 3600)
 
 
 def test_without_a_machine_there_are_no_limits_and_that_is_said() -> None:

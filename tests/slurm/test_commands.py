@@ -72,7 +72,12 @@ def test_srun_starts_what_the_check_foretold(
 
     calls = [json.loads((tmp_path / "calls" / f"{task}.json").read_text()) for task in range(16)]
     words = ["-N", "2", str(FRONTIER / script), *arguments]
-    training = foretold(monkeypatch, words, {**settings_of_site(tmp_path), **settings})
+    site = {**settings_of_site(tmp_path), **settings, "SLURM_CONF": testbed.env["SLURM_CONF"]}
+    training = foretold(monkeypatch, words, site)
+    levels = {found["about"]: found["level"] for found in training["findings"]}
+    assert levels["sbatch --test-only"] == "note", training["findings"]
+    longer = {found["about"]: found for found in foretold(monkeypatch, ["-t", "13:00:00", *words], site)["findings"]}
+    assert longer["sbatch --test-only"]["level"] == "error" and "time limit" in longer["sbatch --test-only"]["text"]
     assert all(call["arguments"] == calls[0]["arguments"] for call in calls)
     program, *flags = calls[0]["arguments"]
     assert program == str(ROOT / "pretrain_gpt.py")
