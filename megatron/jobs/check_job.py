@@ -96,7 +96,7 @@ class Job:
     words: list[str] | None = None
     nodes: int = 1
     tasks: int = 1
-    sends_files: bool = False
+    programs: list[str] = field(default_factory=list)
     config: Config | None = None
     memory_gib: float | None = None
     cost: Cost | None = None
@@ -117,10 +117,6 @@ class Job:
     @property
     def wall_s(self) -> float | None:
         return duration_s(self.value("time") or "")
-
-    @property
-    def slingshot(self) -> bool:
-        return self.cluster is not None and any(nic.startswith("hsn") for nic in self.cluster.nics)
 
     def is_local(self, path: str) -> bool:
         """Whether a path is on the nodes' own disks, which a login node does not have."""
@@ -277,7 +273,6 @@ def dry_run(job: Job, text: str, arguments: Sequence[str]) -> None:
                 job.find(match[1].lower(), "script", match[2])
         elif line.startswith("+ "):
             commands.append(shlex.split(line[2:]))
-    job.sends_files = any(command[0] == "sbcast" for command in commands)
     exported = [word.split("=", 1) for command in commands if command[0] == "export" for word in command[1:]]
     known = {name: value for name, value in os.environ.items() if not name.startswith(("NCCL_", "FI_"))}
     job.environ = known | dict(exported)
@@ -333,10 +328,7 @@ def read_command(job: Job, command: Sequence[str]) -> None:
         hosts = count(_last(launcher, "--nnodes") or "1") or 1
         job.nodes = job.nodes if start else hosts
         job.tasks = each_starts * (job.tasks if start else hosts)
-    interpreter = launcher[start] if start < len(launcher) else ""
-    for path in (interpreter, command[at]):
-        if "/" in path and not job.is_local(path) and not os.path.exists(path) and not path.startswith("/mnt/bb"):
-            job.find("error", "programs", f"{path} is not there")
+    job.programs = [word for word in (*launcher[start : start + 1], command[at]) if "/" in word]
 
 
 # -- what is asked of Slurm --------------------------------------------------------------------------------------------
@@ -371,20 +363,14 @@ def check_options(job: Job) -> None:
             "--requeue without --open-mode=append: the log of the first start is lost with the second",
             job.where("requeue"),
         )
-    if job.sends_files and cluster is not None and cluster.nvme_constraint not in (job.value("constraint") or ""):
-        job.find(
-            "error",
-            "constraint",
-            f"sbcast to {cluster.nvme_path} needs nodes with that disk: add #SBATCH -C {cluster.nvme_constraint}",
-            job.where("constraint"),
-        )
 
 
 def check_network(job: Job) -> None:
     """Variables of RCCL's network plugin, of which examples/frontier/env.sh has the sources and docs/frontier.md the
     reports."""
     environ = job.environ
-    if not job.slingshot or job.nodes == 1 or "gloo" in (job.words or []):
+    slingshot = job.cluster is not None and any(nic.startswith("hsn") for nic in job.cluster.nics)
+    if not slingshot or job.nodes == 1 or "gloo" in (job.words or []):
         return
     monitor, alt = environ.get("FI_MR_CACHE_MONITOR"), environ.get("FI_CXI_RDZV_PROTO") == "alt_read"
     if environ.get("NCCL_NET") in (None, "", "Socket"):
@@ -411,6 +397,9 @@ def check_network(job: Job) -> None:
 def check_training(job: Job, words: list[str]) -> None:
     """Configuration, memory, files and cost of the training command."""
     check_network(job)
+    for path in job.programs:
+        if not job.is_local(path) and not os.path.exists(path):
+            job.find("error", "programs", f"{path} is not there")
     if job.cluster is not None and "gloo" not in words and job.tasks != job.nodes * job.cluster.devices_per_node:
         job.find(
             "warning", "tasks", f"{job.tasks} processes on {job.nodes} nodes of {job.cluster.devices_per_node} devices"

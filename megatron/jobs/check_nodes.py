@@ -34,7 +34,7 @@ from megatron.parallel.launch import Launch, detect_launch, select_device
 from megatron.parallel.meeting import Meeting
 from megatron.parallel.nodelist import expand_counts, expand_hosts
 from megatron.parallel.placing import VISIBLE, Placing
-from megatron.parallel.report import bounded, device_identity, host_name_is_local, without_dns
+from megatron.parallel.report import bounded, host_name_is_local, without_dns
 from megatron.planning.cluster import Band, Cluster, load_cluster
 
 TOO_FEW = 4
@@ -137,7 +137,7 @@ class Tasks:
         def body() -> dict[str, Any]:
             device = self.device = select_device(launch, self.backend, self.placing)
             kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-            return {"device": kind, "identity": device_identity(device), **speeds(device)}
+            return {"device": kind, **speeds(device)}
 
         return {**found, **_tried(body, order["limit_s"], "the device gave no answer")}
 
@@ -379,24 +379,16 @@ class Measurement:
         return answers
 
     def _devices(self) -> None:
-        found, answers = (
-            self.found,
-            self._ask("device", {rank: {"task": "alone"} for rank in range(self.launch.world_size)}, self.seconds),
-        )
-        users: dict[tuple[str, str], list[int]] = defaultdict(list)
+        orders = {rank: {"task": "alone"} for rank in range(self.launch.world_size)}
+        answers = self._ask("device", orders, self.seconds)
         shown = {rank for rank, said in answers.items() if said["shown"]}
         hosts = {answers[rank]["host"] for rank in shown}
         for rank, said in answers.items():
-            found.devices[rank] = said.get("device", "")
+            self.found.devices[rank] = said.get("device", "")
             if "error" in said:
-                found.accuse(rank, said["error"])
+                self.found.accuse(rank, said["error"])
             elif rank not in shown and (said["host"] in hosts or 2 * len(shown) > len(answers)):
-                found.accuse(rank, f"none of {', '.join(VISIBLE)} is set, while others are shown a device")
-            elif identity := said["identity"]:
-                users[said["host"], identity].append(rank)
-        for (_, identity), ranks in users.items():
-            for rank in ranks if len(ranks) > 1 else ():
-                found.accuse(rank, f"shares the device at {identity} with {len(ranks) - 1} other(s)")
+                self.found.accuse(rank, f"none of {', '.join(VISIBLE)} is set, while others are shown a device")
         for name in ("product", "copy"):
             self._compare(name, {rank: said[name] for rank, said in answers.items() if name in said})
 

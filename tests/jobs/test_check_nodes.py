@@ -167,7 +167,6 @@ class Played:
                 "local_rank": local,
                 "shown": True,
                 "device": self.device,
-                "identity": f"{rank}",
                 "product": 0.06 * scale,
                 "copy": 20.0 if self.device == "cpu" else 1250.0,
                 "gb_per_s": 100.0,
@@ -207,7 +206,7 @@ def test_nothing_against_sound_nodes() -> None:
 
 @pytest.mark.parametrize("change", [
     at(3, "alone", product=70.0), at(3, "alone", copy=900.0), at(3, "alone", error="no device"),
-    at(3, "alone", shown=False), at(3, "alone", identity="2"), at(3, "group", error="does not end"),
+    at(3, "alone", shown=False), at(3, "group", error="does not end"),
     lambda rank, order: None if rank == 3 else {},
     lambda rank, order: {"gb_per_s": 20.0} if rank in (2, 3) and {2, 3} == set(order.get("members", [])) else {},
     # Messages of one card are slow, or do not come through, whomever they go to.
