@@ -82,9 +82,9 @@ class InMemory(Apart):
     stores: ClassVar[dict[int, dist.HashStore]] = {}
 
     def _open_store(self, deadline: float) -> Any:
-        return dist.PrefixStore(self._prefix, self._client(False))
+        return dist.PrefixStore(self._prefix, self._client(0.0))
 
-    def _client(self, serve: bool) -> Any:
+    def _client(self, seconds: float) -> Any:
         return self.stores.setdefault(self.launch.master_port, dist.HashStore())
 
 
