@@ -86,10 +86,6 @@ class Meeting:
     @property
     def serves_store(self) -> bool:
         """Whether the store ends with this process."""
-        return self._serves_store
-
-    @property
-    def _serves_store(self) -> bool:
         return self.launch.task == 0 and not self.launch.store_served
 
     @property
@@ -111,16 +107,10 @@ class Meeting:
         """Seconds after which a rank looks again for a key that it waits for: the more ranks look, the longer."""
         return max(0.2, self.launch.world_size / _ASKED)
 
-    def _within(self, deadline: float, step: Callable[[], Any]) -> Any:
-        """The result of a step, which heeds the deadline itself unless the store's host hangs or lost power."""
-        failure = f"{self._myself}: {self._store_name} gave no answer"
-        return bounded(step, max(deadline - self._clock(), 0.0) + ANSWER_S, failure)
-
-    def _open_store(self, deadline: float) -> Any:
+    def _open_store(self, seconds: float) -> Any:
         if self.launch.world_size == 1 and not self.launch.store_served:
             return dist.HashStore()
-        seconds = max(deadline - self._clock(), 0.0)
-        return dist.PrefixStore(self._prefix, self._serve(seconds) if self._serves_store else self._client(seconds))
+        return dist.PrefixStore(self._prefix, self._serve(seconds) if self.serves_store else self._client(seconds))
 
     @property
     def _prefix(self) -> str:
@@ -155,7 +145,7 @@ class Meeting:
     def _client(self, seconds: float) -> Any:
         """A connection to the store, which may come to be within so many seconds."""
         # Rank 0 reaches its own store through the loopback device, whatever its name resolves to.
-        address = "127.0.0.1" if self._serves_store else self.launch.store_host, self.launch.master_port
+        address = "127.0.0.1" if self.serves_store else self.launch.store_host, self.launch.master_port
 
         def connect() -> Any:
             # torch tries again by itself, after ever longer pauses. Its own time limit would end in stack traces.

@@ -82,6 +82,8 @@ class Rendezvous(Meeting):
         self._call = 1  # the one that is looked for
         self._left_to_torch: Any = None  # the first connection to the store, once this rank has another
         self._changing = threading.Lock()  # held by who makes another
+        self._held_s = _HELD_S + self.pause_s  # torch may wait in the connection: ranks that poll go on so far apart
+        self._answer_s = ANSWER_S + self.pause_s  # a rank may take to hear a call and to answer it
         self._watcher: threading.Thread | None = None
         self._previous: dict[str, str | None] = {}
         self._explained: LaunchError | None = None
@@ -131,11 +133,13 @@ class Rendezvous(Meeting):
 
     def _meet(self, deadline: float) -> None:
         """Connect to the store and say hello."""
-        self._store = self._open_store(deadline)
+        self._store = self._open_store(self.timeout.total_seconds())
         self._open_flight()
         atexit.register(self._leave)
         try:
-            self._within(deadline, lambda: self._say_hello(deadline))
+            # It heeds the deadline itself unless the store's host hangs or lost power.
+            left, failure = deadline - self._clock(), f"{self._myself}: {self._store_name} gave no answer"
+            bounded(lambda: self._say_hello(deadline), max(left, 0.0) + ANSWER_S, failure)
         except LaunchError:
             self._leave()
             raise
@@ -236,16 +240,6 @@ class Rendezvous(Meeting):
                 another = dist.PrefixStore(self._prefix, self._client(ANSWER_S))
                 self._left_to_torch, self._store = self._store, another  # the first may be what serves the store
 
-    @property
-    def _held_s(self) -> float:
-        """Seconds that torch may wait in the connection: ranks come to the same call so far apart."""
-        return _HELD_S + self.pause_s
-
-    @property
-    def _answer_s(self) -> float:
-        """Seconds that a rank may take to answer a call: to hear it, and over another connection where need be."""
-        return ANSWER_S + self.pause_s
-
     def comes(self, key: str, seconds: float) -> bool:
         """Whether the store gets a key within so many seconds."""
         return self._poll([key], self._clock() + seconds)
@@ -274,7 +268,7 @@ class Rendezvous(Meeting):
     def _write_failure(self, message: str) -> None:
         number = self._store.add("failures", 1)
         self._store.set(f"failure/{number}", json.dumps([self.launch.rank, message]))
-        if self._serves_store and self._store.add("explainers", 1) == 1:
+        if self.serves_store and self._store.add("explainers", 1) == 1:
             # gloo shows the others a closed connection only when this process ends, with the store: tell them now
             self._store.set("findings", f"rank {self.launch.rank} failed: {message}")
             self._call_all(_ROLL)
@@ -346,9 +340,9 @@ class Rendezvous(Meeting):
 
     def _call_roll(self, seen: str) -> str:
         """Ask every rank for a sign of life, and where it is in the code."""
-        ranks = range(self.launch.world_size)
+        ranks, deadline = range(self.launch.world_size), self._clock() + self._answer_s
         self._call_all(_ROLL)
-        self._poll([f"answer/{rank}" for rank in ranks], self._clock() + self._answer_s)
+        self._poll([f"answer/{rank}" for rank in ranks], deadline)
         dead = self._without_key("answer")
         self._absentees = len(dead)
         if dead:
@@ -374,6 +368,9 @@ class Rendezvous(Meeting):
                     while self._exists(f"call/{self._call}"):
                         self._answer(self._store.get(f"call/{self._call}").decode().partition("/")[0])
                         self._call += 1
+                    if self._alarmed and not self._heard and self._exists("findings"):
+                        # The store may be gone when this rank sees the failure.
+                        self._heard = self._findings()
                 except LaunchError:
                     self._pause(ANSWER_S)  # the store's host hangs, or is stopped like the whole job
                 except RuntimeError:
@@ -391,18 +388,8 @@ class Rendezvous(Meeting):
             where = f"{number}{_STEP}{name}" if number else position(threading.main_thread().ident)
             self._store.set(f"answer/{self.launch.rank}", where)
             self._sound_alarm()
-            self._listen_to_findings()
         elif self.on_inquiry is not None:
             self.on_inquiry(self._call)
-
-    def _listen_to_findings(self) -> None:
-        """Keep what the roll call brings to light: the store may be gone when this rank sees the failure."""
-        deadline = self._clock() + 2 * self._answer_s
-        while not self._deaf.is_set() and self._clock() < deadline:
-            if self._exists("findings"):
-                self._heard = self._findings()
-                return
-            self._pause(self.pause_s)
 
     def inquire(self) -> int:
         """Ask all ranks to answer for a watchdog (see on_inquiry). Returns the number of the inquiry."""
@@ -461,9 +448,9 @@ class Rendezvous(Meeting):
         # First the answer: a roll call must not wait for this rank longer than this rank stays to serve the store.
         self._store.set(f"answer/{launch.rank}", _LEFT)
         self._deaf.set()
-        gone = self._store.add("left", 1)
         deadline = self._clock() + _LINGER_S + self._held_s
-        while self._serves_store and gone < launch.world_size - self._absentees and self._clock() < deadline:
+        gone = self._store.add("left", 1)
+        while self.serves_store and gone < launch.world_size - self._absentees and self._clock() < deadline:
             self._sleep(0.02)
             gone = self._store.add("left", 0)
 

@@ -81,7 +81,7 @@ class InMemory(Apart):
 
     stores: ClassVar[dict[int, dist.HashStore]] = {}
 
-    def _open_store(self, deadline: float) -> Any:
+    def _open_store(self, seconds: float) -> Any:
         return dist.PrefixStore(self._prefix, self._client(0.0))
 
     def _client(self, seconds: float) -> Any:

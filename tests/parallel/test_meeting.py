@@ -192,6 +192,7 @@ class Held:
 def test_a_rank_whose_connection_torch_holds_hears_over_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """As gloo does that waits for the rank that failed."""
     monkeypatch.setattr(rendezvous, "_HELD_S", 0.0)
+    monkeypatch.setattr(rendezvous, "ANSWER_S", 5.0)
     held, told, free = threading.Event(), threading.Event(), threading.Event()
 
     def fail_or_ask(rank: Apart) -> str:
@@ -203,7 +204,7 @@ def test_a_rank_whose_connection_torch_holds_hears_over_another(monkeypatch: pyt
         rank._store = Held(rank._store, free)
         held.set()
         with pytest.raises(LaunchError):
-            rank.unless_failed(free.wait, LONG.total_seconds(), "torch did not end")
+            rank.unless_failed(free.wait, 30.0, "torch did not end")
         text = str(rank.explain(RuntimeError("closed")))
         told.set()
         assert not free.is_set() and not rank.speaks
@@ -212,6 +213,20 @@ def test_a_rank_whose_connection_torch_holds_hears_over_another(monkeypatch: pyt
 
     _, text = ranks_in_threads([0, 1], 2, fail_or_ask)
     assert "rank 0" in text and "DataError: corpus.bin" in text
+
+
+def test_no_rank_goes_on_before_all_have_gathered() -> None:
+    """Under one name again and again."""
+    steps: list[int] = []
+
+    def go(rank: Apart) -> None:
+        for number in range(20):
+            steps.append(0)
+            rank.gather("a group", 3)
+            steps.append(number + 1)
+
+    assert ranks_in_threads([0, 1, 2], 3, go) == [None] * 3
+    assert all(steps[:at].count(0) >= 3 * number for at, number in enumerate(steps))
 
 
 def reaches(rank: Apart, host: str) -> bool:
@@ -289,14 +304,14 @@ def test_a_rank_connects_once() -> None:
     port, served, failed = free_port(), threading.Event(), threading.Event()
 
     class Through(Apart):
-        def _open_store(self, deadline: float) -> Any:
+        def _open_store(self, seconds: float) -> Any:
             if self.launch.rank == 0:
-                store = super()._open_store(deadline)
+                store = super()._open_store(seconds)
                 served.set()
                 return store
             served.wait()
             self.launch = dataclasses.replace(self.launch, master_port=door)
-            return super()._open_store(deadline)
+            return super()._open_store(seconds)
 
     def fail_or_ask(rank: Apart) -> str:
         if rank.launch.rank == 0:
