@@ -205,9 +205,10 @@ def test_a_rank_whose_connection_torch_holds_hears_over_another(monkeypatch: pyt
         held.set()
         with pytest.raises(LaunchError):
             rank.unless_failed(free.wait, 30.0, "torch did not end")
+        heard = rank._alarmed
         text = str(rank.explain(RuntimeError("closed")))
         told.set()
-        assert not free.is_set() and not rank.speaks
+        assert heard and not free.is_set() and not rank.speaks
         free.set()
         return text
 
