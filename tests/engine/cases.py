@@ -239,6 +239,11 @@ def on_two(rank: int) -> dict[str, Any]:
     return out | {f"resumed {p} {f}": resumed(topology, p, f) for p in PRECISIONS for f in BOTH}
 
 
+def on_three(rank: int) -> dict[str, Any]:
+    topology = join()
+    return {f"1x1x3 {p} 1": train(topology, p, 1) for p in PRECISIONS}
+
+
 def on_four(rank: int) -> dict[str, Any]:
     tensor_data, both, pipe_data = join(2, 1), Topology.create(2, 2), Topology.create(1, 2)
     torch.set_num_threads(1)

@@ -20,7 +20,7 @@ DTYPES = {"bf16": torch.bfloat16, "bf16sums": torch.bfloat16, "fp16": torch.floa
 def runs() -> dict[str, list[dict[str, Any]]]:
     """What every case gave, by name, in rank order."""
     out: dict[str, list[dict[str, Any]]] = {}
-    for n, body in ((1, cases.on_one), (2, cases.on_two), (4, cases.on_four)):
+    for n, body in ((1, cases.on_one), (2, cases.on_two), (3, cases.on_three), (4, cases.on_four)):
         ranks = run_processes(n, body)
         out.update({name: [r[name] for r in ranks] for name in ranks[0]})
     return out
@@ -41,6 +41,7 @@ def whole(ranks: list[dict[str, Any]], what: str) -> dict[str, np.ndarray]:
 NAMES = (
     [f"1x1x1 {p} 1" for p in ("fp32", "bf16", "fp16")]
     + [f"1x1x2 {p} {z}" for p in ("fp32", "bf16", "fp16") for z in (0, 1)]
+    + [f"1x1x3 {p} 1" for p in ("fp32", "bf16", "fp16")]
     + [f"2x2x1 {p} 1" for p in ("fp32", "bf16", "fp16")]
     + [f"{layout} bf16sums {z}" for layout, z in (("1x1x2", 0), ("1x1x2", 1), ("2x1x2", 1), ("2x2x1", 1))]
     + ["2x1x2 fp32 1", "2x1x2 bf16 1", "2x1x2 fp16 0", "1x2x2 fp32 0", "1x2x2 bf16 0", "1x2x2 fp16 1"]
