@@ -115,6 +115,16 @@ def test_bad_gradient_of_one_rank_skips_everywhere(runs: Any, layout: str, preci
         np.testing.assert_allclose(state[f"master.{key}"], w.detach().numpy(), rtol=0, atol=2e-6, err_msg=key)
 
 
+@pytest.mark.parametrize("precision", cases.PRECISIONS)
+def test_a_skipped_step_of_sgd_leaves_weights_and_momentum(runs: Any, precision: str) -> None:
+    ranks = runs[f"bad sgd {precision}"]
+    assert [x.skipped for x in ranks[0]["results"]] == [False, True, False]
+    before, after, state = (whole(ranks, name) for name in ("before", "after", "state"))
+    for key in before:
+        np.testing.assert_array_equal(after[key], before[key], err_msg=key)
+    assert any((state[key] != after[key]).any() for key in state), "the last step counts"
+
+
 def test_step_at_which_the_loss_scale_grows_is_a_whole_step(runs: Any) -> None:
     """Plain SGD in closed form: w - lr * g; a gradient divided by the new scale would move half as far."""
     (run,) = runs["scale grows"]
