@@ -63,8 +63,8 @@ def torch_attention(
     if documents is None:
         if alibi is None:
             return _causal(_one_sample(q), _one_sample(k), _one_sample(v), None, dropout).reshape(q.shape)
-        bias = alibi.bias(positions, positions, q.dtype)
-        return _causal(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), bias, dropout).transpose(0, 1)
+        whole = alibi.bias(positions, positions, q.dtype)
+        return _causal(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), whole, dropout).transpose(0, 1)
     bias = None if alibi is None else alibi.bias(documents.longest, positions, q.dtype)
     outs = []
     for q_n, k_n, v_n in zip(*(documents.batches(x) for x in (q, k, v)), strict=True):

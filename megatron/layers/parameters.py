@@ -20,7 +20,7 @@ from megatron.parallel.sharding import Sharding, attach, shard
 
 BLOCK = 64
 _PIECE = 1 << 20
-"""Elements that a thread draws at a time, at least: some milliseconds, and few enough for all threads to end together."""
+"""Elements that a thread draws at a time, at least: some milliseconds, and all threads end together."""
 Fill = Callable[[torch.Tensor, torch.Generator, tuple[int, ...]], object]
 """Fills a block of a parameter: (block, generator, the parameter's global shape). Several threads call it at once."""
 
@@ -45,14 +45,15 @@ def constant(value: float) -> Fill:
 
 
 def draw(
-    sharding: Sharding, local_shape: Sequence[int], fill: Fill, seed: int, device: torch.device = torch.device("cpu")
+    sharding: Sharding, local_shape: Sequence[int], fill: Fill, seed: int, device: torch.device | None = None
 ) -> torch.Tensor:
-    """The values of one shard, fp32; padding is zero.
+    """The values of one shard, fp32 on `device`, or on the CPU; padding is zero.
 
     Beside them there are at most two pieces of _PIECE elements, or of a block where that is more, for each thread, on
     the host and on the device.
     """
     dim = 0 if sharding.dim is None else sharding.dim
+    device = device or torch.device("cpu")
     rest = [n for d, n in enumerate(sharding.global_shape) if d != dim]
     total, start, extent = sharding.global_shape[dim], sharding.offset[dim], sharding.extent[dim]
     out = torch.zeros(tuple(local_shape), device=device)

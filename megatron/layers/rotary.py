@@ -36,7 +36,7 @@ class RotaryEmbedding:
         return cos[ids].unsqueeze(2), sin[ids].unsqueeze(2)
 
     def rotate(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
-        """Rotate x [s, b, heads, d], contiguous afterwards; entries past `dimension` stay as they are. Arithmetic in fp32.
+        """Rotate x [s, b, heads, d]; entries past `dimension` stay as they are. Arithmetic in fp32; contiguous result.
 
         x may be a slice of the fused projection: the kernel reads it where it lies.
         """
