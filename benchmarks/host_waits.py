@@ -209,7 +209,8 @@ def main() -> int:
         return 0
     if options.output:
         options.output.mkdir(parents=True, exist_ok=True)
-    failed, said = 0, []
+    failed = 0
+    said: list[str] = []
     print("| training | line | phase | waits a step |\n|---|---|---|---|")
     for training in trainings(options.device, gpus_here()):
         with tempfile.TemporaryDirectory(dir=options.output) as folder:
@@ -217,7 +218,8 @@ def main() -> int:
                 counts, (allocated, freed) = look_at(training, options.device, Path(folder))
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 print(error, file=sys.stderr)
-                failed, said = failed + 1, [*said, f"{training.name}: FAILED"]
+                failed += 1
+                said.append(f"{training.name}: FAILED")
                 continue
         for (line, phase), number in counts.most_common():
             print(f"| {training.name} | {line} | {phase} | {number / STEPS:g} |", flush=True)

@@ -88,7 +88,7 @@ def cases(device: str, devices: int) -> list[Case]:
 
 def launch(
     metrics: Path, arguments: Sequence[str], ranks: int = 1, env: Mapping[str, str] | None = None,
-    before: Sequence[str] = (), waits_for: Sequence[int] | None = None,
+    before: Sequence[str] = (), limit_s: float = START_S, waits_for: Sequence[int] | None = None,
 ) -> tuple[list[int], list[Path]]:
     """Run pretrain_gpt.py in processes of their own, with `before` between python and it, as `-c` and a program that
     runs it in turn; exit codes of the ranks (or of those that it `waits_for`) and all logs, beside the metrics.
@@ -108,7 +108,7 @@ def launch(
                         command, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, stdout=out,
                         stderr=subprocess.STDOUT,
                     ))  # fmt: skip
-            end, listed = time.monotonic() + START_S, range(ranks) if waits_for is None else waits_for
+            end, listed = time.monotonic() + limit_s, range(ranks) if waits_for is None else waits_for
             return [processes[rank].wait(max(1.0, end - time.monotonic())) for rank in listed], logs
         finally:
             for process in processes:
@@ -117,10 +117,10 @@ def launch(
 
 def train(
     metrics: Path, arguments: Sequence[str], ranks: int = 1, env: Mapping[str, str] | None = None,
-    before: Sequence[str] = (),
+    before: Sequence[str] = (), limit_s: float = START_S,
 ) -> dict[int, Record]:
     """As `launch`; the iteration records by number. Raises RuntimeError where a rank fails, with its last lines."""
-    codes, logs = launch(metrics, arguments, ranks, env, before)
+    codes, logs = launch(metrics, arguments, ranks, env, before, limit_s)
     if any(codes):
         log = next(log for log, code in zip(logs, codes, strict=True) if code)
         raise RuntimeError(f"exit codes {codes}, {log}: {log.read_text(errors='replace').strip()[-3000:]}")

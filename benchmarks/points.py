@@ -33,6 +33,7 @@ from megatron.checkpoint.planner import Shards
 from megatron.checkpoint.snapshot import Snapshot
 from megatron.config import Config
 from megatron.data.batch import make_micro_batch
+from megatron.layers.embedding import look_up
 from megatron.model.gpt import build_chunks
 from megatron.parallel import sink
 from megatron.parallel.sink import GradientSink
@@ -40,17 +41,6 @@ from megatron.parallel.topology import Layout, Topology
 
 GIB = 2**30
 WARM_UP, STEPS, REPEAT = 3, 8, 5
-RESERVED = """
-import runpy, sys
-file = sys.argv[1]
-def look(event, arguments):
-    if event == "megatron.run.step":
-        import torch
-        open(file, "w").write(str(torch.cuda.max_memory_reserved()))
-sys.addaudithook(look)
-sys.argv = sys.argv[2:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 Pair = tuple[float, float, str]  # before, after, unit
 
 
@@ -104,9 +94,8 @@ def reserved(place: Place) -> Pair:
     found, arguments = [], our_arguments(cuda_cases(place.memory_bytes)[0], OURS, WARM_UP + STEPS)
     for on in (False, True):
         variables = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), f"expandable_segments:{on}")
-        file = place.folder / f"reserved-{on}"
-        train(place.folder / f"reserved-{on}.jsonl", arguments, 1, variables, ("-c", RESERVED, str(file)))
-        found.append(int(file.read_text()) / GIB)
+        records = train(place.folder / f"reserved-{on}.jsonl", arguments, 1, variables)
+        found.append(max(record["reserved_bytes"] for record in records.values()) / GIB)
     return found[0], found[1], "GiB reserved"
 
 
@@ -120,7 +109,7 @@ def of_two(variable: str, before: str, after: str, *, tensor: bool) -> Callable[
             raise Cannot("needs ROCm")
         if place.count < 2:
             raise Cannot("needs two devices")
-        case = replace(cuda_cases(place.memory_bytes)[:2][-1], **{"tensor" if tensor else "data": 2})
+        case = replace(cuda_cases(place.memory_bytes)[:2][-1], tensor=1 + tensor, data=2 - tensor)
         return medians(case, ({variable: before}, flags), ({variable: after}, flags), place)
 
     return measure
@@ -167,26 +156,29 @@ def weight_gradient(place: Place, in_fp32: bool) -> Pair:
 
 
 def embedding_gradient(place: Place) -> Pair:
-    """index_put_(accumulate=True) beside GradientSink.add_rows, with tokens as frequent as words (Zipf)."""
+    """index_put_(accumulate=True) beside the backward pass of look_up, with tokens as frequent as words (Zipf)."""
     rows, columns, tokens = (512, 64, 256) if place.small else (50304, 4096, 8192)
     frequency = 1 / torch.arange(1, rows + 1, dtype=torch.float64)
     ids = torch.multinomial(frequency, tokens, replacement=True).to(place.device)
     values = torch.randn(tokens, columns, device=place.device, dtype=torch.bfloat16)
-    ours = GradientSink(
-        torch.nn.Parameter(values.new_empty(rows, columns)), values.new_empty(rows, columns, dtype=torch.float32)
-    )
-    total = torch.zeros_like(ours.total)
+    weight = torch.nn.Parameter(values.new_zeros(rows, columns))
+    ours = GradientSink(weight, torch.empty(rows, columns, device=place.device))
+    weight.gradient_sink = ours  # type: ignore[attr-defined]
+    found, total = look_up(weight, ids), torch.zeros_like(ours.total)
 
     def before() -> None:
         total.index_put_((ids,), values.float(), accumulate=True)
 
+    def after() -> None:
+        found.backward(values, retain_graph=True)
+
     before()
-    ours.add_rows(ids, values)
+    after()
     for row in ids.unique()[:32].tolist():
         expected = values[ids == row].double().sum(0)
         for sums in (total, ours.total):
             close(sums[row], expected, 1e-5)
-    return timed(before, place), timed(lambda: ours.add_rows(ids, values), place), "ms"
+    return timed(before, place), timed(after, place), "ms"
 
 
 def host_copy(place: Place, of_bytes: bool) -> Pair:
@@ -307,6 +299,8 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     memory_bytes = device_memory()[1] if options.device == "cuda" else 0
     place = Place(options.device, gpus_here(), memory_bytes, folder)
+    if place.small:
+        torch.set_num_threads(1)
     # Trainings first: while they run this process holds no device.
     rows = [*(TRAININGS if options.part != "operators" else []), *(OPERATORS if options.part != "trainings" else [])]
     failed = measured = 0
