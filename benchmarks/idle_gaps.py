@@ -57,7 +57,8 @@ def fold(events: Iterable[Event]) -> Stream:
     work = [event for event in complete if event.get("cat") in DEVICE]
     streams: dict[str, list[Event]] = defaultdict(list)
     for event in work or (event for event in host if event["cat"] == "cpu_op"):
-        streams[f"stream {event['args']['stream']}" if work else f"thread {event['tid']}"].append(event)
+        stream = event.get("args", {}).get("stream", event.get("tid"))
+        streams[f"stream {stream}" if work else f"thread {event['tid']}"].append(event)
     if not streams:
         raise ValueError("the trace has neither kernels nor operators")
     found = (_stream(name, listed, host) for name, listed in streams.items())

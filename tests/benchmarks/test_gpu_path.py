@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -74,11 +75,14 @@ def test_what_torch_says_of_a_device_is_counted_each_time(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     waits = module("host_waits").HostWaits("cuda", (__file__,))
-    with pytest.warns(UserWarning, match="another") as seen, waits:
+    with pytest.warns(UserWarning, match="another") as seen, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        waits.__enter__()
         for _ in range(3):
             warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
         torch.cuda.synchronize()
         warnings.warn("another", stacklevel=1)
+        waits.__exit__()
     first = min(lines(waits))
     assert lines(waits) == {first: 3, first + 1: 1} and len(seen) == 1
     assert modes == ["warn", "default"]
@@ -104,9 +108,10 @@ def event(category: str, name: str, start: float, length: float, stream: int = 7
 
 
 def test_gaps_are_those_of_the_busiest_stream_and_name_what_the_host_did() -> None:
-    """Kernels at 0 to 100, 50 to 120 (beside the first), 300 to 400 and 405 to 500: idle from 120 to 300 and for 5."""
+    """Kernels at 0 to 100, beside it 10 to 20 and 50 to 120, 300 to 400, 405 to 500: idle from 120 to 300 and for 5."""
     trace = [
-        event("kernel", "a", 0, 100), event("kernel", "b", 50, 70), event("gpu_memcpy", "c", 300, 100),
+        event("kernel", "a", 0, 100), event("kernel", "in a", 10, 10), event("kernel", "b", 50, 70),
+        event("gpu_memcpy", "c", 300, 100),
         event("kernel", "d", 405, 95), event("kernel", "elsewhere", 130, 20, stream=9),
         event("cpu_op", "aten::item", 110, 200), event("cuda_runtime", "cudaStreamSynchronize", 200, 50),
         event("cpu_op", "aten::add", 390, 5), {"ph": "M", "name": "process_name"},
@@ -166,3 +171,27 @@ def test_a_wrong_sum_is_a_failed_row(
     plain = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda of, tokens, *more: plain(of, tokens.flip(0), *more))
     assert run_points(monkeypatch, tmp_path, operators) == 1
+
+
+def test_both_sides_of_every_training_are_taken_and_differ(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each twice, of 1 s and 2 s a step; on two devices of ROCm, on which all of them run."""
+    points, sides = module("points"), module("sides")
+    started: list[tuple[dict[str, str], Any]] = []
+
+    def run(case: Any, side: Any, **more: Any) -> Any:
+        config = parse_args(sides.our_arguments(case, side, 3), case.processes)
+        started.append((dict(os.environ), config))
+        return sides.Outcome(step_s=[1.0 if side.name.endswith("0") else 2.0])
+
+    monkeypatch.setattr(points, "run", run)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    place = points.Place("cuda", 2, 80 * 2**30, tmp_path)
+    for name, _, _, measure in points.TRAININGS:
+        if measure is points.reserved:
+            continue
+        started.clear()
+        assert measure(place)[:2] == (1000.0, 2000.0)
+        first, second = started[0], started[1]
+        assert len(started) == 4 and first == started[3] and second == started[2] and first != second, name
+    with pytest.raises(points.Cannot):
+        points.TRAININGS[-1][3](points.Place("cuda", 1, 80 * 2**30, tmp_path))
