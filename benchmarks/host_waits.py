@@ -7,8 +7,6 @@ is done between them. On a device torch says so itself where a call waits (torch
 not report, torch.cuda.synchronize and Event.synchronize, is counted by us. Waiting for other ranks is not waiting for
 the device. On a CPU, where nothing waits, calls count that would wait if their tensors were a device's: an upper bound,
 to see that it runs. Exit code 1 where a step waits more than once, apart from the report of --log-interval.
-
-Allocations are cudaMalloc and cudaFree, of which the second waits for the whole device.
 """
 from __future__ import annotations
 
@@ -134,22 +132,16 @@ class HostWaits(TorchDispatchMode):
 
 def watch(file: str, device: str, arguments: Sequence[str]) -> None:
     """Run a program with its arguments in this process; write what its steps have waited for to a file."""
-    waits, before = HostWaits(device), [0, 0]
-
-    def allocated() -> list[int]:
-        stats = torch.cuda.memory_stats() if device == "cuda" else {}
-        return [int(stats.get(name, 0)) for name in ("num_device_alloc", "num_device_free")]
+    waits = HostWaits(device)
 
     def look(event: str, of: tuple[Any, ...]) -> None:
         if event != "megatron.run.step":
             return
         if of[0] == SKIPPED:
-            before[:] = allocated()
             waits.__enter__()
         elif of[0] == SKIPPED + STEPS:
             waits.__exit__(None, None, None)
-            calls = [after - so_far for after, so_far in zip(allocated(), before, strict=True)]
-            Path(file).write_text(json.dumps({"waits": [[*key, n] for key, n in waits.counts.items()], "calls": calls}))
+            Path(file).write_text(json.dumps([[*key, n] for key, n in waits.counts.items()]))
 
     sys.addaudithook(look)
     sys.argv = list(arguments)
@@ -180,8 +172,8 @@ def trainings(device: str, devices: int) -> list[Training]:
     return [Training("124M, bf16", mid), two, *(more if devices > 1 else [])]
 
 
-def look_at(training: Training, device: str, folder: Path) -> tuple[Counter[Line], list[int]]:
-    """Run it; the waits of the rank that waits most at each line, and its calls that (allocate, free).
+def look_at(training: Training, device: str, folder: Path) -> Counter[Line]:
+    """Run it; the waits of the rank that waits most at each line.
 
     Raises RuntimeError where a rank fails, and subprocess.TimeoutExpired.
     """
@@ -190,12 +182,10 @@ def look_at(training: Training, device: str, folder: Path) -> tuple[Counter[Line
     arguments = [*training.arguments, "--save", str(folder / "saved"), *here]
     train(folder / "metrics.jsonl", arguments, training.ranks, env, before)
     waits: Counter[Line] = Counter()
-    calls = [0, 0]
     for rank in range(training.ranks):
         found = json.loads((folder / f"waits.{rank}").read_text())
-        waits |= Counter({(line, phase): n for line, phase, n in found["waits"]})
-        calls = [max(pair) for pair in zip(calls, found["calls"], strict=True)]
-    return waits, calls
+        waits |= Counter({(line, phase): n for line, phase, n in found})
+    return waits
 
 
 def main() -> int:
@@ -215,7 +205,7 @@ def main() -> int:
     for training in trainings(options.device, gpus_here()):
         with tempfile.TemporaryDirectory(dir=options.output) as folder:
             try:
-                counts, (allocated, freed) = look_at(training, options.device, Path(folder))
+                counts = look_at(training, options.device, Path(folder))
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 print(error, file=sys.stderr)
                 failed += 1
@@ -225,7 +215,7 @@ def main() -> int:
             print(f"| {training.name} | {line} | {phase} | {number / STEPS:g} |", flush=True)
         waits = sum(number for (_, phase), number in counts.items() if not phase.startswith(REPORT)) / STEPS
         failed += options.device == "cuda" and waits > 1
-        said.append(f"{training.name}: {waits:g} ({allocated} allocations, {freed} frees)")
+        said.append(f"{training.name}: {waits:g}")
     print(f"waits a step, beside those of a report: {'; '.join(said)}")
     return 1 if failed else 0
 
