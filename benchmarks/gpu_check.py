@@ -344,7 +344,7 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
         step("parity", "training beside the CPU's", (60, 10),
              "benchmarks/parity.py --device DEVICE --ranks 1 --output OUT", cannot=trains),
         step("host-waits", "where the host waits for the device", (65 + 40 * two, 20),
-             "benchmarks/host_waits.py --device DEVICE --output OUT", cannot=trains),
+             "benchmarks/step_waits.py --device DEVICE --output OUT", cannot=trains),
         g1,
         step("ranks", "training of two ranks beside the CPU's", (140, 15),
              "benchmarks/parity.py --device DEVICE --ranks 2 --output OUT", cannot=trains),

@@ -1,224 +1,131 @@
-"""Where the host waits for the device in a step of training: lines of the program, and how often in a step.
+"""Where the host waits for its device: for a number, for a size that depends on values, for a copy to or from it.
 
-    python benchmarks/host_waits.py [--device cpu|cuda] [--output FOLDER]
-
-pretrain_gpt.py trains as users start it, with --save, and STEPS steps are looked at after SKIPPED others, with all that
-is done between them. On a device torch says so itself where a call waits (torch.cuda.set_sync_debug_mode); what it does
-not report, torch.cuda.synchronize and Event.synchronize, is counted by us. Waiting for other ranks is not waiting for
-the device. On a CPU, where nothing waits, calls count that would wait if their tensors were a device's: an upper bound,
-to see that it runs. Exit code 1 where a step waits more than once, apart from the report of --log-interval.
+`HostWaits` finds this on tensors of any device, also without data or on the CPU, so that a test without a GPU sees what
+would hold one up. On a GPU torch.cuda.set_sync_debug_mode says more: it also knows what a library does. Within backward
+passes torch shows operators only, so that neither a list of numbers nor a tensor made of them is seen there.
 """
 from __future__ import annotations
 
-import argparse
-import contextlib
-import json
-import os
-import runpy
-import subprocess
 import sys
-import tempfile
-import warnings
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
-from unittest import mock
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
-
-from parity import LAYOUTS, NO_DROPOUT, ON_CPU, SHARED, train  # noqa: E402
-from sides import our_arguments  # noqa: E402
-from workloads import OURS, cuda_cases  # noqa: E402
-
-from megatron.calibration.processes import gpus_here  # noqa: E402
-from tests.helpers.launching import TINY  # noqa: E402
-
-SKIPPED, STEPS = 4, 4
-LOOP = str(ROOT / "megatron" / "training" / "loop.py")
-PROGRAM = (f"{ROOT / 'megatron'}/", str(ROOT / "pretrain_gpt.py"))
-Line = tuple[str, str]  # file:line, and phase
-ELSEWHERE: Line = ("(no line of the program)", "")
-REPORT = "report"  # the phase in which the loop is meant to wait
-
-# Operators whose result's size or value the host needs.
-ASKS = {
-    "_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2", "unique_dim",
-    "unique_consecutive", "bincount",
-}  # fmt: skip
+_LIBRARY = str(Path(__file__).resolve().parents[1] / "megatron")
+_aten = torch.ops.aten
+# What computes an answer for the host, or a tensor whose size depends on values.
+_SIZED = frozenset({
+    _aten.equal, _aten.nonzero, _aten.masked_select, _aten._unique2, _aten.unique_dim, _aten.unique_consecutive,
+    _aten.bincount, _aten.repeat_interleave,
+})  # fmt: skip
+_INDEXED = frozenset({_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_})
+# In C without an operator. What makes a tensor of Python's numbers copies it to a device from pageable memory.
+_FUNCTIONS = {torch.Tensor.tolist: "tolist", torch.Tensor.numpy: "numpy", torch.Tensor.__array__: "numpy"}
+_MAKERS = {torch.tensor: "tensor", torch.as_tensor: "as_tensor", torch.Tensor.new_tensor: "new_tensor"}
 
 
-class HostWaits(TorchDispatchMode):
-    """Counts waits for the device within a `with` block, by line of the program and phase of its step.
+class HostWaits:
+    """`with HostWaits("cuda") as waits:` notes in `waits.found` each wait as "operator at file:line" of our own code.
 
-    counts   {(file:line, phase): number}. The line is the innermost of the files below `program`; the phase is the
-             function of the training loop and what it called, or "another thread", such as autograd's, whose waits in
-             C++ are told at the line that called backward
+    device  the type of the device. "meta": tensors without data in its place. "cpu": all tensors count as the device's,
+            and only those that torch reads, so that host memory is to be read without torch (numpy)
+
+    Numbers that are read one after the other, with no work for the device in between, are one wait: nothing is left to
+    wait for. A copy that does not block (non_blocking) is none.
     """
 
-    def __init__(self, device: str, program: Sequence[str] = PROGRAM) -> None:
-        super().__init__()
-        self.device, self.program = device, tuple(program)
-        self.counts: Counter[Line] = Counter()
-        self._undo = contextlib.ExitStack()
+    def __init__(self, device: str) -> None:
+        self.device, self.found = device, list[str]()
+        self._idle = False
+        self._modes = (_Operators(self), _Functions(self))
 
     def __enter__(self) -> HostWaits:
-        if self.device == "cuda":
-            self._undo.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("always")
-            warnings.showwarning = self._warned(warnings.showwarning)
-            torch.cuda.set_sync_debug_mode("warn")
-            self._undo.callback(torch.cuda.set_sync_debug_mode, "default")
-            calls: list[tuple[Any, str]] = [(torch.cuda, "synchronize"), (torch.cuda.Event, "synchronize")]
-        else:
-            calls = [(torch.Tensor, "tolist"), (torch.Tensor, "cpu")]
-            super().__enter__()
-        for owner, name in calls:
-            self._undo.enter_context(mock.patch.object(owner, name, self._counted(getattr(owner, name))))
+        for mode in self._modes:
+            mode.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._undo.close()
-        if self.device != "cuda":
-            super().__exit__(*error)
+        for mode in reversed(self._modes):
+            mode.__exit__(*error)
+
+    def of_device(self, x: Any) -> bool:
+        return isinstance(x, torch.Tensor) and x.device.type == self.device
+
+    def read(self, what: str) -> None:
+        """What is there is read."""
+        if not self._idle:
+            self.wait(what)
+        self._idle = True
+
+    def wait(self, what: str) -> None:
+        """The device has to do something first."""
+        self.found.append(f"{what} at {_place()}")
+
+    def work(self) -> None:
+        self._idle = False
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, waits: HostWaits) -> None:
+        super().__init__()
+        self._waits = waits
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or torch's compiler would be imported, to be kept away from here
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        by_mask = name in ("index", "index_put", "index_put_") and any(
-            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
-        )
-        by_count = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
-        if name in ASKS or by_mask or by_count:
-            self.add()
-        return func(*args, **(kwargs or {}))
+        kwargs, waits, packet = kwargs or {}, self._waits, func.overloadpacket
+        if packet is _aten._local_scalar_dense and waits.of_device(args[0]):
+            waits.read("item")
+        elif packet in _SIZED and waits.of_device(args[0]):
+            waits.wait(packet.__name__)
+        elif packet in _INDEXED and waits.of_device(args[0]) and any(_is_mask(i) for i in args[1]):
+            waits.wait("index by a mask")
+        elif self._copies_and_blocks(packet, args, kwargs):
+            waits.wait("copy between host and device")
+        elif not func.is_view:
+            waits.work()
+        return func(*args, **kwargs)
 
-    def _warned(self, show: Callable[..., None]) -> Callable[..., None]:
-        def look(message: Warning | str, *args: Any, **kwargs: Any) -> None:
-            if "synchronizing CUDA operation" in str(message):
-                self.add()
-            else:
-                show(message, *args, **kwargs)
-
-        return look
-
-    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.add()
-            return function(*args, **kwargs)
-
-        return call
-
-    def add(self) -> None:
-        """Count a wait of whoever calls this."""
-        frame: FrameType | None = sys._getframe(1)
-        line, phase, inner = "", "another thread", ""
-        while frame is not None:
-            code = frame.f_code
-            if not line and code.co_filename.startswith(self.program):
-                line = f"{code.co_filename.removeprefix(f'{ROOT}/')}:{frame.f_lineno}"
-            if code.co_filename == LOOP:
-                phase = code.co_name + (f" > {inner}" if inner else "")
-                break
-            inner = code.co_name
-            frame = frame.f_back
-        self.counts[(line, phase) if line else ELSEWHERE] += 1
+    def _copies_and_blocks(self, packet: Any, args: Any, kwargs: Any) -> bool:
+        if packet is _aten._to_copy and kwargs.get("device") is not None:
+            blocks, other = not kwargs.get("non_blocking"), torch.device(kwargs["device"]).type
+        elif packet is _aten.copy_:
+            blocks, other = not (args[2] if len(args) > 2 else kwargs.get("non_blocking")), args[1].device.type
+        else:
+            return False
+        return blocks and other != args[0].device.type and self._waits.device in (other, args[0].device.type)
 
 
-def watch(file: str, device: str, arguments: Sequence[str]) -> None:
-    """Run a program with its arguments in this process; write what its steps have waited for to a file."""
-    waits = HostWaits(device)
+class _Functions(TorchFunctionMode):
+    def __init__(self, waits: HostWaits) -> None:
+        super().__init__()
+        self._waits = waits
 
-    def look(event: str, of: tuple[Any, ...]) -> None:
-        if event != "megatron.run.step":
-            return
-        if of[0] == SKIPPED:
-            waits.__enter__()
-        elif of[0] == SKIPPED + STEPS:
-            waits.__exit__(None, None, None)
-            Path(file).write_text(json.dumps([[*key, n] for key, n in waits.counts.items()]))
-
-    sys.addaudithook(look)
-    sys.argv = list(arguments)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, waits = kwargs or {}, self._waits
+        if func in _FUNCTIONS and waits.of_device(args[0]):
+            waits.read(_FUNCTIONS[func])
+        out = func(*args, **kwargs)
+        if func in _MAKERS and waits.of_device(out):
+            waits.wait(_MAKERS[func])
+        return out
 
 
-# ---- trainings -------------------------------------------------------------------------------------------------------
-
-@dataclass(frozen=True)
-class Training:
-    """What is looked at; `shared`: its ranks are on one device, and talk through gloo (parity.py)."""
-
-    name: str
-    arguments: list[str]
-    ranks: int = 1
-    shared: bool = False
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
-def trainings(device: str, devices: int) -> list[Training]:
-    """List what this machine can run."""
-    length = ["--train-iters", str(SKIPPED + STEPS), "--log-interval", str(STEPS)]
-    tiny, zero = [*TINY, *NO_DROPOUT, *length], ["--bf16", "--zero-stage", "1", "--overlap-param-gather"]
-    two = Training("tiny, 2 ranks, ZeRO-1", [*tiny, *zero], 2, device == "cuda" and devices < 2)
-    if device == "cpu":
-        return [Training("tiny, fp32", tiny), two]
-    mid = [*our_arguments(cuda_cases(2**40)[0], OURS, SKIPPED + STEPS), *length, "--overlap-param-gather"]
-    more = [Training(f"tiny, {name}", [*tiny, "--bf16", *LAYOUTS[name]], 2) for name in ("TP 2", "PP 2")]
-    return [Training("124M, bf16", mid), two, *(more if devices > 1 else [])]
-
-
-def look_at(training: Training, device: str, folder: Path) -> Counter[Line]:
-    """Run it; the waits of the rank that waits most at each line.
-
-    Raises RuntimeError where a rank fails, and subprocess.TimeoutExpired.
-    """
-    here, env = ON_CPU if device == "cpu" else ([], None)
-    before = [*SHARED * training.shared, __file__, "--device", device, "--watch", str(folder / "waits")]
-    arguments = [*training.arguments, "--save", str(folder / "saved"), *here]
-    train(folder / "metrics.jsonl", arguments, training.ranks, env, before)
-    waits: Counter[Line] = Counter()
-    for rank in range(training.ranks):
-        found = json.loads((folder / f"waits.{rank}").read_text())
-        waits |= Counter({(line, phase): n for line, phase, n in found})
-    return waits
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="cuda (CUDA or ROCm) by default")
-    parser.add_argument("--output", type=Path, metavar="FOLDER", help="for metrics, checkpoints and logs")
-    parser.add_argument("--watch", nargs=argparse.REMAINDER, metavar="FILE PROGRAM", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.watch:
-        watch(f"{options.watch[0]}.{os.environ['RANK']}", options.device, options.watch[1:])
-        return 0
-    if options.output:
-        options.output.mkdir(parents=True, exist_ok=True)
-    failed = 0
-    said: list[str] = []
-    print("| training | line | phase | waits a step |\n|---|---|---|---|")
-    for training in trainings(options.device, gpus_here()):
-        with tempfile.TemporaryDirectory(dir=options.output) as folder:
-            try:
-                counts = look_at(training, options.device, Path(folder))
-            except (RuntimeError, subprocess.TimeoutExpired) as error:
-                print(error, file=sys.stderr)
-                failed += 1
-                said.append(f"{training.name}: FAILED")
-                continue
-        for (line, phase), number in counts.most_common():
-            print(f"| {training.name} | {line} | {phase} | {number / STEPS:g} |", flush=True)
-        waits = sum(number for (_, phase), number in counts.items() if not phase.startswith(REPORT)) / STEPS
-        failed += options.device == "cuda" and waits > 1
-        said.append(f"{training.name}: {waits:g}")
-    print(f"waits a step, beside those of a report: {'; '.join(said)}")
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def _place() -> str:
+    """The innermost line of megatron/ that is being run, and the one that called it."""
+    frame, places = sys._getframe(1).f_back, list[str]()
+    while frame is not None and len(places) < 2:
+        path = frame.f_code.co_filename
+        if path.startswith(_LIBRARY):
+            places.append(f"{path.removeprefix(_LIBRARY)[1:]}:{frame.f_lineno}")
+        frame = frame.f_back
+    return ", for ".join(places) or "?"
