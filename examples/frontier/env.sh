@@ -42,6 +42,14 @@ if [[ -e $_net/hsn0 ]]; then
     # Lets peers address the whole memory of a GCD over PCIe.
     _choose HSA_FORCE_FINE_GRAIN_PCIE 1
 
+    # --- HIP and torch, which read them before they start; the launch sets the same where a job does not come by here
+    # (megatron/parallel/environment.py, with the reasons in full).
+    # Queues of each priority: one for each communicator of a rank. With the 4 of HIP's default some share a queue, in
+    # which one waits for the other. 4 and 8 are to be measured.
+    _choose GPU_MAX_HW_QUEUES 8
+    # Communication has queues of its own, so that a receive which is posted early does not spin in front of products.
+    _choose TORCH_NCCL_HIGH_PRIORITY 1
+
     # --- libfabric, provider cxi
     # Who tells the cache of registered memory that a page is another one now. userfaultfd works too; memhooks deadlocks
     # with the plugin.

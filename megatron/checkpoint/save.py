@@ -109,9 +109,20 @@ class Saver:
         return self._pending is not None and self._pending.writer.done
 
     @property
+    def _optimizer(self) -> bool:
+        return not self._config.checkpoint.no_save_optim
+
+    @property
     def snapshot_bytes(self) -> int:
         """Host memory that saves in the background hold on this rank."""
         return self._snapshot.bytes
+
+    def prepare(self, engine: Engine) -> str:
+        """Get the host memory that saves in the background take, and pin it, which takes seconds; a note where it could
+        not be pinned on this rank. Raises CheckpointError on every rank where one has no memory."""
+        with together(self._topology, "getting host memory for --async-save"):
+            self._snapshot.reserve(tensors_to_save(engine, self._topology, self._optimizer))
+        return self._snapshot.note
 
     def start(
         self, iteration: int, engine: Engine, state: dict[str, Any], passport: Any = None, background: bool = False
@@ -131,7 +142,7 @@ class Saver:
             self.commit()
         begun = time.perf_counter()
         folder = self._directory / folder_name(iteration)
-        pending = _Pending(folder, iteration, begun, optimizer=not self._config.checkpoint.no_save_optim)
+        pending = _Pending(folder, iteration, begun, self._optimizer)
         try:
             with together(self._topology, pending.what):
                 pending.texts = self._texts(pending, engine, state, passport)

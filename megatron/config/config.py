@@ -4,6 +4,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron.config.deepspeed_json import merge_deepspeed_json
@@ -77,6 +78,13 @@ class Config:
         """The value of a setting by its flat name."""
         self._check_name(name)
         return getattr(getattr(self, section_of(name)), name)
+
+    @property
+    def metrics_path(self) -> Path | None:
+        """--metrics-file, or metrics.jsonl in the --save folder; None without either."""
+        if self.logging.metrics_file:
+            return Path(self.logging.metrics_file)
+        return Path(self.checkpoint.save) / "metrics.jsonl" if self.checkpoint.save else None
 
     @staticmethod
     def _check_name(name: str) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint.snapshot import snapshot_bytes
+from megatron.checkpoint.tensors import tensors_to_save
 from megatron.config import Config
 from megatron.data.batch import MicroBatch
 from megatron.dryrun.job import member
@@ -33,6 +35,7 @@ class RankRun:
     parameters  by Sharding: elements held here
     setup_peak  bytes at most before the first step
     host_bytes  kept in host memory at most, where the device is not the host
+    copy_bytes  that --async-save keeps in host memory beside; 0 without it
     log         what the last step posted
     """
 
@@ -45,6 +48,7 @@ class RankRun:
     peak_of: Mapping[str, int]
     setup_peak: int
     host_bytes: int
+    copy_bytes: int
     largest: tuple[Held, ...]
     broken_by: Held | None
     log: Log = field(repr=False)
@@ -141,12 +145,13 @@ def _run(
         parameters = [(sharding_of(p), tuple(p.shape)) for p in chunks.parameters()]
         stages = tuple(sorted(int(stage) for stage in chunks))
         pipeline_rank = topology.pipeline.rank
+        copy_bytes = _copy_bytes(config, engine, topology)
     del chunks, engine, executor, batches
     gc.collect()
     return RankRun(
         rank=rank, pipeline_rank=pipeline_rank, stages=stages, parameters=parameters, total_peak=memory.peak_total,
         peak=memory.peak, peak_of=memory.peak_of, setup_peak=setup_peak, host_bytes=host.peak_total,
-        largest=memory.largest, broken_by=memory.broken_by, log=log, setup_log=setup_log,
+        copy_bytes=copy_bytes, largest=memory.largest, broken_by=memory.broken_by, log=log, setup_log=setup_log,
     )
 
 
@@ -162,6 +167,12 @@ def _sort(memory: Memory, engine: Engine, chunks: torch.nn.ModuleDict) -> None:
         total: torch.Tensor = p.gradient_sink.total  # type: ignore[attr-defined]
         memory.move([total], "gradients", f"gradient sums {whose}")
         memory.move([p], "weights", f"weights {whose}")
+
+
+def _copy_bytes(config: Config, engine: Engine, topology: Topology) -> int:
+    if not config.checkpoint.async_save:
+        return 0
+    return snapshot_bytes(tensors_to_save(engine, topology, not config.checkpoint.no_save_optim))
 
 
 def _vocabulary(config: Config) -> int:

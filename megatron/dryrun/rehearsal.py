@@ -44,6 +44,7 @@ class RankRehearsal:
     peak_of             the most of each category at any moment of a training step
     setup_peak_bytes    the most before the first step
     host_bytes          the most that set-up keeps in host memory, where the device is a GPU
+    copy_bytes          of host memory that --async-save keeps beside, for the copy that is written; 0 without it
     largest_tensors     at the moment of the peak
     broken_by           the first tensor that does not fit; None where all do
     """
@@ -58,6 +59,7 @@ class RankRehearsal:
     peak_of: Mapping[str, int]
     setup_peak_bytes: int
     host_bytes: int
+    copy_bytes: int
     largest_tensors: tuple[Held, ...]
     broken_by: Held | None
 
@@ -154,7 +156,7 @@ def assumptions(config: Config, device: str) -> tuple[str, ...]:
         else:
             found.append("attention is one kernel that keeps no scores (flash-attn, or torch's)")
             if config.model.position_embedding_type == "alibi":
-                found.append("it is torch's, which keeps ALiBi as a mask for each layer; flash-attn needs none")
+                found.append("it is torch's, which keeps ALiBi as one mask for all layers; flash-attn needs none")
         found.append("torch adds products of 16-bit matrices to fp32 sums in place")
         return tuple(found)
     import torch
@@ -225,8 +227,8 @@ def _rehearsal(kind: Kind, run: RankRun, each: int) -> RankRehearsal:
         rank=run.rank, pipeline_rank=run.pipeline_rank, stages=run.stages,
         stands_for=len(kind.pipeline_ranks) * each, parameters=sum(_elements(shape) for _, shape in run.parameters),
         peak=run.peak, total_peak_bytes=run.total_peak, peak_of=run.peak_of,
-        setup_peak_bytes=run.setup_peak, host_bytes=run.host_bytes, largest_tensors=run.largest,
-        broken_by=run.broken_by,
+        setup_peak_bytes=run.setup_peak, host_bytes=run.host_bytes, copy_bytes=run.copy_bytes,
+        largest_tensors=run.largest, broken_by=run.broken_by,
     )
 
 

@@ -72,6 +72,10 @@ def _foot(found: Rehearsal, unit: Unit) -> Iterator[str]:
     host = max((rank.host_bytes for rank in found.ranks), default=0)
     if host:
         yield f"Set-up keeps up to {unit.show(host)} {unit.name} in host memory, for each rank of a node."
+    copy = max((rank.copy_bytes for rank in found.ranks), default=0)
+    if copy:
+        size = f"{unit.show(copy)} {unit.name}"
+        yield f"--async-save keeps a copy of up to {size} in host memory, for each rank of a node."
     count = found.config.num_micro_batches()
     if found.micro_batches < count:
         yield (

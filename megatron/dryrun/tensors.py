@@ -6,6 +6,7 @@ decides by the device of a tensor what it does. Everything torch is asked passes
 from __future__ import annotations
 
 import contextlib
+import importlib
 import unittest.mock
 import warnings
 import weakref
@@ -51,6 +52,8 @@ class Operators(TorchDispatchMode):
             return _number(args[0].dtype)
         if func is _aten.equal.default and _empty(args[0]):
             return True
+        if func is _aten._fused_sgd_.default and _empty(args[0][0]):
+            return None  # torch has no rule for it; it makes nothing
         to_host = self.device == "meta" and func is _aten._to_copy.default and args[0].is_meta
         if to_host := to_host and _named(kwargs.get("device")) == "cpu":
             kwargs = {**kwargs, "device": torch.device("meta")}
@@ -202,6 +205,10 @@ def _apply(module: torch.nn.Module, function: Any, recurse: bool = True) -> torc
     return module
 
 
+def _passes(*_: Any, **__: Any) -> None:
+    """In place of torch's check that a fused optimizer has the device's operator."""
+
+
 @contextlib.contextmanager
 def without_data(device: str, memory: Memory, host: Memory, log: Log) -> Iterator[Operators]:
     """Inside, tensors on `device` ("cpu", or "meta" for a GPU) have no data, and what is done with them is followed."""
@@ -217,5 +224,7 @@ def without_data(device: str, memory: Memory, host: Memory, log: Log) -> Iterato
             # Our layers look it up there at each call. A mode for torch's functions is off in backward passes.
             place = torch.nn.functional
             stack.enter_context(unittest.mock.patch.object(place, "scaled_dot_product_attention", _fused_attention))
+        sgd = importlib.import_module("torch.optim.sgd")  # which torch takes out of its package
+        stack.enter_context(unittest.mock.patch.object(sgd, "_device_dtype_check_for_fused", _passes))
         stack.enter_context(unittest.mock.patch.object(dist, "all_gather_object", operators.gather_objects))
         yield stack.enter_context(operators)

@@ -153,6 +153,11 @@ class Gradients:
             found = torch.stack([mixed_sum(self.of(p).view(-1)) * self.of(p).any() for p in partial])
             self._looked = FirstGradients(list(partial), list(partial.values()), found)
 
+    @property
+    def counted(self) -> bool:
+        """Whether a step has counted."""
+        return self._counted
+
     def counts(self) -> None:
         """The step of the last `reduce` was not skipped: later ones overlap, and are not looked at."""
         if not self._counted:

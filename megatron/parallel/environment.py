@@ -1,9 +1,131 @@
-"""An environment as launchers write it."""
+"""An environment as launchers write it, and the variables that a job sets in it for the libraries that read them."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.errors import LaunchError
+
+if TYPE_CHECKING:
+    from megatron.config import Config
+
+_CUDA, _ROCM = ("cuda",), ("rocm",)
+TRACE_FILE = ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE")
+"""What the files of torch's flight recorder begin with: the name in older versions of torch, the name in newer ones."""
+
+
+class Setting(NamedTuple):
+    """A variable of a job on GPUs.
+
+    name, others  the variable, under the name that every supported torch reads, and other names of the same
+    builds        of torch for which it is set: "cuda", "rocm"
+    value         for a job; None where that job does not need it
+    reason        why; the end of a sentence
+    """
+
+    name: str
+    builds: tuple[str, ...]
+    value: Callable[[Config], str | None]
+    reason: str
+    others: tuple[str, ...] = ()
+
+
+def _trace_prefix(config: Config) -> str | None:
+    path = config.metrics_path
+    return None if path is None else str(path.absolute().parent / "flight_recorder" / "nccl_trace_rank_")
+
+
+def _overlaps_products(config: Config) -> str | None:
+    parallel = config.parallel
+    wanted = parallel.sequence_parallel or parallel.tp_comm_overlap
+    return "1" if wanted and parallel.tensor_model_parallel_size > 1 else None
+
+
+# Sources: torch's ProcessGroupNCCL.hpp and .cpp, FlightRecorder.hpp, CUDAAllocatorConfig.h; ROCm's rocdevice.cpp and
+# "AMD Instinct MI300X workload optimization"; NVIDIA, "CUDA environment variables". None was measured on MI250X.
+SETTINGS = (
+    Setting("GPU_MAX_HW_QUEUES", _ROCM, lambda config: "8",
+            "HIP maps the streams of each priority onto 4 queues, in which one stream waits for another: with 8 the "
+            "seven communicators of a rank (world, tensor, data, model, embedding, two neighbours) have one each"),
+    Setting("TORCH_NCCL_HIGH_PRIORITY", _CUDA + _ROCM, lambda config: "1",
+            "a message that is ready starts before products that are; on ROCm streams of high priority have queues of "
+            "their own, so that a receive which is posted early does not spin in front of products"),
+    Setting("CUDA_DEVICE_MAX_CONNECTIONS", _CUDA, _overlaps_products,
+            "kernels start in the order in which they are launched, so that a tensor-parallel message gets its "
+            "multiprocessors before the product beside it; Blackwell does not need it, ROCm does not read it"),
+    Setting("TORCH_NCCL_ASYNC_ERROR_HANDLING", _CUDA + _ROCM, lambda c: "0" if c.training.hang_timeout else "3",
+            "the verdict is that of --hang-timeout, which explains itself and puts the job back into the queue; "
+            "torch's own threads would end the process by SIGABRT before (3: without --hang-timeout they do)",
+            ("NCCL_ASYNC_ERROR_HANDLING",)),
+    Setting("TORCH_NCCL_ENABLE_MONITORING", _CUDA + _ROCM, lambda c: "0" if c.training.hang_timeout else None,
+            "torch's monitor would end the process by SIGABRT where --hang-timeout is longer than its own limits"),
+    Setting("TORCH_NCCL_TRACE_BUFFER_SIZE", _CUDA + _ROCM, lambda config: "2000",
+            "torch's flight recorder keeps so many collectives, for torchfrtrace", ("TORCH_FR_BUFFER_SIZE",)),
+    Setting("TORCH_NCCL_DUMP_ON_TIMEOUT", _CUDA + _ROCM, lambda config: "1",
+            "torch writes its flight recorder where it sees a time-out first"),
+    Setting(TRACE_FILE[0], _CUDA + _ROCM, _trace_prefix, "the flight recorder's files go to the run's folder",
+            TRACE_FILE[1:]),
+    # Not on ROCm: older torch and ROCm before 7 cannot, and with ROCm 7 it hangs or leaks file descriptors
+    # (github.com/pytorch/pytorch/issues/192259 and pull/192814).
+    Setting("PYTORCH_CUDA_ALLOC_CONF", _CUDA, lambda config: "expandable_segments:True",
+            "blocks of other sizes than those that were freed leave no holes", ("PYTORCH_ALLOC_CONF",)),
+)  # fmt: skip
+
+
+def torch_build() -> str | None:
+    """What the installed torch was built for: "cuda", "rocm", or None for a CPU. Does not import torch, because HIP
+    may read its variables then."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    versions = {name for name in ("cuda", "hip") if re.search(rf"^{name}\b[^=\n]*= *['\"]", text, re.MULTILINE)}
+    return "rocm" if "hip" in versions else "cuda" if versions else None
+
+
+@contextlib.contextmanager
+def job_environment(
+    config: Config, environ: MutableMapping[str, str] | None = None, build: str | None = None
+) -> Iterator[list[str]]:
+    """Around a job, before torch is imported: what SETTINGS says in `environ` (default: this process's), where nothing
+    is set. Yields lines for the log: what was set, and what the user has set otherwise.
+
+    `build` is that of torch (default: the installed one's). Nothing is set for a job on CPUs. Afterwards the
+    environment is as it was.
+    """
+    environ = os.environ if environ is None else environ
+    build = torch_build() if build is None else build
+    chosen: dict[str, str] = {}
+    notes = []
+    for setting in SETTINGS:
+        if build not in setting.builds or config.parallel.distributed_backend == "gloo":
+            continue
+        value, given = setting.value(config), Variables(environ).first((setting.name, *setting.others))
+        if value is None:
+            continue
+        if given is None:
+            chosen[setting.name] = value
+        elif environ[given].strip() != value:
+            notes.append(f"note: {given}={environ[given]} stays as it is set; {value} is recommended: {setting.reason}")
+    if chosen and "torch" in sys.modules:
+        notes.append("note: torch was imported before these variables were set, and may not read all of them")
+    before = {name: environ.get(name) for name in chosen}
+    environ.update(chosen)
+    listed = " ".join(f"{name}={value}" for name, value in chosen.items())
+    try:
+        yield [*([f"environment: {listed}"] if chosen else []), *notes]
+    finally:
+        for name, value in before.items():
+            if value is None:
+                environ.pop(name, None)
+            else:
+                environ[name] = value
 
 
 class Variables:

@@ -42,6 +42,7 @@ ANSWER_S = 5.0  # how long the store, or a rank, may take to answer
 _BATCH = 1024  # so many keys are asked for at once: the store's time for a question grows faster than its keys
 _NAMED = 64  # so many missing ranks are looked for; beyond, nobody reads on
 _CLAIM_S = 2.0  # for an answer of another process that says it is the first one
+_PATIENCE_S = 3.0  # for a store that is not there yet; torch looks for it every second or so until then
 _FOREVER = timedelta(days=20)  # longer ones do not fit torch's 31 bits of milliseconds
 _ASKED = 10_000  # times a second that all ranks together look for a key that they wait for: 0.2 of a core of rank 0
 _OPEN = (
@@ -151,12 +152,31 @@ class Meeting:
             # torch tries again by itself, after ever longer pauses. Its own time limit would end in stack traces.
             return dist.TCPStore(*address, None, is_master=False, timeout=_FOREVER, wait_for_workers=False)
 
+        start = self._clock()
         try:
-            client = bounded(connect, seconds)
+            try:
+                client = bounded(connect, min(seconds, _PATIENCE_S))
+            except LaunchError:
+                left = seconds - (self._clock() - start)
+                self._await_listener(address, left)
+                client = bounded(connect, max(ANSWER_S, seconds - (self._clock() - start)))
         except (RuntimeError, OSError, LaunchError) as error:
             raise self._unreachable(address) from error
         client.set_timeout(self.timeout)
         return client
+
+    def _await_listener(self, address: tuple[str, int], seconds: float) -> None:
+        """Wait until somebody listens there. Where rank 0 comes late, torch would look again ever less often, and join
+        up to minutes after it."""
+        deadline = self._clock() + seconds
+        while True:
+            try:
+                socket.create_connection(address, timeout=ANSWER_S).close()
+                return
+            except OSError:
+                if self._clock() >= deadline:
+                    raise
+                self._sleep(0.1)
 
     def _unreachable(self, address: tuple[str, int]) -> LaunchError:
         try:

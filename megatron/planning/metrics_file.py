@@ -29,8 +29,8 @@ def _table(value: Any) -> bool:
 
 
 RECORD: Kinds = {
-    **dict.fromkeys(("iteration", "global_batch_size", "consumed_samples", "memory_bytes", "memory_rank", "skipped",
-                     "nan"), is_count),
+    **dict.fromkeys(("iteration", "global_batch_size", "consumed_samples", "memory_bytes", "memory_rank",
+                     "reserved_bytes", "skipped", "nan"), is_count),
     **dict.fromkeys(("time", "step_time_s", "samples_per_s", "tokens_per_s", "tokens_per_s_per_device", "model_tflops",
                      "hardware_tflops", "loss_scale", "grad_norm", "lm_loss", "learning_rate"), _number),
     **dict.fromkeys(("event", "device", "reason", "dataset"), _text),

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from megatron.parallel.environment import job_environment
 from megatron.training.signals import Signals
 
 if TYPE_CHECKING:
@@ -25,10 +26,11 @@ def pretrain(
     process's rank once that is known: it may be another than the launcher's, see megatron.parallel.placing.
     """
     started = time.monotonic()
-    with Signals(config.training.exit_signal_handler) as signals:  # before torch is imported, which takes seconds
+    # Both before torch is imported, which takes seconds and may start HIP.
+    with Signals(config.training.exit_signal_handler) as signals, job_environment(config) as environment:
         from megatron.training.setup import run_training
 
-        run_training(config, launch, signals, started, renumbered)
+        run_training(config, launch, signals, started, renumbered, environment)
 
 
 __all__ = ["pretrain"]

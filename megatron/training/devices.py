@@ -29,6 +29,11 @@ def peak_memory_bytes(device: torch.device) -> int:
     return _peak_resident_bytes()
 
 
+def reserved_memory_bytes(device: torch.device) -> int | None:
+    """Most memory that the device's allocator has taken from the device, in use or not; None on a CPU."""
+    return int(torch.cuda.max_memory_reserved(device)) if device.type == "cuda" else None
+
+
 def _peak_resident_bytes() -> int:
     """VmHWM; ru_maxrss, which begins with the pages of the process that started this one, only where there is none."""
     try:

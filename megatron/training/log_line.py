@@ -41,9 +41,10 @@ def format_iteration(report: IterationReport) -> str:
     return " " + " | ".join(fields) + " |"
 
 
-def format_memory(size_bytes: int, rank: int) -> str:
-    """The line about the rank that has held the most memory."""
-    return f" most memory held by a rank: {size_bytes / 2**30:.2f} GiB, by rank {rank}"
+def format_memory(size_bytes: int, rank: int, reserved_bytes: int | None = None) -> str:
+    """The line about the rank that has held the most memory, and the most that an allocator has reserved."""
+    line = f" most memory held by a rank: {size_bytes / 2**30:.2f} GiB, by rank {rank}"
+    return line if reserved_bytes is None else f"{line}; reserved by an allocator: {reserved_bytes / 2**30:.2f} GiB"
 
 
 def perplexity(loss: float) -> float:

@@ -25,9 +25,9 @@ from megatron.training import devices
 # Variables that change what a job computes, or where; by their beginnings.
 _KEPT = (
     "SLURM_JOB", "SLURM_NNODES", "SLURM_NTASKS", "SLURM_CLUSTER", "SLURM_RESTART_COUNT", "SLURM_ARRAY", "HIP_", "HSA_",
-    "ROCR_", "ROCM_", "CUDA_", "NCCL_", "RCCL_", "FI_", "MIOPEN_", "OMP_", "MKL_", "PYTORCH_", "TORCH",
-    "DS_", "GLOO_", "MPICH_", "MEGATRON_", "PYTHONHASHSEED", "CONDA_DEFAULT_ENV", "VIRTUAL_ENV", "LMOD_SYSTEM_NAME",
-    "LOADEDMODULES",
+    "ROCR_", "ROCM_", "CUDA_", "GPU_MAX_HW_QUEUES", "NCCL_", "RCCL_", "FI_", "MIOPEN_", "OMP_", "MKL_", "PYTORCH_",
+    "TORCH", "DS_", "GLOO_", "MPICH_", "MEGATRON_", "PYTHONHASHSEED", "CONDA_DEFAULT_ENV", "VIRTUAL_ENV",
+    "LMOD_SYSTEM_NAME", "LOADEDMODULES",
 )  # fmt: skip
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 _NAME = "megatron-frontier"

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from megatron.config import Config
@@ -15,14 +14,6 @@ from megatron.training.progress import Progress
 from megatron.training.stragglers import StragglerReport
 from megatron.training.tensorboard import TensorBoard
 
-
-def metrics_path(config: Config) -> Path | None:
-    """--metrics-file, or metrics.jsonl in the --save folder; None without either."""
-    if config.logging.metrics_file:
-        return Path(config.logging.metrics_file)
-    return Path(config.checkpoint.save) / "metrics.jsonl" if config.checkpoint.save else None
-
-
 _GROWTH = 1.05  # of memory since it was last said, which is worth another line
 
 
@@ -34,7 +25,7 @@ class Reporter:
         self._memory_said = 0.0
         self.console = Console(enabled=rank == 0)
         flag = "--metrics-file" if config.logging.metrics_file else f"--save {config.checkpoint.save}"
-        self.metrics = MetricsFile(metrics_path(config) if rank == 0 else None, flag=flag, warn=self.say)
+        self.metrics = MetricsFile(config.metrics_path if rank == 0 else None, flag=flag, warn=self.say)
         self._tensorboard = TensorBoard(config, enabled=rank == 0, warn=self.say)
 
     def say(self, text: str) -> None:
@@ -65,7 +56,7 @@ class Reporter:
     def _say_memory(self, report: IterationReport) -> None:
         held, rank = report.memory_bytes, report.memory_rank
         if held is not None and rank is not None and held > _GROWTH * self._memory_said:
-            self.say(format_memory(held, rank))
+            self.say(format_memory(held, rank, report.reserved_bytes))
             self._memory_said = held
 
     def validation(

@@ -7,10 +7,11 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from megatron.engine.lr import LearningRateSchedule, WeightDecaySchedule
 from megatron.errors import ConfigError, LaunchError, LostRankError, MegatronError
 from megatron.model import formulas
 from megatron.model.gpt import build_chunks
+from megatron.parallel.environment import TRACE_FILE, Variables
 from megatron.parallel.group_check import check_groups
 from megatron.parallel.launch import Launch, connect, detect_launch
 from megatron.parallel.rendezvous import Rendezvous
@@ -47,7 +49,7 @@ from megatron.training.passport import Passport
 from megatron.training.placement import plan_ranks
 from megatron.training.profiling import Profiler
 from megatron.training.progress import Progress
-from megatron.training.reporter import Reporter, metrics_path
+from megatron.training.reporter import Reporter
 from megatron.training.requeue import requeue
 from megatron.training.resume import checkpoint_to_load, load_checkpoint, with_checkpoint_settings
 from megatron.training.run import Run
@@ -69,11 +71,12 @@ _FIRST_SHARE = 0.9  # of --distributed-timeout-minutes
 
 def run_training(
     config: Config, launch: Launch | None = None, signals: Signals | None = None, started: float | None = None,
-    renumbered: Callable[[int], object] | None = None,
+    renumbered: Callable[[int], object] | None = None, environment: Sequence[str] = (),
 ) -> None:
     """Connect, assemble, train, disconnect. See megatron.training.pretrain.
 
-    `signals` are entered already; `started` is when the program began, by time.monotonic, for --walltime.
+    `signals` are entered already; `started` is when the program began, by time.monotonic, for --walltime. `environment`
+    are lines for the log (see megatron.parallel.environment.job_environment).
     """
     launch = launch or detect_launch()
     at_s = time.monotonic() if started is None else started
@@ -91,9 +94,11 @@ def run_training(
         # Only rank 0 prints them; thousands of ranks asking for the list would cost the store much.
         places = rendezvous.places if launch.rank == 0 else ()
         if launch.rank == 0:
-            host = [*ranks.describe(), *(f"note: {notice}" for notice in rendezvous.notices), *host]
+            host = [*ranks.describe(), *(f"note: {notice}" for notice in rendezvous.notices), *environment, *host]
         topology, lines = connect_groups(config, rendezvous, timeout, ranks.placing.rank_order)
         run = assemble(config, topology, places, [*host, *lines], start)
+        if launch.rank == 0:
+            make_trace_folder(os.environ)
         run.watchdog = build_watchdog(config, run.topology, rendezvous)
         if run.watchdog is not None:
             run.watchdog.before_leaving = partial(requeue_lost, run)
@@ -219,6 +224,9 @@ def assemble(
     agreement = Agreement(topology)
     saves = run_saves(config, topology, engine, reporter, agreement, Passport(config, topology, places), loaded_here)
     wall_time = job_time(config, topology, reporter, start, saves)
+    if device.type == "cuda":
+        # What set-up and loading have freed is in blocks of sizes that no step asks for.
+        torch.cuda.empty_cache()
     return Run(
         config=config,
         topology=topology,
@@ -249,11 +257,19 @@ def assemble(
     )
 
 
+def make_trace_folder(environ: Mapping[str, str]) -> None:
+    """The folder of torch's flight recorder, which torch does not make, for a job whose environment names one."""
+    name = Variables(environ).first(TRACE_FILE)
+    if name is not None:
+        with contextlib.suppress(OSError):
+            Path(environ[name]).parent.mkdir(parents=True, exist_ok=True)
+
+
 def build_watchdog(config: Config, topology: Topology, rendezvous: Rendezvous) -> Watchdog | None:
     """What ends the job when it hangs; None with --hang-timeout 0."""
     if not config.training.hang_timeout:
         return None
-    path = metrics_path(config)
+    path = config.metrics_path
     folder = path.parent if path is not None else None
     # What is done for the first time may take as long as torch waits, nearly: to name who is waited for is better.
     first_s = 60 * _FIRST_SHARE * config.parallel.distributed_timeout_minutes
@@ -270,6 +286,14 @@ def run_saves(
     from megatron.checkpoint.save import Saver  # with torch's checkpoints, which take long to import
 
     saver = Saver(config.checkpoint.save, topology, config, topology.flight.alive)
+    if config.checkpoint.async_save:
+        start = time.monotonic()
+        note = saver.prepare(engine)
+        if note:
+            print(f"note: rank {topology.rank}: {note}", file=sys.stderr, flush=True)
+        if topology.device.type == "cuda":
+            reporter.say(f" --async-save: {saver.snapshot_bytes / 2**30:.2f} GiB of host memory for rank 0's copy, "
+                         f"after {time.monotonic() - start:.1f} s")  # fmt: skip
     return Saves(
         config, saver, agreement, reporter, engine=engine, passport=passport, saved_iteration=saved_iteration
     )
@@ -285,7 +309,7 @@ def job_time(
     given = config.training.walltime
     slurm = Agreement(topology)
     slurm.add_first("job", lambda: "SLURM_JOB_ID" in os.environ)
-    if given == "none" or (given is None and (saves is None or not slurm.take()["job"])):
+    if given == "none" or (given is None and (saves is None or not slurm.now()["job"])):
         return None
     clock: Clock = Unwatched()
     if given is not None:
@@ -295,7 +319,8 @@ def job_time(
     elif topology.world.is_first:
         clock = SlurmEnd(os.environ, reporter.say)
     state_bytes = checkpoint_bytes(config) / topology.world.size if saves is not None else 0.0
-    wall_time = WallTime(clock, state_bytes, config.training.eval_iters)
+    steps_ahead = 1 if topology.world.size == 1 else 2  # the answer of all ranks comes a step late
+    wall_time = WallTime(clock, state_bytes, config.training.eval_iters, steps_ahead)
     if saves is not None:
         saves.after_save = wall_time.after_save
     reporter.say(f" wall time: the run saves and ends in time. Until its first save is measured, one is taken to need "

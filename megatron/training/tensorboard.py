@@ -41,6 +41,8 @@ class TensorBoard:
                     self._step(step, loss)
             if self._flags.log_memory_to_tensorboard and report.memory_bytes is not None:
                 self._add("mem-allocated-bytes", report.memory_bytes, report.iteration)
+                if report.reserved_bytes is not None:
+                    self._add("mem-reserved-bytes", report.reserved_bytes, report.iteration)
             if self._flags.log_timers_to_tensorboard:
                 self._add("iteration-time", report.step_time_s, report.iteration)
                 self._add("iteration-time/samples-per-second", report.samples_per_s, report.iteration)

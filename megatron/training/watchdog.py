@@ -4,8 +4,9 @@ A thread of each rank looks at the rank's flight record. When nothing was writte
 rank to notice asks all others, over the store of the rendezvous, what they do; each answers with its record and its
 Python stacks, and the first living rank of a node answers for those of its node that cannot: stopped, dead, or with an
 interpreter that is held up. From the answers megatron.training.hangs tells a hang from a rank that is merely slow. If
-it is one, the report is printed once, every other rank prints one line, processes that cannot end themselves are
-killed, and all end with exit code 75. Where the store does not answer, each node reports for itself.
+it is one, the report is printed once, every other rank prints one line, torch's flight recorders are written,
+processes that cannot end themselves are killed, and all end with exit code 75. Where the store does not answer, each
+node reports for itself. An error that NCCL or RCCL reports is looked into at once.
 
 Nothing here needs the main thread, which may be in a call of C that never returns.
 """
@@ -21,11 +22,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron.errors import LaunchError
 from megatron.parallel.device_calls import DeviceCalls
+from megatron.parallel.environment import TRACE_FILE, Variables
 from megatron.parallel.flight import FlightRecorder, FlightState
 from megatron.parallel.processes import DEAD, GONE, STOPPED, kill_process, process_state
 from megatron.parallel.rendezvous import Rendezvous
@@ -54,6 +59,8 @@ class Watchdog:
     first_s    seconds without progress while `patient`, where that is more than `timeout_s`
     before_leaving  called on the rank that reports, before any ends
     patient    whether the ranks do something for the first time, which compiles and connects and so may take long
+    broken     what NCCL reports, "" for nothing; trace, the contents of torch's flight recorder, None without one. By
+               default of this process's groups, where they are on a GPU
     clock, sleep    seconds, and how to let them pass; by default the real ones, where `stop` ends a pause
 
     Start it on all ranks when they begin to work together, patient as it is then. Progress is whatever is written to
@@ -63,7 +70,8 @@ class Watchdog:
     def __init__(
         self, recorder: FlightRecorder, rendezvous: Rendezvous, topology: Topology, timeout_s: float,
         folder: Path | None = None, first_s: float = 0.0, clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], object] | None = None,
+        sleep: Callable[[float], object] | None = None, broken: Callable[[], str] | None = None,
+        trace: Callable[[], bytes] | None = None,
     ) -> None:
         assert recorder is topology.flight, "the record that the groups write to"
         self._recorder, self._rendezvous, self._topology = recorder, rendezvous, topology
@@ -72,6 +80,9 @@ class Watchdog:
         self.before_leaving: Callable[[], object] = lambda: None
         self._stopped, self._cleared, self._leaving = threading.Event(), threading.Event(), threading.Lock()
         self._clock, self._sleep, self._pause = clock, sleep or time.sleep, sleep or self._stopped.wait
+        on_gpu = topology.device.type == "cuda"
+        self._broken = broken or (partial(nccl_error, topology) if on_gpu else str)
+        self._trace = trace or (getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None) if on_gpu else None)
         self._collecting, self._fired = False, False
         self._inquiry = _ALONE  # the one that is being answered
         self._thread: threading.Thread | None = None
@@ -113,7 +124,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         pause = min(self._shortest_s / 10, _LONGEST_PAUSE_S)
-        last, quiet_s, at = self._recorder.progress(), 0.0, self._clock()
+        last, quiet_s, at, error = self._recorder.progress(), 0.0, self._clock(), ""
         while True:
             self._pause(pause)
             if self._stopped.is_set():
@@ -123,7 +134,10 @@ class Watchdog:
             quiet_s, at = quiet_s + min(now - at, 2 * pause), now
             if progress != last:
                 last, quiet_s = progress, 0.0
-            elif quiet_s >= self.limit_s:
+            if not error and (error := self._broken()):
+                _write(f"rank {self._topology.rank}: {error}\n")
+                quiet_s = self.limit_s
+            if quiet_s >= self.limit_s:
                 quiet_s = self.limit_s - max(self._investigate(), pause)
                 at = self._clock()
 
@@ -310,6 +324,7 @@ class Watchdog:
         those that are `lost`, have read the verdict."""
         with self._leaving:
             sys.audit("megatron.training.leaving")
+            self._write_trace()
             if number is None:
                 self._sleep(_NODE_S)  # for the others to see that this rank has reported
             else:
@@ -319,6 +334,23 @@ class Watchdog:
             sys.audit("megatron.training.left")
             os._exit(EXIT_LOST_RANK)
 
+    def _write_trace(self) -> None:
+        """Torch's flight recorder, into the file that torch itself would take for this rank."""
+        prefix = os.environ.get(Variables(os.environ).first(TRACE_FILE) or "")
+        if self._trace is None or prefix is None:
+            return
+        # torch holds the interpreter's lock while it asks the device: if that never answers, no thread of Python ends
+        # this process, but the signal does.
+        signal.setitimer(signal.ITIMER_REAL, 4 * _ANSWER_S)
+        path, trace = Path(f"{prefix}{self._topology.rank}"), self._trace
+
+        def write() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(trace())
+
+        with contextlib.suppress(OSError, RuntimeError, LaunchError):
+            bounded(write, _ANSWER_S)
+
     def _await_others(self, number: int, lost: int) -> None:
         store, deadline = self._rendezvous.store, self._clock() + _ANSWER_S - 1 + self._rendezvous.pause_s
         gone = store.add(f"hang/{number}/gone", 1)
@@ -327,6 +359,23 @@ class Watchdog:
                 return
             self._sleep(0.02)
             gone = store.add(f"hang/{number}/gone", 0)
+
+
+def nccl_error(topology: Topology) -> str:
+    """Which of this rank's groups NCCL or RCCL has given up, and why; "" for none, and with a torch that cannot tell.
+
+    torch's threads notice and, under TORCH_NCCL_ASYNC_ERROR_HANDLING=0, leave it at that. Asks nobody.
+    """
+    groups = (topology.tensor, topology.pipeline, topology.data, topology.model, topology.embedding, topology.world)
+    for group in groups:
+        if group is None or group.handle is None:
+            continue
+        error = "SUCCESS"
+        with contextlib.suppress(AttributeError, RuntimeError):
+            error = group.handle._get_backend(topology.device).get_error().name
+        if error != "SUCCESS":
+            return f"NCCL reports {error} in the {group.kind} group of {len(group.ranks)} ranks"
+    return ""
 
 
 def _seen(state: FlightState) -> Seen:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -104,6 +105,18 @@ def test_a_rank_allocates_what_a_real_one_does(fields: dict[str, Any]) -> None:
         found = run_rank(config, rank, "cpu", config.num_micro_batches()).total_peak
         allowed = 2 * CPU_BLOCK if len(real) == 1 else max(MESSAGE_BYTES, 0.01 * peak)
         assert abs(found - peak) <= allowed, f"rank {rank}: {found} instead of {peak}"
+
+
+def test_the_copy_of_a_save_in_the_background_is_counted() -> None:
+    """Of each parameter, without padding, fp32 weights and two moments, each of which begins on 64 bytes."""
+    fields = dict(world_size=1, global_batch_size=2, bf16=True)
+    config = make(**fields, save="/nowhere", async_save=True)
+    run = run_rank(config, 0, "meta", 1)
+    sizes = [4 * math.prod(sharding.global_shape) for sharding, _ in run.parameters]
+    assert run.copy_bytes == 3 * sum(-(-size // 64) * 64 for size in sizes) > 0
+    assert run.host_bytes == run_rank(make(**fields), 0, "meta", 1).host_bytes, "set-up's own is told apart"
+    assert "async-save" in render(rehearse(config, device="gpu"))
+    assert run_rank(make(**fields), 0, "meta", 1).copy_bytes == 0
 
 
 # -- kinds of ranks and micro-batches ----------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config import Config
+from megatron.parallel.environment import SETTINGS
 from tests.examples.stubs import FRONTIER
 from tests.helpers.launching import ROOT
 
@@ -23,6 +25,8 @@ RECOMMENDED = {
     "FI_MR_CACHE_MONITOR": "kdreg2", "FI_CXI_DISABLE_HOST_REGISTER": "1", "FI_CXI_DEFAULT_CQ_SIZE": "131072",
     "FI_CXI_DEFAULT_TX_SIZE": "2048", "FI_CXI_RX_MATCH_MODE": "hybrid", "FI_CXI_RDZV_PROTO": "alt_read",
     "FI_CXI_RDZV_EAGER_SIZE": "0", "FI_CXI_RDZV_THRESHOLD": "0", "FI_CXI_RDZV_GET_MIN": "0",
+    **{name: next(s.value(Config.create("gpt-175b-frontier")) for s in SETTINGS if s.name == name)
+       for name in ("GPU_MAX_HW_QUEUES", "TORCH_NCCL_HIGH_PRIORITY")},  # not of the table: as the launch sets them
     "MIOPEN_USER_DB_PATH": "/tmp/ada-miopen-77", "MIOPEN_CUSTOM_CACHE_DIR": "/tmp/ada-miopen-77",
     "OMP_NUM_THREADS": "7", "MEGATRON_CLUSTER": "frontier",
 }  # fmt: skip

@@ -29,7 +29,7 @@ def test_interval_leaves_skipped_steps_out_and_counts_them() -> None:
     skipped = step(2, math.inf, skipped=True), step(4, math.nan, skipped=True)
     for record in (step(1, 3.0), skipped[0], step(3, 2.0, batch=8), skipped[1]):
         interval.add(record)
-    losses, memory = interval.reduce(77)
+    losses, memory = interval.reduce(77, 99)
     report = interval.report(losses, 10, elapsed_s=2.0, memory=memory)
     assert report.lm_loss == (3.0 + 2.0) / 2
     assert (report.skipped, report.nan) == (2, 2)
@@ -39,8 +39,8 @@ def test_interval_leaves_skipped_steps_out_and_counts_them() -> None:
     assert report.model_tflops == 10 * 100 / 1e12 and report.hardware_tflops == 10 * 150 / 1e12
     assert (report.mfu, report.hfu) == (1.0, 1.5)
     assert (report.iteration, report.learning_rate, report.total_iterations) == (4, 4e-3, 10)
-    assert (report.memory_bytes, report.memory_rank) == (77, 0)
-    assert {"memory_bytes", "memory_rank"} < report.as_record().keys()
+    assert (report.memory_bytes, report.memory_rank, report.reserved_bytes) == (77, 0, 99)
+    assert {"memory_bytes", "memory_rank", "reserved_bytes"} < report.as_record().keys()
     assert len(interval) == 0  # counts start anew at each log line
 
 

@@ -95,7 +95,7 @@ def write_events(folder: Path, **changes: Any) -> Any:
     for i in range(1, 5):
         interval.add(StepRecord(i, 16 * i, 128 * i, 16, i / 8, torch.tensor(4.0 / i), i == 4, 2.0**i, 0.25 * i))
     times_ms = {"data-wait": [1.0, 3.0], "optimizer": [20.0, 10.0]}
-    losses, memory = interval.reduce(99)
+    losses, memory = interval.reduce(99, 120)
     report = interval.report(losses, 4, 1.0, memory)
     board.iteration(report, times_ms, {"web": 0.5, "books": 1.25})
     board.validation(4, 64, 1.5)
@@ -120,7 +120,8 @@ def test_tensorboard_tags_and_steps(tmp_path: Path) -> None:
     assert points(events, "grad-norm vs samples") == [(32, 0.5), (64, 1.0)]
     assert points(events, "lm loss validation") == [(4, 1.5)]
     assert points(events, "data-epochs/web") == [(4, 0.5)] and points(events, "data-epochs/books") == [(4, 1.25)]
-    assert not {"batch-size", "world-size", "mem-allocated-bytes", "iteration-time"} & set(events.Tags()["scalars"])
+    off = {"batch-size", "world-size", "mem-allocated-bytes", "mem-reserved-bytes", "iteration-time"}
+    assert not off & set(events.Tags()["scalars"])
 
 
 def test_tensorboard_flags_switch_tags(tmp_path: Path) -> None:
@@ -131,6 +132,7 @@ def test_tensorboard_flags_switch_tags(tmp_path: Path) -> None:
     )  # fmt: skip
     assert points(events, "batch-size") == [(4, 16.0)] and points(events, "world-size") == [(4, 3.0)]
     assert points(events, "mem-allocated-bytes") == [(4, 99.0)] and points(events, "iteration-time") == [(4, 0.25)]
+    assert points(events, "mem-reserved-bytes") == [(4, 120.0)]
     assert points(events, "data-wait-time") == [(4, pytest.approx(0.003))]  # the slowest rank
     assert points(events, "optimizer-time") == [(4, pytest.approx(0.02))]
     assert points(events, "lm loss validation ppl")[0][1] == pytest.approx(4.4816890703)  # e ** 1.5

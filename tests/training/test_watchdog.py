@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from megatron.parallel import flight
+from megatron.parallel.processes import process_start
 from megatron.parallel.topology import Layout, Topology
 from megatron.training.failures import EXIT_LOST_RANK
-from megatron.training.watchdog import REPORT_NAME, Watchdog
+from megatron.training.watchdog import REPORT_NAME, Watchdog, nccl_error
 from tests.helpers.clock import VirtualClock
 from tests.helpers.killing import forked, wait_for
 from tests.helpers.processes import run_processes_raw
@@ -79,6 +80,75 @@ def test_a_rank_is_given_up_after_its_time_without_a_sign_of_life(
         return
     assert code == EXIT_LOST_RANK and "rank 0" in (tmp_path / REPORT_NAME).read_text()
     assert at <= float((tmp_path / "at").read_text()) <= at + 6  # looks once a second, and takes its time to report
+
+
+@pytest.mark.parametrize(("fails_at", "ends_at"), [(10.0, 10.0), (None, 30.0)])
+def test_an_error_of_nccl_is_looked_into_at_once_and_the_flight_recorder_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: float | None, ends_at: float
+) -> None:
+    """Rank 1 is gone. Without the error rank 0 would ask for it after 30 s. The store is gone with it."""
+    monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(tmp_path / "traces" / "rank_"))
+    clock, gone = VirtualClock(), forked(lambda: None)
+    wait_for(gone)
+
+    def body() -> None:
+        flight._clock = clock
+        here, there = flight.FlightRecorder(), flight.FlightRecorder()
+        here.describe(0, os.getpid(), "n:0", process_start(os.getpid()))
+        there.describe(1, gone, "n:1", 1)
+        topology = Topology.from_layout(Layout(data=2), 0, device=torch.device("cpu"), flight=here)
+
+        def claim(*_: str) -> bytes:
+            raise RuntimeError("Connection reset by peer")
+
+        states = SimpleNamespace(
+            states=lambda: [flight.FlightState.read(bytes(each.buffer)) for each in (here, there)]
+        )
+        meeting: Any = SimpleNamespace(
+            on_inquiry=None, judged=threading.Event(), flight_file=states, server=1,
+            store=SimpleNamespace(compare_set=claim),
+        )
+        errors = [""]
+        dog = Watchdog(
+            here, meeting, topology, 30.0, tmp_path, clock=clock, sleep=clock.sleep, broken=lambda: errors[0],
+            trace=lambda: b"what NCCL did",
+        )
+        dog.patient = False
+        if fails_at is not None:
+            clock.at(fails_at, lambda: errors.__setitem__(0, "NCCL reports COMM_ERROR"))
+        begin, exit_ = clock.now, os._exit
+
+        def leave(code: int) -> None:
+            (tmp_path / "at").write_text(str(clock.now - begin))
+            exit_(code)
+
+        os._exit = leave  # type: ignore[assignment]
+        dog.start()
+        threading.Event().wait()
+
+    assert wait_for(forked(body)) == EXIT_LOST_RANK
+    assert ends_at <= float((tmp_path / "at").read_text()) <= ends_at + 6
+    assert "rank 1" in (tmp_path / REPORT_NAME).read_text()
+    assert (tmp_path / "traces" / "rank_0").read_bytes() == b"what NCCL did"
+
+
+def test_what_nccl_reports_of_a_group_is_named() -> None:
+    def handle(error: str) -> Any:
+        backend = SimpleNamespace(get_error=lambda: SimpleNamespace(name=error))
+        return SimpleNamespace(_get_backend=lambda device: backend)
+
+    def error_of(**errors: str) -> str:
+        made = iter(["world", "tensor", "data", "pipeline", "model", "embedding"])  # in the order of Topology's groups
+        return nccl_error(Topology.from_layout(
+            Layout(tensor=2, data=2, pipeline=3), 0, device=torch.device("cpu"),
+            new_group=lambda ranks: handle(errors.get(next(made), "SUCCESS")),
+        ))  # fmt: skip
+
+    assert error_of() == ""
+    assert "REMOTE_ERROR in the data group of 2 ranks" in error_of(data="REMOTE_ERROR")
+    assert "TIMEOUT in the world group" in error_of(world="TIMEOUT")
+    old: Any = SimpleNamespace(_get_backend=lambda device: object())  # of a torch that cannot be asked
+    assert nccl_error(Topology.from_layout(Layout(data=2), 0, new_group=lambda ranks: old)) == ""
 
 
 # -- several ranks -----------------------------------------------------------------------------------------------------

@@ -81,7 +81,9 @@ def _embedding_backward(shape: Shape) -> Pass:
 
 
 def _added_rows(shape: Shape, elements: int) -> tuple[Memory, ...]:
-    """Rows to fp32, then added to the sum of a table."""
+    """Added to the sum of a table: on a GPU by one kernel after a sort, on a CPU in fp32."""
+    if shape.kernels.device != "cpu":
+        return (Memory((shape.width + 8) * elements, 3, "embedding"),)
     cast = Memory(elements * (shape.width + 4))
     return (*((cast,) if shape.width != 4 else ()), Memory(12 * elements, 1, "embedding"))
 

@@ -133,9 +133,7 @@ def _core(shape: Shape) -> tuple[Attention | Memory | Product, ...]:
         return (*_scores(shape), Product(_rows(shape), shape.d, shape.s, shape.b * shape.groups), Memory(2 * out))
     if shape.kernels.attention == "blocked":
         return (attention,)
-    bias = (_alibi(shape),) if shape.positions == "alibi" else ()
-    # Samples stand before positions in its output, behind them in the product that follows.
-    return (*bias, attention, *([Memory(2 * out)] if shape.b > 1 else []))
+    return (attention, *([Memory(2 * out)] if _samples_first(shape) else []))
 
 
 def _rows(shape: Shape) -> int:
@@ -147,10 +145,9 @@ def _score_count(shape: Shape) -> int:
     return shape.b * shape.heads * shape.s**2
 
 
-def _alibi(shape: Shape) -> Memory:
-    """The bias of all pairs: distances, slopes times them, in the format of the scores."""
-    pairs = shape.s**2
-    return Memory(pairs * 4 + pairs * shape.heads * (2 * 4 + shape.width), 3)
+def _samples_first(shape: Shape) -> bool:
+    """Whether samples stand before positions in attention's output, which the products around it want behind them."""
+    return shape.b > 1 and shape.positions == "alibi"
 
 
 def _scores(shape: Shape) -> tuple[Memory | Product, ...]:
@@ -161,7 +158,7 @@ def _scores(shape: Shape) -> tuple[Memory | Product, ...]:
         found.append(Memory(2 * shape.tokens * shape.attended * width))
     found.append(Product(_rows(shape), shape.s, shape.d, shape.b * shape.groups))
     if shape.positions == "alibi":
-        found += [_alibi(shape), Memory(3 * count * width)]
+        found.append(Memory(3 * count * width))
     fused = shape.kernels.fusions.masked_softmax
     # The kernel reads what a row sees; torch goes to fp32, scales, masks, takes the softmax and comes back.
     found.append(Memory(count * (1.5 * width if fused else 25 + 2 * width), 1 if fused else 5))
@@ -249,7 +246,7 @@ def _core_backward(shape: Shape) -> tuple[Attention | Memory | Product, ...]:
     if shape.kernels.attention == "blocked":
         return (attention,)
     # The weight's gradient needs attention's output in the order of the tokens once more.
-    return (*([Memory(2 * out)] if shape.b > 1 else []), attention)
+    return (*([Memory(2 * out)] if _samples_first(shape) else []), attention)
 
 
 def _scores_backward(shape: Shape) -> tuple[Memory | Product, ...]:

@@ -1,0 +1,87 @@
+"""Memory for a copy of the state: of exactly its size, registered with the driver, given back."""
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from megatron.checkpoint.planner import Shards
+from megatron.checkpoint.snapshot import Snapshot, snapshot_bytes
+
+
+class Driver:
+    """cudaHostRegister and cudaHostUnregister, as torch.cuda.cudart() has them."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code = code
+        self.registered: dict[int, tuple[int, int]] = {}
+        self.calls = 0
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.calls += 1
+        if not self.code:
+            assert address not in self.registered
+            self.registered[address] = (size, flags)
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+
+def state(*sizes: int) -> dict[str, Shards]:
+    return {str(i): Shards((n,), {(0,): torch.arange(n, dtype=torch.float32) + i}) for i, n in enumerate(sizes)}
+
+
+def values(tensors: dict[str, Shards]) -> list[list[float]]:
+    return [view.tolist() for shards in tensors.values() for view in shards.pieces.values()]
+
+
+def test_it_registers_exactly_what_the_state_takes_and_before_the_first_copy() -> None:
+    driver, tensors = Driver(), state(16 * 1000, 1, 16)
+    snapshot = Snapshot(driver)
+    snapshot.reserve(tensors)
+    size = 64 * 1000 + 64 + 64  # each tensor begins on a cache line of 64 bytes
+    assert snapshot.bytes == snapshot_bytes(tensors) == size and snapshot.note == ""
+    ((address, registered),) = driver.registered.items()
+    assert registered == (size, 0)
+    copy = snapshot.take(tensors)
+    assert copy["0"].pieces[(0,)].data_ptr() == address, "the copy lies in it"
+    before = values(tensors)
+    for shards in tensors.values():
+        shards.pieces[(0,)].zero_()
+    assert values(copy) == before
+    snapshot.take(state(10))
+    assert driver.calls == 1, "it is kept for smaller states"
+
+
+def test_it_is_given_back_once_when_it_is_too_small_or_not_needed() -> None:
+    driver = Driver()
+    snapshot = Snapshot(driver)
+    snapshot.take(state(16))
+    snapshot.take(state(16, 16))
+    assert list(driver.registered.values()) == [(128, 0)]
+    snapshot.release()
+    assert driver.registered == {} and snapshot.bytes == 0
+    snapshot.take(state(32))
+    assert len(driver.registered) == 1
+    del snapshot
+    gc.collect()
+    assert driver.registered == {}
+
+
+def test_a_driver_that_refuses_costs_speed_only() -> None:
+    driver, tensors = Driver(code=2), state(16, 5)
+    snapshot = Snapshot(driver)
+    assert values(snapshot.take(tensors)) == values(tensors)
+    assert "error 2" in snapshot.note and driver.calls == 1
+    snapshot.take(tensors)
+    assert driver.calls == 1, "it is asked once"
+    snapshot.release()
+
+
+def test_on_a_cpu_nothing_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: pytest.fail("asked for the driver"))
+    assert values(Snapshot().take(state(4))) == [[0.0, 1.0, 2.0, 3.0]]
+    assert Snapshot().take({}) == {}
