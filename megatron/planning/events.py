@@ -6,7 +6,9 @@ is posted, and a `Wait` holds the device until its message is there. So what hid
 """
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 from megatron.kernels.work import Attention, Computation, Memory, Product
@@ -65,6 +67,27 @@ class Pass:
     steps: tuple[Step, ...]
     labels: tuple[str, ...]
 
+    def computations(self, *, again: bool | None = None) -> Iterator[Computation]:
+        """In their order; `again` True or False: only those of recomputation, or only the others."""
+        return (operation for _, operation in self.labelled(again=again))
+
+    def labelled(self, *, again: bool | None = None) -> Iterator[tuple[str, Computation]]:
+        """The same, each with the module whose it is."""
+        for label, step in zip(self.labels, self.steps, strict=True):
+            if isinstance(step, Again):
+                if again is not False:
+                    yield label, step.operation
+            elif isinstance(step, Product | Attention | Memory) and again is not True:
+                yield label, step
+
+    def messages(self) -> Iterator[Message]:
+        """In their order."""
+        return (step.message for step in self.steps if isinstance(step, Post))
+
+    def flops(self, *, again: bool | None = None) -> float:
+        """Of matrix products and attention."""
+        return sum(o.flops for o in self.computations(again=again) if not isinstance(o, Memory))
+
 
 class Parameter(NamedTuple):
     """A parameter on one tensor rank. shape: here, with padding; whole: of the model's, without.
@@ -81,20 +104,32 @@ class Parameter(NamedTuple):
     tied: bool
     partial: bool
 
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
 
-class Part(NamedTuple):
+
+@dataclass(frozen=True, eq=False)
+class Part:
     """A part of the model. backward is whole; inputs and weights are the halves of a split backward pass. Tensors and
     messages have numbers that are the same in all four: what `forward` takes and does not give is kept for `backward`,
-    or for `inputs`, whose rest is kept for `weights`."""
+    or for `inputs`, whose rest is kept for `weights`. hands_on: bytes of the output, which the next part keeps."""
 
     parameters: tuple[Parameter, ...]
+    hands_on: int
     forward: Pass
     backward: Pass
     inputs: Pass
     weights: Pass
 
+    @property
+    def elements(self) -> int:
+        """Of all parameters on one tensor rank."""
+        return sum(p.elements for p in self.parameters)
 
-class Trace(NamedTuple):
+
+@dataclass(frozen=True, eq=False)
+class Trace:
     """The parts of a model's stages, for one micro-batch size.
 
     embedding  on the first stage

@@ -316,7 +316,7 @@ class _Piece:
             hidden = _Before.apply(anchor, lambda: torch.empty(shape, dtype=dtype, device=device))
         with recorder.recorded("activations") as found:
             out = self.chunk(batch, hidden, late_loss=True)
-            hidden = None
+            hidden, self.hands_on = None, out.nbytes
             if not self.last:
                 out = _Behind.apply(out)
         return found[0], out
@@ -387,4 +387,4 @@ def record(config: Config, device: str, kind: str) -> Part:
         forward, out = piece.forward(recorder)
         backward = piece.backward(recorder, out)
         inputs, weights = piece.split(recorder, piece.forward(recorder)[1])
-        return Part(piece.parameters(), forward, backward, inputs, weights)
+        return Part(piece.parameters(), piece.hands_on, forward, backward, inputs, weights)

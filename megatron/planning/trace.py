@@ -93,12 +93,18 @@ def _trace(
     none = {**given, "recompute": RecomputeConfig()}
     full = recompute.recompute_granularity == "full"
     again = {**given, "recompute": RecomputeConfig(recompute_granularity="full")}
-    return Trace(
+    return _alike(
         embedding=_part(_that_counts(none, "embedding"), "embedding", device),
         layer=_part(_that_counts(none if full else given, "layer"), "layer", device),
         again=_part(_that_counts(again, "layer"), "layer", device) if full else None,
         head=_part(_that_counts(none, "head"), "head", device),
     )
+
+
+@functools.lru_cache(maxsize=None)
+def _alike(embedding: Part, layer: Part, again: Part | None, head: Part) -> Trace:
+    """The same object for the same parts, by which their seconds are known."""
+    return Trace(embedding, layer, again, head)
 
 
 def _that_counts(given: Mapping[str, Any], kind: str) -> Config:
@@ -182,9 +188,10 @@ def _read(path: Path | None) -> Part | None:
     if path is None:
         return None
     try:
-        parameters, *passes = json.loads(path.read_text())
+        parameters, hands_on, *passes = json.loads(path.read_text())
         return Part(
             tuple(Parameter(n, tuple(shape), tuple(whole), *more) for n, shape, whole, *more in parameters),
+            hands_on,
             *(Pass(tuple(map(_step, steps)), tuple(labels)) for steps, labels in passes),
         )
     except (OSError, ValueError, TypeError, KeyError):
@@ -194,7 +201,8 @@ def _read(path: Path | None) -> Part | None:
 def _write(path: Path | None, part: Part) -> None:
     if path is None:
         return
-    found = [part.parameters, *([list(map(_plain, p.steps)), p.labels] for p in part[1:])]
+    passes = (part.forward, part.backward, part.inputs, part.weights)
+    found = [part.parameters, part.hands_on, *([list(map(_plain, p.steps)), p.labels] for p in passes)]
     try:
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             json.dump(found, file, separators=(",", ":"))

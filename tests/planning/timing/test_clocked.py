@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.planning.cluster import load_cluster
-from megatron.planning.timing.clocked import pass_seconds, rates_of, seconds_of
+from megatron.planning.clocked import pass_seconds, rates_of, seconds_of
 from megatron.planning.timing.linear import gathered_product, summed_product
 from megatron.planning.timing.operations import Memory, Message, Post, Product, Steps, Wait
 from megatron.planning.timing.shape import shape_of
-from megatron.planning.timing.stage import Stage, stage_seconds
+from megatron.planning.stage import Stage, stage_seconds
 from tests.planning.timing.configs import run
 
 RATES = rates_of(load_cluster("frontier"), "bfloat16")

@@ -18,7 +18,7 @@ from megatron.planning.cluster import Cluster, load_cluster
 from megatron.planning.compute import Figure
 from megatron.planning.placement import naive_placement
 from megatron.planning.timing import PARTS, estimate, explain, lower_bound
-from megatron.planning.timing.clocked import rates_of
+from megatron.planning.clocked import rates_of
 from megatron.planning.timing.parts import busiest_rank
 from tests.planning.timing.configs import RECOMPUTE, configs, run, settings_of_runs
 

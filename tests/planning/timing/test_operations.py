@@ -13,7 +13,7 @@ from megatron.planning.timing.operations import (
     messages,
 )
 from megatron.planning.timing.shape import shape_of
-from megatron.planning.timing.stage import stage_passes, stages_of
+from megatron.planning.stage import stage_passes, stages_of
 from megatron.planning.traffic import traffic_of
 from tests.planning.timing.configs import configs
 

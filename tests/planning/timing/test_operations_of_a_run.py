@@ -16,7 +16,7 @@ from megatron.data.batch import MicroBatch
 from megatron.model.gpt import build_chunks, hidden_dtype, hidden_shape, layer_context, stages_of
 from megatron.parallel import collectives, sink
 from megatron.pipeline.executor import Executor
-from megatron.planning.timing import stage
+from megatron.planning import stage
 from megatron.planning.timing.operations import Attention, Post, Product, Wait, computations, messages
 from megatron.planning.timing.shape import shape_of
 from tests.helpers.groups import join

@@ -23,7 +23,7 @@ from megatron.planning.timing.replicas import (
     tied_elements,
     weights_of_rank,
 )
-from megatron.planning.timing.stage import stages_of
+from megatron.planning.stage import stages_of
 from tests.planning.timing.configs import run
 
 FRONTIER = load_cluster("frontier")
