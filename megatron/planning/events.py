@@ -127,6 +127,11 @@ class Part:
         """Of all parameters on one tensor rank."""
         return sum(p.elements for p in self.parameters)
 
+    def padding(self, ranks: int) -> float:
+        """Share of the matrices that tensor ranks divide, of so many ranks, that only pads."""
+        whole = sum(prod(p.whole) for p in self.parameters if p.dim is not None)
+        return 1.0 - whole / (ranks * sum(p.elements for p in self.parameters if p.dim is not None))
+
 
 @dataclass(frozen=True, eq=False)
 class Trace:

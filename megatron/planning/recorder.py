@@ -165,7 +165,7 @@ class _Recorder(Operators):
     def _see(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._alive or not is_empty(tensor):
+        if key in self._alive or not storage.nbytes() or not is_empty(tensor):
             return
         self._ids += 1
         number = self._ids
@@ -278,7 +278,7 @@ class _Behind(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
-        return x.new_empty(())
+        return x.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> torch.Tensor:
@@ -304,7 +304,8 @@ class _Piece:
             p.gradient_sink = sink  # type: ignore[attr-defined]
             p.register_post_accumulate_grad_hook(to_sink)
 
-    def forward(self, recorder: _Recorder) -> tuple[Pass, torch.Tensor]:
+    def forward(self, recorder: _Recorder) -> tuple[Pass, list[torch.Tensor]]:
+        """Also the root of the graph, alone in a list: what the graph holds goes with it, after the backward pass."""
         config, device = self.config, self.device
         size = config.batch.micro_batch_size, config.model.seq_length
         tokens, labels, positions = (torch.empty(size, dtype=torch.int64, device=device) for _ in range(3))
@@ -319,24 +320,23 @@ class _Piece:
             hidden, self.hands_on = None, out.nbytes
             if not self.last:
                 out = _Behind.apply(out)
-        return found[0], out
+        return found[0], [out]
 
-    def backward(self, recorder: _Recorder, out: torch.Tensor) -> Pass:
-        one = torch.ones_like(out)
+    def backward(self, recorder: _Recorder, root: list[torch.Tensor]) -> Pass:
+        one = torch.ones_like(root[0])
         with recorder.recorded("temporary") as found:
-            out.backward(one)
+            root[0].backward(one)
+            root.clear()
         return found[0]
 
-    def split(self, recorder: _Recorder, out: torch.Tensor) -> tuple[Pass, Pass]:
+    def split(self, recorder: _Recorder, root: list[torch.Tensor]) -> tuple[Pass, Pass]:
         self.queue.begin()
-        one = torch.ones_like(out)
-        with recorder.recorded("temporary") as inputs:
-            out.backward(one)
+        inputs = self.backward(recorder, root)
         waiting = self.queue.take()[::-1]
         with recorder.recorded("temporary") as weights, torch.no_grad():
             while waiting:
                 waiting.pop(0)()
-        return inputs[0], weights[0]
+        return inputs, weights[0]
 
     def parameters(self) -> tuple[Parameter, ...]:
         found = []
@@ -384,7 +384,7 @@ def record(config: Config, device: str, kind: str) -> Part:
 
     with _followed(make, on, recorder) as piece:
         piece.backward(recorder, piece.forward(recorder)[1])  # makes tables, and asks what is asked of a device once
-        forward, out = piece.forward(recorder)
-        backward = piece.backward(recorder, out)
+        forward, root = piece.forward(recorder)
+        backward = piece.backward(recorder, root)
         inputs, weights = piece.split(recorder, piece.forward(recorder)[1])
         return Part(piece.parameters(), piece.hands_on, forward, backward, inputs, weights)

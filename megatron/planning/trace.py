@@ -11,19 +11,17 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import operator
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron.config import Config
-from megatron.config.files import DataConfig
-from megatron.config.model import ModelConfig
-from megatron.config.parallel import ParallelConfig, RecomputeConfig
+from megatron.config.parallel import RecomputeConfig
 from megatron.config.settings import SECTIONS
-from megatron.config.training import BatchConfig, KernelConfig, PrecisionConfig
 from megatron.kernels.work import Attention, Memory, Product
 from megatron.planning.events import Again, Give, Message, Parameter, Part, Pass, Post, Step, Take, Trace, Wait
 
@@ -56,6 +54,8 @@ _NOT_FOR_ONE = {
         "sequence_parallel", "async_tensor_model_parallel_allreduce", "tp_comm_overlap", "tp_comm_overlap_chunks",
     ),
 }  # fmt: skip
+_COUNTS = {"data": ("reset_position_ids",)}
+"""Of the other sections."""
 _KEPT = 4
 """Folders of traces of other sources, such as those of another checkout."""
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -72,31 +72,35 @@ GPT2_VOCABULARY = 50257
 def trace(config: Config, device: str) -> Trace:
     """What the parts of this model do for one micro-batch, on one rank of a "cuda" (a GPU of either make) or "cpu"
     device. The kernels count as there on a GPU, which is elsewhere; on a CPU they are those of this machine."""
-    model, recompute = config.model, config.recompute
-    if model.vocab_size is None:
-        model = dataclasses.replace(model, vocab_size=GPT2_VOCABULARY)
-    return _trace(
-        model, config.parallel, recompute, config.batch.micro_batch_size, config.precision, config.kernels,
-        config.data.reset_position_ids, device,
-    )  # fmt: skip
+    key = device, *(counts(getattr(config, section)) for section, counts in _that_count())
+    found = _traces.get(key)
+    if found is None:
+        found = _traces[key] = _trace(config, device)
+    return found
 
 
-@functools.lru_cache(maxsize=1 << 14)
-def _trace(
-    model: ModelConfig, parallel: ParallelConfig, recompute: RecomputeConfig, micro_batch: int,
-    precision: PrecisionConfig, kernels: KernelConfig, reset: bool, device: str,
-) -> Trace:  # fmt: skip
-    given = {
-        "model": model, "parallel": parallel, "recompute": recompute, "precision": precision, "kernels": kernels,
-        "batch": BatchConfig(micro_batch_size=micro_batch), "data": DataConfig(reset_position_ids=reset),
-    }
-    none = {**given, "recompute": RecomputeConfig()}
-    full = recompute.recompute_granularity == "full"
-    again = {**given, "recompute": RecomputeConfig(recompute_granularity="full")}
+_traces: dict[tuple[Any, ...], Trace] = {}
+
+
+@functools.cache
+def _that_count() -> list[tuple[str, Callable[[Any], Any]]]:
+    """For each section a function that reads all of it on which a trace depends."""
+    return [
+        (name, operator.attrgetter(*(
+            field.name for field in dataclasses.fields(section)
+            if (field.name not in _DOES_NOT_COUNT[name] if name in _DOES_NOT_COUNT else field.name in _COUNTS[name])
+        )))
+        for name, section in SECTIONS.items() if name in _DOES_NOT_COUNT or name in _COUNTS
+    ]  # fmt: skip
+
+
+def _trace(config: Config, device: str) -> Trace:
+    none = dataclasses.replace(config, recompute=RecomputeConfig())
+    full = config.recompute.recompute_granularity == "full"
     return _alike(
         embedding=_part(_that_counts(none, "embedding"), "embedding", device),
-        layer=_part(_that_counts(none if full else given, "layer"), "layer", device),
-        again=_part(_that_counts(again, "layer"), "layer", device) if full else None,
+        layer=_part(_that_counts(none if full else config, "layer"), "layer", device),
+        again=_part(_that_counts(config, "layer"), "layer", device) if full else None,
         head=_part(_that_counts(none, "head"), "head", device),
     )
 
@@ -107,23 +111,25 @@ def _alike(embedding: Part, layer: Part, again: Part | None, head: Part) -> Trac
     return Trace(embedding, layer, again, head)
 
 
-def _that_counts(given: Mapping[str, Any], kind: str) -> Config:
+def _that_counts(config: Config, kind: str) -> Config:
     """A configuration in which all that a trace of this kind does not depend on has its default."""
-    more = [_NOT_FOR_LAYERS] if kind == "layer" else []
-    if given["parallel"].tensor_model_parallel_size == 1:
-        more.append(_NOT_FOR_ONE)
-    if given["recompute"].recompute_granularity != "selective":
-        more.append({"recompute": ("recompute_modules",)})
+    reset = [_DOES_NOT_COUNT]
+    if kind == "layer":
+        reset.append(_NOT_FOR_LAYERS)
+    if config.parallel.tensor_model_parallel_size == 1:
+        reset.append(_NOT_FOR_ONE)
+    if config.recompute.recompute_granularity != "selective":
+        reset.append({"recompute": ("recompute_modules",)})
     sections = {}
     for name, section in SECTIONS.items():
         defaults = {field.name: field.default for field in dataclasses.fields(section)}
-        own = given.get(name, section(**defaults))
-        names = [*_DOES_NOT_COUNT.get(name, ()), *(n for each in more for n in each.get(name, ()))]
+        own, names = getattr(config, name), {n for each in reset for n in each.get(name, ())}
+        if name not in _DOES_NOT_COUNT:
+            names = defaults.keys() - set(_COUNTS.get(name, ()))
         sections[name] = dataclasses.replace(own, **{n: defaults[n] for n in names})
-    model = sections["model"]
+    model, tensor = sections["model"], sections["parallel"].tensor_model_parallel_size
     sections["model"] = dataclasses.replace(model, num_layers=1, vocab_size=model.vocab_size or GPT2_VOCABULARY)
-    world = {"world_size": sections["parallel"].tensor_model_parallel_size, "data_parallel_size": 1}
-    sections["parallel"] = dataclasses.replace(sections["parallel"], **world)
+    sections["parallel"] = dataclasses.replace(sections["parallel"], world_size=tensor, data_parallel_size=1)
     return Config(**sections, given={}, origins={})
 
 
@@ -131,7 +137,7 @@ _parts: dict[str, Part] = {}
 
 
 def _part(config: Config, kind: str, device: str) -> Part:
-    key = repr((kind, device, *(getattr(config, name) for name in (*_DOES_NOT_COUNT, "data"))))
+    key = repr((kind, device, *(getattr(config, name) for name in (*_DOES_NOT_COUNT, *_COUNTS))))
     found = _parts.get(key)
     if found is None:
         path = _folder(device)

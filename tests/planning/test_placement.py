@@ -137,7 +137,7 @@ MORE = pytest.mark.campaign("search")
 )  # fmt: skip
 def test_no_order_of_devices_is_cheaper(tensor: int, pipeline: int, data: int, order: str, chunks: int) -> None:
     config = made(tensor, pipeline, data, chunks, rank_order=order)
-    model = CostModel(FRONTIER, Layout(tensor, pipeline, data, order), traffic_of(config), 8)
+    model = CostModel(FRONTIER, Layout(tensor, pipeline, data, order), traffic_of(config, "cuda"), 8)
     best: PlacementCost | None = None
     for devices in orders_worth_a_look(model.layout):
         cost = model.cost(devices)

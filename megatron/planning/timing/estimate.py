@@ -215,8 +215,10 @@ def _after(
 
 
 def _flops(config: Config, traced: Trace, again: bool | None) -> float:
-    """Of a step on all devices, without recomputation (again: False) or with it (None)."""
+    """Of a step on all devices, without recomputation (again: False) or with it (None). What padding of the vocabulary
+    is multiplied with is no work of the model."""
     parallel, stages = config.parallel, Counter(stages_of(config))
     of_pipeline = sum(n * sum(stage_flops(traced, stage, again=again).values()) for stage, n in stages.items())
-    ranks = parallel.tensor_model_parallel_size * parallel.data_parallel_size
-    return of_pipeline * ranks * config.num_micro_batches()
+    tensor = parallel.tensor_model_parallel_size
+    of_pipeline -= traced.head.padding(tensor) * (traced.head.forward.flops() + traced.head.backward.flops())
+    return of_pipeline * tensor * parallel.data_parallel_size * config.num_micro_batches()
