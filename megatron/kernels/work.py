@@ -93,7 +93,7 @@ def recomputed() -> Scope:
     return Scope(None)
 
 
-class followed:  # noqa: N801  a context manager, used like a function
+class followed:
     """A context in which `follower` is told."""
 
     def __init__(self, follower: Follower) -> None:

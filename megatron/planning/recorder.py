@@ -120,7 +120,7 @@ class _Recorder(Operators):
             if number <= self._begins[-1] + 1:
                 self._label = self._owners[bisect.bisect_right(self._begins, number) - 1]
 
-    # -- pieces of work that the code declares ---------------------------------------------------------------------------
+    # -- pieces of work that the code declares -------------------------------------------------------------------------
 
     def enter(self, scope: Scope) -> None:
         if scope.work is None:

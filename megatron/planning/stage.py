@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.model.stages import assign_layers
-from megatron.planning.events import Pass, Trace
 from megatron.planning.clocked import NOTHING, MessageSeconds, PassSeconds, pass_seconds
+from megatron.planning.events import Pass, Trace
 
 if TYPE_CHECKING:
     from megatron.config import Config

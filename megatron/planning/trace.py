@@ -105,7 +105,7 @@ def _trace(config: Config, device: str) -> Trace:
     )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _alike(embedding: Part, layer: Part, again: Part | None, head: Part) -> Trace:
     """The same object for the same parts, by which their seconds are known."""
     return Trace(embedding, layer, again, head)

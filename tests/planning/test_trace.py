@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config import Config
 from megatron.model import formulas
 from megatron.planning import trace as traces
 from megatron.planning.events import Again, Give, Part, Pass, Take
@@ -54,10 +53,10 @@ def test_explicit_attention_is_recomputed_as_far_as_its_weights():
 @given(config=configs())
 def test_parameters_are_those_of_the_formulas(config):
     model, t = sized_model(config), config.parallel.tensor_model_parallel_size
+    sizes = dict(tensor_size=t, vocab_size=model.padded_vocab_size(t))
     for stage in stages_of(config):
-        assert parameters_of(trace(config, "cuda"), stage) == formulas.stage_parameters(
-            model, stage.layers, first=stage.first, last=stage.last, tensor_size=t, vocab_size=model.padded_vocab_size(t)
-        )
+        expected = formulas.stage_parameters(model, stage.layers, first=stage.first, last=stage.last, **sizes)
+        assert parameters_of(trace(config, "cuda"), stage) == expected
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

@@ -22,8 +22,8 @@ def made(**fields: Any) -> Config:
 
 
 def test_tensor_parallel_bytes() -> None:
-    """An all-reduce over n ranks sends 2 (n - 1) / n of the tensor; a layer has 4, and 2 more to recompute it. Forward and
-    backward of the embedding and the output layer have one together, and the softmax's statistics, fp32 [3, tokens]."""
+    """An all-reduce over n ranks sends 2 (n - 1) / n of the tensor; a layer has 4, and 2 more to recompute it. The
+    embedding has one forward, the output layer one backward, and the softmax's statistics, fp32 [3, tokens]."""
     tensor, micro_batches, n = S * 2 * H * 2, 5, 4
     fields = dict(tensor_model_parallel_size=n, world_size=n, global_batch_size=2 * micro_batches)
     one = 2 * (n - 1) / n * tensor * micro_batches

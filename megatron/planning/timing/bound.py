@@ -5,8 +5,8 @@ import functools
 from typing import TYPE_CHECKING
 
 from megatron.planning.channels import Channels
-from megatron.planning.events import Trace
 from megatron.planning.clocked import MessageSeconds, crowding, rates_of
+from megatron.planning.events import Trace
 from megatron.planning.stage import Stage, StageSeconds, stage_seconds, stages_of
 from megatron.planning.timing.update import update_seconds
 from megatron.planning.trace import trace

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 from megatron.model import formulas
 from megatron.pipeline.clock import Boundaries, PipelineRun, StageTimes, run_pipeline
 from megatron.planning.channels import Channels
+from megatron.planning.clocked import crowding, rates_of
 from megatron.planning.events import Trace
 from megatron.planning.memory import RankMemory, memory_of_ranks
 from megatron.planning.placement import choose_placement
 from megatron.planning.rates import Rates
-from megatron.planning.clocked import crowding, rates_of
+from megatron.planning.stage import StageSeconds, stage_flops, stage_seconds, stages_of, tied_elements
 from megatron.planning.timing.parts import parts_of_step
 from megatron.planning.timing.replicas import exchange, owned_partial_elements
-from megatron.planning.stage import StageSeconds, stage_flops, stage_seconds, stages_of, tied_elements
 from megatron.planning.timing.update import update_seconds
 from megatron.planning.trace import trace
 
