@@ -106,7 +106,7 @@ class _Recorder(Operators):
         self._mark()
 
     def _mark(self) -> None:
-        self._begins.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+        self._begins.append(torch.autograd._get_sequence_nr())
         self._owners.append(self._modules[-1] if self._modules else "")
 
     def _look(self) -> None:
@@ -115,7 +115,7 @@ class _Recorder(Operators):
             self._label = self._modules[-1]
         elif self._category == "activations":
             self._label = ""
-        elif (node := torch._C._current_autograd_node()) is not None:  # type: ignore[attr-defined]
+        elif (node := torch._C._current_autograd_node()) is not None:
             number = node._sequence_nr()
             if number <= self._begins[-1] + 1:
                 self._label = self._owners[bisect.bisect_right(self._begins, number) - 1]
@@ -352,7 +352,8 @@ def _topology(config: Config, device: str) -> Topology:
     size = config.parallel.tensor_model_parallel_size
     alone, tensor = Group((0,), 0), Group((0,), 0, kind="tensor")
     if size > 1:
-        tensor = Group(range(size), 0, torch.distributed.ProcessGroup(0, size), "tensor")
+        handle: Any = torch.distributed.ProcessGroup  # whose constructor without a store its stubs leave out
+        tensor = Group(range(size), 0, handle(0, size), "tensor")
     return Topology(Layout(size, 1, 1), 0, tensor, tensor, alone, alone, tensor, None, torch.device(device))
 
 

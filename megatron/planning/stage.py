@@ -54,11 +54,11 @@ def _stages(
 
 
 class Run(NamedTuple):
-    """A pass that a stage runs `count` times in a row. part: "embedding", "layer" or "head"; again: all of it is
+    """A pass that a stage runs so many `times` in a row. part: "embedding", "layer" or "head"; again: all of it is
     recomputation."""
 
     part: str
-    count: int
+    times: int
     of: Pass
     again: bool = False
 
@@ -85,7 +85,7 @@ def stage_passes(trace: Trace, stage: Stage) -> dict[str, list[Run]]:
             Run("layer", alone, getattr(again, half)), Run("layer", stage.layers - alone, getattr(layer, half)),
             Run("embedding", first, getattr(embedding, half)),
         ]
-    return {name: [run for run in found.get(name, []) if run.count] for name in ("forward", "backward", "weight")}
+    return {name: [run for run in found.get(name, []) if run.times] for name in ("forward", "backward", "weight")}
 
 
 def stage_flops(trace: Trace, stage: Stage, *, again: bool | None = None) -> dict[str, float]:
@@ -93,8 +93,8 @@ def stage_flops(trace: Trace, stage: Stage, *, again: bool | None = None) -> dic
 
     def flops(run: Run) -> float:
         if run.again:
-            return 0.0 if again is False else run.count * run.of.flops()
-        return run.count * run.of.flops(again=again)
+            return 0.0 if again is False else run.times * run.of.flops()
+        return run.times * run.of.flops(again=again)
 
     return {name: sum(map(flops, runs)) for name, runs in stage_passes(trace, stage).items()}
 
@@ -165,9 +165,9 @@ def stage_seconds(
 def _often(run: Run, rates: Rates, message_s: MessageSeconds | None, hides: bool) -> PassSeconds:
     """The same pass so many times in a row: a message left over from one may hold up the next."""
     total, busy, done = NOTHING, 0.0, 0
-    while done < run.count:
+    while done < run.times:
         one = pass_seconds(run.of, rates, message_s, hides=hides, busy=busy)
         alike = abs(one.left - busy) <= 1e-12 * max(one.left, busy)
-        step = run.count - done if alike else 1
+        step = run.times - done if alike else 1
         total, busy, done = total + one.times(step), one.left, done + step
     return total.repeated() if run.again else total

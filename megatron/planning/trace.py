@@ -15,7 +15,7 @@ import operator
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,7 @@ def _alike(embedding: Part, layer: Part, again: Part | None, head: Part) -> Trac
 
 def _that_counts(config: Config, kind: str) -> Config:
     """A configuration in which all that a trace of this kind does not depend on has its default."""
-    reset = [_DOES_NOT_COUNT]
+    reset: list[Mapping[str, tuple[str, ...]]] = [_DOES_NOT_COUNT]
     if kind == "layer":
         reset.append(_NOT_FOR_LAYERS)
     if config.parallel.tensor_model_parallel_size == 1:

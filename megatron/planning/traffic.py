@@ -74,7 +74,7 @@ def _tensor(ranks: int, traced: Trace, stages: Sequence[Stage], micro_batches: i
                 kinds = ", ".join(sorted({message.kind.replace("_", "-") for message in run.of.messages()}))
                 title = "recomputed forward" if run.again else f"{name} of the {run.part} ({kinds})"
                 sent = sum(ring_bytes(message.bytes, ranks, message.kind) for message in run.of.messages())
-                found[title] = found.get(title, 0.0) + run.count * micro_batches * sent
+                found[title] = found.get(title, 0.0) + run.times * micro_batches * sent
     return tuple(Flow(title, sent) for title, sent in found.items() if sent)
 
 

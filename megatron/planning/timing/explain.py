@@ -211,7 +211,7 @@ def _computed(found: Estimate, stage: Stage, key: str) -> str:
     for run in stage_passes(_trace(found), stage)[key]:
         seconds = sum(seconds_of(operation, rates) for operation in run.of.computations())
         again = " again" if run.again else ""
-        name = run.part if run.part != "layer" else f"{run.count} layer{'s' * (run.count > 1)}{again} x"
+        name = run.part if run.part != "layer" else f"{run.times} layer{'s' * (run.times > 1)}{again} x"
         words += [f"{name} {_s(seconds)}"] if seconds else []
     return " + ".join(words)
 

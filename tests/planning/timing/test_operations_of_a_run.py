@@ -131,11 +131,11 @@ def listed(config: Config, rank: int) -> Any:
         for run in (run for runs in stages.stage_passes(traced, of_rank).values() for run in runs):
             for operation in run.of.computations():
                 if isinstance(operation, Product):
-                    products[key(*operation[:4])] += 2 * run.count
+                    products[key(*operation[:4])] += 2 * run.times
                 elif isinstance(operation, Attention):
-                    attention["backward" if operation.backward else "forward"] += 2 * run.count
+                    attention["backward" if operation.backward else "forward"] += 2 * run.times
             for message in run.of.messages():
-                sent[message.kind, message.bytes] += 2 * run.count
+                sent[message.kind, message.bytes] += 2 * run.times
     return dict(products), dict(sent), dict(attention) if backend(config) == "torch" else {}
 
 
@@ -151,7 +151,7 @@ def listed_in_order(config: Config) -> list[Any]:
     passes = stages.stage_passes(trace(config, "cpu"), only)
     posts = 0
     of_step = 2 * [run for half in ("forward", "backward") for run in passes[half]]
-    for of in [run.of for run in of_step for _ in range(run.count)]:
+    for of in [run.of for run in of_step for _ in range(run.times)]:
         numbers = dict[int, int]()
         for step in of.steps:
             if isinstance(step, Product):
