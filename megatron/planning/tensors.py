@@ -28,6 +28,10 @@ class Operators(TorchDispatchMode):
         super().__init__()
         self._works: dict[int, Work] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler, for seconds, to keep it away from here, at each operator
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             return self._communicate(func, args)
