@@ -125,8 +125,8 @@ def _pass(found: Estimate, title: str, of: Pass) -> Section:
                 continue
             where = _LAYER.sub("", label)
             row = _computation(operation, count, seconds)
-            term = f"{where}: {row.term}" if where else row.term
-            rows.append(row._replace(term=f"{term}, again" if again else term))
+            term = f"{row.term}, again" if again else row.term
+            rows.append(row._replace(term=term, basis=f"{row.basis}: {where}" if where else row.basis))
     if kernels:
         rows.append(Row("small kernels", f"{kernels} of less than {100 * _SMALL:g} % of the pass each", _s(rest)))
     for message, count in Counter(of.messages()).items():
