@@ -46,7 +46,7 @@ _KINDS = {
         "gelu", "gelu_backward", "silu", "silu_backward", "relu", "threshold_backward", "sigmoid", "tanh", "pow",
     ),
     "embedding": ("embedding", "embedding_dense_backward", *_ROWS_IN),
-    "residual": ("add", "add_", "mul", "mul_", "native_dropout", "native_dropout_backward"),
+    "residual": ("add", "mul", "native_dropout", "native_dropout_backward"),
     "loss": ("exp", "log", "amax", "max", "_log_softmax", "_log_softmax_backward_data", "logsumexp"),
 }  # fmt: skip
 _KIND = {name: kind for kind, names in _KINDS.items() for name in names}
@@ -235,8 +235,8 @@ def _rule(func: Any) -> _Rule:
         if overwrites:
             inputs = [t for t in inputs if t is not into[0]]
         results = _tensors(into + outs) or _tensors(out if isinstance(out, (tuple, list)) else (out,))
-        size = _bytes(inputs) + _bytes(results)
-        return Memory(size, 1, kind) if size else None
+        written_bytes = _bytes(results)  # none where a tensor is only asked about: its device, its shape
+        return Memory(_bytes(inputs) + written_bytes, 1, kind) if written_bytes else None
 
     return moved
 
