@@ -18,6 +18,7 @@ from megatron.engine.zero import square
 from megatron.kernels.choose import Fusions, choose_attention, choose_fusions
 from megatron.kernels.library import available
 from megatron.kernels.ops.activation import bias_activation
+from megatron.kernels.ops.embedding import add_rows_, reference_
 from megatron.kernels.ops.optimizer import scale_and_norm_
 from megatron.layers.attention import flash_attention, torch_attention
 from megatron.layers.blocked_attention import blocked_attention
@@ -252,7 +253,7 @@ def _activations(make: Maker) -> Iterator[Task]:
 
             return run
 
-        # Forward and backward as planning/timing/layer.py counts them.
+        # Forward and backward, each of torch's operators reading its inputs and writing its results once.
         ins = 2 if gated else 1
         if fused:
             size, kernels = float(rows * f * make.width * (6 + 2 * ins if gated else 5)), 2
@@ -309,10 +310,11 @@ def _embeddings(make: Maker) -> Iterator[Task]:
             table, total = make(v, h), make(v, h, fp32=True)
             rows = torch.randint(0, v, (tokens,), device=make.device)
             gradient = make(tokens, h, fp32=True)
+            add = reference_ if total.device.type == "cpu" else add_rows_  # as megatron.layers.embedding has it
 
             def run() -> None:
                 torch.nn.functional.embedding(rows, table)
-                total.index_add_(0, rows, gradient)
+                add(total, rows, gradient)
 
             return run
 

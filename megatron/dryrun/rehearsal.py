@@ -156,7 +156,7 @@ def assumptions(config: Config, device: str) -> tuple[str, ...]:
         else:
             found.append("attention is one kernel that keeps no scores (flash-attn, or torch's)")
             if config.model.position_embedding_type == "alibi":
-                found.append("it is torch's, which keeps ALiBi as a mask for each layer; flash-attn needs none")
+                found.append("it is torch's, which keeps ALiBi as one mask for all layers; flash-attn needs none")
         found.append("torch adds products of 16-bit matrices to fp32 sums in place")
         return tuple(found)
     import torch

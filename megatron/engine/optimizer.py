@@ -86,7 +86,7 @@ def build_optimizer(
     fused           whether AdamW goes through our kernel (megatron.kernels.choose); else it is torch's fused one
     """
     if settings.optimizer == "sgd":
-        return SGD(groups, lr=settings.lr, momentum=settings.sgd_momentum)
+        return SGD(groups, lr=settings.lr, momentum=settings.sgd_momentum, fused=True)
     betas = (settings.adam_beta1, settings.adam_beta2)
     if implementation == "apex" and fused_adam(device.type).usable:
         apex_adam: Any = importlib.import_module("apex.optimizers").FusedAdam

@@ -7,6 +7,7 @@ import torch
 
 from megatron.kernels.choose import NONE, Fusions
 from megatron.layers.documents import Documents
+from megatron.layers.masks import Alibi, alibi_slopes
 from megatron.layers.parameters import ParameterFactory
 from megatron.parallel.deferred import WeightGradients
 from megatron.parallel.random import WHOLE, DropoutKey, Place, Site
@@ -24,6 +25,7 @@ class LayerContext:
     chunks             pieces into which products are cut so that the message of one travels behind the next; 1: uncut
     weight_gradients   the queue that zero-bubble schedules use
     fusions            which operators go through the fused kernels; none unless somebody chose them
+    alibis             by number of heads, what alibi() has made
     """
 
     tensor: Group
@@ -33,6 +35,14 @@ class LayerContext:
     chunks: int = 1
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
     fusions: Fusions = NONE
+    alibis: dict[int, Alibi] = field(default_factory=dict)
+
+    def alibi(self, heads: int) -> Alibi:
+        """ALiBi for this rank's part of `heads` heads: one object for all layers."""
+        if heads not in self.alibis:
+            slopes = alibi_slopes(heads).chunk(self.tensor.size)[self.tensor.rank]
+            self.alibis[heads] = Alibi(slopes.to(self.parameters.device))
+        return self.alibis[heads]
 
     @classmethod
     def single(cls, seed: int = 1234, device: str | torch.device = "cpu") -> LayerContext:

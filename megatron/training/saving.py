@@ -95,17 +95,18 @@ class Saves:
     def is_due(self, iteration: int, agreed: Mapping[str, int]) -> bool:
         """Whether to save after `iteration`, given what the ranks agreed on."""
         return iteration not in (self.saved_iteration, self._started) and (
-            self.at_interval(iteration) or bool(agreed[_DUE])
+            self.at_interval(iteration) or bool(agreed.get(_DUE))
         )
 
     def at_interval(self, iteration: int) -> bool:
         """Whether --save-interval falls on `iteration`."""
         return self._interval is not None and iteration % self._interval == 0
 
-    def ahead(self, iteration: int) -> int:
-        """How many saves lie between now, after `iteration`, and an end after the next step: the last one, one that is
-        due now, one under way. Of rank 0, whose clock counts."""
-        return 1 + int(self.under_way) + int(self.at_interval(iteration) or self._is_time())
+    def ahead(self, iteration: int, steps: int = 1) -> int:
+        """How many saves lie between now, after `iteration`, and an end after `steps` more: the last one, those that
+        are due on the way, one under way. Of rank 0, whose clock counts."""
+        due = sum(self.at_interval(iteration + i) for i in range(steps))
+        return 1 + int(self.under_way) + max(due, int(self._is_time()))
 
     def save(self, iteration: int, state: dict[str, Any], *, last: bool = False) -> None:
         """Save `state`, what `iteration` steps led to: with --async-save in the background, but the `last` one of a
@@ -130,7 +131,7 @@ class Saves:
 
     def commit_written(self, agreed: Mapping[str, int]) -> bool:
         """Complete a save in the background once every rank has written its part; whether it is complete now."""
-        if self._started is None or agreed[_WRITING]:
+        if self._started is None or agreed.get(_WRITING, True):
             return False
         return self._complete(self._writer.commit)
 

@@ -309,7 +309,7 @@ def job_time(
     given = config.training.walltime
     slurm = Agreement(topology)
     slurm.add_first("job", lambda: "SLURM_JOB_ID" in os.environ)
-    if given == "none" or (given is None and (saves is None or not slurm.take()["job"])):
+    if given == "none" or (given is None and (saves is None or not slurm.now()["job"])):
         return None
     clock: Clock = Unwatched()
     if given is not None:
@@ -319,7 +319,8 @@ def job_time(
     elif topology.world.is_first:
         clock = SlurmEnd(os.environ, reporter.say)
     state_bytes = checkpoint_bytes(config) / topology.world.size if saves is not None else 0.0
-    wall_time = WallTime(clock, state_bytes, config.training.eval_iters)
+    steps_ahead = 1 if topology.world.size == 1 else 2  # the answer of all ranks comes a step late
+    wall_time = WallTime(clock, state_bytes, config.training.eval_iters, steps_ahead)
     if saves is not None:
         saves.after_save = wall_time.after_save
     reporter.say(f" wall time: the run saves and ends in time. Until its first save is measured, one is taken to need "

@@ -55,7 +55,7 @@ def test_copies_and_gradient_scale() -> None:
     """Copies for some parameters of a group only, and gradients of two types in one group."""
     mine, plain = weights(), weights()
     ours = FusedAdamW(groups(mine), lr=1e-2)
-    ours.gradient_scale = lambda: 0.5
+    ours.gradient_scale = torch.tensor(0.5)
     ours.copies = {mine[0]: torch.zeros(7, 5, dtype=torch.bfloat16), mine[1]: torch.zeros(33, dtype=torch.float16)}
     other = FusedAdamW(groups(plain), lr=1e-2)
     for step in range(3):

@@ -81,7 +81,7 @@ class Case:
     def step(self, iteration: int, seconds: float = 1.0) -> None:
         """What the loop does after a step."""
         self.now += seconds
-        agreed = self.agreement.take()
+        agreed = self.agreement.now()
         self.saves.commit_written(agreed)
         if self.saves.is_due(iteration, agreed):
             self.saves.save(iteration, {})

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from megatron.kernels.choose import NONE
 from megatron.planning.memory.layer import Kept, Layer, Settings
 from megatron.planning.memory.operators import Operators
 from megatron.planning.memory.tape import ACTIVATIONS, LOGITS, TEMPORARY, Block, Held, Tape
@@ -241,8 +242,11 @@ class _Chunk:
         return gradient
 
     def _embed_backward(self, gradient: Block) -> None:
-        """Gradients of the rows that were looked up, in fp32; the embeddings' sum has gone with the first norm."""
-        tape, z, layer = self.tape, self.z, self.layer
+        """Gradients of the rows that were looked up; the embeddings' sum has gone with the first norm.
+
+        On a GPU they leave two sums in fp32 for each 16 (megatron.kernels.ops.embedding); torch takes all in fp32.
+        """
+        tape, z, layer, kernels = self.tape, self.z, self.layer, self.operators.fusions != NONE
         tape.give(self.input)
         if layer.tp > 1:
             gathered = tape.take(z.whole) if layer.gathers else None
@@ -250,7 +254,9 @@ class _Chunk:
             masked = tape.take(z.whole)
             tape.give(gathered)
             gradient = masked
-        if z.width < 4:
+        if kernels and self.operators.gpu:
+            tape.for_a_moment(8.0 * -(-(z.whole / z.width / self.model.hidden_size) // 16) * self.model.hidden_size)
+        elif z.width < 4 and not (kernels and self.settings.sum_width < 4):
             tape.for_a_moment(z.whole * 4 / z.width)
         tape.give(gradient)
 

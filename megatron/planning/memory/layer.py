@@ -279,23 +279,15 @@ class Layer:
             tape.give(tape.take(self._scores(1)), *self._reference(tape), *copies)
             return out, [logarithms]
         inside = []
-        if self.alibi and self.attention == "torch":
+        if self.alibi and self.attention == "torch" and self.share > 1:
             # No kernel takes a mask and groups of queries: keys and values are copied for each query.
-            inside += [tape.take(z.heads), tape.take(z.heads)] if self.share > 1 else []
-            inside.append(self._slopes(tape))
+            inside = [tape.take(z.heads), tape.take(z.heads)]
         out = tape.take(z.heads)
         return out, [*inside, tape.take(z.logarithms)]
 
     def _square(self) -> float:
         """Elements of the scores of all heads."""
         return self.samples * self.groups * self.share * float(self.length) ** 2
-
-    def _slopes(self, tape: Tape) -> Block:
-        """ALiBi's mask of all heads, by way of fp32 (megatron.layers.masks)."""
-        z, square = self.sizes, float(self.length) ** 2
-        heads = square * self.groups * self.share
-        tape.for_a_moment(4.0 * square, 8.0 * heads, heads * z.width if z.width < 4 else square)
-        return tape.take(heads * z.width)
 
     def _explicit(self, tape: Tape) -> tuple[Block, list[Block]]:
         """softmax(q k^T) as it is written."""
@@ -304,9 +296,7 @@ class Layer:
         queries = [tape.take(z.heads)] if self.share > 1 else []
         scores = tape.take(square * z.width)
         if self.alibi:
-            slopes = self._slopes(tape)
             tape.for_a_moment(square * z.width)
-            tape.give(slopes)
         if not self.fused.masked_softmax:
             tape.for_a_moment(4.0 * square, 4.0 * square)
         kept = [tape.take(square * (z.width if self.fused.masked_softmax or z.width == 4 else 4 + z.width))]
@@ -476,15 +466,17 @@ class Layer:
         inside = [*self._core(tape)[1], tape.take(0.0)] if self.core_again else []
         again = [tape.take(z.heads)] if self.core_again else []
         direct = self.attention == "blocked" and not self.rope
+        if self.attention == "unfused":
+            weights = self._square() * z.width
+            inputs = weights if self.fused.masked_softmax else 8 * self._square()
+            # Weights of which some were dropped go with the product that gives the gradients of weights and values.
+            tape.for_a_moment(z.keys, max(weights, inputs) if self.attention_dropout else weights + inputs)
         gradients = [tape.take(z.projection)] if direct else [tape.take(size) for size in (z.heads, z.keys, z.keys)]
         if self.attention == "blocked":
             narrow = 2.0 * z.heads if z.width == 2 else 0.0
             copies = (3.0 if direct else 2.0) * z.heads if self.share > 1 else 0.0
             held = [tape.take(size) for size in (self._scores(2), narrow, z.logarithms, copies)]
             tape.give(*self._reference(tape), *held)
-        elif self.attention == "unfused":
-            square = self._square()
-            tape.for_a_moment(square * z.width, square * (z.width if self.fused.masked_softmax else 8))
         tape.give(dheads, *kept.take("core"), *inside, *again)
         if direct:
             return gradients[0]

@@ -16,7 +16,7 @@ from megatron.planning.memory.in_flight import moments_of_rank
 from megatron.planning.memory.layer import Settings, Sizes
 from megatron.planning.memory.operators import Operators, operators_of
 from megatron.planning.memory.tape import Held
-from megatron.planning.traffic import GPT2_VOCABULARY
+from megatron.planning.trace import GPT2_VOCABULARY
 
 if TYPE_CHECKING:
     from megatron.config import Config, ModelConfig
@@ -134,7 +134,7 @@ def _memory(config: Config, chunks: _Chunks, rank: int) -> RankMemory:
         master=4.0 * n / owners if chunks.sizes.width == 2 else 0.0,
         moments=(8.0 if config.optimizer.optimizer == "adam" else 4.0) * n / owners,
         gradients=float(n * config.precision.gradient_bytes),
-        activations=held.activations + _angles(config),
+        activations=held.activations + _angles(config) + _bias(config, chunks),
         logits=held.logits,
         buffers=buffers,
         temporary=held.temporary,
@@ -180,6 +180,15 @@ def _angles(config: Config) -> float:
         return 0.0
     turned = 2 * int(model.kv_channels * model.rotary_percent / 2)
     return 4.0 * model.seq_length * turned * config.parallel.num_chunks
+
+
+def _bias(config: Config, chunks: _Chunks) -> float:
+    """ALiBi's bias of this rank's heads, which all layers share (megatron.layers.masks.Alibi)."""
+    model = config.model
+    if model.position_embedding_type != "alibi" or chunks.operators.attention not in ("torch", "unfused"):
+        return 0.0
+    heads = model.num_attention_heads // config.parallel.tensor_model_parallel_size
+    return float(heads * (-(-model.seq_length // 16) * 16) ** 2 * chunks.sizes.width)
 
 
 def _micro_batches(config: Config) -> float:
