@@ -102,13 +102,13 @@ class Stores(Meeting):
     def __init__(self, launch: Launch, seconds: float) -> None:
         super().__init__(launch, torch.device("cpu"), timedelta(seconds=seconds))
         # Stays open with rank 0.
-        self._store = bounded(lambda: self._open_store(self._clock() + seconds), seconds + _END_S)
+        self._store = bounded(lambda: self._open_store(seconds), seconds + _END_S)
 
     def another(self) -> Any:
         """A connection that may wait for long, or for ever, while others go on."""
         if isinstance(self._store, dist.HashStore):
             return self._store
-        return dist.PrefixStore(self._prefix, self._client(serve=False))
+        return dist.PrefixStore(self._prefix, self._client(self.timeout.total_seconds()))
 
 
 @dataclass
