@@ -17,18 +17,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.parallel.processes import reserve_port
+from megatron.parallel.processes import environment, reserve_port
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 LOG, TASKS = "train.log", "tasks"
-GRACE_S = 60.0
-"""From a polite signal to force, unless a run is given another."""
+GRACE_S = 15.0
+"""From a polite signal to force: a short run has nothing to save."""
 _ASK_AGAIN_S = 5.0
+_WAIT_S = 60  # that the tasks of a step have to end when one has
 _PEERS_S = 20.0  # ranks end by themselves when one is lost, and say who it was
 _FIRST_PORT, _PORTS, _USER_PORTS = 3442, 1000, (1024, 65536)
 _TETHER = Path(__file__).with_name("tether.py")
-_LAUNCHERS = ("SLURM_", "PMI_", "PMIX_", "OMPI_", "MPI_", "PALS_", "MV2_", "TORCHELASTIC_")
-_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 
 # Has Slurm signal the step that is called STEP. An srun that is to end while its tasks start asks Slurm once to kill
 # them; where they are not there yet that is lost, and from then on srun waits for them, whatever it is told.
@@ -58,7 +57,7 @@ code=0
 if [[ -n ${MEMORY_LIMIT:-} ]]; then
     backend=()
     [[ $DEVICE != cpu ]] || backend=(--distributed-backend gloo)
-    launch "$CODE/megatron/planning/experiments/tether.py" 0 "$MEMORY_LIMIT" "$PYTHON" -u "$CODE/pretrain_gpt.py" \\
+    launch "$CODE/megatron/jobs/tether.py" 0 "$MEMORY_LIMIT" "$PYTHON" -u "$CODE/pretrain_gpt.py" \\
         ${backend[@]+"${backend[@]}"} "$@" || code=$?
 else
     launch_training "$@" || code=$?
@@ -75,7 +74,6 @@ class Step:
     name    by which squeue knows it, other than that of every other step that is running
     turn    how many runs were started before, which gives it a port of its own
     limit_s after which Slurm itself ends it, should its starter not
-    wait_s  that tasks have to end when another has; None: as job.sh has it
     memory_limit_bytes  of each task; None: without one
     """
 
@@ -84,7 +82,6 @@ class Step:
     tasks_per_node: int
     turn: int
     limit_s: float
-    wait_s: int | None = None
     memory_limit_bytes: int | None = None
 
 
@@ -199,20 +196,20 @@ def slurm_command(flags: Sequence[str]) -> list[str]:
 
 
 def start_here(
-    command: Sequence[str], count: int, log: Path, tasks: Path, *, environ: Mapping[str, str] = os.environ,
-    memory_limit_bytes: int | None = None, grace_s: float = GRACE_S, clock: Callable[[], float] = time.monotonic,
+    command: Sequence[str], count: int, folder: Path, *, environ: Mapping[str, str] = os.environ,
+    memory_limit_bytes: int | None = None, clock: Callable[[], float] = time.monotonic,
 ) -> Run:
-    """Start `count` ranks on this machine. The first writes to `log`, the others to TASKS/task_N.err.
+    """Start `count` ranks on this machine. The first writes to LOG in the folder, the others to TASKS/task_N.err.
 
     They live as long as the thread that calls this, which is to be the main one.
     """
     port, processes = reserve_port(), list[subprocess.Popen[bytes]]()
     tether = [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid()), str(memory_limit_bytes or 0)]
     if count > 1:
-        tasks.mkdir(exist_ok=True)
+        (folder / TASKS).mkdir(exist_ok=True)
     try:
         for rank in range(count):
-            with open(tasks / f"task_{rank}.err" if rank else log, "wb") as file:
+            with open(folder / (f"{TASKS}/task_{rank}.err" if rank else LOG), "wb") as file:
                 started = subprocess.Popen(
                     [*tether, *command], env=environment(environ, rank, count, str(port.getsockname()[1])),
                     stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
@@ -221,56 +218,37 @@ def start_here(
     except BaseException:
         Run(processes, port=port).kill()
         raise
-    return Run(processes, grace_s=grace_s, port=port, clock=clock)
+    return Run(processes, port=port, clock=clock)
 
 
 def start_step(
-    command: Sequence[str], step: Step, log: Path, tasks: Path, *, environ: Mapping[str, str] = os.environ,
-    grace_s: float = GRACE_S, clock: Callable[[], float] = time.monotonic,
+    command: Sequence[str], step: Step, folder: Path, *, environ: Mapping[str, str] = os.environ,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Run:
-    """Start a job step on its hosts. What tasks print goes to `log`, their errors to TASKS/task_N.err."""
+    """Start a job step on its hosts. What tasks print goes to LOG in the folder, their errors to TASKS/task_N.err."""
     listening, alive = os.pipe()
+    told = {"ALIVE": str(listening), "STEP": step.name, "TELL_STEP": _TELL_STEP}
     try:
-        with open(log, "wb") as file:
+        with open(folder / LOG, "wb") as file:
             process = subprocess.Popen(
-                command,
-                env={
-                    **step_environment(environ, step, tasks), "ALIVE": str(listening), "STEP": step.name,
-                    "TELL_STEP": _TELL_STEP,
-                },
-                stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-                pass_fds=(listening,),
+                command, env={**step_environment(environ, step, folder / TASKS), **told}, stdin=subprocess.DEVNULL,
+                stdout=file, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=(listening,),
             )  # fmt: skip
     except BaseException:
         os.close(alive)
         raise
     finally:
         os.close(listening)
-    return Run([process], step=step.name, alive=alive, grace_s=grace_s, clock=clock)
-
-
-def environment(
-    environ: Mapping[str, str], rank: int, count: int, port: str, threads: int | None = None
-) -> dict[str, str]:
-    """Of a process: this one's without any launcher's variables, with those of one of `count` on this node."""
-    env = {k: v for k, v in environ.items() if k not in _LAUNCHED and not k.startswith(_LAUNCHERS)}
-    env |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCH_CPP_LOG_LEVEL": "ERROR",
-    }  # fmt: skip
-    path = env.get("PYTHONPATH", "")
-    env["PYTHONPATH"] = f"{ROOT}{os.pathsep}{path}" if path else str(ROOT)
-    if threads is not None:
-        env["OMP_NUM_THREADS"] = str(threads)
-    return env
+    return Run([process], step=step.name, alive=alive, clock=clock)
 
 
 def step_environment(environ: Mapping[str, str], step: Step, tasks: Path) -> dict[str, str]:
     """What job.sh is to read for a step."""
     kept = {k: v for k, v in environ.items() if k not in ("MASTER_ADDR", "MEMORY_LIMIT")}
     minutes = -(-int(step.limit_s + GRACE_S) // 60)
-    given = {"MEMORY_LIMIT": step.memory_limit_bytes, "SRUN_WAIT": step.wait_s}
-    return kept | {name: str(value) for name, value in given.items() if value is not None} | {
+    limit = {} if step.memory_limit_bytes is None else {"MEMORY_LIMIT": str(step.memory_limit_bytes)}
+    return kept | limit | {
+        "SRUN_WAIT": str(_WAIT_S),
         "SRUN_FLAGS": f"{kept.get('SRUN_FLAGS', '')} --time={minutes} --job-name={step.name}".strip(),
         "MEGATRON_ROOT": kept.get("MEGATRON_ROOT") or str(ROOT), "NODES": str(len(step.hosts)),
         "HOSTS": ",".join(step.hosts), "TASKS_PER_NODE": str(step.tasks_per_node), "LOGS": str(tasks), "REQUEUE": "0",
@@ -284,9 +262,9 @@ def _port(first: int, turn: int) -> int:
     return least + (first + turn % _PORTS - least) % (end - least)
 
 
-def logs_of(log: Path, tasks: Path, most: int = 256) -> list[Path]:
+def logs_of(folder: Path, most: int = 256) -> list[Path]:
     """What a run may have said about its end."""
-    return [log, *sorted(tasks.glob("*.err"))[:most]]
+    return [folder / LOG, *sorted((folder / TASKS).glob("*.err"))[:most]]
 
 
 def _tell_step(name: str, number: str) -> subprocess.Popen[bytes]:

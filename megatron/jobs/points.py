@@ -1,4 +1,5 @@
-"""The points of an experiment: what varies, and the command line of each. Needs no torch.
+"""The points of an experiment: what varies, the command line of each, and what it costs: times from the published
+throughput, limits of the machine. Needs no torch.
 
 Every point is resolved by pretrain_gpt.py's own parser, so that a contradiction is found before anything is queued.
 """
@@ -11,6 +12,9 @@ from typing import Any
 from megatron.config import Config, parse_args
 from megatron.config.presets import PRESETS
 from megatron.errors import ConfigError
+from megatron.jobs.runner import START_UP_S
+from megatron.model.formulas import paper_flops
+from megatron.planning.cluster import Cluster
 from megatron.planning.published import Published, published, published_by_name
 
 DATA_FLAGS = ("--data-path", "--train-data-path", "--data-file-list", "--mock-data")
@@ -304,3 +308,62 @@ def legal_replicas(batch: int, micro_batch: int, most: int) -> list[int]:
     ([1, 2, 3, 4, 6], [1, 2, 4, 5])
     """
     return [n for n in range(1, most + 1) if batch % (micro_batch * n) == 0]
+
+
+# -- what a point costs ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cost:
+    """iteration_s, total_s: of the full batch, and of the whole point with its warm-up and start-up; None: unknown.
+
+    bubble: part of a step in which a stage waits, (p - 1) / (v m + p - 1). limit_h: longest job on so many nodes;
+    queue: a partition that would let such a job last long enough, where the default one does not.
+    """
+
+    iteration_s: float | None
+    total_s: float | None
+    bubble: float | None
+    limit_h: float | None
+    queue: str | None = None
+
+    def fits_alone(self) -> bool | None:
+        """Whether a job of just this point's nodes may last long enough."""
+        return None if self.total_s is None or self.limit_h is None else self.total_s <= 3600 * self.limit_h
+
+
+def cost(
+    point: Point, cluster: Cluster | None, tflops: float | None = None, partition: str | None = None
+) -> Cost:
+    """The cost of a point. `tflops`: hardware TFLOP/s of a device; None: what is published for this model.
+
+    Raises ConfigError for more nodes than the machine or the partition gives.
+    """
+    limit = cluster.wall_limit_hours(point.nodes, partition) if cluster is not None else None
+    config = point.config
+    if config is None:
+        return Cost(None, None, None, limit)
+    stages, micro_batches = config.parallel.pipeline_model_parallel_size, config.num_micro_batches()
+    chunks = config.parallel.virtual_pipeline_model_parallel_size
+    bubble = (stages - 1) / (chunks * micro_batches + stages - 1)
+    known = published(config.model.num_layers, config.model.hidden_size)
+    rate = tflops or (known.tflops if known else None)
+    if rate is None:
+        return Cost(None, None, bubble, limit)
+    vocabulary = config.model.padded_vocab_size(config.parallel.tensor_model_parallel_size)
+    per_sample = paper_flops(
+        1, config.model.seq_length, config.model.num_layers, config.model.hidden_size, vocabulary
+    )
+    # The published rate is that of a nearly full pipeline: a larger bubble makes a step longer.
+    sample_s = per_sample / (rate * 1e12 * point.world)
+    iteration_s = sample_s * config.batch.global_batch_size / (1 - bubble)
+    ramp = config.batch.rampup_batch_size
+    small = ramp[0] if ramp else config.batch.global_batch_size
+    warm_up_s = point.request.warm_up * sample_s * small / (1 - bubble)
+    total_s = START_UP_S + warm_up_s + point.request.iterations * iteration_s
+    longer = (
+        queue.name
+        for queue in (cluster.partitions if cluster is not None else ())
+        if (queue.max_nodes or point.nodes) >= point.nodes and 3600 * (queue.max_hours or 0) >= total_s
+    )
+    return Cost(iteration_s, total_s, bubble, limit, next(longer, None))
