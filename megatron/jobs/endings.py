@@ -76,11 +76,6 @@ def ending(exit_codes: int | Iterable[int] | None, logs: Sequence[Path], *, limi
     return Ending(CRASH, _with({0: "ended early", None: "did not end"}.get(code, _code(code)), line))
 
 
-def explain(exit_codes: int | Iterable[int] | None, logs: Sequence[Path]) -> str:
-    """The reason alone."""
-    return ending(exit_codes, logs).reason
-
-
 def _with(how: str, line: str) -> str:
     return f"{how}: {line}" if line else how
 

@@ -39,8 +39,8 @@ class Expression:
         ValueError where it has none, such as after a division by zero."""
         try:
             return _value(self.tree, values)
-        except (ArithmeticError, TypeError) as error:
-            raise ValueError(str(error)) from None
+        except (ArithmeticError, LookupError, TypeError, RecursionError) as error:
+            raise ValueError(f"no value: {error}") from None
 
 
 def parse_expression(text: str) -> Expression:

@@ -11,7 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.config.command_line import parse_args, parse_plan, scan
 from megatron.drawing import pyplot, save
@@ -19,15 +19,13 @@ from megatron.errors import ConfigError, MegatronError
 from megatron.jobs.candidates import GIB, Enumeration
 from megatron.jobs.layouts import CONFIRM, Layout, Trial, cost, layouts_of, noise_of, ranked, within_noise, written
 from megatron.jobs.result import Result
+from megatron.jobs.setup import Setup
 from megatron.jobs.space import value_text
 from megatron.planning.cluster import Cluster
 from megatron.planning.cluster_write import write_cluster
 from megatron.planning.search.script import Origin, site_script
 from megatron.planning.table import Table
 from megatron.untrusted import write_text
-
-if TYPE_CHECKING:
-    from megatron.jobs.tune import Setup
 
 FOLDER = "report"
 _LEAST = 8  # layouts with figures, with fewer trees find whatever they are asked for
@@ -102,10 +100,10 @@ class Report:
         (pictures without matplotlib or Optuna, of too few trials, what a library fails at) is left out, and trials.md
         says why. Raises ConfigError where nothing can be written."""
         folder = self._setup.out / FOLDER
-        for name in _FILES:
-            (folder / name).unlink(missing_ok=True)
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            for name in _FILES:
+                (folder / name).unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(f"{folder}: {error.strerror or error}: choose another --out folder") from error
         # First what no library's mood can keep from being written.

@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron.config import Config
 from megatron.errors import DataError
 from megatron.model import formulas
+from megatron.planning.metrics_file import read_records
 from megatron.planning.scaling.figures import Figures, Judge, figures
 from megatron.planning.scaling.runs import MeasuredRun, read_run
 
@@ -65,10 +66,11 @@ def read_result(metrics: Path, asked: Config, warm_up: int, note: str = "") -> R
     """
     try:
         run = read_run(metrics)
-        found = figures(run, Judge(warm_up=warm_up))
+        found, starts = figures(run, Judge(warm_up=warm_up)), [r for r in read_records(metrics) if r["event"] == "start"]
     except DataError as error:
         return Result(INVALID, None, str(error))
     problems = [*found.problems, *_contradictions(run, found, asked)]
+    problems += [] if len(starts) == 1 else [f"{len(starts)} runs wrote to the metrics file"]
     step_s = found.step_s if found.step_s and 0 < found.step_s < math.inf else None
     problems += [] if step_s or problems else ["no steady step"]
     return Result(

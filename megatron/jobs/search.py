@@ -1,5 +1,5 @@
-"""Which candidate is tried next: a pure function of what has been seen, the seed and how many there were before, so that
-a search that was killed goes on as if it had not been. Optuna and DeepHyper choose among the listed candidates."""
+"""Which candidate is tried next: a pure function of what has been seen, the seed and how many there were before, so
+that a search that was killed goes on as if it had not been. Optuna and DeepHyper choose among the listed candidates."""
 from __future__ import annotations
 
 import logging
@@ -25,6 +25,7 @@ SEARCHES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 }
 """What --search takes: a sentence for each, and the libraries that it needs."""
 _FIRST = 4  # trials of the planner's best, or at random, before anything is learnt
+_NEAR = math.log(1.25)
 _FAILURE = math.log(1.5)  # more than expected: what a failure counts as
 _RIDGE = 0.1  # (16 % / 0.5)^2: costs scatter by 16 % about a prior whose slope is 1 +- 0.5
 _KAPPA, _TREES = 1.5, 100
@@ -101,39 +102,39 @@ def propose(search: str, seed: int, history: History, count: int) -> tuple[int, 
     tried = len(history.seen.keys() | history.pending)
     begins = tried < _FIRST or all(cost is None for cost in history.seen.values())
     if search == "exhaustive" or (prior is not None and begins and search != "random"):
-        best = min(history.open, key=lambda index: (prior[index] if prior is not None else 0.0, index))
-        return best, "planner" if prior is not None else search
+        failed = [history.places(index) for index, cost in history.seen.items() if cost is None]
+        failed = [] if search == "exhaustive" else failed
+
+        def belief(index: int) -> tuple[float, int]:
+            """By the planner, and for each failure that differs in one value alone a quarter more."""
+            at = history.places(index) if failed else ()
+            near = sum(sum(a != b for a, b in zip(at, other, strict=True)) < 2 for other in failed)
+            return (prior[index] if prior is not None else 0.0) + near * _NEAR, index
+
+        return min(history.open, key=belief), "planner" if prior is not None else search
     if search == "random" or begins:
         return chance.choice(history.open), "random"
     return (_deephyper if search == "deephyper" else _optuna)(history, chance), search
 
 
-def study_of(history: History, sampler: Any, costs: Mapping[int, float]) -> tuple[Any, dict[str, Any]]:
-    """An Optuna study of candidates with these log(cost), and its distributions: places of the values of what
-    varies."""
+def _optuna(history: History, chance: random.Random) -> int:
+    """TPE over the product of the values, by their places; where its sample is no open candidate the nearest one is
+    taken."""
     import optuna
     from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    study = optuna.create_study(sampler=sampler)
     distributions: dict[str, BaseDistribution] = {
         p.name: IntDistribution(0, len(p.values) - 1) if p.ordered else CategoricalDistribution(range(len(p.values)))
         for p in history.parameters
     }  # fmt: skip
-    for index, cost in costs.items():
-        params = dict(zip(distributions, history.places(index), strict=True))
-        study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=cost))
-    return study, distributions
-
-
-def _optuna(history: History, chance: random.Random) -> int:
-    """TPE over the product of the values; where its sample is no open candidate the nearest one is taken."""
-    from optuna.samplers import TPESampler
-
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        sampler = TPESampler(seed=chance.getrandbits(31), multivariate=True, n_startup_trials=1)
-        study, distributions = study_of(history, sampler, history.told())
+        warnings.simplefilter("ignore")  # multivariate is called experimental
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        sampler = optuna.samplers.TPESampler(seed=chance.getrandbits(31), multivariate=True, n_startup_trials=1)
+        study = optuna.create_study(sampler=sampler)
+        for index, cost in history.told().items():
+            params = dict(zip(distributions, history.places(index), strict=True))
+            study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=cost))
         asked = study.ask(distributions).params
 
     def far(index: int) -> tuple[float, int]:

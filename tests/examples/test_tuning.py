@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.tuning.space_file import load_space
+from megatron.jobs.space import load_space
 from tests.examples.stubs import FRONTIER, Ended, run_script
 from tests.helpers.launching import ROOT
 from tools.preflight import main as check

@@ -10,14 +10,12 @@ import pytest
 from megatron.config import Config, parse_args
 from megatron.config.settings import all_options
 from megatron.errors import ConfigError
+from megatron.jobs.candidates import GIB, Machine
 from megatron.planning.cluster import Cluster, load_cluster
 from megatron.planning.memory import memory_of_ranks
 from megatron.planning.placement import place_with
-from megatron.planning.search.judging import GIB
 from megatron.planning.timing import estimate
-from megatron.tuning import candidates as module
-from megatron.tuning.space import Machine
-from tests.tuning.small_spaces import MODEL, ONE, Read, complete, config_of, found_of, reasons
+from tests.jobs.small_spaces import MODEL, ONE, Read, complete, config_of, found_of, reasons
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +66,7 @@ def test_every_combination_is_put_to_the_parser(
         valid.setdefault(str(sorted(values.items())), config)
     assert [config_of(c) for c in found.candidates] == list(valid.values())
     assert len(valid) > 20 and complete(found)
-    assert found.combinations == 4 * len(pp) * len(mbs) * len(batches) * 2 * 2 * 2 * 3
+    assert found.looked == 4 * len(pp) * len(mbs) * len(batches) * 2 * 2 * 2 * 3
     assert all(c.tokens == config_of(c).batch.global_batch_size * 64 for c in found.candidates)
 
 
@@ -102,7 +100,7 @@ def test_derived_names_and_constraints_over_everything(read: Read) -> None:
     [constraints]
     "width" = "kv_channels == 16 or tp * pp == 1"
     "batch" = "gbs in (4, 6)"
-    "model" = "num_layers == 8 and seq_length == 64 and nodes == 1 and recompute == 'none'"
+    "model" = "num_layers == 8 and seq_length == 64 and nodes == 1"
     """
     found = found_of(read(text, ONE.replace("--hidden-size 64 ", "")))
     expected = []
@@ -159,7 +157,7 @@ def test_flags_that_cannot_be(read: Read, flags: str, words: list[str]) -> None:
 def test_a_derived_value_that_a_flag_cannot_have_is_a_reason(read: Read) -> None:
     found = found_of(read("[parameters]\ntp = [1, 2]\n[derived]\nprocesses = 'tp / 2'\nseed = 'tp - 3'"))
     assert list(reasons(found).values()) == [1, 1] and complete(found)
-    first, second = found.rejections.examples.values()
+    first, second = (example for _, example in found.rejections.values())
     assert "tp=1" in first and "processes" in first and "0.5" in first
     assert "tp=2" in second and "seed" in second and "-1" in second
 
@@ -189,7 +187,7 @@ def test_shortcuts_and_presets_vary_too(read: Read) -> None:
     use-distributed-optimizer = [true, false]
     preset = ["tiny", "gpt2-124m"]
     [constraints]
-    "one" = "zero == 1 or preset == 'tiny'"
+    "one" = "use_distributed_optimizer or preset == 'tiny'"
     "preset" = "hidden_size == (64 if preset == 'tiny' else 768) and num_layers in (4, 12)"
     """
     found = found_of(read(text, "--micro-batch-size 2 --global-batch-size 8"))
@@ -197,7 +195,7 @@ def test_shortcuts_and_presets_vary_too(read: Read) -> None:
         ("tiny", 64), ("gpt2-124m", 768)
     ]  # fmt: skip
     # Not to ask for what is so by default is to have it.
-    assert list(reasons(found).values()) == [2] and complete(found)
+    assert list(reasons(found).values()) == [1, 1] and complete(found)
 
 
 # -- with a described machine ------------------------------------------------------------------------------------------
@@ -221,10 +219,9 @@ def test_memory_is_the_planner_s(read: Read, frontier: Cluster) -> None:
     assert {c.key: c.memory_bytes for c in free.candidates} == pytest.approx(needs)
     assert [c.key for c in some.candidates] == [key for key, need in needs.items() if need <= capacity]
     assert 0 < len(some.candidates) < len(needs)
-    key, least = min(((k, n) for k, n in needs.items() if n > capacity), key=lambda pair: pair[1])
-    (reason,) = set(some.rejections.examples) - set(free.rejections.examples)
-    example = some.rejections.examples[reason]
-    assert example.startswith(key) and f"{least / GIB:.1f}" in example and "20.0" in example
+    (reason,) = set(some.rejections) - set(free.rejections)
+    count, example = some.rejections[reason]
+    assert count == len(needs) - len(some.candidates) and example.split(":")[0] in needs and "20.0" in example
 
 
 def test_the_placement_is_the_fastest_of_all(read: Read, frontier: Cluster) -> None:
@@ -276,28 +273,11 @@ def test_a_description_is_found_from_any_folder(
 
 def test_a_machine_that_does_not_go_with_its_description(read: Read, frontier: Cluster) -> None:
     space = read("[parameters]\ntp = [2]", SMALL)
-    with pytest.raises(ConfigError, match="--cluster.*--no-prior"):
-        found_of(space, predict=True)
     with pytest.raises(ConfigError, match="4.*2.*frontier.*8"):
         found_of(space, machine=Machine(frontier, 4, 2))
-    with pytest.raises(ConfigError, match="0"):
-        found_of(space, machine=Machine(None, 4, 0))
 
 
 # -- many --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_several_processes_find_the_same(read: Read, frontier: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_FEW", 0)
-    monkeypatch.setattr(module, "_CHUNK", 7)
-    machine, told = Machine(frontier, 8, 2, 20 * GIB), list[tuple[int, int]]()
-    alone = found_of(read(LAYOUTS, SMALL), machine=machine, predict=True)
-    both = found_of(
-        read(LAYOUTS, SMALL), machine=machine, predict=True, processes=2, tell=lambda *now: told.append(now)
-    )
-    assert both.candidates == alone.candidates and both.rejections == alone.rejections
-    assert told[-1] == (48, 48) and [looked for looked, _ in told] == sorted(looked for looked, _ in told)
 
 
 def test_a_space_without_end_is_sampled(read: Read) -> None:
@@ -305,7 +285,7 @@ def test_a_space_without_end_is_sampled(read: Read) -> None:
     names = [f"v{n}" for n in range(20)]
     text += "\n".join(f"{name} = {{ from = 1, to = 100, step = 1 }}" for name in names)
     space = read(f"{text}\n[derived]\ngbs = '4 * ({' + '.join(names)})'")
-    found = found_of(space, limit=50, seed=3)
-    assert found.combinations == 3 * 100**20 and found.sampled == 50 and complete(found)
-    assert found == found_of(space, limit=50, seed=3)
-    assert found_of(read("[parameters]\ntp = [1, 2, 4]"), limit=3).sampled is None
+    found = found_of(space, most=50, seed=3)
+    assert space.combinations == 3 * 100**20 and found.looked == 50 and complete(found)
+    assert found == found_of(space, most=50, seed=3)
+    assert found_of(read("[parameters]\ntp = [1, 2, 4]"), most=3).looked == 3

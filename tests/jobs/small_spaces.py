@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.config import Config, parse_args
-from megatron.tuning.candidates import UNIT, Enumeration, enumerate_candidates
-from megatron.tuning.space import Machine, Space
-from megatron.tuning.types import Candidate
+from megatron.jobs.candidates import Candidate, Enumeration, Machine, enumerate_candidates
+from megatron.jobs.space import Space
 
 MODEL = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 512 --lr 1e-3 "
@@ -28,12 +27,12 @@ def config_of(candidate: Candidate) -> Config:
 
 
 def reasons(found: Enumeration) -> dict[str, int]:
-    return {reason: count for (_, reason), count in found.rejections.counts.items()}
+    return {reason: count for reason, (count, _) in found.rejections.items()}
 
 
 def complete(found: Enumeration) -> bool:
     """Every combination is a candidate or was rejected for a reason, with an example."""
-    assert {unit for unit, _ in found.rejections.counts} <= {UNIT} and all(found.rejections.examples.values())
+    assert all(example for _, example in found.rejections.values())
     assert [c.index for c in found.candidates] == list(range(len(found.candidates)))
     assert len({c.key for c in found.candidates}) == len(found.candidates)
-    return len(found.candidates) + found.rejections.counts.total() == (found.sampled or found.combinations)
+    return len(found.candidates) + sum(reasons(found).values()) == found.looked

@@ -6,8 +6,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from megatron.tuning.search.optimizer import Optimizer, Proposal
-from megatron.tuning.types import OUT_OF_MEMORY, Candidate, History, Parameter, Value
+from megatron.jobs.candidates import Candidate
+from megatron.jobs.names import Value
+from megatron.jobs.search import History, propose
+from megatron.jobs.space import Parameter
 
 PARAMETERS = (
     Parameter("tp", (1, 2, 4, 8)),
@@ -58,9 +60,10 @@ def _seconds(v: Mapping[str, Value], bubble: float, slow_tp: float, recompute: f
     return work + slow_tp * math.log2(tp) * (0.8 if v["sp"] else 1.0) + 0.4 / (tp * pp)
 
 
-def table(fails: Callable[[Mapping[str, Value]], bool] = lambda values: False) -> Table:
-    """456 candidates; the planner takes messages for cheaper, bubbles for dearer and recomputation for free."""
-    candidates = candidates_of(PARAMETERS, lambda v: int(v["tp"] or 0) * int(v["pp"] or 0) <= 64)
+def table(fails: Callable[[Values], bool] = lambda values: False, keep: Callable[[Values], bool] = lambda values: True,
+          ) -> Table:  # fmt: skip
+    """456 candidates, or those of them to keep; the planner takes messages for cheaper, bubbles for dearer and recomputation for free."""
+    candidates = candidates_of(PARAMETERS, lambda v: int(v["tp"] or 0) * int(v["pp"] or 0) <= 64 and keep(v))
     return Table(
         candidates,
         tuple(math.log(_seconds(c.values, 1.0, 0.09, 0.33)) for c in candidates),
@@ -69,34 +72,23 @@ def table(fails: Callable[[Mapping[str, Value]], bool] = lambda values: False) -
     )
 
 
-def play(
-    search: Optimizer, known: Table, trials: int, prior: Sequence[float] | None = None,
-    parameters: Sequence[Parameter] = PARAMETERS, until: Callable[[int], bool] = lambda index: False,
-) -> list[Proposal]:
+def play(search: str, known: Table, trials: int, prior: Sequence[float] | None = None, seed: int = 0,
+         until: Callable[[int], bool] = lambda index: False) -> list[tuple[int, str]]:  # fmt: skip
     """What a search proposes, one trial after the other, until there are so many, or `until`, or nothing is left."""
     seen: dict[int, float | None] = {}
-    proposals: list[Proposal] = []
-    for count in range(trials):
-        proposal = search.propose(history_of(known, seen, prior, parameters), count)
-        if proposal is None:
+    found: list[tuple[int, str]] = []
+    for count in range(min(trials, len(known.candidates))):
+        open_ = [index for index in range(len(known.candidates)) if index not in seen]
+        index, by = propose(search, seed, History(known.candidates, PARAMETERS, seen, open_, prior=prior), count)
+        assert index in open_
+        seen[index] = None if index in known.fails else known.costs[index]
+        found.append((index, by))
+        if until(index):
             break
-        assert proposal.index not in seen
-        seen[proposal.index] = None if proposal.index in known.fails else known.costs[proposal.index]
-        proposals.append(proposal)
-        if until(proposal.index):
-            break
-    return proposals
+    return found
 
 
-def history_of(
-    known: Table, seen: Mapping[int, float | None], prior: Sequence[float] | None = None,
-    parameters: Sequence[Parameter] = PARAMETERS, pending: frozenset[int] = frozenset(),
-) -> History:
-    failures = {index: OUT_OF_MEMORY for index, cost in seen.items() if cost is None}
-    return History(known.candidates, parameters, dict(seen), failures, frozenset(seen) | pending, pending, prior)
-
-
-def trials_to_good(search: Optimizer, known: Table, trials: int, prior: Sequence[float] | None = None) -> int:
+def trials_to_good(search: str, known: Table, trials: int, prior: Sequence[float] | None, seed: int) -> int:
     """Trials until one within 3 % of the best; one more than `trials` if there is none."""
-    proposals = play(search, known, trials, prior, until=known.good)
-    return len(proposals) if known.good(proposals[-1].index) else trials + 1
+    found = play(search, known, trials, prior, seed, until=known.good)
+    return len(found) if known.good(found[-1][0]) else trials + 1

@@ -12,14 +12,12 @@ import pytest
 
 from megatron.config import parse_args
 from megatron.config.command_line import parse_plan
+from megatron.jobs.candidates import GIB, Candidate, Enumeration, Machine, enumerate_candidates
+from megatron.jobs.names import Value
+from megatron.jobs.points import KINDS, Request, plan
+from megatron.jobs.space import known_spaces, load_space
 from megatron.planning.cluster import Cluster, load_cluster
-from megatron.planning.experiments.points import KINDS, Request, plan
 from megatron.planning.recipes import RECIPES
-from megatron.planning.search.judging import GIB
-from megatron.tuning.candidates import Enumeration, enumerate_candidates
-from megatron.tuning.space import Machine
-from megatron.tuning.space_file import known_spaces, load_space
-from megatron.tuning.types import Candidate, Value
 
 ANYWHERE = Machine(None, 8, 16)
 WHOLE = pytest.mark.campaign("search")
@@ -63,7 +61,7 @@ def test_table_five_has_its_combinations(sizes_of_batch: Sequence[int]) -> None:
     sizes = list(itertools.product((1, 2, 4, 8, 12, 16), (1, 2, 4, 8), (96, 128)))
     whole = [gcds // (pp * tp) for pp, tp, gcds in sizes if gcds % (pp * tp) == 0]
     found, many = listed("paper-175b", ANYWHERE, mbs=sizes_of_batch), len(sizes_of_batch)
-    counts = sorted(found.rejections.counts.values())
+    counts = sorted(count for count, _ in found.rejections.values())
     assert counts == sorted([(len(sizes) - len(whole)) * many * 2 * 2, whole.count(1) * many * 2])
     assert len(found.candidates) == 6 * 4 * many * 2 * 2 * 2 - sum(counts)
     for candidate in found.candidates[::41]:
@@ -128,8 +126,8 @@ def test_every_point_of_a_scaling_question_fits_on_frontier(frontier: Cluster, f
     for name in known_spaces():
         if name.startswith("scaling-"):
             found = listed(name, Machine(frontier, 8, 31, 0.9 * 64 * GIB), flags)
-            assert not found.rejections.counts, name
-            assert len(found.candidates) == found.combinations
+            assert not found.rejections, name
+            assert len(found.candidates) == found.looked
 
 
 def test_another_model_in_a_scaling_space() -> None:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from megatron.planning.experiments import launch
-from megatron.planning.experiments.launch import Run, Step, slurm_command, start_here, start_step, step_environment
+from megatron.jobs import processes as launch
+from megatron.jobs.processes import Run, Step, slurm_command, start_here, start_step, step_environment
 from tests.helpers.clock import VirtualClock
 from tests.helpers.killing import forked, wait_for
-from tests.tuning.waiting import Lifeline, until
+from tests.jobs.waiting import Lifeline, until
 
 FAST = [sys.executable, "-I", "-S", "-c"]
 STEP = Step("x", ["n1"], 1, 1, 60.0)
@@ -91,11 +91,11 @@ def test_what_srun_does_not_heed_slurm_is_told_and_force_takes_the_tasks_first(m
 
 def test_ranks_know_their_place_and_nothing_of_a_launcher(tmp_path: Path) -> None:
     program = "import os; print({k: os.environ.get(k) for k in ('RANK', 'WORLD_SIZE', 'SLURM_JOB_ID', 'A')})"
-    run = start_here([*FAST, program], 2, tmp_path / "log", tmp_path / "tasks",
+    run = start_here([*FAST, program], 2, tmp_path,
                      environ={"SLURM_JOB_ID": "7", "A": "b", "PATH": os.environ["PATH"]})  # fmt: skip
     until(run.poll)
     assert run.exit_codes == [0, 0]
-    told = [(tmp_path / "log").read_text(), (tmp_path / "tasks/task_1.err").read_text()]
+    told = [(tmp_path / "train.log").read_text(), (tmp_path / "tasks/task_1.err").read_text()]
     assert [eval(text) for text in told] == [
         {"RANK": str(rank), "WORLD_SIZE": "2", "SLURM_JOB_ID": None, "A": "b"} for rank in (0, 1)
     ]
@@ -120,7 +120,7 @@ def kill_the_starter(start: Callable[[], object], alive: Lifeline) -> None:
 def test_ranks_end_when_their_starter_is_killed(tmp_path: Path) -> None:
     alive = Lifeline(tmp_path / "alive")
     program = f"import signal; kept = open({str(alive.path)!r}, 'w'); signal.pause()"
-    kill_the_starter(lambda: start_here([*FAST, program], 2, tmp_path / "log", tmp_path / "tasks"), alive)
+    kill_the_starter(lambda: start_here([*FAST, program], 2, tmp_path), alive)
 
 
 # -- as steps of a job -------------------------------------------------------------------------------------------------
@@ -166,27 +166,27 @@ def deaf(site: Path) -> Lifeline:
 
 @pytest.mark.parametrize(("limit", "words"), [
     (None, "/nvme/pretrain_gpt.py --a b"),
-    (7, "/nvme/megatron/planning/experiments/tether.py 0 7 python -u /nvme/pretrain_gpt.py --distributed-backend gloo "
+    (7, "/nvme/megatron/jobs/tether.py 0 7 python -u /nvme/pretrain_gpt.py --distributed-backend gloo "
         "--a b"),
 ])  # fmt: skip
 def test_a_step_is_launched_by_the_jobs_own_functions(site: Path, limit: int | None, words: str) -> None:
     step = Step("x", ["n1"], 1, 1, 60.0, memory_limit_bytes=limit)
-    run = start_step(slurm_command(["--a", "b"]), step, site / "log", site / "tasks",
+    run = start_step(slurm_command(["--a", "b"]), step, site,
                      environ={**os.environ, "POINT_CODE": "/nvme"})  # fmt: skip
     until(run.poll)
-    assert run.exit_codes == [5] and (site / "log").read_text() == f"launch {words}\n"
+    assert run.exit_codes == [5] and (site / "train.log").read_text() == f"launch {words}\n"
 
 
 @pytest.mark.slow
 def test_slurm_ends_the_step_of_a_starter_that_was_killed(site: Path, deaf: Lifeline) -> None:
-    kill_the_starter(lambda: start_step(slurm_command([]), STEP, site / "log", site / "tasks"), deaf)
+    kill_the_starter(lambda: start_step(slurm_command([]), STEP, site), deaf)
     assert (site / "told").read_text() == "-s KILL 7.2\n"
 
 
 @pytest.mark.slow
 def test_slurm_is_told_by_the_number_of_the_step(site: Path, deaf: Lifeline) -> None:
     clock = VirtualClock()
-    run = start_step(slurm_command([]), STEP, site / "log", site / "tasks", grace_s=600.0, clock=clock)
+    run = start_step(slurm_command([]), STEP, site, clock=clock)
     deaf.started()
     run.stop()
     clock.advance(6.0)
@@ -199,9 +199,9 @@ def test_slurm_is_told_by_the_number_of_the_step(site: Path, deaf: Lifeline) -> 
 
 def test_what_a_step_is_told() -> None:
     """Slurm's own limit, a name to find it by, and nothing of the starter's own place."""
-    step = Step("trial-7", ["n1", "n2"], 8, 7, 100.0, 60, 5)
+    step = Step("trial-7", ["n1", "n2"], 8, 7, 100.0, 5)
     found = step_environment({"MASTER_ADDR": "old", "SRUN_FLAGS": "-l", "MASTER_PORT": "5000"}, step, Path("/x"))
-    assert found["SRUN_FLAGS"].split() == ["-l", "--time=3", "--job-name=trial-7"] and "MASTER_ADDR" not in found
+    assert found["SRUN_FLAGS"].split() == ["-l", "--time=2", "--job-name=trial-7"] and "MASTER_ADDR" not in found
     assert (found["HOSTS"], found["NODES"], found["MASTER_PORT"], found["MEMORY_LIMIT"]) == ("n1,n2", "2", "5007", "5")
     assert found["SRUN_WAIT"] == "60"
     wrapped = step_environment({"MASTER_PORT": "65530"}, step, Path("/x"))["MASTER_PORT"]
