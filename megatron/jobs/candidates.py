@@ -217,7 +217,8 @@ class Combination(Mapping[str, Value]):
         """The value of what neither varies nor is derived."""
         each = self.machine.processes_per_node
         if name == "processes":
-            return (self.whole("nodes") if {"nodes"} & {*self._given, *self._derived} else self.machine.max_nodes) * each
+            known = "nodes" in self._given or "nodes" in self._derived
+            return (self.whole("nodes") if known else self.machine.max_nodes) * each
         if name == "nodes":
             return -(-self.whole("processes") // each)
         if name == "dp":

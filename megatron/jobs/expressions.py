@@ -9,6 +9,7 @@ import operator
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 _LONGEST = 1000  # characters
@@ -44,8 +45,8 @@ class Expression:
 
 
 def parse_expression(text: str) -> Expression:
-    """Raises ValueError for what is no expression of names, numbers, 'words', lists, + - * / // %, comparisons, in, and,
-    or, not, A if B else C, min() and max().
+    """Raises ValueError for what is no expression of names, numbers, 'words', lists, + - * / // %, comparisons, in,
+    and, or, not, A if B else C, min() and max().
 
     >>> parse_expression("max(1, 1024 // tp)").value({"tp": 8})
     128
@@ -93,7 +94,7 @@ def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
             return _FUNCTIONS[name](*(_value(part, values) for part in parts))
         case ast.Compare(left, kinds, rights):
             found = [_value(part, values) for part in (left, *rights)]
-            return all(_apply(kind, *pair) for kind, pair in zip(kinds, zip(found, found[1:]), strict=False))
+            return all(_apply(kind, *pair) for kind, pair in zip(kinds, pairwise(found), strict=True))
     raise AssertionError(f"{ast.dump(node)} was checked")
 
 

@@ -132,8 +132,8 @@ class Report:
         heads = ("trials", "layout", "value", "s/step", "apart", "planner's s/step", "GiB", "chosen by")
         failed = [(f"{t.number}", t.candidate.key, t.result.said, " ".join((t.result.reason or "").split())[:160])
                   for t in self._trials if t.result is not None and t.step_s is None]  # fmt: skip
-        for table in (Table("Valid layouts, the best first", heads, rows), rejections(self._found),
-                      Table("Trials without valid figures", ("trial", "layout", "ended", "reason"), failed)):  # fmt: skip
+        unfit = Table("Trials without valid figures", ("trial", "layout", "ended", "reason"), failed)
+        for table in (Table("Valid layouts, the best first", heads, rows), unfit, rejections(self._found)):
             if table.rows:
                 safe = [tuple(cell.replace("|", "\\|") for cell in row) for row in table.rows]
                 parts.append(f"## {table.title}\n\n{Table(table.title, table.columns, safe).markdown()}")
@@ -242,11 +242,11 @@ class Report:
             script = site_script(flags, config, preset, cluster, None, origin, notes)
         path = folder / ("best.sh" if script is None else "best.sbatch")
         if script is None:
-            notes = [f"The best layout that tools/tune.py measured in {name}. From the repository, with more flags of",
-                     "pretrain_gpt.py, which win over these:  FOLDER/best.sh --train-iters 1000 ...", *notes]  # fmt: skip
+            notes = [f"The best layout that tools/tune.py measured in {name}. From the repository, with more flags",
+                     "that win over these:  FOLDER/best.sh --train-iters 1000 ...", *notes]  # fmt: skip
             notes += [f"It still needs: {line}" for line in self._lacking().splitlines()]
-            words = " ".join(("\\\n    " if word.startswith("--") else "") + shlex.quote(word) for word in self._words())
-            script = "\n".join(["#!/bin/bash", *(f"# {note}" for note in notes), f'exec {words} "$@"']) + "\n"
+            lines = [("\\\n    " if word.startswith("--") else "") + shlex.quote(word) for word in self._words()]
+            script = "\n".join(["#!/bin/bash", *(f"# {note}" for note in notes), f'exec {" ".join(lines)} "$@"']) + "\n"
         _saved(path, script).chmod(0o755)
         return [_saved(folder / "best.txt", self.command() + "\n"), path]
 

@@ -66,7 +66,8 @@ def read_result(metrics: Path, asked: Config, warm_up: int, note: str = "") -> R
     """
     try:
         run = read_run(metrics)
-        found, starts = figures(run, Judge(warm_up=warm_up)), [r for r in read_records(metrics) if r["event"] == "start"]
+        found = figures(run, Judge(warm_up=warm_up))
+        starts = [record for record in read_records(metrics) if record["event"] == "start"]
     except DataError as error:
         return Result(INVALID, None, str(error))
     problems = [*found.problems, *_contradictions(run, found, asked)]

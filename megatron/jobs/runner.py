@@ -64,7 +64,8 @@ class Place:
 class Job:
     """A short training to be run.
 
-    name      for messages and Slurm; folder: of its files; point: what goes into its point.json
+    name      for messages and Slurm; folder: of its files; point: what goes into its point.json,
+              with the hosts that it is on
     flags     of pretrain_gpt.py, without the place of the metrics file; steps: that it takes in all
     limit_s   longest time in all; stall_s: without a new step, None: by the steps before and step_s, the predicted one
     """
@@ -197,7 +198,7 @@ class Runner:
         with _disk(job):
             job.folder.mkdir(parents=True, exist_ok=True)
             _set_aside(job.folder)
-            write_json(job.folder / POINT, job.point)
+            write_json(job.folder / POINT, {**job.point, "hosts": list(hosts)})
             self._running.append(self._launched(job, hosts, self._turn, 0))
 
     def _launched(self, job: Job, hosts: tuple[str, ...], turn: int, starts: int) -> _Running:

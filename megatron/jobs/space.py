@@ -139,7 +139,7 @@ class _Reader:
     def _get(self, key: str) -> Any:
         value, kind = self._file.get(key, _KEYS[key]()), _KEYS[key]
         if not isinstance(value, kind):
-            what = {"str": "text", "list": 'a list such as ["--preset", "gpt-22b"]'}.get(kind.__name__, f"a table [{key}]")
+            what = {"str": "text", "list": 'a list such as ["--bf16"]'}.get(kind.__name__, f"a table [{key}]")
             raise self._error(key, f"expected {what}, got {value!r}")
         return value
 

@@ -41,7 +41,7 @@ def setup(folder: Path, *words: str, space: str = SPACE) -> Setup:
     path = folder / "made.toml"
     folder.mkdir(exist_ok=True)
     path.write_text(space)
-    usual = ["--space", str(path), "--no-prior", "--search", "exhaustive", "--confirm", "0", "--out", str(folder / "out")]
+    usual = f"--space {path} --no-prior --search exhaustive --confirm 0 --out {folder}/out".split()
     return make_setup(tune.build_parser().parse_args([*usual, *words]), [])
 
 

@@ -60,9 +60,11 @@ def _seconds(v: Mapping[str, Value], bubble: float, slow_tp: float, recompute: f
     return work + slow_tp * math.log2(tp) * (0.8 if v["sp"] else 1.0) + 0.4 / (tp * pp)
 
 
-def table(fails: Callable[[Values], bool] = lambda values: False, keep: Callable[[Values], bool] = lambda values: True,
-          ) -> Table:  # fmt: skip
-    """456 candidates, or those of them to keep; the planner takes messages for cheaper, bubbles for dearer and recomputation for free."""
+def table(
+    fails: Callable[[Values], bool] = lambda values: False, keep: Callable[[Values], bool] = lambda values: True
+) -> Table:
+    """456 candidates, or those of them to keep; the planner takes messages for cheaper, bubbles for dearer and
+    recomputation for free."""
     candidates = candidates_of(PARAMETERS, lambda v: int(v["tp"] or 0) * int(v["pp"] or 0) <= 64 and keep(v))
     return Table(
         candidates,

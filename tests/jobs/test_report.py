@@ -51,7 +51,8 @@ def test_everything_is_there_and_nothing_of_an_earlier_report(tmp_path: Path) ->
     assert "fANOVA" in files[0].read_text()
     # Of one that has no figures: no picture, whose files must not stay.
     (tmp_path / "out/trials").rename(tmp_path / "gone")
-    failed = report(tmp_path, "--max-trials", "2", runner=Made(lambda values: Ending("crash", "exit code | 1\nand more")))
+    crashes = Made(lambda values: Ending("crash", "exit code | 1\nand more"))
+    failed = report(tmp_path, "--max-trials", "2", runner=crashes)
     assert {path.name for path in failed.write()} == {"trials.md", "trials.csv"}
     assert {path.name for path in (tmp_path / "out/report").iterdir()} == {"trials.md", "trials.csv"}
     assert "\\| 1" in (tmp_path / "out/report/trials.md").read_text(), "what would end a cell of a table"

@@ -113,7 +113,7 @@ def test_a_run_with_all_its_steps_is_complete_and_described(tmp_path: Path, prog
     assert run(source) == "" and [end.job.name for end in source.ends] == ["a", "b"] and source.most <= 1
     first = source.ends[0]
     assert first.complete and first.why is None and not first.interrupted and first.exit_codes == [0, 0]
-    assert json.loads((tmp_path / "a/point.json").read_text()) == {"name": "a"}
+    assert json.loads((tmp_path / "a/point.json").read_text()) == {"name": "a", "hosts": []}
     first.note({"status": "done"})
     noted = json.loads((tmp_path / "a/result.json").read_text())
     assert (noted["status"], noted["exit_code"]) == ("done", 0) and noted["ended"] >= noted["started"]

@@ -201,8 +201,8 @@ def test_a_folder_of_another_search_or_with_other_flags_is_refused(tmp_path: Pat
 
     with pytest.raises(ConfigError, match="trial 2, mbs=1,seed=1.*--num-layers"):
         search(setup(tmp_path), change=other)
-    for name, text in (("result.json", '{"status": "done", "step_s": "fast"}'), ("point.json", "[]"), ("point.json", "{}"),
-                       ("result.json", "{")):  # fmt: skip
+    for name, text in (("result.json", '{"status": "done", "step_s": "fast"}'), ("point.json", "[]"),
+                       ("point.json", "{}"), ("result.json", "{")):  # fmt: skip
         kept = (tmp_path / "out/trials/0001" / name).read_text()
         (tmp_path / "out/trials/0001" / name).write_text(text)
         with pytest.raises(ConfigError, match="0001"):
@@ -341,8 +341,9 @@ class Ends:
 
 @pytest.mark.parametrize(("why", "done", "code"), [("", 1, 1), (TIME, 1, 3), (TIME, 0, 4), ("SIGTERM", 0, 3)])
 def test_exit_codes_of_what_has_no_best(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], why: str, done: int, code: int
-) -> None:
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], why: str, done: int,
+    code: int,
+) -> None:  # fmt: skip
     """What started nothing would start nothing again."""
     monkeypatch.setattr(module, "Runner", Ends)
     monkeypatch.setattr(Ends, "why", why)
