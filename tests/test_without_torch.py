@@ -27,7 +27,7 @@ forbid("optuna", "sklearn", "scipy", "deephyper", "matplotlib")  # what learns o
 for room in ("config", "planning", "jobs", "preflight.check"):
     package = importlib.import_module(f"megatron.{{room}}")
     for found in pkgutil.walk_packages(package.__path__, f"{{package.__name__}}."):
-        if not found.name.endswith(("tether", "copies", "plots")):
+        if not found.name.endswith(("recorder", "tensors", "tether", "copies", "plots")):
             importlib.import_module(found.name)
 
 def run(name, words, code=0):
