@@ -33,8 +33,7 @@ ROOMS["checkpoint"] = ROOMS["engine"] | {"engine"}
 ROOMS["training"] = ROOMS["checkpoint"] | {"checkpoint", "planning"}
 ROOMS["dryrun"] = ROOMS["training"] | {"training"}
 ROOMS["calibration"] = ROOMS["training"] | {"training"}
-ROOMS["jobs"] = ROOMS["calibration"] | {"calibration"}
-ROOMS["tuning"] = ROOMS["calibration"] | {"calibration", "drawing"}
+ROOMS["jobs"] = ROOMS["calibration"] | {"calibration", "dryrun", "drawing"}
 
 def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts

@@ -437,7 +437,9 @@ def _tried(job: Job, about: str, body: Callable[[], Any]) -> Any:
         return body()
     except (MegatronError, OSError) as problem:
         job.find("error", about, str(problem))
-        return None
+    except ImportError as problem:  # on a login node without torch
+        job.unchecked.append(f"{about}: {problem}")
+    return None
 
 
 def _with_vocabulary(job: Job, config: Config) -> Config:

@@ -137,7 +137,7 @@ OWN_PICKLES = (
 )  # fmt: skip
 PRELOADED = (
     "tests.helpers.preload", "matplotlib.pyplot", "matplotlib.backends.backend_agg", "pyarrow.parquet", "rich.table",
-    "sentencepiece", "tokenizers", "tiktoken", "megatron.planning.search.command", "megatron.tuning.command",
+    "sentencepiece", "tokenizers", "tiktoken", "megatron.planning.search.command", "megatron.jobs.tune",
     "megatron.jobs.check_job", "megatron.dryrun.command", "megatron.data.prepare.preprocess", "optuna",
 )  # fmt: skip
 
