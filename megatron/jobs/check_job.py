@@ -435,10 +435,10 @@ def check_training(job: Job, words: list[str]) -> None:
 def _tried(job: Job, about: str, body: Callable[[], Any]) -> Any:
     try:
         return body()
-    except (MegatronError, OSError) as problem:
-        job.find("error", about, str(problem))
     except ImportError as problem:  # on a login node without torch
         job.unchecked.append(f"{about}: {problem}")
+    except (MegatronError, OSError) as problem:
+        job.find("error", about, str(problem))
     return None
 
 
