@@ -90,6 +90,14 @@ class _Recorder(Operators):
             found.append(Pass(tuple(self._steps), tuple(self._labels)))
             self._steps = None
 
+    def begin(self) -> None:
+        """Number what follows alike each time."""
+        self._ids = self._sent = 0
+
+    def held(self) -> int:
+        """Bytes of what is alive."""
+        return sum(storage.nbytes() for _, ref in self._alive.values() if (storage := ref()) is not None)
+
     def _note(self, step: Step) -> None:
         if self._steps is not None:
             self._steps.append(step)
@@ -273,16 +281,17 @@ class _Before(torch.autograd.Function):
 
 
 class _Behind(torch.autograd.Function):
-    """The stage behind: it keeps its input until its own backward pass, which makes the gradient."""
+    """The stage behind: it makes the gradient of its input."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
+        ctx.like = x.shape, x.dtype, x.device
         return x.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(ctx.saved_tensors[0])
+        shape, dtype, device = ctx.like
+        return torch.empty(shape, dtype=dtype, device=device)
 
 
 class _Piece:
@@ -306,6 +315,7 @@ class _Piece:
 
     def forward(self, recorder: _Recorder) -> tuple[Pass, list[torch.Tensor]]:
         """Also the root of the graph, alone in a list: what the graph holds goes with it, after the backward pass."""
+        recorder.begin()
         config, device = self.config, self.device
         size = config.batch.micro_batch_size, config.model.seq_length
         tokens, labels, positions = (torch.empty(size, dtype=torch.int64, device=device) for _ in range(3))
@@ -314,8 +324,9 @@ class _Piece:
         if not self.chunk.is_first:
             shape, dtype = hidden_shape(config), hidden_dtype(config)
             anchor = torch.empty((), requires_grad=True, device=device)
-            hidden = _Before.apply(anchor, lambda: torch.empty(shape, dtype=dtype, device=device))
         with recorder.recorded("activations") as found:
+            if not self.chunk.is_first:
+                hidden = _Before.apply(anchor, lambda: torch.empty(shape, dtype=dtype, device=device))
             out = self.chunk(batch, hidden, late_loss=True)
             hidden, self.hands_on = None, out.nbytes
             if not self.last:
@@ -384,8 +395,10 @@ def record(config: Config, device: str, kind: str) -> Part:
         return _Piece(config, _topology(config, on), kind)
 
     with _followed(make, on, recorder) as piece:
+        before = recorder.held()
         piece.backward(recorder, piece.forward(recorder)[1])  # makes tables, and asks what is asked of a device once
+        tables = recorder.held() - before
         forward, root = piece.forward(recorder)
         backward = piece.backward(recorder, root)
         inputs, weights = piece.split(recorder, piece.forward(recorder)[1])
-        return Part(piece.parameters(), piece.hands_on, forward, backward, inputs, weights)
+        return Part(piece.parameters(), piece.hands_on, tables, forward, backward, inputs, weights)

@@ -194,10 +194,11 @@ def _read(path: Path | None) -> Part | None:
     if path is None:
         return None
     try:
-        parameters, hands_on, *passes = json.loads(path.read_text())
+        parameters, hands_on, tables, *passes = json.loads(path.read_text())
         return Part(
             tuple(Parameter(n, tuple(shape), tuple(whole), *more) for n, shape, whole, *more in parameters),
             hands_on,
+            tables,
             *(Pass(tuple(map(_step, steps)), tuple(labels)) for steps, labels in passes),
         )
     except (OSError, ValueError, TypeError, KeyError):
@@ -208,7 +209,7 @@ def _write(path: Path | None, part: Part) -> None:
     if path is None:
         return
     passes = (part.forward, part.backward, part.inputs, part.weights)
-    found = [part.parameters, part.hands_on, *([list(map(_plain, p.steps)), p.labels] for p in passes)]
+    found = [part.parameters, part.hands_on, part.tables, *([list(map(_plain, p.steps)), p.labels] for p in passes)]
     try:
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             json.dump(found, file, separators=(",", ":"))
