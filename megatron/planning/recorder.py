@@ -72,6 +72,7 @@ class _Recorder(Operators):
         self._ids = 0
         self._alive: dict[int, tuple[int, Any]] = {}
         self._rules: dict[Any, _Rule] = {}
+        self.calls: list[Calls] | None = None
 
     def know(self, chunk: GPTChunk) -> None:
         """The names of its modules."""
@@ -137,6 +138,8 @@ class _Recorder(Operators):
         if not self._counted:
             self._look()
             self._computed(scope.work)
+            if self.calls is not None:
+                self.calls.append((scope.work, []))
         self._counted += 1
 
     def leave(self, scope: Scope) -> None:
@@ -161,13 +164,17 @@ class _Recorder(Operators):
         for each in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(each, torch.Tensor):
                 self._see(each)
-        if self._steps is not None and not self._counted:
+        if self._steps is not None and (not self._counted or self.calls is not None):
             rule = self._rules.get(func)
             if rule is None:
                 rule = self._rules[func] = _rule(func)
             work = rule(args, kwargs, out)
-            if work is not None:
+            if work is not None and not self._counted:
                 self._computed(work)
+            if work is not None and self.calls is not None:
+                if not self._counted:
+                    self.calls.append((work, []))
+                self.calls[-1][1].append((func, args, kwargs))
         return out
 
     def _see(self, tensor: torch.Tensor) -> None:
@@ -202,6 +209,10 @@ class _Recorder(Operators):
 
 
 _Rule = Callable[[Any, Any, Any], Computation | None]
+Call = tuple[Any, Any, Any]
+"""An operator, its arguments, and those by name."""
+Calls = tuple[Computation, list[Call]]
+"""A computation, and what it is made of."""
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -402,3 +413,16 @@ def record(config: Config, device: str, kind: str) -> Part:
         backward = piece.backward(recorder, root)
         inputs, weights = piece.split(recorder, piece.forward(recorder)[1])
         return Part(piece.parameters(), piece.hands_on, tables, forward, backward, inputs, weights)
+
+
+def calls(config: Config, device: str, kind: str) -> list[Calls]:
+    """What one part computes, forward and backward, in order: the operators themselves, on tensors without data."""
+    on, recorder = "cpu" if device == "cpu" else "meta", _Recorder()
+
+    def make() -> _Piece:
+        return _Piece(config, _topology(config, on), kind)
+
+    with _followed(make, on, recorder) as piece:
+        recorder.calls = found = []
+        piece.backward(recorder, piece.forward(recorder)[1])
+        return found

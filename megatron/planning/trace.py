@@ -98,10 +98,10 @@ def _trace(config: Config, device: str) -> Trace:
     none = dataclasses.replace(config, recompute=RecomputeConfig())
     full = config.recompute.recompute_granularity == "full"
     return _alike(
-        embedding=_part(_that_counts(none, "embedding"), "embedding", device),
-        layer=_part(_that_counts(none if full else config, "layer"), "layer", device),
-        again=_part(_that_counts(config, "layer"), "layer", device) if full else None,
-        head=_part(_that_counts(none, "head"), "head", device),
+        embedding=_part(that_counts(none, "embedding"), "embedding", device),
+        layer=_part(that_counts(none if full else config, "layer"), "layer", device),
+        again=_part(that_counts(config, "layer"), "layer", device) if full else None,
+        head=_part(that_counts(none, "head"), "head", device),
     )
 
 
@@ -111,7 +111,7 @@ def _alike(embedding: Part, layer: Part, again: Part | None, head: Part) -> Trac
     return Trace(embedding, layer, again, head)
 
 
-def _that_counts(config: Config, kind: str) -> Config:
+def that_counts(config: Config, kind: str) -> Config:
     """A configuration in which all that a trace of this kind does not depend on has its default."""
     reset: list[Mapping[str, tuple[str, ...]]] = [_DOES_NOT_COUNT]
     if kind == "layer":
