@@ -1,11 +1,11 @@
 """What one device computes: the products, attention and memory-bound kernels of a model, the optimizer's update.
 
 What a trace of the model lists (planning/recorder.py) is called as the code calls it: the same operators, with tensors
-of the same shapes and strides. In each call they are others, as in a model that no cache holds, and outputs are kept
-until the end of a call.
+of the same shapes and strides. In each call they are others, as in a model that no cache holds, and so are outputs.
 """
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -105,11 +105,12 @@ def _in_turn(operators: Sequence[Call], device: torch.device) -> Make:
 
     def make() -> Work:
         sets = [_with_data(operators, device) for _ in range(max(1, min(_MOST_SETS, _CACHE // max(1, n_bytes))))]
-        turn = itertools.cycle(sets)
+        turn, kept = itertools.cycle(sets), collections.deque[list[Any]](maxlen=len(sets))
 
         def work() -> Any:
             with torch.no_grad():
-                return [operator(*args, **kwargs) for operator, args, kwargs in next(turn)]
+                kept.append([operator(*args, **kwargs) for operator, args, kwargs in next(turn)])
+            return kept[-1]
 
         return work
 

@@ -423,6 +423,7 @@ def calls(config: Config, device: str, kind: str) -> list[Calls]:
         return _Piece(config, _topology(config, on), kind)
 
     with _followed(make, on, recorder) as piece:
-        recorder.calls = found = []
+        found: list[Calls] = []
+        recorder.calls = found
         piece.backward(recorder, piece.forward(recorder)[1])
         return found
