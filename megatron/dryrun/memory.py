@@ -18,11 +18,6 @@ import torch
 
 from megatron.dryrun.memory_kinds import CATEGORIES, Held
 
-GPU_BLOCK = 512
-"""Bytes to which the caching allocator of CUDA and ROCm rounds (torch/c10/cuda/CUDACachingAllocator, kMinBlockSize)."""
-CPU_BLOCK = 64
-"""Bytes to which torch's allocator of host memory aligns."""
-
 _LARGEST = 12
 _NAMED_BYTES = 1 << 12  # smaller tensors do not get to know who asked for them
 _size = operator.attrgetter("n_bytes")

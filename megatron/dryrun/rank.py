@@ -13,7 +13,7 @@ from megatron.checkpoint.tensors import tensors_to_save
 from megatron.config import Config
 from megatron.data.batch import MicroBatch
 from megatron.dryrun.job import member
-from megatron.dryrun.memory import CPU_BLOCK, GPU_BLOCK, Memory
+from megatron.dryrun.memory import Memory
 from megatron.dryrun.memory_kinds import Held
 from megatron.dryrun.messages import Log
 from megatron.dryrun.tensors import Operators, without_data
@@ -25,6 +25,7 @@ from megatron.parallel.flight import FlightRecorder
 from megatron.parallel.sharding import Sharding, sharding_of
 from megatron.parallel.topology import Topology
 from megatron.pipeline.instructions import COMPUTE, Instruction, Op
+from megatron.planning.memory import CPU_BLOCK, GPU_BLOCK
 from megatron.training.streams import reads_data
 
 

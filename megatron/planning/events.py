@@ -113,10 +113,12 @@ class Parameter(NamedTuple):
 class Part:
     """A part of the model. backward is whole; inputs and weights are the halves of a split backward pass. Tensors and
     messages have numbers that are the same in all four: what `forward` takes and does not give is kept for `backward`,
-    or for `inputs`, whose rest is kept for `weights`. hands_on: bytes of the output, which the next part keeps."""
+    or for `inputs`, whose rest is kept for `weights`. hands_on: bytes of the output, which the next part keeps; tables:
+    bytes that the first pass of a run makes and all later ones use."""
 
     parameters: tuple[Parameter, ...]
     hands_on: int
+    tables: int
     forward: Pass
     backward: Pass
     inputs: Pass

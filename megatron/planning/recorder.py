@@ -72,6 +72,7 @@ class _Recorder(Operators):
         self._ids = 0
         self._alive: dict[int, tuple[int, Any]] = {}
         self._rules: dict[Any, _Rule] = {}
+        self.calls: list[Calls] | None = None
 
     def know(self, chunk: GPTChunk) -> None:
         """The names of its modules."""
@@ -89,6 +90,14 @@ class _Recorder(Operators):
         finally:
             found.append(Pass(tuple(self._steps), tuple(self._labels)))
             self._steps = None
+
+    def begin(self) -> None:
+        """Number what follows alike each time."""
+        self._ids = self._sent = 0
+
+    def held(self) -> int:
+        """Bytes of what is alive."""
+        return sum(storage.nbytes() for _, ref in self._alive.values() if (storage := ref()) is not None)
 
     def _note(self, step: Step) -> None:
         if self._steps is not None:
@@ -129,6 +138,8 @@ class _Recorder(Operators):
         if not self._counted:
             self._look()
             self._computed(scope.work)
+            if self.calls is not None:
+                self.calls.append((scope.work, []))
         self._counted += 1
 
     def leave(self, scope: Scope) -> None:
@@ -153,13 +164,17 @@ class _Recorder(Operators):
         for each in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(each, torch.Tensor):
                 self._see(each)
-        if self._steps is not None and not self._counted:
+        if self._steps is not None and (not self._counted or self.calls is not None):
             rule = self._rules.get(func)
             if rule is None:
                 rule = self._rules[func] = _rule(func)
             work = rule(args, kwargs, out)
-            if work is not None:
+            if work is not None and not self._counted:
                 self._computed(work)
+            if work is not None and self.calls is not None:
+                if not self._counted:
+                    self.calls.append((work, []))
+                self.calls[-1][1].append((func, args, kwargs))
         return out
 
     def _see(self, tensor: torch.Tensor) -> None:
@@ -194,6 +209,10 @@ class _Recorder(Operators):
 
 
 _Rule = Callable[[Any, Any, Any], Computation | None]
+Call = tuple[Any, Any, Any]
+"""An operator, its arguments, and those by name."""
+Calls = tuple[Computation, list[Call]]
+"""A computation, and what it is made of."""
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -273,16 +292,17 @@ class _Before(torch.autograd.Function):
 
 
 class _Behind(torch.autograd.Function):
-    """The stage behind: it keeps its input until its own backward pass, which makes the gradient."""
+    """The stage behind: it makes the gradient of its input."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
+        ctx.like = x.shape, x.dtype, x.device
         return x.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(ctx.saved_tensors[0])
+        shape, dtype, device = ctx.like
+        return torch.empty(shape, dtype=dtype, device=device)
 
 
 class _Piece:
@@ -306,6 +326,7 @@ class _Piece:
 
     def forward(self, recorder: _Recorder) -> tuple[Pass, list[torch.Tensor]]:
         """Also the root of the graph, alone in a list: what the graph holds goes with it, after the backward pass."""
+        recorder.begin()
         config, device = self.config, self.device
         size = config.batch.micro_batch_size, config.model.seq_length
         tokens, labels, positions = (torch.empty(size, dtype=torch.int64, device=device) for _ in range(3))
@@ -314,8 +335,9 @@ class _Piece:
         if not self.chunk.is_first:
             shape, dtype = hidden_shape(config), hidden_dtype(config)
             anchor = torch.empty((), requires_grad=True, device=device)
-            hidden = _Before.apply(anchor, lambda: torch.empty(shape, dtype=dtype, device=device))
         with recorder.recorded("activations") as found:
+            if not self.chunk.is_first:
+                hidden = _Before.apply(anchor, lambda: torch.empty(shape, dtype=dtype, device=device))
             out = self.chunk(batch, hidden, late_loss=True)
             hidden, self.hands_on = None, out.nbytes
             if not self.last:
@@ -384,8 +406,24 @@ def record(config: Config, device: str, kind: str) -> Part:
         return _Piece(config, _topology(config, on), kind)
 
     with _followed(make, on, recorder) as piece:
+        before = recorder.held()
         piece.backward(recorder, piece.forward(recorder)[1])  # makes tables, and asks what is asked of a device once
+        tables = recorder.held() - before
         forward, root = piece.forward(recorder)
         backward = piece.backward(recorder, root)
         inputs, weights = piece.split(recorder, piece.forward(recorder)[1])
-        return Part(piece.parameters(), piece.hands_on, forward, backward, inputs, weights)
+        return Part(piece.parameters(), piece.hands_on, tables, forward, backward, inputs, weights)
+
+
+def calls(config: Config, device: str, kind: str) -> list[Calls]:
+    """What one part computes, forward and backward, in order: the operators themselves, on tensors without data."""
+    on, recorder = "cpu" if device == "cpu" else "meta", _Recorder()
+
+    def make() -> _Piece:
+        return _Piece(config, _topology(config, on), kind)
+
+    with _followed(make, on, recorder) as piece:
+        found: list[Calls] = []
+        recorder.calls = found
+        piece.backward(recorder, piece.forward(recorder)[1])
+        return found

@@ -100,10 +100,10 @@ def _trace(config: Config, device: str) -> Trace:
     none = dataclasses.replace(config, recompute=RecomputeConfig())
     full = config.recompute.recompute_granularity == "full"
     return _alike(
-        embedding=_part(_that_counts(none, "embedding"), "embedding", device),
-        layer=_part(_that_counts(none if full else config, "layer"), "layer", device),
-        again=_part(_that_counts(config, "layer"), "layer", device) if full else None,
-        head=_part(_that_counts(none, "head"), "head", device),
+        embedding=_part(that_counts(none, "embedding"), "embedding", device),
+        layer=_part(that_counts(none if full else config, "layer"), "layer", device),
+        again=_part(that_counts(config, "layer"), "layer", device) if full else None,
+        head=_part(that_counts(none, "head"), "head", device),
     )
 
 
@@ -113,7 +113,7 @@ def _alike(embedding: Part, layer: Part, again: Part | None, head: Part) -> Trac
     return Trace(embedding, layer, again, head)
 
 
-def _that_counts(config: Config, kind: str) -> Config:
+def that_counts(config: Config, kind: str) -> Config:
     """A configuration in which all that a trace of this kind does not depend on has its default."""
     reset: list[Mapping[str, tuple[str, ...]]] = [_DOES_NOT_COUNT]
     if kind == "layer":
@@ -207,10 +207,11 @@ def _read(path: Path | None) -> Part | None:
     if path is None:
         return None
     try:
-        parameters, hands_on, *passes = json.loads(path.read_text())
+        parameters, hands_on, tables, *passes = json.loads(path.read_text())
         return Part(
             tuple(Parameter(n, tuple(shape), tuple(whole), *more) for n, shape, whole, *more in parameters),
             hands_on,
+            tables,
             *(Pass(tuple(map(_step, steps)), tuple(labels)) for steps, labels in passes),
         )
     except (OSError, ValueError, TypeError, KeyError):
@@ -221,7 +222,7 @@ def _write(path: Path | None, part: Part) -> None:
     if path is None:
         return
     passes = (part.forward, part.backward, part.inputs, part.weights)
-    found = [part.parameters, part.hands_on, *([list(map(_plain, p.steps)), p.labels] for p in passes)]
+    found = [part.parameters, part.hands_on, part.tables, *([list(map(_plain, p.steps)), p.labels] for p in passes)]
     try:
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             json.dump(found, file, separators=(",", ":"))

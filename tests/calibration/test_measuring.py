@@ -18,10 +18,12 @@ from megatron.calibration.session import Found
 from megatron.calibration.tasks import GIGA, TERA, Task, measure
 from megatron.config import Config
 from megatron.errors import LaunchError
+from megatron.kernels.work import Product
 from megatron.planning.cluster_file import read_cluster
 from megatron.planning.cluster_write import write_cluster
 from megatron.planning.rates import Rates
 from megatron.planning.timing import estimate
+from megatron.planning.trace import trace
 from tests.helpers.clock import VirtualClock
 
 CPU = torch.device("cpu")
@@ -115,15 +117,26 @@ def test_groups_of_ranks() -> None:
     {"attention_backend": "unfused"},
 ])  # fmt: skip
 def test_every_task_runs(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each does its work once, on a small model; figures are those that the model of time asks for."""
+    """Each does its work once, on a small model; figures are those that the model of time asks for, and products those
+    that a trace lists."""
     from megatron.calibration import compute
 
-    monkeypatch.setattr(compute, "_BYTES", (1 << 12,))
+    monkeypatch.setattr(compute, "MICRO_BATCHES", (1,))
     config = Config.create(**MODEL, **changes)
     found = compute_tasks(config, CPU, (1, 2))
-    for task in found:
-        task.make()()
     dtype = "bfloat16" if "bf16" in changes else "float32"
+    for task in found:
+        made = task.make()()
+        if task.figure == f"products.{dtype}":
+            assert made[0].shape == task.place[:2] and bool(made[0].any())
+    listed = {
+        (work.m, work.n, work.k)
+        for t in (1, 2)
+        for traced in [trace(Config.create(**MODEL, **changes, tensor_model_parallel_size=t, world_size=t), "cpu")]
+        for part in (traced.layer, traced.head) for half in (part.forward, part.backward)
+        for work in half.computations() if isinstance(work, Product) and work.batch == 1
+    }  # fmt: skip
+    assert {task.place for task in found if task.figure == f"products.{dtype}"} == listed
     wanted = {f"products.{dtype}", "update_gb_per_s", *(f"memory.{w}" for w in ("copy", "norm", "activation", "loss"))}
     if "attention_backend" not in changes:
         wanted |= {f"attention.{dtype}.forward", f"attention.{dtype}.backward"}

@@ -97,11 +97,16 @@ def test_a_layer_that_is_recomputed_keeps_its_input_alone():
     assert again.backward.flops(again=True) == plain.forward.flops()
 
 
-def test_a_layer_keeps_what_korthikanti_et_al_count():
-    """arXiv 2205.05198, equation 1: 34 s b h bytes without scores, of which 2 are masks, functions of keys here."""
-    config = run(hidden_dropout=0.0, attention_dropout=0.0, hidden_size=1024)
+@pytest.mark.parametrize(("t", "sequence_parallel", "count"), [(1, False, 32), (8, False, 8 + 24 / 8), (8, True, 4)])
+def test_a_layer_keeps_what_korthikanti_et_al_count(t: int, sequence_parallel: bool, count: float) -> None:
+    """arXiv 2205.05198, equations 1, 2 and 4: 34 s b h, (10 + 24/t) s b h and 34/t s b h bytes without scores, of which
+    2 are masks, functions of keys here."""
+    config = run(
+        hidden_dropout=0.0, attention_dropout=0.0, hidden_size=1024, tensor_model_parallel_size=t,
+        sequence_parallel=sequence_parallel,
+    )
     layer, tokens = trace(config, "cuda").layer, 512
-    assert sum(kept(layer.forward).values()) == pytest.approx(32 * tokens * 1024, rel=0.01)
+    assert sum(kept(layer.forward).values()) == pytest.approx(count * tokens * 1024, rel=0.01)
 
 
 @pytest.mark.parametrize("more", [
