@@ -34,7 +34,7 @@ ROOMS["training"] = ROOMS["checkpoint"] | {"checkpoint", "planning"}
 ROOMS["preflight"] = ROOMS["training"] | {"training"}
 ROOMS["dryrun"] = ROOMS["training"] | {"training"}
 ROOMS["calibration"] = ROOMS["preflight"] | {"preflight"}
-ROOMS["tuning"] = ROOMS["calibration"] | {"calibration", "drawing"}
+ROOMS["jobs"] = ROOMS["calibration"] | {"calibration", "dryrun", "drawing"}
 
 def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts

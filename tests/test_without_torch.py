@@ -24,11 +24,10 @@ parse_args("--preset tiny --mock-data --train-iters 1".split())
 del sys.modules["numpy"]
 
 forbid("optuna", "sklearn", "scipy", "deephyper", "matplotlib")  # what learns or draws is imported when it is asked for
-learning = ("kernels", "surrogate", "optuna_search", "deephyper_search")
-for room in ("config", "planning", "tuning", "preflight.check"):
+for room in ("config", "planning", "jobs", "preflight.check"):
     package = importlib.import_module(f"megatron.{{room}}")
     for found in pkgutil.walk_packages(package.__path__, f"{{package.__name__}}."):
-        if found.name.split(".")[-1] not in learning and not found.name.endswith(("tether", "copies", "plots")):
+        if not found.name.endswith(("tether", "copies", "plots")):
             importlib.import_module(found.name)
 
 def run(name, words, code=0):
@@ -51,9 +50,8 @@ LIGHT = (
     "megatron.parallel.placing megatron.pipeline.schedule megatron.pipeline.clock megatron.model.formulas "
     "megatron.model.stages megatron.kernels.availability megatron.kernels.choose megatron.training "
     "megatron.planning.cluster megatron.planning.links megatron.planning.placement megatron.planning.rates "
-    "megatron.planning.channels megatron.planning.experiments.runner megatron.planning.scaling.plots "
-    "megatron.preflight.measure.command megatron.tuning.types megatron.tuning.space_file "
-    "megatron.tuning.search.optimizer"
+    "megatron.planning.channels megatron.planning.scaling.plots "
+    "megatron.preflight.measure.command megatron.jobs.runner megatron.jobs.space"
 ).split()
 HELPS = (
     "plan tune preflight show_recipe show_placement show_schedule report_scaling run_experiment "

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.tuning.space_file import load_space
+from megatron.jobs.space import load_space
 from tests.examples.stubs import FRONTIER, Ended, run_script
 from tests.helpers.launching import ROOT
 from tools.preflight import main as check
@@ -79,12 +79,12 @@ def test_a_job_that_is_requeued_does_not_run_failed_trials_again_and_again(tmp_p
 
 
 def test_starts_without_a_new_trial_are_bounded(tmp_path: Path) -> None:
-    journal = tmp_path / "runs/tune-paper-175b/journal.jsonl"
-    journal.parent.mkdir(parents=True)
+    result = tmp_path / "runs/tune-paper-175b/trials/0001/result.json"
+    result.parent.mkdir(parents=True)
     started = []
     for restart in range(5):
         if restart == 2:
-            journal.write_text('{"event": "ended", "number": 1}\n')
+            result.write_text("{}")
         ended = tune(tmp_path, ENDS="3", MAX_STARTS="2", SLURM_RESTART_COUNT=str(restart))
         assert ended.code == 3
         started.append(bool(ended.named("python", "tune.py")))

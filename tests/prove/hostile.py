@@ -136,7 +136,7 @@ OWN_PICKLES = (
 )  # fmt: skip
 PRELOADED = (
     "tests.helpers.preload", "matplotlib.pyplot", "matplotlib.backends.backend_agg", "pyarrow.parquet", "rich.table",
-    "sentencepiece", "tokenizers", "tiktoken", "megatron.planning.search.command", "megatron.tuning.command",
+    "sentencepiece", "tokenizers", "tiktoken", "megatron.planning.search.command", "megatron.jobs.tune",
     "megatron.preflight.check.command", "megatron.dryrun.command", "megatron.data.prepare.preprocess", "optuna",
 )  # fmt: skip
 

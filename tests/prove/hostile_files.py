@@ -106,11 +106,11 @@ def cluster(folder: Path) -> None:
 
 def space(folder: Path) -> None:
     cluster(folder)
-    shutil.copy(ROOT / "megatron/tuning/spaces/two-cores.toml", folder / "space.toml")
+    shutil.copy(ROOT / "megatron/jobs/spaces/two-cores.toml", folder / "space.toml")
 
 
 def searched(folder: Path) -> None:
-    from tests.tuning.test_command import SPACE
+    from tests.jobs.test_tune import SPACE
 
     (folder / "space.toml").write_text(SPACE.replace("8192", "64"))
     words = "--space {f}/space.toml --no-prior --search exhaustive --processes 2 --confirm 0 --max-trials 1"
