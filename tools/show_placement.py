@@ -25,7 +25,6 @@ from megatron.planning.cluster import Cluster, known_clusters, load_cluster
 from megatron.planning.placement import (
     Placement,
     all_placements,
-    check_rank_table,
     choose_placement,
     naive_placement,
     place_with,
@@ -73,8 +72,7 @@ def named_placements(config: Config, cluster: Cluster, chosen: Placement) -> Ite
 
 
 def write_table(path: Path, config: Config, placement: Placement) -> int:
-    """Write a row for every rank, checked; the number of rows. Raises ConfigError for a file that cannot be written."""
-    ranks = check_rank_table(rank_rows(config, placement), config.model.num_layers)
+    """Write a row for every rank; the number of rows. Raises ConfigError for a file that cannot be written."""
     try:
         with open(path, "w", newline="", encoding="utf-8", opener=without_waiting) as file:
             writer = csv.writer(file)
@@ -84,7 +82,7 @@ def write_table(path: Path, config: Config, placement: Placement) -> int:
                 writer.writerow([*row[:-1], chunks])
     except OSError as error:
         raise ConfigError(f"--table {path}: {error.strerror}") from error
-    return ranks
+    return config.parallel.world_size
 
 
 def show(args: argparse.Namespace, flags: Sequence[str], width: int) -> None:
@@ -107,7 +105,7 @@ def show(args: argparse.Namespace, flags: Sequence[str], width: int) -> None:
         print(render_explanation(chosen, width))
     if args.table:
         ranks = write_table(args.table, config, chosen)
-        print(f"\nwrote {args.table}: {ranks} ranks, each place of the grid and each layer of a replica once")
+        print(f"\nwrote {args.table}: {ranks} ranks")
 
 
 @as_tool

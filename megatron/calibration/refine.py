@@ -4,8 +4,8 @@ A run's passes take C + M seconds by the estimate, computations and bubble and m
 of a step takes R' where the estimate says R. Factors of computing and of messages are the least squares of
 T = a C + b M where runs tell the two apart, else a = b = T / (C + M); the factor of the rest makes R be R'.
 Of many short runs some are disturbed by others on the machine: medians and Huber's weights keep these from deciding,
-and what explains the runs (two factors of the passes, one of them, one of everything) has to
-foretell those that it was not fitted to.
+and what explains the runs (two factors of the passes, one of them, one of everything) has to foretell those that it
+was not fitted to.
 Rates are divided by their factor and seconds multiplied, so that the estimate of the same runs comes out as measured.
 """
 from __future__ import annotations
@@ -152,7 +152,8 @@ def fit(runs: Sequence[Run], estimates: Sequence[Estimate]) -> Factors:
 
 
 # Seconds of each run: by the estimate of computations and of messages in the passes, of messages after them, of the
-# rest; and what the passes and what follows them took. A way to explain these finds a factor of each of the four; or None.
+# rest; and what the passes and what follows them took. A way to explain these finds a factor of each of the four, or
+# None.
 _Found = tuple[float, float, float, float] | None
 _Way = Callable[[Any, Any], _Found]
 

@@ -9,8 +9,14 @@ from megatron.errors import MegatronError
 from megatron.parallel.environment import whole
 from megatron.planning.cluster import Cluster
 from megatron.planning.memory import RankMemory, memory_of_ranks
-from megatron.planning.placement import Placement, choose_placement, naive_placement, rank_table, render_placement
-from megatron.planning.rank_rows import RankRow
+from megatron.planning.placement import (
+    Placement,
+    RankRow,
+    choose_placement,
+    naive_placement,
+    rank_table,
+    render_placement,
+)
 from megatron.preflight.check.findings import Finding, error, note, warning
 from megatron.preflight.check.subject import Subject
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron.planning.rank_rows import RankRow
+from megatron.planning.placement import RankRow
 from megatron.preflight.check.findings import ERROR, NOTE, WARNING
 from megatron.preflight.check.report import Report, TrainingReport
 
