@@ -323,8 +323,6 @@ def _notes(found: Figures) -> Iterator[str]:
         yield f"{found.skipped} step(s) skipped, left out of the figures"
     if found.nan:
         yield f"{found.nan} step(s) with a loss that is not finite, left out"
-    if found.memory_bytes is not None and found.memory_rank is None:
-        yield "memory is that of rank 0, the only one its metrics file tells of: others may have held more"
     if not found.run.finished and found.run.failure is None:
         yield "the run did not come to its end"
     if found.spread is None:
