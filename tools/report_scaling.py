@@ -4,7 +4,7 @@
 Give folders of runs (examples/frontier/weak_scaling.sh and the like make them), or single metrics.jsonl files.
 
     python tools/report_scaling.py runs/weak-175b-paper --out report
-    python tools/report_scaling.py runs/a/metrics.jsonl runs/b/metrics.jsonl --peak-tflops 191.5 --ceiling-tflops 115.3
+    python tools/report_scaling.py runs/a/metrics.jsonl runs/b/metrics.jsonl --peak-tflops 191.5
 
 Exit code 0, 1 when there is nothing to report (no run, or none with a steady step), or when a run is invalid (figures
 that contradict each other) and --strict is given, 2 after an error.
@@ -41,11 +41,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--peak-tflops", type=real(), metavar="T",
         help="peak of a device for MFU and HFU (default: of the device that the metrics file names)",
     )
-    parser.add_argument(
-        "--ceiling-tflops", type=real(), metavar="T",
-        help="TFLOP/s per device beyond which a run is invalid (default: 115.3 for an MI250X GCD, the best matrix "
-        "product measured on it; 0.9 of the peak for others)",
-    )
     parser.add_argument("--strict", action="store_true", help="exit code 1 when any run is invalid")
     return parser
 
@@ -67,7 +62,7 @@ def write(series: Sequence[Series], out: Path, plots: bool) -> list[Path]:
 def main(argv: Sequence[str]) -> int:
     """Run; returns the exit code."""
     args = build_parser().parse_args(argv)
-    judge = Judge(args.warm_up, args.peak_tflops, args.ceiling_tflops)
+    judge = Judge(args.warm_up, args.peak_tflops)
     try:
         found = [figures(run, judge) for run in find_runs(args.runs)]
     except NothingToReportError as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -163,11 +164,10 @@ def _run(path: Path, records: list[dict[str, Any]], point: dict[str, Any]) -> Me
 
 @dataclass(frozen=True)
 class Judge:
-    """What figures are judged by. peak and ceiling: TFLOP/s of a device, None to take what is known of it."""
+    """What figures are judged by. warm_up: steps; peak: TFLOP/s of a device; None to take what is known."""
 
     warm_up: int | None = None
     peak_tflops: float | None = None
-    ceiling_tflops: float | None = None
 
 
 @dataclass(frozen=True)
@@ -255,15 +255,12 @@ def figures(run: MeasuredRun, judge: Judge | None = None) -> Figures:
         tokens_per_s_per_device=tokens / world if tokens and world else None,
         model_tflops=rates[0], hardware_tflops=rates[1], paper_tflops=rates[2], mfu=mfu, hfu=hfu, paper_hfu=paper_hfu,
     )  # fmt: skip
-    ceiling, why = judge.ceiling_tflops, "the ceiling given"
-    measured = next((value for name, value in _MEASURED_GEMM_TFLOPS.items() if name in run.device), None)
-    if ceiling is None and measured is not None and dtype != "float32":
-        ceiling, why = measured, "the best matrix product measured on such a device"
-    elif ceiling is None and peak is not None:
-        ceiling, why = _PLAUSIBLE_PART_OF_PEAK * peak, f"{_PLAUSIBLE_PART_OF_PEAK:g} of the peak"
-    highest = max((rate for rate in rates if rate is not None), default=0.0)
-    over = [f"{highest:.4g} TFLOP/s per {found.device} are more than {ceiling:.4g}, {why}"] if (
-        ceiling is not None and highest > ceiling) else []  # fmt: skip
+    measured = (value for name, value in _MEASURED_GEMM_TFLOPS.items() if name in run.device and dtype != "float32")
+    ceiling = next(measured, math.inf if peak is None else _PLAUSIBLE_PART_OF_PEAK * peak)
+    highest, over = max((rate for rate in rates if rate is not None), default=0.0), list[str]()
+    if highest > ceiling:
+        over.append(f"{highest:.4g} TFLOP/s per {found.device} are more than {ceiling:.4g}, which no training reaches: "
+                    f"the best product measured on the device, or {_PLAUSIBLE_PART_OF_PEAK:g} of its peak")  # fmt: skip
     return replace(found, problems=(*_contradictions(run), *over), notes=tuple(_notes(found)))
 
 

@@ -5,18 +5,12 @@ import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from megatron.planning.links import node_links
 from megatron.planning.table import Table
 
 if TYPE_CHECKING:
     from megatron.planning.placement import Placement
 
 _DIRECTIONS = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
-
-CAVEAT = (
-    "seconds are those of messages that nothing hides: a measure to compare placements by, no forecast of a step. "
-    "GB/s are published for exactly these devices or, with ~, estimated from the link table; none was measured here"
-)
 
 
 def render_placement(placement: Placement, against: Placement, width: int = 100) -> str:
@@ -72,31 +66,6 @@ def render_nodes(placement: Placement, first: int = 2, width: int = 100) -> str:
         card = cluster.nics[cluster.nic_of_device[device]]
         rows.append((*map(str, (node, device, rank)), card, f"{low}-{high}", *map(str, (tp, pp, dp))))
     return Table("", ("node", "device", "rank", "card", "cores", "tp", "pp", "dp"), rows).text(width)
-
-
-def render_explanation(placement: Placement, width: int = 100) -> str:
-    """Where the figures are from, and what is assumed."""
-    links, sources = node_links(placement.cluster), placement.cluster.sources
-    widths = sorted(set(placement.cluster.links.values()), reverse=True)
-    rates = ", ".join(
-        f"{links.rate_of_link(w):.4g} of {w:g} ({'published' if links.was_measured(w) else 'on the line between'})"
-        for w in widths
-    )
-    lines = [
-        CAVEAT,
-        f"links: {sources.get('links', 'no source given')}",
-        f"collectives: {sources.get('collectives', 'no source given')}",
-        f"a link carries, GB/s: {rates}",
-        f"several links across the narrowest cut of a group carry {links.cut:.2f} of their sum, a way through other "
-        f"devices {links.detour:.2f} of its narrowest link, network cards {links.card:.2f} of theirs: each the lowest "
-        f"part that a published figure gives",
-        "assumed: messages between nodes reach the same part of a card as collectives do",
-        "assumed: RCCL finds a ring that goes there and back over a spanning tree of links. If it does not, a group "
-        "such as 0,1,6,7 does no better than its narrowest cut allows, which is that of 0,1,2,3: then both are equal",
-        "not counted: latency, switches and groups of the network, which nodes a job gets, what computation hides",
-        "tensor-parallel collectives decide first, because every layer waits for them; then the sum",
-    ]
-    return "\n".join(_wrapped(f"- {line}", width) for line in lines)
 
 
 def _orders(placement: Placement) -> tuple[str, str]:

@@ -145,10 +145,9 @@ def test_a_checkpoint_explains_time_between_steps(tmp_path: Path) -> None:
     assert measure(tmp_path / "run", written).valid
 
 
-def test_a_ceiling_can_be_given(tmp_path: Path) -> None:
+def test_a_peak_can_be_given(tmp_path: Path) -> None:
     written = records(settings("22b", 1, 8, 1, 640), [420.0] * 4, device="some accelerator")
     assert measure(tmp_path / "a", written).valid and measure(tmp_path / "b", written).hfu is None
-    assert "70" in measure(tmp_path / "c", written, ceiling_tflops=70.0).problems[0]
     assert "0.9" in measure(tmp_path / "d", written, peak_tflops=75.0).problems[0]
     assert measure(tmp_path / "e", written, peak_tflops=100.0).paper_hfu == pytest.approx(
         paper_flops("22b", 640) / 420 / 8 / 1e14, rel=1e-12
@@ -307,7 +306,7 @@ def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments_: 
     assert tool().main(given) == 2 and given[-1] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flags", [["--warm-up", "-1"], ["--ceiling-tflops", "nan"]])
+@pytest.mark.parametrize("flags", [["--warm-up", "-1"], ["--peak-tflops", "nan"]])
 def test_bad_flags(flags: list[str]) -> None:
     assert tool().main(["x", *flags]) == 2
 
