@@ -31,9 +31,8 @@ ROOMS["engine"] = BASE | {"parallel", "kernels", "layers", "data", "model", "pip
 ROOMS["planning"] = ROOMS["engine"] | {"engine", "drawing"}
 ROOMS["checkpoint"] = ROOMS["engine"] | {"engine"}
 ROOMS["training"] = ROOMS["checkpoint"] | {"checkpoint", "planning"}
-ROOMS["preflight"] = ROOMS["training"] | {"training"}
 ROOMS["dryrun"] = ROOMS["training"] | {"training"}
-ROOMS["calibration"] = ROOMS["preflight"] | {"preflight"}
+ROOMS["calibration"] = ROOMS["training"] | {"training"}
 ROOMS["jobs"] = ROOMS["calibration"] | {"calibration", "dryrun", "drawing"}
 
 def module_name(path: Path) -> str:

@@ -1,1 +1,1 @@
-"""What runs around a training: trials of the tuner and points of experiments on one runner, and their reports."""
+"""What runs around a training: trials and points of experiments on one runner, reports, checks of jobs and of nodes."""

@@ -115,14 +115,14 @@ class Experiment:
 
     def _postpone(self, point: Point, why: str) -> None:
         self.waiting[point.name] = why
-        self.say(f"{point.name}: not started: {why}")
+        self.say(f"{point.name}: not run: {why}")
 
     def ended(self, end: End) -> None:
         name = end.job.name
         point, took = next(p for p in self.points if p.name == name), show_duration(end.ended - end.started)
         if end.interrupted:
-            self.waiting[name] = end.interrupted
             self.say(f"{name}: {end.interrupted}")
+            self._to_do.append(point)
         elif end.complete or end.why is None:
             end.note({"status": "done", "reason": None})
             self.done.append(name)
@@ -132,8 +132,6 @@ class Experiment:
             self.failed[name] = end.why.reason
             self.say(f"{name}: failed after {took}: {end.why.reason}; {end.job.folder}")
         self._claims.pop(name).release()
-        if end.interrupted and "is " in end.interrupted:
-            self._to_do.append(point)
 
 
 def state_of(folder: Path, point: Point) -> str:

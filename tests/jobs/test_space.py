@@ -296,7 +296,7 @@ def test_what_is_not_offered_is_refused(text: str) -> None:
     "text",
     [
         "9**9**9**9", "2 ** (2 ** 64)", "1" * 5000, "(" * 400 + "1" + ")" * 400,
-        "-" * 5000 + "1", "(1" + "+1" * 480 + ") // 0", "max(1, " * 120 + "1" + ")" * 120,
+        "-" * 5000 + "1", "(1" + "+1" * 480 + ") // 0",
     ],
 )  # fmt: skip
 def test_nothing_hangs(text: str) -> None:

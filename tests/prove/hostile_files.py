@@ -13,7 +13,6 @@ import resource
 import shutil
 import stat
 import struct
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -131,9 +130,7 @@ def job(folder: Path) -> None:
     cluster(folder)
     (folder / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 2}')
     (folder / "job.sh").write_text(
-        "#!/bin/bash\n#SBATCH -A abc123\n#SBATCH -N 2\n#SBATCH -t 02:00:00\n#SBATCH --ntasks-per-node=8\n"
-        f"srun -N 2 -n 16 -c 7 --gpus-per-task=1 {sys.executable} {ROOT}/pretrain_gpt.py --preset tiny --mock-data "
-        "--train-iters 10 --deepspeed_config ds.json --world-size 16\n"
+        "#!/bin/bash\n#SBATCH -A abc123\n#SBATCH -N 2\n#SBATCH -t 02:00:00\n#SBATCH --ntasks-per-node=8\nsrun true\n"
     )
 
 
