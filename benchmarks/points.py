@@ -28,7 +28,6 @@ from parity import train
 from sides import our_arguments, run
 from workloads import OURS, ROOT, Case, cpu_cases, cuda_cases, quick
 
-from megatron.calibration.processes import gpus_here
 from megatron.checkpoint.planner import Shards
 from megatron.checkpoint.snapshot import Snapshot
 from megatron.config import Config
@@ -36,6 +35,7 @@ from megatron.data.batch import make_micro_batch
 from megatron.layers.embedding import look_up
 from megatron.model.gpt import build_chunks
 from megatron.parallel import sink
+from megatron.parallel.processes import gpus_here
 from megatron.parallel.sink import GradientSink
 from megatron.parallel.topology import Layout, Topology
 

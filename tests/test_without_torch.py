@@ -50,7 +50,7 @@ LIGHT = (
     "megatron.parallel.placing megatron.pipeline.schedule megatron.pipeline.clock megatron.model.formulas "
     "megatron.model.stages megatron.kernels.availability megatron.kernels.choose megatron.training "
     "megatron.planning.cluster megatron.planning.links megatron.planning.placement megatron.planning.rates "
-    "megatron.planning.channels megatron.planning.scaling.plots "
+    "megatron.planning.channels megatron.jobs.scaling_report "
     "megatron.jobs.check_slurm megatron.jobs.runner megatron.jobs.space"
 ).split()
 HELPS = (

@@ -9,10 +9,9 @@ from pathlib import Path
 
 from megatron.config import Config
 from megatron.errors import DataError
+from megatron.jobs.scaling import Figures, Judge, MeasuredRun, figures, read_run
 from megatron.model import formulas
 from megatron.planning.metrics_file import read_records
-from megatron.planning.scaling.figures import Figures, Judge, figures
-from megatron.planning.scaling.runs import MeasuredRun, read_run
 
 DONE, FAILED, INVALID = "done", "failed", "invalid"
 """How a trial ended: with figures; without; with figures that contradict themselves, which are never the best."""
@@ -82,7 +81,7 @@ def read_result(metrics: Path, asked: Config, warm_up: int, note: str = "") -> R
 
 
 def _contradictions(run: MeasuredRun, found: Figures, asked: Config) -> Iterator[str]:
-    """Of a run with what was asked for, beyond what contradicts itself in any run (planning.scaling.figures)."""
+    """Of a run with what was asked for, beyond what contradicts itself in any run (scaling.py)."""
     for name in _COMPARED:
         ran, wanted = run.get(name), json.loads(json.dumps(asked.get(name)))
         if ran != wanted:

@@ -124,7 +124,7 @@ def _processes(args: argparse.Namespace, space: Space, cluster: Cluster | None) 
                               "devices")  # fmt: skip
     if args.processes or cluster is not None:
         return int(args.processes or (cluster.devices_per_node if cluster else 1))
-    from megatron.calibration.processes import gpus_here
+    from megatron.parallel.processes import gpus_here
 
     return gpus_here() or max(len(os.sched_getaffinity(0)), _most(space, "processes"))
 

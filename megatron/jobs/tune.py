@@ -47,11 +47,11 @@ from megatron.jobs.runner import (
     time_left,
     write_json,
 )
+from megatron.jobs.scaling import METRICS, POINT, RESULT
 from megatron.jobs.search import History, propose
 from megatron.jobs.setup import Setup, make_setup
 from megatron.jobs.space import known_spaces, value_text
 from megatron.planning.metrics_file import RECORD, read_beside
-from megatron.planning.scaling.runs import METRICS, POINT, RESULT
 from megatron.planning.table import Table, print_table
 from megatron.untrusted import is_count, read_json
 

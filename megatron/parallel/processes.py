@@ -5,6 +5,8 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -78,3 +80,11 @@ def environment(
     if threads is not None:
         env["OMP_NUM_THREADS"] = str(threads)
     return env
+
+
+def gpus_here() -> int:
+    """GPUs of this node. Asked in another process: whoever starts workers must not hold a GPU."""
+    code = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    gpus = done.stdout.strip()
+    return int(gpus) if gpus.isdigit() else 0

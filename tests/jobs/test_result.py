@@ -104,12 +104,11 @@ def setting(name: str, value: Any) -> Callable[[Records], Records]:
 @pytest.mark.parametrize(("tamper", "words"), [
     (setting("micro_batch_size", 4), "micro_batch_size"),
     (setting("pipeline_model_parallel_size", 2), "pipeline_model_parallel_size"),
-    (setting("zero_stage", 0), "zero_stage"), (setting("engine_micro_batch_size", 4), "4"),
+    (setting("zero_stage", 0), "zero_stage"),
     (setting("recompute_granularity", "full"), "recompute_granularity"),
     (change("start", 0, layout={"world": 4, "data": 2}), "4"),
     (lambda of: [{**r, "global_batch_size": 16} if r["event"] == "iteration" else r for r in of], "sequences"),
     (change("iteration", 3, consumed_samples=48), "24"),
-    (change("iteration", 2, samples_per_s=99.0), "99"),
     (change("iteration", 2, model_tflops=1.0), "TFLOP/s"), (change("iteration", 4, step_time_s=40.0), "clock"),
     (lambda of: [r for r in of if r.get("iteration") != 4], ""),
     (lambda of: [of[0], *of], "2"), (lambda of: of[1:], "0"),

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from megatron.calibration import processes as calibrated
 from megatron.data.folder_claim import FolderClaim
 from megatron.errors import ConfigError
 from megatron.jobs import tune as module
@@ -22,6 +21,7 @@ from megatron.jobs.result import DONE, FAILED
 from megatron.jobs.runner import TIME
 from megatron.jobs.setup import make_setup
 from megatron.jobs.tune import BUDGET, EXHAUSTED, NODES, Search
+from megatron.parallel import processes
 from tests.jobs.made import Made, candidates_of, no_files, search, setup, truth
 from tools import tune
 
@@ -242,7 +242,7 @@ def words(space: Path, tmp_path: Path) -> list[str]:
 @pytest.fixture(autouse=True)
 def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside of a job, on a machine without GPUs: another process is asked for those."""
-    monkeypatch.setattr(calibrated, "gpus_here", lambda: 0)
+    monkeypatch.setattr(processes, "gpus_here", lambda: 0)
     for name in ("SLURM_JOB_ID", "MEGATRON_CLUSTER"):
         monkeypatch.delenv(name, raising=False)
 
@@ -321,7 +321,7 @@ def test_processes_that_a_space_names_may_share_cores(
 ) -> None:
     space.write_text(SPACE.replace('processes = "1"', f'processes = "{said}"'))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(calibrated, "gpus_here", lambda: gpus)
+    monkeypatch.setattr(processes, "gpus_here", lambda: gpus)
     args = tune.build_parser().parse_args(["--space", str(space), "--no-prior", "--dry-run"])
     assert make_setup(args, []).machine.processes_per_node == found
 

@@ -70,13 +70,11 @@ def legacy(folder: Path) -> None:
 
 
 def measured(folder: Path) -> None:
-    from tests.tools.measured import arguments, mds_line, records, settings, write
+    from tests.tools.measured import records, settings, write
 
     cluster(folder)
     write(folder / "run", records(settings("22b", 1, 1, 8, 640), [9.0, 5.0, 5.1, 4.9]), {"name": "a", "warm_up": 1})
     (folder / "run" / "result.json").write_text('{"status": "done", "reason": null, "exit_code": 0}')
-    lines = "".join(mds_line(i, 640, 5.0, 40.0) for i in range(1, 6))
-    (folder / "old.log").write_text(arguments(settings("22b", 1, 1, 8, 640)) + lines)
 
 
 def data(folder: Path) -> None:

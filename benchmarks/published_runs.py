@@ -97,9 +97,9 @@ RUNS: tuple[Run, ...] = (
 # -- MI250X, all on LUMI -----------------------------------------------------------------------------------------------
 
 _TURKU = "github.com/spyysalo/lumi-llm-scaling, 2023"
-_PLAIN = "--rank-order tp-dp-pp --device-order 0,1,2,3,4,5,6,7"
+PLAIN_ORDER = "--rank-order tp-dp-pp --device-order 0,1,2,3,4,5,6,7"
 _UNFUSED = (
-    f"{_PLAIN} --seq-length 2048 --max-position-embeddings 2048 --vocab-size 50257 --attention-backend unfused "
+    f"{PLAIN_ORDER} --seq-length 2048 --max-position-embeddings 2048 --vocab-size 50257 --attention-backend unfused "
     "--recompute-granularity full"
 )
 _ALIBI = f"--micro-batch-size 2 --bf16 --zero-stage 0 --position-embedding-type alibi {_UNFUSED}"
@@ -130,8 +130,8 @@ def _llama_2(devices: int, tokens_per_s: float) -> Run:
         f"--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope "
         f"--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --bf16 --micro-batch-size 2 "
         f"--tensor-model-parallel-size 2 --sequence-parallel --no-async-tensor-model-parallel-allreduce "
-        f"--no-gradient-accumulation-fusion --zero-stage 1 {_PLAIN} --seq-length 4096 --max-position-embeddings 4096 "
-        f"--global-batch-size 256"
+        f"--no-gradient-accumulation-fusion --zero-stage 1 {PLAIN_ORDER} --seq-length 4096 "
+        f"--max-position-embeddings 4096 --global-batch-size 256"
     )
     source = "github.com/Lumi-supercomputer/lumi-reframe-tests, checks/apps/megatron-lm, 2025"
     return Run("Llama 2 7B, 2025, ROCm 6.2", devices, flags, 256 * 4096 / (devices * tokens_per_s), source,

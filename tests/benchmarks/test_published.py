@@ -7,20 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import published_tables as table
+from benchmarks.published_runs import MI250X_RUNS, RUNS
 from megatron.config.command_line import parse_plan
 from megatron.model import formulas
 from megatron.pipeline.instructions import Op
 from megatron.pipeline.orders import one_forward_one_backward
 from megatron.pipeline.simulate import run_orders
-from megatron.planning import published_table as table
 from megatron.planning.cluster import CLUSTERS, Cluster, load_cluster
 from megatron.planning.compute import ASSUMED, Compute, Figure
 from megatron.planning.error_bars import LINKS, spread
 from megatron.planning.memory import sized_model
-from megatron.planning.published import published_by_name, published_models
-from megatron.planning.published_arithmetic import efficiency_by_bubble, implied
-from megatron.planning.published_findings import finding_table
-from megatron.planning.published_runs import MI250X_RUNS, RUNS
+from megatron.planning.published import MODELS, published_by_name
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,8 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_flags_are_the_published_layouts() -> None:
-    for model in published_models():
-        config = parse_plan(model.flags(model.replica_gcds, model.per_replica).split())
+    for model in MODELS:
+        config = parse_plan(table.argv_of(model, model.replica_gcds, model.per_replica))
         sizes = config.parallel.tensor_model_parallel_size, config.parallel.pipeline_model_parallel_size
         assert sizes == (model.tensor_size, model.pipeline_size)
         assert (config.model.num_layers, config.model.hidden_size) == (model.num_layers, model.hidden_size)
@@ -50,19 +48,19 @@ def test_efficiency_by_the_bubble_is_that_of_the_schedule() -> None:
     sequences, replicas, micro_batch = 800, 16, 2
     base, shared = sequences // micro_batch, sequences // micro_batch // replicas
     expected = turns(base) / (replicas * turns(shared))
-    assert efficiency_by_bubble(16, sequences, replicas, micro_batch) == pytest.approx(expected)
+    assert table.efficiency_by_bubble(16, sequences, replicas, micro_batch) == pytest.approx(expected)
 
 
 def test_what_the_throughput_of_22b_asks_of_its_last_stage() -> None:
     """Counted here from the pieces: six layers, forward, again and twice that backward, and the output layer."""
     model = published_by_name("22b")
     assert model is not None
-    config = parse_plan(model.flags(8, 640).split())
+    config = parse_plan(table.argv_of(model, 8, 640))
     whole = sized_model(config)
     layer = 2048 * formulas.layer_flops(whole)
     last_stage = 6 * 4 * layer + 3 * 2048 * formulas.head_flops(whole, 51200)
     every = 48 * 4 * layer + 3 * 2048 * formulas.head_flops(whole, 51200)
-    found = implied(model, {})
+    found = table.implied(model, {})
     assert found.step_s == pytest.approx(640 * every / (8 * 73.5e12))
     assert found.turn_s == pytest.approx(found.step_s / 647)
     assert found.reduces_s == 0.0
@@ -76,7 +74,7 @@ def test_what_the_throughput_of_22b_asks_of_its_last_stage() -> None:
 def test_no_machine_is_described_by_the_results_it_is_compared_with() -> None:
     """Neither the sources nor any number of the files are the published results."""
     papers = re.compile(r"2312\.12705|Dash et al|2407\.21783|dgxc|nemotron|spyysalo|lumi-reframe", re.IGNORECASE)
-    results = {model.tflops for model in published_models()} | {model.percent for model in published_models()}
+    results = {model.tflops for model in MODELS} | {model.percent for model in MODELS}
     results |= {run.seconds for run in (*RUNS, *MI250X_RUNS)}
     for path in CLUSTERS.glob("*.toml"):
         text = path.read_text()
@@ -173,7 +171,7 @@ def test_the_margins_that_are_told_are_those_of_the_table() -> None:
         return f"{min(factors)} to {max(factors)}"
 
     text = (ROOT / "docs/planning.md").read_text()
-    others, authors = rows_of(text, "mi250x"), rows_of(text, "frontier")[: len(published_models())]
+    others, authors = rows_of(text, "mi250x"), rows_of(text, "frontier")[: len(MODELS)]
     new = told(*(row for row in others if "2025" in row[0]))
     old = told(*(row for row in others if "2023" in row[0]), *authors)
     for name in ("README.md", "docs/planning.md"):
@@ -185,6 +183,6 @@ def test_the_page_has_these_tables() -> None:
     page, cluster = (ROOT / "docs/planning.md").read_text(), load_cluster("frontier")
     for name, made in (
         ("asked", table.implied_table(cluster)), ("changes", table.change_table(cluster)),
-        ("micro-batch", table.micro_batch_table()), ("findings", finding_table(cluster)),
+        ("micro-batch", table.micro_batch_table()), ("findings", table.finding_table(cluster)),
     ):  # fmt: skip
         assert rows_of(page, name) == [list(row) for row in made.rows], name
