@@ -30,7 +30,6 @@ from megatron.untrusted import write_text
 FOLDER = "report"
 _LEAST = 8  # layouts with figures, with fewer trees find whatever they are asked for
 _FILES = ("trials.md", "trials.csv", "best.txt", "best.sbatch", "trajectory.png", "parameters.png", "importance.png")
-_WIDTH = 110
 
 
 class Report:

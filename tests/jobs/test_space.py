@@ -77,7 +77,7 @@ def test_combinations_are_the_product_in_order(read: Write) -> None:
 def test_the_digest_is_of_the_meaning(read: Write) -> None:
     first = read(WHOLE).digest()
     assert read(WHOLE.replace("A space", "Another title").replace('"node"', '"why"')).digest() == first
-    for old, new in (("tp <= 2", "tp <= 1"), ("[4, 1, 2]", "[4, 2]"), ('"tiny"', '"gpt2-124m"'), ("[4, 8, 12]", "[4, 8]"),
+    for old, new in (("tp <= 2", "tp <= 1"), ("[4, 1, 2]", "[4, 2]"), ('"tiny"', '"gpt2-124m"'), ("[4, 8, 12]", "[4]"),
                      ("* accumulation", "* accumulation * 2"), ("processes = 4", "processes = 8")):  # fmt: skip
         assert old in WHOLE and read(WHOLE.replace(old, new)).digest() != first, new
 
