@@ -226,10 +226,11 @@ def budget(points: Sequence[Point], costs: Mapping[str, Cost], nodes: int, clust
     lines = [
         f"one allocation of {nodes} node(s), {'side by side' if side_by_side else 'one after another'}: at least "
         f"{show_duration(least_s)}, {nodes * least_s / 3600:,.1f} node-hours"
-        + (f" (longest job on so many nodes: {limit:g} h, and what is not done then goes on when the same command is "
-           "submitted again)" if limit is not None else ""),
+        + (f" (longest job on so many nodes: {limit:g} h)" if limit is not None else ""),
         f"a job for each point: {sum(n * t for n, t in known) / 3600:,.1f} node-hours",
     ]  # fmt: skip
+    if limit is not None and least_s > 3600 * limit:
+        lines.append(f"that is longer than {limit:g} h: what is not done goes on when the same command is submitted again")
     left_out = [p.name for p in points if p.nodes > nodes]
     return [*lines, f"too large for it: {', '.join(left_out)}"] if left_out else lines
 
