@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.config.duration import show_duration
-from megatron.config.validate import nearest_multiples
 from megatron.data.folder_claim import FolderClaim
 from megatron.errors import ConfigError
-from megatron.jobs.points import Cost, Point, legal_replicas
+from megatron.jobs.points import Cost, Point
 from megatron.jobs.runner import SLACK, START_UP_S, End, Job, Runner, is_complete, write_json
 from megatron.planning import metrics_file
 from megatron.planning.cluster import Cluster
@@ -184,9 +183,8 @@ def _row(point: Point, cost: Cost, state: str) -> tuple[str, ...]:
 
 
 def remarks(points: Sequence[Point], costs: Mapping[str, Cost]) -> list[str]:
-    """Why points are refused, which numbers of replicas are legal, and which points outlast a job of their own size."""
+    """Why points are refused, and which outlast a job of their own size."""
     lines = [f"{p.name} is refused: {p.problem}" for p in points if p.problem]
-    lines += _divisors(points)
     for point in points:
         cost = costs[point.name]
         if cost.fits_alone() is False and cost.total_s is not None and cost.limit_h is not None:
@@ -198,21 +196,6 @@ def remarks(points: Sequence[Point], costs: Mapping[str, Cost]) -> list[str]:
     if any(c.total_s is None and p.config is not None for p, c in ((p, costs[p.name]) for p in points)):
         lines.append("no time is published for this model: give --tflops to estimate times")
     return lines
-
-
-def _divisors(points: Sequence[Point]) -> list[str]:
-    """For a fixed batch: over which numbers of replicas it divides. Nothing is ever rounded."""
-    found = next((p.config for p in points if p.config is not None), None)
-    if points[0].request.kind != "strong" or found is None:
-        return []
-    batch, micro, most = found.batch.global_batch_size, found.batch.micro_batch_size, max(p.value for p in points)
-    legal = legal_replicas(batch, micro, most)
-    others = [n for n in range(1, most + 1) if n not in legal]
-    line = f"a batch of {batch} divides over {', '.join(map(str, legal))} replicas"
-    if others:
-        near = ", ".join(f"{n} (would need {nearest_multiples(batch, n * micro)})" for n in others[:3])
-        line += f", not over {near}{' and others' if len(others) > 3 else ''}: such points are refused, not rounded"
-    return [line]
 
 
 def budget(points: Sequence[Point], costs: Mapping[str, Cost], nodes: int, cluster: Cluster | None,
@@ -230,7 +213,7 @@ def budget(points: Sequence[Point], costs: Mapping[str, Cost], nodes: int, clust
         f"a job for each point: {sum(n * t for n, t in known) / 3600:,.1f} node-hours",
     ]  # fmt: skip
     if limit is not None and least_s > 3600 * limit:
-        lines.append(f"that is longer than {limit:g} h: what is not done goes on when the same command is submitted again")
+        lines.append(f"longer than {limit:g} h: what is not done goes on when the same command is submitted again")
     left_out = [p.name for p in points if p.nodes > nodes]
     return [*lines, f"too large for it: {', '.join(left_out)}"] if left_out else lines
 

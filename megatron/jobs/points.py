@@ -251,15 +251,6 @@ def _vocabulary(request: Request, tensor: int) -> tuple[str, ...]:
     return ("--make-vocab-size-divisible-by", str(max(1, _PAPER_VOCABULARY_MULTIPLE // tensor)))
 
 
-def legal_replicas(batch: int, micro_batch: int, most: int) -> list[int]:
-    """Numbers of replicas up to `most` over which a batch divides into whole micro-batches.
-
-    >>> legal_replicas(8016, 1, 6), legal_replicas(8000, 1, 6)
-    ([1, 2, 3, 4, 6], [1, 2, 4, 5])
-    """
-    return [n for n in range(1, most + 1) if batch % (micro_batch * n) == 0]
-
-
 # -- what a point costs ------------------------------------------------------------------------------------------------
 
 

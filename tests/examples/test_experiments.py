@@ -81,8 +81,7 @@ def test_a_batch_that_does_not_divide_is_refused_not_rounded() -> None:
     assert [p.problem is None for p in points] == [True, False, True]
     assert "8016" in str(points[1].problem)
     lines = show.remarks(points, {p.name: cost(p, FRONTIER) for p in points})
-    assert any(all(figure in line for figure in ("1, 2, 3, 4, 6", "8015", "8020")) for line in lines)
-    assert any(line.startswith("gcds-02560 ") for line in lines)
+    assert any(all(part in line for part in ("gcds-02560 ", "8015", "8020")) for line in lines)
 
 
 def test_layouts_and_requests_that_make_no_sense() -> None:
