@@ -1,16 +1,14 @@
 """Running the points of an experiment, and showing them before a job: what they cost and what does not fit."""
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.config.duration import show_duration
-from megatron.config.validate import nearest_multiples
 from megatron.data.folder_claim import FolderClaim
 from megatron.errors import ConfigError
-from megatron.jobs.points import Cost, Point, legal_replicas
+from megatron.jobs.points import Cost, Point
 from megatron.jobs.runner import SLACK, START_UP_S, End, Job, Runner, is_complete, write_json
 from megatron.jobs.scaling import METRICS, POINT, RESULT
 from megatron.planning import metrics_file
@@ -185,9 +183,8 @@ def _row(point: Point, cost: Cost, state: str) -> tuple[str, ...]:
 
 
 def remarks(points: Sequence[Point], costs: Mapping[str, Cost]) -> list[str]:
-    """Why points are refused, which numbers of replicas are legal, and which points outlast a job of their own size."""
+    """Why points are refused, and which outlast a job of their own size."""
     lines = [f"{p.name} is refused: {p.problem}" for p in points if p.problem]
-    lines += _divisors(points)
     for point in points:
         cost = costs[point.name]
         if cost.fits_alone() is False and cost.total_s is not None and cost.limit_h is not None:
@@ -201,71 +198,32 @@ def remarks(points: Sequence[Point], costs: Mapping[str, Cost]) -> list[str]:
     return lines
 
 
-def _divisors(points: Sequence[Point]) -> list[str]:
-    """For a fixed batch: over which numbers of replicas it divides. Nothing is ever rounded."""
-    found = next((p.config for p in points if p.config is not None), None)
-    if points[0].request.kind != "strong" or found is None:
-        return []
-    batch, micro, most = found.batch.global_batch_size, found.batch.micro_batch_size, max(p.value for p in points)
-    legal = legal_replicas(batch, micro, most)
-    others = [n for n in range(1, most + 1) if n not in legal]
-    line = f"a batch of {batch} divides over {', '.join(map(str, legal))} replicas"
-    if others:
-        near = ", ".join(f"{n} (would need {nearest_multiples(batch, n * micro)})" for n in others[:3])
-        line += f", not over {near}{' and others' if len(others) > 3 else ''}: such points are refused, not rounded"
-    return [line]
-
-
 def budget(points: Sequence[Point], costs: Mapping[str, Cost], nodes: int, cluster: Cluster | None,
            side_by_side: bool = True, partition: str | None = None) -> list[str]:  # fmt: skip
     """What one allocation of `nodes` nodes takes for these points, beside a job for each."""
-    known = [(p, t) for p in points if (t := costs[p.name].total_s) is not None]
+    known = [(p.nodes, t) for p in points if (t := costs[p.name].total_s) is not None]
     if not known:
         return []
-    slots = pack(known, nodes, side_by_side=side_by_side)
-    left_out = [p.name for p, _ in known if p.nodes > nodes]
-    end_s = max((s.end_s for s in slots), default=0.0)
-    alone = sum(p.nodes * t for p, t in known) / 3600
-    how = "side by side" if side_by_side else "one after another"
+    least_s = least_time_s([each for each in known if each[0] <= nodes], nodes, side_by_side)
     limit = cluster.wall_limit_hours(nodes, partition) if cluster is not None else None
     lines = [
-        f"one allocation of {nodes} node(s), {how}: about {show_duration(end_s)}, {nodes * end_s / 3600:,.1f} "
-        "node-hours" + (f" (longest job on so many nodes: {limit:g} h)" if limit is not None else ""),
-        f"a job for each point: {alone:,.1f} node-hours",
-    ]
-    if limit is not None and end_s > 3600 * limit:
-        lines.append(
-            f"that is longer than {limit:g} h: what is not done goes on when the same command is submitted again"
-        )
-    if left_out:
-        lines.append(f"too large for it: {', '.join(left_out)}")
-    return lines
+        f"one allocation of {nodes} node(s), {'side by side' if side_by_side else 'one after another'}: at least "
+        f"{show_duration(least_s)}, {nodes * least_s / 3600:,.1f} node-hours"
+        + (f" (longest job on so many nodes: {limit:g} h)" if limit is not None else ""),
+        f"a job for each point: {sum(n * t for n, t in known) / 3600:,.1f} node-hours",
+    ]  # fmt: skip
+    if limit is not None and least_s > 3600 * limit:
+        lines.append(f"longer than {limit:g} h: what is not done goes on when the same command is submitted again")
+    left_out = [p.name for p in points if p.nodes > nodes]
+    return [*lines, f"too large for it: {', '.join(left_out)}"] if left_out else lines
 
 
-@dataclass(frozen=True)
-class Slot:
-    """When and where a point runs in an allocation: seconds from its start, number of its first node."""
+def least_time_s(points: Sequence[tuple[int, float]], nodes: int, side_by_side: bool = True) -> float:
+    """Of an allocation for points of (nodes, seconds): side by side it is no shorter than the longest of them, nor than
+    with all its nodes always at work.
 
-    point: Point
-    start_s: float
-    end_s: float
-
-
-def pack(points: Sequence[tuple[Point, float]], nodes: int, *, side_by_side: bool = True) -> list[Slot]:
-    """Place points with known durations in an allocation as the runner does: the longest first, whatever fits.
-
-    Points that need more nodes are left out.
+    >>> least_time_s([(2, 10.0), (1, 40.0)], 2), least_time_s([(2, 10.0), (1, 40.0)], 2, side_by_side=False)
+    (40.0, 50.0)
     """
-    waiting = sorted((p for p in points if p[0].nodes <= nodes), key=lambda p: (-p[1], -p[0].nodes))
-    running: list[tuple[float, int]] = []  # (end, nodes)
-    slots, now, free = [], 0.0, nodes
-    while waiting:
-        for entry in list(waiting):
-            if entry[0].nodes <= free and (side_by_side or not running):
-                waiting.remove(entry)
-                slots.append(Slot(entry[0], now, now + entry[1]))
-                heapq.heappush(running, (now + entry[1], entry[0].nodes))
-                free -= entry[0].nodes
-        now, released = heapq.heappop(running)
-        free += released
-    return slots
+    times = [seconds for _, seconds in points]
+    return max(*times, sum(n * s for n, s in points) / nodes, 0.0) if side_by_side and times else sum(times)

@@ -5,7 +5,7 @@ Every point is resolved by pretrain_gpt.py's own parser, so that a contradiction
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,31 +29,28 @@ _WARM_UP_DEPTHS = 4  # micro-batches per stage in a step of the warm-up
 
 @dataclass(frozen=True)
 class Kind:
-    """An experiment. `values` are the defaults of what varies, by model; "" for any other. `replicas`: of a sweep's
-    points, for the paper's models."""
+    """An experiment. varies: the size that does; values: its defaults, of the models in `own` others. Of a sweep's
+    points, for the paper's models: batch (pp-bubble: micro-batches of each stage), and replicas."""
 
-    name: str
     report_kind: str
     parameter: str
-    values: Mapping[str, tuple[int, ...]]
-    batch: Mapping[str, int] = field(default_factory=dict)
+    varies: str
+    values: tuple[int, ...]
+    own: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    batch: int = 0
     replicas: int = 1
 
 
+_OF_THE_PAPER, _STAGES = {"1t": (1, 2, 3, 4, 6)}, {"1.4b": (1, 2, 4, 8, 24)}
 KINDS: Mapping[str, Kind] = {
-    kind.name: kind
-    for kind in (
-        Kind("weak", "weak", "replicas", {"1t": (1, 2, 3, 4, 6), "": (1, 2, 4, 8, 16)}),  # of the paper's replicas
-        Kind("strong", "strong", "replicas", {"1t": (1, 2, 3, 4, 6), "": (1, 2, 4, 8, 16)}),
-        Kind("tp", "sweep", "tensor-parallel size", {"1.4b": (1, 2, 4, 8), "": (1, 2, 4, 8, 16)}, {"": 128}),
-        Kind("pp", "sweep", "pipeline-parallel size, batch fixed",
-             {"1.4b": (1, 2, 4, 8, 24), "": (8, 16, 24, 48)}, {"": 128}),
-        Kind("pp-bubble", "sweep", "pipeline-parallel size, bubble fixed",
-             {"1.4b": (1, 2, 4, 8, 24), "": (8, 16, 24, 48)}, {"": 16}),
-        Kind("batch", "sweep", "global batch size", {"": (8, 16, 32, 64, 128, 256, 640)}),
-        # Two replicas, which share the optimizer's states: on the 8 GCDs of one, a micro-batch of 8 does not fit.
-        Kind("micro-batch", "sweep", "micro-batch size", {"": (1, 2, 4, 8)}, {"": 512}, replicas=2),
-    )
+    "weak": Kind("weak", "replicas", "dp", (1, 2, 4, 8, 16), _OF_THE_PAPER),  # of the paper's replicas
+    "strong": Kind("strong", "replicas", "dp", (1, 2, 4, 8, 16), _OF_THE_PAPER),
+    "tp": Kind("sweep", "tensor-parallel size", "tp", (1, 2, 4, 8, 16), {"1.4b": (1, 2, 4, 8)}, batch=128),
+    "pp": Kind("sweep", "pipeline-parallel size, batch fixed", "pp", (8, 16, 24, 48), _STAGES, batch=128),
+    "pp-bubble": Kind("sweep", "pipeline-parallel size, bubble fixed", "pp", (8, 16, 24, 48), _STAGES, batch=16),
+    "batch": Kind("sweep", "global batch size", "batch", (8, 16, 32, 64, 128, 256, 640)),
+    # Two replicas, which share the optimizer's states: on the 8 GCDs of one, a micro-batch of 8 does not fit.
+    "micro-batch": Kind("sweep", "micro-batch size", "mbs", (1, 2, 4, 8), batch=512, replicas=2),
 }  # fmt: skip
 
 
@@ -160,14 +157,13 @@ def plan(request: Request) -> list[Point]:
         raise ConfigError(f"{KINDS[request.kind].parameter}: {min(values)} is not at least 1")
     if request.kind in ("weak", "strong") and request.batch is None and request.model == "1.4b":
         raise ConfigError("no batch is published for the 1.4B model: give --batch")
-    make = _MAKERS[request.kind]
-    return [_point(request, base, value, make(request, base, value)) for value in dict.fromkeys(values)]
+    return [_point(request, base, value) for value in dict.fromkeys(values)]
 
 
 def _default_values(request: Request, base: Config) -> tuple[int, ...]:
     """The kind's values; replicas so many that the GCDs are the paper's, whatever a replica of the recipe takes."""
-    values: tuple[int, ...] = _by_model(KINDS[request.kind].values, request.model)
-    known = _paper(base)
+    kind, known = KINDS[request.kind], _paper(base)
+    values = kind.own.get(request.model, kind.values)
     if request.kind not in ("weak", "strong") or known is None:
         return values
     gcds, mine = [known.replica_gcds * value for value in values], _replica_gcds(base)
@@ -178,8 +174,8 @@ def _replica_gcds(base: Config) -> int:
     return base.parallel.tensor_model_parallel_size * base.parallel.pipeline_model_parallel_size
 
 
-def _by_model(table: Mapping[str, Any], model: str) -> Any:
-    return table.get(model, table.get(""))
+def _paper(base: Config) -> Published | None:
+    return published(base.model.num_layers, base.model.hidden_size)
 
 
 def _data(request: Request) -> tuple[str, ...]:
@@ -194,89 +190,50 @@ def _resolved(flags: Sequence[str], world: int | None) -> Config:
     return parse_args([*flags, *length], world)
 
 
-Shape = dict[str, int]
+def _sizes(request: Request, base: Config, value: int) -> dict[str, int]:
+    """tp, pp, mbs, dp and batch of a point."""
+    kind, own, known = KINDS[request.kind], base.batch.global_batch_size, _paper(base)
+    found = {"tp": base.parallel.tensor_model_parallel_size, "pp": base.parallel.pipeline_model_parallel_size,
+             "mbs": base.batch.micro_batch_size, "dp": kind.replicas if _ours(request.model) else 1}  # fmt: skip
+    batch = request.batch or (kind.batch if _ours(request.model) else own)
+    if request.kind == "weak":
+        each = request.batch or own
+        if known is not None and request.batch is None:
+            # As many sequences for a GCD as published, where a replica of the recipe has another size than the paper's.
+            each = -(-known.per_replica * _replica_gcds(base) // known.replica_gcds)
+        batch = each * value
+    elif request.kind == "strong":
+        batch = request.batch or (known.total if known else None) or own
+    elif request.kind == "pp-bubble":
+        batch = (request.batch or kind.batch) * value * found["mbs"]
+    return found | {"batch": batch, kind.varies: value}
 
 
-def _paper(base: Config) -> Published | None:
-    return published(base.model.num_layers, base.model.hidden_size)
-
-
-def _weak(request: Request, base: Config, replicas: int) -> Shape:
-    """As many sequences for a GCD as published, where a replica of the recipe has another size than the paper's."""
-    known, per_replica = _paper(base), request.batch or base.batch.global_batch_size
-    if known is not None and request.batch is None:
-        per_replica = -(-known.per_replica * _replica_gcds(base) // known.replica_gcds)
-    return {"dp": replicas, "batch": per_replica * replicas}
-
-
-def _strong(request: Request, base: Config, replicas: int) -> Shape:
-    known = _paper(base)
-    total = request.batch or (known.total if known else None) or base.batch.global_batch_size
-    return {"dp": replicas, "batch": total}
-
-
-def _fixed_batch(request: Request, base: Config) -> int:
-    """The batch of a sweep: as asked for, else the kind's for the paper's models, else the preset's."""
-    own = base.batch.global_batch_size
-    return request.batch or (_by_model(KINDS[request.kind].batch, "") if _ours(request.model) else own)
-
-
-def _tensor(request: Request, base: Config, size: int) -> Shape:
-    return {"tp": size, "dp": 1, "batch": _fixed_batch(request, base)}
-
-
-def _pipeline(request: Request, base: Config, size: int) -> Shape:
-    return {"pp": size, "dp": 1, "batch": _fixed_batch(request, base)}
-
-
-def _pipeline_bubble(request: Request, base: Config, size: int) -> Shape:
-    per_stage = request.batch or _by_model(KINDS[request.kind].batch, "")
-    return {"pp": size, "dp": 1, "batch": per_stage * size * base.batch.micro_batch_size}
-
-
-def _batch(request: Request, base: Config, size: int) -> Shape:
-    return {"dp": 1, "batch": size}
-
-
-def _micro_batch(request: Request, base: Config, size: int) -> Shape:
-    replicas = KINDS[request.kind].replicas if _ours(request.model) else 1
-    return {"dp": replicas, "mbs": size, "batch": _fixed_batch(request, base)}
-
-
-_MAKERS: Mapping[str, Callable[[Request, Config, int], Shape]] = {
-    "weak": _weak, "strong": _strong, "tp": _tensor, "pp": _pipeline, "pp-bubble": _pipeline_bubble, "batch": _batch,
-    "micro-batch": _micro_batch,
-}  # fmt: skip
-
-
-def _point(request: Request, base: Config, value: int, shape: Shape) -> Point:
-    tensor = shape.get("tp", base.parallel.tensor_model_parallel_size)
-    pipeline = shape.get("pp", base.parallel.pipeline_model_parallel_size)
-    micro = shape.get("mbs", base.batch.micro_batch_size)
-    world, batch = tensor * pipeline * shape["dp"], shape["batch"]
+def _point(request: Request, base: Config, value: int) -> Point:
+    sizes = _sizes(request, base, value)
+    tensor, pipeline, micro, batch = (sizes[name] for name in ("tp", "pp", "mbs", "batch"))
+    world = tensor * pipeline * sizes["dp"]
     tasks = min(world, request.tasks_per_node)
     flags = [
         *recipe_flags(request.model, request.recipe), *_data(request),
         "--tensor-model-parallel-size", str(tensor), "--pipeline-model-parallel-size", str(pipeline),
         "--micro-batch-size", str(micro), "--global-batch-size", str(batch),
         *_vocabulary(request, tensor),
-        *_warm_up(request, batch, micro * shape["dp"], pipeline),
+        *_warm_up(request, batch, micro * sizes["dp"], pipeline),
         "--train-iters", str(request.warm_up + request.iterations), "--log-interval", "1", "--eval-iters", "0",
         *request.flags,
     ]  # fmt: skip
-    name = _name(request.kind, value, world)
-    make = {"request": request, "value": value, "world": world, "tasks_per_node": tasks, "flags": tuple(flags)}
-    nodes = -(-world // tasks)
+    config, problem = None, None
     if world % tasks:
-        problem = (
-            f"{world} processes do not fill nodes of {tasks}: choose TP x PP x replicas as a multiple of {tasks}"
-        )
-        return Point(name, nodes=nodes, problem=problem, **make)  # type: ignore[arg-type]
-    try:
-        config = _resolved(flags, world)
-    except ConfigError as error:
-        return Point(name, nodes=nodes, problem=" ".join(str(error).split()), **make)  # type: ignore[arg-type]
-    return Point(name, nodes=nodes, config=config, **make)  # type: ignore[arg-type]
+        problem = f"{world} processes do not fill nodes of {tasks}: choose TP x PP x replicas as a multiple of {tasks}"
+    else:
+        try:
+            config = _resolved(flags, world)
+        except ConfigError as error:
+            problem = " ".join(str(error).split())
+    # A folder's name that sorts by what varies.
+    name = f"gcds-{world:05d}" if request.kind in ("weak", "strong") else f"{request.kind}-{value:05d}"
+    return Point(name, request, value, world, -(-world // tasks), tasks, tuple(flags), config, problem)
 
 
 def _warm_up(request: Request, batch: int, step: int, stages: int) -> tuple[str, ...]:
@@ -292,22 +249,6 @@ def _vocabulary(request: Request, tensor: int) -> tuple[str, ...]:
     if request.recipe != "paper" or not _ours(request.model):
         return ()
     return ("--make-vocab-size-divisible-by", str(max(1, _PAPER_VOCABULARY_MULTIPLE // tensor)))
-
-
-def _name(kind: str, value: int, world: int) -> str:
-    """A folder's name that sorts by what varies."""
-    if kind in ("weak", "strong"):
-        return f"gcds-{world:05d}"
-    return f"{kind}-{value:05d}"
-
-
-def legal_replicas(batch: int, micro_batch: int, most: int) -> list[int]:
-    """Numbers of replicas up to `most` over which a batch divides into whole micro-batches.
-
-    >>> legal_replicas(8016, 1, 6), legal_replicas(8000, 1, 6)
-    ([1, 2, 3, 4, 6], [1, 2, 4, 5])
-    """
-    return [n for n in range(1, most + 1) if batch % (micro_batch * n) == 0]
 
 
 # -- what a point costs ------------------------------------------------------------------------------------------------
@@ -346,7 +287,7 @@ def cost(
     stages, micro_batches = config.parallel.pipeline_model_parallel_size, config.num_micro_batches()
     chunks = config.parallel.virtual_pipeline_model_parallel_size
     bubble = (stages - 1) / (chunks * micro_batches + stages - 1)
-    known = published(config.model.num_layers, config.model.hidden_size)
+    known = _paper(config)
     rate = tflops or (known.tflops if known else None)
     if rate is None:
         return Cost(None, None, bubble, limit)

@@ -29,9 +29,7 @@ from megatron.untrusted import write_text
 
 FOLDER = "report"
 _LEAST = 8  # layouts with figures, with fewer trees find whatever they are asked for
-_FILES = ("trials.md", "trials.csv", "best.txt", "best.sh", "best.sbatch", "trajectory.png", "parameters.png",
-          "importance.png")  # fmt: skip
-_WIDTH = 110
+_FILES = ("trials.md", "trials.csv", "best.txt", "best.sbatch", "trajectory.png", "parameters.png", "importance.png")
 
 
 class Report:
@@ -212,43 +210,34 @@ class Report:
     def command(self) -> str:
         """One line for a shell that runs the best layout: by torchrun, or as a step of a Slurm job, its devices bound
         to tasks as in the launch scripts."""
-        return shlex.join(self._words())
-
-    def _words(self) -> list[str]:
         assert self.best is not None, "there is one"
         candidate, cluster = self.best.candidate, self._setup.cluster
         program = ["pretrain_gpt.py", *candidate.flags]
         if self._setup.place.launcher != "slurm":
-            return ["torchrun", f"--nproc-per-node={candidate.processes}", *program]
+            return shlex.join(["torchrun", f"--nproc-per-node={candidate.processes}", *program])
         each = candidate.processes // candidate.nodes
         words = ["srun", "-N", str(candidate.nodes), "-n", str(candidate.processes), f"--ntasks-per-node={each}"]
         if cluster is not None:
             words += ["-c", str(cluster.cpus_per_task)]
             words += ["--gpus-per-task=1", "--gpu-bind=closest"] if cluster.device_type == "cuda" else []
-        return [*words, "python", "-u", *program]
+        return shlex.join([*words, "python", "-u", *program])
 
     def _write_best(self, folder: Path) -> list[Path]:
-        """best.txt, and best.sbatch, or best.sh where there are no launch scripts for the machine."""
+        """best.txt, and under Slurm on a described machine best.sbatch."""
         best, cluster = self.best, self._setup.cluster
         if best is None:
             return []
-        flags, name = list(best.candidate.flags), self._setup.space.name
-        notes = [line for line in self.summary() if line.startswith("Best")]
-        script = None
+        files = [_saved(folder / "best.txt", self.command() + "\n")]
         if cluster is not None and self._setup.place.launcher == "slurm":
+            flags = list(best.candidate.flags)
             config = parse_plan([*flags, "--world-size", str(best.candidate.processes)])
             preset = scan(flags).flags.get("--preset", [None])[0]
-            origin = Origin(f"the best that tools/tune.py measured in {name}", "best.sbatch")
-            script = site_script(flags, config, preset, cluster, None, origin, notes)
-        path = folder / ("best.sh" if script is None else "best.sbatch")
-        if script is None:
-            notes = [f"The best layout that tools/tune.py measured in {name}. From the repository, with more flags",
-                     "that win over these:  FOLDER/best.sh --train-iters 1000 ...", *notes]  # fmt: skip
-            notes += [f"It still needs: {line}" for line in self._lacking().splitlines()]
-            lines = [("\\\n    " if word.startswith("--") else "") + shlex.quote(word) for word in self._words()]
-            script = "\n".join(["#!/bin/bash", *(f"# {note}" for note in notes), f'exec {" ".join(lines)} "$@"']) + "\n"
-        _saved(path, script).chmod(0o755)
-        return [_saved(folder / "best.txt", self.command() + "\n"), path]
+            origin = Origin(f"the best that tools/tune.py measured in {self._setup.space.name}", "best.sbatch")
+            script = site_script(flags, config, preset, cluster, None, origin, [*self._about_best()][:1])
+            if script is not None:
+                files.append(_saved(folder / "best.sbatch", script))
+                files[-1].chmod(0o755)
+        return files
 
     def _lacking(self) -> str:
         """What a run needs beside the flags of the best layout."""

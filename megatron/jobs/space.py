@@ -1,6 +1,6 @@
 """What a tuner varies: a TOML file, or one of those that come with this package (`spaces/`).
 
-    [parameters]   name = [values], or { from = 1, to = 8, step = 1 }, or { from = 1, to = 64, times = 2 }
+    [parameters]   name = [values]
     [variables]    the same, for names that are no flags
     [derived]      name = "expression"
     [constraints]  "reason that is shown" = "expression that must hold"
@@ -27,7 +27,6 @@ from megatron.untrusted import read_toml
 
 SPACES = Path(__file__).with_name("spaces")
 _MOST_BYTES = 1 << 22  # of a file
-_MOST_VALUES = 10_000
 _MOST = 2**63  # of a number: what any setting can be
 _KEYS: Mapping[str, type] = {
     "title": str, "source": str, "cluster": str, "flags": list, "parameters": dict, "variables": dict, "derived": dict,
@@ -202,7 +201,7 @@ class _Reader:
 
     def _values(self, where: str, given: Any, accept: Callable[[Any], Value]) -> tuple[tuple[Value, ...], bool]:
         found = dict[str, Value]()
-        for value in self._range(where, given) if isinstance(given, dict) else given if isinstance(given, list) else []:
+        for value in given if isinstance(given, list) else []:
             try:
                 if isinstance(value, int | float) and not abs(value) <= _MOST:
                     raise ValueError("is no number that could be used")
@@ -215,32 +214,11 @@ class _Reader:
             found[key] = accepted
         values = tuple(found.values())
         if not values:
-            raise self._error(where, f"expected values such as [1, 2, 4] or {{ from = 1, to = 4, step = 1 }}, "
-                              f"got {given!r}")  # fmt: skip
+            raise self._error(where, f"expected values such as [1, 2, 4], got {given!r}")
         if not all(value is None or isinstance(value, int | float) for value in values):
             return values, False
         # Neighbours are alike; of those that are not given nobody knows.
         return tuple(sorted(values, key=lambda v: (v is not None, v or 0))), True
-
-    def _range(self, where: str, given: dict[str, Any]) -> Iterator[Value]:
-        keys, numbers = set(given), list(given.values())
-        ok = keys in ({"from", "to", "step"}, {"from", "to", "times"}) and all(
-            type(n) in (int, float) and abs(n) <= _MOST for n in numbers)  # fmt: skip
-        if not ok or given["from"] > given["to"] or given.get("step", 1) <= 0 or given.get("times", 2) <= 1 or (
-            "times" in given and given["from"] <= 0
-        ):  # fmt: skip
-            shown = ", ".join(f"{key} = {str(value)[:60]}" for key, value in given.items())
-            raise self._error(where, f"{{ {shown} }}: a range is {{ from = A, to = B, step = C }} or {{ from = A, "
-                              "to = B, times = C }, with A up to B, C above 0 and times above 1, from A above 0")
-        value, count = given["from"], 0
-        # 0.1 + 0.2 is a little more than 0.3: the end belongs to the range all the same.
-        while value <= given["to"] + 1e-12 * abs(given["to"]):
-            yield value
-            count += 1
-            if count > _MOST_VALUES:
-                raise self._error(where, f"has more than {_MOST_VALUES:,} values")
-            value = given["from"] + count * given["step"] if "step" in given else value * given["times"]
-            value = round(value, 12) if isinstance(value, float) else value
 
     def _expressions(self, table: str) -> Iterator[tuple[str, Expression]]:
         for key, given in self._get(table).items():

@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron.data.folder_claim import FolderClaim
 from megatron.errors import ConfigError
 from megatron.jobs import experiment as show
 from megatron.jobs import runner as running
-from megatron.jobs.experiment import Experiment, pack, state_of
+from megatron.jobs.experiment import Experiment, least_time_s, state_of
 from megatron.jobs.points import KINDS, Cost, Point, Request, cost, plan
 from megatron.jobs.runner import START_UP_S, Place, Runner
 from megatron.planning.cluster import load_cluster
@@ -83,8 +81,7 @@ def test_a_batch_that_does_not_divide_is_refused_not_rounded() -> None:
     assert [p.problem is None for p in points] == [True, False, True]
     assert "8016" in str(points[1].problem)
     lines = show.remarks(points, {p.name: cost(p, FRONTIER) for p in points})
-    assert any(all(figure in line for figure in ("1, 2, 3, 4, 6", "8015", "8020")) for line in lines)
-    assert any(line.startswith("gcds-02560 ") for line in lines)
+    assert any(all(part in line for part in ("gcds-02560 ", "8015", "8020")) for line in lines)
 
 
 def test_layouts_and_requests_that_make_no_sense() -> None:
@@ -140,45 +137,23 @@ def test_points_that_outlast_a_small_job_are_named() -> None:
     assert too_long == {("weak", "175b"): [], ("weak", "1t"): [], ("strong", "175b"): [8, 16], ("strong", "1t"): [64]}
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 12), st.integers(1, 100)), min_size=1, max_size=12), st.integers(1, 12),
-    st.booleans(),
-)  # fmt: skip
-def test_packing_never_takes_more_nodes_than_there_are(
-    sizes: list[tuple[int, int]], nodes: int, side_by_side: bool
-) -> None:
-    request = Request("weak", "tiny")
-    points = [(Point(str(i), request, i, n, n, 1, ()), float(t)) for i, (n, t) in enumerate(sizes)]
-    slots = pack(points, nodes, side_by_side=side_by_side)
-    assert sorted(s.point.name for s in slots) == sorted(p.name for p, _ in points if p.nodes <= nodes)
-    for slot in slots:
-        at_once = [s for s in slots if s.start_s <= slot.start_s < s.end_s]
-        assert sum(s.point.nodes for s in at_once) <= nodes
-        assert side_by_side or len(at_once) == 1
-    # No nodes rest while a waiting point fits on them: at most twice the best possible (Garey and Graham 1975).
-    fitting = [(p.nodes, t) for p, t in points if p.nodes <= nodes]
-    if side_by_side and fitting:
-        best = max(max(t for _, t in fitting), sum(n * t for n, t in fitting) / nodes)
-        assert max(s.end_s for s in slots) <= 2 * best
-
-
 def _costs_row(kind: str, model: str) -> str:
     """A row of EXPERIMENTS.md's table of costs."""
     points = plan(Request(kind, model))
     costs = {p.name: cost(p, FRONTIER) for p in points}
     steps = [c.iteration_s or 0.0 for c in costs.values()]
-    totals = [(p, costs[p.name].total_s or 0.0) for p in points]
+    totals = [(p.nodes, costs[p.name].total_s or 0.0) for p in points]
     nodes = max(p.nodes for p in points)
-    end_s = max(slot.end_s for slot in pack(totals, nodes))
+    least_s = least_time_s(totals, nodes)
 
     def span(values: Sequence[float]) -> str:
         low, high = f"{min(values):,.0f}", f"{max(values):,.0f}"
         return low if low == high else f"{low} to {high}"
 
     return (
-        f"| {kind} {model} | {span([p.world for p in points])} | {span(steps)} | {nodes} | {int(end_s // 3600)} h "
-        f"{round(end_s % 3600 / 60):02d} min | {nodes * end_s / 3600:,.0f} | "
-        f"{sum(p.nodes * t for p, t in totals) / 3600:,.0f} |"
+        f"| {kind} {model} | {span([p.world for p in points])} | {span(steps)} | {nodes} | {int(least_s // 3600)} h "
+        f"{round(least_s % 3600 / 60):02d} min | {nodes * least_s / 3600:,.0f} | "
+        f"{sum(n * t for n, t in totals) / 3600:,.0f} |"
     )
 
 

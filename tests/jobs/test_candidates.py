@@ -283,7 +283,7 @@ def test_a_machine_that_does_not_go_with_its_description(read: Read, frontier: C
 def test_a_space_without_end_is_sampled(read: Read) -> None:
     text = "[parameters]\ntp = [1, 2, 4]\n[variables]\n"
     names = [f"v{n}" for n in range(20)]
-    text += "\n".join(f"{name} = {{ from = 1, to = 100, step = 1 }}" for name in names)
+    text += "\n".join(f"{name} = {list(range(1, 101))}" for name in names)
     space = read(f"{text}\n[derived]\ngbs = '4 * ({' + '.join(names)})'")
     found = found_of(space, most=50, seed=3)
     assert space.combinations == 3 * 100**20 and found.looked == 50 and complete(found)

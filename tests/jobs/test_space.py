@@ -35,13 +35,13 @@ cluster = "frontier"
 flags = ["--preset", "tiny", "--num-layers", 8]
 [parameters]
 tp = [4, 1, 2]
-"--micro-batch-size" = { from = 1, to = 8, times = 2 }
-lr = { from = 0.1, to = 0.3, step = 0.1 }
+"--micro-batch-size" = [1, 2, 4, 8]
+lr = [0.1, 0.2, 0.3]
 schedule = ["zb-h1", "1f1b"]
 sp = [true, false]
 num-layers-per-virtual-pipeline-stage = [2, "none", 1]
 [variables]
-accumulation = { from = 4, to = 12, step = 4 }
+accumulation = [4, 8, 12]
 [derived]
 gbs = "mbs * dp * accumulation"
 processes = 4
@@ -77,7 +77,7 @@ def test_combinations_are_the_product_in_order(read: Write) -> None:
 def test_the_digest_is_of_the_meaning(read: Write) -> None:
     first = read(WHOLE).digest()
     assert read(WHOLE.replace("A space", "Another title").replace('"node"', '"why"')).digest() == first
-    for old, new in (("tp <= 2", "tp <= 1"), ("[4, 1, 2]", "[4, 2]"), ('"tiny"', '"gpt2-124m"'), ("to = 12", "to = 8"),
+    for old, new in (("tp <= 2", "tp <= 1"), ("[4, 1, 2]", "[4, 2]"), ('"tiny"', '"gpt2-124m"'), ("[4, 8, 12]", "[4]"),
                      ("* accumulation", "* accumulation * 2"), ("processes = 4", "processes = 8")):  # fmt: skip
         assert old in WHOLE and read(WHOLE.replace(old, new)).digest() != first, new
 
@@ -107,13 +107,6 @@ def test_the_digest_is_of_the_meaning(read: Write) -> None:
         ("[parameters]\nhelp = [true]", ["help"]),
         ("[parameters]\ndp = [2]", ["dp", "processes"]),
         ("[parameters]\ntp = { from = 1, to = 4 }", ["[parameters] tp"]),
-        ("[parameters]\ntp = { from = 1, to = 4, step = 1, times = 2 }", ["[parameters] tp"]),
-        ("[parameters]\ntp = { from = 4, to = 1, step = 1 }", ["from = 4", "to = 1"]),
-        ("[parameters]\ntp = { from = 1, to = 4, step = 0 }", ["step = 0"]),
-        ("[parameters]\ntp = { from = 1, to = 4, times = 1 }", ["times"]),
-        ("[parameters]\ntp = { from = 0, to = 4, times = 2 }", ["from"]),
-        ("[parameters]\ntp = { from = 1, to = nan, step = 1 }", ["to = nan"]),
-        ("[parameters]\ntp = { from = 1, to = 1e9, step = 1 }", ["10,000"]),
         (f"[parameters]\nseed = [1{'0' * 400}]", ["[parameters] seed"]),
         (f"[parameters]\nseed = [1{'0' * 5000}]", [""]),
         ('[parameters]\ndata-path = ["a\\nb"]', ["[parameters] data-path"]),
@@ -165,7 +158,7 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
     st.text(max_size=60),
     st.tuples(st.sampled_from(["tp", "mbs", "lr", "sp", "recompute", "preset", "devices", "bf16", "x"]),
               st.sampled_from(["[1]", "['none']", "[[1,2]]", "[{a=1}]", "{from=1,to=3,step=1}", "[-1.5]", "['1']",
-                               "{}", "[true, 'x']", "{from=-5,to=1e300,times=1e-9}", "[99999999999999999999]", "['']"]),
+                               "{}", "[true, 'x']", "[99999999999999999999]", "['']"]),
               st.sampled_from(["", "[derived]\ngbs = 'tp'", "[derived]\ntp = 1", "[constraints]\na = true"])
               ).map(lambda t: f"[parameters]\n{t[0]} = {t[1]}\n{t[2]}"),
 ))  # fmt: skip

@@ -1,5 +1,4 @@
-"""The spaces that come along: the paper's Table V, a wider one with its best recipe, its scaling questions, a small
-one."""
+"""The spaces that come along: the paper's Table V, a wider one with its best recipe, a small one."""
 from __future__ import annotations
 
 import dataclasses
@@ -14,8 +13,7 @@ from megatron.config import parse_args
 from megatron.config.command_line import parse_plan
 from megatron.jobs.candidates import GIB, Candidate, Enumeration, Machine, enumerate_candidates
 from megatron.jobs.names import Value
-from megatron.jobs.points import KINDS, Request, plan
-from megatron.jobs.space import known_spaces, load_space
+from megatron.jobs.space import load_space
 from megatron.planning.cluster import Cluster, load_cluster
 from megatron.planning.recipes import RECIPES
 
@@ -100,37 +98,3 @@ def test_the_wide_space_has_the_paper_s_best_recipe(frontier: Cluster, only: dic
         {"tp": 4, "pp": 16, "mbs": 1, "recompute": "full:uniform:1"}
     ]
     assert matching[0].processes == 128 and matching[0].tokens == 640 * 2048
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "parameter"),
-    [
-        ("scaling-tp", "tp", "tp"), ("scaling-pp-batch", "pp", "pp"), ("scaling-pp-bubble", "pp-bubble", "pp"),
-        ("scaling-mbs", "micro-batch", "mbs"), ("scaling-gbs", "batch", "gbs"),
-    ],
-)  # fmt: skip
-def test_the_scaling_questions_are_those_of_the_experiments(name: str, kind: str, parameter: str) -> None:
-    """In the paper's precision each layout is the run that tools/run_experiment.py makes of the same question."""
-    points = plan(Request(kind, "22b", values=KINDS[kind].values[""], warm_up=0))
-    found = listed(name, Machine(None, 8, 32), "--fp16 --initial-loss-scale 4096")
-    assert [c.values[parameter] for c in found.candidates] == [point.value for point in points]
-    for candidate, point in zip(found.candidates, points, strict=True):
-        assert point.config is not None and candidate.processes == point.world
-        expected = point.config.to_dict()
-        assert {n for n, value in settings(candidate).items() if expected[n] != value} <= {"log_interval"}
-
-
-@pytest.mark.parametrize("flags", ["", "--fp16 --initial-loss-scale 4096"])
-def test_every_point_of_a_scaling_question_fits_on_frontier(frontier: Cluster, flags: str) -> None:
-    """With the headroom that a tuning has by default; a series with holes answers nothing."""
-    for name in known_spaces():
-        if name.startswith("scaling-"):
-            found = listed(name, Machine(frontier, 8, 31, 0.9 * 64 * GIB), flags)
-            assert not found.rejections, name
-            assert len(found.candidates) == found.looked
-
-
-def test_another_model_in_a_scaling_space() -> None:
-    found = listed("scaling-tp", Machine(None, 4, 1), "--preset tiny --global-batch-size 8")
-    found_sizes = [(c.values["tp"], c.processes, c.tokens) for c in found.candidates]
-    assert found_sizes == [(1, 1, 512), (2, 2, 512), (4, 4, 512)]

@@ -253,8 +253,13 @@ def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     return code, captured.out + captured.err
 
 
-def test_dry_run_of_a_described_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    code, text = call(capsys, "--space", "scaling-tp", "--nodes", "4", "--dry-run", "--max-trials", "20", "--search",
+def test_dry_run_of_a_described_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    space = tmp_path / "tp.toml"
+    space.write_text(
+        'cluster = "frontier"\nflags = ["--preset", "gpt-22b", "--global-batch-size", "128"]\n'
+        '[parameters]\ntp = [1, 2, 4, 8, 16]\n[derived]\nprocesses = "tp * pp"\n'
+    )
+    code, text = call(capsys, "--space", str(space), "--nodes", "4", "--dry-run", "--max-trials", "20", "--search",
                       "exhaustive")  # fmt: skip
     assert code == 0, text
     for part in ("57.6", "64.0 GiB", "tp=8", "--preset gpt-22b", "--cluster frontier", "3 trials"):
