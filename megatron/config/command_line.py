@@ -15,6 +15,7 @@ from megatron.config.config import Config, finish
 from megatron.config.flags_of_others import Foreign
 from megatron.config.help_text import render_help
 from megatron.config.option import Option
+from megatron.config.pieces import Pieces
 from megatron.config.presets import PRESETS, give_preset
 from megatron.config.settings import Settings, all_options, did_you_mean
 from megatron.config.show import render_config
@@ -156,7 +157,9 @@ def _is_flag(word: str) -> bool:
     return word.startswith("-") and len(word) > 1 and not re.match(r"-\.?[0-9]", word) and not re.search(r"\s", word)
 
 
-def parse_command_line(argv: Sequence[str], world_size: int | None = None) -> tuple[Config, list[str]]:
+def parse_command_line(
+    argv: Sequence[str], world_size: int | None = None, pieces: Pieces = Pieces()
+) -> tuple[Config, list[str]]:
     """(configuration, notices) of a training command line.
 
     world_size: processes that the launcher started; None when there is no launcher. --help and --print-config print
@@ -172,7 +175,7 @@ def parse_command_line(argv: Sequence[str], world_size: int | None = None) -> tu
         settings.give("cluster", cluster, "variable MEGATRON_CLUSTER")
     _give_launch(settings, world_size, scanned.flags, printing)
     _give_flags(settings, scanned.flags)
-    config = finish(settings, run=not printing)
+    config = finish(settings, run=not printing, pieces=pieces)
     if printing:
         for notice in config.notices:
             print(f"notice: {notice}", file=sys.stderr)
@@ -181,10 +184,10 @@ def parse_command_line(argv: Sequence[str], world_size: int | None = None) -> tu
     return config, list(config.notices)
 
 
-def parse_plan(argv: Sequence[str]) -> Config:
+def parse_plan(argv: Sequence[str], pieces: Pieces = Pieces()) -> Config:
     """The configuration of a command line that is looked at before a launch: --world-size says how many processes there
     will be, and what only a run needs (data, a length, a learning rate) may be absent. Raises ConfigError."""
-    return finish(read_settings(argv))
+    return finish(read_settings(argv), pieces=pieces)
 
 
 def read_settings(argv: Sequence[str]) -> Settings:
@@ -195,9 +198,9 @@ def read_settings(argv: Sequence[str]) -> Settings:
     return settings
 
 
-def parse_args(argv: Sequence[str], world_size: int | None = None) -> Config:
-    """The configuration of a training command line; see parse_command_line."""
-    return parse_command_line(argv, world_size)[0]
+def parse_args(argv: Sequence[str], world_size: int | None = None, pieces: Pieces = Pieces()) -> Config:
+    """The configuration of a training command line, with pieces of one's own; see parse_command_line."""
+    return parse_command_line(argv, world_size, pieces)[0]
 
 
 def _give_launch(settings: Settings, world_size: int | None, flags: dict[str, list[str]], printing: bool) -> None:

@@ -98,10 +98,3 @@ def configure(settings: Mapping[str, Any], chosen: Mapping[str, Any]) -> tuple[C
         config = Config.create(**model)
         problems = " ".join(str(error).split())
         return config, [f"the settings of its training are not taken over, only those of the model: {problems}"]
-
-
-def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Global shape of each parameter that our model has with this configuration, by name; no memory is used."""
-    topology = Topology.from_layout(Layout(), 0, device=torch.device("meta"))
-    shardings = [sharding_of(p) for p in build_chunks(config, topology).parameters()]
-    return {s.name: s.global_shape for s in shardings}

@@ -174,12 +174,12 @@ def _sent(config: Config, rank: int) -> int:
 
 
 def _angles(config: Config) -> float:
-    """Cosines and sines of the rotary embedding, fp32, which each chunk makes once."""
+    """Cosines and sines of the rotary embedding, fp32, which a rank makes once."""
     model = config.model
     if model.position_embedding_type != "rope":
         return 0.0
     turned = 2 * int(model.kv_channels * model.rotary_percent / 2)
-    return 4.0 * model.seq_length * turned * config.parallel.num_chunks
+    return 4.0 * model.seq_length * turned
 
 
 def _bias(config: Config, chunks: _Chunks) -> float:
