@@ -253,7 +253,7 @@ def _activations(make: Maker) -> Iterator[Task]:
 
             return run
 
-        # Forward and backward as planning/timing/layer.py counts them.
+        # Forward and backward, each of torch's operators reading its inputs and writing its results once.
         ins = 2 if gated else 1
         if fused:
             size, kernels = float(rows * f * make.width * (6 + 2 * ins if gated else 5)), 2

@@ -8,9 +8,9 @@ L layers, B global batch size.
 """
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron.config.model import ModelConfig
@@ -325,45 +325,6 @@ def paper_activation_bytes(
 # -- messages --------------------------------------------------------------------------------------------------------
 
 
-def pipeline_message_bytes(
-    model: ModelConfig, micro_batch_size: int, dtype_bytes: int, sequence_parts: int = 1
-) -> int:
-    """Bytes that one rank sends to the next stage per micro-batch: [s, b, h].
-
-    `sequence_parts` is the tensor-parallel size under sequence parallel, where each rank sends [s/tp, b, h]; else 1.
-    """
-    return model.seq_length // sequence_parts * micro_batch_size * model.hidden_size * dtype_bytes
-
-
-def tensor_message_bytes(model: ModelConfig, micro_batch_size: int, dtype_bytes: int) -> int:
-    """Bytes of the tensor that a layer's tensor-parallel collectives work on: [s, b, h]. How many: `tensor_passes`."""
-    return model.seq_length * micro_batch_size * model.hidden_size * dtype_bytes
-
-
-class TensorPasses(NamedTuple):
-    """Ring passes over [s, b, h] per micro-batch: an all-gather or a reduce-scatter is one, an all-reduce is two.
-
-    forward, backward  of a layer; recomputing a layer repeats its forward passes
-    embedding, head    forward and backward together, on the first and on the last stage
-    """
-
-    forward: int
-    backward: int
-    embedding: int
-    head: int
-
-
-def tensor_passes(sequence_parallel: bool) -> TensorPasses:
-    """Passes over the tensor-parallel ring.
-
-    A layer has four all-reduces, two forward and two backward. Under sequence parallelism each is a reduce-scatter
-    and an all-gather (Korthikanti et al., arXiv 2205.05198, section 4.2), and the inputs of the two column-parallel
-    products, which are not kept, are gathered once more for their weight gradients. Sums of softmax statistics and of
-    the gradients of norms, a ten-thousandth of this, are left out.
-    """
-    return TensorPasses(forward=4, backward=6 if sequence_parallel else 4, embedding=2, head=2)
-
-
 def ring_bytes(message_bytes: float, ranks: int, collective: str = "all_reduce") -> float:
     """Bytes that each rank sends in a ring collective over a tensor of `message_bytes` bytes in all.
 
@@ -372,8 +333,3 @@ def ring_bytes(message_bytes: float, ranks: int, collective: str = "all_reduce")
     factors = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
     assert collective in factors, f"collective {collective!r} is none of {', '.join(factors)}"
     return factors[collective] * message_bytes * (ranks - 1) / ranks
-
-
-def gradient_message_bytes(stage_parameter_counts: Sequence[int], dtype_bytes: int = 4) -> int:
-    """Bytes of the largest gradient that data-parallel ranks reduce once per iteration: that of the fullest stage."""
-    return max(stage_parameter_counts) * dtype_bytes

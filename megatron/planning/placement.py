@@ -53,7 +53,7 @@ def choose_placement(config: Config, cluster: Cluster) -> Placement:
     """
     devices = _devices_used(config, cluster)
     orders = [config.parallel.rank_order] if config.parallel.rank_order else list(RANK_ORDERS)
-    traffic = traffic_of(config)
+    traffic = traffic_of(config, cluster.device_type)
     best: Placement | None = None
     for order in _different(config, orders):
         least = float("inf") if best is None else best.cost.seconds_of("tp")
@@ -73,7 +73,7 @@ def naive_placement(config: Config, cluster: Cluster) -> Placement:
 def all_placements(config: Config, cluster: Cluster) -> dict[str, Placement]:
     """For each of the six orders of directions the placement with the cheapest order of devices."""
     devices = _devices_used(config, cluster)
-    traffic, found = traffic_of(config), dict[str, Placement]()
+    traffic, found = traffic_of(config, cluster.device_type), dict[str, Placement]()
     for order in RANK_ORDERS:
         for placement in _on_devices(config, cluster, order, _device_orders(config, cluster, devices), traffic):
             if order not in found or placement.cost.cheaper_than(found[order].cost):
@@ -86,7 +86,7 @@ def place_with(config: Config, cluster: Cluster, rank_order: str, device_order: 
     devices = _devices_used(config, cluster)
     if len(device_order) != devices:
         _check_device_order(device_order, cluster)
-    (placement,) = _on_devices(config, cluster, rank_order, [device_order], traffic_of(config))
+    (placement,) = _on_devices(config, cluster, rank_order, [device_order], traffic_of(config, cluster.device_type))
     return placement
 
 

@@ -137,7 +137,7 @@ MORE = pytest.mark.campaign("search")
 )  # fmt: skip
 def test_no_order_of_devices_is_cheaper(tensor: int, pipeline: int, data: int, order: str, chunks: int) -> None:
     config = made(tensor, pipeline, data, chunks, rank_order=order)
-    model = CostModel(FRONTIER, Layout(tensor, pipeline, data, order), traffic_of(config), 8)
+    model = CostModel(FRONTIER, Layout(tensor, pipeline, data, order), traffic_of(config, "cuda"), 8)
     best: PlacementCost | None = None
     for devices in orders_worth_a_look(model.layout):
         cost = model.cost(devices)
@@ -156,7 +156,9 @@ def test_costs_by_hand() -> None:
     config = made(4, 2, 1, sequence_parallel=False)
     cost = naive_placement(config, FRONTIER).cost
     tensor = 2048 * 5120 * 2
-    assert cost.seconds_of("tp") == pytest.approx(16 * 17 * 1.5 * tensor / 52e9)  # 4 layers x 4 and 1 all-reduces
+    statistics = 0.75 * 4 * 12 * 2048  # of the softmax, fp32 [3, tokens] of each rank, gathered
+    # 4 layers x 4 and 1 all-reduces
+    assert cost.seconds_of("tp") == pytest.approx(16 * (17 * 1.5 * tensor + statistics) / 52e9)
     # 0 and 4, 2 and 6 have two ways of two links, of which 50 GB/s is the narrower; 1-5 and 3-7 are direct. Of the
     # links of 50 GB/s, 0-2 is on a way of 0-4 forward and of 2-6 backward, in this direction: both wait for it.
     assert cost.of("pp")[0].seconds == pytest.approx(2 * 16 * tensor / 36e9)

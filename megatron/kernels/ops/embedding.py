@@ -11,6 +11,7 @@ import torch
 from megatron.kernels.checks import check, check_columns, check_device, check_shape, check_type
 from megatron.kernels.library import Function, available, find
 from megatron.kernels.register import operator
+from megatron.kernels.work import Memory
 
 CHUNK = 16
 """Values that one lane adds up on a GPU: enough to be long beside what it leaves, few enough to fill it with lanes."""
@@ -62,7 +63,8 @@ def _run(table: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, partial:
 
 
 _add_rows_ = operator(
-    "add_rows_(Tensor(a!) table, Tensor rows, Tensor values, Tensor(b!)? partial) -> ()", _run, lambda *_: None
+    "add_rows_(Tensor(a!) table, Tensor rows, Tensor values, Tensor(b!)? partial) -> ()", _run, lambda *_: None,
+    work=lambda table, rows, values, _: Memory(values.nbytes + 2 * table.itemsize * values.numel(), 3, "embedding"),
 )
 
 

@@ -16,7 +16,7 @@ from megatron.planning.memory.in_flight import moments_of_rank
 from megatron.planning.memory.layer import Settings, Sizes
 from megatron.planning.memory.operators import Operators, operators_of
 from megatron.planning.memory.tape import Held
-from megatron.planning.traffic import GPT2_VOCABULARY
+from megatron.planning.trace import GPT2_VOCABULARY
 
 if TYPE_CHECKING:
     from megatron.config import Config, ModelConfig

@@ -5,8 +5,9 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
+from megatron.kernels.work import Attention, Computation, Product
+from megatron.planning.events import Again, Give, Pass, Post, Take, Wait
 from megatron.planning.rates import Rates
-from megatron.planning.timing.operations import Again, Attention, Computation, Pass, Post, Product, Wait
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -74,11 +75,13 @@ _Timed = tuple[float | Post | Wait, ...]
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _timed(steps: Pass, rates: Rates) -> tuple[_Timed, float, float]:
+def _timed(of: Pass, rates: Rates) -> tuple[_Timed, float, float]:
     """(seconds between messages, seconds of computations, of those that recomputation adds)."""
     found: list[float | Post | Wait] = []
     compute = again = since = 0.0
-    for step in steps:
+    for step in of.steps:
+        if isinstance(step, Take | Give):
+            continue
         if isinstance(step, Post | Wait):
             if since:
                 found.append(since)
@@ -94,7 +97,7 @@ def _timed(steps: Pass, rates: Rates) -> tuple[_Timed, float, float]:
 
 
 def pass_seconds(
-    steps: Pass, rates: Rates, message_s: MessageSeconds | None, *, hides: bool = True, busy: float = 0.0
+    of: Pass, rates: Rates, message_s: MessageSeconds | None, *, hides: bool = True, busy: float = 0.0
 ) -> PassSeconds:
     """Run a pass on a clock.
 
@@ -102,7 +105,7 @@ def pass_seconds(
     hides      the device computes while a message travels; without, who posts a message waits for it at once
     busy       for how long after the start a message of the pass before keeps the links
     """
-    timed, compute, again = _timed(steps, rates)
+    timed, compute, again = _timed(of, rates)
     if message_s is None:
         return PassSeconds(compute, again, 0.0)
     clock = waited = 0.0
