@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _PLACES = {
     "megatron.config": ("Config", "parse_args"),
+    "megatron.config.pieces": ("Callback", "Pieces"),
     "megatron.errors": ("CheckpointError", "ConfigError", "DataError", "LaunchError", "MegatronError"),
     "megatron.parallel.launch": ("Launch", "connect", "detect_launch", "select_device"),
     "megatron.parallel.rendezvous": ("Rendezvous",),
@@ -19,16 +20,18 @@ _PLACES = {
     "megatron.parallel.sharding": ("Sharding",),
     "megatron.parallel.deferred": ("WeightGradients",),
     "megatron.data.batch": ("MicroBatch", "make_micro_batch"),
-    "megatron.data.datasets": ("build_datasets",),
+    "megatron.data.datasets": ("Datasets", "build_datasets"),
     "megatron.data.tokenizer": ("build_tokenizer",),
     "megatron.model.gpt": ("GPTChunk", "build_chunks"),
     "megatron.model.stages": ("assign_layers",),
     "megatron.model.formulas": ("model_flops_per_token", "total_parameters"),
+    "megatron.pipeline.instructions": ("Instruction", "Op"),
     "megatron.pipeline.schedule": ("build_schedule",),
     "megatron.pipeline.executor": ("Executor",),
     "megatron.engine.assemble": ("build_executor",),
     "megatron.engine.engine": ("Engine",),
     "megatron.engine.lr": ("LearningRateSchedule", "WeightDecaySchedule"),
+    "megatron.program": ("main",),
     "megatron.training": ("pretrain",),
     "megatron.training.allocator": ("tune_allocator",),
 }

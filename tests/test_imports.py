@@ -33,6 +33,7 @@ ROOMS["checkpoint"] = ROOMS["engine"] | {"engine"}
 ROOMS["training"] = ROOMS["checkpoint"] | {"checkpoint", "planning"}
 ROOMS["preflight"] = ROOMS["training"] | {"training"}
 ROOMS["dryrun"] = ROOMS["training"] | {"training"}
+ROOMS["program"] = ROOMS["dryrun"] | {"dryrun"}
 ROOMS["calibration"] = ROOMS["preflight"] | {"preflight"}
 ROOMS["tuning"] = ROOMS["calibration"] | {"calibration", "drawing"}
 

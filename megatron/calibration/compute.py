@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron.calibration.tasks import TERA, Make, Task, Work
-from megatron.engine.optimizer import build_optimizer, create_moments
+from megatron.engine.optimizer import build_optimizer, create_state
+from megatron.engine.optimizer_state import OPTIMIZERS
 from megatron.engine.zero import square
 from megatron.kernels.choose import Fusions, choose_attention, choose_fusions
 from megatron.kernels.library import available
@@ -346,7 +347,7 @@ def _updates(make: Maker) -> Iterator[Task]:
         adam = build_optimizer(
             groups, make.config.optimizer, make.device, make.config.kernels.optimizer_implementation, fused
         )
-        create_moments(adam, ("exp_avg", "exp_avg_sq"))
+        create_state(adam, OPTIMIZERS["adam"])
         if fused and make.dtype != torch.float32:
             adam.copies = {weights: torch.zeros(elements, device=make.device, dtype=make.dtype)}  # type: ignore[attr-defined]
         own = make.config.kernels.optimizer_implementation != "torch" and available(make.device)

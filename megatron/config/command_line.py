@@ -15,7 +15,7 @@ from megatron.config.config import Config, finish
 from megatron.config.flags_of_others import Foreign
 from megatron.config.help_text import render_help
 from megatron.config.option import Option
-from megatron.config.pieces import Pieces
+from megatron.config.pieces import Pieces, load_pieces
 from megatron.config.presets import PRESETS, give_preset
 from megatron.config.settings import Settings, all_options, did_you_mean
 from megatron.config.show import render_config
@@ -24,6 +24,7 @@ from megatron.errors import ConfigError
 
 OWN_FLAGS: Mapping[str, str] = {
     "--help": "0", "-h": "0", "--print-config": "0", "--dry-run": "0", "--rank": "1", "--preset": "1",
+    "--pieces": "1",
 }  # fmt: skip
 
 
@@ -170,12 +171,12 @@ def parse_command_line(
         print(render_help())
         raise SystemExit(0)
     printing = "--print-config" in scanned.flags
-    settings = Settings(problems=scanned.problems)
+    settings = Settings(problems=scanned.problems, pieces=pieces)
     if (cluster := os.environ.get("MEGATRON_CLUSTER", "").strip()) not in ("", "none"):
         settings.give("cluster", cluster, "variable MEGATRON_CLUSTER")
     _give_launch(settings, world_size, scanned.flags, printing)
     _give_flags(settings, scanned.flags)
-    config = finish(settings, run=not printing, pieces=pieces)
+    config = finish(settings, run=not printing)
     if printing:
         for notice in config.notices:
             print(f"notice: {notice}", file=sys.stderr)
@@ -187,13 +188,13 @@ def parse_command_line(
 def parse_plan(argv: Sequence[str], pieces: Pieces = Pieces()) -> Config:
     """The configuration of a command line that is looked at before a launch: --world-size says how many processes there
     will be, and what only a run needs (data, a length, a learning rate) may be absent. Raises ConfigError."""
-    return finish(read_settings(argv), pieces=pieces)
+    return finish(read_settings(argv, pieces))
 
 
-def read_settings(argv: Sequence[str]) -> Settings:
+def read_settings(argv: Sequence[str], pieces: Pieces = Pieces()) -> Settings:
     """What a command line chooses, a preset's values included: not yet resolved; what is wrong is among `problems`."""
     scanned = scan(argv)
-    settings = Settings(problems=scanned.problems)
+    settings = Settings(problems=scanned.problems, pieces=pieces)
     _give_flags(settings, scanned.flags)
     return settings
 
@@ -225,6 +226,8 @@ def _give_flags(settings: Settings, flags: Mapping[str, list[str]]) -> None:
             give_preset(settings, words[0], chosen={n: given for n, (_, given) in chosen.items()})
         else:
             settings.problems.append(f"--preset takes one name, got {len(words)}")
+    if "--pieces" in flags:
+        _give_pieces(settings, flags["--pieces"])
     if "--rank" in flags and "--dry-run" not in flags:
         settings.notices.append("--rank has no effect: the launcher tells the rank; --dry-run shows one by it")
     for name, (_, value) in chosen.items():
@@ -235,6 +238,15 @@ def _give_flags(settings: Settings, flags: Mapping[str, list[str]]) -> None:
     for spelling, words in flags.items():
         if (foreign := flag_table()[spelling].foreign) is not None:
             _foreign(settings, spelling, foreign, words)
+
+
+def _give_pieces(settings: Settings, words: list[str]) -> None:
+    try:
+        if len(words) != 1 or settings.pieces != Pieces():
+            raise ConfigError(f"--pieces {' '.join(words)}: give one file, and none to a program that has its own")
+        settings.pieces = load_pieces(words[0])
+    except ConfigError as error:
+        settings.problems.append(str(error))
 
 
 def _chosen_values(settings: Settings, flags: Mapping[str, list[str]]) -> dict[str, tuple[str, Any]]:
@@ -330,5 +342,5 @@ def command_line_of(config: Config) -> list[str]:
             argv += [option.flags[0], *map(str, value)]
         else:
             argv.append(f"{option.flags[0]}={value}")
-    return argv
+    return argv if config.pieces.file is None else [*argv, "--pieces", config.pieces.file]
 

@@ -67,12 +67,12 @@ class Config:
         """A copy with some settings changed; what follows from them is computed anew. None un-sets a setting."""
         settings = Settings(
             given=dict(self.given), origins={n: self.origins[n] for n in self.given},
-            notices=list(self.standing_notices),
+            notices=list(self.standing_notices), pieces=self.pieces,
         )  # fmt: skip
         for name, value in values.items():
             settings.give(name, value, "argument")
         merge = values.get("deepspeed_config") is not None
-        return finish(settings, merge_json=merge, pieces=self.pieces)
+        return finish(settings, merge_json=merge)
 
     def with_pieces(self, **pieces: Any) -> Config:
         """A copy with pieces of one's own: layer, model, datasets, optimizer, schedule, callbacks (see Pieces)."""
@@ -152,9 +152,7 @@ def _note_inert(settings: Settings) -> None:
             settings.notices.append(f"{option.written(value)} has no effect: {option.inert}")
 
 
-def finish(
-    settings: Settings, *, merge_json: bool = True, run: bool = False, pieces: Pieces = Pieces()
-) -> Config:
+def finish(settings: Settings, *, merge_json: bool = True, run: bool = False) -> Config:
     """Merge the DeepSpeed JSON, fill in what follows, check everything and freeze it.
 
     run: also require what only a training run needs. Raises ConfigError.
@@ -162,7 +160,7 @@ def finish(
     if merge_json:
         merge_deepspeed_json(settings)
     if run:
-        run_requirements(settings, own_data=pieces.datasets is not None)
+        run_requirements(settings)
     standing = tuple(dict.fromkeys(settings.notices))
     resolve(settings)
     _note_inert(settings)
@@ -174,5 +172,5 @@ def finish(
     }
     return Config(
         **sections, given=settings.given, origins=settings.origins, notices=tuple(dict.fromkeys(settings.notices)),
-        standing_notices=standing, pieces=pieces,
+        standing_notices=standing, pieces=settings.pieces,
     )

@@ -2,9 +2,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import inspect
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron.errors import ConfigError
@@ -69,6 +72,8 @@ class Order(Protocol):
 
     def __call__(self, pipeline_size: int, chunks: int, micro_batches: int, rank: int, /) -> Sequence[Any]: ...
 
+    def __hash__(self) -> int: ...
+
 
 class Callback:
     """What is called on every rank while a run goes on; derive from it what is wanted. `run` is a
@@ -77,14 +82,16 @@ class Callback:
     def on_start(self, run: Any) -> None:
         """Before the first step, when a checkpoint has been loaded."""
 
-    def on_step(self, run: Any) -> None:
-        """After a step; run.progress says which. The loss is read where it is logged, so that no step waits for it."""
+    def on_step(self, run: Any, step: Any) -> None:
+        """When the figures of a step are known (megatron.training.metrics.StepRecord), at the latest in the next one:
+        no step waits for its own."""
 
-    def on_log(self, run: Any, record: Any) -> None:
-        """At a log line, of which `record` has the figures, the same on every rank (training.metrics.Report)."""
+    def on_log(self, run: Any, figures: Any) -> None:
+        """At a log line, with its figures (megatron.training.metrics.IterationReport), the loss of all ranks among
+        them."""
 
-    def on_save(self, run: Any, iteration: int) -> None:
-        """After a checkpoint was begun, or with --async-save off was written."""
+    def on_save(self, run: Any) -> None:
+        """When a checkpoint is complete; run.saves.saved_iteration says of which iteration."""
 
     def on_end(self, run: Any) -> None:
         """After the last step and its save; not where the run failed."""
@@ -92,7 +99,7 @@ class Callback:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Those of a run; None: the project's own."""
+    """Those of a run; None: the project's own. file: where --pieces read them."""
 
     layer: Layer | None = None
     model: Stage | None = None
@@ -100,10 +107,11 @@ class Pieces:
     optimizer: Optimizer | None = None
     schedule: Order | None = None
     callbacks: Sequence[Callback] = ()
+    file: str | None = None
 
     def __post_init__(self) -> None:
         for name, piece in vars(self).items():
-            if name != "callbacks" and piece is not None and not callable(piece):
+            if name not in ("callbacks", "file") and piece is not None and not callable(piece):
                 raise ConfigError(f"{name}={piece!r} cannot be called: give a function or a class, not what it makes")
 
     def own(self) -> Iterator[tuple[str, Any]]:
@@ -112,7 +120,7 @@ class Pieces:
             piece = getattr(self, field.name)
             if field.name == "callbacks":
                 yield from (("callback", type(callback)) for callback in piece)
-            elif piece is not None:
+            elif piece is not None and field.name != "file":
                 yield field.name, piece
 
     def describe(self) -> dict[str, str]:
@@ -128,3 +136,25 @@ class Pieces:
             except (TypeError, OSError):
                 continue  # defined in no file
         return sorted(found)
+
+
+def load_pieces(file: str) -> Pieces:
+    """Run a Python file, which the user has named, and take its PIECES: a dictionary of what Pieces has.
+
+    Raises ConfigError for a file that is not there, and for one without them.
+    """
+    path = Path(file)
+    name = f"pieces.{path.stem}"  # under which functions and classes are found again in another process
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ConfigError(f"--pieces {file}: there is no such Python file")
+    if getattr(sys.modules.get(name), "__file__", None) != str(path):
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    found = getattr(sys.modules[name], "PIECES", None)
+    if not isinstance(found, dict) or not found.keys() <= vars(Pieces()).keys() - {"file"}:
+        raise ConfigError(
+            f"--pieces {file}: PIECES has to be a dictionary of layer, model, datasets, optimizer, schedule or "
+            f"callbacks, not {found!r}"
+        )
+    return Pieces(**found, file=str(path))

@@ -32,7 +32,7 @@ def validate(settings: Settings) -> None:
             settings.problems.extend(function(settings.values))
 
 
-def run_requirements(settings: Settings, *, own_data: bool = False) -> None:
+def run_requirements(settings: Settings) -> None:
     """Problems of a configuration that lacks what a training run needs; before defaults stand in for it."""
     known, add = {*settings.given, *settings.bad}, settings.problems.append
     skips_training = settings.given.get("skip_train")
@@ -43,7 +43,8 @@ def run_requirements(settings: Settings, *, own_data: bool = False) -> None:
     if "micro_batch_size" not in known:
         add("--micro-batch-size is missing: give the samples of one forward pass")
     paths = {"data_path", "train_data_path", "valid_data_path", "test_data_path", "data_file_list"}
-    if not own_data and not known & paths and not settings.given.get("mock_data"):
+    own = settings.pieces.datasets is not None
+    if not own and not known & paths and not settings.given.get("mock_data"):
         add("no data: give --data-path PREFIX, --train-data-path PREFIX or --mock-data")
     if not known & {"tokenizer_type", "vocab_size"} and not {"vocab_file", "merge_file"} <= known:
         add("the vocabulary is unknown: give --tokenizer-type with its files, or --vocab-size")

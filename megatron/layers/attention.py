@@ -1,6 +1,7 @@
 """Causal self-attention with heads cut over the tensor-parallel group."""
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -117,11 +118,11 @@ class CoreAttention:
             place = call.dropout.weights(
                 tensors[0].shape[0], self.heads // self.tensor.size, self.tensor.rank, self.tensor.size
             )
-        given = (call.documents, seed, place, *tensors)
+        core = partial(self._core, call.documents, seed, place)
         if self.recompute and torch.is_grad_enabled():
-            out: torch.Tensor = checkpoint(self._core, *given, use_reentrant=False, preserve_rng_state=False)
+            out: torch.Tensor = checkpoint(core, *tensors, use_reentrant=False, preserve_rng_state=False)
             return out
-        return self._core(*given)
+        return core(*tensors)
 
     def _core(
         self, documents: Documents | None, seed: int | None, place: Place, *tensors: torch.Tensor

@@ -1,7 +1,6 @@
 """A GPT, cut into pipeline stages. Read from top to bottom: embed, layers, head and loss."""
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,6 @@ from megatron.layers.norm import Norm
 from megatron.layers.parameters import ParameterFactory
 from megatron.layers.transformer import TransformerLayer, weight_fills
 from megatron.layers.vocabulary_loss import Vocabulary, scores, vocabulary_loss
-from megatron.model import formulas
 from megatron.model.stages import assign_layers
 from megatron.parallel.random import DropoutKey, Site
 from megatron.parallel.sharding import sharding_of
@@ -230,20 +228,6 @@ def global_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     one = Topology.from_layout(Layout(), 0, device=torch.device("meta"))  # with all stages, none of them cut
     shardings = [sharding_of(p) for p in build_chunks(config, one).parameters()]
     return {s.name: s.global_shape for s in shardings}
-
-
-def total_parameters(config: Config) -> int:
-    """All parameters of the model, a tied embedding counted once: of the project's own by formula."""
-    if config.pieces.layer is None and config.pieces.model is None:
-        return formulas.total_parameters(config.model)
-    return sum(math.prod(shape) for shape in global_shapes(config).values())
-
-
-def model_flops_per_token(config: Config) -> float:
-    """As formulas has it. Of a model with pieces of one's own: a product forward and two backward with each parameter
-    that these have more, and attention as that of the project's own layer."""
-    more = total_parameters(config) - formulas.total_parameters(config.model)
-    return formulas.model_flops_per_token(config.model) + 6.0 * more
 
 
 def stages_of(chunks: torch.nn.ModuleDict) -> dict[int, Callable[[MicroBatch, torch.Tensor | None], torch.Tensor]]:

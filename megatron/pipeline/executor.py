@@ -60,7 +60,7 @@ class Executor:
         if schedule == "zb-h1" and weight_gradients is None:
             raise ConfigError("schedule 'zb-h1' needs weight_gradients: the queue that the linear layers share with it")
         if not callable(schedule):
-            build_rank_schedule(schedule, size, num_chunks, 1, rank)  # refuses what does not exist before the first step
+            build_rank_schedule(schedule, size, num_chunks, 1, rank)  # refuses what does not exist
         self.topology = topology
         self.chunks = chunks
         self.schedule = schedule

@@ -27,6 +27,7 @@ __all__ = [
     "count_messages",
     "peak_activations",
     "peak_receives",
+    "splits_backward",
 ]
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1")
@@ -62,7 +63,7 @@ def build_rank_schedule(
     check_sizes(name, pipeline_size, chunks, micro_batches)
     p, v, m = pipeline_size, chunks, micro_batches
     assert 0 <= rank < p, f"pipeline rank {rank} of {p}"
-    if p > 1 and (callable(name) and not forward_only or v > 1 and m < p):
+    if p > 1 and ((callable(name) and not forward_only) or (v > 1 and m < p)):
         # Fewer micro-batches than ranks: their last pass meets the first one coming round. The lists are short. Of an
         # order of one's own nothing is known but its lists.
         return build_schedule(name, p, v, m, forward_only)[rank]
@@ -99,6 +100,14 @@ def _checked(order: Order, p: int, v: int, m: int, rank: int) -> list[Instructio
             f"micro-batches, it is not one forward and one backward pass (whole, or its two halves) of each"
         )
     return found
+
+
+@lru_cache(maxsize=256)
+def splits_backward(name: str | Order, pipeline_size: int, chunks: int, micro_batches: int) -> bool:
+    """Whether backward passes run in two halves, of inputs and of weights."""
+    if pipeline_size == 1 or not callable(name):
+        return pipeline_size > 1 and name == "zb-h1"
+    return any(i.op is Op.BACKWARD_INPUT for i in name(pipeline_size, chunks, micro_batches, 0))
 
 
 def check_sizes(name: str | Order, pipeline_size: int, chunks: int, micro_batches: int) -> None:

@@ -1,16 +1,11 @@
-"""The arguments that Megatron keeps in a checkpoint, as our settings; and which tensors a model of them has."""
+"""The arguments that Megatron keeps in a checkpoint, as our settings."""
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from megatron.config import Config
 from megatron.errors import CheckpointError, ConfigError
-from megatron.model.gpt import build_chunks
-from megatron.parallel.sharding import sharding_of
-from megatron.parallel.topology import Layout, Topology
 
 _MODEL = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "seq_length",

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron.pipeline.schedule import splits_backward
 from megatron.planning.memory.tape import Block, Tape
 
 if TYPE_CHECKING:
@@ -51,7 +52,9 @@ class Settings:
             config.batch.micro_batch_size, parallel.tensor_model_parallel_size,
             parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1, _chunks(config),
             config.kernels.gradient_accumulation_fusion, config.precision.fp16, config.precision.gradient_bytes,
-            parallel.schedule == "zb-h1" and parallel.pipeline_model_parallel_size > 1,
+            splits_backward(
+                config.schedule, parallel.pipeline_model_parallel_size, parallel.num_chunks, config.num_micro_batches()
+            ),
         )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron.engine.optimizer_state import optimizer_state
 from megatron.model import formulas
 from megatron.model.stages import assign_layers
 from megatron.pipeline.instructions import SENDS_IN_FLIGHT
@@ -132,7 +133,7 @@ def _memory(config: Config, chunks: _Chunks, rank: int) -> RankMemory:
         rank=rank,
         weights=float(n * chunks.sizes.width),
         master=4.0 * n / owners if chunks.sizes.width == 2 else 0.0,
-        moments=(8.0 if config.optimizer.optimizer == "adam" else 4.0) * n / owners,
+        moments=float(optimizer_state(config).bytes) * n / owners,
         gradients=float(n * config.precision.gradient_bytes),
         activations=held.activations + _angles(config) + _bias(config, chunks),
         logits=held.logits,
@@ -146,7 +147,7 @@ def _fullest(config: Config, chunks: _Chunks, rank: int) -> tuple[Held, float]:
     parallel = config.parallel
     p, v = parallel.pipeline_model_parallel_size, parallel.num_chunks
     mine = [chunks.of(chunk * p + rank) for chunk in range(v)]
-    forward, chunk, held, waiting = moments_of_rank(parallel.schedule, p, v, config.num_micro_batches(), rank)
+    forward, chunk, held, waiting = moments_of_rank(config.schedule, p, v, config.num_micro_batches(), rank)
     more = int(config.num_micro_batches() > 1)  # another message may be awaited while the one that came is used
     awaited = np.where(forward, int(rank < p - 1 or v > 1), more * int(rank > 0 or v > 1)) + int(v > 1)
     messages = (_sent(config, rank) + awaited if p > 1 else 0 * awaited) * chunks.sizes.residual
