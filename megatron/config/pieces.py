@@ -144,7 +144,7 @@ def load_pieces(file: str) -> Pieces:
     Raises ConfigError for a file that is not there, and for one without them.
     """
     path = Path(file)
-    name = f"pieces.{path.stem}"  # under which functions and classes are found again in another process
+    name = f"pieces_{path.stem}"  # under which functions and classes are found again in another process
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise ConfigError(f"--pieces {file}: there is no such Python file")
