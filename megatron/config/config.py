@@ -83,6 +83,12 @@ class Config:
         """The pipeline's order of computation: the name of one, or one's own."""
         return self.pieces.schedule or self.parallel.schedule
 
+    @property
+    def schedule_name(self) -> str:
+        """For people."""
+        own = self.pieces.schedule
+        return self.parallel.schedule if own is None else str(getattr(own, "__name__", type(own).__name__))
+
     def origin(self, name: str) -> str:
         """Where a setting is from: 'default', 'command line', 'preset X', 'FILE:LINE: key', 'derived ...' ..."""
         self._check_name(name)

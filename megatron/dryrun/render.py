@@ -24,7 +24,7 @@ def heading(config: Config, machine: str) -> str:
     return (
         f"dry run: {layout.world_size} rank{'s' * (layout.world_size > 1)} = tensor {layout.tensor} x pipeline "
         f"{layout.pipeline} x data {layout.data} ({layout.order}) on {machine}, {config.precision.dtype_name}, "
-        f"{config.parallel.schedule}{f' of {chunks} chunks' if chunks > 1 else ''}\n"
+        f"{config.schedule_name}{f' of {chunks} chunks' if chunks > 1 else ''}\n"
         f"model: {total_parameters(config):,} parameters; a step is {config.num_micro_batches()} "
         f"micro-batches of {config.batch.micro_batch_size} x {config.model.seq_length} tokens on each replica"
     )

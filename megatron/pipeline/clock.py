@@ -105,9 +105,9 @@ def _duplex(pipeline: Pipeline) -> bool:
 
 
 def _whole_backward(pipeline: Pipeline) -> tuple[float, ...]:
-    """A pipeline of one rank splits no backward pass."""
-    times = pipeline.times
-    if not callable(pipeline.schedule) and (pipeline.schedule != "zb-h1" or pipeline.size > 1):
+    """A pipeline of one rank splits no backward pass, and an order of one's own some."""
+    times, own = pipeline.times, callable(pipeline.schedule)
+    if not times.weight or (not own and (pipeline.schedule != "zb-h1" or pipeline.size > 1)):
         return times.backward
     return tuple(a + b for a, b in zip(times.backward, times.weight, strict=True))
 

@@ -6,14 +6,22 @@ turns where the update is as small as a rounding error: there a weight may be of
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from megatron.config import Config
+from megatron.config.pieces import load_pieces
+from megatron.data.datasets import Datasets, build_datasets
+from megatron.engine.optimizer import build_optimizer
+from megatron.engine.optimizer_state import OPTIMIZERS, optimizer_state
+from megatron.errors import ConfigError, DataError
+from megatron.pipeline.instructions import Instruction, Op
+from megatron.pipeline.schedule import build_rank_schedule
 from tests.helpers.launching import ROOT, Outcome, Script, launch
 from tests.helpers.processes import run_processes
 from tests.helpers.training import STEPS, assemble, train_plainly
@@ -71,7 +79,7 @@ def test_a_run_is_that_of_one_process(name: str) -> None:
 
 def losses(metrics: Path) -> list[float]:
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return [record["lm_loss"] for record in records if record["kind"] == "iteration"]
+    return [record["lm_loss"] for record in records if record["event"] == "iteration"]
 
 
 def good(outcomes: list[Outcome | None]) -> None:
@@ -105,7 +113,7 @@ def test_each_is_dry_run(name: str, tmp_path: Path) -> None:
 
 
 def planned(flags: list[str], folder: Path) -> str:
-    plan = ["--cluster", "frontier", "--nodes", "1", "--layout", "tp=2,pp=2,chunks=1,mbs=1", "--explain", "--global-batch", "16"]
+    plan = "--cluster frontier --nodes 1 --layout tp=2,pp=2,chunks=1,mbs=1 --explain --global-batch 16".split()
     model = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 50257".split()
     return ran("tools/plan.py", [*plan, "--", *model, *flags], folder)
 
@@ -116,3 +124,79 @@ def test_each_is_planned(tmp_path: Path) -> None:
     plain = planned([], tmp_path)
     for name, file in FILES.items():
         assert (planned(["--pieces", file], tmp_path) == plain) == (name == "data"), name
+
+
+TOLD = """
+import megatron
+
+class Tell(megatron.Callback):
+    def on_start(self, run):
+        self.seen = ["start"]
+    def on_step(self, run, step):
+        self.seen.append(f"step {step.iteration}")
+    def on_log(self, run, figures):
+        self.seen.append(f"log {figures.iteration}")
+    def on_save(self, run):
+        self.seen.append(f"save {run.saves.saved_iteration}")
+    def on_end(self, run):
+        print("told:", ", ".join(self.seen))
+
+PIECES = {"callbacks": [Tell()]}
+"""
+
+
+@pytest.mark.slow
+def test_callbacks_hear_of_a_run_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "tell.py").write_text(TOLD)
+    flags = [*TINY, "--mock-data", "--pieces", str(tmp_path / "tell.py"), "--save", str(tmp_path / "saved")]
+    outcomes = launch(2, [*flags, "--log-interval", "2"])
+    good(outcomes)
+    for outcome in outcomes:
+        assert outcome is not None
+        (told,) = [line for line in outcome.output.splitlines() if line.startswith("told:")]
+        assert told == "told: start, step 1, step 2, log 2, step 3, log 3, save 3"
+
+
+def test_pieces_that_cannot_serve_are_refused(tmp_path: Path) -> None:
+    config = Config.create(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=4, vocab_size=8)
+
+    def backward_first(size: int, chunks: int, micro_batches: int, rank: int) -> list[Instruction]:
+        return [Instruction(op, rank, i) for i in range(micro_batches) for op in (Op.BACKWARD, Op.FORWARD)]
+
+    for order, match in ((backward_first, "BACKWARD"), (lambda *sizes: backward_first(*sizes)[1:], "<lambda>")):
+        with pytest.raises(ConfigError, match=match):
+            build_rank_schedule(order, 2, 1, 2, 0)
+
+    class Factored(torch.optim.Optimizer):
+        def __init__(self, groups: Any, settings: Any) -> None:
+            super().__init__(groups, {"lr": settings.lr})
+
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["rows"] = torch.zeros(2)
+
+    with pytest.raises(ConfigError, match="'rows'"):
+        optimizer_state(config.with_pieces(optimizer=Factored))
+    short = config.with_pieces(datasets=lambda config, *counts: Datasets(train=[np.arange(4)] * counts[0]))
+    with pytest.raises(DataError, match="4"):
+        build_datasets(short, 3, 0, 0).train[0]  # type: ignore[index]
+    with pytest.raises(DataError, match="3"):
+        build_datasets(config.with_pieces(datasets=lambda *_: Datasets(train=[])), 3, 0, 0)
+    (tmp_path / "none.py").write_text("PIECES = 3")
+    for file in ("none.py", "absent.py"):
+        with pytest.raises(ConfigError, match=file):
+            load_pieces(str(tmp_path / file))
+    with pytest.raises(ConfigError, match="layer=7"):
+        config.with_pieces(layer=7)
+
+
+def test_what_the_projects_optimizers_keep_is_what_a_step_makes() -> None:
+    for name, state in OPTIMIZERS.items():
+        config = Config.create(
+            num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=4, vocab_size=8, optimizer=name
+        )
+
+        def plain(groups: Any, settings: Any) -> torch.optim.Optimizer:
+            return build_optimizer(groups, settings, torch.device("cpu"))
+
+        assert optimizer_state(config.with_pieces(optimizer=plain)).tensors == state.tensors
