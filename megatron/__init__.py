@@ -20,7 +20,7 @@ _PLACES = {
     "megatron.parallel.sharding": ("Sharding",),
     "megatron.parallel.deferred": ("WeightGradients",),
     "megatron.data.batch": ("MicroBatch", "make_micro_batch"),
-    "megatron.data.datasets": ("Datasets", "build_datasets"),
+    "megatron.data.datasets": ("build_datasets",),
     "megatron.data.tokenizer": ("build_tokenizer",),
     "megatron.model.gpt": ("GPTChunk", "build_chunks"),
     "megatron.model.stages": ("assign_layers",),

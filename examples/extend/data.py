@@ -1,11 +1,12 @@
-"""Data of one's own: the bytes of the file that --data-path names, for --vocab-size 256. The last tenth is for
-validation."""
+"""Data of one's own: the bytes of the file that --data-path names (default: of this one), for --vocab-size 256.
+
+The last tenth is for validation.
+"""
 from __future__ import annotations
 
 import numpy as np
 
 from megatron.config import Config
-from megatron.data.datasets import Datasets
 from megatron.errors import DataError
 
 
@@ -23,11 +24,11 @@ class Bytes:
         return self.text[start : start + self.seq_length + 1]
 
 
-def datasets(config: Config, train: int, valid: int, test: int) -> Datasets:
-    (path,) = config.data.data_path
+def datasets(config: Config, train: int, valid: int, test: int) -> list[Bytes | None]:
+    (path,) = config.data.data_path or [__file__]
     text, length = np.memmap(path, np.uint8, "r"), config.model.seq_length
     most = len(text) * 9 // 10
-    return Datasets(Bytes(text[:most], train, length), Bytes(text[most:], valid, length))
+    return [Bytes(text[:most], train, length), Bytes(text[most:], valid, length), None]
 
 
 PIECES = {"datasets": datasets}

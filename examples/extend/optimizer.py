@@ -13,7 +13,7 @@ class Lion(torch.optim.Optimizer):
         self.betas = settings.adam_beta1, settings.adam_beta2
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:  # a flat part of the fp32 weights
                 state = self.state[p]

@@ -15,7 +15,7 @@ from megatron.config.config import Config, finish
 from megatron.config.flags_of_others import Foreign
 from megatron.config.help_text import render_help
 from megatron.config.option import Option
-from megatron.config.pieces import Pieces, load_pieces
+from megatron.config.pieces import PLAIN, Pieces, load_pieces
 from megatron.config.presets import PRESETS, give_preset
 from megatron.config.settings import Settings, all_options, did_you_mean
 from megatron.config.show import render_config
@@ -159,7 +159,7 @@ def _is_flag(word: str) -> bool:
 
 
 def parse_command_line(
-    argv: Sequence[str], world_size: int | None = None, pieces: Pieces = Pieces()
+    argv: Sequence[str], world_size: int | None = None, pieces: Pieces = PLAIN
 ) -> tuple[Config, list[str]]:
     """(configuration, notices) of a training command line.
 
@@ -185,13 +185,13 @@ def parse_command_line(
     return config, list(config.notices)
 
 
-def parse_plan(argv: Sequence[str], pieces: Pieces = Pieces()) -> Config:
+def parse_plan(argv: Sequence[str], pieces: Pieces = PLAIN) -> Config:
     """The configuration of a command line that is looked at before a launch: --world-size says how many processes there
     will be, and what only a run needs (data, a length, a learning rate) may be absent. Raises ConfigError."""
     return finish(read_settings(argv, pieces))
 
 
-def read_settings(argv: Sequence[str], pieces: Pieces = Pieces()) -> Settings:
+def read_settings(argv: Sequence[str], pieces: Pieces = PLAIN) -> Settings:
     """What a command line chooses, a preset's values included: not yet resolved; what is wrong is among `problems`."""
     scanned = scan(argv)
     settings = Settings(problems=scanned.problems, pieces=pieces)
@@ -199,7 +199,7 @@ def read_settings(argv: Sequence[str], pieces: Pieces = Pieces()) -> Settings:
     return settings
 
 
-def parse_args(argv: Sequence[str], world_size: int | None = None, pieces: Pieces = Pieces()) -> Config:
+def parse_args(argv: Sequence[str], world_size: int | None = None, pieces: Pieces = PLAIN) -> Config:
     """The configuration of a training command line, with pieces of one's own; see parse_command_line."""
     return parse_command_line(argv, world_size, pieces)[0]
 
@@ -242,7 +242,7 @@ def _give_flags(settings: Settings, flags: Mapping[str, list[str]]) -> None:
 
 def _give_pieces(settings: Settings, words: list[str]) -> None:
     try:
-        if len(words) != 1 or settings.pieces != Pieces():
+        if len(words) != 1 or settings.pieces != PLAIN:
             raise ConfigError(f"--pieces {' '.join(words)}: give one file, and none to a program that has its own")
         settings.pieces = load_pieces(words[0])
     except ConfigError as error:

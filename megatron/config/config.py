@@ -12,7 +12,7 @@ from megatron.config.files import CheckpointConfig, DataConfig, LoggingConfig
 from megatron.config.model import ModelConfig, TokenizerConfig
 from megatron.config.option import options_of
 from megatron.config.parallel import EngineConfig, ParallelConfig, RecomputeConfig
-from megatron.config.pieces import Order, Pieces
+from megatron.config.pieces import PLAIN, Order, Pieces
 from megatron.config.presets import give_preset
 from megatron.config.resolve import resolve
 from megatron.config.settings import SECTIONS, Settings, all_options, did_you_mean, raise_problems, section_of
@@ -46,7 +46,7 @@ class Config:
     notices: tuple[str, ...] = dataclasses.field(compare=False, repr=False, default=())
     # The notices that do not follow from the settings: of flags that are no settings, and of the DeepSpeed JSON.
     standing_notices: tuple[str, ...] = dataclasses.field(compare=False, repr=False, default=())
-    pieces: Pieces = Pieces()
+    pieces: Pieces = PLAIN
 
     @classmethod
     def create(cls, preset: str | None = None, **values: Any) -> Config:

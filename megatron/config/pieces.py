@@ -45,11 +45,11 @@ class Stage(Protocol):
 class Datasets(Protocol):
     """Makes the training, validation and test data of a run, which takes so many samples of each; 0: of none.
 
-    Returns megatron.Datasets of objects with a length, and samples by number: seq_length + 1 token ids, the same on
-    every rank and each time. What else a data set may have is in megatron.data.gpt_dataset.OwnDataset.
+    Returns the three, None for one without data. Each has a length, and samples by number: seq_length + 1 token ids,
+    the same on every rank and each time. What else it may have is in megatron.data.gpt_dataset.OwnDataset.
     """
 
-    def __call__(self, config: Config, train: int, valid: int, test: int, /) -> Any: ...
+    def __call__(self, config: Config, train: int, valid: int, test: int, /) -> Sequence[Any]: ...
 
 
 class Optimizer(Protocol):
@@ -138,6 +138,10 @@ class Pieces:
         return sorted(found)
 
 
+PLAIN = Pieces()
+"""The project's own."""
+
+
 def load_pieces(file: str) -> Pieces:
     """Run a Python file, which the user has named, and take its PIECES: a dictionary of what Pieces has.
 
@@ -152,7 +156,7 @@ def load_pieces(file: str) -> Pieces:
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     found = getattr(sys.modules[name], "PIECES", None)
-    if not isinstance(found, dict) or not found.keys() <= vars(Pieces()).keys() - {"file"}:
+    if not isinstance(found, dict) or not found.keys() <= vars(PLAIN).keys() - {"file"}:
         raise ConfigError(
             f"--pieces {file}: PIECES has to be a dictionary of layer, model, datasets, optimizer, schedule or "
             f"callbacks, not {found!r}"

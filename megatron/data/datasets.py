@@ -114,10 +114,11 @@ def build_datasets(
 def _own(config: Config, counts: tuple[int, int, int]) -> Datasets:
     """What pieces of one's own make, as a run takes it. Raises DataError where too little is made."""
     assert config.pieces.datasets is not None
-    made = config.pieces.datasets(config, *counts)
+    made = list(config.pieces.datasets(config, *counts))
+    if len(made) != len(SPLIT_NAMES):
+        raise DataError(f"{len(made)} data sets of your own: give {len(SPLIT_NAMES)}, None for one without data")
     found: list[Any] = []
-    for name, count in zip(SPLIT_NAMES, counts, strict=True):
-        own = getattr(made, name, None)
+    for name, count, own in zip(SPLIT_NAMES, counts, made, strict=True):
         short = own is not None and name == "train" and config.data.dataloader_type == "single" and len(own) < count
         if count and name == "train" and (own is None or short):
             raise DataError(

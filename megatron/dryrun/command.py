@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from megatron.config import Config
 from megatron.config.command_line import parse_plan, scan
-from megatron.config.pieces import Pieces
+from megatron.config.pieces import PLAIN, Pieces
 from megatron.errors import ConfigError, MegatronError
 from megatron.planning.cluster import Cluster, load_cluster
 
@@ -18,7 +18,7 @@ EXIT_DOES_NOT_RUN = 3
 _NO_WORDS = ("", "none")
 
 
-def dry_run(arguments: Sequence[str], launched: int = 1, pieces: Pieces = Pieces()) -> int:
+def dry_run(arguments: Sequence[str], launched: int = 1, pieces: Pieces = PLAIN) -> int:
     """Print what a job of these flags would need, and return the exit code. `launched` processes were started, of
     which this is the first: --world-size, where it is not given. Raises ConfigError."""
     words = list(arguments)

@@ -1,4 +1,4 @@
-"""What an optimizer keeps for each weight: the one place that says it. Needs torch for an optimizer of one's own only."""
+"""What an optimizer keeps for each weight, said once. Needs torch for an optimizer of one's own only."""
 from __future__ import annotations
 
 import functools

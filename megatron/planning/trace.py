@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron.config import Config
 from megatron.config.parallel import RecomputeConfig
-from megatron.config.pieces import Pieces
+from megatron.config.pieces import PLAIN, Pieces
 from megatron.config.settings import SECTIONS
 from megatron.kernels.work import Attention, Memory, Product
 from megatron.planning.events import Again, Give, Message, Parameter, Part, Pass, Post, Step, Take, Trace, Wait
@@ -141,7 +141,7 @@ _parts: dict[tuple[str, Pieces], Part] = {}
 
 def _part(config: Config, kind: str, device: str) -> Part:
     key = repr((kind, device, *(getattr(config, name) for name in (*_DOES_NOT_COUNT, *_COUNTS))))
-    own = config.pieces != Pieces()  # whose sources nobody knows: kept in memory only
+    own = config.pieces != PLAIN  # whose sources nobody knows: kept in memory only
     found = _parts.get((key, config.pieces))
     if found is None:
         path = None if own else _folder(device)

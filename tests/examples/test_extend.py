@@ -16,7 +16,7 @@ import torch
 
 from megatron.config import Config
 from megatron.config.pieces import load_pieces
-from megatron.data.datasets import Datasets, build_datasets
+from megatron.data.datasets import build_datasets
 from megatron.engine.optimizer import build_optimizer
 from megatron.engine.optimizer_state import OPTIMIZERS, optimizer_state
 from megatron.errors import ConfigError, DataError
@@ -177,11 +177,11 @@ def test_pieces_that_cannot_serve_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="'rows'"):
         optimizer_state(config.with_pieces(optimizer=Factored))
-    short = config.with_pieces(datasets=lambda config, *counts: Datasets(train=[np.arange(4)] * counts[0]))
+    short = config.with_pieces(datasets=lambda config, *counts: ([np.arange(4)] * counts[0], None, None))
     with pytest.raises(DataError, match="4"):
         build_datasets(short, 3, 0, 0).train[0]  # type: ignore[index]
     with pytest.raises(DataError, match="3"):
-        build_datasets(config.with_pieces(datasets=lambda *_: Datasets(train=[])), 3, 0, 0)
+        build_datasets(config.with_pieces(datasets=lambda *_: ([], None, None)), 3, 0, 0)
     (tmp_path / "none.py").write_text("PIECES = 3")
     for file in ("none.py", "absent.py"):
         with pytest.raises(ConfigError, match=file):
