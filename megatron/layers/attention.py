@@ -114,10 +114,9 @@ class CoreAttention:
         all three as they leave SelfAttention's projection."""
         seed, place = None, WHOLE
         if call.dropout:
+            s, heads = tensors[0].shape[0], self.heads // self.tensor.size
             seed = call.dropout.at(self.layer, Site.ATTENTION)
-            place = call.dropout.weights(
-                tensors[0].shape[0], self.heads // self.tensor.size, self.tensor.rank, self.tensor.size
-            )
+            place = call.dropout.weights(s, heads, self.tensor.rank, self.tensor.size)
         core = partial(self._core, call.documents, seed, place)
         if self.recompute and torch.is_grad_enabled():
             out: torch.Tensor = checkpoint(core, *tensors, use_reentrant=False, preserve_rng_state=False)

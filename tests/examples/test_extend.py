@@ -141,15 +141,17 @@ class Tell(megatron.Callback):
     def on_end(self, run):
         print("told:", ", ".join(self.seen))
 
-PIECES = {"callbacks": [Tell()]}
+if __name__ == "__main__":
+    megatron.main(callbacks=[Tell()])
 """
 
 
 @pytest.mark.slow
-def test_callbacks_hear_of_a_run_on_every_rank(tmp_path: Path) -> None:
-    (tmp_path / "tell.py").write_text(TOLD)
-    flags = [*TINY, "--mock-data", "--pieces", str(tmp_path / "tell.py"), "--save", str(tmp_path / "saved")]
-    outcomes = launch(2, [*flags, "--log-interval", "2"])
+def test_callbacks_of_a_script_of_ones_own_hear_of_a_run_on_every_rank(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TOLD)
+    flags = [*TINY, "--mock-data", "--save", str(tmp_path / "saved"), "--log-interval", "2"]
+    outcomes = launch(2, flags, script=str(script))
     good(outcomes)
     for outcome in outcomes:
         assert outcome is not None
