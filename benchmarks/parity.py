@@ -24,8 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron.calibration.processes import gpus_here  # noqa: E402
-from megatron.parallel.processes import reserve_port  # noqa: E402
-from megatron.planning.experiments.launch import environment  # noqa: E402
+from megatron.parallel.processes import environment, reserve_port  # noqa: E402
 from megatron.planning.metrics_file import read_records  # noqa: E402
 from tests.helpers.launching import TINY  # noqa: E402
 

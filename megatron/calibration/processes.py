@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import LaunchError
-from megatron.parallel.processes import reserve_port
-from megatron.planning.experiments.launch import environment
+from megatron.parallel.processes import environment, reserve_port
 
 ROOT = Path(__file__).resolve().parents[2]
 _SPARE_S = 180.0

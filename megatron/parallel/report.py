@@ -172,3 +172,12 @@ def raise_file_limit() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def seconds_waited(path: str = "/proc/thread-self/schedstat") -> float | None:
+    """Seconds that this thread waited for a core that others had; None where the system does not tell. The counters are
+    Linux's (sched-stats.rst of the kernel's documentation)."""
+    try:
+        return int(Path(path).read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return None

@@ -13,6 +13,7 @@ import importlib.metadata
 import json
 import operator
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ from megatron.config import Config
 from megatron.config.parallel import RecomputeConfig
 from megatron.config.pieces import PLAIN, Pieces
 from megatron.config.settings import SECTIONS
+from megatron.errors import ConfigError
 from megatron.kernels.work import Attention, Memory, Product
 from megatron.planning.events import Again, Give, Message, Parameter, Part, Pass, Post, Step, Take, Trace, Wait
 
@@ -136,6 +138,10 @@ def _that_counts(config: Config, kind: str) -> Config:
     return Config(**sections, given={}, origins={}, pieces=pieces)
 
 
+class NeedsTorch(ConfigError, ImportError):
+    """torch is not installed, as on a login node."""
+
+
 _parts: dict[tuple[str, Pieces], Part] = {}
 
 
@@ -165,9 +171,15 @@ def _folder(device: str) -> Path | None:
     wanted = os.environ.get(FOLDER)
     if wanted == "none":
         return None
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron" / "traces"
-    base = Path(wanted) if wanted else base
-    digest = hashlib.sha256(f"{importlib.metadata.version('torch')} {_of_machine(device)}".encode())
+    base = Path(wanted or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron") / "traces"
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        raise NeedsTorch(
+            "what a layer computes, sends and keeps is read off the code, which needs torch, though no device: install "
+            "any build of torch"
+        ) from None
+    digest = hashlib.sha256(f"{version} {_of_machine(device)}".encode())
     for source in _SOURCES:
         path = _PACKAGE / source
         for file in sorted(path.rglob("*.py")) if path.is_dir() else (path,):
@@ -176,7 +188,8 @@ def _folder(device: str) -> Path | None:
     try:
         if not folder.is_dir():
             folder.mkdir(parents=True, exist_ok=True)
-            for old in sorted(base.iterdir(), key=lambda p: p.stat().st_mtime)[:-_KEPT]:
+            own = [path for path in base.iterdir() if re.fullmatch("[0-9a-f]{16}", path.name)]
+            for old in sorted(own, key=lambda p: p.stat().st_mtime)[:-_KEPT]:
                 shutil.rmtree(old, ignore_errors=True)
     except OSError:
         return None

@@ -79,7 +79,8 @@ TARGETS: Sequence[Target] = (
     ("tools/merge_datasets.py", "--inputs {f}/a {f}/b --output-prefix {f}/out", "data"),
     ("tools/plan.py", "--model tiny --cluster {f}/machine.toml --devices 2 --global-batch 8 --processes 1", "cluster"),
     ("tools/plot_metrics.py", "{f}/run/metrics.jsonl --output {f}/loss.png", "measured"),
-    ("tools/preflight.py", "check --cluster {f}/machine.toml {f}/job.sh", "job"),
+    ("tools/preflight.py", "check --cluster {f}/machine.toml {f}/job.sh -- srun -N 2 -n 16 python pretrain_gpt.py "
+     "--preset tiny --mock-data --train-iters 10 --global-batch-size 32 --deepspeed_config {f}/ds.json", "job"),
     ("tools/preprocess_data.py", "--input {f}/a.jsonl {f}/b.jsonl.gz {f}/c.jsonl.zst {f}/d.parquet --workers 1 "
      "--output-prefix {f}/o --tokenizer-type NullTokenizer --vocab-size 100", "texts"),
     ("tools/preprocess_data.py", "--input {f}/a.jsonl --workers 1 --output-prefix {f}/o --tokenizer-type NullTokenizer "
@@ -136,8 +137,8 @@ OWN_PICKLES = (
 )  # fmt: skip
 PRELOADED = (
     "tests.helpers.preload", "matplotlib.pyplot", "matplotlib.backends.backend_agg", "pyarrow.parquet", "rich.table",
-    "sentencepiece", "tokenizers", "tiktoken", "megatron.planning.search.command", "megatron.tuning.command",
-    "megatron.preflight.check.command", "megatron.dryrun.command", "megatron.data.prepare.preprocess", "optuna",
+    "sentencepiece", "tokenizers", "tiktoken", "megatron.planning.search.command", "megatron.jobs.tune",
+    "megatron.jobs.check_job", "megatron.dryrun.command", "megatron.data.prepare.preprocess", "optuna",
 )  # fmt: skip
 
 
