@@ -32,6 +32,7 @@ ROOMS["planning"] = ROOMS["engine"] | {"engine", "drawing"}
 ROOMS["checkpoint"] = ROOMS["engine"] | {"engine"}
 ROOMS["training"] = ROOMS["checkpoint"] | {"checkpoint", "planning"}
 ROOMS["dryrun"] = ROOMS["training"] | {"training"}
+ROOMS["program"] = ROOMS["dryrun"] | {"dryrun"}
 ROOMS["calibration"] = ROOMS["training"] | {"training"}
 ROOMS["jobs"] = ROOMS["calibration"] | {"calibration", "dryrun", "drawing"}
 

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron.calibration.tasks import TERA, Make, Task, Work
 from megatron.config.parallel import RecomputeConfig
-from megatron.engine.optimizer import build_optimizer, create_moments
+from megatron.engine.optimizer import build_optimizer, create_state
+from megatron.engine.optimizer_state import OPTIMIZERS
 from megatron.engine.zero import square
 from megatron.kernels.choose import choose_fusions
 from megatron.kernels.library import available
@@ -165,7 +166,7 @@ def _updates(config: Config, device: torch.device) -> Iterator[Task]:
         groups = [{"params": [weights], "decays": True}]
         fused = choose_fusions(kernels, device, dtype_name).optimizer
         adam = build_optimizer(groups, config.optimizer, device, kernels.optimizer_implementation, fused)
-        create_moments(adam, ("exp_avg", "exp_avg_sq"))
+        create_state(adam, OPTIMIZERS["adam"])
         if fused and dtype_name != "float32":
             copy = torch.zeros(elements, device=device, dtype=getattr(torch, dtype_name))
             adam.copies = {weights: copy}  # type: ignore[attr-defined]

@@ -23,15 +23,15 @@ from megatron.engine.gradients import Gradients
 from megatron.engine.loss_scale import ScaleForDeepSpeed, loss_scale_of
 from megatron.engine.mpu import ModelParallelUnit
 from megatron.engine.optimizer import (
-    MOMENTS,
     build_optimizer,
     check_groups,
-    create_moments,
+    create_state,
     get_step,
     parameter_groups,
     set_step,
     unique_parameters,
 )
+from megatron.engine.optimizer_state import optimizer_state
 from megatron.engine.terms import Terms
 from megatron.engine.weights import WeightGather
 from megatron.engine.zero import ZeroStep
@@ -63,7 +63,8 @@ class StepResult:
 class Engine:
     """ZeRO stage 1 or 0, in fp32, bf16 or fp16, with fp32 master weights and gradient sums in fp32 or bf16.
 
-    config    reads .batch, .engine, .optimizer, .precision and, where they are there, .kernels, .logging, .parallel
+    config    reads .batch, .engine, .optimizer, .precision and, where they are there, .kernels, .logging, .parallel and
+              .pieces
     chunks    this rank's model, with fp32 parameters that carry a Sharding each; they become fp16 or bf16 here
 
     Stage 1 partitions the optimizer over the data-parallel ranks. Stage 0 is the same with partitions of one rank, and
@@ -86,7 +87,8 @@ class Engine:
         self.skipped_steps = 0
         self._dtype = getattr(torch, config.precision.dtype_name)
         self._stage = int(config.engine.zero_stage)
-        self._moments = MOMENTS[config.optimizer.optimizer]
+        self._state = optimizer_state(config)
+        self._moments = self._state.tensors
         logging = getattr(config, "logging", None)
         self.log_num_zeros = bool(getattr(logging, "log_num_zeros_in_grad", False))
         self.log_params_norm = bool(getattr(logging, "log_params_norm", False))
@@ -121,7 +123,7 @@ class Engine:
         self._connect(config, parameters)
         self._make_masters_exact(exact)
         release_free_memory()  # the moments are larger than any hole that the weights of the start have left
-        create_moments(self._basic, self._moments)
+        create_state(self._basic, self._state)
         self._scale = loss_scale_of(config.precision)
         self._under_way: tuple[float, HostCopy] | None = None  # a step whose figures nobody has read
         self._result: StepResult | None = None
@@ -133,6 +135,9 @@ class Engine:
 
     def _build_optimizer(self, config: Any, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         kernels, device = getattr(config, "kernels", None), self.topology.device
+        own = getattr(getattr(config, "pieces", None), "optimizer", None)
+        if own is not None:
+            return own(groups, config.optimizer)
         if kernels is None:
             return build_optimizer(groups, config.optimizer, device)
         fused = choose_fusions(kernels, device, config.precision.dtype_name).optimizer

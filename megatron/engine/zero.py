@@ -116,8 +116,8 @@ class ZeroStep:
 
     def _reads_device(self) -> bool:
         """Whether the update takes the clip factor, and leaves everything as it is where that is not finite, without
-        the host: apex's does not, so that DeepSpeed asks for the norm before it."""
-        return isinstance(self._inner, FusedAdamW) or bool(self._inner.defaults.get("fused"))
+        the host: apex's and most of one's own do not, so that DeepSpeed asks for the norm before them."""
+        return isinstance(self._inner, FusedAdamW) or getattr(self._inner, "_step_supports_amp_scaling", False)
 
     # -- the step ------------------------------------------------------------------------------------------------------
 

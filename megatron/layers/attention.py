@@ -1,6 +1,7 @@
 """Causal self-attention with heads cut over the tensor-parallel group."""
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -94,30 +95,33 @@ def flash_attention(
     return out.view(q.shape).transpose(0, 1)
 
 
-class SelfAttention(torch.nn.Module):
-    """[s(/tp), b, h] -> ([s(/tp), b, h], bias or None). `attention` names what computes it (choose_attention).
+class CoreAttention:
+    """softmax(q k^T / sqrt(d)) v, causal, of one layer, as the configuration says: ALiBi, dropout, recomputation.
 
-    The rows of the fused weight are ordered [key-value group][queries ..., key, value][head dimension], so a cut along
-    them gives every rank whole groups (the order of Megatron checkpoints from version 2.0 on).
+    attention  names what computes it (choose_attention)
     """
 
     def __init__(
-        self, context: LayerContext, name: str, config: ModelConfig, layer: int, fill: Fill, output_fill: Fill,
-        rotary: RotaryEmbedding | None, recompute: bool, attention: str = "torch",
+        self, context: LayerContext, config: ModelConfig, layer: int, recompute: bool = False, attention: str = "torch"
     ) -> None:
-        super().__init__()
-        heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.kv_channels
-        tp = context.tensor.size
-        self.layer, self.rotary, self.recompute = layer, rotary, recompute
+        self.heads, self.layer, self.recompute = config.num_attention_heads, layer, recompute
         self.dropout, self.tensor = config.attention_dropout, context.tensor
-        self.groups, self.queries, self.head_dim = groups // tp, heads // groups, d
         self.attention, self.fusions = attention, context.fusions
-        bias = config.add_bias_linear
-        self.query_key_value = ColumnParallelLinear(
-            context, f"{name}.query_key_value", ((heads + 2 * groups) * d, config.hidden_size), fill, bias
-        )
-        self.dense = RowParallelLinear(context, f"{name}.dense", (config.hidden_size, heads * d), output_fill, bias)
-        self.alibi = context.alibi(heads) if config.position_embedding_type == "alibi" else None
+        self.alibi = context.alibi(self.heads) if config.position_embedding_type == "alibi" else None
+
+    def __call__(self, call: CallContext, *tensors: torch.Tensor) -> torch.Tensor:
+        """q [s, b, heads/tp, d], k and v [s, b, kv heads/tp, d] -> [s, b, heads/tp, d]. Blocked attention also takes
+        all three as they leave SelfAttention's projection."""
+        seed, place = None, WHOLE
+        if call.dropout:
+            s, heads = tensors[0].shape[0], self.heads // self.tensor.size
+            seed = call.dropout.at(self.layer, Site.ATTENTION)
+            place = call.dropout.weights(s, heads, self.tensor.rank, self.tensor.size)
+        core = partial(self._core, call.documents, seed, place)
+        if self.recompute and torch.is_grad_enabled():
+            out: torch.Tensor = checkpoint(core, *tensors, use_reentrant=False, preserve_rng_state=False)
+            return out
+        return core(*tensors)
 
     def _core(
         self, documents: Documents | None, seed: int | None, place: Place, *tensors: torch.Tensor
@@ -136,6 +140,29 @@ class SelfAttention(torch.nn.Module):
         with seeded(q.device, mix(seed, place.start)):
             return core(q, k, v, self.alibi, documents, self.dropout)
 
+
+class SelfAttention(torch.nn.Module):
+    """[s(/tp), b, h] -> ([s(/tp), b, h], bias or None). recompute, attention: see CoreAttention.
+
+    The rows of the fused weight are ordered [key-value group][queries ..., key, value][head dimension], so a cut along
+    them gives every rank whole groups (the order of Megatron checkpoints from version 2.0 on).
+    """
+
+    def __init__(
+        self, context: LayerContext, name: str, config: ModelConfig, layer: int, fill: Fill, output_fill: Fill,
+        rotary: RotaryEmbedding | None, recompute: bool, attention: str = "torch",
+    ) -> None:
+        super().__init__()
+        heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.kv_channels
+        tp = context.tensor.size
+        self.rotary, self.core = rotary, CoreAttention(context, config, layer, recompute, attention)
+        self.groups, self.queries, self.head_dim = groups // tp, heads // groups, d
+        bias = config.add_bias_linear
+        self.query_key_value = ColumnParallelLinear(
+            context, f"{name}.query_key_value", ((heads + 2 * groups) * d, config.hidden_size), fill, bias
+        )
+        self.dense = RowParallelLinear(context, f"{name}.dense", (config.hidden_size, heads * d), output_fill, bias)
+
     def forward(
         self, x: torch.Tensor, call: CallContext, again: Again = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -143,16 +170,8 @@ class SelfAttention(torch.nn.Module):
         mixed = self.query_key_value(x, again)  # [s, b, groups/tp * (queries + 2) * d]
         s, b = mixed.shape[:2]
         mixed = mixed.view(s, b, self.groups, self.queries + 2, self.head_dim)
-        tensors = (mixed,) if self.rotary is None and self.attention == "blocked" else self._apart(mixed, call)
-        seed, place = None, WHOLE
-        if call.dropout:
-            seed = call.dropout.at(self.layer, Site.ATTENTION)
-            place = call.dropout.weights(s, self.groups * self.queries, self.tensor.rank, self.tensor.size)
-        given = (call.documents, seed, place, *tensors)
-        if self.recompute and torch.is_grad_enabled():
-            out = checkpoint(self._core, *given, use_reentrant=False, preserve_rng_state=False)
-        else:
-            out = self._core(*given)
+        whole = self.rotary is None and self.core.attention == "blocked"
+        out = self.core(call, *((mixed,) if whole else self._apart(mixed, call)))
         return self.dense(out.reshape(s, b, -1))
 
     def _apart(self, mixed: torch.Tensor, call: CallContext) -> tuple[torch.Tensor, ...]:

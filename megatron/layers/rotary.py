@@ -9,7 +9,7 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 
 
 class RotaryEmbedding:
-    """Angles for the first `dimension` entries of each head; shared by the layers of a stage.
+    """Angles for the first `dimension` entries of each head; shared by the layers of a rank.
 
     No module and no buffer: a cast of the model to bf16 must not touch the angles.
     """

@@ -14,6 +14,7 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
+from megatron.config.pieces import Order
 from megatron.pipeline import links, shared_cores
 from megatron.pipeline.instructions import COMPUTE, SENDS_IN_FLIGHT, Instruction, Op, Schedule
 from megatron.pipeline.messages import planned_latency
@@ -40,7 +41,7 @@ Repeat = tuple[int, int, int, int]  # forward passes of a rank until there; pass
 
 
 def run_pipeline(
-    schedule: str,
+    schedule: str | Order,
     pipeline_size: int,
     chunks: int,
     micro_batches: int,
@@ -69,7 +70,7 @@ def run_pipeline(
     pipeline = Pipeline(schedule, pipeline_size, chunks, micro_batches, times, boundaries, cores, demand)
     if pipeline_size == 1:
         return _run_alone(pipeline)
-    if cores is not None or compiled is None:
+    if cores is not None or compiled is None or callable(schedule):
         return _replayed(pipeline)[0]
     scale = _scale(pipeline)
     arguments = _ticks(pipeline, scale)
@@ -83,7 +84,7 @@ def run_pipeline(
 def timeline(run: PipelineRun) -> Timeline:
     """For each rank of a run its passes with start and end, in order. Takes memory for large pipelines."""
     pipeline = run.pipeline
-    if pipeline.cores is not None or compiled is None or pipeline.size == 1:
+    if pipeline.cores is not None or compiled is None or pipeline.size == 1 or callable(pipeline.schedule):
         return _replayed(pipeline)[1]
     scale = _scale(pipeline)
     groups = _groups(pipeline.size, pipeline.chunks, pipeline.micro_batches)
@@ -104,9 +105,9 @@ def _duplex(pipeline: Pipeline) -> bool:
 
 
 def _whole_backward(pipeline: Pipeline) -> tuple[float, ...]:
-    """A pipeline of one rank splits no backward pass."""
-    times = pipeline.times
-    if pipeline.schedule != "zb-h1" or pipeline.size > 1:
+    """A pipeline of one rank splits no backward pass, and an order of one's own some."""
+    times, own = pipeline.times, callable(pipeline.schedule)
+    if not times.weight or (not own and (pipeline.schedule != "zb-h1" or pipeline.size > 1)):
         return times.backward
     return tuple(a + b for a, b in zip(times.backward, times.weight, strict=True))
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron.config.pieces import Order
 from megatron.errors import ConfigError
 from megatron.parallel.deferred import WeightGradients
 from megatron.parallel.topology import Topology
@@ -25,7 +26,7 @@ class Executor:
                       first stage gets hidden=None; the last stage returns the scalar loss of the micro-batch, the
                       others a tensor of `message_shape` and `message_dtype`. In training the value of the loss is
                       read after its backward pass, which may be what fills it in.
-    schedule          '1f1b', 'interleaved' or 'zb-h1' (schedule.py), with `num_chunks` chunks on every rank.
+    schedule          '1f1b', 'interleaved', 'zb-h1' (schedule.py) or an order, with `num_chunks` chunks on every rank.
     message_shape     shape of the hidden state between stages, or a function of the micro-batch that returns it.
     weight_gradients  the queue in which linear layers leave their weight gradients; needed by 'zb-h1' only.
     after_backward    called after every backward pass, whole, of inputs or of weights: the place to add `.grad` to an
@@ -41,7 +42,7 @@ class Executor:
         self,
         topology: Topology,
         chunks: Mapping[int, Chunk],
-        schedule: str,
+        schedule: str | Order,
         num_chunks: int,
         message_shape: Shape,
         message_dtype: torch.dtype,
@@ -58,7 +59,8 @@ class Executor:
             )
         if schedule == "zb-h1" and weight_gradients is None:
             raise ConfigError("schedule 'zb-h1' needs weight_gradients: the queue that the linear layers share with it")
-        build_rank_schedule(schedule, size, num_chunks, 1, rank)  # refuses what does not exist before the first step
+        if not callable(schedule):
+            build_rank_schedule(schedule, size, num_chunks, 1, rank)  # refuses what does not exist
         self.topology = topology
         self.chunks = chunks
         self.schedule = schedule

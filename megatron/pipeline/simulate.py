@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron.errors import ConfigError
 from megatron.pipeline.instructions import COMPUTE, Instruction, Op, Schedule
 
 Durations = Mapping[Op, float] | Callable[[Instruction], float]
@@ -104,7 +105,8 @@ def run_orders(
             if result in waiting:
                 runnable.append(waiting.pop(result))
     stuck = [str(orders[r][len(spans[r])]) for r in range(size) if len(spans[r]) < len(orders[r])]
-    assert not stuck, "the schedule deadlocks before " + "; ".join(stuck)
+    if stuck:
+        raise ConfigError(f"the schedule deadlocks before {'; '.join(stuck)}")
     return tuple(tuple(of_rank) for of_rank in spans)
 
 

@@ -10,7 +10,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron.config.pieces import Order
 from megatron.pipeline import orders
+from megatron.pipeline.instructions import Op
 
 Numbers = npt.NDArray[np.int64]
 
@@ -36,11 +38,13 @@ _GROUPS = 3
 and each pass of a group then has the same ones before it as that of the group before."""
 
 
-def moments_of_rank(schedule: str, pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> Moments:
+def moments_of_rank(schedule: str | Order, pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> Moments:
     """The passes of `rank` in a step of so many micro-batches, without repetitions."""
     p, v, m = pipeline_size, chunks, micro_batches
     if p == 1:
         return _one_rank(v)
+    if callable(schedule):
+        return _of_list(schedule, p, v, m, rank)
     if v > 1:
         sizes = orders.group_sizes(p, m)
         larger = sizes.count(sizes[0])
@@ -49,6 +53,23 @@ def moments_of_rank(schedule: str, pipeline_size: int, chunks: int, micro_batche
         return _zero_bubble(rank, p, min(m, 3 * p))
     held = min(m, p - rank) - 1
     return Moments(np.array([1, 0]), np.zeros(2, np.int64), np.full((2, 1), held), np.zeros(2, np.int64))
+
+
+@lru_cache(maxsize=1 << 6)
+def _of_list(order: Order, p: int, v: int, m: int, rank: int) -> Moments:
+    """Counted in what an order of one's own gives."""
+    held, waiting, rows = [0] * v, 0, []
+    for op, stage, _ in order(p, v, m, rank):
+        chunk = stage // p
+        if op is Op.BACKWARD_WEIGHT:
+            waiting -= 1
+            continue
+        held[chunk] -= op is not Op.FORWARD
+        rows.append((int(op is Op.FORWARD), chunk, waiting, *held))
+        held[chunk] += op is Op.FORWARD
+        waiting += op is Op.BACKWARD_INPUT
+    forward, chunks, waits, *counts = np.unique(np.array(rows, np.int64), axis=0).T
+    return Moments(forward, chunks, np.stack(counts, axis=1), waits)
 
 
 @lru_cache(maxsize=1 << 6)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from megatron.engine.optimizer_state import optimizer_state
 from megatron.pipeline.instructions import SENDS_IN_FLIGHT
-from megatron.planning.checkpoint_size import MOMENTS
 from megatron.planning.events import Give, Part, Pass, Take, Trace
 from megatron.planning.in_flight import moments_of_rank
 from megatron.planning.stage import Stage, owners, parameters_of, stages_of
@@ -263,7 +263,7 @@ def _memory(config: Config, traced: Trace, rank: int, block: int) -> RankMemory:
         rank=rank,
         weights=(4.0 if in_fp32 else 2.0) * n,
         master=0.0 if in_fp32 else 4.0 * n / divided,
-        moments=4.0 * MOMENTS[config.optimizer.optimizer] * n / divided,
+        moments=float(optimizer_state(config).bytes) * n / divided,
         gradients=float(n * config.precision.gradient_bytes),
         activations=held.activations + traced.layer.tables,
         logits=held.logits,
@@ -277,7 +277,7 @@ def _fullest(config: Config, traced: Trace, rank: int, block: int) -> tuple[Held
     parallel = config.parallel
     p, v, group = parallel.pipeline_model_parallel_size, parallel.num_chunks, config.recompute.recompute_num_layers
     mine = [chunk_memory(traced, stage, group, block) for stage in stages_of(config)[rank::p]]
-    forward, chunk, held, waiting = moments_of_rank(parallel.schedule, p, v, config.num_micro_batches(), rank)
+    forward, chunk, held, waiting = moments_of_rank(config.schedule, p, v, config.num_micro_batches(), rank)
     more = int(config.num_micro_batches() > 1)  # another message may be awaited while the one that came is used
     awaited = np.where(forward, int(rank < p - 1 or v > 1), more * int(rank > 0 or v > 1)) + int(v > 1)
     messages = (_sent(config, rank) + awaited if p > 1 else 0 * awaited) * float(traced.layer.hands_on)

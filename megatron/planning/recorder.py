@@ -313,7 +313,8 @@ class _Piece:
         context = layer_context(config, topology, perform_initialization=False)
         dtype = getattr(torch, config.precision.dtype_name)
         self.config, self.last, self.queue, self.device = config, last, context.weight_gradients, topology.device
-        self.chunk = GPTChunk(config, context, 0 if first else 1, layers, last=last).to(dtype).train()
+        make = config.pieces.model or GPTChunk
+        self.chunk: Any = make(config, context, 0 if first else 1, layers, last=last).to(dtype).train()
         self.terms = Terms([self.chunk], context.sequence_parallel)
         self.tensor = topology.tensor.size
         sums = torch.bfloat16 if config.precision.gradient_bytes == 2 else torch.float32

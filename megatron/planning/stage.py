@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.model.stages import assign_layers
+from megatron.pipeline.schedule import splits_backward
 from megatron.planning.clocked import NOTHING, MessageSeconds, PassSeconds, pass_seconds
 from megatron.planning.events import Pass, Trace
 
@@ -29,7 +30,8 @@ class Stage(NamedTuple):
 def stages_of(config: Config) -> tuple[Stage, ...]:
     """All global stages of a configuration."""
     parallel, recompute = config.parallel, config.recompute
-    split = parallel.schedule == "zb-h1" and parallel.pipeline_model_parallel_size > 1
+    size = parallel.pipeline_model_parallel_size
+    split = size > 1 and splits_backward(config.schedule, size, parallel.num_chunks, config.num_micro_batches())
     return _stages(
         config.model.num_layers, parallel.num_stages, parallel.pipeline_layout, recompute.recompute_granularity,
         recompute.recompute_method, recompute.recompute_num_layers, split,

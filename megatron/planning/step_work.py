@@ -63,7 +63,7 @@ def step_work(config: Config) -> StepWork:
         tuple(stage_flops(traced, stage)[name] for stage in stages) for name in ("forward", "backward", "weight")
     )
     times = StageTimes(forward, backward, weight if stages[0].split else ())
-    run = run_pipeline(parallel.schedule, ranks, parallel.num_chunks, m, times)
+    run = run_pipeline(config.schedule, ranks, parallel.num_chunks, m, times)
     model = m * sum(sum(stage_flops(traced, stage, again=False).values()) for stage in stages)
     return StepWork(
         ranks=ranks, micro_batches=m, makespan=run.makespan, busiest=max(run.busy), hardware=sum(run.busy), model=model,

@@ -22,6 +22,7 @@ from typing import Any
 
 from megatron.config import Config
 from megatron.config.parallel import RecomputeConfig
+from megatron.config.pieces import PLAIN, Pieces
 from megatron.config.settings import SECTIONS
 from megatron.errors import ConfigError
 from megatron.kernels.work import Attention, Memory, Product
@@ -74,7 +75,8 @@ GPT2_VOCABULARY = 50257
 def trace(config: Config, device: str) -> Trace:
     """What the parts of this model do for one micro-batch, on one rank of a "cuda" (a GPU of either make) or "cpu"
     device. The kernels count as there on a GPU, which is elsewhere; on a CPU they are those of this machine."""
-    key = device, *(counts(getattr(config, section)) for section, counts in _that_count())
+    own = config.pieces.layer, config.pieces.model
+    key = device, own, *(counts(getattr(config, section)) for section, counts in _that_count())
     found = _traces.get(key)
     if found is None:
         found = _traces[key] = _trace(config, device)
@@ -132,21 +134,23 @@ def that_counts(config: Config, kind: str) -> Config:
     model, tensor = sections["model"], sections["parallel"].tensor_model_parallel_size
     sections["model"] = dataclasses.replace(model, num_layers=1, vocab_size=model.vocab_size or GPT2_VOCABULARY)
     sections["parallel"] = dataclasses.replace(sections["parallel"], world_size=tensor, data_parallel_size=1)
-    return Config(**sections, given={}, origins={})
+    pieces = Pieces(layer=config.pieces.layer if kind == "layer" else None, model=config.pieces.model)
+    return Config(**sections, given={}, origins={}, pieces=pieces)
 
 
 class NeedsTorch(ConfigError, ImportError):
     """torch is not installed, as on a login node."""
 
 
-_parts: dict[str, Part] = {}
+_parts: dict[tuple[str, Pieces], Part] = {}
 
 
 def _part(config: Config, kind: str, device: str) -> Part:
     key = repr((kind, device, *(getattr(config, name) for name in (*_DOES_NOT_COUNT, *_COUNTS))))
-    found = _parts.get(key)
+    own = config.pieces != PLAIN  # whose sources nobody knows: kept in memory only
+    found = _parts.get((key, config.pieces))
     if found is None:
-        path = _folder(device)
+        path = None if own else _folder(device)
         path = None if path is None else path / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
         found = _read(path)
         if found is None:
@@ -154,7 +158,7 @@ def _part(config: Config, kind: str, device: str) -> Part:
 
             found = record(config, device, kind)
             _write(path, found)
-        _parts[key] = found
+        _parts[key, config.pieces] = found
     return found
 
 

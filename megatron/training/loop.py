@@ -53,6 +53,7 @@ def train(run: Run) -> Stop | None:
         with run.topology.flight.phase("saving"):
             run.saves.close()
         run.saves.check()
+    run.call("on_end")
     return stop
 
 
@@ -61,6 +62,7 @@ def train_steps(run: Run) -> Stop | None:
     training, progress = run.config.training, run.progress
     if training.manual_gc:
         gc.disable()
+    run.call("on_start")
     stop = run.stop.ask(progress.iteration, run.agreement.now())  # what happened while the run was put together
     if stop is None and progress.iteration == 0:
         validate(run)  # the loss that training starts from
@@ -203,6 +205,7 @@ def finish_step(run: Run) -> StepRecord | None:
         result.params_norm,
     )  # fmt: skip
     run.interval.add(step)
+    run.call("on_step", step)
     return step
 
 
@@ -226,7 +229,9 @@ def report(run: Run) -> None:
     steps = len(run.interval)
     times_ms = run.timers.collect(steps)
     epochs = None if run.ledger is None else run.ledger.epochs()
-    run.reporter.iteration(run.interval.report(losses, run.total_iterations, elapsed_s, memory), times_ms, epochs)
+    figures = run.interval.report(losses, run.total_iterations, elapsed_s, memory)
+    run.reporter.iteration(figures, times_ms, epochs)
+    run.call("on_log", figures)
     if run.stragglers is not None:
         run.reporter.stragglers(run.progress.iteration, run.stragglers.report(steps))
 

@@ -139,6 +139,11 @@ class Run:
         if self.watchdog is not None:
             self.watchdog.patient = not before
 
+    def call(self, event: str, *figures: Any) -> None:
+        """Tell the callbacks of the run: "on_start" and others of megatron.config.pieces.Callback."""
+        for callback in self.config.pieces.callbacks:
+            getattr(callback, event)(self, *figures)
+
     def close(self) -> None:
         """Close files and stop reading ahead."""
         if self.watchdog is not None:

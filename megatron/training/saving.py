@@ -59,7 +59,7 @@ class Saves:
 
     All ranks call every method. Minutes, and the next try after a failure, are decided on rank 0 and agreed; the
     `agreement` has also to say whether a rank still writes. `saved_iteration` is the last one of which there is a
-    checkpoint in the --save folder, None for none. `after_save` is told how long each took.
+    checkpoint in the --save folder, None for none. `after_save` are told how long each took.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Saves:
         self._every_s = None if settings.save_interval_minutes is None else 60.0 * settings.save_interval_minutes
         self._writer, self._reporter, self._engine, self._passport = writer, reporter, engine, passport
         self._clock, self._last_s = clock, clock()
-        self.after_save: Callable[[float], object] = lambda seconds: None
+        self.after_save: list[Callable[[float], object]] = []
         self._started: int | None = None  # the iteration of a save in the background
         self.saved_iteration = saved_iteration
         self.saved_here = False  # whether this job made any
@@ -189,7 +189,8 @@ class Saves:
         if self.failure is not None:
             say(f" saving works again: iteration {self.failure.iteration} could not be saved, {iteration} is")
         self.failure, self.saved_iteration, self.saved_here = None, iteration, True
-        self.after_save(saved.elapsed_s)
+        for told in self.after_save:
+            told(saved.elapsed_s)
 
     def _failed(self, iteration: int, error: CheckpointError, last: bool = False) -> None:
         self.failure = Failure(iteration, str(error), self._clock())

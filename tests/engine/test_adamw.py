@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from megatron.engine.adamw import FusedAdamW
-from megatron.engine.optimizer import create_moments, get_step, set_step
+from megatron.engine.optimizer import create_state, get_step, set_step
+from megatron.engine.optimizer_state import OPTIMIZERS
 
 U = 2.0**-24
 SHAPES = [(7, 5), (33,), (0,), (1200,)]
@@ -82,7 +83,7 @@ def test_resumes_where_it_stood() -> None:
     loaded, by_hand = weights(), weights()
     second, third = FusedAdamW(groups(loaded)), FusedAdamW(groups(by_hand))
     second.load_state_dict(state)
-    create_moments(third, ("exp_avg", "exp_avg_sq"))
+    create_state(third, OPTIMIZERS["adam"])
     for p, q in zip(by_hand, straight, strict=True):
         for name in ("exp_avg", "exp_avg_sq"):
             third.state[p][name].copy_(optimizer.state[q][name])

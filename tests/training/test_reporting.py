@@ -48,7 +48,7 @@ def test_log_files_get_plain_lines_and_other_ranks_are_silent() -> None:
 
 def train_on_a_terminal(rank: int) -> tuple[int, str]:
     """pretrain_gpt.py's exit code, and what a terminal got from it."""
-    import pretrain_gpt
+    from megatron import program
 
     ours, theirs = pty.openpty()
     os.environ.update(TERM="xterm", COLUMNS="120")
@@ -61,7 +61,7 @@ def train_on_a_terminal(rank: int) -> tuple[int, str]:
 
     reader = threading.Thread(target=read)
     reader.start()
-    code = pretrain_gpt.main(TINY)
+    code = program.run(TINY)
     sys.stdout.close()
     reader.join()
     return code, b"".join(parts).decode(errors="replace")

@@ -187,7 +187,7 @@ def _run(config: Config, cluster: Cluster, channels: Channels, times: StageTimes
     crowd = crowding(config, cluster)
     on_node = min(parallel.world_size, cluster.devices_per_node)
     return run_pipeline(
-        parallel.schedule, size, parallel.num_chunks, config.num_micro_batches(), times, boundaries,
+        config.schedule, size, parallel.num_chunks, config.num_micro_batches(), times, boundaries,
         cores=cluster.shared_cores if crowd > 1.0 else None, demand=on_node / size if crowd > 1.0 else 1.0,
     )
 

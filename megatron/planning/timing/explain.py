@@ -72,7 +72,7 @@ def _sizes(found: Estimate) -> Section:
     rows = [
         Row("devices", f"TP {t} x PP {p} x DP {d}", str(t * p * d)),
         Row("micro-batches", f"{batch.global_batch_size} samples / ({batch.micro_batch_size} x {d} replicas)", str(m)),
-        Row("stages", f"PP {p} x {parallel.num_chunks} chunks, schedule {parallel.schedule}", stages),
+        Row("stages", f"PP {p} x {parallel.num_chunks} chunks, schedule {config.schedule_name}", stages),
         Row("tokens of a micro-batch", f"{model.seq_length} x {batch.micro_batch_size}",
             str(model.seq_length * batch.micro_batch_size)),
         Row("placement", f"order of directions {order}", f"devices {devices}"),
@@ -235,7 +235,7 @@ def _closed_form(found: Estimate, busy: float) -> list[Row]:
     """The bubble that equal stages and free messages would have (Narayanan et al., arXiv 2104.04473, section 2.2)."""
     parallel, m = found.config.parallel, found.config.num_micro_batches()
     p, v = parallel.pipeline_model_parallel_size, parallel.num_chunks
-    if p == 1 or parallel.schedule == "zb-h1":
+    if p == 1 or found.config.schedule not in ("1f1b", "interleaved"):
         return []
     formula = f"({p} - 1) / ({v} x {m}) x {_s(busy)}, if stages were equal and messages free"
     return [Row("bubble, to compare", formula, _s((p - 1) / (v * m) * busy), "closed form")]

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatron.engine.optimizer_state import has_kernel, optimizer_state
 from megatron.kernels.choose import assumed_fusions, choose_fusions
 from megatron.planning.stage import owners, parameters_of, stages_of
 from megatron.planning.trace import trace
@@ -15,14 +16,13 @@ if TYPE_CHECKING:
 def bytes_per_element(config: Config, device: str) -> float:
     """Read and written for each element of the master weights (engine/zero.py, kernels/ops/optimizer.py)."""
     norm = gradient = float(config.precision.gradient_bytes)
-    # Weight and momentum, or two moments, in and out; the gradient in.
-    update = gradient + (16.0 if config.optimizer.optimizer == "sgd" else 24.0)
+    update = optimizer_state(config).traffic_bytes(gradient)
     if config.precision.dtype_name == "float32":
         return norm + update
     kernels, dtype_name = config.kernels, config.precision.dtype_name
     on_cpu = device == "cpu"
     fusions = choose_fusions(kernels, None, dtype_name) if on_cpu else assumed_fusions(kernels, device, dtype_name)
-    same_pass = fusions.optimizer and config.precision.bf16 and config.optimizer.optimizer == "adam"
+    same_pass = fusions.optimizer and config.precision.bf16 and has_kernel(config)
     return norm + update + (2.0 if same_pass else 6.0)
 
 
