@@ -23,7 +23,7 @@ from megatron.pipeline.schedule import (
     peak_activations,
     peak_receives,
 )
-from megatron.pipeline.simulate import NOMINAL_DURATIONS, Timeline, simulate
+from megatron.pipeline.replay import NOMINAL_DURATIONS, Timeline, simulate
 from megatron.planning.timeline_plot import draw_timeline
 from megatron.training.failures import as_tool
 

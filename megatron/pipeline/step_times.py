@@ -3,6 +3,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.pipeline.orders import AnyOrder
+
 # (time that a message keeps its link, time from leaving the link to arriving)
 Boundary = tuple[float, float]
 
@@ -42,7 +44,7 @@ class Boundaries:
 class Pipeline:
     """What is run: the arguments of `run_pipeline`."""
 
-    schedule: str
+    schedule: AnyOrder
     size: int
     chunks: int
     micro_batches: int

@@ -11,7 +11,7 @@ from typing import Any
 from megatron.errors import ConfigError
 from megatron.pipeline.clock import PipelineRun, timeline
 from megatron.pipeline.instructions import Op
-from megatron.pipeline.simulate import Span
+from megatron.pipeline.replay import Span
 from megatron.untrusted import without_waiting
 
 NAMES = {

@@ -11,7 +11,7 @@ from megatron.config.command_line import parse_plan
 from megatron.model import formulas
 from megatron.pipeline.instructions import Op
 from megatron.pipeline.orders import one_forward_one_backward
-from megatron.pipeline.simulate import run_orders
+from megatron.pipeline.replay import run_orders
 from megatron.planning import published_table as table
 from megatron.planning.cluster import CLUSTERS, Cluster, load_cluster
 from megatron.planning.compute import ASSUMED, Compute, Figure

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 from megatron.config.parallel import RANK_ORDERS
 from megatron.config.settings import did_you_mean
 from megatron.errors import ConfigError
+from megatron.pipeline.orders import SCHEDULES
 from megatron.planning.cluster import Cluster
 
-SCHEDULES = ("1f1b", "interleaved", "zb-h1")
 MODULES = ("core_attn", "mlp_act", "layernorm")
 
 
