@@ -70,12 +70,14 @@ def quick_seconds(
     A round is a multiple of as many micro-batches as there are ranks. Filled, a pipeline does in each round what it did
     in the one before, so that the step grows by one time for each: by what the second of two short steps takes longer.
     """
-    size = pipeline_size * -(-8 // pipeline_size)  # of a round: fewer than 8 are gone before messages have an effect
-    rounds, rest = divmod(micro_batches, size)
-    if rounds <= 2:
+    groups = -(-8 // pipeline_size)  # of a round: with fewer than 8 micro-batches messages have no effect yet
+    size = groups * pipeline_size
+    more = min(micro_batches % pipeline_size, groups)  # so that the first group is as large as that of the step
+    rounds = (micro_batches - more) / size
+    if rounds <= 3:
         return run_pipeline(schedule, pipeline_size, chunks, micro_batches, times, boundaries).makespan
     one, two = (
-        run_pipeline(schedule, pipeline_size, chunks, n * size + rest, times, boundaries).makespan for n in (1, 2)
+        run_pipeline(schedule, pipeline_size, chunks, n * size + more, times, boundaries).makespan for n in (1, 2)
     )
     return two + (rounds - 2) * (two - one)
 

@@ -117,7 +117,7 @@ def run(
     lists: Lists, costs: Costs, *, posted: bool = True, duplex: bool = True, cores: float | None = None,
     demand: float = 1.0,
 ) -> Times:  # fmt: skip
-    """Run the lists on a clock, as the executor does (exchange.py), or as replay.ideal_actions without `posted`.
+    """Run the lists on a clock, as the executor does (exchange.py), or without `posted` as if results travelled by themselves.
 
     A deadlock raises ValueError.
     """
@@ -134,12 +134,9 @@ def run(
         return first + passes[i.op][i.stage]  # type: ignore[no-any-return]
 
     def message(part: int) -> replay.Latency:
-        return lambda made: messages[part + (0 if made.op in (Op.FORWARD, Op.SEND_FORWARD) else 2)][made.stage]
+        return lambda send: messages[part + (0 if send.op is Op.SEND_FORWARD else 2)][send.stage]  # type: ignore[no-any-return]
 
-    if posted:
-        actions = replay.actions_of(ranks, duration, message(0), message(1), duplex=duplex)
-    else:
-        actions = replay.ideal_actions(ranks, duration, message(1))
+    actions = replay.actions_of(ranks, duration, message(0), message(1), posted=posted, duplex=duplex)
     done = replay.replay(actions, cores, demand)
     dtype = float if cores is not None else np.int64
     starts, ends = np.zeros((2, len(lists.rows)), dtype)

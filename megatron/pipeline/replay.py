@@ -2,7 +2,7 @@
 
 Messages are what a network sees: both sides have to post them, those of one link follow each other, and a rank can be
 held up by what it has sent. Any program can be written in these words; `actions_of` writes a pipeline schedule in them
-as the executor runs it, `ideal_actions` as if results travelled by themselves.
+as the executor runs it.
 
 Ranks may share a machine's cores (processor sharing): with n ranks computing at a time, of which each keeps `demand`
 cores busy, every one of them goes on at min(1, cores / (n demand)) of its speed. Messages take no cores.
@@ -211,102 +211,66 @@ def actions_of(
     latency: Latency = 0.0,
     *,
     sends_in_flight: int = SENDS_IN_FLIGHT,
+    posted: bool = True,
     posted_ahead: bool = True,
     duplex: bool = True,
 ) -> list[list[Action]]:
     """What each rank of a pipeline does in one step.
 
-    ranks            instructions of each, with messages; stage g is on rank g % len(ranks)
+    ranks            instructions of each; stage g is on rank g % len(ranks)
     durations        time of a computation: by its Op, or a function of the instruction
     occupies         time that a message keeps its link busy, bytes / bandwidth: a number, or a function of the send
     latency          time from leaving the link to arriving, likewise
     sends_in_flight  a rank waits for the oldest of so many before it sends another (exchange.py)
+    posted           by the lists; without, results travel by themselves as soon as they are computed
     posted_ahead     as the lists have it; without, receives are posted where their message is needed
     duplex           the two directions of a pair of ranks are links of their own; without, a pair's messages follow
                      each other in both directions, as on one NCCL communicator
     """
-    duration, occupied, behind = _by_op(durations), _constant(occupies), _constant(latency)
+    size, last = len(ranks), max(i.stage for instructions in ranks for i in instructions)
+    duration, occupied, behind = _function(durations), _function(occupies), _function(latency)
 
-    def post(rank: int, instruction: Instruction) -> Post:
-        send, peer = _sending(instruction), instruction.peer_stage % len(ranks)
-        link = (rank, peer) if instruction.op in SENDS else (peer, rank)
+    def post(send: Instruction, to: int) -> Post:
+        link = send.stage % size, to % size
         return Post(send, link if duplex else (min(link), max(link)), occupied(send), behind(send))
 
     found: list[list[Action]] = []
-    for rank, instructions in enumerate(ranks):
+    for instructions in ranks:
         actions: list[Action] = []
         sent: deque[Instruction] = deque()
-        posted: set[Instruction] = set()
         for instruction in instructions:
-            if instruction.op in COMPUTE:
-                need = Instruction(
-                    Op.RECV_FORWARD if instruction.op is Op.FORWARD else Op.RECV_BACKWARD, *instruction[1:]
-                )
-                if need in posted:
-                    posted.remove(need)
-                    if not posted_ahead:
-                        actions.append(post(rank, need))
-                    actions.append(Wait(_sending(need)))
+            op, stage, micro_batch = instruction
+            before, to = (stage - 1, stage + 1) if op in _FORWARDS else (stage + 1, stage - 1)
+            kind = Op.SEND_FORWARD if op in _FORWARDS else Op.SEND_BACKWARD
+            needed = Instruction(kind, before, micro_batch)
+            if op in COMPUTE:
+                if op is not Op.BACKWARD_WEIGHT and 0 <= before <= last and size > 1:
+                    if posted and not posted_ahead:
+                        actions.append(post(needed, stage))
+                    actions.append(Wait(needed))
                 actions.append(Compute(instruction, duration(instruction)))
-            elif instruction.op in SENDS:
+                if not posted and op is not Op.BACKWARD_WEIGHT:
+                    actions.append(post(Instruction(kind, stage, micro_batch), to))
+            elif not posted:
+                continue
+            elif op in SENDS:
                 if len(sent) >= sends_in_flight:
                     actions.append(Wait(sent.popleft()))
-                actions.append(post(rank, instruction))
+                actions.append(post(instruction, to))
                 sent.append(instruction)
-            else:
-                posted.add(instruction)
-                if posted_ahead:
-                    actions.append(post(rank, instruction))
+            elif posted_ahead:
+                actions.append(post(needed, stage))
         found.append(actions + [Wait(message) for message in sent])
     return found
 
 
-def ideal_actions(
-    ranks: Sequence[Sequence[Instruction]], durations: Durations = NOMINAL_DURATIONS, latency: Latency = 0.0
-) -> list[list[Action]]:
-    """What each rank does where results travel by themselves, without anybody's posting a message.
-
-    ranks, durations  as actions_of takes them; messages are left out
-    latency           time from the end of a computation until its result can be used on another rank: a number, or a
-                      function of the computation
-    """
-    duration, behind = _by_op(durations), _constant(latency)
-    last = max(i.stage for instructions in ranks for i in instructions)
-    found: list[list[Action]] = []
-    for rank, instructions in enumerate(ranks):
-        actions: list[Action] = []
-        for instruction in instructions:
-            op, stage, micro_batch = instruction
-            if op not in COMPUTE:
-                continue
-            before = stage - 1 if op is Op.FORWARD else stage + 1
-            if op is not Op.BACKWARD_WEIGHT and 0 <= before <= last and len(ranks) > 1:
-                send = Op.SEND_FORWARD if op is Op.FORWARD else Op.SEND_BACKWARD
-                actions.append(Wait(Instruction(send, before, micro_batch)))
-            actions.append(Compute(instruction, duration(instruction)))
-            if op is not Op.BACKWARD_WEIGHT:
-                send = Op.SEND_FORWARD if op is Op.FORWARD else Op.SEND_BACKWARD
-                actions.append(Post(Instruction(send, stage, micro_batch), (rank, op), 0, behind(instruction)))
-        found.append(actions)
-    return found
+def _function(of: Durations | Latency) -> Callable[[Instruction], float]:
+    if callable(of):
+        return of
+    return (lambda i: of[i.op]) if isinstance(of, Mapping) else (lambda _: of)
 
 
-def _by_op(durations: Durations) -> Callable[[Instruction], float]:
-    return durations if callable(durations) else lambda instruction: durations[instruction.op]
-
-
-def _constant(latency: Latency) -> Callable[[Instruction], float]:
-    return latency if callable(latency) else lambda _: latency
-
-
-_SENT_AS = {Op.RECV_FORWARD: Op.SEND_FORWARD, Op.RECV_BACKWARD: Op.SEND_BACKWARD}
-
-
-def _sending(message: Instruction) -> Instruction:
-    """The one name of a message at both of its ends: the send."""
-    if message.op in SENDS:
-        return message
-    return Instruction(_SENT_AS[message.op], message.peer_stage, message.micro_batch)
+_FORWARDS = (Op.FORWARD, Op.SEND_FORWARD, Op.RECV_FORWARD)
 
 
 class Span(NamedTuple):
@@ -343,6 +307,6 @@ class Timeline:
 def simulate(
     ranks: Sequence[Sequence[Instruction]], durations: Durations = NOMINAL_DURATIONS, latency: Latency = 0.0
 ) -> Timeline:
-    """Run the computations of all ranks on a clock, as ideal_actions describes them."""
-    done = replay(ideal_actions(ranks, durations, latency))
+    """Run the computations of all ranks on a clock, with results that travel by themselves in `latency`."""
+    done = replay(actions_of(ranks, durations, latency=latency, posted=False))
     return Timeline(tuple(tuple(Span(*lane) for lane in lanes) for lanes in done.computed))  # type: ignore[arg-type]

@@ -66,8 +66,8 @@ def test_latency_of_one_micro_batch() -> None:
     schedule = build_schedule("1f1b", 4, 1, 1)
     assert simulate(schedule, latency=0.5).makespan == 4 * 3 + 6 * 0.5
 
-    def slow_between_1_and_2(made: Instruction) -> float:
-        return 10.0 if (made.op, made.stage) in ((Op.FORWARD, 1), (Op.BACKWARD, 2)) else 0.0
+    def slow_between_1_and_2(send: Instruction) -> float:
+        return 10.0 if (send.op, send.stage) in ((Op.SEND_FORWARD, 1), (Op.SEND_BACKWARD, 2)) else 0.0
 
     assert simulate(schedule, latency=slow_between_1_and_2).makespan == 4 * 3 + 20
 
