@@ -10,7 +10,7 @@ dp   The program with two replicas, ZeRO-1: --overlap-grad-reduce and --overlap-
 tp   The program with two tensor ranks: --tp-comm-overlap, on and off.
 
 dp and tp are predicted from the windows without delay: each rank's computing between its messages is taken from there,
-and the messages are put on links with the delay (megatron.pipeline.replay). The links are those of benchmarks/delayed_links.py.
+and the messages are put on links with the delay (replay.py). The links are those of benchmarks/delayed_links.py.
 Figures are medians of several windows in one run. Matrix products of dp and tp sleep as long as a machine of a given
 rate would compute, so that rows mean something on a busy machine too; --real leaves them as they are. The folder gets a
 Chrome trace per rank and a picture per row, with the last delay.

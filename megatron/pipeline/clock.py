@@ -113,10 +113,11 @@ def _run(pipeline: Pipeline) -> tuple[Lists, Times, float]:
     # As many ticks as let the longest conceivable step stay below 2**61.
     longest = stages * m * (passes[[0, 2, 3, 4]].max(axis=1).sum() + 2 * messages.reshape(2, 2, -1).sum(axis=1).max())
     scale = 2.0 ** math.floor(61 - math.log2(longest)) if longest > 0 and pipeline.cores is None else 1.0
+    costs = Costs(passes, messages)
     if pipeline.cores is None:
-        passes, messages = (np.rint(of * scale).astype(np.int64) for of in (passes, messages))
+        costs = Costs(*(np.rint(of * scale).astype(np.int64) for of in (passes, messages)))
     duplex = boundaries is None or boundaries.duplex
-    done = run(lists, Costs(passes, messages), duplex=duplex, cores=pipeline.cores, demand=pipeline.demand)
+    done = run(lists, costs, duplex=duplex, cores=pipeline.cores, demand=pipeline.demand)
     return lists, done, scale
 
 

@@ -17,7 +17,7 @@ A step runs in C++ where the extension was built (csrc/schedule_clock.cpp), othe
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
@@ -117,9 +117,9 @@ def run(
     lists: Lists, costs: Costs, *, posted: bool = True, duplex: bool = True, cores: float | None = None,
     demand: float = 1.0,
 ) -> Times:  # fmt: skip
-    """Run the lists on a clock, as the executor does (exchange.py), or without `posted` as if results travelled by themselves.
+    """Run the lists on a clock, as the executor does (exchange.py). A deadlock raises ValueError.
 
-    A deadlock raises ValueError.
+    Other arguments: as replay.actions_of and replay.replay take them.
     """
     if cores is None and compiled is not None:
         return Times(*compiled.run(
@@ -131,10 +131,10 @@ def run(
 
     def duration(i: Instruction) -> float:
         first: float = passes[4][i.stage] if i.op is Op.FORWARD and i.micro_batch == 0 else 0
-        return first + passes[i.op][i.stage]  # type: ignore[no-any-return]
+        return first + passes[i.op][i.stage]
 
     def message(part: int) -> replay.Latency:
-        return lambda send: messages[part + (0 if send.op is Op.SEND_FORWARD else 2)][send.stage]  # type: ignore[no-any-return]
+        return lambda send: messages[part + (0 if send.op is Op.SEND_FORWARD else 2)][send.stage]
 
     actions = replay.actions_of(ranks, duration, message(0), message(1), posted=posted, duplex=duplex)
     done = replay.replay(actions, cores, demand)
@@ -142,7 +142,7 @@ def run(
     starts, ends = np.zeros((2, len(lists.rows)), dtype)
     computes = lists.rows[:, 0] <= Op.BACKWARD_WEIGHT
     starts[computes], ends[computes] = np.array([lane[1:] for of in done.computed for lane in of], dtype).T
-    made = {
+    made: dict[Hashable, float] = {
         Instruction(Op.SEND_FORWARD if op == Op.FORWARD else Op.SEND_BACKWARD, stage, micro_batch): end
         for (op, stage, micro_batch), end in zip(lists.rows[computes].tolist(), ends[computes].tolist(), strict=True)
         if op != Op.BACKWARD_WEIGHT

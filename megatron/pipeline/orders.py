@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron.config.parallel import SCHEDULES
 from megatron.errors import ConfigError
 from megatron.pipeline.instructions import Instruction, Op
 
@@ -107,12 +108,8 @@ class Order(NamedTuple):
     splits: bool = False
 
 
-ORDERS = {
-    "1f1b": Order(one_forward_one_backward),
-    "interleaved": Order(interleaved, interleaves=True),
-    "zb-h1": Order(zero_bubble_h1, splits=True),
-}
-SCHEDULES = tuple(ORDERS)
+_ORDERS = Order(one_forward_one_backward), Order(interleaved, interleaves=True), Order(zero_bubble_h1, splits=True)
+ORDERS = dict(zip(SCHEDULES, _ORDERS, strict=True))
 
 
 def name_of(schedule: AnyOrder) -> str:
@@ -143,9 +140,10 @@ def _check_passes(what: str, rows: Rows, chunks: int, micro_batches: int, rank: 
     place = np.full((4, chunks, micro_batches), -1)
     place[op, chunk, micro_batch] = np.arange(len(rows))
     forward, whole, inputs, weights = place
-    backward = np.maximum(whole, inputs)
-    found = (place >= 0).sum() == len(rows) and (forward >= 0).all() and (backward > forward).all()
-    if not found or ((whole >= 0) == (inputs >= 0)).any() or (np.where(inputs >= 0, weights <= inputs, weights >= 0)).any():
+    split = inputs >= 0
+    right = (forward >= 0) & (np.maximum(whole, inputs) > forward) & ((whole >= 0) != split)
+    right &= np.where(split, weights > inputs, weights < 0)
+    if not right.all() or (place >= 0).sum() < len(rows):
         raise ConfigError(
             f"{what}: each micro-batch needs in each chunk one FORWARD pass and behind it one BACKWARD pass, or "
             f"BACKWARD_INPUT and behind that BACKWARD_WEIGHT"

@@ -54,7 +54,7 @@ def _describe(run: PipelineRun, length: str) -> str:
     pipeline = run.pipeline
     chunks = f", {pipeline.chunks} chunks" if pipeline.chunks > 1 else ""
     return (
-        f"{pipeline.schedule}: {pipeline.size} ranks{chunks}, {pipeline.micro_batches} micro-batches, {length}, "
+        f"{pipeline.name}: {pipeline.size} ranks{chunks}, {pipeline.micro_batches} micro-batches, {length}, "
         f"ranks compute {1 - run.bubble_fraction:.1%} of the time"
     )
 

@@ -125,5 +125,6 @@ def test_their_interleaved_list_too(size: int, chunks: int, rounds: int, cost: t
 ])  # fmt: skip
 def test_lists_that_cannot_be_run_are_refused(passes: Lists) -> None:
     placed = arrays(passes)
+    free = lists.Costs(*(np.zeros((kinds, len(placed.owner)), np.int64) for kinds in (5, 4)))
     with pytest.raises(ValueError):
-        lists.run(placed, lists.Costs(np.zeros((5, len(placed.owner)), np.int64), np.zeros((4, len(placed.owner)), np.int64)), posted=False)
+        lists.run(placed, free, posted=False)

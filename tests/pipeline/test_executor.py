@@ -18,6 +18,7 @@ from megatron.parallel.topology import Group, Topology
 from megatron.pipeline.exchange import SENDS_IN_FLIGHT, Exchange
 from megatron.pipeline.executor import Executor
 from megatron.pipeline.instructions import Instruction, Op
+from megatron.pipeline.orders import AnyOrder
 from megatron.pipeline.schedule import build_schedule, peak_activations
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes, run_processes_raw
@@ -379,13 +380,17 @@ def test_refused() -> None:
     topology = Topology.create()
     chunk = Stage(0, 1)
 
-    def build(chunks: dict[int, Any], schedule: str = "1f1b", **options: Any) -> Executor:
+    def build(chunks: dict[int, Any], schedule: AnyOrder = "1f1b", **options: Any) -> Executor:
         return Executor(topology, chunks, schedule, 1, (ROWS, WIDTH), torch.float64, **options)
 
     with pytest.raises(ConfigError, match=r"\[0\].*\[1\]"):
         build({1: chunk})
+    def split(size: int, chunks: int, micro_batches: int, rank: int) -> list[Instruction]:
+        each = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+        return [Instruction(op, rank, i) for i in range(micro_batches) for op in each]
+
     with pytest.raises(ConfigError, match="weight_gradients"):
-        build({0: chunk}, "zb-h1")
+        build({0: chunk}, split)
     with pytest.raises(ConfigError, match="gpipe"):
         build({0: chunk}, "gpipe")
     with pytest.raises(ConfigError, match=r"2 .*3 "):

@@ -5,10 +5,10 @@ import pytest
 
 from megatron.config import Config
 from megatron.model import formulas
+from megatron.pipeline.in_flight import moments_of_rank
 from megatron.pipeline.schedule import build_schedule, peak_activations
 from megatron.planning.memory import memory_of_ranks, parameters_of_rank
 from megatron.planning.memory.chunk import chunk_memory
-from megatron.pipeline.in_flight import moments_of_rank
 from megatron.planning.memory.layer import Settings
 from megatron.planning.memory.operators import operators_of
 from megatron.planning.step_work import step_work

@@ -10,9 +10,9 @@ import numpy as np
 
 from megatron.model import formulas
 from megatron.model.stages import assign_layers
+from megatron.pipeline.in_flight import moments_of_rank
 from megatron.pipeline.instructions import SENDS_IN_FLIGHT
 from megatron.planning.memory.chunk import ChunkMemory, chunk_memory
-from megatron.pipeline.in_flight import moments_of_rank
 from megatron.planning.memory.layer import Settings, Sizes
 from megatron.planning.memory.operators import Operators, operators_of
 from megatron.planning.memory.tape import Held
