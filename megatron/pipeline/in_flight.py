@@ -49,7 +49,8 @@ def moments_of_rank(schedule: AnyOrder, pipeline_size: int, chunks: int, micro_b
     forward, backward = own & (op == Op.FORWARD)[:, None], own & begins[:, None]
     held = np.cumsum(forward, axis=0) - forward - np.cumsum(backward, axis=0)
     waiting = np.cumsum(op == Op.BACKWARD_INPUT) - (op == Op.BACKWARD_INPUT) - np.cumsum(op == Op.BACKWARD_WEIGHT)
-    moments = np.column_stack([op == Op.FORWARD, chunk, waiting, held])[op != Op.BACKWARD_WEIGHT]
+    rows = np.flatnonzero(op != Op.BACKWARD_WEIGHT)
     if chunks == 1:  # else what a rank holds differs from pass to pass
-        moments = np.unique(moments, axis=0)
-    return Moments(moments[:, 0], moments[:, 1], moments[:, 3:], moments[:, 2])
+        seen = (2 * held[rows, 0] + (op[rows] == Op.FORWARD)) * micro_batches + waiting[rows]
+        rows = rows[np.unique(seen, return_index=True)[1]]
+    return Moments((op[rows] == Op.FORWARD).astype(np.int64), chunk[rows], held[rows], waiting[rows])
