@@ -100,7 +100,7 @@ def gradients(chunks: dict[int, Stage]) -> dict[str, np.ndarray]:
 
 
 def make(
-    topology: Topology, schedule: str, chunks: int, **options: Any
+    topology: Topology, schedule: AnyOrder, chunks: int, **options: Any
 ) -> tuple[Executor, dict[int, Stage]]:
     size, rank = topology.pipeline.size, topology.pipeline.rank
     queue = WeightGradients()
@@ -108,11 +108,17 @@ def make(
     return Executor(topology, stages, schedule, chunks, (ROWS, WIDTH), torch.float64, queue, **options), stages
 
 
-CASES = {
+def gpipe(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> list[Instruction]:
+    """An order of one's own: all forward passes, then all backward passes, the newest first."""
+    passes = [(c * pipeline_size + rank, i) for c in range(chunks) for i in range(micro_batches)]
+    return [Instruction(Op.FORWARD, *of) for of in passes] + [Instruction(Op.BACKWARD, *of) for of in passes[::-1]]
+
+
+CASES: dict[int, list[tuple[AnyOrder, int, int]]] = {
     2: [("1f1b", 1, 1), ("1f1b", 1, 5), ("interleaved", 2, 4), ("interleaved", 3, 3), ("interleaved", 2, 1),
         ("zb-h1", 1, 5), ("zb-h1", 1, 1)],
     4: [("1f1b", 1, 3), ("1f1b", 1, 9), ("interleaved", 2, 8), ("interleaved", 2, 7), ("interleaved", 2, 2),
-        ("zb-h1", 1, 7), ("zb-h1", 1, 2)],
+        ("zb-h1", 1, 7), ("zb-h1", 1, 2), (gpipe, 2, 5)],
 }  # fmt: skip
 
 
