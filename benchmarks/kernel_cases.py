@@ -15,7 +15,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron.kernels.ops import activation, attention, cross_entropy, dropout, norm, optimizer, rotary, softmax
+from megatron.kernels.ops import (
+    activation,
+    attention,
+    cross_entropy,
+    dropout,
+    embedding,
+    norm,
+    optimizer,
+    rotary,
+    softmax,
+)
 
 Tensor = torch.Tensor
 Shape = tuple[int, ...]
@@ -44,7 +54,7 @@ class Work:
 class Operator:
     """moved, eager: (shape, bytes of an element) -> bytes of the forward and of the backward pass."""
 
-    fusion: str  # the field of megatron.kernels.choose.Fusions
+    fusion: str | None  # the field of megatron.kernels.choose.Fusions; None: it is in none
     prepare: Callable[[Shape, torch.device, torch.dtype], Work]
     moved: Callable[[Shape, int], tuple[float, float]]
     eager: Callable[[Shape, int], tuple[float, float]]
@@ -371,6 +381,41 @@ def _cross_entropy_eager(shape: Shape, e: int) -> tuple[float, float]:
     return (8 + cast) * n, (4 + 12 + cast) * n
 
 
+# ---- gradient of a table of embeddings, values [tokens, h] -----------------------------------------------------------
+
+
+def token_rows(tokens: int, device: torch.device, frequent: float = 0.3) -> Tensor:
+    """Rows of a table of as many: a share of the tokens is one and the same, each of the others occurs twice."""
+    rows = 1 + torch.arange(tokens) // 2
+    rows[: round(frequent * tokens)] = 0
+    return rows[torch.randperm(tokens, generator=torch.Generator().manual_seed(SEED))].to(device)
+
+
+def _add_rows(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
+    """Into sums in fp32, which grow from call to call."""
+    rows, values = token_rows(shape[0], device), _random(shape, device, dtype)
+
+    def way(operator: Way) -> Way:
+        table = torch.zeros(shape, device=device)
+
+        def call() -> Tensor:
+            operator(table, rows, values)
+            return table
+
+        return call
+
+    return Work((), way(embedding.add_rows_), way(embedding.reference_))
+
+
+def _add_rows_bytes(shape: Shape, e: int) -> tuple[float, float]:
+    return (e + 0.35 * 8) * elements(shape), 0
+
+
+def _add_rows_eager(shape: Shape, e: int) -> tuple[float, float]:
+    """A row of the table is read and written for each value, in fp32; a cast of values in 16 bits."""
+    return (4 + 8 + (0 if e == 4 else 4 + e)) * elements(shape), 0
+
+
 # ---- optimizer, over (tensors, elements of each) -------------------------------------------------------------------
 
 
@@ -502,6 +547,10 @@ OPERATORS: dict[str, Operator] = {
     "cross_entropy": Operator(
         "cross_entropy", _cross_entropy, _times(1, 2), _cross_entropy_eager,
         host=((1024, 50304), (512, 131072)), gpu=((8192, 50304),),
+    ),
+    "add_rows": Operator(
+        None, _add_rows, _add_rows_bytes, _add_rows_eager, host=((1024, 768), (2048, 6144)),
+        gpu=((8192, 4096), (4096, 12288)),
     ),
     "adamw": Operator("optimizer", _adamw, _adamw_bytes, _adamw_eager, **_MASTERS),
     "gradient_norm": Operator("optimizer", _norm_only, _times(1, 0), _times(1, 0), **_MASTERS),

@@ -103,9 +103,9 @@ def roofline_table() -> Lines:
                 "rms_norm": (m["rows"], m["h"]),
                 "bias_activation": (2048, m["ffn"]), "bias_dropout": (m["rows"], m["h"]),
                 "rotary": (2048, 1, m["heads"], 128), "cross_entropy": (2048, m["vocabulary"]),
-                "optimizer": (1, 100_000_000),
+                "optimizer": (1, 100_000_000), "add_rows": (2048, m["h"]),
             }  # fmt: skip
-            shape = shapes[name if name in shapes else operator.fusion]
+            shape = shapes[name if name in shapes or operator.fusion is None else operator.fusion]
             passes = [b for b in operator.moved(shape, 2) if b]
             line += [
                 shape_text(shape), " + ".join(f"{b / 1e6:.0f}" for b in passes),
@@ -143,6 +143,8 @@ def judged(rows: list[Row]) -> list[str]:
     groups: dict[str, list[str]] = {"differs": [], "agrees": [], "even": []}
     for (name, dtype), found in ratios.items():
         fusion, measured = OPERATORS[name].fusion, verdict(found)
+        if fusion is None:
+            continue
         stated = "faster" if dtype in HOST_FASTER[fusion].types else "slower"
         spread = f"{statistics.geometric_mean(found):.2f} ({min(found):.2f} to {max(found):.2f}"
         kind = "even" if measured == "even" else "agrees" if measured == stated else "differs"

@@ -77,12 +77,13 @@ def product_rates(threads: int, device: str) -> dict[str, float]:
         out, best, began = torch.empty_like(a), float("inf"), time.perf_counter()
         torch.mm(a, b, out=out)
         while time.perf_counter() - began < CEILING_S:
-            best = min(best, _seconds(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device))
+            best = min(best, seconds_of(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device))
         rates[name] = 2 * n**3 / (best if best < float("inf") else time.perf_counter() - began) / 1e9
     return rates
 
 
-def _seconds(call: Any, device: str) -> float:
+def seconds_of(call: Any, device: str) -> float:
+    """Seconds of a call, to the end of what it has begun on the device."""
     import torch
 
     if device == "cuda":

@@ -5,9 +5,8 @@
 GPT-2 124M (bench.py's W1) in one process. Every row is a process of its own with the same allocator and threads; memory
 is the peak resident size of the process, libraries and start-up included. The larger model has 20 % more parameters:
 more layers, of a somewhat smaller inner width; it is run as it is, and with cheap recomputation (--recompute-modules)
-and smaller chunks of logits. Beside the measured peak stands what must be held: weights, fp32 masters and
-gradients, AdamW's moments, and activations by megatron/model/formulas.py; the rest is the interpreter, libraries,
-temporary tensors and what an allocator cannot reuse.
+and smaller chunks of logits. Beside the measured peak stands what must be held by megatron/planning/memory.py; the rest
+is the interpreter, libraries and what an allocator cannot reuse.
 
 Exit code 1 where the larger model needs more than the eager loop with the smaller one, or with recomputation more than
 the compiled one.
@@ -26,8 +25,10 @@ from rich.table import Table
 from sides import run
 from workloads import Case, Side
 
+from megatron.config import Config
 from megatron.config.model import ModelConfig
 from megatron.model import formulas
+from megatron.planning.memory import memory_of_ranks
 
 MIB = 2**20
 CHUNK_TOKENS = 512  # the default on a CPU
@@ -80,19 +81,19 @@ def larger(case: Case, share: float = 0.2) -> tuple[Case, int]:
     return case, inner
 
 
-def state_bytes(parameters: int, dtype: str) -> int:
-    """Weights, fp32 gradients and AdamW's two moments; in 16 bit fp32 masters beside the weights."""
-    return parameters * (16 if dtype == "fp32" else 18)
-
-
 def needed_bytes(case: Case, side: Side, inner: int | None) -> float:
-    """State, activations of one micro-batch, and the logits of a chunk of tokens."""
-    model, size = model_of(case, inner), 4 if case.dtype == "fp32" else 2
-    recompute = dict(granularity="selective", modules=side.flags) if side.flags else {}
-    layers = case.layers * formulas.layer_activation_bytes(model, case.micro_batch, size, **recompute)
-    head = formulas.head_activation_bytes(model, case.micro_batch, size)
-    logits = formulas.logits_bytes(model, CHUNK_TOKENS // 2 if side.flags else CHUNK_TOKENS, size)
-    return state_bytes(formulas.total_parameters(model), case.dtype) + layers + head + logits
+    """Of the fullest moment of a step."""
+    recompute = dict(
+        recompute_granularity="selective", recompute_modules=("mlp_act", "layernorm"),
+        cross_entropy_chunk_tokens=CHUNK_TOKENS // 2,
+    )  # fmt: skip
+    config = Config.create(
+        num_layers=case.layers, hidden_size=case.hidden, ffn_hidden_size=inner or 4 * case.hidden,
+        num_attention_heads=case.heads, seq_length=case.sequence, vocab_size=case.vocabulary,
+        micro_batch_size=case.micro_batch, global_batch_size=case.micro_batch * case.micro_batches,
+        bf16=case.dtype == "bf16", **(recompute if side.flags else {}),
+    )
+    return memory_of_ranks(config, "cpu")[0].total
 
 
 def measure(case: Case, side: Side, steps: int, folder: Path, inner: int | None = None) -> Row:

@@ -1,8 +1,8 @@
 """A tiny training on this machine's devices beside the same in fp32 on one process of the CPU: losses, gradient norms.
 
-    python benchmarks/parity.py [--device cpu|cuda] [--output FOLDER]
+    python benchmarks/parity.py [--device cpu|cuda] [--ranks 1|2] [--output FOLDER]
 
-One process in fp32 and bf16, then two: tensor parallel, a pipeline and ZeRO-1 over RCCL or NCCL where there are two
+One process in fp32 and bf16, and two: tensor parallel, a pipeline and ZeRO-1 over RCCL or NCCL where there are two
 devices. On a single one, which RCCL and NCCL refuse to two ranks, gloo carries what tensor parallelism and ZeRO-1 send;
 a pipeline's messages it does not take from a device. On a CPU a part of that, to see that it runs. Exit code 1 where a
 run fails or leaves the CPU's.
@@ -23,9 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron.calibration.processes import gpus_here  # noqa: E402
-from megatron.parallel.processes import reserve_port  # noqa: E402
-from megatron.planning.experiments.launch import environment  # noqa: E402
+from megatron.parallel.processes import environment, gpus_here, reserve_port  # noqa: E402
 from megatron.planning.metrics_file import read_records  # noqa: E402
 from tests.helpers.launching import TINY  # noqa: E402
 
@@ -59,6 +57,7 @@ dist.init_process_group = lambda backend, **more: start("gloo", **more)
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+SHARED = ("-c", GLOO)
 
 
 @dataclass(frozen=True)
@@ -85,16 +84,17 @@ def cases(device: str, devices: int) -> list[Case]:
     return [*(Case("one process", precision) for precision in ("fp32", "bf16")), *two]
 
 
-def train(
-    metrics: Path, arguments: Sequence[str], ranks: int = 1, env: Mapping[str, str] | None = None, *,
-    shared: bool = False, limit_s: float = START_S,
-) -> dict[int, Record]:
-    """Run pretrain_gpt.py in processes of their own, logs beside the metrics; its iteration records by number.
+def launch(
+    metrics: Path, arguments: Sequence[str], ranks: int = 1, env: Mapping[str, str] | None = None,
+    before: Sequence[str] = (), limit_s: float = START_S, waits_for: Sequence[int] | None = None,
+) -> tuple[list[int], list[Path]]:
+    """Run pretrain_gpt.py in processes of their own, with `before` between python and it, as `-c` and a program that
+    runs it in turn; exit codes of the ranks (or of those that it `waits_for`) and all logs, beside the metrics.
 
-    Raises RuntimeError where a rank fails, with its last lines, and subprocess.TimeoutExpired.
+    Raises subprocess.TimeoutExpired.
     """
     logs = [metrics.with_suffix(f".{rank}.log") for rank in range(ranks)]
-    command = [sys.executable, *(["-c", GLOO] if shared else []), str(ROOT / "pretrain_gpt.py"), *arguments]
+    command = [sys.executable, *before, str(ROOT / "pretrain_gpt.py"), *arguments, "--metrics-file", str(metrics)]
     processes: list[subprocess.Popen[bytes]] = []
     metrics.unlink(missing_ok=True)
     with reserve_port() as held:
@@ -103,14 +103,22 @@ def train(
                 variables = environment(os.environ, rank, ranks, str(held.getsockname()[1])) | dict(env or {})
                 with log.open("wb") as out:
                     processes.append(subprocess.Popen(
-                        [*command, "--metrics-file", str(metrics)], cwd=ROOT, env=variables, stdin=subprocess.DEVNULL,
-                        stdout=out, stderr=subprocess.STDOUT,
+                        command, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, stdout=out,
+                        stderr=subprocess.STDOUT,
                     ))  # fmt: skip
-            end = time.monotonic() + limit_s
-            codes = [process.wait(max(1.0, end - time.monotonic())) for process in processes]
+            end, listed = time.monotonic() + limit_s, range(ranks) if waits_for is None else waits_for
+            return [processes[rank].wait(max(1.0, end - time.monotonic())) for rank in listed], logs
         finally:
             for process in processes:
                 process.kill()
+
+
+def train(
+    metrics: Path, arguments: Sequence[str], ranks: int = 1, env: Mapping[str, str] | None = None,
+    before: Sequence[str] = (), limit_s: float = START_S,
+) -> dict[int, Record]:
+    """As `launch`; the iteration records by number. Raises RuntimeError where a rank fails, with its last lines."""
+    codes, logs = launch(metrics, arguments, ranks, env, before, limit_s)
     if any(codes):
         log = next(log for log, code in zip(logs, codes, strict=True) if code)
         raise RuntimeError(f"exit codes {codes}, {log}: {log.read_text(errors='replace').strip()[-3000:]}")
@@ -127,6 +135,7 @@ def furthest(found: dict[int, Record], expected: dict[int, Record], key: str) ->
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="cuda (CUDA or ROCm) by default")
+    parser.add_argument("--ranks", type=int, choices=(1, 2), help="trainings of so many processes; default: of both")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="for metrics and logs")
     options = parser.parse_args()
     if options.output:
@@ -137,10 +146,11 @@ def main() -> int:
     here, env = (on_cpu, variables) if options.device == "cpu" else ([], None)
     print("| run | type | loss, off by | allowed | gradient norm, off by | allowed | |\n" + "|---" * 7 + "|")
     failed, listed = 0, cases(options.device, gpus_here())
+    listed = [case for case in listed if options.ranks in (None, case.ranks)]
     for number, case in enumerate(listed):
         arguments, kind = [*TINY, *NO_DROPOUT, *PRECISION[case.precision], *case.flags, *here], case.precision
         try:
-            found = train(folder / f"{number}.jsonl", arguments, case.ranks, env, shared=case.shared)
+            found = train(folder / f"{number}.jsonl", arguments, case.ranks, env, SHARED if case.shared else ())
             off = furthest(found, expected, "lm_loss"), furthest(found, expected, "grad_norm")
             good, why = off[0] <= LOSS[kind] and off[1] <= NORM[kind], ""
         except (RuntimeError, subprocess.TimeoutExpired) as error:

@@ -33,10 +33,9 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 from predict_layouts import CALIBRATED, GPU_CALIBRATED, GPU_LAYOUTS, LAYOUTS, TINY, Layout  # noqa: E402
 
 from benchmarks.parity import train  # noqa: E402
-from megatron.calibration.processes import gpus_here  # noqa: E402
 from megatron.config.command_line import parse_plan  # noqa: E402
+from megatron.parallel.processes import environment, gpus_here  # noqa: E402
 from megatron.planning.cluster import load_cluster  # noqa: E402
-from megatron.planning.experiments.launch import environment  # noqa: E402
 from megatron.planning.metrics_file import read_records  # noqa: E402
 from megatron.planning.timing import estimate  # noqa: E402
 

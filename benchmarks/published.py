@@ -16,9 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.planning import published_table as published
+from benchmarks import published_tables as published
 from megatron.planning.cluster import load_cluster
-from megatron.planning.published_findings import finding_table
 from megatron.planning.table import Table, print_table
 
 
@@ -40,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         "asked": published.implied_table(frontier),
         "changes": published.change_table(frontier),
         "micro-batch": published.micro_batch_table(),
-        "findings": finding_table(frontier),
+        "findings": published.finding_table(frontier),
         "mi250x": published.comparison_table("MI250X: other codes, on LUMI", on_lumi),
         "dgx-h100": published.comparison_table("DGX H100", on_h100),
         "dgx-h100-effects": published.effect_table(on_h100[0]),

@@ -87,7 +87,7 @@ def absent(side: Side) -> str:
     return ""
 
 
-def our_arguments(case: Case, side: Side, steps: int, metrics: Path) -> list[str]:
+def our_arguments(case: Case, side: Side, steps: int) -> list[str]:
     """The command line of pretrain_gpt.py."""
     settings = {
         "num-layers": case.layers, "hidden-size": case.hidden, "num-attention-heads": case.heads,
@@ -95,7 +95,7 @@ def our_arguments(case: Case, side: Side, steps: int, metrics: Path) -> list[str
         "micro-batch-size": case.micro_batch, "global-batch-size": case.global_batch, "train-iters": steps,
         "tensor-model-parallel-size": case.tensor, "pipeline-model-parallel-size": case.pipeline, "zero-stage": 1,
         "attention-dropout": 0.0, "hidden-dropout": 0.0, "lr": 1e-4, "weight-decay": 0.1, "clip-grad": 1.0,
-        "eval-iters": 0, "log-interval": 1, "metrics-file": metrics,
+        "eval-iters": 0, "log-interval": 1,
     }  # fmt: skip
     words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     return [*words, "--mock-data", *(["--bf16"] if case.dtype == "bf16" else []), *side.flags]
@@ -128,7 +128,8 @@ def run(
         path.unlink(missing_ok=True)
     if ours:
         more = ["--save", str(kept), "--save-interval", str(warm_up + steps), "--timing-log-level", "1"] if save else []
-        command = [str(ROOT / side.program), *our_arguments(case, side, warm_up + steps, output), *more]
+        command = [str(ROOT / side.program), *our_arguments(case, side, warm_up + steps), *more]
+        command += ["--metrics-file", str(output)]
     else:
         task = peer_task(case, side, warm_up + steps, output) | ({"save": str(kept)} if save else {})
         command = [str(ROOT / "benchmarks" / "peers" / side.program), json.dumps(task)]

@@ -146,6 +146,7 @@ def quick(case: Case) -> Case:
 TORCH_KERNELS = ("--norm-implementation", "torch", "--optimizer-implementation", "torch", "--no-bias-gelu-fusion",
                  "--no-bias-dropout-fusion", "--no-persist-layer-norm", "--no-cross-entropy-loss-fusion")  # fmt: skip
 CUDA_SIDES = (OURS, Side("ours, torch's kernels", flags=TORCH_KERNELS), EAGER, COMPILED)
+CUDA_PEERS = (*CUDA_SIDES, TRANSFORMERS)
 BYTES_PER_PARAMETER = 18  # bf16 weight, fp32 master, gradient and two moments
 ACTIVATIONS_SHARE = 0.35  # of the device's memory that the largest model leaves for everything else
 
@@ -156,13 +157,14 @@ def cuda_cases(memory_bytes: int) -> list[Case]:
     Where 1.3B does not fit it is left out, and the largest is smaller than it.
     """
     room = (1 - ACTIVATIONS_SHARE) * memory_bytes
-    both = dict(vocabulary=50304, sequence=1024, dtype="bf16", device="cuda", sides=CUDA_SIDES)
+    both = dict(vocabulary=50304, sequence=1024, dtype="bf16", device="cuda")
+    peers, alone = both | dict(sides=CUDA_PEERS), both | dict(sides=CUDA_SIDES)
     cases = [
-        Case(workload="G1", name="124M", layers=12, hidden=768, heads=12, micro_batch=16, micro_batches=2, **both),
-        Case(workload="G2", name="1.3B", layers=24, hidden=2048, heads=16, micro_batch=4, micro_batches=2, **both),
+        Case(workload="G1", name="124M", layers=12, hidden=768, heads=12, micro_batch=16, micro_batches=2, **peers),
+        Case(workload="G2", name="1.3B", layers=24, hidden=2048, heads=16, micro_batch=4, micro_batches=2, **peers),
     ]
     largest = [
-        Case(workload="G3", name="largest", layers=n, hidden=2560, heads=20, micro_batch=1, micro_batches=2, **both)
+        Case(workload="G3", name="largest", layers=n, hidden=2560, heads=20, micro_batch=1, micro_batches=2, **alone)
         for n in range(2, 129)
     ]
     fitting = [case for case in largest if case.parameters * BYTES_PER_PARAMETER <= room]

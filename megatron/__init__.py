@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _PLACES = {
     "megatron.config": ("Config", "parse_args"),
+    "megatron.config.pieces": ("Callback", "Pieces"),
     "megatron.errors": ("CheckpointError", "ConfigError", "DataError", "LaunchError", "MegatronError"),
     "megatron.parallel.launch": ("Launch", "connect", "detect_launch", "select_device"),
     "megatron.parallel.rendezvous": ("Rendezvous",),
@@ -24,11 +25,13 @@ _PLACES = {
     "megatron.model.gpt": ("GPTChunk", "build_chunks"),
     "megatron.model.stages": ("assign_layers",),
     "megatron.model.formulas": ("model_flops_per_token", "total_parameters"),
+    "megatron.pipeline.instructions": ("Instruction", "Op"),
     "megatron.pipeline.schedule": ("build_schedule",),
     "megatron.pipeline.executor": ("Executor",),
     "megatron.engine.assemble": ("build_executor",),
     "megatron.engine.engine": ("Engine",),
     "megatron.engine.lr": ("LearningRateSchedule", "WeightDecaySchedule"),
+    "megatron.program": ("main",),
     "megatron.training": ("pretrain",),
     "megatron.training.allocator": ("tune_allocator",),
 }

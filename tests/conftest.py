@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("MEGATRON_TRACE_CACHE", f"{tempfile.gettempdir()}/megatron-traces-{os.getuid()}")
 _HAS_DRIVER = any(Path(path).exists() for path in ("/dev/kfd", "/dev/nvidiactl", "/dev/dxg"))
 if not _HAS_DRIVER:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -37,10 +39,10 @@ CAMPAIGN_LIMIT_S = 3600
 # A worker gets whole files (--dist loadfile). Those that take longest begin first, so that no worker ends alone.
 LONGEST = """
     dryrun/test_rehearsal.py training/test_faults_in_run.py engine/test_engine.py parity/test_grid.py
-    training/test_run.py preflight/check/test_report.py training/test_not_finite.py
-    data/prepare/test_preprocess_resume.py tuning/test_optimizers.py tools/test_plan.py
-    planning/timing/test_operations_of_a_run.py tuning/test_report.py training/test_spikes.py tuning/test_command.py
-    preflight/check/test_follow.py checkpoint/test_load_layouts.py engine/test_deepspeed_setup.py
+    training/test_run.py training/test_not_finite.py
+    data/prepare/test_preprocess_resume.py jobs/test_tune.py tools/test_plan.py
+    planning/timing/test_operations_of_a_run.py jobs/test_report.py training/test_spikes.py jobs/test_search.py
+    checkpoint/test_load_layouts.py engine/test_deepspeed_setup.py
     checkpoint/foreign/test_deepspeed.py training/test_exact_resume.py training/test_tools.py
     kernels/test_compile.py planning/search/test_tree.py tools/test_calibrate.py checkpoint/test_async_save.py
 """.split()

@@ -19,7 +19,8 @@ from megatron.config import Config
 from megatron.data.batch import make_micro_batch
 from megatron.layers.attention import flash_attention, torch_attention
 from megatron.layers.documents import Documents
-from megatron.layers.masks import alibi_slopes
+from megatron.layers.masks import Alibi, alibi_slopes
+from megatron.layers.parameters import ParameterFactory, normal
 from megatron.model.gpt import build_chunks
 from megatron.parallel.random import dropout_mask, seeded
 from megatron.parallel.topology import Layout, Topology
@@ -128,6 +129,14 @@ def test_loss_and_gradients_of_a_model(positions: str, recompute: str | None, se
         assert (gradients_there[name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-7, name
 
 
+@pytest.mark.parametrize(("shape", "dim"), [((5000, 2000), 0), ((2000, 5000), 1)])
+def test_weights_drawn_in_pieces_are_those_of_a_cpu(shape: tuple[int, int], dim: int) -> None:
+    """Ten million elements, which travel in several pieces behind those that are drawn meanwhile."""
+    there, here = (ParameterFactory(1, 1, 4, torch.device(d)).create("w", shape, dim, normal(0.02))
+                   for d in (DEVICE, "cpu"))
+    assert torch.equal(there.cpu(), here)
+
+
 CASES = pytest.mark.parametrize(
     ("heads", "groups", "alibi", "documents"),
     [
@@ -141,12 +150,12 @@ CASES = pytest.mark.parametrize(
 
 
 def attention_case(heads: int, groups: int, alibi: bool, documents: bool) -> tuple:
-    """q, k, v in float64 on the CPU, their slopes and lengths of documents; a size that no kernel divides evenly."""
+    """q, k, v in float64 on the CPU, their ALiBi and lengths of documents; a size that no kernel divides evenly."""
     s, b, d = 200, 2, 64
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(s, b, n, d, generator=generator, dtype=torch.float64) for n in (heads, groups, groups))
     lengths = np.array([70, 130, 16, 1, 2, 48, 64, 69]) if documents else None
-    return q, k, v, alibi_slopes(heads) if alibi else None, lengths
+    return q, k, v, Alibi(alibi_slopes(heads)) if alibi else None, lengths
 
 
 def documents_on(device: torch.device, lengths: np.ndarray) -> Documents:
@@ -157,9 +166,9 @@ def documents_on(device: torch.device, lengths: np.ndarray) -> Documents:
 def run_attention(core, case: tuple, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
     """Output and gradients of q, k and v, in float64 on the CPU."""
     q, k, v = (x.detach().to(device, dtype, copy=True).requires_grad_() for x in case[:3])
-    slopes, lengths = case[3], case[4]
+    alibi, lengths = case[3], case[4]
     documents = None if lengths is None else documents_on(device, lengths)
-    out = core(q, k, v, None if slopes is None else slopes.to(device), documents, 0.0)
+    out = core(q, k, v, None if alibi is None else Alibi(alibi.slopes.to(device)), documents, 0.0)
     weights = torch.arange(out.numel(), dtype=torch.float64).cos().view(out.shape)
     out.backward(weights.to(device, dtype))
     return [x.detach().cpu().double() for x in (out, q.grad, k.grad, v.grad)]

@@ -31,10 +31,10 @@ ROOMS["engine"] = BASE | {"parallel", "kernels", "layers", "data", "model", "pip
 ROOMS["planning"] = ROOMS["engine"] | {"engine", "drawing"}
 ROOMS["checkpoint"] = ROOMS["engine"] | {"engine"}
 ROOMS["training"] = ROOMS["checkpoint"] | {"checkpoint", "planning"}
-ROOMS["preflight"] = ROOMS["training"] | {"training"}
 ROOMS["dryrun"] = ROOMS["training"] | {"training"}
-ROOMS["calibration"] = ROOMS["preflight"] | {"preflight"}
-ROOMS["tuning"] = ROOMS["calibration"] | {"calibration", "drawing"}
+ROOMS["program"] = ROOMS["dryrun"] | {"dryrun"}
+ROOMS["calibration"] = ROOMS["training"] | {"training"}
+ROOMS["jobs"] = ROOMS["calibration"] | {"calibration", "dryrun", "drawing"}
 
 def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts

@@ -15,19 +15,19 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.command_line import add_preset, with_preset
 from megatron.config.option import Parser, real, whole
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, LaunchError
 from megatron.training.failures import as_tool, leave, run_guarded
 
 DEFAULT_MODEL = ["--preset", "gpt2-124m"]
-HOST_SHARE = 0.1
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -50,31 +50,55 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def calibrate(args: argparse.Namespace, flags: list[str]) -> None:
+def calibrate(args: argparse.Namespace, flags: list[str], argv: Sequence[str]) -> None:
     """Measure and write the file. Raises MegatronError."""
+    from megatron.config.command_line import parse_plan
     from megatron.parallel.launch import detect_launch
+    from megatron.parallel.processes import gpus_here
 
     flags = flags or DEFAULT_MODEL
-    seconds, launch = 60 * args.minutes, detect_launch()
-    if launch.rank == 0:
+    config, launch = parse_plan(flags), detect_launch()
+    if launch.rank == 0 and "RANK" not in os.environ:
         print(f"measuring for about {args.minutes:g} minute(s): {' '.join(flags)}", flush=True)
     launched = launch.world_size > 1
     if launched and args.processes not in (None, launch.world_size):
         raise ConfigError(f"--processes {args.processes} contradicts the launcher's {launch.world_size}: remove it")
-    found = _of_rank(flags, seconds) if launched else _of_workers(args.processes, flags, seconds)
-    if found is None:
+    count = args.processes or (0 if launched else gpus_here() or min(64, len(os.sched_getaffinity(0))))
+    if not launched and count > 1:
+        start(count, argv)
         return
     from megatron.calibration.machine import machine
-    from megatron.calibration.processes import run_workers
+    from megatron.calibration.session import run
     from megatron.planning.cluster_write import write_cluster
 
-    host = run_workers("host", flags, 1, HOST_SHARE * seconds, found.threads)
-    cluster = machine(found, host, args.name or args.output.stem, flags)
+    found = run(config, launch, 60 * args.minutes)
+    if found is None:
+        return
+    cluster = machine(found, args.name or args.output.stem, flags)
     write_cluster(cluster, args.output, _HEADING)
     for figure in cluster.compute.figures.values():
         print(f"  {figure.name:34} {figure.describe():>22} {_unit(figure.name, found.device):8} {figure.basis}")
     print(f"{args.output}: {found.nodes} node(s) of {found.per_node} x {found.device}, "
           f"{sum(len(rows) for rows in found.points.values())} points of {len(found.points)} figures")  # fmt: skip
+
+
+def start(count: int, argv: Sequence[str]) -> None:
+    """Start this program `count` times, as a launcher would, and show what the first process says. Raises LaunchError
+    where one fails."""
+    from megatron.jobs.endings import ending
+    from megatron.jobs.processes import logs_of, start_here
+
+    with tempfile.TemporaryDirectory(prefix="megatron-calibration-") as name:
+        folder = Path(name)
+        job = start_here([sys.executable, "-u", os.path.abspath(__file__), *argv], count, folder)
+        try:
+            while not job.poll():
+                time.sleep(0.1)
+        finally:
+            job.kill()
+        if any(job.exit_codes or []):
+            raise LaunchError(f"measuring failed: {ending(job.exit_codes, logs_of(folder)).reason}")
+        print(logs_of(folder)[0].read_text(errors="replace"), end="")
 
 
 def _unit(name: str, device: str) -> str:
@@ -88,26 +112,6 @@ def _unit(name: str, device: str) -> str:
 
 _HEADING = """Measured by tools/calibrate.py; planning/compute.py has the names of the figures, their columns and units.
 GB are 10^9 bytes, GiB 2^30; bandwidths are for each direction."""
-
-
-def _of_workers(processes: int | None, flags: list[str], seconds: float) -> Any:
-    from megatron.calibration.machine import as_found
-    from megatron.calibration.processes import devices_here, run_workers
-    from megatron.config.command_line import parse_plan
-
-    parse_plan(flags)  # before processes start
-    count = processes if processes is not None else devices_here()
-    if not 1 <= count <= 64:
-        raise ConfigError(f"--processes {count}: give 1 to 64, or start more with srun or torchrun")
-    return as_found(run_workers("machine", flags, count, (1 - HOST_SHARE) * seconds))
-
-
-def _of_rank(flags: list[str], seconds: float) -> Any:
-    from megatron.calibration.session import run
-    from megatron.config.command_line import parse_plan
-    from megatron.parallel.launch import detect_launch
-
-    return run(parse_plan(flags), detect_launch(), (1 - HOST_SHARE) * seconds)
 
 
 def refine(args: argparse.Namespace, flags: list[str]) -> None:
@@ -134,7 +138,10 @@ def main(argv: Sequence[str]) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
     def body() -> None:
-        (refine if args.refine else calibrate)(args, flags)
+        if args.refine:
+            refine(args, flags)
+        else:
+            calibrate(args, flags, argv)
 
     return run_guarded(body, int(os.environ.get("RANK", "0") or 0), "error")
 

@@ -4,34 +4,64 @@
     python tools/preflight.py check -N 16 examples/frontier/train_175b.sbatch --train-iters 1000
     srun ... python tools/preflight.py measure --cluster frontier --out folder
 
-check, on a login node: reads the very script or command that will be submitted, without running anything of it, and
-says how it would be laid out and what stands against it. measure, in the allocation: every device and link, and which
-hosts to leave out. `check --help` and `measure --help` say more.
+check, on a login node: what stands against the job that would be submitted, what it costs, and what was not checked.
+measure, in the allocation: every device and node, and which nodes to leave out. `check --help` and `measure --help` say
+more.
 """
 from __future__ import annotations
 
+import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.option import Parser
+from megatron.config.option import Parser, real, whole
 from megatron.errors import ConfigError
 from megatron.training.failures import as_tool, leave, run_guarded
+
+MEASURE = """\
+Try every device and node of an allocation, with one process for each device as the training has it:
+
+    srun -N $N -n $((8 * N)) -c 7 --gpus-per-task=1 --gpu-bind=closest --kill-on-bad-exit=0 --wait=30 \\
+        python tools/preflight.py measure --out logs/preflight
+
+Slow, broken and absent nodes are named, and a line --exclude=... is printed. Exit code of rank 0: 0 enough good nodes,
+4 too few, 2 a wrong setting. srun's own code may differ when another process died or was ended after --wait:
+good_hosts, which is written last and is empty when there are too few good nodes, is what a script should look at."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The options of `measure`; those of `check`, which stand between sbatch's, are in megatron/jobs/check_job.py."""
+    parser = Parser("preflight.py measure", description=MEASURE)
+    parser.add_argument(
+        "--cluster", metavar="NAME|FILE", default=os.environ.get("MEGATRON_CLUSTER") or "none",
+        help="machine whose bands a measurement has to lie in; default: MEGATRON_CLUSTER. Without one, and on a CPU, "
+             "ranks are compared with each other",
+    )  # fmt: skip
+    parser.add_argument("--nodes-needed", type=whole(), metavar="N", help="good nodes that are enough (default: all)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for preflight.json, good_hosts and bad_hosts")
+    parser.add_argument(
+        "--seconds", type=real(least=5), default=60.0, metavar="S",
+        help="when absent processes are given up, at the latest after twice as long while others still arrive "
+             "(default 60)",
+    )  # fmt: skip
+    parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl (RCCL) where there are devices")
+    return parser
 
 
 def run(half: str, argv: Sequence[str]) -> int:
     """One half; only its modules are imported. Returns the exit code."""
     if half == "check":
-        from megatron.preflight.check import command as check
+        from megatron.jobs import check_job
 
-        return check.run(check.parse(argv))
-    from megatron.preflight.measure import command as measure
+        return check_job.run(check_job.parse(argv))
+    args = build_parser().parse_args(argv)
+    from megatron.jobs import check_nodes
 
-    parser = Parser("preflight.py measure")
-    measure.add_arguments(parser)
-    return measure.run(parser.parse_args(argv))
+    return check_nodes.run(args)
 
 
 @as_tool

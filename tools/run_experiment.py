@@ -26,13 +26,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.config.command_line import add_preset, split_at_dashes
 from megatron.config.option import MOST_PROCESSES, Parser, real, whole
 from megatron.errors import ConfigError
+from megatron.jobs import experiment
+from megatron.jobs.experiment import Experiment, state_of
+from megatron.jobs.points import KINDS, Cost, Point, Request, cost, plan
+from megatron.jobs.processes import ROOT
+from megatron.jobs.runner import Place, Runner, slurm_time_left_s, time_left
 from megatron.planning.cluster import Cluster, load_cluster
-from megatron.planning.experiments import show
-from megatron.planning.experiments.cost import Cost, cost
-from megatron.planning.experiments.folder import PointFolder
-from megatron.planning.experiments.launch import ROOT
-from megatron.planning.experiments.points import KINDS, Point, Request, plan
-from megatron.planning.experiments.runner import Outcome, Place, Runner, slurm_time_left_s
+from megatron.planning.table import print_table
 from megatron.training.failures import as_tool
 from megatron.untrusted import read_text
 
@@ -106,7 +106,7 @@ def list_jobs(args: argparse.Namespace, points: list[Point], costs: dict[str, Co
               root: Path) -> None:  # fmt: skip
     """Print what a job of its own needs for each point that is still to run; a dash: the default partition."""
     for point in points:
-        if point.problem is None and PointFolder(root, point).state() in ("", "interrupted"):
+        if point.problem is None and state_of(root / point.name, point) in ("", "interrupted"):
             own = costs[point.name]
             partition = own.queue if own.fits_alone() is False and own.queue else args.partition
             print(point.name, point.nodes, longest_job(cluster, point.nodes, partition), partition or "-")
@@ -124,42 +124,39 @@ def chosen(points: list[Point], names: Sequence[str] | None) -> list[Point]:
 def dry_run(args: argparse.Namespace, points: list[Point], costs: dict[str, Cost], cluster: Cluster | None,
             root: Path) -> None:  # fmt: skip
     """Print the table of points and what there is to say about them."""
-    from rich.console import Console
-
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    states = {p.name: PointFolder(root, p).state() for p in points if p.problem is None}
-    console.print(show.table(points, costs, states))
+    states = {p.name: state_of(root / p.name, p) for p in points if p.problem is None}
+    print_table(experiment.table(points, costs, states))
     nodes = args.nodes or max(p.nodes for p in points)
-    lines = show.remarks(points, costs)
-    lines += show.budget(points, costs, nodes, cluster, not args.one_at_a_time, args.partition)
+    lines = experiment.remarks(points, costs)
+    lines += experiment.budget(points, costs, nodes, cluster, not args.one_at_a_time, args.partition)
     for line in lines:
-        console.print(f"- {line}", markup=False, soft_wrap=True)
+        print(f"- {line}")
 
 
 def run(args: argparse.Namespace, points: list[Point], costs: dict[str, Cost], root: Path) -> int:
     """Run the points; returns the exit code."""
-    hosts: list[str] = []
+    hosts: tuple[str, ...] = ()
     if args.launcher == "slurm":
         if args.hosts_file is None or not args.hosts_file.is_file():
             raise ConfigError(
                 "no nodes: inside an allocation give --hosts-file FILE, as examples/frontier/weak_scaling.sh does; "
                 "--launcher local runs on this machine, --dry-run shows what would run"
             )
-        hosts = read_text(args.hosts_file, 1 << 24, error=ConfigError).split()
-    place = Place(args.launcher, hosts, not args.one_at_a_time, slurm_time_left_s)
-    runner = Runner(root, place, costs, limit=args.limit, retry_failed=args.retry_failed, say=_say)
-    outcome = runner.run(points)
-    summary(outcome, root)
-    if outcome.out_of_time:
-        return 3 if outcome.resumable else 4
-    return 1 if outcome.failed or outcome.waiting else 0
+        hosts = tuple(read_text(args.hosts_file, 1 << 24, error=ConfigError).split())
+    found = Experiment(root, points, costs, args.limit, args.retry_failed, _say)
+    place = Place(args.launcher, hosts, 1 if args.one_at_a_time else len(hosts))
+    found.run(Runner(place, _say, left_s=time_left(None, slurm_time_left_s)))
+    summary(found, root)
+    if found.out_of_time:
+        return 3 if found.resumable else 4
+    return 1 if found.failed or found.waiting else 0
 
 
 def _say(line: str) -> None:
     print(f" experiment: {line}", flush=True)
 
 
-def summary(outcome: Outcome, root: Path) -> None:
+def summary(outcome: Experiment, root: Path) -> None:
     """Print what became of the points and how to go on."""
     there = len(outcome.done) + len(outcome.skipped)
     _say(f"{there} point(s) done, {len(outcome.failed)} failed, {len(outcome.waiting)} not run; {root}")

@@ -4,7 +4,9 @@
     python tools/show_placement.py --cluster frontier --world-size 1024 --preset gpt-175b
     python tools/show_placement.py --cluster frontier --world-size 1024 --preset gpt-175b --compare --table ranks.csv
 
-All flags of pretrain_gpt.py are taken; --rank-order and --device-order fix what is else chosen.
+All flags of pretrain_gpt.py are taken; --rank-order and --device-order fix what is else chosen. Seconds are those of
+messages that nothing hides: a measure to compare placements by, no forecast of a step. GB/s are published for exactly
+these devices or, with ~, estimated from the link table ([sources] of the machine's file, megatron/planning/links.py).
 """
 from __future__ import annotations
 
@@ -25,7 +27,6 @@ from megatron.planning.cluster import Cluster, known_clusters, load_cluster
 from megatron.planning.placement import (
     Placement,
     all_placements,
-    check_rank_table,
     choose_placement,
     naive_placement,
     place_with,
@@ -33,7 +34,7 @@ from megatron.planning.placement import (
     render_comparison,
     render_placement,
 )
-from megatron.planning.render import render_explanation, render_nodes
+from megatron.planning.render import render_nodes
 from megatron.training.failures import as_tool
 from megatron.untrusted import without_waiting
 
@@ -46,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The tool's own flags; what is left is pretrain_gpt.py's."""
     parser = Parser(
         description=__doc__,
-        usage="%(prog)s --cluster NAME|FILE --world-size N [--compare] [--nodes N] [--table FILE.csv] [--explain] "
+        usage="%(prog)s --cluster NAME|FILE --world-size N [--compare] [--nodes N] [--table FILE.csv] "
         "[flags of pretrain_gpt.py]",
     )  # fmt: skip
     add_preset(parser)
@@ -55,7 +56,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--nodes", type=whole(0), default=1, metavar="N", help="show the ranks of so many nodes (default 1)"
     )
     parser.add_argument("--table", type=Path, metavar="FILE.csv", help="write node, device and layers of all ranks")
-    parser.add_argument("--explain", action="store_true", help="where the figures are from, and what is assumed")
     return parser
 
 
@@ -73,8 +73,7 @@ def named_placements(config: Config, cluster: Cluster, chosen: Placement) -> Ite
 
 
 def write_table(path: Path, config: Config, placement: Placement) -> int:
-    """Write a row for every rank, checked; the number of rows. Raises ConfigError for a file that cannot be written."""
-    ranks = check_rank_table(rank_rows(config, placement), config.model.num_layers)
+    """Write a row for every rank; the number of rows. Raises ConfigError for a file that cannot be written."""
     try:
         with open(path, "w", newline="", encoding="utf-8", opener=without_waiting) as file:
             writer = csv.writer(file)
@@ -84,7 +83,7 @@ def write_table(path: Path, config: Config, placement: Placement) -> int:
                 writer.writerow([*row[:-1], chunks])
     except OSError as error:
         raise ConfigError(f"--table {path}: {error.strerror}") from error
-    return ranks
+    return config.parallel.world_size
 
 
 def show(args: argparse.Namespace, flags: Sequence[str], width: int) -> None:
@@ -102,12 +101,9 @@ def show(args: argparse.Namespace, flags: Sequence[str], width: int) -> None:
     if args.nodes:
         print()
         print(render_nodes(chosen, args.nodes, width))
-    if args.explain:
-        print()
-        print(render_explanation(chosen, width))
     if args.table:
         ranks = write_table(args.table, config, chosen)
-        print(f"\nwrote {args.table}: {ranks} ranks, each place of the grid and each layer of a replica once")
+        print(f"\nwrote {args.table}: {ranks} ranks")
 
 
 @as_tool

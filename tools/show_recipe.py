@@ -20,7 +20,7 @@ from megatron.errors import ConfigError
 from megatron.planning import recipes
 from megatron.planning.cluster import Cluster, load_cluster
 from megatron.planning.table import print_table
-from megatron.planning.traffic import GPT2_VOCABULARY
+from megatron.planning.trace import GPT2_VOCABULARY
 from megatron.training.failures import as_tool
 
 

@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.command_line import add_preset, split_at_dashes, with_preset
 from megatron.config.option import MOST_PROCESSES, Parser, real, whole
+from megatron.jobs import tune
+from megatron.jobs.layouts import OBJECTIVES
+from megatron.jobs.search import SEARCHES
 from megatron.training.failures import as_tool
-from megatron.tuning import command
-from megatron.tuning.search.optimizer import SEARCHES
-from megatron.tuning.types import OBJECTIVES
 
 _COUNT, _SECONDS = whole(1, MOST_PROCESSES), real()
 
@@ -39,7 +39,7 @@ same command goes on. 4: out of time before any trial ended."""
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     width = max(map(len, SEARCHES))
-    searches = "\n".join(f"  {name:{width}}  {text}" for name, text in SEARCHES.items())
+    searches = "\n".join(f"  {name:{width}}  {text}" for name, (text, _) in SEARCHES.items())
     parser = Parser(
         description=__doc__, epilog=EPILOG.format(searches=searches),
         usage="%(prog)s --space FILE|NAME [options] [-- flags of pretrain_gpt.py]",
@@ -124,7 +124,7 @@ def main(argv: Sequence[str]) -> int:
     """Run; returns the exit code."""
     words, flags = split_at_dashes(argv)
     args = build_parser().parse_args(words)
-    return command.run(args, with_preset(args.preset, flags))
+    return tune.run(args, with_preset(args.preset, flags))
 
 
 if __name__ == "__main__":

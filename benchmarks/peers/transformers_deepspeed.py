@@ -8,12 +8,15 @@ extension that no process here uses, unless it is told that no extension fits th
 from __future__ import annotations
 
 import collections
+import json
 import os
+import sys
 import tempfile
 import time
 import warnings
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
+if json.loads(sys.argv[1])["device"] == "cpu":
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # DeepSpeed's import of it takes 4 s, and nothing here compiles
 os.environ["TORCH_EXTENSIONS_DIR"] = tempfile.mkdtemp(prefix="torch_extensions_")  # a lock left by another run hangs
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -71,7 +74,7 @@ def main() -> None:
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings(task, size))
 
     def step() -> tuple[float, float]:
-        total = torch.zeros(())
+        total = torch.zeros((), device=task.device)
         steps_before = engine.global_steps
         for _ in range(task.accumulation):
             tokens, _ = micro_batch(task)

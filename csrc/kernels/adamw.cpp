@@ -11,7 +11,7 @@ struct NoCopy {};
 
 // What is the same for every element of a group.
 struct AdamWStep {
-    float gradient_scale;
+    const float *gradient_scale;    // one number on the device: whoever launches need not know it
     float new_average, new_square;  // 1 - beta1 and 1 - beta2, rounded once: 1 - (float)beta2 would be off by 3e-5 of itself
     float rate;                     // lr / (1 - beta1^step)
     float root_scale;               // 1 / sqrt(1 - beta2^step)
@@ -28,6 +28,7 @@ template <class T, class C> struct AdamW {
     static constexpr int WAVES = 8;
     // narrow: 36 (tensors that are not aligned, and ends: 4 for each array in and out; gradient and copy of 16 bit)
     AdamWStep s;
+    float scale;
     float *w;
     const T *g;
     float *m, *v;
@@ -41,7 +42,7 @@ template <class T, class C> struct AdamW {
         at.load(m, average);
         at.load(v, square);
         UNROLL_PACK for (int k = 0; k < V; ++k) {
-            const float x = gradient[k] * s.gradient_scale;
+            const float x = gradient[k] * scale;
             average[k] += s.new_average * (x - average[k]);
             square[k] += s.new_square * (x * x - square[k]);
             const float quotient = average[k] / (root(square[k]) * s.root_scale + s.eps);
@@ -56,9 +57,11 @@ template <class T, class C> struct AdamW {
 
 template <class T, class C> MEMBER void adamw_chunk(const AdamWStep &step, const AdamWList &list, int at) {
     constexpr int V = 4;
+    const float scale = *step.gradient_scale;
+    if ((as_uint(scale) & 0x7f800000u) == 0x7f800000u) return;  // infinite or NaN: the step is skipped
     const int t = list.tensor(at);
     const int64_t from = list.start(t, at);
-    AdamW<T, C> body{step, (float *)list.pointer[WEIGHT][t] + from, (const T *)list.pointer[GRADIENT][t] + from,
+    AdamW<T, C> body{step, scale, (float *)list.pointer[WEIGHT][t] + from, (const T *)list.pointer[GRADIENT][t] + from,
                      (float *)list.pointer[AVERAGE][t] + from, (float *)list.pointer[AVERAGE_SQUARE][t] + from,
                      (C *)list.pointer[COPY][t]};
     bool packed = on_pack<V>(body.w) && on_pack<V>(body.g) && on_pack<V>(body.m) && on_pack<V>(body.v);
@@ -95,9 +98,9 @@ static int launch_adamw(const AdamWStep &step, void *const *pointers, const int6
 }
 
 // type: of the gradients. copy_type: -1 for none, 1 fp16, 2 bf16. pointers [5][count] in host memory: weights, gradients,
-// moments, copies.
+// moments, copies. gradient_scale: one number on the device; where it is not finite nothing is written.
 MK_API mk_adamw(int type, int copy_type, void *const *pointers, const int64_t *sizes, int64_t count, int64_t chunk,
-                float gradient_scale, float new_average, float new_square, float rate, float root_scale, float eps,
+                const float *gradient_scale, float new_average, float new_square, float rate, float root_scale, float eps,
                 float decay, void *stream) {
     const AdamWStep step{gradient_scale, new_average, new_square, rate, root_scale, eps, decay};
     switch (copy_type) {

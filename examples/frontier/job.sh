@@ -6,7 +6,7 @@
 # A job goes through these steps; what each wrote is in SITE_RUNS/RUN_NAME/logs/JOB/RESTART/:
 #   check       pretrain_gpt.py resolves the whole configuration, without torch: a wrong flag ends the job at once
 #   environment the packed Python environment and the code go to every node's NVMe drive
-#   preflight   every device and link is measured; nodes that are slow or dead are left out if there are spare ones
+#   preflight   every device and node is tried; nodes that are slow or dead are left out if there are spare ones
 #   training    on the good nodes, from the newest checkpoint
 # and ends with one of these exit codes (or that of the program, or 128 + the signal that killed a task):
 #   0 training is complete, or saved and back in the queue   2 something to mend in the command or in site.env
@@ -23,7 +23,8 @@
 #   MAX_STARTS       how often a job may start from the same checkpoint before it stays out of the queue
 #   GPU_VISIBILITY   one: each task sees its own GCD; all: each sees all eight; none
 #   DEVICE           gpu, or cpu for trials (gloo, no modules)
-#   TASKS_PER_NODE, CPUS_PER_TASK, SRUN_FLAGS, SRUN_WAIT, MASTER_PORT, DRY_RUN (1: print the commands only)
+#   TASKS_PER_NODE, CPUS_PER_TASK, SRUN_FLAGS, SRUN_WAIT, MASTER_PORT, DRY_RUN (1: check
+#                    the flags and the modules here, and print the commands and variables; nothing is started)
 
 : "${MEGATRON_ROOT:=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)}"
 # shellcheck source=examples/frontier/site.env
@@ -154,13 +155,35 @@ export_revision() {
     export MEGATRON_REVISION
 }
 
+# The variables of the network, the devices and the threads that a training gets, as one line.
+show_environment() {
+    local name words=()
+    while read -r name; do
+        words+=("$name=${!name}")
+    done < <(compgen -e | grep -E '^(FI|GLOO|GPU|HIP|HSA|MASTER|MIOPEN|NCCL|OMP|ROCR|TORCH)_|^MEGATRON_CLUSTER$')
+    show export ${words[@]+"${words[@]}"}
+}
+
+# For a dry run: whether this node, a login node perhaps, can load the modules, without keeping them. 2: it cannot.
+try_modules() {
+    # shellcheck disable=SC2086  # a list
+    show module load $SITE_MODULES
+    if ! command -v module >/dev/null; then
+        say "not checked: modules (there is no module command here)"
+    elif ! (load_site_modules >/dev/null); then
+        complain "modules are missing here (SITE_MODULES=$SITE_MODULES)"
+        return 2
+    fi
+}
+
 # Python and the code on every node's own drive, where SITE_ENV is there; else as they lie on the shared file system.
 # Sets PYTHON and CODE. 2: there is no Python.
 prepare_environment() {
+    local code=0
+    [[ $DRY_RUN != 1 ]] || show_environment
     if [[ $DEVICE == gpu ]]; then
         if [[ $DRY_RUN == 1 ]]; then
-            # shellcheck disable=SC2086  # a list
-            show module load $SITE_MODULES
+            try_modules || code=$?
         elif ! load_site_modules; then
             complain "modules are missing (SITE_MODULES=$SITE_MODULES): is this $SITE_CLUSTER? DEVICE=cpu needs none"
             return 2
@@ -184,13 +207,13 @@ prepare_environment() {
         else
             say "WARNING: the code could not be sent to the nodes; it is read from $MEGATRON_ROOT"
         fi
-        rm -f "$LOGS/code.tar"
+        [[ $DRY_RUN == 1 ]] || rm -f "$LOGS/code.tar"
         say "environment: on $SITE_NVME of every node after $((SECONDS - start)) s"
     else
         say "WARNING: $SITE_ENV could not be unpacked on every node (see above): Python starts from $SITE_VENV," \
             "which takes a minute or more"
     fi
-    if [[ $sent == 1 || -x $PYTHON || $DRY_RUN == 1 ]]; then return 0; fi
+    if [[ $sent == 1 || -x $PYTHON ]]; then return "$code"; fi
     complain "no Python in SITE_VENV=$SITE_VENV: run examples/frontier/setup_env.sh, or set SITE_VENV in site.env"
     return 2
 }
@@ -405,10 +428,16 @@ note_start() {
 check_flags() {
     local python=$PYTHON world
     world=$((${NODES_NEEDED:-$(allocated_nodes)} * TASKS_PER_NODE))
-    [[ -x $python || $DRY_RUN == 1 ]] || return 0 # only the packed environment is there: the ranks will find out
     local command=("$python" "$CODE/pretrain_gpt.py" "${TRAIN_FLAGS[@]}" --world-size "$world" --print-config)
+    [[ -x $python || $DRY_RUN == 1 ]] || return 0 # only the packed environment is there: the ranks will find out
     show "${command[@]}"
-    [[ $DRY_RUN == 1 ]] || "${command[@]}" >"$LOGS/config.txt"
+    if [[ $DRY_RUN != 1 ]]; then
+        "${command[@]}" >"$LOGS/config.txt"
+    elif [[ -x $python ]]; then
+        "${command[@]}" >/dev/null
+    else
+        say "not checked: flags of the training (there is no $python)"
+    fi
 }
 
 # cause CODE FOLDER: the exit code of a launch there; 1 where a task ended with an error of the program (1) and none by a
@@ -489,13 +518,14 @@ train_job() {
     check_settings || exit
     start_flags "$@" || exit
     note_start || exit
-    check_flags || exit
-    prepare_environment || exit
+    # A dry run shows all of the job, and ends with what would have ended it.
+    check_flags || { code=$? && [[ $DRY_RUN == 1 ]]; } || exit "$code"
+    prepare_environment || { code=$? && [[ $DRY_RUN == 1 ]]; } || exit "$code"
     if [[ $PREFLIGHT == 1 ]]; then run_preflight || exit; fi
     [[ $CODE != "$MEGATRON_ROOT" ]] || [[ $DEVICE == cpu ]] ||
         TRAIN_FLAGS=(--distributed-timeout-minutes 30 "${TRAIN_FLAGS[@]}") # slow to start from a shared file system
     launch_training "${TRAIN_FLAGS[@]}" || code=$?
-    [[ $DRY_RUN != 1 ]] || exit 0
+    [[ $DRY_RUN != 1 ]] || exit "$code"
     ((code == 0)) || code=$(cause "$code" "$LOGS")
     say "training ended with exit code $code at iteration $(reached)"
     if ((code)); then

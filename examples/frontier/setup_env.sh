@@ -123,7 +123,7 @@ step_deephyper() {
     if ! { ((dry)) || { mkdir -p "${versions%/*}" && as_it_is >"$versions"; }; } ||
         ! pip install --only-binary :all: -c "$versions" "deephyper==$(sed -n 's/^deephyper==//p' "$constraints")"; then
         say "WARNING: DeepHyper cannot be installed, see above: left out, the tuner searches with Optuna"
-    elif ! run "$python" -c 'from megatron.tuning.search.optimizer import make_optimizer as m; m("deephyper", 0)'; then
+    elif ! run "$python" -c 'from megatron.jobs.search import find_search; find_search("deephyper")'; then
         pip uninstall --yes deephyper
         say "WARNING: DeepHyper does not work here, see above: taken out again, the tuner searches with Optuna"
     fi
@@ -139,8 +139,8 @@ print(f"torch {torch.__version__} for ROCm {torch.version.hip}, deepspeed {deeps
 if sys.argv[1] == "1":
     import flash_attn
     print(f"flash-attn {flash_attn.__version__}")
-from megatron.tuning.search.optimizer import make_optimizer
-print(f"tools/tune.py searches with {make_optimizer('auto', 0).name}")
+from megatron.jobs.search import find_search
+print(f"tools/tune.py searches with {find_search('auto')}")
 if not torch.version.hip:
     sys.exit("this torch is not for ROCm: set TORCH_INDEX")
 if not sys.base_prefix.startswith(("/opt/", "/usr")):

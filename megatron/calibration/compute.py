@@ -1,353 +1,176 @@
-"""What one device computes: products over a model's shapes, attention, memory-bound kernels, the optimizer's update.
+"""What one device computes: the products, attention and memory-bound kernels of a model, the optimizer's update.
 
-All of it through the operators that training calls, forward and backward. Inputs of memory-bound kernels come out of
-the kernel before, as in a layer, and outputs are kept until the backward pass, so that caches see what they see there.
+What a trace of the model lists (planning/recorder.py) is called as the code calls it: the same operators, with tensors
+of the same shapes and strides. In each call they are others, as in a model that no cache holds, and so are outputs.
 """
 from __future__ import annotations
 
+import collections
+import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron.calibration.tasks import TERA, Make, Task, Work
-from megatron.engine.optimizer import build_optimizer, create_moments
+from megatron.config.parallel import RecomputeConfig
+from megatron.engine.optimizer import build_optimizer, create_state
+from megatron.engine.optimizer_state import OPTIMIZERS
 from megatron.engine.zero import square
-from megatron.kernels.choose import Fusions, choose_attention, choose_fusions
+from megatron.kernels.choose import choose_fusions
 from megatron.kernels.library import available
-from megatron.kernels.ops.activation import bias_activation
 from megatron.kernels.ops.optimizer import scale_and_norm_
-from megatron.layers.attention import flash_attention, torch_attention
-from megatron.layers.blocked_attention import blocked_attention
-from megatron.layers.context import LayerContext
-from megatron.layers.cross_entropy import combine, gradient_, local_statistics
-from megatron.layers.dropout import bias_dropout_add
-from megatron.layers.mlp import activate
-from megatron.layers.norm import Norm
+from megatron.kernels.work import Attention, Memory, Product
+from megatron.planning.rates import BACKWARD_OPERATIONS
+from megatron.planning.recorder import Call, Calls, calls
+from megatron.planning.tensors import is_empty
+from megatron.planning.timing.update import bytes_per_element
+from megatron.planning.trace import that_counts
 
 if TYPE_CHECKING:
     from megatron.config import Config
 
-CHAIN = 8
-"""Kernels of one kind in a row, forward and then backward."""
-_BYTES = (1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
-_LARGEST = 1 << 28  # bytes of what is made for a task on a CPU; a GPU takes any
-_OPERATIONS = 2e10  # of one product on a CPU; larger ones are cut to fewer tokens, which their rates do not see
-_PRODUCTS_BYTES, _MOST_PRODUCTS = 1 << 26, 32  # of the matrices that are taken in turn
-_VALUES = 99_991  # different ones in a tensor
-
-
-class Maker:
-    """Makes tensors of the run's format on its device."""
-
-    def __init__(self, config: Config, device: torch.device) -> None:
-        self.config, self.device = config, device
-        self.dtype_name = config.precision.dtype_name
-        self.dtype: torch.dtype = getattr(torch, self.dtype_name)
-        self.width = self.dtype.itemsize
-        self.fusions: Fusions = choose_fusions(config.kernels, device, self.dtype_name)
-
-        self._values = torch.empty(_VALUES, device=device).uniform_(-1, 1)
-
-    def __call__(self, *shape: int, grad: bool = False, fp32: bool = False) -> torch.Tensor:
-        """Values between -1 and 1, again and again the same: a GPU's clock depends on what it multiplies."""
-        count = math.prod(shape)
-        values = self._values.to(torch.float32 if fp32 else self.dtype)
-        return values.repeat(-(-count // _VALUES))[:count].view(shape).requires_grad_(grad)
+MICRO_BATCHES = 1, 4
+_CACHE, _MOST_SETS = 1 << 26, 32
+"""Bytes of the tensors that are taken in turn, and how many sets of them there are at most."""
+_LEAST_SHARE = 1 / 16  # of the largest kernel of its kind: smaller ones take the least time of a kernel
+_VALUES = 99_991  # different ones in a tensor: a GPU's clock depends on what it multiplies
 
 
 def compute_tasks(config: Config, device: torch.device, tensor_sizes: tuple[int, ...] = (1,)) -> list[Task]:
     """All tasks of one device, for the shapes of a model cut over these tensor-parallel sizes."""
-    make = Maker(config, device)
-    return [
-        *_products(make, tensor_sizes), *_attention(make), *_copies(make), *_norms(make), *_activations(make),
-        *_residuals(make), *_losses(make), *_embeddings(make), *_updates(make),
-    ]  # fmt: skip
-
-
-# -- matrix products ---------------------------------------------------------------------------------------------------
-
-
-def weight_shapes(config: Config, tensor_sizes: tuple[int, ...]) -> list[tuple[int, int]]:
-    """[out, in] of the weights of one rank: projection, attention's output, MLP in and out, output layer."""
-    model = config.model
-    found: dict[tuple[int, int], None] = {}
-    h, f, d = model.hidden_size, model.ffn_hidden_size, model.kv_channels
-    rows = (model.num_attention_heads + 2 * model.num_key_value_heads) * d
-    for t in tensor_sizes:
-        vocabulary = -(-(model.vocab_size or 50257) // (128 * t)) * 128
-        up = f * (2 if model.swiglu else 1) // t
-        for shape in ((rows // t, h), (h, model.num_attention_heads * d // t), (up, h), (h, f // t), (vocabulary, h)):
-            found[shape] = None
-    return list(found)
-
-
-def _products(make: Maker, tensor_sizes: tuple[int, ...]) -> Iterator[Task]:
-    figure, s = f"products.{make.dtype_name}", make.config.model.seq_length
-    done = set()
-    for tokens in (s, 4 * s):
-        for n, k in weight_shapes(make.config, tensor_sizes):
-            rows = tokens
-            while make.device.type == "cpu" and rows > 64 and 2.0 * rows * n * k > _OPERATIONS:
-                rows //= 2
-            for m_, n_, k_, kind in ((rows, n, k, "forward"), (rows, k, n, "input"), (n, k, rows, "weight")):
-                if (m_, n_, k_) in done:
-                    continue
-                done.add((m_, n_, k_))
-                yield Task(figure, (m_, n_, k_), _product(make, m_, n_, k_, kind), 2.0 * m_ * n_ * k_, TERA)
-
-
-def _product(make: Maker, m: int, n: int, k: int, kind: str) -> Make:
-    """y = x W^T, dx = dy W or dW = dy^T x, with the matrices stored as the layers have them.
-
-    All three are others in each call, as in a model that no cache holds: on a CPU that costs some percent.
-    """
-
-    def work() -> Work:
-        many = max(1, min(_MOST_PRODUCTS, _PRODUCTS_BYTES // ((m * k + n * k + m * n) * make.width)))
-        first = [make(k, m).t() if kind == "weight" else make(m, k) for _ in range(many)]
-        second = [make(n, k).t() if kind == "forward" else make(k, n) for _ in range(many)]
-        turns = itertools.cycle(zip(first, second, [make(m, n) for _ in range(many)], strict=True))
-
-        def run() -> None:
-            a, b, out = next(turns)
-            torch.mm(a, b, out=out)
-
-        return run
-
-    return work
-
-
-# -- attention ---------------------------------------------------------------------------------------------------------
-
-
-def _attention(make: Maker) -> Iterator[Task]:
-    """Rates as planning/rates.py counts: half of all pairs, 2.5 times the operations in the backward pass."""
-    config = make.config
-    model, s, d = config.model, config.model.seq_length, config.model.kv_channels
+    dtype_name, s = config.precision.dtype_name, config.model.seq_length
+    found: dict[tuple[str, tuple[float, ...]], Task] = {}
+    tasks: list[Iterator[Task]] = []
+    for tensor_size, micro_batch in itertools.product(tensor_sizes, MICRO_BATCHES):
+        listed = _calls(config, device, tensor_size, micro_batch, s)
+        tasks += [_products(dtype_name, device, listed), _kernels(device, listed)]
     for seq in sorted({max(64, s // 4), max(64, s // 2), s, 2 * s}):
-        backend = choose_attention(config.kernels, make.device, make.dtype_name, seq)
-        if backend == "unfused":
-            continue
-        heads = max(1, min(model.num_attention_heads, (1 << 22) // (seq * d)))
-        operations = 2.0 * heads * seq * seq * d
-        for direction, share in (("forward", 1.0), ("backward", 2.5)):
-            figure = f"attention.{make.dtype_name}.{direction}"
-            run = _core(make, backend, seq, heads, d, backward=direction == "backward")
-            yield Task(figure, (seq, d), run, operations * share, TERA)
+        tasks.append(_attention(dtype_name, device, _calls(config, device, 1, 1, seq, ("layer",))))
+    for task in itertools.chain(*tasks):
+        found.setdefault((task.figure, task.place), task)
+    return [*found.values(), *_updates(config, device)]
 
 
-def _core(make: Maker, backend: str, seq: int, heads: int, d: int, *, backward: bool) -> Make:
-    def work() -> Work:
-        mixed = make(seq, 1, heads, 3, d, grad=True)
-
-        def forward() -> torch.Tensor:
-            if backend == "blocked":
-                return blocked_attention((mixed,), None, None, 0.0, None, make.fusions.attention_block)
-            q, k, v = (x.squeeze(3) for x in mixed.split(1, dim=3))
-            return (flash_attention if backend == "flash" else torch_attention)(q, k, v, None, None, 0.0)
-
-        if not backward:
-            return forward
-        out = forward()
-        gradient = torch.ones_like(out)
-        return lambda: torch.autograd.grad(out, mixed, gradient, retain_graph=True)
-
-    return work
+def _calls(
+    config: Config, device: torch.device, tensor_size: int, micro_batch: int, seq: int,
+    parts: tuple[str, ...] = ("embedding", "layer", "head"),
+) -> list[Calls]:
+    """What a model computes for one micro-batch on one of so many tensor ranks, without recomputation."""
+    longest = max(seq, config.model.max_position_embeddings)
+    model = dataclasses.replace(config.model, seq_length=seq, max_position_embeddings=longest)
+    batch = dataclasses.replace(config.batch, micro_batch_size=micro_batch)
+    parallel = dataclasses.replace(
+        config.parallel, tensor_model_parallel_size=tensor_size, sequence_parallel=False, tp_comm_overlap=False
+    )
+    one = dataclasses.replace(config, model=model, batch=batch, parallel=parallel, recompute=RecomputeConfig())
+    return [each for part in parts for each in calls(that_counts(one, part), device.type, part)]
 
 
-# -- memory-bound kernels ----------------------------------------------------------------------------------------------
+# -- work out of operators without data --------------------------------------------------------------------------------
 
 
-def _sizes(make: Maker, columns: int) -> Iterator[int]:
-    """Rows of `columns` elements, for tensors of the sizes of _BYTES."""
-    for size in _BYTES:
-        if make.device.type == "cuda" or size <= _LARGEST // CHAIN // 4:
-            yield max(1, size // (columns * make.width))
+def _with_data(operators: Sequence[Call], device: torch.device) -> list[Call]:
+    """On tensors of the same shapes and strides, those of one storage on one again: floats between -1 and 1, indices
+    below the lengths of the matrices that they are of."""
+    values, storages = torch.empty(_VALUES, device=device).uniform_(-1, 1), dict[int, torch.Tensor]()
+
+    def of(call: Call) -> Call:
+        matrices = [a for a in call[1] if isinstance(a, torch.Tensor) and a.dim() > 1 and a.is_floating_point()]
+        most = min((min(a.shape) for a in matrices), default=1)
+
+        def made(t: torch.Tensor) -> torch.Tensor:
+            if not is_empty(t):
+                return t
+            key, count = t.untyped_storage()._cdata, t.untyped_storage().nbytes() // t.element_size()
+            if key not in storages and t.is_floating_point():
+                storages[key] = values.to(t.dtype).repeat(-(-count // _VALUES))[:count].clone()
+            elif key not in storages:
+                below = most if t.dtype in (torch.int32, torch.int64) else 1
+                storages[key] = torch.randint(0, below, (count,), device=device).to(t.dtype)
+            return storages[key].view(t.dtype).as_strided(t.shape, t.stride(), t.storage_offset())
+
+        there = tree_map_only(torch.device, lambda _: device, call[2])
+        return call[0], *tree_map_only(torch.Tensor, made, (call[1], there))
+
+    return [of(call) for call in operators]
 
 
-Kernel = Callable[..., torch.Tensor]
-Start = Callable[[], tuple[torch.Tensor, tuple[torch.Tensor, ...]]]
+def _in_turn(operators: Sequence[Call], device: torch.device) -> Make:
+    """Work that calls all of these operators, each time on the next of several sets of tensors."""
+    empty = [t for t in tree_leaves(operators) if isinstance(t, torch.Tensor)]
+    n_bytes = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in empty}.values())
+
+    def make() -> Work:
+        sets = [_with_data(operators, device) for _ in range(max(1, min(_MOST_SETS, _CACHE // max(1, n_bytes))))]
+        turn, kept = itertools.cycle(sets), collections.deque[list[Any]](maxlen=len(sets))
+
+        def work() -> Any:
+            with torch.no_grad():
+                kept.append([operator(*args, **kwargs) for operator, args, kwargs in next(turn)])
+            return kept[-1]
+
+        return work
+
+    return make
 
 
-def _chained(step: Kernel, start: Start) -> Make:
-    """CHAIN times one kernel forward, then all of them backward."""
-
-    def work() -> Work:
-        x, fixed = start()
-
-        def run() -> None:
-            y = x
-            for _ in range(CHAIN):
-                y = step(y, *fixed)
-            torch.autograd.backward(y, torch.ones_like(y))
-            for leaf in (x, *fixed):
-                leaf.grad = None
-
-        return run
-
-    return work
+# -- figures -----------------------------------------------------------------------------------------------------------
 
 
-def _copies(make: Maker) -> Iterator[Task]:
-    for size in _BYTES:
-        count = size // make.width
-
-        def work(count: int = count) -> Work:
-            # More tensors than a cache holds, as the buffers of a step are.
-            many = max(2, min(64, (1 << 26) // (count * make.width)))
-            tensors = [make(count) for _ in range(many)]
-            place = iter(range(1 << 60))
-
-            def run() -> None:
-                i = next(place)
-                tensors[(i + 1) % many].copy_(tensors[i % many])
-
-            return run
-
-        yield Task("memory.copy", (2.0 * size,), work, 2.0 * size)
+def _products(dtype_name: str, device: torch.device, listed: Sequence[Calls]) -> Iterator[Task]:
+    """Into a matrix that is there: what an operator does with its result beside is no part of a product."""
+    for work, operators in listed:
+        if isinstance(work, Product) and work.batch == 1:
+            a, b = [x for x in operators[0][1] if isinstance(x, torch.Tensor)][-2:]
+            product = torch.mm, (a, b), {"out": a.new_empty(work.m, work.n)}
+            yield Task(f"products.{dtype_name}", work[:3], _in_turn([product], device), work.flops, TERA)
 
 
-def _norms(make: Maker) -> Iterator[Task]:
-    """Forward reads and writes one tensor, backward reads two and writes one."""
-    model = make.config.model
-    h = model.hidden_size
-    for rows in _sizes(make, h):
-
-        def start(rows: int = rows) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-            return make(rows, h, grad=True), ()
-
-        context = LayerContext(
-            LayerContext.single().tensor, LayerContext.single(device=make.device).parameters, fusions=make.fusions
-        )
-        norm = Norm(context, "norm", h, model.normalization, model.layernorm_epsilon).to(make.dtype)
-        size = 5.0 * rows * h * make.width
-        yield Task("memory.norm", (size / 2,), _chained(norm, start), size, calls=CHAIN)
+def _attention(dtype_name: str, device: torch.device, listed: Sequence[Calls]) -> Iterator[Task]:
+    """Rates as planning/rates.py counts: half of all pairs, and so many more in the backward pass."""
+    for work, operators in listed:
+        if isinstance(work, Attention):
+            direction, more = ("backward", BACKWARD_OPERATIONS) if work.backward else ("forward", 1.0)
+            figure, flops = f"attention.{dtype_name}.{direction}", work._replace(backward=False).flops / 2 * more
+            yield Task(figure, (work.seq, work.head_dim), _in_turn(operators, device), flops, TERA)
 
 
-def _activations(make: Maker) -> Iterator[Task]:
-    model = make.config.model
-    f, kind, fused = model.ffn_hidden_size, model.activation, make.fusions.bias_activation
-    gated = kind == "swiglu"
-    columns = f * (2 if gated else 1)
-    for rows in _sizes(make, columns):
-        many = CHAIN // 2
-
-        def work(rows: int = rows, many: int = many) -> Work:
-            ups = [make(rows, columns, grad=True) for _ in range(many)]
-            bias = make(columns) if model.add_bias_linear else None
-            gradient = make(rows, f)
-
-            def run() -> None:
-                outs = []
-                for up in ups:
-                    plain = up if bias is None else up + bias
-                    outs.append(bias_activation(up, bias, kind) if fused else activate(plain, kind))
-                for out in outs[::-1]:
-                    torch.autograd.backward(out, gradient)
-                for up in ups:
-                    up.grad = None
-
-            return run
-
-        # Forward and backward as planning/timing/layer.py counts them.
-        ins = 2 if gated else 1
-        if fused:
-            size, kernels = float(rows * f * make.width * (6 + 2 * ins if gated else 5)), 2
-        else:
-            size, kernels = float(rows * f * make.width * (18 if gated else 5)), 6 if gated else 2
-        yield Task("memory.activation", (size / kernels,), work, size, calls=many)
-
-
-def _residuals(make: Maker) -> Iterator[Task]:
-    """residual + (x + bias): forward reads two and writes one; backward reads one and writes none but sums."""
-    h = make.config.model.hidden_size
-    fused = make.fusions.bias_dropout
-    for rows in _sizes(make, h):
-
-        def start(rows: int = rows) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-            return make(rows, h, grad=True), (make(h, grad=True), make(rows, h))
-
-        def step(y: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-            return bias_dropout_add(y, bias, residual, 0.0, None, fused)
-
-        size = 5.0 * rows * h * make.width
-        yield Task("memory.residual", (size / 2,), _chained(step, start), size, calls=CHAIN)
-
-
-def _losses(make: Maker) -> Iterator[Task]:
-    """Statistics of a chunk's logits and their gradient in place: the logits are read twice and written once."""
-    v = -(-(make.config.model.vocab_size or 50257) // 128) * 128
-    fused = make.fusions.cross_entropy
-    for rows in (128, 512) if make.device.type == "cpu" else (1024, 4096):
-
-        def work(rows: int = rows) -> Work:
-            context = LayerContext.single()
-            logits, labels = make(rows, v), torch.zeros(rows, dtype=torch.long, device=make.device)
-            gradients = torch.ones(rows, device=make.device)
-
-            def run() -> None:
-                statistics = local_statistics(logits, labels, 0, v, fused)
-                maximum, total, _ = combine(statistics, context.tensor)
-                gradient_(logits, labels, maximum, total, gradients, 0, v, fused)
-
-            return run
-
-        size = rows * v * (3.0 * make.width if fused else 4.0 * make.width + 68)
-        yield Task("memory.loss", (size / (2 if fused else 11),), work, size)
-
-
-def _embeddings(make: Maker) -> Iterator[Task]:
-    """Rows of a table looked up, and rows added to its fp32 sum."""
-    h = make.config.model.hidden_size
-    v = make.config.model.vocab_size or 50257
-    for tokens in (256, 2048):
-
-        def work(tokens: int = tokens) -> Work:
-            table, total = make(v, h), make(v, h, fp32=True)
-            rows = torch.randint(0, v, (tokens,), device=make.device)
-            gradient = make(tokens, h, fp32=True)
-
-            def run() -> None:
-                torch.nn.functional.embedding(rows, table)
-                total.index_add_(0, rows, gradient)
-
-            return run
-
-        size = tokens * h * (2.0 * make.width + 12.0)
-        yield Task("memory.embedding", (size / 2,), work, size)
+def _kernels(device: torch.device, listed: Sequence[Calls]) -> Iterator[Task]:
+    """All memory-bound kernels of a kind together, each once, by their mean size."""
+    kinds: dict[str, dict[Any, Call]] = {}
+    for work, operators in listed:
+        if isinstance(work, Memory):
+            kinds.setdefault(work.kind, {})[work, operators[0][0]] = operators[0]
+    for kind, found in kinds.items():
+        least = _LEAST_SHARE * max(work.bytes for work, _ in found)
+        large = {work: call for work, call in found.items() if work[0].bytes >= least}
+        size, count = sum(work.bytes for work, _ in large), sum(work.kernels for work, _ in large)
+        yield Task(f"memory.{kind}", (size / count,), _in_turn([*large.values()], device), float(size))
 
 
 # -- the optimizer -----------------------------------------------------------------------------------------------------
 
 
-def update_bytes(config: Config, fusions: Fusions) -> float:
-    """Read and written for each element by norm and update, as planning/timing/update.py counts."""
-    if config.precision.dtype_name == "float32":
-        return 32.0
-    return 34.0 if fusions.optimizer and config.precision.bf16 else 38.0
-
-
-def _updates(make: Maker) -> Iterator[Task]:
+def _updates(config: Config, device: torch.device) -> Iterator[Task]:
     """Norm of the gradients and AdamW over the elements of a layer or more."""
-    model = make.config.model
-    layer = 12 * model.hidden_size**2
-    elements = max(1 << 20, min(layer, 1 << 24))
+    elements = max(1 << 20, min(12 * config.model.hidden_size**2, 1 << 24))
+    dtype_name, kernels = config.precision.dtype_name, config.kernels
 
     def work() -> Work:
-        weights = torch.nn.Parameter(torch.zeros(elements, device=make.device))
+        weights = torch.nn.Parameter(torch.zeros(elements, device=device))
         weights.grad = torch.ones_like(weights)
         groups = [{"params": [weights], "decays": True}]
-        fused = make.fusions.optimizer
-        adam = build_optimizer(
-            groups, make.config.optimizer, make.device, make.config.kernels.optimizer_implementation, fused
-        )
-        create_moments(adam, ("exp_avg", "exp_avg_sq"))
-        if fused and make.dtype != torch.float32:
-            adam.copies = {weights: torch.zeros(elements, device=make.device, dtype=make.dtype)}  # type: ignore[attr-defined]
-        own = make.config.kernels.optimizer_implementation != "torch" and available(make.device)
+        fused = choose_fusions(kernels, device, dtype_name).optimizer
+        adam = build_optimizer(groups, config.optimizer, device, kernels.optimizer_implementation, fused)
+        create_state(adam, OPTIMIZERS["adam"])
+        if fused and dtype_name != "float32":
+            copy = torch.zeros(elements, device=device, dtype=getattr(torch, dtype_name))
+            adam.copies = {weights: copy}  # type: ignore[attr-defined]
+        own = kernels.optimizer_implementation != "torch" and available(device)
         squares = scale_and_norm_ if own else square
 
         def run() -> None:
@@ -357,4 +180,4 @@ def _updates(make: Maker) -> Iterator[Task]:
 
         return run
 
-    yield Task("update_gb_per_s", (), work, elements * update_bytes(make.config, make.fusions))
+    yield Task("update_gb_per_s", (), work, elements * bytes_per_element(config, device.type))

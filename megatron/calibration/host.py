@@ -32,13 +32,6 @@ class HostSeconds(NamedTuple):
     step: float
 
 
-class _Times(NamedTuple):
-    forward: float
-    backward: float
-    step: float
-    optimizer: float
-
-
 def tiny(config: Config, layers: int) -> Config:
     """The same kind of model with hardly any data."""
     kind = {name: config.given[name] for name in _KIND if name in config.given}
@@ -54,15 +47,12 @@ def host_seconds(config: Config, device: torch.device, seconds: float) -> HostSe
     On a GPU these are the times after which the host may go on, without those of the device.
     """
     few, many = (_times(tiny(config, layers), device, seconds / 2) for layers in (FEW, MANY))
-    more = MANY - FEW
-    forward, backward = max(0.0, many.forward - few.forward) / more, max(0.0, many.backward - few.backward) / more
-    of_layers = FEW * (forward + backward)
-    return HostSeconds(
-        forward, backward, max(0.0, few.step - few.optimizer - of_layers), max(0.0, few.optimizer)
-    )
+    forward, backward = (max(0.0, many[i] - few[i]) / (MANY - FEW) for i in (0, 1))
+    return HostSeconds(forward, backward, max(0.0, few[2] - few[3] - FEW * (forward + backward)), max(0.0, few[3]))
 
 
-def _times(config: Config, device: torch.device, seconds: float) -> _Times:
+def _times(config: Config, device: torch.device, seconds: float) -> list[float]:
+    """Of a forward and a backward pass, of a whole step, and of the optimizer's part of it."""
     topology = Topology.from_layout(Layout(1, 1, 1), 0, device=device)
     chunks = build_chunks(config, topology)
     engine = Engine(config, topology, chunks)
@@ -70,27 +60,21 @@ def _times(config: Config, device: torch.device, seconds: float) -> _Times:
     executor = build_executor(config, topology, chunks, engine)
     batch, chunk = _batch(device), next(iter(chunks.values()))
 
-    def passes() -> None:
-        executor.train([batch], loss_scale=engine.loss_scale)
-
-    def optimizer() -> None:
-        engine.step(1e-4)
-
     def whole() -> None:
-        passes()
-        optimizer()
+        executor.train([batch], loss_scale=engine.loss_scale)
+        engine.step(1e-4)
 
     begin, found = time.perf_counter(), [list[float]() for _ in range(4)]
     while time.perf_counter() - begin < seconds or len(found[0]) < 5:
         found[2].append(_seconds(whole))
-        passes()
-        found[3].append(_seconds(optimizer))
+        executor.train([batch], loss_scale=engine.loss_scale)
+        found[3].append(_seconds(lambda: engine.step(1e-4)))
         start = time.perf_counter()
         loss = chunk(batch, None, late_loss=True)
         found[0].append(time.perf_counter() - start)
         found[1].append(_seconds(loss.backward))
         engine.clear_gradients()
-    return _Times(*(statistics.median(values[1:]) for values in found))  # the first is a warm-up
+    return [statistics.median(values[1:]) for values in found]  # the first is a warm-up
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -3,8 +3,9 @@ from __future__ import annotations
 
 import datetime
 import platform
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+
+import torch
 
 from megatron.calibration.session import Found
 from megatron.model.formulas import peak_tflops
@@ -18,18 +19,17 @@ _KERNEL = (
 )
 
 
-def machine(found: Found, host: Mapping[str, float], name: str, argv: Sequence[str]) -> Cluster:
-    """`host`: seconds of HostSeconds, by name."""
+def machine(found: Found, name: str, argv: Sequence[str]) -> Cluster:
     text = (
         f"measured on {platform.node()} on {datetime.date.today().isoformat()} by tools/calibrate.py, "
-        f"{found.nodes * found.per_node} process(es) of {found.threads} thread(s), torch {found.versions['torch']}, "
+        f"{found.nodes * found.per_node} process(es) of {found.threads} thread(s), torch {torch.__version__}, "
         f"over the shapes of: {' '.join(argv)}"
     )
     figures = [
         Figure(name, tuple(tuple(float(v) for v in row) for row in rows), MEASURED, text)
         for name, rows in found.points.items()
     ]
-    figures += [Figure(name, ((value,),), MEASURED, text) for name, value in _scalars(found, host).items()]
+    figures += [Figure(name, ((value,),), MEASURED, text) for name, value in _scalars(found).items()]
     figures.append(Figure("kernel_s", ((KERNEL_S[found.device_type],),), ASSUMED, _KERNEL, 0.5, 3.0))
     devices = range(found.per_node)
     link, network = _gb_per_s(found, 1), _gb_per_s(found, 2)
@@ -49,12 +49,13 @@ def machine(found: Found, host: Mapping[str, float], name: str, argv: Sequence[s
     )  # fmt: skip
 
 
-def _scalars(found: Found, host: Mapping[str, float]) -> dict[str, float]:
-    scalars = {"step_overhead_s": host["step"], "update_gb_per_s": found.points["update_gb_per_s"][0][-1]}
+def _scalars(found: Found) -> dict[str, float]:
+    host = found.host
+    scalars = {"step_overhead_s": host.step, "update_gb_per_s": found.points["update_gb_per_s"][0][-1]}
     if found.device_type == "cpu":  # on a GPU the host runs ahead of the device, and nothing of this is seen
         scalars |= {
-            "layer_overhead_s": host["forward"], "layer_forward_overhead_s": host["forward"],
-            "layer_backward_overhead_s": host["backward"], "instruction_overhead_s": host["micro_batch"] / 2,
+            "layer_overhead_s": host.forward, "layer_forward_overhead_s": host.forward,
+            "layer_backward_overhead_s": host.backward, "instruction_overhead_s": host.micro_batch / 2,
         }
     return {name: float(f"{value:.4g}") for name, value in scalars.items()}
 
@@ -86,10 +87,3 @@ def _sources(found: Found, text: str) -> dict[str, str]:
         "nics": f"{text}: largest message between nodes, all at once" if found.nodes > 1 else one,
         "cores": "assumed: cores in the order of processes", "compute": text, "compute_kernel_s": _KERNEL,
     }
-
-
-def as_found(values: Mapping[str, Any]) -> Found:
-    """What Found.as_json gave."""
-    return Found(**values)
-
-

@@ -4,8 +4,8 @@ A run's passes take C + M seconds by the estimate, computations and bubble and m
 of a step takes R' where the estimate says R. Factors of computing and of messages are the least squares of
 T = a C + b M where runs tell the two apart, else a = b = T / (C + M); the factor of the rest makes R be R'.
 Of many short runs some are disturbed by others on the machine: medians and Huber's weights keep these from deciding,
-and what explains the runs (two factors of the passes or one, messages as slow as the rest, one factor of everything)
-has to foretell those that it was not fitted to.
+and what explains the runs (two factors of the passes, one of them, one of everything) has to foretell those that it
+was not fitted to.
 Rates are divided by their factor and seconds multiplied, so that the estimate of the same runs comes out as measured.
 """
 from __future__ import annotations
@@ -79,13 +79,9 @@ def refined(cluster: Cluster, paths: Sequence[Path], warm_up: int = WARM_UP) -> 
     return refined_by(cluster, [read_run(path, warm_up) for path in paths])
 
 
-def refined_by(
-    cluster: Cluster, runs: Sequence[Run], before: Sequence[Estimate] | None = None
-) -> tuple[Cluster, Outcome]:
-    """The same by runs that were read; before: their estimates on `cluster`, where they are known. Raises ConfigError
-    for a run that does not fit on the machine."""
-    if before is None:
-        before = [estimate(run.config, cluster) for run in runs]
+def refined_by(cluster: Cluster, runs: Sequence[Run]) -> tuple[Cluster, Outcome]:
+    """The same by runs that were read. Raises ConfigError for a run that does not fit on the machine."""
+    before = [estimate(run.config, cluster) for run in runs]
     factors = fit(runs, before)
     dtypes = {run.config.precision.dtype_name for run in runs}
     corrected = correct(cluster, factors, dtypes)
@@ -103,11 +99,16 @@ def read_run(path: Path, warm_up: int = WARM_UP) -> Run:
     if not starts:
         raise DataError(f"{path}: it has no record of a start: give the metrics.jsonl of a run (--metrics-file)")
     start, records = records[starts[-1]], records[starts[-1] :]
-    steps = [r for r in records if r["event"] == "iteration" and r["iteration"] > start["iteration"] + warm_up]
-    config = _config(path, start)
+    try:
+        config = Config.from_dict(start["config"])
+    except (KeyError, ConfigError) as error:
+        raise DataError(f"{path}: the settings in its record of the start cannot be read: {error}") from error
     # Of a batch that ramps up, the steps with the full one.
-    full = config.batch.global_batch_size
-    steps = [r for r in steps if r.get("global_batch_size") == full and r.get("step_time_s") and not r.get("skipped")]
+    steps = [
+        r for r in records if r["event"] == "iteration" and r["iteration"] > start["iteration"] + warm_up
+        and r.get("global_batch_size") == config.batch.global_batch_size and r.get("step_time_s")
+        and not r.get("skipped")
+    ]  # fmt: skip
     if len(steps) < LEAST_STEPS:
         raise DataError(
             f"{path}: {len(steps)} record(s) of steps with the full batch after the first {warm_up}: at least "
@@ -122,14 +123,7 @@ def read_run(path: Path, warm_up: int = WARM_UP) -> Run:
         raise DataError(
             f"{path}: no times of the parts of a step that can be used ({error!r}): run with --timing-log-level 1"
         ) from error
-    return Run(path.parent.name + "/" + path.name, config, passes, max(seconds - passes, 0.0))
-
-
-def _config(path: Path, start: dict[str, Any]) -> Config:
-    try:
-        return Config.from_dict(start["config"])
-    except (KeyError, ConfigError) as error:
-        raise DataError(f"{path}: the settings in its record of the start cannot be read: {error}") from error
+    return Run(f"{path.parent.name}/{path.name}", config, passes, max(seconds - passes, 0.0))
 
 
 def messages_s(found: Estimate) -> float:
@@ -143,53 +137,34 @@ def fit(runs: Sequence[Run], estimates: Sequence[Estimate]) -> Factors:
     Of several ways to explain them that one is taken which foretells best the step of a run that it was not fitted to;
     of few runs the first that is possible.
     """
-    messages = [messages_s(e) for e in estimates]
-    exposed = [e.parts["data-parallel"] for e in estimates]
-    parts = Parts(
-        np.array([e.run.makespan for e in estimates]) - messages, np.array(messages), np.array(exposed),
-        np.array([e.seconds - e.run.makespan for e in estimates]) - exposed,
-        np.array([run.passes for run in runs]), np.array([run.rest for run in runs]),
-    )  # fmt: skip
-    ways = [way for way in (_apart, _together, _sent_as_rest) if way(parts) is not None]
-    best = ways[0] if ways else _whole
-    if len(runs) >= _ENOUGH:
-        best = min([*ways, _whole], key=lambda way: _error(parts, way))
-    found = best(parts)
+    after = [(e.parts["data-parallel"], e.seconds - e.run.makespan) for e in estimates]
+    parts = np.array([
+        (e.run.makespan - messages_s(e), messages_s(e), exposed, rest - exposed)
+        for e, (exposed, rest) in zip(estimates, after, strict=True)
+    ])  # fmt: skip
+    took = np.array([(run.passes, run.rest) for run in runs])
+    ways = [way for way in (_apart, _together, _whole) if way(parts, took) is not None]
+    best = min(ways, key=lambda way: _error(parts, took, way)) if len(runs) >= _ENOUGH else ways[0]
+    found = best(parts, took)
     assert found is not None, "it is possible"
-    compute, sent, rest = map(_bounded, found)
+    compute, sent, _, rest = (min(max(factor, _FACTORS[0]), _FACTORS[1]) for factor in found)
     return Factors(compute, sent, rest, len(runs))
 
 
-class Parts(NamedTuple):
-    """Seconds of a step of each run: by the estimate those of computations and of messages in the passes, of messages
-    after them, of the rest; and what the passes and what follows them took."""
-
-    compute: Any
-    messages: Any
-    exposed: Any
-    host: Any
-    passes: Any
-    rest: Any
-
-    def only(self, kept: Any) -> Parts:
-        return Parts(*(part[kept] for part in self))
-
-    def seconds(self, factors: tuple[float, float, float]) -> Any:
-        """Of whole steps with these factors of computations, messages, and the rest."""
-        compute, sent, rest = factors
-        return compute * self.compute + sent * (self.messages + self.exposed) + rest * self.host
+# Seconds of each run: by the estimate of computations and of messages in the passes, of messages after them, of the
+# rest; and what the passes and what follows them took. A way to explain these finds a factor of each of the four, or
+# None.
+_Found = tuple[float, float, float, float] | None
+_Way = Callable[[Any, Any], _Found]
 
 
-_Found = tuple[float, float, float] | None
-
-
-def _apart(parts: Parts) -> _Found:
+def _apart(parts: Any, took: Any) -> _Found:
     """A factor of computations and one of messages by the passes of runs whose shares of messages differ: least squares
     relative to what each run took, with Huber's weights (Huber 1964), found by weighting again until nothing moves."""
-    shares = parts.messages / (parts.compute + parts.messages)
+    shares = parts[:, 1] / parts[:, :2].sum(1)
     if shares.max() - shares.min() < _APART:
         return None
-    table = np.stack([parts.compute, parts.messages], axis=1) / parts.passes[:, None]
+    table = parts[:, :2] / took[:, :1]
     weights, found = np.ones(len(table)), np.zeros(2)
     for _ in range(30):
         root, last = np.sqrt(weights), found
@@ -199,32 +174,25 @@ def _apart(parts: Parts) -> _Found:
         weights = np.minimum(1.0, _HUBER * scale / np.maximum(residuals, 1e-12))
         if np.allclose(found, last, rtol=1e-9):
             break
-    return _with_rest(parts, float(found[0]), float(found[1])) if min(found) > 0 else None
+    return _with_rest(parts, took, *map(float, found)) if min(found) > 0 else None
 
 
-def _together(parts: Parts) -> _Found:
+def _together(parts: Any, took: Any) -> _Found:
     """One factor of the passes."""
-    factor = _median(parts.passes / (parts.compute + parts.messages))
-    return _with_rest(parts, factor, factor)
+    factor = _median(took[:, 0] / parts[:, :2].sum(1))
+    return _with_rest(parts, took, factor, factor)
 
 
-def _with_rest(parts: Parts, compute: float, sent: float) -> _Found:
+def _with_rest(parts: Any, took: Any, compute: float, sent: float) -> _Found:
     """With the factor of what follows the passes beside messages; None where messages alone would take longer."""
-    rest = float(np.median((parts.rest - sent * parts.exposed) / parts.host))
-    return (compute, sent, rest) if rest > _FACTORS[0] else None
+    rest = float(np.median((took[:, 1] - sent * parts[:, 2]) / parts[:, 3]))
+    return (compute, sent, sent, rest) if rest > _FACTORS[0] else None
 
 
-def _sent_as_rest(parts: Parts) -> _Found:
-    """One factor of all that is no computation, by what follows the passes; the other by what it leaves of these."""
-    rest = _median(np.maximum(parts.rest, 1e-9) / (parts.exposed + parts.host))
-    compute = float(np.median((parts.passes - rest * parts.messages) / parts.compute))
-    return (compute, rest, rest) if compute > _FACTORS[0] else None
-
-
-def _whole(parts: Parts) -> _Found:
+def _whole(parts: Any, took: Any) -> _Found:
     """One factor of everything."""
-    factor = _median((parts.passes + parts.rest) / parts.seconds((1.0, 1.0, 1.0)))
-    return factor, factor, factor
+    factor = _median(took.sum(1) / parts.sum(1))
+    return factor, factor, factor, factor
 
 
 def _median(ratios: Any) -> float:
@@ -232,20 +200,13 @@ def _median(ratios: Any) -> float:
     return float(np.exp(np.median(np.log(ratios))))
 
 
-def _error(parts: Parts, way: Callable[[Parts], _Found]) -> float:
+def _error(parts: Any, took: Any, way: _Way) -> float:
     """How far off the steps of runs are that are left out, as log of a factor in the median."""
     off = []
-    for i in range(len(parts.passes)):
-        found = way(parts.only(np.arange(len(parts.passes)) != i))
-        if found is None:
-            return math.inf
-        (predicted,) = parts.only([i]).seconds(found)
-        off.append(abs(math.log(predicted / (parts.passes[i] + parts.rest[i]))))
+    for i in range(len(parts)):
+        found = way(np.delete(parts, i, 0), np.delete(took, i, 0))
+        off.append(math.inf if found is None else abs(math.log(parts[i] @ found / took[i].sum())))
     return statistics.median(off)
-
-
-def _bounded(factor: float) -> float:
-    return min(max(factor, _FACTORS[0]), _FACTORS[1])
 
 
 def correct(cluster: Cluster, factors: Factors, dtypes: set[str]) -> Cluster:
@@ -274,17 +235,12 @@ def _corrected(figure: Figure, factors: Factors) -> Figure:
     return dataclasses.replace(figure.scaled(1 / factor if is_rate else factor), source=source)
 
 
-def render_factors(f: Factors) -> str:
-    return (
-        f"seconds times {f.compute:.3f} for computations, {f.messages:.3f} for messages, {f.rest:.3f} for optimizer "
-        f"and host ({f.runs} run(s))"
-    )
-
-
 def render(outcome: Outcome) -> str:
     """The factors and each run before and after, as text."""
+    f = outcome.factors
     lines = [
-        render_factors(outcome.factors),
+        f"seconds times {f.compute:.3f} for computations, {f.messages:.3f} for messages, {f.rest:.3f} for optimizer "
+        f"and host ({f.runs} run(s))",
         f"{'run':40s} {'measured':>10s} {'before':>18s} {'after':>18s}   (ms per step)",
     ]
     for run, before, after in outcome.runs:

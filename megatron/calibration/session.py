@@ -4,24 +4,26 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron.calibration.compute import compute_tasks
-from megatron.calibration.messages import Kind, kinds_of_groups, message_tasks, open_groups
-from megatron.calibration.tasks import Partners, Task, measure
+from megatron.calibration.host import HostSeconds, host_seconds
+from megatron.calibration.messages import kinds_of_groups, message_tasks, open_groups
+from megatron.calibration.tasks import Partners, measure
 from megatron.config import Config
 from megatron.parallel import collectives
 from megatron.parallel.launch import Launch, connect
+from megatron.parallel.processes import environment
 from megatron.parallel.topology import Group
 from megatron.training.setup import set_up_host
 
-_COMPUTE_SHARE = 0.6
-"""Of the time, for what each process does by itself, where there are messages to measure too."""
+_HOST_SHARE, _COMPUTE_SHARE = 0.1, 0.6
+"""Of the time, for what the host does; of the rest, for what each process does by itself, where there are messages."""
+_TIMEOUT = timedelta(minutes=5)
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Found:
     """
 
     points: dict[str, list[list[float]]]
+    host: HostSeconds
     device: str
     device_type: str
     nodes: int
@@ -39,11 +42,6 @@ class Found:
     threads: int
     cores: int
     memory_gib: float
-    versions: dict[str, str]
-    overheads: dict[str, float] = field(default_factory=dict)
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class _World(Partners):
@@ -57,43 +55,46 @@ class _World(Partners):
         return float(collectives.all_reduce(found, self._group, op=dist.ReduceOp.MAX).item())
 
 
-def run(config: Config, launch: Launch, seconds: float, timeout_minutes: float = 5.0) -> Found | None:
-    """Measure; on the first rank what was found, on the others None. All ranks call it."""
-    rendezvous = connect(launch, timedelta(minutes=timeout_minutes), config.parallel.distributed_backend)
-    try:
+def run(config: Config, launch: Launch, seconds: float) -> Found | None:
+    """Measure; on the first rank what was found, on the others None. All ranks call it. Raises MegatronError."""
+    together = (1 - _HOST_SHARE) * seconds
+    with connect(launch, _TIMEOUT, config.parallel.distributed_backend) as rendezvous:
         launch, device = rendezvous.launch, rendezvous.device
         set_up_host(config, device, launch)
-        return _measure(config, launch, device, seconds)
-    finally:
-        rendezvous.close()
+        points = _points(config, launch, device, together)
+    if launch.rank:
+        return None
+    # Once the job of all processes has ended, as a job of one.
+    os.environ.update(environment({}, 0, 1, "0"))
+    host = host_seconds(config, device, seconds - together)
+    on_gpu = device.type == "cuda"
+    memory = (torch.cuda.get_device_properties(device).total_memory if on_gpu
+              else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))  # fmt: skip
+    return Found(
+        points, host, torch.cuda.get_device_name(device) if on_gpu else _cpu_name(), device.type,
+        launch.world_size // launch.local_world_size, launch.local_world_size, torch.get_num_threads(),
+        len(os.sched_getaffinity(0)), memory / 2**30,
+    )  # fmt: skip
 
 
-def _measure(config: Config, launch: Launch, device: torch.device, seconds: float) -> Found | None:
+def _points(config: Config, launch: Launch, device: torch.device, seconds: float) -> dict[str, list[list[float]]]:
     world = Group(tuple(range(launch.world_size)), launch.rank, dist.group.WORLD)
-    cores = len(os.sched_getaffinity(0))
-    on_cpu, per_node = device.type == "cpu", launch.local_world_size
-    share = max(1.0, per_node / cores) if on_cpu else 1.0
-    partners = _World(world, device) if world.size > 1 else Partners()
+    per_node, cores = launch.local_world_size, len(os.sched_getaffinity(0))
+    on_cpu, alone = device.type == "cpu", world.size == 1
+    partners = Partners() if alone else _World(world, device)
     tasks = compute_tasks(config, device, _tensor_sizes(config, per_node))
     # More processes than cores would wait for each other: one for each core measures.
     active = not on_cpu or launch.local_rank < cores
-    alone = _COMPUTE_SHARE if world.size > 1 else 1.0
-    own = measure(tasks, device, seconds * alone, partners, active)
-    kinds = kinds_of_groups(world.size, per_node)
-    together = list(message_tasks(_groups(kinds, launch), device, share))
-    joint = measure(together, device, seconds * (1 - alone), partners)
-    every = collectives.gather_objects((own, joint), world, everywhere=False) if world.size > 1 else [(own, joint)]
-    if launch.rank:
-        return None
-    return Found(
-        points=_points([*tasks, *together], _over_ranks(every)), device=_device_name(device), device_type=device.type,
-        nodes=launch.world_size // per_node, per_node=per_node, threads=torch.get_num_threads(), cores=cores,
-        memory_gib=_memory_gib(device), versions={"torch": torch.__version__},
-    )
-
-
-def _groups(kinds: Sequence[Kind], launch: Launch) -> dict[Kind, Group]:
-    return open_groups(list(kinds), launch.world_size, launch.rank)
+    own = measure(tasks, device, seconds * (1.0 if alone else _COMPUTE_SHARE), partners, active)
+    groups = open_groups(kinds_of_groups(world.size, per_node), world.size, launch.rank)
+    together = list(message_tasks(groups, device, max(1.0, per_node / cores) if on_cpu else 1.0))
+    joint = measure(together, device, seconds * (1 - _COMPUTE_SHARE), partners)
+    every = [(own, joint)] if alone else collectives.gather_objects((own, joint), world, everywhere=False)
+    points: dict[str, list[list[float]]] = {}
+    if every:  # on the first rank
+        for task, value in zip([*tasks, *together], _over_ranks(every), strict=True):
+            points.setdefault(task.figure, []).append([*task.place, float(f"{task.value(value):.5g}")])
+    return points
 
 
 def _over_ranks(every: Sequence[tuple[list[float], list[float]]]) -> list[float]:
@@ -103,33 +104,17 @@ def _over_ranks(every: Sequence[tuple[list[float], list[float]]]) -> list[float]
     return own + [max(values) for values in zip(*(joint for _, joint in every), strict=True)]
 
 
-def _points(tasks: Sequence[Task], seconds: Sequence[float]) -> dict[str, list[list[float]]]:
-    found: dict[str, list[list[float]]] = {}
-    for task, value in zip(tasks, seconds, strict=True):
-        found.setdefault(task.figure, []).append([*task.place, float(f"{task.value(value):.5g}")])
-    return found
-
-
 def _tensor_sizes(config: Config, per_node: int) -> tuple[int, ...]:
     """Powers of two within a node by which heads and MLP divide."""
     model = config.model
     divided = (model.num_attention_heads, model.num_key_value_heads, model.ffn_hidden_size)
-    sizes = [t for t in (1 << i for i in range(per_node.bit_length())) if t <= per_node]
+    sizes = [1 << i for i in range(per_node.bit_length())]
     return tuple(t for t in sizes if all(n % t == 0 for n in divided))
 
 
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+def _cpu_name() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        names = []
-    return f"{names[0] if names else 'CPU'}"
-
-
-def _memory_gib(device: torch.device) -> float:
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory) / 2**30
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+            return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return "CPU"

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron.preflight.measure.device import seconds_waited
+from megatron.parallel.report import seconds_waited
 
 Work = Callable[[], Any]
 Make = Callable[[], Work]

@@ -6,6 +6,7 @@ import enum
 from pathlib import PurePath
 from typing import Any
 
+from megatron.config.pieces import Pieces
 from megatron.errors import CheckpointError
 
 ARCHITECTURE = (
@@ -19,6 +20,8 @@ ARCHITECTURE = (
 
 def plain(value: Any) -> Any:
     """A configuration as dicts, lists, numbers and strings."""
+    if isinstance(value, Pieces):
+        return value.describe()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value) if not f.name.startswith("_")}
     if isinstance(value, dict):

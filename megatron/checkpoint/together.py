@@ -58,7 +58,7 @@ def _all_errors(topology: Topology, mine: str | None) -> list[tuple[int, str]]:
     world = topology.world
     if world.size == 1:
         return [] if mine is None else [(world.rank, mine)]
-    failed = torch.tensor([mine is not None], dtype=torch.int32, device=topology.device)
+    failed = torch.tensor([mine is not None], dtype=torch.int32)
     if not all_reduce(failed, world, dist.ReduceOp.MAX).item():
         return []
     return [(rank, error) for rank, error in enumerate(gather_objects(mine, world)) if error is not None]

@@ -15,6 +15,7 @@ from megatron.config.config import Config, finish
 from megatron.config.flags_of_others import Foreign
 from megatron.config.help_text import render_help
 from megatron.config.option import Option
+from megatron.config.pieces import PLAIN, Pieces, load_pieces
 from megatron.config.presets import PRESETS, give_preset
 from megatron.config.settings import Settings, all_options, did_you_mean
 from megatron.config.show import render_config
@@ -23,6 +24,7 @@ from megatron.errors import ConfigError
 
 OWN_FLAGS: Mapping[str, str] = {
     "--help": "0", "-h": "0", "--print-config": "0", "--dry-run": "0", "--rank": "1", "--preset": "1",
+    "--pieces": "1",
 }  # fmt: skip
 
 
@@ -156,7 +158,9 @@ def _is_flag(word: str) -> bool:
     return word.startswith("-") and len(word) > 1 and not re.match(r"-\.?[0-9]", word) and not re.search(r"\s", word)
 
 
-def parse_command_line(argv: Sequence[str], world_size: int | None = None) -> tuple[Config, list[str]]:
+def parse_command_line(
+    argv: Sequence[str], world_size: int | None = None, pieces: Pieces = PLAIN
+) -> tuple[Config, list[str]]:
     """(configuration, notices) of a training command line.
 
     world_size: processes that the launcher started; None when there is no launcher. --help and --print-config print
@@ -167,7 +171,7 @@ def parse_command_line(argv: Sequence[str], world_size: int | None = None) -> tu
         print(render_help())
         raise SystemExit(0)
     printing = "--print-config" in scanned.flags
-    settings = Settings(problems=scanned.problems)
+    settings = Settings(problems=scanned.problems, pieces=pieces)
     if (cluster := os.environ.get("MEGATRON_CLUSTER", "").strip()) not in ("", "none"):
         settings.give("cluster", cluster, "variable MEGATRON_CLUSTER")
     _give_launch(settings, world_size, scanned.flags, printing)
@@ -181,23 +185,23 @@ def parse_command_line(argv: Sequence[str], world_size: int | None = None) -> tu
     return config, list(config.notices)
 
 
-def parse_plan(argv: Sequence[str]) -> Config:
+def parse_plan(argv: Sequence[str], pieces: Pieces = PLAIN) -> Config:
     """The configuration of a command line that is looked at before a launch: --world-size says how many processes there
     will be, and what only a run needs (data, a length, a learning rate) may be absent. Raises ConfigError."""
-    return finish(read_settings(argv))
+    return finish(read_settings(argv, pieces))
 
 
-def read_settings(argv: Sequence[str]) -> Settings:
+def read_settings(argv: Sequence[str], pieces: Pieces = PLAIN) -> Settings:
     """What a command line chooses, a preset's values included: not yet resolved; what is wrong is among `problems`."""
     scanned = scan(argv)
-    settings = Settings(problems=scanned.problems)
+    settings = Settings(problems=scanned.problems, pieces=pieces)
     _give_flags(settings, scanned.flags)
     return settings
 
 
-def parse_args(argv: Sequence[str], world_size: int | None = None) -> Config:
-    """The configuration of a training command line; see parse_command_line."""
-    return parse_command_line(argv, world_size)[0]
+def parse_args(argv: Sequence[str], world_size: int | None = None, pieces: Pieces = PLAIN) -> Config:
+    """The configuration of a training command line, with pieces of one's own; see parse_command_line."""
+    return parse_command_line(argv, world_size, pieces)[0]
 
 
 def _give_launch(settings: Settings, world_size: int | None, flags: dict[str, list[str]], printing: bool) -> None:
@@ -222,6 +226,8 @@ def _give_flags(settings: Settings, flags: Mapping[str, list[str]]) -> None:
             give_preset(settings, words[0], chosen={n: given for n, (_, given) in chosen.items()})
         else:
             settings.problems.append(f"--preset takes one name, got {len(words)}")
+    if "--pieces" in flags:
+        _give_pieces(settings, flags["--pieces"])
     if "--rank" in flags and "--dry-run" not in flags:
         settings.notices.append("--rank has no effect: the launcher tells the rank; --dry-run shows one by it")
     for name, (_, value) in chosen.items():
@@ -232,6 +238,15 @@ def _give_flags(settings: Settings, flags: Mapping[str, list[str]]) -> None:
     for spelling, words in flags.items():
         if (foreign := flag_table()[spelling].foreign) is not None:
             _foreign(settings, spelling, foreign, words)
+
+
+def _give_pieces(settings: Settings, words: list[str]) -> None:
+    try:
+        if len(words) != 1 or settings.pieces != PLAIN:
+            raise ConfigError(f"--pieces {' '.join(words)}: give one file, and none to a program that has its own")
+        settings.pieces = load_pieces(words[0])
+    except ConfigError as error:
+        settings.problems.append(str(error))
 
 
 def _chosen_values(settings: Settings, flags: Mapping[str, list[str]]) -> dict[str, tuple[str, Any]]:
@@ -327,5 +342,5 @@ def command_line_of(config: Config) -> list[str]:
             argv += [option.flags[0], *map(str, value)]
         else:
             argv.append(f"{option.flags[0]}={value}")
-    return argv
+    return argv if config.pieces.file is None else [*argv, "--pieces", config.pieces.file]
 

@@ -12,6 +12,7 @@ from megatron.config.files import CheckpointConfig, DataConfig, LoggingConfig
 from megatron.config.model import ModelConfig, TokenizerConfig
 from megatron.config.option import options_of
 from megatron.config.parallel import EngineConfig, ParallelConfig, RecomputeConfig
+from megatron.config.pieces import PLAIN, Order, Pieces
 from megatron.config.presets import give_preset
 from megatron.config.resolve import resolve
 from megatron.config.settings import SECTIONS, Settings, all_options, did_you_mean, raise_problems, section_of
@@ -22,7 +23,10 @@ from megatron.errors import ConfigError
 
 @dataclass(frozen=True)
 class Config:
-    """All settings, resolved and checked. Make one with Config.create(...) or parse_args(...)."""
+    """All settings, resolved and checked. Make one with Config.create(...) or parse_args(...).
+
+    `pieces` are those of one's own (with_pieces); they stay through replace(...) and are in no dictionary.
+    """
 
     model: ModelConfig
     tokenizer: TokenizerConfig
@@ -42,6 +46,7 @@ class Config:
     notices: tuple[str, ...] = dataclasses.field(compare=False, repr=False, default=())
     # The notices that do not follow from the settings: of flags that are no settings, and of the DeepSpeed JSON.
     standing_notices: tuple[str, ...] = dataclasses.field(compare=False, repr=False, default=())
+    pieces: Pieces = PLAIN
 
     @classmethod
     def create(cls, preset: str | None = None, **values: Any) -> Config:
@@ -62,12 +67,27 @@ class Config:
         """A copy with some settings changed; what follows from them is computed anew. None un-sets a setting."""
         settings = Settings(
             given=dict(self.given), origins={n: self.origins[n] for n in self.given},
-            notices=list(self.standing_notices),
+            notices=list(self.standing_notices), pieces=self.pieces,
         )  # fmt: skip
         for name, value in values.items():
             settings.give(name, value, "argument")
         merge = values.get("deepspeed_config") is not None
         return finish(settings, merge_json=merge)
+
+    def with_pieces(self, **pieces: Any) -> Config:
+        """A copy with pieces of one's own: layer, model, datasets, optimizer, schedule, callbacks (see Pieces)."""
+        return dataclasses.replace(self, pieces=dataclasses.replace(self.pieces, **pieces))
+
+    @property
+    def schedule(self) -> str | Order:
+        """The pipeline's order of computation: the name of one, or one's own."""
+        return self.pieces.schedule or self.parallel.schedule
+
+    @property
+    def schedule_name(self) -> str:
+        """For people."""
+        own = self.pieces.schedule
+        return self.parallel.schedule if own is None else str(getattr(own, "__name__", type(own).__name__))
 
     def origin(self, name: str) -> str:
         """Where a setting is from: 'default', 'command line', 'preset X', 'FILE:LINE: key', 'derived ...' ..."""
@@ -138,7 +158,7 @@ def _note_inert(settings: Settings) -> None:
             settings.notices.append(f"{option.written(value)} has no effect: {option.inert}")
 
 
-def finish(settings: Settings, *, merge_json: bool = True, library: bool = True, run: bool = False) -> Config:
+def finish(settings: Settings, *, merge_json: bool = True, run: bool = False) -> Config:
     """Merge the DeepSpeed JSON, fill in what follows, check everything and freeze it.
 
     run: also require what only a training run needs. Raises ConfigError.
@@ -158,5 +178,5 @@ def finish(settings: Settings, *, merge_json: bool = True, library: bool = True,
     }
     return Config(
         **sections, given=settings.given, origins=settings.origins, notices=tuple(dict.fromkeys(settings.notices)),
-        standing_notices=standing,
+        standing_notices=standing, pieces=settings.pieces,
     )

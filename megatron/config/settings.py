@@ -11,6 +11,7 @@ from megatron.config.files import CheckpointConfig, DataConfig, LoggingConfig
 from megatron.config.model import ModelConfig, TokenizerConfig
 from megatron.config.option import Option, options_of
 from megatron.config.parallel import EngineConfig, ParallelConfig, RecomputeConfig
+from megatron.config.pieces import PLAIN, Pieces
 from megatron.config.training import (
     BatchConfig,
     KernelConfig,
@@ -80,6 +81,7 @@ class Settings:
     bad: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    pieces: Pieces = PLAIN
 
     def give(self, name: str, value: Any, origin: str) -> None:
         """Choose a value. None un-chooses it, so that it is derived or its default again."""

@@ -43,7 +43,8 @@ def run_requirements(settings: Settings) -> None:
     if "micro_batch_size" not in known:
         add("--micro-batch-size is missing: give the samples of one forward pass")
     paths = {"data_path", "train_data_path", "valid_data_path", "test_data_path", "data_file_list"}
-    if not known & paths and not settings.given.get("mock_data"):
+    own = settings.pieces.datasets is not None
+    if not own and not known & paths and not settings.given.get("mock_data"):
         add("no data: give --data-path PREFIX, --train-data-path PREFIX or --mock-data")
     if not known & {"tokenizer_type", "vocab_size"} and not {"vocab_file", "merge_file"} <= known:
         add("the vocabulary is unknown: give --tokenizer-type with its files, or --vocab-size")

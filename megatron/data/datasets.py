@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, MockDataset, Source
+from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, MockDataset, OwnDataset, Source
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.packing import PackedDataset
 from megatron.data.splits import (
@@ -75,7 +75,7 @@ def plan_splits(data: DataConfig) -> tuple[SplitPlan | None, SplitPlan | None, S
 
 def data_prefixes(config: Config) -> list[str]:
     """The prefixes of all files that the run reads, training data first, each once. Raises as plan_splits does."""
-    if config.data.mock_data:
+    if config.data.mock_data or config.pieces.datasets is not None:
         return []
     return list(dict.fromkeys(part.prefix for plan in plan_splits(config.data) if plan for part in plan.blend))
 
@@ -98,6 +98,8 @@ def build_datasets(
     missing or damaged, and for training without data; ConfigError for contradictory data flags.
     """
     counts = (train_samples, valid_samples, test_samples)
+    if config.pieces.datasets is not None:
+        return _own(config, counts)
     if config.data.mock_data:
         return Datasets(*(_mock(config, name, count) for name, count in zip(SPLIT_NAMES, counts, strict=True)))
     builder = DatasetBuilder(config, locations or {}, pad_id, verify)
@@ -107,6 +109,24 @@ def build_datasets(
         flag = f"--split is {config.data.split!r}" if plans[TRAIN] is not None else "give --train-data-path"
         raise DataError(f"there is no training data: {flag}")
     return datasets
+
+
+def _own(config: Config, counts: tuple[int, int, int]) -> Datasets:
+    """What pieces of one's own make, as a run takes it. Raises DataError where too little is made."""
+    assert config.pieces.datasets is not None
+    made = list(config.pieces.datasets(config, *counts))
+    if len(made) != len(SPLIT_NAMES):
+        raise DataError(f"{len(made)} data sets of your own: give {len(SPLIT_NAMES)}, None for one without data")
+    found: list[Any] = []
+    for name, count, own in zip(SPLIT_NAMES, counts, made, strict=True):
+        short = own is not None and name == "train" and config.data.dataloader_type == "single" and len(own) < count
+        if count and name == "train" and (own is None or short):
+            raise DataError(
+                f"the data set of your own has {0 if own is None else len(own)} training samples and the run takes "
+                f"{count}: make so many, or give --dataloader-type cyclic"
+            )
+        found.append(None if own is None or not count else OwnDataset(own, name, config.model.seq_length))
+    return Datasets(*found)
 
 
 def _mock(config: Config, name: str, count: int) -> MockDataset | None:

@@ -232,6 +232,51 @@ def _blend_fits(arrays: Arrays, size: int) -> bool:
     return len(tail) == min(size, 4096)
 
 
+class OwnDataset:
+    """A data set of one's own, which has a length and samples by number, with all else that a run asks for.
+
+    What it has itself of the members of Source is used; without, a sample is one text, and an epoch all samples. Raises
+    DataError for a sample of another form.
+    """
+
+    def __init__(self, dataset: Any, name: str, seq_length: int) -> None:
+        self._dataset, self.seq_length = dataset, seq_length
+        self.name: str = getattr(dataset, "name", f"{type(dataset).__name__} ({name})")
+        self.description: str = getattr(dataset, "description", self.name)
+        self.tokens_per_epoch: int = getattr(dataset, "tokens_per_epoch", len(dataset) * seq_length)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int, /) -> Tokens:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {self.name}, which has {len(self)}")
+        tokens = np.asarray(self._dataset[index])
+        if tokens.shape != (self.seq_length + 1,) or not np.issubdtype(tokens.dtype, np.integer):
+            raise DataError(
+                f"{self.name} gives sample {index} as {tokens.dtype} {list(tokens.shape)}: a sample is "
+                f"{self.seq_length + 1} token ids, --seq-length and the label of the last"
+            )
+        return tokens.astype(np.int64, copy=False)
+
+    def segments(self, index: int, /) -> npt.NDArray[np.int64] | None:
+        own = getattr(self._dataset, "segments", None)
+        return None if own is None else own(index)
+
+    def where(self, index: int, token: int = 0, /) -> str:
+        own = getattr(self._dataset, "where", None)
+        return f"token {token} of sample {index} of {self.name}" if own is None else str(own(index, token))
+
+    def prefetch(self, index: int, /) -> None:
+        own = getattr(self._dataset, "prefetch", None)
+        if own is not None:
+            own(index)
+
+    def tokens_in(self, indices: npt.NDArray[np.int64], /) -> int:
+        own = getattr(self._dataset, "tokens_in", None)
+        return len(indices) * self.seq_length if own is None else int(own(indices))
+
+
 class MockDataset:
     """Made-up samples for trials without data: the same for the same arguments, and learnable.
 

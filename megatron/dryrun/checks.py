@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megatron.config import Config
 from megatron.dryrun.messages import Collective, Log, Message
-from megatron.model import formulas
+from megatron.model.size import total_parameters
 from megatron.parallel.sharding import Sharding
 from megatron.parallel.topology import Layout
 from megatron.pipeline.instructions import RECEIVES, SENDS, Op
@@ -39,7 +39,7 @@ def expected_messages(
     """
     size, parallel = layout.pipeline, config.parallel
     ranks = layout.pipeline_ranks(tensor=0, data=0)
-    plan = build_schedule(parallel.schedule, size, parallel.num_chunks, micro_batches)
+    plan = build_schedule(config.schedule, size, parallel.num_chunks, micro_batches)
     found = {}
     for p, rank in enumerate(ranks):
         if rank in seen:
@@ -186,7 +186,7 @@ def check_parameters(
         for sharding, _ in held[like[p]]:
             copy = sharding.tied and p == layout.pipeline - 1 and p > 0
             total += 0 if copy else math.prod(sharding.global_shape)
-    expected = formulas.total_parameters(config.model)
+    expected = total_parameters(config)
     if total != expected:
         text = f"all pipeline ranks together hold {total} parameters, the model has {expected} (model/formulas.py)"
         findings.append(Finding("parameters", layout.rank(tensor=0, data=0, pipeline=0), text))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from megatron.config import Config
 from megatron.config.command_line import parse_plan, scan
+from megatron.config.pieces import PLAIN, Pieces
 from megatron.errors import ConfigError, MegatronError
 from megatron.planning.cluster import Cluster, load_cluster
 
@@ -17,13 +18,13 @@ EXIT_DOES_NOT_RUN = 3
 _NO_WORDS = ("", "none")
 
 
-def dry_run(arguments: Sequence[str], launched: int = 1) -> int:
+def dry_run(arguments: Sequence[str], launched: int = 1, pieces: Pieces = PLAIN) -> int:
     """Print what a job of these flags would need, and return the exit code. `launched` processes were started, of
     which this is the first: --world-size, where it is not given. Raises ConfigError."""
     words = list(arguments)
     if launched > 1 and not any(word.split("=")[0] == "--world-size" for word in words):
         words += ["--world-size", str(launched)]
-    config = parse_plan(words)
+    config = parse_plan(words, pieces)
     rank = _asked_rank(scan(words).flags.get("--rank"), config.parallel.world_size)
     name = config.parallel.cluster or os.environ.get("MEGATRON_CLUSTER", "").strip()
     cluster = None if name in _NO_WORDS else load_cluster(name)

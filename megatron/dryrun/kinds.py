@@ -38,7 +38,9 @@ def kinds_of(config: Config) -> tuple[Kind, ...]:
         found.setdefault((held, rank == 0, rank == size - 1), []).append(rank)
     kinds = []
     for ranks in found.values():
-        if parallel.schedule == "zb-h1" and len(ranks) > 1:
+        if config.pieces.schedule is not None:  # of which nothing is known
+            kinds += [Kind(rank, (rank,)) for rank in ranks]
+        elif parallel.schedule == "zb-h1" and len(ranks) > 1:
             kinds += [Kind(ranks[0], tuple(ranks[:-1])), Kind(ranks[-1], (ranks[-1],))]
         else:
             kinds.append(Kind(ranks[0], tuple(ranks)))
@@ -67,6 +69,8 @@ def enough_micro_batches(config: Config) -> int:
     m, p, v = config.num_micro_batches(), config.parallel.pipeline_model_parallel_size, config.parallel.num_chunks
     if p == 1:
         return min(m, 3)
+    if config.pieces.schedule is not None:
+        return m
     if config.parallel.schedule == "interleaved":
         warm_up = -(-((v + 1) * p - 1) // (v * p))  # groups; larger ones are fewer
         return sum(group_sizes(p, m)[: warm_up + 1])

@@ -79,7 +79,8 @@ def describe(error: BaseException) -> str:
     """What an exception says, and the line of this package that it came from."""
     text = str(error) if isinstance(error, MegatronError) else f"{type(error).__name__}: {error}".rstrip(": ")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(_PACKAGE)]
-    frames = [f for f in frames if Path(f.filename).parent.name != "dryrun"]
+    # Not what follows the operators, but who asked for them.
+    frames = [f for f in frames if Path(f.filename).parent.name != "dryrun" and Path(f.filename).name != "tensors.py"]
     if not frames:
         return text
     last = frames[-1]

@@ -18,16 +18,11 @@ import torch
 
 from megatron.dryrun.memory_kinds import CATEGORIES, Held
 
-GPU_BLOCK = 512
-"""Bytes to which the caching allocator of CUDA and ROCm rounds (torch/c10/cuda/CUDACachingAllocator, kMinBlockSize)."""
-CPU_BLOCK = 64
-"""Bytes to which torch's allocator of host memory aligns."""
-
 _LARGEST = 12
 _NAMED_BYTES = 1 << 12  # smaller tensors do not get to know who asked for them
 _size = operator.attrgetter("n_bytes")
 _PACKAGE = str(Path(__file__).resolve().parents[1])
-_HERE = str(Path(__file__).resolve().parent)
+_FOLLOWERS = tuple(f"{_PACKAGE}/{room}/" for room in ("dryrun", "planning"))
 
 
 @dataclass
@@ -138,11 +133,11 @@ class Memory:
 
 
 def _line() -> str:
-    """The innermost line of this package, without this room, that is running."""
+    """The innermost line of this package, without those that follow it, that is running."""
     frame = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
-        if path.startswith(_PACKAGE) and not path.startswith(_HERE):
+        if path.startswith(_PACKAGE) and not path.startswith(_FOLLOWERS):
             return f"megatron{path[len(_PACKAGE):]}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""

@@ -13,18 +13,20 @@ from megatron.checkpoint.tensors import tensors_to_save
 from megatron.config import Config
 from megatron.data.batch import MicroBatch
 from megatron.dryrun.job import member
-from megatron.dryrun.memory import CPU_BLOCK, GPU_BLOCK, Memory
+from megatron.dryrun.memory import Memory
 from megatron.dryrun.memory_kinds import Held
 from megatron.dryrun.messages import Log
 from megatron.dryrun.tensors import Operators, without_data
 from megatron.engine.assemble import build_executor
 from megatron.engine.deepspeed_setup import import_deepspeed
 from megatron.engine.engine import Engine
+from megatron.engine.optimizer_state import optimizer_state
 from megatron.model.gpt import build_chunks, layer_context
 from megatron.parallel.flight import FlightRecorder
 from megatron.parallel.sharding import Sharding, sharding_of
 from megatron.parallel.topology import Topology
 from megatron.pipeline.instructions import COMPUTE, Instruction, Op
+from megatron.planning.memory import CPU_BLOCK, GPU_BLOCK
 from megatron.training.streams import reads_data
 
 
@@ -100,6 +102,7 @@ def run_rank(
     Raises what the code raises.
     """
     import_deepspeed(device)
+    optimizer_state(config)  # of one's own is found by a step, with data
     gc.freeze()  # what was there before need not be looked through when garbage is collected
     try:
         return _run(config, rank, device, micro_batches, limit_bytes, alter)

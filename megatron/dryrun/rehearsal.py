@@ -18,7 +18,7 @@ from megatron.dryrun.checks import (
 )
 from megatron.dryrun.kinds import Kind, enough_micro_batches, kinds_of, layout_of
 from megatron.dryrun.members import Alter, Member, members_of, run_members
-from megatron.model import formulas
+from megatron.model.size import total_parameters
 from megatron.planning.memory import sized_model
 from megatron.planning.placement import choose_placement
 
@@ -156,7 +156,7 @@ def assumptions(config: Config, device: str) -> tuple[str, ...]:
         else:
             found.append("attention is one kernel that keeps no scores (flash-attn, or torch's)")
             if config.model.position_embedding_type == "alibi":
-                found.append("it is torch's, which keeps ALiBi as a mask for each layer; flash-attn needs none")
+                found.append("it is torch's, which keeps ALiBi as one mask for all layers; flash-attn needs none")
         found.append("torch adds products of 16-bit matrices to fp32 sums in place")
         return tuple(found)
     import torch
@@ -175,7 +175,7 @@ def _what_was_checked(config: Config, runs: Mapping[Member, RankRun]) -> tuple[s
         found.append(f"{messages} messages have the other side they need")
     if collectives:
         found.append(f"{collectives} collectives are the same on the members that were looked at")
-    parameters = formulas.total_parameters(config.model)
+    parameters = total_parameters(config)
     return (*found, f"the parameters of all pipeline ranks add up to the model's {parameters:,}")
 
 

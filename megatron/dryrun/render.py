@@ -12,7 +12,7 @@ from megatron.config import Config
 from megatron.dryrun.kinds import layout_of
 from megatron.dryrun.memory_kinds import CATEGORIES, Unit
 from megatron.dryrun.rehearsal import RESERVE_GIB, RankRehearsal, Rehearsal
-from megatron.model import formulas
+from megatron.model.size import total_parameters
 
 WIDTH = 120
 _ACROSS = 8  # kinds of ranks in one table
@@ -24,8 +24,8 @@ def heading(config: Config, machine: str) -> str:
     return (
         f"dry run: {layout.world_size} rank{'s' * (layout.world_size > 1)} = tensor {layout.tensor} x pipeline "
         f"{layout.pipeline} x data {layout.data} ({layout.order}) on {machine}, {config.precision.dtype_name}, "
-        f"{config.parallel.schedule}{f' of {chunks} chunks' if chunks > 1 else ''}\n"
-        f"model: {formulas.total_parameters(config.model):,} parameters; a step is {config.num_micro_batches()} "
+        f"{config.schedule_name}{f' of {chunks} chunks' if chunks > 1 else ''}\n"
+        f"model: {total_parameters(config):,} parameters; a step is {config.num_micro_batches()} "
         f"micro-batches of {config.batch.micro_batch_size} x {config.model.seq_length} tokens on each replica"
     )
 

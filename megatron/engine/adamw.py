@@ -21,7 +21,8 @@ class FusedAdamW(Untraced, torch.optim.Optimizer):
 
     copies          {parameter: 16-bit tensor of its shape}: gets the new weights in the same pass
     gradients       {parameter: gradient} in place of .grad, which has the parameter's format
-    gradient_scale  asked once per step for the factor of all gradients, e.g. of clipping; None: 1
+    gradient_scale  factor of all gradients, e.g. of clipping: one fp32 number on their device, which the host need not
+                    know. Where it is not finite the step changes nothing, and whoever finds out calls `uncount`
     """
 
     def __init__(
@@ -31,14 +32,14 @@ class FusedAdamW(Untraced, torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0})
         self.copies: dict[torch.Tensor, torch.Tensor] = {}
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
-        self.gradient_scale: Callable[[], float] | None = None
+        self.gradient_scale: float | torch.Tensor = 1.0
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         # What connects it with other objects is not in a copy.
         self.__dict__.setdefault("copies", {})
         self.__dict__.setdefault("gradients", {})
-        self.__dict__.setdefault("gradient_scale", None)
+        self.__dict__.setdefault("gradient_scale", 1.0)
         for group in self.param_groups:
             for option in ("maximize", "amsgrad"):
                 if group.get(option):
@@ -55,12 +56,16 @@ class FusedAdamW(Untraced, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        scale = 1.0 if self.gradient_scale is None else self.gradient_scale()
         for group in self.param_groups:
             group["step"] += 1
             for parameters in self._alike(group["params"]):
-                self._update(group, parameters, scale)
+                self._update(group, parameters)
         return loss
+
+    def uncount(self) -> None:
+        """The last step changed nothing, and does not count in the bias correction."""
+        for group in self.param_groups:
+            group["step"] -= 1
 
     def _alike(self, parameters: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Those with a gradient, together as one launch can take them: by device and types."""
@@ -74,7 +79,7 @@ class FusedAdamW(Untraced, torch.optim.Optimizer):
     def _gradient(self, p: torch.Tensor) -> torch.Tensor | None:
         return self.gradients.get(p, p.grad)
 
-    def _update(self, group: dict[str, Any], parameters: list[torch.Tensor], scale: float) -> None:
+    def _update(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         states = [self.state[p] for p in parameters]
         for p, state in zip(parameters, states, strict=True):
             for name in ("exp_avg", "exp_avg_sq"):
@@ -85,5 +90,5 @@ class FusedAdamW(Untraced, torch.optim.Optimizer):
             parameters, [g for p in parameters if (g := self._gradient(p)) is not None], [s["exp_avg"] for s in states],
             [s["exp_avg_sq"] for s in states], [self.copies[p] for p in parameters if p in self.copies], lr=group["lr"],
             beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=group["weight_decay"], step=group["step"],
-            gradient_scale=scale,
+            gradient_scale=self.gradient_scale,
         )  # fmt: skip

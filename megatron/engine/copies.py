@@ -152,7 +152,7 @@ def _raise_first(errors: Sequence[MegatronError], topology: Topology) -> None:
     """Raise on all ranks the error of the first rank that has one; those of gradients come before those of weights."""
     world, nobody = topology.world, 2 * topology.world.size
     mine = topology.rank + world.size * isinstance(errors[0], TrainingError) if errors else nobody
-    key = int(all_reduce(torch.tensor(mine, device=topology.device), world, dist.ReduceOp.MIN))
+    key = int(all_reduce(torch.tensor(mine), world, dist.ReduceOp.MIN))
     if key < nobody:
         text = broadcast_object(str(errors[0]) if errors else "", world, key % world.size)
         raise TrainingError(text) if key >= world.size else ConfigError(text)

@@ -23,28 +23,28 @@ from megatron.engine.gradients import Gradients
 from megatron.engine.loss_scale import ScaleForDeepSpeed, loss_scale_of
 from megatron.engine.mpu import ModelParallelUnit
 from megatron.engine.optimizer import (
-    MOMENTS,
     build_optimizer,
     check_groups,
-    create_moments,
+    create_state,
     get_step,
     parameter_groups,
     set_step,
     unique_parameters,
 )
+from megatron.engine.optimizer_state import optimizer_state
 from megatron.engine.terms import Terms
 from megatron.engine.weights import WeightGather
 from megatron.engine.zero import ZeroStep
 from megatron.kernels.choose import choose_fusions
 from megatron.parallel.collectives import all_reduce
-from megatron.parallel.memory import release_free_memory
+from megatron.parallel.memory import HostCopy, release_free_memory
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did; the same on every rank.
+    """What one optimizer step did, as numbers on the host; the same on every rank.
 
     grad_norm    global L2 norm of the gradient before clipping, without the loss scale; None when skipped
     skipped      True when the gradient was not finite: weights and optimizer are unchanged
@@ -63,7 +63,8 @@ class StepResult:
 class Engine:
     """ZeRO stage 1 or 0, in fp32, bf16 or fp16, with fp32 master weights and gradient sums in fp32 or bf16.
 
-    config    reads .batch, .engine, .optimizer, .precision and, where they are there, .kernels, .logging, .parallel
+    config    reads .batch, .engine, .optimizer, .precision and, where they are there, .kernels, .logging, .parallel and
+              .pieces
     chunks    this rank's model, with fp32 parameters that carry a Sharding each; they become fp16 or bf16 here
 
     Stage 1 partitions the optimizer over the data-parallel ranks. Stage 0 is the same with partitions of one rank, and
@@ -86,7 +87,8 @@ class Engine:
         self.skipped_steps = 0
         self._dtype = getattr(torch, config.precision.dtype_name)
         self._stage = int(config.engine.zero_stage)
-        self._moments = MOMENTS[config.optimizer.optimizer]
+        self._state = optimizer_state(config)
+        self._moments = self._state.tensors
         logging = getattr(config, "logging", None)
         self.log_num_zeros = bool(getattr(logging, "log_num_zeros_in_grad", False))
         self.log_params_norm = bool(getattr(logging, "log_params_norm", False))
@@ -121,8 +123,10 @@ class Engine:
         self._connect(config, parameters)
         self._make_masters_exact(exact)
         release_free_memory()  # the moments are larger than any hole that the weights of the start have left
-        create_moments(self._basic, self._moments)
+        create_state(self._basic, self._state)
         self._scale = loss_scale_of(config.precision)
+        self._under_way: tuple[float, HostCopy] | None = None  # a step whose figures nobody has read
+        self._result: StepResult | None = None
         if self._dtype == torch.float16:
             self._optimizer.loss_scaler = ScaleForDeepSpeed(self._scale)
         self._fragments = self._find_fragments(ordered)
@@ -131,6 +135,9 @@ class Engine:
 
     def _build_optimizer(self, config: Any, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         kernels, device = getattr(config, "kernels", None), self.topology.device
+        own = getattr(getattr(config, "pieces", None), "optimizer", None)
+        if own is not None:
+            return own(groups, config.optimizer)
         if kernels is None:
             return build_optimizer(groups, config.optimizer, device)
         fused = choose_fusions(kernels, device, config.precision.dtype_name).optimizer
@@ -204,7 +211,10 @@ class Engine:
 
     @property
     def loss_scale(self) -> float:
-        """By this the loss is multiplied before the backward pass; 1 but in fp16."""
+        """By this the loss is multiplied before the backward pass; 1 but in fp16. A dynamic one depends on the last
+        step, for which this waits."""
+        if self._scale.dynamic:
+            self._settle()
         return self._scale.scale
 
     def begin(self, micro_batches: int) -> None:
@@ -231,6 +241,16 @@ class Engine:
         A gradient that is not finite on any rank skips the step on all. `weight_decay`, where given, is the one of the
         decaying parameters from now on.
         """
+        self.start_step(lr, weight_decay)
+        return self.finish_step()
+
+    def start_step(self, lr: float, weight_decay: float | None = None) -> None:
+        """`step` without its result, for which the host would wait: the device decides whether the step counts.
+
+        The next passes may follow at once; `finish_step` gives the result any time before the next step. Until a first
+        step has counted it is read here: what later ones may overlap depends on it.
+        """
+        self._settle()
         for group in self._basic.param_groups:
             group["lr"] = lr
             if weight_decay is not None and group["decays"]:
@@ -239,21 +259,41 @@ class Engine:
         self._gradients.collect()
         self._gradients.reduce()
         self._weights.wait()  # of the step before: some may not have been asked for
-        num_zeros = self._count_zeros() if self.log_num_zeros else None
-        self._zero.step(self._engine)
+        zeros = [self._count_zeros()] if self.log_num_zeros else []
+        norm = self._zero.step(self._engine)
         self._gradients.renew()
-        skipped = bool(self._optimizer.overflow)
-        if not skipped:
+        self._weights.start()
+        squares = [self._params_squares()] if self.log_params_norm else []
+        self._under_way = scale, HostCopy(torch.stack([(norm / scale).double(), *zeros, *squares]))
+        if not self._gradients.counted:
+            self._settle()
+
+    def finish_step(self) -> StepResult:
+        """The result of the last step; waits for the device where it was not read yet."""
+        self._settle()
+        assert self._result is not None, "a step was started"
+        return self._result
+
+    def _settle(self) -> None:
+        """Read the figures of the last step and count it, where that is not done."""
+        if self._under_way is None:
+            return
+        (scale, figures), self._under_way = self._under_way, None
+        norm, *others = figures.read()
+        skipped = not math.isfinite(norm)
+        if skipped:
+            self._zero.not_taken()
+        else:
             self._gradients.counts()
-            self._weights.start()
         self._scale.update(skipped)
         self.skipped_steps += skipped
-        return StepResult(
-            grad_norm=None if skipped else self._zero.grad_norm,
+        zeros = others.pop(0) if self.log_num_zeros else None
+        self._result = StepResult(
+            grad_norm=None if skipped else norm,
             skipped=skipped,
             loss_scale=scale,
-            num_zeros=None if skipped else num_zeros,
-            params_norm=self._params_norm() if self.log_params_norm else None,
+            num_zeros=None if skipped else zeros,
+            params_norm=math.sqrt(others[0]) if others else None,
         )
 
     def clear_gradients(self) -> None:
@@ -275,6 +315,7 @@ class Engine:
         differ, ConfigError where a gradient that is a term of a sum over the tensor ranks is taken as whole, or the
         other way round. `when` goes into the message.
         """
+        self._settle()
         self._weights.wait()
         first, self._gradients.first = self._gradients.first, None
         check_copies(unique_parameters(self.chunks), self.topology, when, first)
@@ -290,35 +331,33 @@ class Engine:
             found.append((f, bucket.own(bucket.gradients)[start:stop]))
         return found
 
-    def _over_model(self, value: torch.Tensor) -> float:
-        """Sum a float64 scalar over everything that together holds the model once."""
+    def _over_model(self, terms: list[torch.Tensor]) -> torch.Tensor:
+        """Sum scalars, in float64, over everything that together holds the model once; a scalar."""
+        zero = torch.zeros((), dtype=torch.float64, device=self.topology.device)
+        value = torch.stack([zero, *(t.to(zero) for t in terms)]).sum()
         if self._stage == 1:
             all_reduce(value, self.topology.data)
-        return float(all_reduce(value, self.topology.model))
-
-    def _sum(self, terms: list[torch.Tensor]) -> torch.Tensor:
-        zero = torch.zeros((), dtype=torch.float64, device=self.topology.device)
-        return torch.stack([zero, *(t.to(zero) for t in terms)]).sum()
+        return all_reduce(value, self.topology.model)
 
     @torch.no_grad()
-    def _count_zeros(self) -> float:
+    def _count_zeros(self) -> torch.Tensor:
         terms = [
             view.numel() - view.count_nonzero()
             for f, gradient in self._partition_gradients()
             if not is_copy(f.parameter, self.topology)
             for _, view in f.real(gradient)
         ]
-        return self._over_model(self._sum(terms))
+        return self._over_model(terms)
 
     @torch.no_grad()
-    def _params_norm(self) -> float:
+    def _params_squares(self) -> torch.Tensor:
         terms = [
             torch.linalg.vector_norm(view, dtype=torch.float64).square()
             for f in self._fragments
             if not is_copy(f.parameter, self.topology)
             for _, view in f.real(f.master)
         ]
-        return math.sqrt(self._over_model(self._sum(terms)))
+        return self._over_model(terms)
 
     # -- state, for checkpoints ------------------------------------------------------------------------------------
 
@@ -339,6 +378,7 @@ class Engine:
 
     def scalars(self) -> dict[str, Any]:
         """The state that is the same on every rank, JSON-ready."""
+        self._settle()
         return {
             "optimizer_step": get_step(self._basic),
             "skipped_steps": self.skipped_steps,
@@ -347,6 +387,7 @@ class Engine:
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
         """Take over what `scalars()` gave, perhaps on another layout or in another precision."""
+        self._settle()
         set_step(self._basic, int(scalars["optimizer_step"]))
         self.skipped_steps = int(scalars.get("skipped_steps", 0))
         if self._dtype == torch.float16 and scalars.get("loss_scale"):

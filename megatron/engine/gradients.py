@@ -52,7 +52,7 @@ class Gradients:
             for p in bucket.parameters:
                 sink = GradientSink(p, bucket.gradient(p), added, direct)
                 p.gradient_sink = sink  # type: ignore[attr-defined]
-                p.register_post_accumulate_grad_hook(_take)
+                p.register_post_accumulate_grad_hook(to_sink)
                 self._sinks[p], self._bucket_of[p] = sink, number
         self._partial: list[torch.Tensor] = []  # what this rank owns of them; the first step shows which they are
         self._tied = self._owned([p for p in self._sinks if sharding_of(p).tied])
@@ -153,6 +153,11 @@ class Gradients:
             found = torch.stack([mixed_sum(self.of(p).view(-1)) * self.of(p).any() for p in partial])
             self._looked = FirstGradients(list(partial), list(partial.values()), found)
 
+    @property
+    def counted(self) -> bool:
+        """Whether a step has counted."""
+        return self._counted
+
     def counts(self) -> None:
         """The step of the last `reduce` was not skipped: later ones overlap, and are not looked at."""
         if not self._counted:
@@ -185,7 +190,7 @@ def _for_each(contributions: int, micro_batches: int) -> int:
 
 
 @torch.no_grad()
-def _take(p: torch.Tensor) -> None:
+def to_sink(p: torch.Tensor) -> None:
     """After autograd has passed by; it left no gradient where a layer has added its own."""
     if p.grad is not None:
         p.gradient_sink.add(p.grad)  # type: ignore[attr-defined]

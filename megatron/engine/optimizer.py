@@ -9,14 +9,12 @@ import torch
 import torch.distributed as dist
 
 from megatron.engine.adamw import FusedAdamW
+from megatron.engine.optimizer_state import OptimizerState
 from megatron.engine.untraced import SGD, AdamW
 from megatron.errors import ConfigError
 from megatron.kernels.availability import fused_adam
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
-
-MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
-"""Names of the optimizer's state, one tensor as large as the weights each."""
 
 
 def unique_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -86,46 +84,53 @@ def build_optimizer(
     fused           whether AdamW goes through our kernel (megatron.kernels.choose); else it is torch's fused one
     """
     if settings.optimizer == "sgd":
-        return SGD(groups, lr=settings.lr, momentum=settings.sgd_momentum)
+        return SGD(groups, lr=settings.lr, momentum=settings.sgd_momentum, fused=True)
     betas = (settings.adam_beta1, settings.adam_beta2)
     if implementation == "apex" and fused_adam(device.type).usable:
         apex_adam: Any = importlib.import_module("apex.optimizers").FusedAdam
-        return apex_adam(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps, adam_w_mode=True)
+        apex = apex_adam(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps, adam_w_mode=True)
+        for group in apex.param_groups:
+            group["step"] = 0
+        return apex
     if fused:
         return FusedAdamW(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps)
     return AdamW(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps, fused=True)
 
 
-def create_moments(optimizer: torch.optim.Optimizer, names: Iterable[str]) -> None:
+def create_state(optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
     """Make the optimizer's state now, as zeros.
 
     torch makes it at the first step; a fresh engine must have it before to load a checkpoint, and memory that does not
     suffice is better found out at the start.
     """
-    adam = isinstance(optimizer, torch.optim.AdamW)
+    torchs = isinstance(optimizer, torch.optim.AdamW)  # fused, so that its steps are counted on the device
     for group in optimizer.param_groups:
         for p in group["params"]:
-            state = optimizer.state[p]
-            for name in names:
-                if state.get(name) is None:
-                    state[name] = torch.zeros_like(p)
-            if adam and "step" not in state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+            made = optimizer.state[p]
+            for name in state.tensors:
+                if made.get(name) is None:
+                    made[name] = torch.zeros_like(p)
+            if "step" not in made and (torchs or state.step is not None):
+                on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
+                step = torch.zeros((), dtype=torch.float32, device=p.device if on_device else "cpu")
+                made["step"] = step if torchs or state.step is torch.Tensor else 0
 
 
 def get_step(optimizer: torch.optim.Optimizer) -> int:
-    """Steps taken, which Adam's bias correction counts; 0 for an optimizer that counts none."""
+    """Steps taken, which a bias correction counts; 0 for an optimizer that counts none."""
     group = optimizer.param_groups[0]
     step = optimizer.state[group["params"][0]].get("step", group.get("step", 0))
     return int(step)
 
 
 def set_step(optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Continue Adam's bias correction at `step`."""
-    adam = isinstance(optimizer, torch.optim.AdamW)
+    """Continue the bias correction at `step`."""
     for group in optimizer.param_groups:
-        if adam:
-            for p in group["params"]:
-                optimizer.state[p]["step"].fill_(float(step))
-        elif not isinstance(optimizer, torch.optim.SGD):
-            group["step"] = step  # FusedAdamW and apex count per group
+        if "step" in group:  # FusedAdamW and apex count per group
+            group["step"] = step
+        for p in group["params"]:
+            counted = optimizer.state[p].get("step")
+            if isinstance(counted, torch.Tensor):
+                counted.fill_(float(step))
+            elif counted is not None:
+                optimizer.state[p]["step"] = step

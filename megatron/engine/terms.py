@@ -46,7 +46,8 @@ class Terms:
                 continue
             seen.add(way)
             node, partial = way
-            if not node.next_functions and hasattr(node, "variable"):
+            # The chunk's input is a leaf, too, which must not be kept.
+            if isinstance(getattr(node, "variable", None), torch.nn.Parameter):
                 self._seen.setdefault(node.variable, set()).add(partial)
             partial = getattr(node, "partial_gradient", partial)
             ways += [(after, partial) for after, _ in node.next_functions if after is not None]

@@ -2,8 +2,9 @@
 
 BF16_Optimizer serves bf16, DeepSpeedZeroOptimizer fp32 and fp16. Both keep master weights and moments, decide about
 overflow and update their partition. Around that they flatten, copy, reduce, clip and gather; here the gradients are
-flat and reduced before, the norm is one pass over this rank's partition, the clip factor is part of the update
-where AdamW is fused, and the weights are gathered by whoever calls.
+flat and reduced before, the norm is one pass over this rank's partition, and the weights are gathered by whoever
+calls. They ask the device for the norm and wait for it; here norm, clip factor and whether the step counts stay on the
+device, and the update reads them there.
 """
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ class ZeroStep:
         self._bf16 = dtype == torch.bfloat16
         self._module: Any = importlib.import_module(type(outer).__module__)
         self._clip = float(outer.clip_grad)
-        self._norm: float | None = None
+        self._norm = torch.zeros((), device=topology.device)
         names = _BF16 if self._bf16 else _OTHERS
         groups, weights, self._masters = (getattr(outer, name) for name in names)
         if self._bf16:
@@ -90,9 +91,9 @@ class ZeroStep:
 
     def _prepare_bf16(self) -> None:
         outer = self._outer
-        outer.get_grads_for_norm = self._for_norm
+        outer.get_grads_for_norm = self._to_clip
         outer.clear_hp_grads = _nothing  # sums are begun anew, not filled with zeros
-        if self._updates_with_factor():
+        if self._reads_device():
             outer.clip_grad = 0.0
         if isinstance(self._inner, FusedAdamW):
             outer.update_lp_params = _nothing
@@ -106,34 +107,26 @@ class ZeroStep:
     def _prepare_others(self) -> None:
         outer = self._outer
         outer.check_grad_overflow = False  # the norm shows it, without another pass over the gradients
-        outer.scaled_global_norm = self._global_norm
+        outer.scaled_global_norm = self._norm_for_deepspeed
         outer._update_model_bit16_weights = _nothing  # the parameters are views of the flat weights, and stay so
         for p in (p for bucket in self.buckets for p in bucket.parameters):
             p.grad_accum = None  # type: ignore[attr-defined]
-        if self._updates_with_factor():
+        if self._reads_device():
             outer.unscale_and_clip_grads = _nothing
 
-    def _updates_with_factor(self) -> bool:
-        """Let the update multiply the gradients by the clip factor, where it can without another pass over them."""
-        inner = self._inner
-        if isinstance(inner, FusedAdamW):
-            inner.gradient_scale = self._clip_factor
-            return True
-        if isinstance(inner, torch.optim.AdamW) and inner.defaults["fused"]:
-            inner.register_step_pre_hook(self._tell_torch)
-            return True
-        return False
-
-    def _tell_torch(self, inner: Any, *_: Any) -> None:
-        """torch's fused optimizers divide by `grad_scale`, which torch.amp.GradScaler sets in the same way."""
-        factor = self._clip_factor()
-        inner.grad_scale = None if factor == 1.0 else torch.tensor(1.0 / factor, device=self._topology.device)
+    def _reads_device(self) -> bool:
+        """Whether the update takes the clip factor, and leaves everything as it is where that is not finite, without
+        the host: apex's and most of one's own do not, so that DeepSpeed asks for the norm before them."""
+        return isinstance(self._inner, FusedAdamW) or getattr(self._inner, "_step_supports_amp_scaling", False)
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
-    def step(self, engine: Any) -> None:
-        """Take one step, with the reduced gradients, of DeepSpeed's engine; no weights are gathered."""
-        self._norm = None
+    def step(self, engine: Any) -> torch.Tensor:
+        """Take one step, with the reduced gradients, of DeepSpeed's engine; no weights are gathered.
+
+        Returns the global norm of the gradient, loss scale included, a scalar on the device. Where it is not finite
+        nothing is changed; whoever reads it then calls `not_taken`.
+        """
         outer = self._outer
         if self._bf16:
             # Every gradient counts as present, also a zero one.
@@ -141,13 +134,21 @@ class ZeroStep:
         else:
             for i, bucket in enumerate(self.buckets):
                 outer.averaged_gradients[i] = _Flat(bucket.own(bucket.gradients))
-        with self._without_gathering():
+        squares = self._squares()
+        if self._bf16:
+            squares = squares.sqrt().square()  # each rank's rounded as DeepSpeed does: runs go on bit by bit
+        self._norm = all_reduce(squares, self._topology.model).sqrt()
+        if self._reads_device():
+            self._tell_update()
+        with self._instead_of_deepspeed():
             engine.step()
+        return self._norm
 
-    @property
-    def grad_norm(self) -> float:
-        """Global norm of the last step that was not skipped, without the loss scale."""
-        return self._global() if self._norm is None else self._norm
+    def not_taken(self) -> None:
+        """The last step was left out: it does not count in the bias correction. torch's optimizers know by themselves,
+        and others were not called."""
+        if isinstance(self._inner, FusedAdamW):
+            self._inner.uncount()
 
     def update_working_weights(self) -> None:
         """Make this rank's part of the weights of forward and backward from the master weights."""
@@ -156,13 +157,21 @@ class ZeroStep:
                 bucket.own(bucket.weights).copy_(master)
 
     @contextlib.contextmanager
-    def _without_gathering(self) -> Iterator[None]:
-        before = self._module.all_gather_dp_groups
-        self._module.all_gather_dp_groups = _nothing
+    def _instead_of_deepspeed(self) -> Iterator[None]:
+        """Let DeepSpeed call what is ours: it gathers nothing, and where the update reads the device it does not ask
+        whether the norm is finite."""
+        ours: dict[str, Any] = {
+            "all_gather_dp_groups": _nothing, "get_global_norm_of_tensors": self._norm_for_deepspeed
+        }  # fmt: skip
+        if self._reads_device():
+            ours["is_invalid_grad_norm"] = _nothing
+        names = vars(self._module)
+        before = {name: names[name] for name in ours if name in names}
+        names.update((name, ours[name]) for name in before)
         try:
             yield
         finally:
-            self._module.all_gather_dp_groups = before
+            names.update(before)
 
     # -- norm and clipping ---------------------------------------------------------------------------------------------
 
@@ -180,28 +189,27 @@ class ZeroStep:
             total = total + 0.0 * squares(self._copies)
         return all_reduce(total, self._topology.data) if self.buckets[0].ranks > 1 else total
 
-    def _for_norm(self, for_clipping: bool = False) -> Any:
-        """What DeepSpeed's bf16 optimizer takes the norm of, one number; or what it is to clip."""
-        if for_clipping:
-            return [bucket.own(bucket.gradients) for bucket in self.buckets]
-        return [self._squares().sqrt()], {}
+    def _to_clip(self, for_clipping: bool = False) -> Any:
+        """What DeepSpeed's bf16 optimizer is to clip; it takes the norm of nothing."""
+        return [bucket.own(bucket.gradients) for bucket in self.buckets] if for_clipping else ([], {})
 
-    def _global_norm(self, norm_type: float = 2) -> torch.Tensor:
-        """For DeepSpeed's other optimizer: the norm over all ranks, loss scale included, on the host.
+    def _norm_for_deepspeed(self, *_: Any, **__: Any) -> torch.Tensor:
+        """On the host where DeepSpeed decides whether the step counts: nobody waits for it again."""
+        return self._norm if self._reads_device() else self._norm.cpu()
 
-        It is asked whether the step counts, which has to wait for the number anyway; nobody waits for it again.
-        """
-        return all_reduce(self._squares(), self._topology.model).sqrt().cpu()
-
-    def _global(self) -> float:
-        return float(self._outer._global_grad_norm)
-
-    def _clip_factor(self) -> float:
-        """As torch.nn.utils.clip_grad_norm_ has it, and the loss scale; DeepSpeed has stored the norm before."""
-        if self._norm is None:
-            self._norm = self._global()
+    def _tell_update(self) -> None:
+        """The factor of all gradients: as torch.nn.utils.clip_grad_norm_ has it, and the loss scale. It is computed in
+        fp64, as the host would."""
         scale = 1.0 if self._bf16 else float(self._outer.loss_scale)
-        return (min(1.0, self._clip / (self._norm + 1e-6)) if self._clip > 0.0 else 1.0) / scale
+        norm = (self._norm / scale).double()
+        good = torch.isfinite(norm)
+        factor = (self._clip / (norm + 1e-6)).clamp(max=1.0) if self._clip > 0.0 else torch.ones_like(norm)
+        factor = torch.where(good, factor / scale, torch.nan)
+        inner: Any = self._inner
+        if isinstance(inner, FusedAdamW):
+            inner.gradient_scale = factor.float()
+        else:  # torch's divide by `grad_scale`, and are told as by torch.amp.GradScaler
+            inner.grad_scale, inner.found_inf = (1.0 / factor).float(), good.logical_not().float()
 
 
 _BLOCK = 1 << 16

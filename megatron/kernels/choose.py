@@ -146,6 +146,8 @@ def _reason(name: str, config: Config, device_type: str, attention: str) -> str:
         return f"--position-embedding-type {model.position_embedding_type}"
     if name in NORMS and name.replace("_", "") != model.normalization:
         return f"--normalization {model.normalization}"
+    if name == "optimizer" and config.pieces.optimizer is not None:
+        return "an optimizer of your own"
     if name == "optimizer" and config.optimizer.optimizer != "adam":
         return f"--optimizer {config.optimizer.optimizer}"
     if name == "bias_dropout" and not _drops(config):

@@ -12,8 +12,12 @@ from typing import Any
 import torch
 
 from megatron.errors import KernelError
+from megatron.kernels.work import Computation
 
 _LIBRARY = torch.library.Library("megatron", "DEF")
+
+WORK: dict[str, str | Callable[..., Computation]] = {}
+"""What each operator says of its work, by name."""
 
 
 def _once(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -28,6 +32,7 @@ def _once(name: str, backward: Callable[..., Any]) -> Callable[..., Any]:
 def operator(
     schema: str, run: Callable[..., Any], shapes: Callable[..., Any], *,
     save: Callable[..., None] | None = None, backward: Callable[..., Any] | None = None, twice: bool = False,
+    work: str | Callable[..., Computation] = "copy",
 ) -> Any:
     """Define `megatron::<schema>` and return it, ready to call.
 
@@ -37,8 +42,11 @@ def operator(
     backward  (ctx, *gradients): one gradient or None for each input
     twice     the backward pass has a gradient of its own; a second derivative of the others is an error, as torch would
               take their results for constants
+    work      the kind of a memory-bound kernel that reads its inputs and writes its results once (work.Memory), or
+              (inputs) -> its work where that says too little
     """
     name = schema.partition("(")[0]
+    WORK[name] = work
     _LIBRARY.define(schema)
     for key in ("CPU", "CUDA"):
         _LIBRARY.impl(name, run, key)

@@ -15,6 +15,7 @@ from megatron.kernels.ops.activation import bias_activation
 from megatron.kernels.ops.attention import TILE, attention_gradient_, attention_weights_, row_dots
 from megatron.kernels.ops.cross_entropy import cross_entropy, gradient_, local_pass
 from megatron.kernels.ops.dropout import bias_dropout_add
+from megatron.kernels.ops.embedding import add_rows_
 from megatron.kernels.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megatron.kernels.ops.optimizer import adamw_, scale_and_norm_
 from megatron.kernels.ops.rotary import rotate
@@ -347,6 +348,21 @@ def _adamw(dtype: torch.dtype, device: torch.device) -> Triples:
     return triples + [("copy", copy, w) for copy, w in zip(copies or [], wide, strict=False)]
 
 
+def _add_rows(dtype: torch.dtype, device: torch.device) -> Triples:
+    """One row of the table has most of the values."""
+    triples: Triples = []
+    for _, n in _SHAPES:
+        rows = torch.randint(40, (300,), generator=torch.Generator().manual_seed(31))
+        rows[::2] = 7
+        values = _random((300, n), dtype, device, 32)
+        for table_dtype in (torch.float32, torch.bfloat16):
+            table = _random((40, n), table_dtype, device, 33)
+            wide = table.double().cpu().index_add_(0, rows, values.double().cpu())
+            add_rows_(table, rows.to(device), values)
+            triples.append((f"{table_dtype} table", table, wide))
+    return triples
+
+
 def _scale_and_norm(dtype: torch.dtype, device: torch.device) -> Triples:
     triples: Triples = []
     for factor in (1.0, 0.25):  # a power of two: the scaled values are exact
@@ -373,6 +389,7 @@ CASES: dict[str, Callable[[torch.dtype, torch.device], Triples]] = {
     "rotate": _rotate,
     "cross_entropy": _cross_entropy,
     "local_pass": _local_pass,
+    "add_rows": _add_rows,
     "adamw": _adamw,
     "scale_and_norm": _scale_and_norm,
 }

@@ -1,6 +1,7 @@
 """Causal self-attention with heads cut over the tensor-parallel group."""
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ from megatron.layers.blocked_attention import blocked_attention
 from megatron.layers.context import CallContext, LayerContext
 from megatron.layers.documents import Documents
 from megatron.layers.linear import Again, ColumnParallelLinear, RowParallelLinear
-from megatron.layers.masks import alibi_bias, alibi_slopes
+from megatron.layers.masks import Alibi
 from megatron.layers.parameters import Fill
 from megatron.layers.rotary import RotaryEmbedding
 from megatron.layers.unfused_attention import unfused_attention
@@ -37,8 +38,19 @@ def _causal(
     return out.transpose(1, 2)
 
 
+def _one_sample(x: torch.Tensor) -> torch.Tensor:
+    """[s, b, heads, d] -> [1, s, b * heads, d], a view of a projection's part too.
+
+    To attention the heads of another sample are other heads. With one sample, what torch's kernels write, and what they
+    want to read in the backward pass, lies in the order [s, b, heads, d] of the layers around them, whichever kernel it
+    is; with several, some write [b, s, heads, d], and most copy output and gradient into it before their backward pass
+    (aten/src/ATen/native/transformers/cuda/attention_backward.cu).
+    """
+    return x.flatten(1, 2).unsqueeze(0)
+
+
 def torch_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, alibi: Alibi | None,
     documents: Documents | None, dropout: float,
 ) -> torch.Tensor:
     """softmax(q k^T / sqrt(d)) v through torch's scaled_dot_product_attention.
@@ -48,11 +60,13 @@ def torch_attention(
     Documents of like length are one batch, filled up at their ends: there a causal query does not look, so no mask
     tells documents apart. ALiBi's bias is as long as the longest document and serves all.
     """
+    positions = q.shape[0]
     if documents is None:
-        bias = None if slopes is None else alibi_bias(slopes, q.shape[0], q.dtype)
-        return _causal(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), bias, dropout).transpose(0, 1)
-    # Rows of a length that a kernel can load at once, also where a shorter document takes a corner.
-    bias = None if slopes is None else alibi_bias(slopes, -(-documents.longest // 16) * 16, q.dtype)
+        if alibi is None:
+            return _causal(_one_sample(q), _one_sample(k), _one_sample(v), None, dropout).reshape(q.shape)
+        whole = alibi.bias(positions, positions, q.dtype)
+        return _causal(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), whole, dropout).transpose(0, 1)
+    bias = None if alibi is None else alibi.bias(documents.longest, positions, q.dtype)
     outs = []
     for q_n, k_n, v_n in zip(*(documents.batches(x) for x in (q, k, v)), strict=True):
         length = q_n.shape[1]
@@ -62,25 +76,73 @@ def torch_attention(
 
 
 def flash_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, alibi: Alibi | None,
     documents: Documents | None, dropout: float,
 ) -> torch.Tensor:
     """The same through the flash-attn package, which takes the cumulative lengths of documents as they are."""
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
-    q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [b, s, heads, d]
+    slopes = None if alibi is None else alibi.slopes
     if documents is None:
-        out = flash_attn_func(q, k, v, dropout_p=dropout, causal=True, alibi_slopes=slopes)
-    else:
-        flat, bounds, longest = [x.flatten(0, 1) for x in (q, k, v)], documents.cu_seqlens, documents.longest
-        out = flash_attn_varlen_func(
-            *flat, bounds, bounds, longest, longest, dropout_p=dropout, causal=True, alibi_slopes=slopes
-        ).view(q.shape)
-    return out.transpose(0, 1)
+        slopes = None if slopes is None else slopes.repeat(q.shape[1])
+        one = _one_sample(q), _one_sample(k), _one_sample(v)
+        return flash_attn_func(*one, dropout_p=dropout, causal=True, alibi_slopes=slopes).reshape(q.shape)
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [b, s, heads, d]
+    flat, bounds, longest = [x.flatten(0, 1) for x in (q, k, v)], documents.cu_seqlens, documents.longest
+    out = flash_attn_varlen_func(
+        *flat, bounds, bounds, longest, longest, dropout_p=dropout, causal=True, alibi_slopes=slopes
+    )
+    return out.view(q.shape).transpose(0, 1)
+
+
+class CoreAttention:
+    """softmax(q k^T / sqrt(d)) v, causal, of one layer, as the configuration says: ALiBi, dropout, recomputation.
+
+    attention  names what computes it (choose_attention)
+    """
+
+    def __init__(
+        self, context: LayerContext, config: ModelConfig, layer: int, recompute: bool = False, attention: str = "torch"
+    ) -> None:
+        self.heads, self.layer, self.recompute = config.num_attention_heads, layer, recompute
+        self.dropout, self.tensor = config.attention_dropout, context.tensor
+        self.attention, self.fusions = attention, context.fusions
+        self.alibi = context.alibi(self.heads) if config.position_embedding_type == "alibi" else None
+
+    def __call__(self, call: CallContext, *tensors: torch.Tensor) -> torch.Tensor:
+        """q [s, b, heads/tp, d], k and v [s, b, kv heads/tp, d] -> [s, b, heads/tp, d]. Blocked attention also takes
+        all three as they leave SelfAttention's projection."""
+        seed, place = None, WHOLE
+        if call.dropout:
+            s, heads = tensors[0].shape[0], self.heads // self.tensor.size
+            seed = call.dropout.at(self.layer, Site.ATTENTION)
+            place = call.dropout.weights(s, heads, self.tensor.rank, self.tensor.size)
+        core = partial(self._core, call.documents, seed, place)
+        if self.recompute and torch.is_grad_enabled():
+            out: torch.Tensor = checkpoint(core, *tensors, use_reentrant=False, preserve_rng_state=False)
+            return out
+        return core(*tensors)
+
+    def _core(
+        self, documents: Documents | None, seed: int | None, place: Place, *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        if self.attention == "blocked":
+            fused = self.fusions.attention_block
+            slopes = None if self.alibi is None else self.alibi.slopes
+            return blocked_attention(tensors, slopes, documents, self.dropout, seed, fused, place)
+        q, k, v = tensors
+        if self.attention == "unfused":
+            return unfused_attention(q, k, v, self.alibi, documents, self.dropout, seed, self.fusions, place)
+        core = flash_attention if self.attention == "flash" else torch_attention
+        if seed is None or self.dropout == 0.0:
+            return core(q, k, v, self.alibi, documents, 0.0)
+        # These count the samples and heads of a call on their own, so that masks are those of one micro-batch and rank.
+        with seeded(q.device, mix(seed, place.start)):
+            return core(q, k, v, self.alibi, documents, self.dropout)
 
 
 class SelfAttention(torch.nn.Module):
-    """[s(/tp), b, h] -> ([s(/tp), b, h], bias or None). `attention` names what computes it (choose_attention).
+    """[s(/tp), b, h] -> ([s(/tp), b, h], bias or None). recompute, attention: see CoreAttention.
 
     The rows of the fused weight are ordered [key-value group][queries ..., key, value][head dimension], so a cut along
     them gives every rank whole groups (the order of Megatron checkpoints from version 2.0 on).
@@ -93,34 +155,13 @@ class SelfAttention(torch.nn.Module):
         super().__init__()
         heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.kv_channels
         tp = context.tensor.size
-        self.layer, self.rotary, self.recompute = layer, rotary, recompute
-        self.dropout, self.tensor = config.attention_dropout, context.tensor
+        self.rotary, self.core = rotary, CoreAttention(context, config, layer, recompute, attention)
         self.groups, self.queries, self.head_dim = groups // tp, heads // groups, d
-        self.attention, self.fusions = attention, context.fusions
         bias = config.add_bias_linear
         self.query_key_value = ColumnParallelLinear(
             context, f"{name}.query_key_value", ((heads + 2 * groups) * d, config.hidden_size), fill, bias
         )
         self.dense = RowParallelLinear(context, f"{name}.dense", (config.hidden_size, heads * d), output_fill, bias)
-        self.slopes: torch.Tensor | None = None
-        if config.position_embedding_type == "alibi":
-            self.slopes = alibi_slopes(heads).chunk(tp)[context.tensor.rank].to(context.parameters.device)
-
-    def _core(
-        self, documents: Documents | None, seed: int | None, place: Place, *tensors: torch.Tensor
-    ) -> torch.Tensor:
-        if self.attention == "blocked":
-            fused = self.fusions.attention_block
-            return blocked_attention(tensors, self.slopes, documents, self.dropout, seed, fused, place)
-        q, k, v = tensors
-        if self.attention == "unfused":
-            return unfused_attention(q, k, v, self.slopes, documents, self.dropout, seed, self.fusions, place)
-        core = flash_attention if self.attention == "flash" else torch_attention
-        if seed is None or self.dropout == 0.0:
-            return core(q, k, v, self.slopes, documents, 0.0)
-        # These count the samples and heads of a call on their own, so that masks are those of one micro-batch and rank.
-        with seeded(q.device, mix(seed, place.start)):
-            return core(q, k, v, self.slopes, documents, self.dropout)
 
     def forward(
         self, x: torch.Tensor, call: CallContext, again: Again = None
@@ -129,16 +170,8 @@ class SelfAttention(torch.nn.Module):
         mixed = self.query_key_value(x, again)  # [s, b, groups/tp * (queries + 2) * d]
         s, b = mixed.shape[:2]
         mixed = mixed.view(s, b, self.groups, self.queries + 2, self.head_dim)
-        tensors = (mixed,) if self.rotary is None and self.attention == "blocked" else self._apart(mixed, call)
-        seed, place = None, WHOLE
-        if call.dropout:
-            seed = call.dropout.at(self.layer, Site.ATTENTION)
-            place = call.dropout.weights(s, self.groups * self.queries, self.tensor.rank, self.tensor.size)
-        given = (call.documents, seed, place, *tensors)
-        if self.recompute and torch.is_grad_enabled():
-            out = checkpoint(self._core, *given, use_reentrant=False, preserve_rng_state=False)
-        else:
-            out = self._core(*given)
+        whole = self.rotary is None and self.core.attention == "blocked"
+        out = self.core(call, *((mixed,) if whole else self._apart(mixed, call)))
         return self.dense(out.reshape(s, b, -1))
 
     def _apart(self, mixed: torch.Tensor, call: CallContext) -> tuple[torch.Tensor, ...]:

@@ -19,6 +19,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from megatron.kernels.ops import attention as kernel
+from megatron.kernels.work import Attention, Scope, counts_as
 from megatron.layers.documents import Documents
 from megatron.parallel.random import DropoutKey, Place
 
@@ -175,12 +176,20 @@ def _split(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tenso
     return q.unflatten(2, (k.shape[2], -1)), k, v
 
 
+def _counted(q: torch.Tensor, backward: bool = False) -> Scope:
+    """Of q [s, b, groups, share, d]: all blocks together are one pass of attention, whose rate is measured as such."""
+    s, b, groups, share, d = q.shape
+    return counts_as(Attention(b, groups * share, s, d, backward))
+
+
 class _Attention(torch.autograd.Function):
     """out [s, b, groups, share, d] of _split(tensors), whose gradients are written in the layout of the tensors."""
 
     @staticmethod
     def forward(ctx: Any, settings: _Settings, *tensors: torch.Tensor) -> torch.Tensor:
-        out, logarithms = _forward(*_split(tensors), settings)
+        q, k, v = _split(tensors)
+        with _counted(q):
+            out, logarithms = _forward(q, k, v, settings)
         ctx.save_for_backward(out, logarithms, *tensors)
         ctx.settings = settings
         return out
@@ -190,9 +199,9 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         out, logarithms, *tensors = ctx.saved_tensors
         gradients = tuple(torch.empty_like(x) for x in tensors)
-        _backward(
-            dout.contiguous(), out, logarithms, *_split(tuple(tensors)), ctx.settings, *_split(gradients)
-        )
+        q, k, v = _split(tuple(tensors))
+        with _counted(q, backward=True):
+            _backward(dout.contiguous(), out, logarithms, q, k, v, ctx.settings, *_split(gradients))
         return None, *gradients
 
 

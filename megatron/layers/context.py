@@ -7,7 +7,9 @@ import torch
 
 from megatron.kernels.choose import NONE, Fusions
 from megatron.layers.documents import Documents
+from megatron.layers.masks import Alibi, alibi_slopes
 from megatron.layers.parameters import ParameterFactory
+from megatron.layers.rotary import RotaryEmbedding
 from megatron.parallel.deferred import WeightGradients
 from megatron.parallel.random import WHOLE, DropoutKey, Place, Site
 from megatron.parallel.topology import Group
@@ -24,6 +26,7 @@ class LayerContext:
     chunks             pieces into which products are cut so that the message of one travels behind the next; 1: uncut
     weight_gradients   the queue that zero-bubble schedules use
     fusions            which operators go through the fused kernels; none unless somebody chose them
+    alibis, rotaries   what alibi() and rotary() have made
     """
 
     tensor: Group
@@ -33,6 +36,22 @@ class LayerContext:
     chunks: int = 1
     weight_gradients: WeightGradients = field(default_factory=WeightGradients)
     fusions: Fusions = NONE
+    alibis: dict[int, Alibi] = field(default_factory=dict)
+    rotaries: dict[tuple[int, float], RotaryEmbedding] = field(default_factory=dict)
+
+    def alibi(self, heads: int) -> Alibi:
+        """ALiBi for this rank's part of `heads` heads: one object for all layers."""
+        if heads not in self.alibis:
+            slopes = alibi_slopes(heads).chunk(self.tensor.size)[self.tensor.rank]
+            self.alibis[heads] = Alibi(slopes.to(self.parameters.device))
+        return self.alibis[heads]
+
+    def rotary(self, dimension: int, base: float) -> RotaryEmbedding:
+        """The rotary embedding of this many entries of a head: one object for all layers."""
+        key = dimension, base
+        if key not in self.rotaries:
+            self.rotaries[key] = RotaryEmbedding(dimension, base, self.fusions.rotary)
+        return self.rotaries[key]
 
     @classmethod
     def single(cls, seed: int = 1234, device: str | torch.device = "cpu") -> LayerContext:

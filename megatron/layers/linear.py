@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from megatron.kernels.work import recomputed
 from megatron.layers.chunked_products import Messages, gathered_product, summed_product
 from megatron.layers.context import LayerContext
 from megatron.layers.parameters import Fill, constant
@@ -78,7 +79,11 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x,) = ctx.saved_tensors if ctx.again is None else (ctx.again(),)
+        if ctx.again is None:
+            (x,) = ctx.saved_tensors
+        else:
+            with recomputed():
+                x = ctx.again()
         dx, dw = (_Linear._column if ctx.column else _Linear._row)(ctx, x, dy)
         return dx, dw, None, None, None, None, None
 

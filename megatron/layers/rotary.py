@@ -9,7 +9,7 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 
 
 class RotaryEmbedding:
-    """Angles for the first `dimension` entries of each head; shared by the layers of a stage.
+    """Angles for the first `dimension` entries of each head; shared by the layers of a rank.
 
     No module and no buffer: a cast of the model to bf16 must not touch the angles.
     """
@@ -36,7 +36,7 @@ class RotaryEmbedding:
         return cos[ids].unsqueeze(2), sin[ids].unsqueeze(2)
 
     def rotate(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
-        """Rotate x [s, b, heads, d]; entries past `dimension` stay as they are. Arithmetic in fp32.
+        """Rotate x [s, b, heads, d]; entries past `dimension` stay as they are. Arithmetic in fp32; contiguous result.
 
         x may be a slice of the fused projection: the kernel reads it where it lies.
         """
@@ -55,10 +55,10 @@ class RotaryEmbedding:
         have one, and so have samples and positions: the kernel needs no copy.
         """
         s, b, groups, queries, d = x.shape
-        if not self.fused:
-            return self.rotate(x.reshape(s, b, groups * queries, d), angles)
         cos, sin = angles
-        if cos.shape[1] == 1:
+        if not self.fused:
+            turned = self.rotate(x, (cos.unsqueeze(3), sin.unsqueeze(3)))
+        elif cos.shape[1] == 1:
             turned = self.rotate(x.flatten(1, 2), angles)
         else:
             turned = self.rotate(x.flatten(0, 1), (cos.flatten(0, 1).unsqueeze(1), sin.flatten(0, 1).unsqueeze(1)))

@@ -9,12 +9,12 @@ from megatron.kernels.choose import Fusions
 from megatron.kernels.ops.softmax import causal_softmax, masked_softmax
 from megatron.layers.documents import Documents
 from megatron.layers.dropout import keyed_dropout
-from megatron.layers.masks import alibi_bias
+from megatron.layers.masks import Alibi
 from megatron.parallel.random import DropoutKey, Place
 
 
 def unfused_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None, documents: Documents | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, alibi: Alibi | None, documents: Documents | None,
     dropout: float, seed: int | None, fusions: Fusions, place: Place | None = None,
 ) -> torch.Tensor:
     """softmax(q k^T / sqrt(d)) v; q [s, b, heads, d], k and v [s, b, kv heads, d] -> [s, b, heads, d].
@@ -29,8 +29,8 @@ def unfused_attention(
     keys, values = (x.permute(1, 2, 0, 3).flatten(0, 1) for x in (k, v))  # [b groups, s, d]
     scores = torch.bmm(queries, keys.transpose(1, 2)).view(b, heads, s, s)
     scale = 1.0 / math.sqrt(d)
-    if slopes is not None:
-        scores = scores + alibi_bias(slopes / scale, s, q.dtype)  # the softmax scales both
+    if alibi is not None:
+        scores = scores + alibi.bias(s, s, q.dtype, scale)  # the softmax scales both
     weights = _softmax(scores, documents, scale, fusions.masked_softmax)
     weights = keyed_dropout(weights, dropout, seed, fusions.bias_dropout, place or DropoutKey(0, 0).weights(s, heads))
     out = torch.bmm(weights.view(b * groups, -1, s), values).view(b, groups, heads // groups, s, d)

@@ -8,9 +8,9 @@ L layers, B global batch size.
 """
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron.config.model import ModelConfig
@@ -261,107 +261,7 @@ def utilization(flops: float, seconds: float, devices: int, peak: float | None) 
     return None if peak is None else achieved_tflops(flops, seconds, devices) / peak
 
 
-# -- memory ----------------------------------------------------------------------------------------------------------
-
-
-def layer_activation_bytes(
-    model: ModelConfig, micro_batch_size: int, dtype_bytes: int, *, tensor_size: int = 1,
-    sequence_parallel: bool = False, granularity: str | None = None, modules: Collection[str] = (),
-) -> float:
-    """Bytes that one layer keeps of a micro-batch for its backward pass on one tensor rank, with fused kernels.
-
-    Inputs and outputs of the two norms (4 h for each token; the output is kept in the parts of sequence parallelism and
-    gathered again), queries, keys and values, attention's output, the MLP's inner values before and after the
-    activation; in fp32 the statistics of the norms and the softmax. Dropout masks are functions of keys and not kept,
-    attention scores are made again. With rotary embedding rotated queries and keys are kept beside the projection.
-
-    granularity None or "selective" (with mlp_act among `modules` without the values after the activation, with
-    layernorm without the norms' outputs; attention keeps no scores anyway), or "full": the input alone.
-    """
-    h, d, n, g = model.hidden_size, model.kv_channels, model.num_attention_heads, model.num_key_value_heads
-    tokens = model.seq_length * micro_batch_size
-    parts = tensor_size if sequence_parallel else 1
-    if granularity == "full":
-        return float(tokens * h * dtype_bytes) / parts
-    f = model.ffn_hidden_size
-    rotated = (n + g) * d if model.position_embedding_type == "rope" else 0
-    inner = (2 if model.swiglu else 1) + (0 if granularity and "mlp_act" in modules else 1)
-    divided = (2 * n + 2 * g) * d + rotated + inner * f
-    norms = 2 * h if granularity and "layernorm" in modules else 4 * h
-    statistics = 2 * (2 if model.normalization == "layernorm" else 1) / parts + n / tensor_size
-    return tokens * ((norms / parts + divided / tensor_size) * dtype_bytes + 4 * statistics)
-
-
-def head_activation_bytes(
-    model: ModelConfig, micro_batch_size: int, dtype_bytes: int, sequence_parts: int = 1
-) -> float:
-    """Bytes kept of a micro-batch by the last norm and the output layer: the norm's input and output.
-
-    Logits are not among them: those of a chunk of tokens live during the backward pass (`logits_bytes`).
-    """
-    return 2.0 * model.seq_length * micro_batch_size * model.hidden_size * dtype_bytes / sequence_parts
-
-
-def logits_bytes(model: ModelConfig, tokens: int, dtype_bytes: int, tensor_size: int = 1) -> float:
-    """Bytes of the logits of `tokens` tokens on one tensor rank: of a chunk, or of what is kept whole."""
-    return float(tokens * model.padded_vocab_size(tensor_size) // tensor_size * dtype_bytes)
-
-
-def paper_activation_bytes(
-    model: ModelConfig, micro_batch_size: int, tensor_size: int = 1, *, sequence_parallel: bool = False,
-    selective: bool = False,
-) -> float:
-    """Bytes of one layer's activations in 16 bit as Korthikanti et al. (arXiv 2205.05198) count them: their equation 1
-    for one rank, 2 with tensor and 4 with sequence parallelism; `selective` leaves out the term of the scores.
-
-    They count a GPT with f = 4h, its dropout masks, and scores that are kept.
-    """
-    h, a, s, t = model.hidden_size, model.num_attention_heads, model.seq_length, tensor_size
-    scores = 0.0 if selective else 5.0 * a * s / (h * t)
-    per_element = (34.0 / t if sequence_parallel else 10.0 + 24.0 / t) + scores
-    return s * micro_batch_size * h * per_element
-
-
 # -- messages --------------------------------------------------------------------------------------------------------
-
-
-def pipeline_message_bytes(
-    model: ModelConfig, micro_batch_size: int, dtype_bytes: int, sequence_parts: int = 1
-) -> int:
-    """Bytes that one rank sends to the next stage per micro-batch: [s, b, h].
-
-    `sequence_parts` is the tensor-parallel size under sequence parallel, where each rank sends [s/tp, b, h]; else 1.
-    """
-    return model.seq_length // sequence_parts * micro_batch_size * model.hidden_size * dtype_bytes
-
-
-def tensor_message_bytes(model: ModelConfig, micro_batch_size: int, dtype_bytes: int) -> int:
-    """Bytes of the tensor that a layer's tensor-parallel collectives work on: [s, b, h]. How many: `tensor_passes`."""
-    return model.seq_length * micro_batch_size * model.hidden_size * dtype_bytes
-
-
-class TensorPasses(NamedTuple):
-    """Ring passes over [s, b, h] per micro-batch: an all-gather or a reduce-scatter is one, an all-reduce is two.
-
-    forward, backward  of a layer; recomputing a layer repeats its forward passes
-    embedding, head    forward and backward together, on the first and on the last stage
-    """
-
-    forward: int
-    backward: int
-    embedding: int
-    head: int
-
-
-def tensor_passes(sequence_parallel: bool) -> TensorPasses:
-    """Passes over the tensor-parallel ring.
-
-    A layer has four all-reduces, two forward and two backward. Under sequence parallelism each is a reduce-scatter
-    and an all-gather (Korthikanti et al., arXiv 2205.05198, section 4.2), and the inputs of the two column-parallel
-    products, which are not kept, are gathered once more for their weight gradients. Sums of softmax statistics and of
-    the gradients of norms, a ten-thousandth of this, are left out.
-    """
-    return TensorPasses(forward=4, backward=6 if sequence_parallel else 4, embedding=2, head=2)
 
 
 def ring_bytes(message_bytes: float, ranks: int, collective: str = "all_reduce") -> float:
@@ -372,8 +272,3 @@ def ring_bytes(message_bytes: float, ranks: int, collective: str = "all_reduce")
     factors = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
     assert collective in factors, f"collective {collective!r} is none of {', '.join(factors)}"
     return factors[collective] * message_bytes * (ranks - 1) / ranks
-
-
-def gradient_message_bytes(stage_parameter_counts: Sequence[int], dtype_bytes: int = 4) -> int:
-    """Bytes of the largest gradient that data-parallel ranks reduce once per iteration: that of the fullest stage."""
-    return max(stage_parameter_counts) * dtype_bytes

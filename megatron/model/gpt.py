@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -22,19 +22,32 @@ from megatron.layers.embedding import (
 )
 from megatron.layers.norm import Norm
 from megatron.layers.parameters import ParameterFactory
-from megatron.layers.rotary import RotaryEmbedding
 from megatron.layers.transformer import TransformerLayer, weight_fills
 from megatron.layers.vocabulary_loss import Vocabulary, scores, vocabulary_loss
 from megatron.model.stages import assign_layers
 from megatron.parallel.random import DropoutKey, Site
 from megatron.parallel.sharding import sharding_of
-from megatron.parallel.topology import Topology
+from megatron.parallel.topology import Layout, Topology
 
 if TYPE_CHECKING:
     from megatron.config import Config
 
 OUTPUT_LAYER = "output_layer.weight"
 EMBEDDING_LAYER = -1  # the index under which dropout keys know the embedding
+
+
+def transformer_layer(context: LayerContext, config: Config, index: int) -> TransformerLayer:
+    """Layer `index` of the model, from 0, where pieces of one's own name no other."""
+    model, recompute = config.model, config.recompute
+    attention = choose_attention(
+        config.kernels, context.parameters.device, config.precision.dtype_name, model.seq_length,
+        drops=model.attention_dropout > 0.0,
+    )
+    rotary = None
+    if model.position_embedding_type == "rope":
+        rotary = context.rotary(2 * int(model.kv_channels * model.rotary_percent / 2), model.rotary_base)
+    again = frozenset(recompute.recompute_modules if recompute.recompute_granularity == "selective" else ())
+    return TransformerLayer(context, model, index, rotary, recompute=again, attention=attention)
 
 
 class GPTChunk(torch.nn.Module):
@@ -56,14 +69,6 @@ class GPTChunk(torch.nn.Module):
         self.config, self.context, self.stage = config, context, stage
         self.is_first, self.is_last = stage == 0, last
         fill, _ = weight_fills(model)
-        attention = choose_attention(
-            config.kernels, context.parameters.device, config.precision.dtype_name, model.seq_length,
-            drops=model.attention_dropout > 0.0,
-        )
-        rotary = None
-        if model.position_embedding_type == "rope":
-            dimension = 2 * int(model.kv_channels * model.rotary_percent / 2)
-            rotary = RotaryEmbedding(dimension, model.rotary_base, context.fusions.rotary)
 
         def vocabulary(name: str = WORD_EMBEDDINGS, tied: bool = False) -> torch.nn.Parameter:
             assert model.vocab_size is not None, "the tokenizer gives the vocabulary size before the model is built"
@@ -79,12 +84,8 @@ class GPTChunk(torch.nn.Module):
                 self.position_embeddings = PositionEmbedding(
                     context, model.max_position_embeddings, model.hidden_size, fill
                 )
-        selective = config.recompute.recompute_granularity == "selective"
-        again = frozenset(config.recompute.recompute_modules if selective else ())
-        self.layers = torch.nn.ModuleList(
-            TransformerLayer(context, model, i, rotary, recompute=again, attention=attention)
-            for i in layers
-        )
+        make = config.pieces.layer or transformer_layer
+        self.layers = torch.nn.ModuleList(make(context, config, i) for i in layers)
         if self.is_last:
             self.final_layernorm = Norm(
                 context, "final_layernorm", model.hidden_size, model.normalization, model.layernorm_epsilon,
@@ -205,19 +206,28 @@ def build_chunks(config: Config, topology: Topology, context: LayerContext | Non
     """This rank's stages, keyed by global stage number; parameters in fp32 on the topology's device.
 
     Global stage g lives on pipeline rank g mod pp. A tied embedding is one parameter where first and last stage share a
-    process, and two synchronised copies where they do not.
+    process, and two synchronised copies where they do not. With pieces of one's own (Config.with_pieces) stages or
+    layers are those.
     """
     context = context or layer_context(config, topology)
     stages, pipeline = config.parallel.num_stages, topology.pipeline
     layers = assign_layers(config.model.num_layers, stages, config.parallel.pipeline_layout)
-    chunks: dict[str, GPTChunk] = {}
+    chunks: dict[str, torch.nn.Module] = {}
+    make = config.pieces.model or GPTChunk
     for stage in range(pipeline.rank, stages, pipeline.size):
-        first = chunks.get("0")
-        shared = first.word_embeddings.weight if first is not None else None
-        chunks[str(stage)] = GPTChunk(
+        embeddings: Any = getattr(chunks.get("0"), "word_embeddings", None)
+        shared = None if embeddings is None else embeddings.weight
+        chunks[str(stage)] = make(
             config, context, stage, layers[stage], last=stage == stages - 1, tied_weight=shared
         )
     return torch.nn.ModuleDict(chunks)
+
+
+def global_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Global shape of each parameter that the model has with this configuration, by name; no memory is used."""
+    one = Topology.from_layout(Layout(), 0, device=torch.device("meta"))  # with all stages, none of them cut
+    shardings = [sharding_of(p) for p in build_chunks(config, one).parameters()]
+    return {s.name: s.global_shape for s in shardings}
 
 
 def stages_of(chunks: torch.nn.ModuleDict) -> dict[int, Callable[[MicroBatch, torch.Tensor | None], torch.Tensor]]:

@@ -30,26 +30,28 @@ DONE = _Done()
 class Started:
     """The work handle of a collective on its way, whose wait is recorded."""
 
-    __slots__ = ("_call", "_group", "_sequence", "_size", "_work")
+    __slots__ = ("_by_host", "_call", "_group", "_sequence", "_size", "_work")
 
-    def __init__(self, work: Any, call: bytes, group: Group, size_bytes: int, sequence: int) -> None:
+    def __init__(self, work: Any, call: bytes, group: Group, size_bytes: int, sequence: int, by_host: bool) -> None:
         self._work, self._call, self._group = work, call, group
-        self._size, self._sequence = size_bytes, sequence
+        self._size, self._sequence, self._by_host = size_bytes, sequence, by_host
 
     def wait(self) -> None:
         flight = self._group.flight
-        flight.enter_wait(self._call, self._group.kind, self._size, self._sequence)
+        flight.enter_wait(self._call, self._group.kind, self._size, self._sequence, self._by_host)
         self._work.wait()
         flight.leave()
 
 
-def start(call: bytes, group: Group, size_bytes: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def start(
+    call: bytes, group: Group, size_bytes: int, function: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
     """Call torch's `function`, which starts the collective `call` over `group` and returns its work handle."""
-    flight = group.flight
-    sequence = flight.enter(call, group.kind, size_bytes)
-    work = function(*args, group=group.handle, async_op=True, **kwargs)
+    flight, by_host = group.flight, x.is_cpu
+    sequence = flight.enter(call, group.kind, size_bytes, by_host)
+    work = function(x, *args, group=group.handle, async_op=True, **kwargs)
     flight.leave()
-    return Started(work, call, group, size_bytes, sequence)
+    return Started(work, call, group, size_bytes, sequence, by_host)
 
 
 def all_reduce_async(x: torch.Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Any:
@@ -63,7 +65,7 @@ def all_reduce(x: torch.Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> to
     """Sum (or `op`) `x` over the group in place and return it."""
     if group.size > 1:
         flight = group.flight
-        flight.enter(b"all_reduce", group.kind, x.nbytes)
+        flight.enter(b"all_reduce", group.kind, x.nbytes, x.is_cpu)
         dist.all_reduce(x, op=op, group=group.handle)
         flight.leave()
     return x
@@ -121,7 +123,7 @@ def gather_objects(value: Any, group: Group, *, everywhere: bool = True) -> list
         return [value]
     wanted = everywhere or group.is_first
     found: list[Any] = [None] * group.size if wanted else []
-    group.flight.enter(b"all_gather_obj" if everywhere else b"gather_object", group.kind, 0)
+    group.flight.enter(b"all_gather_obj" if everywhere else b"gather_object", group.kind, 0, True)
     if everywhere:
         dist.all_gather_object(found, value, group=group.handle)
     else:
@@ -135,7 +137,7 @@ def broadcast_object(value: Any, group: Group, source: int = 0) -> Any:
     if group.size == 1:
         return value
     carried = [value]
-    group.flight.enter(b"broadcast_object", group.kind, 0)
+    group.flight.enter(b"broadcast_object", group.kind, 0, True)
     dist.broadcast_object_list(carried, src=group.ranks[source], group=group.handle)
     group.flight.leave()
     return carried[0]

@@ -1,8 +1,8 @@
 """When calls and computations ran on a device, whose host is far ahead of it.
 
-Events are recorded into the device's stream around every collective, every wait for one, and every compute instruction.
-From those that have not happened yet follows where a device is that hangs; from the times between those that have, how
-long it computed. Nothing waits for the device.
+Events are recorded into the device's stream around every collective and every wait for one; where times are wanted,
+around every compute instruction, too. From those that have not happened yet follows where a device is that hangs; from
+the times between those that have, how long it computed. Nothing waits for the device.
 """
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ class _DeviceCall:
 class DeviceCalls:
     """A flight recorder's meter.
 
-    new_event   makes an event with record(), query() and elapsed_time(later) in ms, as torch.cuda.Event has them with
-                enable_timing=True
-    computed_s  seconds of the compute instructions that are over, without those that the stream waited for messages
+    new_event   makes an event with record() and query(), as torch.cuda.Event has them, and where `timed` is set with
+                elapsed_time(later) in ms; events that keep no time cost the device less
+    computed_s  where `timed` is set: seconds of the compute instructions that are over, without those that the stream
+                waited for messages
     """
 
-    def __init__(self, new_event: Callable[[], Any]) -> None:
-        self._new_event = new_event
+    def __init__(self, new_event: Callable[[], Any], timed: bool) -> None:
+        self._new_event, self.timed = new_event, timed
         self._free: list[Any] = []
         self._calls: deque[_DeviceCall] = deque()  # not yet seen to be over
         self._pending: deque[tuple[Any, Any, list[_DeviceCall]]] = deque()  # instructions not yet seen to be over
@@ -41,11 +42,11 @@ class DeviceCalls:
         self.computed_s = 0.0
 
     @classmethod
-    def on_cuda(cls) -> DeviceCalls:
+    def on_cuda(cls, timed: bool = False) -> DeviceCalls:
         """Events in the current stream of the current device, CUDA's or ROCm's."""
         import torch
 
-        return cls(lambda: torch.cuda.Event(enable_timing=True))
+        return cls(lambda: torch.cuda.Event(enable_timing=timed), timed)
 
     def enter(self, info: Info) -> None:
         self._entered = info, self._mark()
@@ -62,6 +63,8 @@ class DeviceCalls:
 
     def begin(self) -> None:
         """An instruction begins; one that `end` was not called for is no computation, and not counted."""
+        if not self.timed:
+            return
         if self._begun is not None:
             self._free.append(self._begun)
             self._drop(self._inside)

@@ -122,31 +122,33 @@ class FlightRecorder:
 
     # -- what it waits in ----------------------------------------------------------------------------------------------
 
-    def enter(self, call: bytes, kind: str, size_bytes: int) -> int:
-        """A collective is posted, and may hold up this rank until `leave`. Returns its number among those of its kind
-        of group, which is the same on all ranks of the group."""
+    def enter(self, call: bytes, kind: str, size_bytes: int, by_host: bool = False) -> int:
+        """A collective is posted, and may hold up this rank until `leave`; `by_host`: none of the device's. Returns its
+        number among those of its kind of group, which is the same on all ranks of the group."""
         number = _NUMBER_OF[kind]
         sequence = self._posted[number] + 1
         self._posted[number] = sequence
         _COUNT.pack_into(self.buffer, _POSTED_AT + 8 * number, sequence)
-        self._enter(call, number, -1, size_bytes, sequence)
+        self._enter(call, number, -1, size_bytes, sequence, by_host)
         return sequence
 
-    def enter_wait(self, call: bytes, kind: str, size_bytes: int, sequence: int) -> None:
+    def enter_wait(self, call: bytes, kind: str, size_bytes: int, sequence: int, by_host: bool = False) -> None:
         """This rank begins to wait for a collective that it posted as `sequence` before."""
-        self._enter(call, _NUMBER_OF[kind], -1, size_bytes, sequence)
+        self._enter(call, _NUMBER_OF[kind], -1, size_bytes, sequence, by_host)
 
     def enter_message(self, call: bytes, kind: str, size_bytes: int, peer: int) -> None:
         """This rank posts a message to or from the global rank `peer`, or begins to wait for it."""
         self._enter(call, _NUMBER_OF[kind], peer, size_bytes, 0)
 
-    def _enter(self, call: bytes, kind: int, peer: int, size_bytes: int, sequence: int) -> None:
+    def _enter(
+        self, call: bytes, kind: int, peer: int, size_bytes: int, sequence: int, by_host: bool = False
+    ) -> None:
         self._calls += 1
         self._entered = now = _clock()
         _ENTERED.pack_into(
             self.buffer, _ENTERED_AT, self._calls, now, kind, peer, size_bytes, sequence, call
         )  # fmt: skip
-        if self.meter is not None:
+        if self.meter is not None and not by_host:
             self.meter.enter((call, kind, peer, size_bytes, sequence))
 
     def leave(self) -> None:

@@ -20,7 +20,7 @@ from megatron.parallel.rendezvous import Rendezvous
 from megatron.parallel.topology import Group, Topology
 
 _SHOWN = 200  # characters of a list of ranks
-Use = tuple[int, str, Callable[[], float], float]
+Use = tuple[int, str, int, Callable[[], float], float]
 
 
 def check_groups(topology: Topology, rendezvous: Rendezvous, seconds: float, ring: bool = False) -> int:
@@ -36,9 +36,10 @@ def check_groups(topology: Topology, rendezvous: Rendezvous, seconds: float, rin
     def use_all() -> None:
         if topology.device.type == "cuda":
             torch.cuda.set_device(topology.device)  # each thread has a current device of its own
-        for number, name, use, wanted in uses:
+        for number, name, size, use, wanted in uses:
             rendezvous.doing = (number, name)
             sys.audit("megatron.parallel.group", name)
+            rendezvous.gather(name, size)
             found = use()
             if found != wanted:
                 raise LaunchError(f"it gave {found:g} instead of {wanted:g}")
@@ -52,12 +53,13 @@ def check_groups(topology: Topology, rendezvous: Rendezvous, seconds: float, rin
 
 
 def _uses(topology: Topology, ring: bool) -> Iterator[Use]:
-    """(number, name, function, its result). Numbers are alike on all ranks, so that groups do not wait in a circle."""
+    """(number, name, count of ranks, function, its result). Numbers are alike on all ranks, so that groups do not wait
+    in a circle."""
     world, done = topology.world, {None, topology.world.handle}
     for number, group in enumerate((topology.tensor, topology.data, topology.model, topology.embedding), start=1):
         if group is not None and group.handle not in done:
             done.add(group.handle)
-            yield number, _name("all-reduce of", group), partial(_reduce, topology, group), group.size
+            yield number, _name("all-reduce of", group), group.size, partial(_reduce, topology, group), group.size
     stage, size = topology.pipeline.rank, topology.pipeline.size
     pairs = [(5 + low % 2, low, low + 1) for low in range(size - 1)]
     pairs += [(7, size - 1, 0)] if ring and size > 2 else []
@@ -66,9 +68,9 @@ def _uses(topology: Topology, ring: bool) -> Iterator[Use]:
             peer = topology.pipeline.ranks[pair[stage == pair[0]]]
             name = _name(f"messages of ranks {topology.pipeline.ranks[pair[0]]} and "
                          f"{topology.pipeline.ranks[pair[1]]} in", topology.pipeline)  # fmt: skip
-            yield number, name, partial(_exchange, topology, peer, stage == pair[0]), peer
+            yield number, name, 2, partial(_exchange, topology, peer, stage == pair[0]), peer
     if world.handle is not None:
-        yield 8, _name("all-reduce of", world), partial(_reduce, topology, world), world.size
+        yield 8, _name("all-reduce of", world), world.size, partial(_reduce, topology, world), world.size
 
 
 def _name(call: str, group: Group) -> str:

@@ -42,6 +42,9 @@ ANSWER_S = 5.0  # how long the store, or a rank, may take to answer
 _BATCH = 1024  # so many keys are asked for at once: the store's time for a question grows faster than its keys
 _NAMED = 64  # so many missing ranks are looked for; beyond, nobody reads on
 _CLAIM_S = 2.0  # for an answer of another process that says it is the first one
+_PATIENCE_S = 3.0  # for a store that is not there yet; torch looks for it every second or so until then
+_FOREVER = timedelta(days=20)  # longer ones do not fit torch's 31 bits of milliseconds
+_ASKED = 10_000  # times a second that all ranks together look for a key that they wait for: 0.2 of a core of rank 0
 _OPEN = (
     "whoever connects to the store of the ranks can guess its keys, and end this job: export MEGATRON_JOB_TOKEN, a "
     "random text, before srun, mpirun or torchrun"
@@ -84,10 +87,6 @@ class Meeting:
     @property
     def serves_store(self) -> bool:
         """Whether the store ends with this process."""
-        return self._serves_store
-
-    @property
-    def _serves_store(self) -> bool:
         return self.launch.task == 0 and not self.launch.store_served
 
     @property
@@ -104,43 +103,31 @@ class Meeting:
         served_by = "the launcher's store" if self.launch.store_served else f"rank {self.server}"
         return f"{served_by} at {self._address}"
 
-    def _within(self, deadline: float, step: Callable[[], Any]) -> Any:
-        """The result of a step, which heeds the deadline itself unless the store's host hangs or lost power."""
-        failure = f"{self._myself}: {self._store_name} gave no answer"
-        return bounded(step, max(deadline - self._clock(), 0.0) + ANSWER_S, failure)
+    @property
+    def pause_s(self) -> float:
+        """Seconds after which a rank looks again for a key that it waits for: the more ranks look, the longer."""
+        return max(0.2, self.launch.world_size / _ASKED)
 
-    def _open_store(self, deadline: float) -> Any:
-        launch = self.launch
-        if launch.world_size == 1 and not launch.store_served:
+    def _open_store(self, seconds: float) -> Any:
+        if self.launch.world_size == 1 and not self.launch.store_served:
             return dist.HashStore()
-        if self._serves_store:
-            raise_file_limit()
-        elif not launch.store_served:  # a launcher's is there before its processes are
-            self._await_server(deadline)
-        return dist.PrefixStore(self._prefix, self._client(self._serves_store))
+        return dist.PrefixStore(self._prefix, self._serve(seconds) if self.serves_store else self._client(seconds))
 
     @property
     def _prefix(self) -> str:
         return self.launch.store_prefix("megatron")
 
-    def _client(self, serve: bool) -> Any:
-        # Rank 0 reaches its own store through the loopback device, whatever its name resolves to.
-        host = "127.0.0.1" if self._serves_store else self.launch.store_host
-        port = self.launch.master_port
+    def _serve(self, seconds: float) -> Any:
+        raise_file_limit()
         try:
-            if serve:
-                return serving_store(self.launch, port, self.timeout)
-            return dist.TCPStore(host, port, None, is_master=False, timeout=self.timeout, wait_for_workers=False)
+            return serving_store(self.launch, self.launch.master_port, self.timeout)
         except (RuntimeError, OSError) as error:
-            reason = str(error).splitlines()[0]
-            if serve and self._is_claimed():
-                return self._client(serve=False)  # where this process is told that another one has its number
-            if serve:
-                raise LaunchError(
-                    f"rank 0 on node {self.launch.node} cannot serve port {self.launch.master_port}, perhaps because "
-                    f"another run uses it: set MASTER_PORT to a free port ({reason})"
-                ) from error
-            raise self._unreachable(reason) from error
+            if self._is_claimed():
+                return self._client(seconds)  # where this process is told that another one has its number
+            raise LaunchError(
+                f"rank 0 on node {self.launch.node} cannot serve port {self.launch.master_port}, perhaps because "
+                f"another run uses it: set MASTER_PORT to a free port ({str(error).splitlines()[0]})"
+            ) from error
 
     def _is_claimed(self) -> bool:
         """Whether another process of this job came with this one's number, and serves the store."""
@@ -156,22 +143,47 @@ class Meeting:
         except (RuntimeError, LaunchError):
             return False
 
-    def _await_server(self, deadline: float) -> None:
-        """Wait until somebody listens at the store's address; a plain socket does it without torch's stack traces, and
-        asks ten times a second, where torch would ask ever less often."""
-        address, reason = (self.launch.store_host, self.launch.master_port), "no answer"
-        while True:
-            left = deadline - self._clock()
-            if left <= 0:
-                raise self._unreachable(reason)
-            try:
-                socket.create_connection(address, timeout=min(left, 10.0)).close()
-                return
-            except OSError as error:
-                reason = str(error)
-                self._sleep(min(0.1, max(left, 0.0)))
+    def _client(self, seconds: float) -> Any:
+        """A connection to the store, which may come to be within so many seconds."""
+        # Rank 0 reaches its own store through the loopback device, whatever its name resolves to.
+        address = "127.0.0.1" if self.serves_store else self.launch.store_host, self.launch.master_port
 
-    def _unreachable(self, reason: str) -> LaunchError:
+        def connect() -> Any:
+            # torch tries again by itself, after ever longer pauses. Its own time limit would end in stack traces.
+            return dist.TCPStore(*address, None, is_master=False, timeout=_FOREVER, wait_for_workers=False)
+
+        start = self._clock()
+        try:
+            try:
+                client = bounded(connect, min(seconds, _PATIENCE_S))
+            except LaunchError:
+                left = seconds - (self._clock() - start)
+                self._await_listener(address, left)
+                client = bounded(connect, max(ANSWER_S, seconds - (self._clock() - start)))
+        except (RuntimeError, OSError, LaunchError) as error:
+            raise self._unreachable(address) from error
+        client.set_timeout(self.timeout)
+        return client
+
+    def _await_listener(self, address: tuple[str, int], seconds: float) -> None:
+        """Wait until somebody listens there. Where rank 0 comes late, torch would look again ever less often, and join
+        up to minutes after it."""
+        deadline = self._clock() + seconds
+        while True:
+            try:
+                socket.create_connection(address, timeout=ANSWER_S).close()
+                return
+            except OSError:
+                if self._clock() >= deadline:
+                    raise
+                self._sleep(0.1)
+
+    def _unreachable(self, address: tuple[str, int]) -> LaunchError:
+        try:
+            socket.create_connection(address, timeout=ANSWER_S).close()
+            reason = "somebody listens there, but does not answer"
+        except OSError as error:
+            reason = str(error)
         return LaunchError(
             f"rank {self.launch.rank} on node {self.launch.node} does not reach {self._store_name} within "
             f"{show_duration(self.timeout)}: {reason}. Either rank 0 did not start (look at its output), or it runs "
@@ -272,9 +284,8 @@ class Meeting:
             self.launch = dataclasses.replace(self.launch, rank=int(self._store.get(f"rank/{self.launch.task}")))
 
     def _poll(self, keys: Sequence[str], deadline: float, unless: str = "") -> bool:
-        """Whether all keys exist before the deadline, and before the key `unless` does. The more other ranks ask, the
-        less often each of them does."""
-        pause, longest = 0.005, 0.2 if self.launch.task == 0 else max(0.2, self.launch.world_size / 4000)
+        """Whether all keys exist before the deadline, and before the key `unless` does."""
+        pause, longest = 0.005, 0.2 if self.launch.task == 0 else self.pause_s
         for batch in _batches(keys):
             while not self._store.check(batch):
                 left = deadline - self._clock()
@@ -320,10 +331,9 @@ class Meeting:
                 ranges += [(middle, high), (low, middle)]
         return found
 
-    def _place(self, rank: int, store: Any = None) -> str:
-        store = store or self._store
-        task = int(store.get(f"task/{rank}")) if self._renumbered else rank
-        hello = json.loads(store.get(f"hello/{task}"))
+    def _place(self, rank: int) -> str:
+        task = int(self._store.get(f"task/{rank}")) if self._renumbered else rank
+        hello = json.loads(self._store.get(f"hello/{task}"))
         return f"{place(hello)}, process {hello['pid']}" + (f", task {task}" if task != rank else "")
 
 

@@ -5,7 +5,14 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
 
+_LAUNCHERS = ("SLURM_", "PMI_", "PMIX_", "OMPI_", "MPI_", "PALS_", "MV2_", "TORCHELASTIC_")
+_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+_ROOT = Path(__file__).resolve().parents[2]
 GONE, DEAD, STOPPED = "gone", "dead", "stopped"
 _STATES = {
     "R": "running", "S": "sleeping", "D": "waiting in the kernel (D), for a disk, a network or a driver",
@@ -57,3 +64,27 @@ def kill_process(pid: int, start: int) -> bool:
         os.kill(pid, signal.SIGKILL)
         return True
     return False
+
+
+def environment(
+    environ: Mapping[str, str], rank: int, count: int, port: str, threads: int | None = None
+) -> dict[str, str]:
+    """Of a process: this one's without any launcher's variables, with those of one of `count` on this node."""
+    env = {k: v for k, v in environ.items() if k not in _LAUNCHED and not k.startswith(_LAUNCHERS)}
+    env |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }  # fmt: skip
+    path = env.get("PYTHONPATH", "")
+    env["PYTHONPATH"] = f"{_ROOT}{os.pathsep}{path}" if path else str(_ROOT)
+    if threads is not None:
+        env["OMP_NUM_THREADS"] = str(threads)
+    return env
+
+
+def gpus_here() -> int:
+    """GPUs of this node. Asked in another process: whoever starts workers must not hold a GPU."""
+    code = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    gpus = done.stdout.strip()
+    return int(gpus) if gpus.isdigit() else 0

@@ -1,9 +1,12 @@
 """What ties the processes together after they have met (meeting.py), and how they learn which of them failed.
 
-A daemon thread of each rank waits on a key of its own, at no cost, and answers when somebody calls the
-roll: a rank that does not answer is dead, and the others can name it. What was found out is told to all at once: a rank
-that sees the failure last, when the store is gone, names the rank that died and not the one that it waited for. Calls
-are numbered, so that a watchdog may ask as often as it likes.
+A daemon thread of each rank looks for calls in the store, and answers when somebody calls the roll: a rank that does
+not answer is dead, and the others can name it. What was found out is told to all at once: a rank that sees the failure
+last, when the store is gone, names the rank that died and not the one that it waited for. Calls are numbered, so that a
+watchdog may ask as often as it likes.
+
+A rank has one connection to the store, and torch uses it, too. Nobody else gets an answer over it while torch waits for
+a key; so nothing here waits in it, and where torch does for long, this rank makes another.
 """
 from __future__ import annotations
 
@@ -38,6 +41,7 @@ from megatron.parallel.report import (
     plain,
     position,
     raise_file_limit,
+    show_duration,
     without_dns,
 )
 
@@ -45,15 +49,15 @@ if TYPE_CHECKING:
     from megatron.parallel.launch import Launch
 
 _SOURCE_LINE = re.compile(r"\[\S+\.(cc|cpp):\d+\] ?")  # where gloo was compiled, which tells nobody anything
-_FOREVER = timedelta(days=20)  # longer ones do not fit torch's 31 bits of milliseconds
 _SHOWN = 64  # places in the code that a finding lists
-_LINGER_S = 5.0  # how long the rank that serves the store stays for the others at the end
+_HELD_S = 2.0  # how long torch may wait in the connection to the store before this rank makes another
+_LINGER_S = 5.0  # how long the rank that serves the store stays for others at the end, once they can have heard of it
 # Up to so many ranks gloo connects at the start; more would take minutes. When it connects on demand, it waits without
 # end for a rank that died before the first message: there the launcher has to end the job (srun --kill-on-bad-exit).
 _FULL_MESH = 1024
 _STEP = "\t"  # in an answer to it, between the number of a step and its name
 _LEFT = "left"  # the answer to a roll call of a rank that ended by itself
-_ROLL, _INQUIRY, _STOP, _NOTHING = "roll", "inquiry", "stop", "nothing"  # what a call may be
+_ROLL, _INQUIRY = "roll", "inquiry"  # what a call may be
 
 
 class Rendezvous(Meeting):
@@ -61,18 +65,25 @@ class Rendezvous(Meeting):
 
     places                    "node:device" of every rank, in rank order
     flight, flight_file       this rank's flight recorder, and its node's file of them (None where none can be made)
-    on_inquiry                called in a thread of its own with the number of an inquiry and a connection to the store
+    on_inquiry                called in a thread of its own with the number of an inquiry
     doing                     number and name of what this rank is in, of things that all ranks do one after the other,
                               for a roll call; 0: its place in the code says more
     """
 
     def __init__(
         self, launch: Launch, device: torch.device, timeout: timedelta, placing: Placing | None = None,
-        clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] | None = None,
         alike: Alike | None = None,
     ) -> None:  # fmt: skip
         """Use Rendezvous.join."""
-        super().__init__(launch, device, timeout, placing, clock, sleep, alike)
+        super().__init__(launch, device, timeout, placing, clock, sleep or time.sleep, alike)
+        self._deaf = threading.Event()  # no more calls are answered
+        self._pause: Callable[[float], object] = sleep or self._deaf.wait
+        self._call = 1  # the one that is looked for
+        self._left_to_torch: Any = None  # the first connection to the store, once this rank has another
+        self._changing = threading.Lock()  # held by who makes another
+        self._held_s = _HELD_S + self.pause_s  # torch may wait in the connection: ranks that poll go on so far apart
+        self._answer_s = ANSWER_S + self.pause_s  # a rank may take to hear a call and to answer it
         self._watcher: threading.Thread | None = None
         self._previous: dict[str, str | None] = {}
         self._explained: LaunchError | None = None
@@ -80,15 +91,13 @@ class Rendezvous(Meeting):
         self.speaks = False  # whether this rank is the one that acts on what `explain` found
         self._failed = False
         self._closed = False
-        self._store_lost, self._held = False, False  # whether the connection to it is gone, or not free
+        self._store_lost = False
         self._alarmed = False  # another rank failed, or the store is gone
         self._alarm = threading.Event()  # the same, for who waits; set at the end of what is waited for, too
-        self._call, self._deaf = 1, False  # the call that is waited for; whether no more are answered
-        self._calls: Any = None  # the watcher's connection to the store
-        self._heard, self._told = "", threading.Event()  # what a roll call brought to light, and that it has
+        self._heard = ""  # what a roll call brought to light
         self.flight_file: FlightFile | None = None
         self.flight = FlightRecorder()
-        self.on_inquiry: Callable[[int, Any], None] | None = None
+        self.on_inquiry: Callable[[int], None] | None = None
         self.doing = (0, "")
         self.judged = threading.Event()  # cleared while a watchdog finds out whether the job hangs
         self.judged.set()
@@ -96,7 +105,7 @@ class Rendezvous(Meeting):
     @classmethod
     def join(
         cls, launch: Launch, device: torch.device, timeout: timedelta, placing: Placing | None = None,
-        clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] | None = None,
         alike: Alike | None = None,
     ) -> Rendezvous:  # fmt: skip
         """Meet all other ranks, take the rank that `placing` gives and initialise torch.distributed.
@@ -123,15 +132,14 @@ class Rendezvous(Meeting):
         return self
 
     def _meet(self, deadline: float) -> None:
-        """Connect to the store twice, for this rank and for its watcher, whose client is blocked while it waits; then
-        say hello."""
-        self._store = self._within(deadline, lambda: self._open_store(deadline))
-        if self.launch.world_size > 1:
-            self._calls = self._within(deadline, lambda: dist.PrefixStore(self._prefix, self._client(serve=False)))
+        """Connect to the store and say hello."""
+        self._store = self._open_store(self.timeout.total_seconds())
         self._open_flight()
         atexit.register(self._leave)
         try:
-            self._within(deadline, lambda: self._say_hello(deadline))
+            # It heeds the deadline itself unless the store's host hangs or lost power.
+            left, failure = deadline - self._clock(), f"{self._myself}: {self._store_name} gave no answer"
+            bounded(lambda: self._say_hello(deadline), max(left, 0.0) + ANSWER_S, failure)
         except LaunchError:
             self._leave()
             raise
@@ -159,6 +167,9 @@ class Rendezvous(Meeting):
         if self.device.type == "cuda" and launch.world_size > _FULL_MESH:
             # Beside NCCL, gloo only carries Python objects, to and from rank 0. (torch >= 2.8 knows the variable.)
             variables["TORCH_GLOO_LAZY_INIT"] = os.environ.get("TORCH_GLOO_LAZY_INIT", "1")
+            # torch's monitor of NCCL looks into the store, too, by itself every second on every rank.
+            pause_ms = str(int(1000 * max(1.0, self.pause_s)))
+            variables["TORCH_NCCL_COORD_CHECK_MILSEC"] = os.environ.get("TORCH_NCCL_COORD_CHECK_MILSEC", pause_ms)
         self._previous = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
         if self.device.type == "cuda":
@@ -197,7 +208,12 @@ class Rendezvous(Meeting):
         self._alarm = threading.Event()
         if self._alarmed:
             self._alarm.set()
-        return bounded(function, seconds, failure, self._alarm)
+        try:
+            return bounded(function, seconds, failure, self._alarm)
+        except LaunchError:
+            with contextlib.suppress(LaunchError):
+                self._leave_to_torch()  # which may wait in it any time from here on
+            raise
 
     def _sound_alarm(self) -> None:
         self._alarmed = True
@@ -208,10 +224,43 @@ class Rendezvous(Meeting):
         self._failed = True
         self._try(lambda: self._write_failure(plain(message)), ANSWER_S)
 
+    def _exists(self, key: str = "verdict") -> bool:
+        """Whether the store has a key; asked over another connection where torch waits in this one."""
+        try:
+            found: bool = bounded(lambda: self._store.check([key]), self._held_s)
+            return found
+        except LaunchError:
+            self._leave_to_torch()
+        return bool(self._store.check([key]))
+
+    def _leave_to_torch(self) -> None:
+        """Leave the connection to torch, which waits in it, perhaps for a rank that is gone, and make another."""
+        with self._changing:
+            if self._left_to_torch is None:
+                another = dist.PrefixStore(self._prefix, self._client(ANSWER_S))
+                self._left_to_torch, self._store = self._store, another  # the first may be what serves the store
+
+    def comes(self, key: str, seconds: float) -> bool:
+        """Whether the store gets a key within so many seconds."""
+        return self._poll([key], self._clock() + seconds)
+
+    def gather(self, name: str, size: int) -> None:
+        """Wait until so many ranks have called this, with this name and as often as this rank.
+
+        What torch does next among them then waits in the connection to the store for moments only.
+        """
+        number = self._store.add(f"gathered/{name}", 1) - 1
+        key = f"gathered/{name}/{number // size}"
+        if number % size == size - 1:
+            self._store.set(key, "")
+        if not self.comes(key, self.timeout.total_seconds()):
+            raise LaunchError(f"not all of {size} ranks came within {show_duration(self.timeout)}")
+
     def _try(self, write: Callable[[], None], seconds: float) -> None:
         """Write to the store if it is still there."""
         if not self._store_lost:
             try:
+                self._exists()
                 bounded(write, seconds)
             except (RuntimeError, LaunchError):
                 self._store_lost = True
@@ -219,19 +268,18 @@ class Rendezvous(Meeting):
     def _write_failure(self, message: str) -> None:
         number = self._store.add("failures", 1)
         self._store.set(f"failure/{number}", json.dumps([self.launch.rank, message]))
-        if self._serves_store and self._store.add("explainers", 1) == 1:
+        if self.serves_store and self._store.add("explainers", 1) == 1:
             # gloo shows the others a closed connection only when this process ends, with the store: tell them now
             self._store.set("findings", f"rank {self.launch.rank} failed: {message}")
             self._call_all(_ROLL)
 
-    def failures(self, store: Any = None) -> dict[int, str]:
-        """The messages of all ranks that called fail(), asked of this connection to the store."""
-        store = store or self._store
-        keys = [f"failure/{n + 1}" for n in range(store.add("failures", 0))]
+    def failures(self) -> dict[int, str]:
+        """The messages of all ranks that called fail()."""
+        keys = [f"failure/{n + 1}" for n in range(self._store.add("failures", 0))]
         found: dict[int, str] = {}
         for key in keys:
-            if store.check([key]):
-                rank, message = json.loads(store.get(key))
+            if self._store.check([key]):
+                rank, message = json.loads(self._store.get(key))
                 found.setdefault(rank, message)
         return found
 
@@ -243,15 +291,14 @@ class Rendezvous(Meeting):
         """
         if self._explained is None:
             self._failed = True
-            self.judged.wait(2 * ANSWER_S)  # a watchdog that finds a hang ends this process, and knows more
+            self.judged.wait(2 * self._answer_s)  # a watchdog that finds a hang ends this process, and knows more
             symptom = (_SOURCE_LINE.sub("", str(error)).splitlines() or [""])[0].split(". ")[0]
             seen = f"{type(error).__name__}: {symptom}"
             try:
                 known = self._store_lost or self._heard
-                text = self._last_word() if known else bounded(lambda: self._diagnose(seen), 4 * ANSWER_S)
+                text = self._last_word() if known else bounded(lambda: self._diagnose(seen), 4 * self._answer_s)
             except (RuntimeError, LaunchError):
-                self._held = bool(self._heard)  # by torch, which waits in it for a rank that is gone
-                self._store_lost = not self._held
+                self._store_lost = True
                 text = self._last_word()
             if self._store_lost:  # with the rank that served it
                 self.speaks = self.launch.task == 1
@@ -274,30 +321,28 @@ class Rendezvous(Meeting):
     def _diagnose(self, seen: str) -> str:
         if self.launch.world_size == 1:
             return "no other rank takes part"
-        # The connection may be torch's for as long as it waits; the watcher has another, and may hear why meanwhile.
-        self.speaks = bounded(lambda: self._store.add("explainers", 1), 4 * ANSWER_S, wake=self._told) == 1
+        self._exists()
+        self.speaks = self._store.add("explainers", 1) == 1
         if self.speaks:
             self._store.set("findings", self._call_roll(seen))
-        elif not self._poll(["findings"], self._clock() + 2 * ANSWER_S):
+        elif not self.comes("findings", 2 * self._answer_s):
             return "no rank has found out why"
         return self._findings()
 
-    def _findings(self, store: Any = None) -> str:
+    def _findings(self) -> str:
         """What the rank that called the roll found, or what failed ranks said themselves."""
-        store = store or self._store
-        failed = {rank: text for rank, text in self.failures(store).items() if rank != self.launch.rank}
+        failed = {rank: text for rank, text in self.failures().items() if rank != self.launch.rank}
         if failed:
             self._reported = True
-            where = {rank: self._place(rank, store) for rank in failed}
-            return "; ".join(f"rank {rank} ({where[rank]}) failed: {text}" for rank, text in failed.items())
-        findings: bytes = store.get("findings")
+            return "; ".join(f"rank {rank} ({self._place(rank)}) failed: {text}" for rank, text in failed.items())
+        findings: bytes = self._store.get("findings")
         return findings.decode()
 
     def _call_roll(self, seen: str) -> str:
         """Ask every rank for a sign of life, and where it is in the code."""
-        ranks = range(self.launch.world_size)
+        ranks, deadline = range(self.launch.world_size), self._clock() + self._answer_s
         self._call_all(_ROLL)
-        self._poll([f"answer/{rank}" for rank in ranks], self._clock() + ANSWER_S)
+        self._poll([f"answer/{rank}" for rank in ranks], deadline)
         dead = self._without_key("answer")
         self._absentees = len(dead)
         if dead:
@@ -318,53 +363,43 @@ class Rendezvous(Meeting):
             return
 
         def listen() -> None:
-            try:
-                while not self._deaf and self._answer(self._calls):
-                    self._call += 1
-            except RuntimeError:
-                self._store_lost = True
-                self._sound_alarm()
+            while not self._deaf.is_set():
+                try:
+                    while self._exists(f"call/{self._call}"):
+                        self._answer(self._store.get(f"call/{self._call}").decode().partition("/")[0])
+                        self._call += 1
+                    if self._alarmed and not self._heard and self._exists("findings"):
+                        # The store may be gone when this rank sees the failure.
+                        self._heard = self._findings()
+                except LaunchError:
+                    self._pause(ANSWER_S)  # the store's host hangs, or is stopped like the whole job
+                except RuntimeError:
+                    self._store_lost = True
+                    self._sound_alarm()
+                    return
+                self._pause(self.pause_s)
 
         self._watcher = threading.Thread(target=listen, name="rendezvous", daemon=True)
         self._watcher.start()
 
-    def _answer(self, store: Any) -> bool:
-        """Wait for the next call and answer it; whether there may be another one."""
-        key = f"call/{self.launch.rank}/{self._call}"
-        store.wait([key], _FOREVER)
-        call = store.get(key).decode()
+    def _answer(self, call: str) -> None:
         if call == _ROLL:
             number, name = self.doing
             where = f"{number}{_STEP}{name}" if number else position(threading.main_thread().ident)
-            store.set(f"answer/{self.launch.rank}", where)
+            self._store.set(f"answer/{self.launch.rank}", where)
             self._sound_alarm()
-            self._listen_to_findings(store)
-        elif call == _INQUIRY and self.on_inquiry is not None:
-            self.on_inquiry(self._call, store)
-        return call != _STOP
-
-    def _listen_to_findings(self, store: Any) -> None:
-        """Keep what the roll call brings to light: the store may be gone when this rank sees the failure, and until
-        then torch may wait in its other connection."""
-        deadline, pause = self._clock() + 2 * ANSWER_S, max(0.1, self.launch.world_size / 4000)
-        while not self._deaf and self._clock() < deadline:
-            if store.check(["findings"]):
-                self._heard = self._findings(store)
-                self._told.set()
-                return
-            self._sleep(pause)
+        elif self.on_inquiry is not None:
+            self.on_inquiry(self._call)
 
     def inquire(self) -> int:
         """Ask all ranks to answer for a watchdog (see on_inquiry). Returns the number of the inquiry."""
         return self._call_all(_INQUIRY)
 
     def _call_all(self, call: str) -> int:
-        """Every rank answers the calls in the order of their numbers."""
-        ranks, number = range(self.launch.world_size), self._store.add("calls", 1)
-        for earlier in range(1, number):  # a caller may have died after it took its number
-            if not self._store.check([f"call/0/{earlier}"]):
-                self._store.multi_set([f"call/{rank}/{earlier}" for rank in ranks], [_NOTHING] * len(ranks))
-        self._store.multi_set([f"call/{rank}/{number}" for rank in ranks], [call] * len(ranks))
+        """Take the first number that no rank has called under. Every rank answers the calls in their order."""
+        own, number = f"{call}/{self.launch.rank}", self._call
+        while self._store.compare_set(f"call/{number}", "", own).decode() != own:
+            number += 1
         return number
 
     def __enter__(self) -> Rendezvous:
@@ -399,7 +434,8 @@ class Rendezvous(Meeting):
             return
         self._closed = True
         atexit.unregister(self._leave)
-        self._try(self._write_left, _LINGER_S / 5 if self._held else 2 * _LINGER_S)
+        self._try(self._write_left, 2 * _LINGER_S + self._held_s)
+        self._deaf.set()
         if self._watcher is not None and not self._store_lost:
             self._watcher.join(timeout=ANSWER_S)
         if self.flight_file is not None:
@@ -411,11 +447,10 @@ class Rendezvous(Meeting):
             return
         # First the answer: a roll call must not wait for this rank longer than this rank stays to serve the store.
         self._store.set(f"answer/{launch.rank}", _LEFT)
-        self._deaf = True
-        self._store.set(f"call/{launch.rank}/{self._call}", _STOP)
+        self._deaf.set()
+        deadline = self._clock() + _LINGER_S + self._held_s
         gone = self._store.add("left", 1)
-        deadline = self._clock() + _LINGER_S
-        while self._serves_store and gone < launch.world_size - self._absentees and self._clock() < deadline:
+        while self.serves_store and gone < launch.world_size - self._absentees and self._clock() < deadline:
             self._sleep(0.02)
             gone = self._store.add("left", 0)
 

@@ -150,7 +150,7 @@ def without_dns() -> Iterator[None]:
     """Let this process look for names of hosts in /etc/hosts alone (under glibc; elsewhere nothing changes).
 
     For the process whose store others join: torch asks for the name of every address that connects, in the store's only
-    thread and for its log. Where an answer takes 50 ms, the three connections of 75,264 ranks would take three hours.
+    thread and for its log. Where an answer takes 50 ms, those of 75,264 ranks would take an hour.
     """
     configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", lambda database, services: None)
     try:
@@ -166,9 +166,18 @@ def without_dns() -> Iterator[None]:
 
 
 def raise_file_limit() -> None:
-    """Allow as many open connections as this user may have: the store keeps two per rank."""
+    """Allow as many open connections as this user may have: the store keeps one per rank."""
     import resource
 
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def seconds_waited(path: str = "/proc/thread-self/schedstat") -> float | None:
+    """Seconds that this thread waited for a core that others had; None where the system does not tell. The counters are
+    Linux's (sched-stats.rst of the kernel's documentation)."""
+    try:
+        return int(Path(path).read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return None

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-_BLOCK = 1 << 20  # elements: 2 MiB in 16 bit
+_BLOCK = 1 << 20  # elements on a CPU: 2 MiB in 16 bit
+_GPU_BYTES = 1 << 27
 
 
 @cache
@@ -35,6 +36,19 @@ def _adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
     except (RuntimeError, TypeError):
         return False
     return torch.equal(total, 64.0 * torch.outer(a[0].float(), b[0].float()) + small)
+
+
+def rows_at_once(device_type: str, rows: int, columns: int, element_bytes: int) -> int:
+    """How many rows of a weight [rows, columns] one product makes where it goes through a buffer.
+
+    On a CPU a buffer that stays in the cache: a product the size of an embedding table would be read from memory once
+    more, and from fresh pages where the allocator has no such piece (464 ms instead of 323 for [50304, 1024] times
+    [1024, 768] in bf16 on one core). A GPU needs large products: all rows, in equal parts where they are above 128 MiB.
+    """
+    if device_type == "cpu":
+        return min(rows, max(_BLOCK // columns, 256))
+    products = -(-rows * columns * element_bytes // _GPU_BYTES)
+    return min(rows, -(-rows // (128 * products)) * 128)  # 128: whole tiles of the product
 
 
 class GradientSink:
@@ -79,7 +93,7 @@ class GradientSink:
             self.total.copy_(gradient)
         else:
             self.total.add_(gradient)
-        self._done()
+        self.done()
 
     @torch.no_grad()
     def add_product(self, dy: torch.Tensor, x: torch.Tensor, last: bool = True) -> None:
@@ -96,15 +110,11 @@ class GradientSink:
             self._add_by_rows(total, dy, x)
         self.fresh = False
         if last:
-            self._done()
+            self.done()
 
     def _add_by_rows(self, total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
-        """In blocks of rows of the weight, through a buffer that stays in the cache.
-
-        A product the size of an embedding table would be read from memory once more, and from fresh pages where the
-        allocator has no such piece (464 ms instead of 323 for [50304, 1024] times [1024, 768] in bf16 on one core).
-        """
-        rows = min(len(total), max(_BLOCK // total.shape[1], 256))
+        """Through a buffer, in blocks of rows of the weight."""
+        rows = rows_at_once(dy.device.type, len(total), total.shape[1], dy.element_size())
         product = dy.new_empty(rows, total.shape[1])
         for first in range(0, len(total), rows):
             part = total[first : first + rows]
@@ -114,44 +124,11 @@ class GradientSink:
             else:
                 part.add_(values)
 
-    @torch.no_grad()
-    def add_rows(self, rows: torch.Tensor, values: torch.Tensor) -> None:
-        """Add values [n, width] to the rows [n] of a table's gradient; a row may occur several times."""
-        total, values = self.complete(), values.to(torch.float32)
-        if total.dtype != torch.float32:
-            rows, values = _summed_by_row(rows, values)
-            values = values.to(total.dtype)
-        _add_at(total, rows, values)
-        self._done()
-
-    def _done(self) -> None:
+    def done(self) -> None:
+        """A contribution is complete: called by who added it to what `complete()` gave."""
         self.fresh = False
         if self.added is not None:
             self.added(self.parameter)
-
-
-def _add_at(total: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
-    """Add values [n, width] to the rows [n] of `total`, in a fixed order.
-
-    A resumed run must repeat the bits of one that was not interrupted; each of torch's two ways has a fixed order on
-    one kind of device only (torch.use_deterministic_algorithms).
-    """
-    if total.device.type == "cpu":
-        total.index_add_(0, rows, values)
-    else:
-        total.index_put_((rows,), values, accumulate=True)
-
-
-def _summed_by_row(rows: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [n] and values [n, width] with the same sum for each row, in one of its places; what is left over is zeros
-    for row 0. So a sum in 16 bit is rounded once. Nothing waits for the device."""
-    ordered, order = rows.sort(stable=True)
-    begins = torch.ones_like(ordered, dtype=torch.bool)
-    begins[1:] = ordered[1:] != ordered[:-1]
-    place = begins.cumsum(0) - 1
-    sums = torch.zeros_like(values)
-    _add_at(sums, place, values[order])
-    return torch.zeros_like(rows).index_copy_(0, place, ordered), sums
 
 
 def sink_of(parameter: torch.Tensor) -> GradientSink | None:

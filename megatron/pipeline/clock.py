@@ -104,8 +104,8 @@ def _run(pipeline: Pipeline) -> tuple[Lists, Times, float]:
     lists = (_small_lists if stages * m <= _SMALL else _large_lists)(pipeline.schedule, p, v, m)
     none = (0.0,) * stages
     passes = np.array([times.forward, times.backward, times.backward, times.weight or none, times.first or none])
-    if isinstance(pipeline.schedule, str) and ORDERS[pipeline.schedule].splits:
-        passes[Op.BACKWARD] += passes[Op.BACKWARD_WEIGHT]  # as on a pipeline of one rank
+    if not isinstance(pipeline.schedule, str) or ORDERS[pipeline.schedule].splits:
+        passes[Op.BACKWARD] += passes[Op.BACKWARD_WEIGHT]  # as on a pipeline of one rank, or where an order splits some
     messages, boundaries = np.zeros((4, stages)), pipeline.boundaries
     if boundaries is not None:
         assert len(boundaries.forward) == len(boundaries.backward) == p, f"expected the boundaries of {p} ranks"

@@ -80,12 +80,13 @@ class Executor:
         return self.topology.pipeline.size * self.num_chunks - 1
 
     def train(
-        self, micro_batches: Sequence[Any], loss_scale: float = 1.0, loss_weights: Sequence[float] | None = None
+        self, micro_batches: Sequence[Any], loss_scale: float = 1.0, loss_weights: Sequence[Any] | None = None
     ) -> list[torch.Tensor]:
         """Add the gradients of loss_scale * sum(weight_i * loss_i) to the parameters.
 
         `loss_weights` are one per micro-batch, by default 1 / the number of them on all data-parallel ranks: what is
-        rounded to 16 bits on the way does not depend on the layout. Returns the detached, unscaled losses of
+        rounded to 16 bits on the way does not depend on the layout. Each is a number or a scalar on the device, and is
+        asked for behind the forward pass of its micro-batch. Returns the detached, unscaled losses of
         the micro-batches in order on the rank of the last stage, an empty list elsewhere. No value is read from the
         device.
 
@@ -93,17 +94,17 @@ class Executor:
         """
         count = len(micro_batches)
         plan = self._plan(count, False)
-        weights = [1 / (count * self.topology.data.size)] * count if loss_weights is None else list(loss_weights)
+        weights = [1 / (count * self.topology.data.size)] * count if loss_weights is None else loss_weights
         if len(weights) != count:
             raise ConfigError(f"{len(weights)} loss weights for {count} micro-batches: give one per micro-batch")
         if self.before_training:
             self.before_training(count)
-        return _Pass(self, micro_batches, [loss_scale * weight for weight in weights]).run(plan)
+        return _Pass(self, micro_batches, loss_scale, weights).run(plan)
 
     def evaluate(self, micro_batches: Sequence[Any]) -> list[torch.Tensor]:
         """The losses of the micro-batches on the rank of the last stage, an empty list elsewhere; no gradients."""
         with torch.no_grad():
-            return _Pass(self, micro_batches, None).run(self._plan(len(micro_batches), True))
+            return _Pass(self, micro_batches, None, ()).run(self._plan(len(micro_batches), True))
 
     def expected_shape(self, micro_batch: Any) -> tuple[int, ...]:
         """Shape of the hidden state that goes from stage to stage for this micro-batch."""
@@ -151,10 +152,12 @@ class _Saved(NamedTuple):
 class _Pass:
     """The state of one call of train or evaluate."""
 
-    def __init__(self, executor: Executor, micro_batches: Sequence[Any], scales: Sequence[float] | None) -> None:
+    def __init__(
+        self, executor: Executor, micro_batches: Sequence[Any], loss_scale: float | None, weights: Sequence[Any]
+    ) -> None:
         self._executor = executor
         self._micro_batches = micro_batches
-        self._scales = scales  # None when evaluating
+        self._loss_scale, self._weights = loss_scale, weights  # None when evaluating
         self._exchange = Exchange(executor.topology.pipeline)
         self._local = executor.topology.pipeline.size == 1
         self._last_stage = executor.last_stage
@@ -207,7 +210,7 @@ class _Pass:
     def _forward(self, instruction: Instruction) -> None:
         _, stage, index = instruction
         hidden = self._input(stage, index)
-        if hidden is not None and self._scales is not None:
+        if hidden is not None and self._loss_scale is not None:
             hidden.requires_grad_()
         micro_batch = self._micro_batches[index]
         output = self._executor.chunks[stage](micro_batch, hidden)
@@ -216,12 +219,12 @@ class _Pass:
             if output.numel() != 1:
                 raise ConfigError(f"the last stage must return a scalar loss, got shape {list(output.shape)}")
             self._losses[index] = output.detach().reshape(())
-            if self._scales is not None:
-                gradient.append(torch.full_like(output.detach(), self._scales[index]))
+            if self._loss_scale is not None:
+                gradient.append(torch.ones_like(output.detach()).mul_(self._loss_scale * self._weights[index]))
         else:
             self._check_output(instruction, output, micro_batch)
             self._activations[stage, index] = output.detach()
-        if self._scales is not None:
+        if self._loss_scale is not None:
             self._saved[stage, index] = _Saved(_Root.apply(output, gradient), hidden, gradient)
 
     def _check_output(self, instruction: Instruction, output: torch.Tensor, micro_batch: Any) -> None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
+from megatron.config.pieces import Order
+
 
 class Op(IntEnum):
     """What an instruction does. BACKWARD is the whole backward pass; zero-bubble schedules split it in two.
@@ -64,7 +66,7 @@ class Instruction(NamedTuple):
 class Schedule:
     """What every rank of a pipeline does in one step, in order. Index it with a pipeline rank."""
 
-    name: str
+    name: str | Order
     pipeline_size: int
     chunks: int
     micro_batches: int

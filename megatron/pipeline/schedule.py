@@ -12,7 +12,7 @@ from functools import lru_cache
 from megatron.errors import ConfigError
 from megatron.pipeline.instructions import COMPUTE, RECEIVES, SENDS, Instruction, Op, Schedule
 from megatron.pipeline.lists import Lists, with_messages
-from megatron.pipeline.orders import SCHEDULES, AnyOrder, check_sizes, name_of, passes_of_rank
+from megatron.pipeline.orders import ORDERS, SCHEDULES, AnyOrder, check_sizes, name_of, passes_of_rank
 
 __all__ = [
     "SCHEDULES",
@@ -25,6 +25,7 @@ __all__ = [
     "count_messages",
     "peak_activations",
     "peak_receives",
+    "splits_backward",
 ]
 
 
@@ -110,3 +111,12 @@ def peak_receives(schedule: Schedule) -> tuple[int, ...]:
                 held.discard((op is Op.FORWARD, stage, micro_batch))
         peaks.append(peak)
     return tuple(peaks)
+
+
+@lru_cache(maxsize=256)
+def splits_backward(schedule: AnyOrder, pipeline_size: int, chunks: int, micro_batches: int) -> bool:
+    """Whether backward passes run in two halves, of inputs and of weights."""
+    if isinstance(schedule, str):
+        return pipeline_size > 1 and ORDERS[schedule].splits
+    rows = passes_of_rank(schedule, pipeline_size, chunks, micro_batches, 0)
+    return bool((rows[:, 0] == Op.BACKWARD_INPUT).any())

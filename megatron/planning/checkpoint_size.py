@@ -3,16 +3,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron.model import formulas
+from megatron.engine.optimizer_state import optimizer_state
+from megatron.model.size import total_parameters
 
 if TYPE_CHECKING:
     from megatron.config import Config
 
-MOMENTS = {"adam": 2, "sgd": 1}
-"""Tensors that the optimizer keeps for each weight, as large as it; megatron.engine.optimizer has their names."""
-
 
 def checkpoint_bytes(config: Config) -> int:
-    """Bytes of a checkpoint: an fp32 number for each weight and, with the optimizer, for each of its moments."""
-    moments = 0 if config.checkpoint.no_save_optim else MOMENTS[config.optimizer.optimizer]
-    return 4 * (1 + moments) * formulas.total_parameters(config.model)
+    """Bytes of a checkpoint: an fp32 number for each weight and, with the optimizer, for each of its state."""
+    state = 0 if config.checkpoint.no_save_optim else optimizer_state(config).bytes
+    return (4 + state) * total_parameters(config)

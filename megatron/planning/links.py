@@ -149,10 +149,6 @@ class NodeLinks:
             return points[below]
         return points[below] + (points[above] - points[below]) * (width - below) / (above - below)
 
-    def was_measured(self, width: float) -> bool:
-        """Whether a rate was published for pairs on links of this width."""
-        return width in self._by_width
-
     def spans(self, group: Iterable[int], least: float = 0.0, through: Iterable[int] | None = None) -> bool:
         """Whether the group hangs together by links among itself (and `through`) that are at least so wide."""
         group = set(group)

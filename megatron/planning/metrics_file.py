@@ -39,8 +39,8 @@ RECORD: Kinds = {
 """What each field of a record is, where it is there and not null."""
 SETTINGS: Kinds = {
     **dict.fromkeys(("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_key_value_heads",
-                     "seq_length", "vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by",
-                     "micro_batch_size", "engine_micro_batch_size", "global_batch_size", "world_size",
+                     "seq_length", "vocab_size", "make_vocab_size_divisible_by",
+                     "micro_batch_size", "global_batch_size", "world_size",
                      "tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size",
                      "virtual_pipeline_model_parallel_size", "train_iters", "log_interval"), is_count),
     "recompute_granularity": _text,

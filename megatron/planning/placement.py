@@ -9,20 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.config import Config
 from megatron.config.parallel import RANK_ORDERS
 from megatron.errors import ConfigError
+from megatron.model.stages import assign_layers
 from megatron.parallel.topology import DEFAULT_ORDER, Layout
 from megatron.planning.cluster import Cluster
 from megatron.planning.cost import CostModel, PlacementCost
-from megatron.planning.rank_rows import RankRow, check_rank_table, rank_rows
 from megatron.planning.render import render_comparison, render_placement
 from megatron.planning.traffic import Traffic, traffic_of
 
 __all__ = [
-    "Placement", "RankRow", "all_placements", "check_rank_table", "choose_placement", "naive_placement", "place_with",
-    "rank_rows",
+    "Placement", "RankRow", "all_placements", "choose_placement", "naive_placement", "place_with", "rank_rows",
     "rank_table", "render_comparison", "render_placement",
 ]  # fmt: skip
 
@@ -43,6 +43,19 @@ class Placement:
         return node, self.device_order[position]
 
 
+class RankRow(NamedTuple):
+    """One rank. `chunks` are the layers of each of its chunks, in the order of the model."""
+
+    rank: int
+    node: int
+    device: int
+    nic: str
+    tp: int
+    dp: int
+    pp: int
+    chunks: tuple[range, ...]
+
+
 def choose_placement(config: Config, cluster: Cluster) -> Placement:
     """The cheapest placement (PlacementCost.cheaper_than); --rank-order and --device-order, where given, are kept.
 
@@ -53,7 +66,7 @@ def choose_placement(config: Config, cluster: Cluster) -> Placement:
     """
     devices = _devices_used(config, cluster)
     orders = [config.parallel.rank_order] if config.parallel.rank_order else list(RANK_ORDERS)
-    traffic = traffic_of(config)
+    traffic = traffic_of(config, cluster.device_type)
     best: Placement | None = None
     for order in _different(config, orders):
         least = float("inf") if best is None else best.cost.seconds_of("tp")
@@ -73,7 +86,7 @@ def naive_placement(config: Config, cluster: Cluster) -> Placement:
 def all_placements(config: Config, cluster: Cluster) -> dict[str, Placement]:
     """For each of the six orders of directions the placement with the cheapest order of devices."""
     devices = _devices_used(config, cluster)
-    traffic, found = traffic_of(config), dict[str, Placement]()
+    traffic, found = traffic_of(config, cluster.device_type), dict[str, Placement]()
     for order in RANK_ORDERS:
         for placement in _on_devices(config, cluster, order, _device_orders(config, cluster, devices), traffic):
             if order not in found or placement.cost.cheaper_than(found[order].cost):
@@ -86,13 +99,24 @@ def place_with(config: Config, cluster: Cluster, rank_order: str, device_order: 
     devices = _devices_used(config, cluster)
     if len(device_order) != devices:
         _check_device_order(device_order, cluster)
-    (placement,) = _on_devices(config, cluster, rank_order, [device_order], traffic_of(config))
+    (placement,) = _on_devices(config, cluster, rank_order, [device_order], traffic_of(config, cluster.device_type))
     return placement
 
 
 def rank_table(config: Config, cluster: Cluster) -> Iterator[RankRow]:
     """Node, device, network card, coordinates and layers of every rank of the chosen placement, one at a time."""
     return rank_rows(config, choose_placement(config, cluster))
+
+
+def rank_rows(config: Config, placement: Placement) -> Iterator[RankRow]:
+    """The rows of a placement, one at a time."""
+    parallel, cluster = config.parallel, placement.cluster
+    layers = assign_layers(config.model.num_layers, parallel.num_stages, parallel.pipeline_layout)
+    chunks = [tuple(layers[stage :: parallel.pipeline_model_parallel_size]) for stage in range(len(layers))]
+    for rank in range(parallel.world_size):
+        node, device = placement.place(rank)
+        tp, dp, pp = placement.layout.coordinates(rank)
+        yield RankRow(rank, node, device, cluster.nics[cluster.nic_of_device[device]], tp, dp, pp, chunks[pp])
 
 
 def _on_devices(

@@ -3,8 +3,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PEAK_TFLOPS = 191.5
-"""Of an MI250X GCD in fp16, by which their percentages are taken."""
 SEQ_LENGTH, VOCABULARY = 2048, 51200
 
 
@@ -12,6 +10,7 @@ SEQ_LENGTH, VOCABULARY = 2048, 51200
 class Published:
     """One of their models.
 
+    percent      of 191.5 TFLOP/s, the peak of an MI250X GCD in fp16
     tflops       hardware TFLOP/s of a GCD by `formulas.paper_flops`, recomputation counted
     weak, strong (GCDs, efficiency) of the largest run
     per_replica, total
@@ -36,28 +35,12 @@ class Published:
     def pipeline_size(self) -> int:
         return self.replica_gcds // self.tensor_size
 
-    def flags(self, gcds: int, global_batch_size: int, micro_batch_size: int = 1, *, placed: bool = False) -> str:
-        """Their layout for pretrain_gpt.py: fp16, 51,200 vocabulary entries, ranks and devices in plain order.
 
-        `placed`: ranks where the machine's links are best instead.
-        """
-        order = "" if placed else "--rank-order tp-dp-pp --device-order 0,1,2,3,4,5,6,7 "
-        return (
-            f"--preset gpt-{self.name} --fp16 --make-vocab-size-divisible-by {1024 // self.tensor_size} {order}"
-            f"--micro-batch-size {micro_batch_size} --global-batch-size {global_batch_size} --world-size {gcds}"
-        )
-
-
-_MODELS = (
+MODELS = (
     Published("22b", 48, 6144, 73.5, 38.38, 640, 8, 1),
     Published("175b", 96, 12288, 69.2, 36.14, 640, 64, 4, 8000, (1024, 1.0), (1024, 0.8993)),
     Published("1t", 128, 25600, 61.2, 31.96, 1600, 512, 8, 8016, (3072, 1.0), (3072, 0.8705)),
 )
-
-
-def published_models() -> tuple[Published, ...]:
-    """From the smallest to the largest."""
-    return _MODELS
 
 
 def published(num_layers: int | None, hidden_size: int | None) -> Published | None:
@@ -66,9 +49,9 @@ def published(num_layers: int | None, hidden_size: int | None) -> Published | No
     >>> published(96, 12288).name
     '175b'
     """
-    return next((m for m in _MODELS if (m.num_layers, m.hidden_size) == (num_layers, hidden_size)), None)
+    return next((m for m in MODELS if (m.num_layers, m.hidden_size) == (num_layers, hidden_size)), None)
 
 
 def published_by_name(name: str) -> Published | None:
     """Their model of this name, such as '175b'."""
-    return next((m for m in _MODELS if m.name == name.lower()), None)
+    return next((m for m in MODELS if m.name == name.lower()), None)

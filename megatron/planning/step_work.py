@@ -1,4 +1,4 @@
-"""How much of a step's time devices spend on the model's own FLOPs, by counting. Needs no torch.
+"""How much of a step's time devices spend on the model's own FLOPs, by counting.
 
 Every matrix product is taken to run at the same rate and every message to be free. What is left are the losses that a
 schedule and a layout decide: the bubble, stages that have more to do than others (the last has the output layer), and
@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.model import formulas
 from megatron.pipeline.clock import StageTimes, run_pipeline
-from megatron.planning.memory import sized_model, stage_layers
+from megatron.planning.stage import stage_flops, stages_of
+from megatron.planning.trace import trace
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -57,31 +57,14 @@ class StepWork:
 
 def step_work(config: Config) -> StepWork:
     """The work of a step with the full global batch, run on a clock that counts FLOPs."""
-    parallel, m = config.parallel, config.num_micro_batches()
-    forward, again = _stage_flops(config)
-    split = parallel.schedule == "zb-h1" and parallel.pipeline_model_parallel_size > 1
-    inputs = [(1.0 if split else 2.0) * work + extra for work, extra in zip(forward, again, strict=True)]
-    times = StageTimes(tuple(forward), tuple(inputs), tuple(forward) if split else ())
-    ranks = parallel.pipeline_model_parallel_size
-    run = run_pipeline(parallel.schedule, ranks, parallel.num_chunks, m, times)
-    return StepWork(
-        ranks=ranks, micro_batches=m, makespan=run.makespan, busiest=max(run.busy), hardware=sum(run.busy),
-        model=3.0 * m * sum(forward),
+    parallel, m, stages = config.parallel, config.num_micro_batches(), stages_of(config)
+    traced, ranks = trace(config, "cuda"), parallel.pipeline_model_parallel_size
+    forward, backward, weight = (
+        tuple(stage_flops(traced, stage)[name] for stage in stages) for name in ("forward", "backward", "weight")
     )
-
-
-def _stage_flops(config: Config) -> tuple[list[float], list[float]]:
-    """Of each global stage: FLOPs of a forward pass, and those that recomputation adds to its backward pass."""
-    model, recompute = sized_model(config), config.recompute
-    tp = config.parallel.tensor_model_parallel_size
-    tokens = model.seq_length * config.batch.micro_batch_size / tp
-    layer = tokens * formulas.layer_flops(model)
-    layers = stage_layers(config)
-    forward = [count * layer for count in layers]
-    forward[-1] += tokens * formulas.head_flops(model, model.padded_vocab_size(tp))
-    if recompute.recompute_granularity == "full":
-        most = recompute.recompute_num_layers if recompute.recompute_method == "block" else model.num_layers
-        return forward, [min(most, count) * layer for count in layers]
-    if recompute.recompute_granularity == "selective" and "core_attn" in recompute.recompute_modules:
-        return forward, [count * tokens * formulas.attention_score_flops(model) for count in layers]
-    return forward, [0.0] * len(layers)
+    times = StageTimes(forward, backward, weight if stages[0].split else ())
+    run = run_pipeline(config.schedule, ranks, parallel.num_chunks, m, times)
+    model = m * sum(sum(stage_flops(traced, stage, again=False).values()) for stage in stages)
+    return StepWork(
+        ranks=ranks, micro_batches=m, makespan=run.makespan, busiest=max(run.busy), hardware=sum(run.busy), model=model,
+    )

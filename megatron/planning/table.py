@@ -1,6 +1,7 @@
 """A table of texts: for a terminal, or for a document."""
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,15 +19,25 @@ class Table:
         lines = [self.columns, ("---", *["---:"] * (len(self.columns) - 1)), *self.rows]
         return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
+    def text(self, width: int) -> str:
+        """For a terminal; numbers stand to the right."""
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table as RichTable
+
+        shown = RichTable(title=self.title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        for i, column in enumerate(self.columns):
+            number = all(row[i][:1] in "0123456789+-~" for row in self.rows)
+            shown.add_column(column, justify="right" if number else "left", overflow="fold")
+        for row in self.rows:
+            shown.add_row(*row)
+        file = io.StringIO()
+        Console(file=file, width=width, color_system=None, legacy_windows=False).print(shown)
+        return "\n".join(line.rstrip() for line in file.getvalue().splitlines() if line.strip())
+
 
 def print_table(table: Table) -> None:
     """For a terminal; piped, it is wide."""
-    from rich.console import Console
-    from rich.table import Table as RichTable
+    from shutil import get_terminal_size
 
-    shown = RichTable(title=table.title, title_justify="left")
-    for i, column in enumerate(table.columns):
-        shown.add_column(column, justify="right" if i else "left", overflow="fold")
-    for row in table.rows:
-        shown.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH).print(shown)
+    print(table.text(get_terminal_size().columns if sys.stdout.isatty() else _PIPED_WIDTH))

@@ -1,15 +1,15 @@
-"""What the ranks of a run send in one step, as this program sends it: bytes and counts from the configuration alone."""
+"""What the ranks of a run send in one step, by the messages of its trace."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.config import Config
-from megatron.model import formulas
-from megatron.model.stages import assign_layers
-
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-GPT2_VOCABULARY = 50257
+from megatron.model.formulas import ring_bytes
+from megatron.planning.events import Trace
+from megatron.planning.stage import Stage, parameters_of, stage_passes, stages_of, tied_elements
+from megatron.planning.trace import GPT2_VOCABULARY, trace
 
 
 class Flow(NamedTuple):
@@ -42,108 +42,56 @@ class Traffic:
     notes: tuple[str, ...] = ()
 
 
-def traffic_of(config: Config) -> Traffic:
-    """What a step of this run sends."""
-    parallel = config.parallel
-    vocabulary, notes = config.model.vocab_size, list[str]()
-    if vocabulary is None:
-        vocabulary = GPT2_VOCABULARY
-        notes.append(f"the vocabulary is known only when the tokenizer is read: {vocabulary} entries are assumed")
-    micro_batches = config.num_micro_batches()
-    has_boundaries = parallel.pipeline_model_parallel_size > 1
-    return Traffic(
-        tensor=_tensor(config, micro_batches),
-        data=_data(config, vocabulary),
-        message_bytes=formulas.pipeline_message_bytes(
-            config.model, config.batch.micro_batch_size,
-            4 if config.model.fp32_residual_connection else _DTYPE_BYTES[config.precision.dtype_name],
-            parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1,
-        ),
-        boundary=parallel.num_chunks * micro_batches if has_boundaries else 0,
-        wrap=(parallel.num_chunks - 1) * micro_batches if has_boundaries else 0,
-        stages=parallel.num_stages,
-        tied=_tied(config, vocabulary),
-        notes=tuple(notes),
+def traffic_of(config: Config, device: str) -> Traffic:
+    """What a step of this run sends on a "cuda" or "cpu" device."""
+    parallel, traced, stages = config.parallel, trace(config, device), stages_of(config)
+    notes = []
+    if config.model.vocab_size is None:
+        notes.append(
+            f"the vocabulary is known only when the tokenizer is read: {GPT2_VOCABULARY} entries are assumed"
+        )
+    micro_batches, size = config.num_micro_batches(), parallel.pipeline_model_parallel_size
+    own = [stages[rank::size] for rank in range(size)]
+    tensor = max(
+        (_tensor(parallel.tensor_model_parallel_size, traced, each, micro_batches) for each in own),
+        key=lambda flows: sum(flow.bytes for flow in flows),
     )
-
-
-def _layers_of_ranks(config: Config) -> list[list[int]]:
-    """For each pipeline rank how many layers its chunks have."""
-    parallel = config.parallel
-    counts = [len(r) for r in assign_layers(config.model.num_layers, parallel.num_stages, parallel.pipeline_layout)]
-    size = parallel.pipeline_model_parallel_size
-    return [counts[rank::size] for rank in range(size)]
-
-
-def _tensor(config: Config, micro_batches: int) -> tuple[Flow, ...]:
-    tp = config.parallel.tensor_model_parallel_size
-    if tp == 1:
-        return ()
-    passes = formulas.tensor_passes(config.parallel.sequence_parallel)
-    one = formulas.ring_bytes(
-        formulas.tensor_message_bytes(
-            config.model, config.batch.micro_batch_size, _DTYPE_BYTES[config.precision.dtype_name]
-        ),
-        tp, "all_gather",
+    several = size > 1
+    return Traffic(
+        tensor=tensor, data=_data(config, max(sum(parameters_of(traced, stage) for stage in each) for each in own)),
+        message_bytes=traced.layer.hands_on, boundary=parallel.num_chunks * micro_batches * several,
+        wrap=(parallel.num_chunks - 1) * micro_batches * several, stages=parallel.num_stages,
+        tied=_tied(config, traced), notes=tuple(notes),
     )  # fmt: skip
-    ranks = _layers_of_ranks(config)
-
-    def flows(rank: int) -> tuple[Flow, ...]:
-        layers = sum(ranks[rank])
-        again = sum(_recomputed(config, count) for count in ranks[rank])
-        ends = passes.embedding * (rank == 0) + passes.head * (rank == len(ranks) - 1)
-        kind = "gather, scatter" if config.parallel.sequence_parallel else "all-reduce"
-        counts = {
-            f"forward ({kind})": passes.forward * layers, "recomputed forward": passes.forward * again,
-            "backward": passes.backward * layers, "vocabulary": ends,
-        }  # fmt: skip
-        return tuple(Flow(name, one * count * micro_batches) for name, count in counts.items() if count)
-
-    return max((flows(rank) for rank in range(len(ranks))), key=lambda found: sum(flow.bytes for flow in found))
 
 
-def _recomputed(config: Config, layers: int) -> int:
-    """Layers of a chunk that run forward a second time."""
-    recompute = config.recompute
-    if recompute.recompute_granularity != "full":
-        return 0
-    return min(layers, recompute.recompute_num_layers) if recompute.recompute_method == "block" else layers
+def _tensor(ranks: int, traced: Trace, stages: Sequence[Stage], micro_batches: int) -> tuple[Flow, ...]:
+    """Of the collectives in these stages' passes."""
+    found: dict[str, float] = {}
+    for stage in stages:
+        for name, runs in stage_passes(traced, stage).items():
+            for run in runs:
+                kinds = ", ".join(sorted({message.kind.replace("_", "-") for message in run.of.messages()}))
+                title = "recomputed forward" if run.again else f"{name} of the {run.part} ({kinds})"
+                sent = sum(ring_bytes(message.bytes, ranks, message.kind) for message in run.of.messages())
+                found[title] = found.get(title, 0.0) + run.times * micro_batches * sent
+    return tuple(Flow(title, sent) for title, sent in found.items() if sent)
 
 
-def _data(config: Config, vocabulary: int) -> tuple[Flow, ...]:
-    parallel, model = config.parallel, config.model
-    replicas = parallel.data_parallel_size
+def _data(config: Config, parameters: int) -> tuple[Flow, ...]:
+    replicas, precision = config.parallel.data_parallel_size, config.precision
     if replicas == 1:
         return ()
-    ranks = _layers_of_ranks(config)
-    parameters = [
-        formulas.stage_parameters(
-            model, sum(layers), first=rank == 0, last=rank == len(ranks) - 1,
-            tensor_size=parallel.tensor_model_parallel_size, vocab_size=_padded(config, vocabulary),
-        )
-        for rank, layers in enumerate(ranks)
-    ]
-    gradients = formulas.gradient_message_bytes(parameters, config.precision.gradient_bytes)
-    kind = f"{config.precision.main_grads_dtype} gradients"
+    gradients, kind = parameters * precision.gradient_bytes, f"{precision.main_grads_dtype} gradients"
     if config.engine.zero_stage == 0:
-        return (Flow(f"{kind} (all-reduce)", formulas.ring_bytes(gradients, replicas)),)
-    dtype_bytes = _DTYPE_BYTES[config.precision.dtype_name]
-    weights = formulas.gradient_message_bytes(parameters, dtype_bytes)
+        return (Flow(f"{kind} (all-reduce)", ring_bytes(gradients, replicas)),)
+    width = 4 if precision.dtype_name == "float32" else 2
     return (
-        Flow(f"{kind} (scatter)", formulas.ring_bytes(gradients, replicas, "reduce_scatter")),
-        Flow(f"{8 * dtype_bytes}-bit weights (gather)", formulas.ring_bytes(weights, replicas, "all_gather")),
+        Flow(f"{kind} (scatter)", ring_bytes(gradients, replicas, "reduce_scatter")),
+        Flow(f"{8 * width}-bit weights (gather)", ring_bytes(parameters * width, replicas, "all_gather")),
     )
 
 
-def _padded(config: Config, vocabulary: int) -> int:
-    multiple = config.model.make_vocab_size_divisible_by * config.parallel.tensor_model_parallel_size
-    return -(-vocabulary // multiple) * multiple
-
-
-def _tied(config: Config, vocabulary: int) -> Flow | None:
-    parallel, model = config.parallel, config.model
-    if model.untie_embeddings_and_output_weights or parallel.pipeline_model_parallel_size == 1:
-        return None
-    words = formulas.embedding_parameters(model, _padded(config, vocabulary)) / parallel.tensor_model_parallel_size
-    owners = parallel.data_parallel_size if config.engine.zero_stage == 1 else 1
-    return Flow("tied embedding", formulas.ring_bytes(4 * words / owners, 2))
+def _tied(config: Config, traced: Trace) -> Flow | None:
+    elements = tied_elements(config, traced)
+    return Flow("tied embedding", ring_bytes(4 * elements, 2)) if elements else None

@@ -2,7 +2,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -13,13 +16,16 @@ from megatron.parallel.topology import Topology
 class Agreement:
     """Numbers of which every rank needs the largest: a signal that one rank received, a decision that rank 0 takes.
 
-    Each user of it adds its numbers once, in the same order on every rank. Where none is on, `take` communicates
-    nothing; in a world of one rank it never does.
+    Each user of it adds its numbers once, in the same order on every rank. They go through host memory, behind the back
+    of the device, and no step waits for them: `post` asks after one step, `read` gives the answer after the next, the
+    same on every rank. `own` is asked when a question is posted, so that what it says must still be good a step later.
+    Where nothing is on, nothing is communicated. A world of one rank has its answers at once.
     """
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self._own: dict[str, tuple[Callable[[], int], Callable[[], bool]]] = {}
+        self._numbers: tuple[npt.NDArray[np.int32], list[str], Any] | None = None  # on their way
 
     def add(self, name: str, own: Callable[[], int], on: Callable[[], bool] = lambda: True) -> None:
         """Agree on `name` from now on. `own` gives this rank's number, 0 or more; `on`, whether it is asked for now,
@@ -32,14 +38,34 @@ class Agreement:
         first = self._topology.world.is_first
         self.add(name, lambda: int(first and decide()), on)
 
-    def take(self) -> Mapping[str, int]:
-        """The largest number of any rank, for each name; 0 for what is off. All ranks call it."""
-        agreed = dict.fromkeys(self._own, 0)
-        names = [name for name, (_, on) in self._own.items() if on()]
-        if not names:
-            return agreed
-        own = [self._own[name][0]() for name in names]
-        if self._topology.world.size > 1:
-            numbers = torch.tensor(own, dtype=torch.int32, device=self._topology.device)
-            own = collectives.all_reduce(numbers, self._topology.world, dist.ReduceOp.MAX).tolist()
-        return agreed | dict(zip(names, own, strict=True))
+    def post(self) -> None:
+        """Ask; what was asked before must have been read or dropped. All ranks call it."""
+        assert self._numbers is None, "one question at a time"
+        if self._topology.world.size > 1 and (own := self._asked()):
+            numbers = np.array(list(own.values()), np.int32)
+            work = collectives.all_reduce_async(torch.from_numpy(numbers), self._topology.world, dist.ReduceOp.MAX)
+            self._numbers = numbers, list(own), work
+
+    def read(self) -> Mapping[str, int]:
+        """The largest number of any rank, for each name that was on when the question was posted; empty where none was.
+        All ranks call it."""
+        if self._topology.world.size == 1:
+            return self._asked()
+        if self._numbers is None:
+            return {}
+        (numbers, names, work), self._numbers = self._numbers, None
+        work.wait()
+        return dict(zip(names, numbers.tolist(), strict=True))
+
+    def now(self) -> Mapping[str, int]:
+        """The answer to a question of this moment, for which all ranks wait; what was asked before is dropped."""
+        self.drop()
+        self.post()
+        return self.read()
+
+    def drop(self) -> None:
+        """Forget what was asked, on all ranks: at the end of the steps, or where they begin anew."""
+        self.read()
+
+    def _asked(self) -> dict[str, int]:
+        return {name: own() for name, (own, on) in self._own.items() if on()}

@@ -143,7 +143,7 @@ class _Tracer:
 
 
 def diagnose(
-    run: Run, micro_batches: Sequence[MicroBatch], loss_scale: float, loss_weights: Sequence[float] | None = None
+    run: Run, micro_batches: Sequence[MicroBatch], loss_scale: float, loss_weights: Sequence[Any] | None = None
 ) -> str:
     """What is the first value that is not finite in a step over these micro-batches, and on which rank, in a sentence.
 
@@ -193,7 +193,7 @@ def first_rank(topology: Topology, key: Key | None) -> int | None:
     length, absent = len(Phase), torch.iinfo(torch.int64).max
     mine = None if key is None else (*key, topology.rank)
     for i in range(length + 1):
-        value = torch.tensor(absent if mine is None else mine[i], dtype=torch.int64, device=topology.device)
+        value = torch.tensor(absent if mine is None else mine[i], dtype=torch.int64)
         smallest = int(collectives.all_reduce(value, topology.world, dist.ReduceOp.MIN))
         if smallest == absent:
             return None
@@ -231,10 +231,10 @@ def _look_at_gradients(run: Run, looks: _Looks) -> tuple[float, float, str]:
 def _nothing_found(topology: Topology, largest: tuple[float, float, str]) -> str:
     """Every value on every rank was finite."""
     squares, most, name = largest
-    total = torch.tensor(squares, dtype=torch.float64, device=topology.device)
+    total = torch.tensor(squares, dtype=torch.float64)
     collectives.all_reduce(total, topology.world)
     if float(total) > _LARGEST:
-        peak = torch.tensor(most, dtype=torch.float64, device=topology.device)
+        peak = torch.tensor(most, dtype=torch.float64)
         peak = collectives.all_reduce(peak, topology.world, dist.ReduceOp.MAX)
         rank = first_rank(topology, (0, 0, 0, 0) if most == float(peak) else None)
         assert rank is not None, "one rank has the largest value"

@@ -14,7 +14,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron.errors import LostRankError, MegatronError, flush_output, print_error
 
@@ -134,7 +134,7 @@ def _reader_left() -> int:
     return EXIT_ERROR
 
 
-def leave(code: int) -> None:
+def leave(code: int) -> NoReturn:
     """End the process at once. No destructor runs: after a failure they would wait for peers that are gone, and
     threads inside of communication libraries do not survive the end of the interpreter."""
     flush_output()

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,6 @@ import torch.distributed as dist
 from megatron.config import Config
 from megatron.data.batch import MicroBatch
 from megatron.errors import ConfigError
-from megatron.model.gpt import GPTChunk
 from megatron.parallel import collectives
 from megatron.parallel.topology import Topology
 
@@ -153,9 +153,9 @@ class _Stages:
                 hidden = self._receive(batch, pipeline.ranks[previous])
         if pipeline.rank != here:
             return None
-        chunk = self._chunks[stage]
-        assert isinstance(chunk, GPTChunk), "chunks come from build_chunks"
-        return chunk.logits(batch, hidden, ends) if stage == self._last else chunk(batch, hidden)
+        chunk: Any = self._chunks[stage]
+        out: torch.Tensor = chunk.logits(batch, hidden, ends) if stage == self._last else chunk(batch, hidden)
+        return out
 
     def _receive(self, batch: MicroBatch, source: int) -> torch.Tensor:
         model = self._config.model

@@ -37,12 +37,13 @@ def identity(config: Config, launch: Launch, placement: str = "") -> Alike:
     `placement` says how ranks are placed on devices (Placing.agreed).
     """
     values = config.to_dict()
+    own = {f"{name} of your own": where for name, where in config.pieces.describe().items()}
     settings: dict[str, Any] = {
         option.flag: values[name] for name, option in all_options().items()
         if name not in MAY_DIFFER and not option.inert and not option.internal
     }  # fmt: skip
     found = {name: version for name, version in versions().items() if name != "system"}  # kernels of nodes may differ
-    alike = {"settings": {**settings, "placement": placement, **found}}
+    alike = {"settings": {**settings, **own, "placement": placement, **found}}
     return alike if launch.local_rank else {**alike, "files": dict(files(config))}
 
 
@@ -53,7 +54,8 @@ def files(config: Config, package: Path = Path(__file__).parents[1]) -> Iterator
     two hundredth part of what all of its processes have just imported from the same file system.
     """
     main = getattr(sys.modules["__main__"], "__file__", None)
-    for path in [*sorted(package.rglob("*.py")), *([Path(main)] if main else [])]:
+    own = {*config.pieces.files(), *([main] if main else [])}
+    for path in [*sorted(package.rglob("*.py")), *map(Path, sorted(own))]:
         inside = path.is_relative_to(package)
         yield str(path.relative_to(package.parent) if inside else path.name), _file(path, _FILE_END)
     t = config.tokenizer

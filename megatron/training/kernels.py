@@ -34,7 +34,7 @@ def check_agreement(config: Config, topology: Topology) -> None:
     device = topology.device
     fusions = choose.choose_fusions(config.kernels, device, config.precision.dtype_name)
     mine = [library.fingerprint(device.type), choose.bits(fusions)]
-    bounds = torch.tensor([*mine, *(~value for value in mine)], dtype=torch.int64, device=device)  # ~x falls as x rises
+    bounds = torch.tensor([*mine, *(~value for value in mine)], dtype=torch.int64)  # ~x falls as x rises
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=topology.world.handle)
     highest = bounds.tolist()
     if highest[:2] == [~value for value in highest[2:]]:

@@ -15,9 +15,9 @@ from megatron.errors import TrainingError
 from megatron.parallel import collectives
 from megatron.training.devices import peak_memory_bytes, reserved_memory_bytes
 from megatron.training.evaluate import mean_loss
-from megatron.training.metrics import StepRecord, local_loss
+from megatron.training.metrics import StepRecord, TokenWeights, local_loss
 from megatron.training.rollback import roll_back
-from megatron.training.run import Run
+from megatron.training.run import Run, StepUnderWay
 from megatron.training.spikes import Spike
 from megatron.training.stopping import Stop
 from megatron.training.streams import open_stream
@@ -38,8 +38,7 @@ def train(run: Run) -> Stop | None:
         with run.topology.flight.phase("training"), saving_what_is_under_way(run):
             stop = train_steps(run)
         run.reporter.console.end()
-        if len(run.interval):
-            report(run)
+        report(run)
         save(run, last=True)
         run.account_data()
     if stop is None:
@@ -54,6 +53,7 @@ def train(run: Run) -> Stop | None:
         with run.topology.flight.phase("saving"):
             run.saves.close()
         run.saves.check()
+    run.call("on_end")
     return stop
 
 
@@ -62,13 +62,15 @@ def train_steps(run: Run) -> Stop | None:
     training, progress = run.config.training, run.progress
     if training.manual_gc:
         gc.disable()
-    stop = run.stop.ask(progress.iteration, run.agreement.take())  # what happened while the run was put together
+    run.call("on_start")
+    stop = run.stop.ask(progress.iteration, run.agreement.now())  # what happened while the run was put together
     if stop is None and progress.iteration == 0:
         validate(run)  # the loss that training starts from
-        stop = run.stop.ask(progress.iteration, run.agreement.take())
+        stop = run.stop.ask(progress.iteration, run.agreement.now())
     run.watch.lap()
     run.done_before(False)  # a first step may compile, or connect thousands of ranks
     while stop is None and progress.iteration < run.total_iterations:
+        start = time.perf_counter()
         spike = train_step(run)
         sys.audit("megatron.run.step", progress.iteration)
         if copies_are_due(run):
@@ -77,26 +79,40 @@ def train_steps(run: Run) -> Stop | None:
         if spike is not None and went_back(run, spike):
             continue
         iteration = progress.iteration
-        if iteration % run.config.logging.log_interval == 0 and len(run.interval):
+        if iteration % run.config.logging.log_interval == 0:
             report(run)
+        clock_step(run, time.perf_counter() - start)
         if iteration % training.eval_interval == 0:
             validate(run)
         if training.manual_gc and training.manual_gc_interval and iteration % training.manual_gc_interval == 0:
             gc.collect()
         stop = between_steps(run)
+    run.agreement.drop()
     return stop
+
+
+def clock_step(run: Run, seconds: float) -> None:
+    """Tell the clock how long a step took: one with another, the host is as fast as the device."""
+    if run.wall_time is None:
+        return
+    iteration, ahead = run.progress.iteration, run.wall_time.steps_ahead
+    evaluations = sum((iteration + i) % run.config.training.eval_interval == 0 for i in range(1, ahead + 1))
+    saves = run.saves.ahead(iteration, ahead) if run.saves is not None else 0
+    run.wall_time.after_step(seconds, evaluations=evaluations, saves_ahead=saves)
 
 
 def went_back(run: Run, spike: Spike) -> bool:
     """After a loss spike: report up to it, and go back to before it where that is possible."""
     report(run)
+    run.agreement.drop()
     with run.watch.paused(), run.topology.flight.phase("loading"):
         return roll_back(run, spike)
 
 
 def between_steps(run: Run) -> Stop | None:
-    """Agree on what to do before the next step: complete a save in the background, save, end."""
-    iteration, agreed = run.progress.iteration, run.agreement.take()
+    """Do what was agreed on while the last step ran: complete a save in the background, save, end. Then ask what to do
+    after the next one."""
+    iteration, agreed = run.progress.iteration, run.agreement.read()
     stop = run.stop.check(iteration, agreed)
     if run.saves is not None:
         if run.saves.under_way:
@@ -104,6 +120,8 @@ def between_steps(run: Run) -> Stop | None:
                 run.saves.commit_written(agreed)
         if stop is None and run.saves.is_due(iteration, agreed):  # before it ends, a run saves anyway
             save(run)
+    if stop is None:
+        run.agreement.post()
     return stop
 
 
@@ -111,6 +129,7 @@ def copies_are_due(run: Run) -> bool:
     """Whether to compare copies of weights after this step: the first that counted, or at the interval of the flag."""
     interval = run.config.training.check_weight_hash_across_dp_replicas_interval
     if not run.copies_checked:
+        finish_step(run)
         return run.skips.consecutive == 0
     return interval is not None and run.progress.iteration % interval == 0
 
@@ -118,6 +137,7 @@ def copies_are_due(run: Run) -> bool:
 def check_copies(run: Run) -> None:
     """Compare what several ranks hold copies of; raises TrainingError or ConfigError on every rank where they differ,
     when a save of before has been completed."""
+    finish_step(run)
     with saving_what_is_under_way(run), run.topology.flight.phase("copies"):
         run.engine.check_copies(f"after iteration {run.progress.iteration}")
     run.copies_checked |= run.skips.consecutive == 0
@@ -135,8 +155,12 @@ def saving_what_is_under_way(run: Run) -> Iterator[None]:
 
 
 def train_step(run: Run) -> Spike | None:
-    """One global batch: forward and backward through the pipeline, then the optimizer; the loss spike that it is."""
-    progress, batches, start = run.progress, run.batches, time.perf_counter()
+    """One global batch: forward and backward through the pipeline, then the optimizer; the loss spike that it is.
+
+    The host does not wait for the step: `finish_step` reads its figures when they are needed, at the latest before the
+    optimizer's next step, whose learning rate depends on whether this one counts.
+    """
+    progress, batches = run.progress, run.batches
     run.topology.flight.step(progress.iteration)
     run.profile_step()
     with run.timers("data-wait"):
@@ -144,50 +168,70 @@ def train_step(run: Run) -> Spike | None:
     weights = token_weights(run, micro_batches)
     with run.timers("forward-backward"):
         losses = run.executor.train(micro_batches, loss_scale=run.engine.loss_scale, loss_weights=weights)
+    finish_step(run)  # the one before
     at = progress.schedule_position
     lr, weight_decay = run.learning_rate.lr(*at), run.weight_decay.weight_decay(*at)
     with run.timers("optimizer"):
-        result = run.engine.step(lr, weight_decay)
-    run.skips.after_step(run, micro_batches, losses, result, weights)
+        run.engine.start_step(lr, weight_decay)
+    loss = local_loss(losses, None if weights is None else weights.tensor, run.topology)
     samples = batches.global_batch_size(progress.consumed_samples)
-    progress.advance(samples, run.config.model.seq_length, skipped=result.skipped)
+    progress.advance(samples, run.config.model.seq_length)
     run.count_data()
+    run.under_way = StepUnderWay(
+        progress.iteration, progress.consumed_samples, progress.consumed_tokens, samples, lr, loss, micro_batches,
+        losses, weights,
+    )  # fmt: skip
+    run.reporter.console.update(progress.iteration)
+    if not run.spikes.on:
+        return None
+    mean = run.spikes.mean_loss(loss)
+    step = finish_step(run)
+    assert step is not None, "it has just been taken"
+    return run.spikes.add(step, mean)
+
+
+def finish_step(run: Run) -> StepRecord | None:
+    """Count the last step, skipped or not, and enter it into the interval, which is returned; None where that is done.
+    All ranks call it; waits for the device."""
+    under_way, run.under_way = run.under_way, None
+    if under_way is None:
+        return None
+    result = run.engine.finish_step()
+    run.skips.after_step(run, under_way, result)
+    run.progress.count(under_way.samples, run.config.model.seq_length, skipped=result.skipped)
     step = StepRecord(
-        progress.iteration, progress.consumed_samples, progress.consumed_tokens, samples, lr,
-        local_loss(losses, weights, run.topology), result.skipped, result.loss_scale, result.grad_norm,
-        result.num_zeros, result.params_norm,
+        under_way.iteration, under_way.consumed_samples, under_way.consumed_tokens, under_way.samples,
+        under_way.learning_rate, under_way.loss, result.skipped, result.loss_scale, result.grad_norm, result.num_zeros,
+        result.params_norm,
     )  # fmt: skip
     run.interval.add(step)
-    run.reporter.console.update(progress.iteration)
-    if run.wall_time is not None:
-        run.wall_time.after_step(
-            time.perf_counter() - start,
-            evaluates_next=(progress.iteration + 1) % run.config.training.eval_interval == 0,
-            saves_ahead=run.saves.ahead(progress.iteration) if run.saves is not None else 0,
-        )
-    return run.spikes.add(step)
+    run.call("on_step", step)
+    return step
 
 
-def token_weights(run: Run, micro_batches: Sequence[MicroBatch]) -> list[float] | None:
+def token_weights(run: Run, micro_batches: Sequence[MicroBatch]) -> TokenWeights | None:
     """Weights by which every unmasked token of the global batch counts alike; None where micro-batches count alike."""
     topology = run.topology
     if not run.config.batch.calculate_per_token_loss or not topology.pipeline.is_last:
         return None
-    counts = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).double()
-    total = collectives.all_reduce(counts.sum(), topology.data).clamp(min=1.0)
-    weights: list[float] = (counts / total).tolist()
-    return weights
+    return TokenWeights(micro_batches, topology.data)
 
 
 def report(run: Run) -> None:
-    """Reduce the figures of the interval over the ranks and write them down."""
+    """Reduce the figures of the interval over the ranks and write them down, if there are any."""
+    unfinished = [] if run.under_way is None else [run.under_way.loss]
+    if not unfinished and not len(run.interval):
+        return
     device = run.topology.device
-    losses, memory = run.interval.reduce(peak_memory_bytes(device), reserved_memory_bytes(device))  # waits for it
+    losses, memory = run.interval.reduce(peak_memory_bytes(device), reserved_memory_bytes(device), unfinished)
+    finish_step(run)  # behind the wait for the losses
     elapsed_s = run.watch.lap()
     steps = len(run.interval)
     times_ms = run.timers.collect(steps)
     epochs = None if run.ledger is None else run.ledger.epochs()
-    run.reporter.iteration(run.interval.report(losses, run.total_iterations, elapsed_s, memory), times_ms, epochs)
+    figures = run.interval.report(losses, run.total_iterations, elapsed_s, memory)
+    run.reporter.iteration(figures, times_ms, epochs)
+    run.call("on_log", figures)
     if run.stragglers is not None:
         run.reporter.stragglers(run.progress.iteration, run.stragglers.report(steps))
 
@@ -197,6 +241,7 @@ def validate(run: Run) -> None:
     in the loop takes again, so that the number of samples a run needs stays Megatron's."""
     if run.datasets.valid is None or not run.config.training.eval_iters:
         return
+    finish_step(run)
     prefix = f"iteration {run.progress.iteration}"
     evaluate(run, "valid", run.datasets.valid, prefix, advance=run.progress.iteration > 0)
     run.account_data()
@@ -209,11 +254,12 @@ def final_evaluations(run: Run) -> None:
     for name, label, dataset in (
         ("valid", "validation", run.datasets.valid), ("test", "test", run.datasets.test)
     ):  # fmt: skip
-        if run.stop.signalled(run.agreement.take()):
+        if run.stop.signalled(run.agreement.now()):
             run.reporter.say(f" note: no evaluation on {label} data, because a signal asks for the end")
         elif dataset is not None:
             prefix = f"iteration {run.progress.iteration} on {run.eval_samples}-sample draw from {label} set"
             evaluate(run, name, dataset, prefix, advance=False)
+    run.agreement.drop()
 
 
 def evaluate(run: Run, name: str, dataset: TokenDataset, prefix: str, *, advance: bool) -> None:
@@ -240,7 +286,7 @@ def evaluate(run: Run, name: str, dataset: TokenDataset, prefix: str, *, advance
             loss = mean_loss(
                 forward, stream, run.topology, run.config.training.eval_iters,
                 run.batches.eval_micro_batches, per_token=run.config.batch.calculate_per_token_loss,
-                interrupted=lambda: run.stop.signalled(run.agreement.take()),
+                interrupted=lambda: signalled(run),
             )  # fmt: skip
         finally:
             stream.close()
@@ -256,11 +302,19 @@ def evaluate(run: Run, name: str, dataset: TokenDataset, prefix: str, *, advance
             run.wall_time.after_evaluation(seconds)
 
 
+def signalled(run: Run) -> bool:
+    """Whether a signal asked for the end when this was called before, between two iterations of an evaluation."""
+    answer = run.stop.signalled(run.agreement.read())
+    run.agreement.post()
+    return answer
+
+
 def save(run: Run, *, last: bool = False) -> None:
     """Save what the steps so far led to, unless there is no --save folder or it is saved already. The `last` save of a
     run is complete when this returns; others may go on in the background."""
     if run.saves is None:
         return
+    finish_step(run)
     if run.saves.saved_iteration != run.progress.iteration:
         check_copies(run)  # a checkpoint keeps one of the copies
     with run.watch.paused(), run.topology.flight.phase("saving"):

@@ -2,21 +2,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron.data.batch import MicroBatch
 from megatron.errors import ConfigError
 from megatron.parallel import collectives
-from megatron.parallel.topology import Topology
+from megatron.parallel.topology import Group, Topology
 from megatron.planning.metrics_file import read_records
 from megatron.untrusted import without_waiting
 
@@ -109,7 +111,7 @@ class Rates:
 
 
 class Interval:
-    """Collects steps until the next log line. No rank communicates or waits for its device before `report`."""
+    """Collects steps until the next log line. No rank communicates or waits for its device before `reduce`."""
 
     def __init__(self, topology: Topology, rates: Rates) -> None:
         self._topology, self._rates = topology, rates
@@ -121,15 +123,20 @@ class Interval:
     def add(self, step: StepRecord) -> None:
         self._steps.append(step)
 
-    def reduce(self, memory_bytes: int, reserved_bytes: int | None = None) -> tuple[list[float], Peak]:
-        """The loss of each step of the interval over all ranks, and the most memory of any, of which this one has held
-        `memory_bytes` and its allocator reserved `reserved_bytes`. A collective call of the world, one for all: each
-        rank has places of its own for its bytes, where the sum adds zeros to them, which float64 does without rounding
-        up to 2**53."""
-        steps, world = len(self._steps), self._topology.world
+    def reduce(
+        self, memory_bytes: int, reserved_bytes: int | None = None, unfinished: Sequence[torch.Tensor | None] = ()
+    ) -> tuple[list[float], Peak]:
+        """The loss of each step of the interval over all ranks, those that are `unfinished` and will be added last, and
+        the most memory of any, of which this one has held `memory_bytes` and its allocator reserved `reserved_bytes`.
+
+        A collective call of the world, one for all: each rank has places of its own for its bytes, where the sum adds
+        zeros to them, which float64 does without rounding up to 2**53. Waits for the device.
+        """
+        own, world = [*(step.loss for step in self._steps), *unfinished], self._topology.world
+        steps = len(own)
         total = torch.zeros(steps + 2 * world.size, dtype=torch.float64, device=self._topology.device)
-        if self._steps and self._steps[0].loss is not None:
-            total[:steps] += torch.stack([s.loss for s in self._steps if s.loss is not None]).to(torch.float64)
+        if own and own[0] is not None:
+            total[:steps] += torch.stack([loss for loss in own if loss is not None]).to(torch.float64)
         total[steps + world.rank] = memory_bytes
         total[steps + world.size + world.rank] = reserved_bytes or 0
         found: list[float] = collectives.all_reduce(total, world).tolist()
@@ -181,18 +188,43 @@ class Interval:
         )
 
 
-def local_loss(losses: list[torch.Tensor], weights: list[float] | None, topology: Topology) -> torch.Tensor | None:
+class TokenWeights(Sequence[torch.Tensor]):
+    """Weights of this rank's micro-batches by which every unmasked token of the global batch counts alike.
+
+    Nobody waits for the number of all tokens: it is on its way from the beginning, and the device needs it when a
+    weight is asked for. All ranks of the data-parallel `group` make one.
+    """
+
+    def __init__(self, micro_batches: Sequence[MicroBatch], group: Group) -> None:
+        self._counts = torch.stack([batch.loss_mask.sum() for batch in micro_batches]).double()
+        self._all = self._counts.sum()
+        self._sent: Any = collectives.all_reduce_async(self._all, group)
+
+    @functools.cached_property
+    def tensor(self) -> torch.Tensor:
+        """All weights, float64 [micro-batches]."""
+        self._sent.wait()
+        return self._counts / self._all.clamp(min=1.0)
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.tensor[index]
+
+
+def local_loss(losses: list[torch.Tensor], weights: torch.Tensor | None, topology: Topology) -> torch.Tensor | None:
     """This rank's term of the global batch's mean loss, for a sum over the world.
 
-    `losses` are the micro-batch losses of the last pipeline stage, empty elsewhere; `weights` their weights, equal when
-    None. Every tensor rank of a stage has the same losses: the first one counts.
+    `losses` are the micro-batch losses of the last pipeline stage, empty elsewhere; `weights` [micro-batches] their
+    weights, equal when None. Every tensor rank of a stage has the same losses: the first one counts.
     """
     if not topology.pipeline.is_last or topology.tensor.rank != 0:
         return None
     together = torch.stack([loss.detach().float() for loss in losses])
     if weights is None:
         return together.mean() / topology.data.size
-    return (together * together.new_tensor(weights)).sum()
+    return (together * weights.to(together)).sum()
 
 
 class MetricsFile:

@@ -40,11 +40,14 @@ class Progress:
         """(iterations, samples, tokens) of the steps that moved the weights."""
         return self.scheduled_iterations, self.scheduled_samples, self.scheduled_tokens
 
-    def advance(self, samples: int, seq_length: int, *, skipped: bool) -> None:
-        """Count one step over `samples` sequences."""
+    def advance(self, samples: int, seq_length: int) -> None:
+        """Count one step over `samples` sequences; `count` says later whether it was skipped."""
         self.iteration += 1
         self.consumed_samples += samples
         self.consumed_tokens += samples * seq_length
+
+    def count(self, samples: int, seq_length: int, *, skipped: bool) -> None:
+        """Count the step over `samples` sequences as one that was skipped, or moved the weights."""
         self.skipped_iterations += int(skipped)
         if not skipped:
             self.scheduled_iterations += 1

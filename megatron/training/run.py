@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from megatron.config import Config
+from megatron.data.batch import MicroBatch
 from megatron.data.datasets import Datasets
 from megatron.data.ledger import Ledger
 from megatron.data.tokenizer import Tokenizer
@@ -16,7 +18,7 @@ from megatron.engine.lr import LearningRateSchedule, WeightDecaySchedule
 from megatron.parallel.topology import Topology
 from megatron.pipeline.executor import Executor
 from megatron.training.agreement import Agreement
-from megatron.training.metrics import Interval
+from megatron.training.metrics import Interval, TokenWeights
 from megatron.training.micro_batches import BatchSchedule
 from megatron.training.profiling import Profiler
 from megatron.training.progress import Progress
@@ -32,6 +34,26 @@ from megatron.training.walltime import WallTime
 from megatron.training.watchdog import Watchdog
 
 
+@dataclass(frozen=True)
+class StepUnderWay:
+    """A step that the device may not have done yet: what is needed to count it when its figures are here.
+
+    iteration, consumed_..., samples    as of the end of the step; `samples` are its own
+    loss                                this rank's part of the mean loss, see local_loss
+    micro_batches, losses, weights      of this rank, to find out why it is skipped
+    """
+
+    iteration: int
+    consumed_samples: int
+    consumed_tokens: int
+    samples: int
+    learning_rate: float
+    loss: torch.Tensor | None
+    micro_batches: Sequence[MicroBatch]
+    losses: Sequence[torch.Tensor]
+    weights: TokenWeights | None
+
+
 @dataclass
 class Run:
     """The parts of a run on this rank. `total_iterations` is where it ends; `progress` is where it stands.
@@ -41,6 +63,7 @@ class Run:
     watchdog    patient up to the end of the first step; None with --hang-timeout 0
 
     copies_checked  whether copies of weights were compared after a step of this job that counted
+    under_way       the last step, where nobody has asked for its figures: `progress` does not know whether it counts
     """
 
     config: Config
@@ -72,6 +95,7 @@ class Run:
     watchdog: Watchdog | None = None
     accounted_iteration: int | None = None
     copies_checked: bool = False
+    under_way: StepUnderWay | None = None
 
     @property
     def eod(self) -> int | None:
@@ -114,6 +138,11 @@ class Run:
         """Tell the watchdog whether what comes next was done before, so that nothing in it has to take long."""
         if self.watchdog is not None:
             self.watchdog.patient = not before
+
+    def call(self, event: str, *figures: Any) -> None:
+        """Tell the callbacks of the run: "on_start" and others of megatron.config.pieces.Callback."""
+        for callback in self.config.pieces.callbacks:
+            getattr(callback, event)(self, *figures)
 
     def close(self) -> None:
         """Close files and stop reading ahead."""

@@ -59,7 +59,7 @@ class Saves:
 
     All ranks call every method. Minutes, and the next try after a failure, are decided on rank 0 and agreed; the
     `agreement` has also to say whether a rank still writes. `saved_iteration` is the last one of which there is a
-    checkpoint in the --save folder, None for none. `after_save` is told how long each took.
+    checkpoint in the --save folder, None for none. `after_save` are told how long each took.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Saves:
         self._every_s = None if settings.save_interval_minutes is None else 60.0 * settings.save_interval_minutes
         self._writer, self._reporter, self._engine, self._passport = writer, reporter, engine, passport
         self._clock, self._last_s = clock, clock()
-        self.after_save: Callable[[float], object] = lambda seconds: None
+        self.after_save: list[Callable[[float], object]] = []
         self._started: int | None = None  # the iteration of a save in the background
         self.saved_iteration = saved_iteration
         self.saved_here = False  # whether this job made any
@@ -95,17 +95,18 @@ class Saves:
     def is_due(self, iteration: int, agreed: Mapping[str, int]) -> bool:
         """Whether to save after `iteration`, given what the ranks agreed on."""
         return iteration not in (self.saved_iteration, self._started) and (
-            self.at_interval(iteration) or bool(agreed[_DUE])
+            self.at_interval(iteration) or bool(agreed.get(_DUE))
         )
 
     def at_interval(self, iteration: int) -> bool:
         """Whether --save-interval falls on `iteration`."""
         return self._interval is not None and iteration % self._interval == 0
 
-    def ahead(self, iteration: int) -> int:
-        """How many saves lie between now, after `iteration`, and an end after the next step: the last one, one that is
-        due now, one under way. Of rank 0, whose clock counts."""
-        return 1 + int(self.under_way) + int(self.at_interval(iteration) or self._is_time())
+    def ahead(self, iteration: int, steps: int = 1) -> int:
+        """How many saves lie between now, after `iteration`, and an end after `steps` more: the last one, those that
+        are due on the way, one under way. Of rank 0, whose clock counts."""
+        due = sum(self.at_interval(iteration + i) for i in range(steps))
+        return 1 + int(self.under_way) + max(due, int(self._is_time()))
 
     def save(self, iteration: int, state: dict[str, Any], *, last: bool = False) -> None:
         """Save `state`, what `iteration` steps led to: with --async-save in the background, but the `last` one of a
@@ -130,7 +131,7 @@ class Saves:
 
     def commit_written(self, agreed: Mapping[str, int]) -> bool:
         """Complete a save in the background once every rank has written its part; whether it is complete now."""
-        if self._started is None or agreed[_WRITING]:
+        if self._started is None or agreed.get(_WRITING, True):
             return False
         return self._complete(self._writer.commit)
 
@@ -188,7 +189,8 @@ class Saves:
         if self.failure is not None:
             say(f" saving works again: iteration {self.failure.iteration} could not be saved, {iteration} is")
         self.failure, self.saved_iteration, self.saved_here = None, iteration, True
-        self.after_save(saved.elapsed_s)
+        for told in self.after_save:
+            told(saved.elapsed_s)
 
     def _failed(self, iteration: int, error: CheckpointError, last: bool = False) -> None:
         self.failure = Failure(iteration, str(error), self._clock())

@@ -30,6 +30,7 @@ from megatron.engine.lr import LearningRateSchedule, WeightDecaySchedule
 from megatron.errors import ConfigError, LaunchError, LostRankError, MegatronError
 from megatron.model import formulas
 from megatron.model.gpt import build_chunks
+from megatron.model.size import model_flops_per_token, total_parameters
 from megatron.parallel.environment import TRACE_FILE, Variables
 from megatron.parallel.group_check import check_groups
 from megatron.parallel.launch import Launch, connect, detect_launch
@@ -227,7 +228,7 @@ def assemble(
     if device.type == "cuda":
         # What set-up and loading have freed is in blocks of sizes that no step asks for.
         torch.cuda.empty_cache()
-    return Run(
+    run = Run(
         config=config,
         topology=topology,
         tokenizer=tokenizer,
@@ -255,6 +256,9 @@ def assemble(
         profiler=Profiler(config, topology.rank),
         accounted_iteration=progress.iteration,
     )
+    if saves is not None:
+        saves.after_save.append(lambda _: run.call("on_save"))
+    return run
 
 
 def make_trace_folder(environ: Mapping[str, str]) -> None:
@@ -309,7 +313,7 @@ def job_time(
     given = config.training.walltime
     slurm = Agreement(topology)
     slurm.add_first("job", lambda: "SLURM_JOB_ID" in os.environ)
-    if given == "none" or (given is None and (saves is None or not slurm.take()["job"])):
+    if given == "none" or (given is None and (saves is None or not slurm.now()["job"])):
         return None
     clock: Clock = Unwatched()
     if given is not None:
@@ -319,9 +323,10 @@ def job_time(
     elif topology.world.is_first:
         clock = SlurmEnd(os.environ, reporter.say)
     state_bytes = checkpoint_bytes(config) / topology.world.size if saves is not None else 0.0
-    wall_time = WallTime(clock, state_bytes, config.training.eval_iters)
+    steps_ahead = 1 if topology.world.size == 1 else 2  # the answer of all ranks comes a step late
+    wall_time = WallTime(clock, state_bytes, config.training.eval_iters, steps_ahead)
     if saves is not None:
-        saves.after_save = wall_time.after_save
+        saves.after_save.append(wall_time.after_save)
     reporter.say(f" wall time: the run saves and ends in time. Until its first save is measured, one is taken to need "
                  f"{wall_time.save_s:.0f} s")  # fmt: skip
     return wall_time
@@ -378,11 +383,12 @@ def rates(config: Config, topology: Topology) -> Rates:
     hardware = formulas.hardware_flops_per_token(
         model, recompute.recompute_granularity, layers, modules=recompute.recompute_modules
     )
+    flops = model_flops_per_token(config)
     return Rates(
         world_size=topology.world.size,
         seq_length=model.seq_length,
-        model_flops_per_sample=formulas.model_flops_per_token(model) * model.seq_length,
-        hardware_flops_per_sample=hardware * model.seq_length,
+        model_flops_per_sample=flops * model.seq_length,
+        hardware_flops_per_sample=(hardware + flops - formulas.model_flops_per_token(model)) * model.seq_length,
         peak_flops_per_s=devices.peak_flops_per_s(topology.device, config.precision.dtype_name),
     )
 
@@ -398,6 +404,8 @@ def describe_setup(
     for line in host:
         reporter.say(f" {line}")
     reporter.say(render_config(config))
+    for name, where in config.pieces.describe().items():
+        reporter.say(f" {name} of your own: {where}")
     for notice in config.notices:
         reporter.say(f" note: {notice}")
     for line in describe_kernels(config, topology.device):
@@ -434,7 +442,7 @@ def set_up_memory(config: Config, device: torch.device) -> contextlib.AbstractCo
 def describe_model(config: Config, chunks: torch.nn.ModuleDict, reporter: Reporter) -> None:
     """Print how many parameters there are in all and on this rank."""
     here = sum(p.numel() for p in chunks.parameters())
-    total = formulas.total_parameters(config.model)
+    total = total_parameters(config)
     reporter.say(f" > number of parameters: {total}, of which (with vocabulary padding) on rank 0: {here}")
 
 
@@ -453,6 +461,6 @@ def write_start(
         rank_order=layout.order,
         places=list(places),
         device=devices.describe(topology.device),
-        parameters=formulas.total_parameters(config.model),
+        parameters=total_parameters(config),
         versions={"python": platform.python_version(), "torch": torch.__version__, "deepspeed": deepspeed.__version__},
     )  # fmt: skip

@@ -17,7 +17,8 @@ from megatron.parallel.topology import Topology
 from megatron.training.diagnosis import diagnose
 
 if TYPE_CHECKING:
-    from megatron.training.run import Run
+    from megatron.training.metrics import TokenWeights
+    from megatron.training.run import Run, StepUnderWay
 
 
 class SkipRules:
@@ -35,19 +36,14 @@ class SkipRules:
         self._lowest = precision.min_loss_scale
         self._step, self._scale = 0, math.nan
         self._micro_batches: Sequence[MicroBatch] = ()
-        self._weights: Sequence[float] | None = None
+        self._weights: TokenWeights | None = None
 
     def reset(self) -> None:
         """Begin to count anew: a step was taken, or the run went back to a checkpoint."""
         self.consecutive, self._scale, self._micro_batches = 0, math.nan, ()
 
-    def after_step(
-        self, run: Run, micro_batches: Sequence[MicroBatch], losses: Sequence[torch.Tensor], result: StepResult,
-        weights: Sequence[float] | None = None,
-    ) -> None:
-        """Count the step that `result` ends; its counters are not yet in run.progress. All ranks call it.
-
-        `weights` are those of the micro-batches' losses, None for equal ones.
+    def after_step(self, run: Run, under_way: StepUnderWay, result: StepResult) -> None:
+        """Count the step that gave `result`, at the latest before the weights are changed again. All ranks call it.
 
         Raises TrainingError on every rank when it is the --max-consecutive-skips'th skipped one in a row. In fp16 not
         while the scale can still fall and the losses are finite: then there was nothing wrong but the scale.
@@ -56,18 +52,18 @@ class SkipRules:
             self.reset()
             return
         self.consecutive += 1
-        step = run.progress.iteration + 1
+        step = under_way.iteration
         if result.loss_scale != self._scale:
             # The first of those that can be run again as they were: no weight moves while steps are skipped.
-            self._scale, self._step, self._micro_batches = result.loss_scale, step, micro_batches
-            self._weights = weights
+            self._scale, self._step, self._micro_batches = result.loss_scale, step, under_way.micro_batches
+            self._weights = under_way.weights
         if not self._dynamic:
             run.reporter.say(
                 f"WARNING: iteration {step} is skipped: loss or gradients are not finite ({self.consecutive} in a row)"
             )
         if not self._limit or self.consecutive < self._limit:
             return
-        if self._dynamic and result.loss_scale > self._lowest and not self._bad_anywhere(losses):
+        if self._dynamic and result.loss_scale > self._lowest and not self._bad_anywhere(under_way.losses):
             return
         self._end(run, step)
 
@@ -79,6 +75,7 @@ class SkipRules:
 
     def _end(self, run: Run, step: int) -> None:
         run.reporter.say(f"iteration {self._step} is run again, to find where values cease to be finite")
+        run.engine.clear_gradients()  # of the step that follows: its passes may be on their way
         found = diagnose(run, self._micro_batches, self._scale, self._weights)
         first = step - self.consecutive + 1
         of_scale = f", the first at the loss scale {self._scale:g}" if self._dynamic else ""

@@ -50,7 +50,8 @@ class SpikeRule:
     `went_back` counts how often the run went back to the checkpoint of an iteration.
 
     The losses are kept in `progress.recent_losses`, so that a resumed run decides as one that was not interrupted.
-    Where the rule is on, a step costs one reduction of a number over all ranks, and waits for the device.
+    Where the rule is on, a step costs one reduction of a number over all ranks, and the host waits for it at its end:
+    whether the run goes back is to be known before the next one.
     """
 
     def __init__(self, config: Config, topology: Topology, progress: Progress) -> None:
@@ -59,11 +60,14 @@ class SpikeRule:
         self._topology, self._progress = topology, progress
         self._factor, self._window = training.loss_spike_factor, training.loss_spike_window
 
-    def add(self, step: StepRecord) -> Spike | None:
-        """Take note of a step; the spike that it is, the same on all ranks. All ranks call it."""
-        if self._factor is None:
-            return None
-        loss, losses = self._reduced(step), self._progress.recent_losses
+    @property
+    def on(self) -> bool:
+        return self._factor is not None
+
+    def add(self, step: StepRecord, loss: float) -> Spike | None:
+        """Take note of a step and its `mean_loss`; the spike that it is, the same on all ranks."""
+        assert self._factor is not None, "the rule is on"
+        losses = self._progress.recent_losses
         median = statistics.median(losses) if len(losses) >= min(_LEAST, self._window) else None
         if not math.isfinite(loss) or (median is not None and loss > self._factor * median):
             start = step.consumed_samples - step.global_batch_size
@@ -73,8 +77,9 @@ class SpikeRule:
             del losses[: -self._window]
         return None
 
-    def _reduced(self, step: StepRecord) -> float:
+    def mean_loss(self, loss: torch.Tensor | None) -> float:
+        """The loss of a step from each rank's part of it. All ranks call it; waits for the device."""
         total = torch.zeros((), dtype=torch.float64, device=self._topology.device)
-        if step.loss is not None:
-            total += step.loss
+        if loss is not None:
+            total += loss
         return float(collectives.all_reduce(total, self._topology.world))

@@ -25,9 +25,11 @@ def staged_locations(config: Config, topology: Topology, say: Callable[[str], No
     whose timeout is much shorter.
     """
     target = config.data.stage_data_to
-    if target is None or config.data.mock_data:
+    if target is None:
         return {}
     prefixes = data_prefixes(config)
+    if not prefixes:
+        return {}
     folder = os.path.expandvars(os.path.expanduser(target))
     if "$" in folder:
         say(f" note: --stage-data-to {target} names a variable that is not set: data are read where they are")

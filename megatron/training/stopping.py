@@ -26,8 +26,8 @@ class Stop:
 class StopRules:
     """--exit-interval, --exit-duration-in-mins, --exit-signal-handler, --kill-switch-file and --walltime.
 
-    Duration, kill switch and wall time are decided on rank 0, a signal on any rank. Rules that are off cost no
-    communication.
+    Duration, kill switch and wall time are decided on rank 0, a signal on any rank; where there are several ranks they
+    act a step later (Agreement). Rules that are off cost no communication.
     """
 
     def __init__(
@@ -62,17 +62,17 @@ class StopRules:
     def _ask(self, iteration: int, agreed: Mapping[str, int]) -> Stop | None:
         if self.signalled(agreed):
             return Stop(f"exiting program after receiving {signal.Signals(agreed[_SIGNAL]).name}", requeue=True)
-        if agreed[_KILLED]:
+        if agreed.get(_KILLED):
             return Stop(f"exiting program at iteration {iteration}: kill switch {self._kill_switch} exists")
-        if agreed[_LATE]:
+        if agreed.get(_LATE):
             return Stop(f"exiting program after {(self._clock() - self._start) / 60.0:.2f} minutes")
-        if agreed[_ENDING]:
+        if agreed.get(_ENDING):
             return Stop(f"exiting program at iteration {iteration}: {self._wall_time}", requeue=True)
         return None
 
     def signalled(self, agreed: Mapping[str, int]) -> bool:
         """Whether a signal asks for the end."""
-        return bool(agreed[_SIGNAL])
+        return bool(agreed.get(_SIGNAL))
 
     def _is_killed(self) -> bool:
         return self._kill_switch is not None and self._kill_switch.exists()

@@ -47,8 +47,8 @@ class Stragglers:
 
     def __init__(self, topology: Topology, recorder: FlightRecorder, places: Sequence[str] = ()) -> None:
         self._topology, self._recorder, self._places = topology, recorder, places
-        if topology.device.type == "cuda" and recorder.meter is None:
-            recorder.meter = DeviceCalls.on_cuda()
+        if topology.device.type == "cuda":
+            recorder.meter = DeviceCalls.on_cuda(timed=True)
         self._before = self._computed_s()
 
     def _computed_s(self) -> float:
@@ -69,7 +69,7 @@ class Stragglers:
         """The slowest ranks since the last report, `steps` steps ago: on rank 0, None elsewhere. A collective call of
         the world, in which each rank gives one number."""
         before, self._before = self._before, self._computed_s()
-        own = torch.tensor([(self._before - before) / max(steps, 1)], dtype=torch.float64, device=self._topology.device)
+        own = torch.tensor([(self._before - before) / max(steps, 1)], dtype=torch.float64)
         seconds = collectives.gather_first(own, self._topology.world).tolist()
         return summarise(seconds, self._topology.layout, self._places) if self._topology.rank == 0 else None
 

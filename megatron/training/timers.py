@@ -42,7 +42,7 @@ class Timers:
         if self._level == 0:
             return {}
         world = self._topology.world
-        table = torch.zeros(len(PARTS), world.size, dtype=torch.float64, device=self._topology.device)
+        table = torch.zeros(len(PARTS), world.size, dtype=torch.float64)  # of the host, and sent by it
         table[:, world.rank] = torch.tensor([1000.0 * self._spent_s[part] / steps for part in PARTS])
         self._spent_s = dict.fromkeys(PARTS, 0.0)
         return dict(zip(PARTS, collectives.all_reduce(table, world).tolist(), strict=True))

@@ -132,21 +132,22 @@ class WallTime:
     clock              says what is left
     checkpoint_bytes   what one rank writes into a checkpoint, from which the time of the first save is guessed
     eval_iters         iterations of an evaluation, each taken to be as long as a step until one is measured
+    steps_ahead        steps that are taken before another answer can end the run: 2 where ranks agree on it meanwhile
     """
 
-    def __init__(self, clock: Clock, checkpoint_bytes: float, eval_iters: int = 0) -> None:
-        self._clock, self._eval_iters = clock, eval_iters
+    def __init__(self, clock: Clock, checkpoint_bytes: float, eval_iters: int = 0, steps_ahead: int = 1) -> None:
+        self._clock, self._eval_iters, self.steps_ahead = clock, eval_iters, steps_ahead
         self._steps_s: deque[float] = deque(maxlen=_LATELY)
         self._evaluation_s: float | None = None
         self.guess_s = checkpoint_bytes / _GUESSED_BYTES_PER_S
         self._save_s: float | None = None
-        self._evaluates, self._saves_ahead = False, 1
+        self._evaluations, self._saves_ahead = 0, 1
 
-    def after_step(self, seconds: float, *, evaluates_next: bool = False, saves_ahead: int = 1) -> None:
-        """A step took `seconds`. `evaluates_next` says whether an evaluation follows the next one, `saves_ahead` how
-        many saves must be done before an end after that: the last one, and those that are due or under way."""
+    def after_step(self, seconds: float, *, evaluations: int = 0, saves_ahead: int = 1) -> None:
+        """A step took `seconds`. `evaluations` follow the next `steps_ahead`; `saves_ahead` is how many saves must be
+        done before an end after those: the last one, and those that are due or under way."""
         self._steps_s.append(seconds)
-        self._evaluates, self._saves_ahead = evaluates_next, saves_ahead
+        self._evaluations, self._saves_ahead = evaluations, saves_ahead
 
     def after_evaluation(self, seconds: float) -> None:
         """The longest evaluation counts."""
@@ -168,10 +169,11 @@ class WallTime:
 
     @property
     def needed_s(self) -> float:
-        """What must be left at the beginning of a step: that step, an evaluation if one follows, saves, a margin."""
+        """What must be left at the beginning of a step: the steps ahead, their evaluations, saves, a margin."""
         known = self._evaluation_s
-        evaluation = (self._eval_iters * self.step_s if known is None else known) if self._evaluates else 0.0
-        return self.step_s + evaluation + _SPREAD * self.save_s * self._saves_ahead + _MARGIN_S
+        evaluation = self._eval_iters * self.step_s if known is None else known
+        steps = self.steps_ahead * self.step_s + self._evaluations * evaluation
+        return steps + _SPREAD * self.save_s * self._saves_ahead + _MARGIN_S
 
     def is_ending(self) -> bool:
         """Whether to end now."""

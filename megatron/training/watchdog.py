@@ -22,7 +22,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -154,7 +153,7 @@ class Watchdog:
             collector = self._topology.world.size > 1 and bounded(self._claim, _ANSWER_S)
             if collector:
                 return self._collect()
-            if self._topology.world.size > 1 and self._cleared.wait(4 * _ANSWER_S):
+            if self._topology.world.size > 1 and self._cleared.wait(4 * _ANSWER_S + 2 * self._rendezvous.pause_s):
                 return self.limit_s / 2
         except (RuntimeError, LaunchError):
             pass  # the store's host is the one that hangs, perhaps
@@ -171,7 +170,7 @@ class Watchdog:
         self._collecting = True
         store, ranks = self._rendezvous.store, range(self._topology.world.size)
         number = bounded(self._rendezvous.inquire, _ANSWER_S)
-        answers = bounded(lambda: self._gather(store, number), 4 * _ANSWER_S)
+        answers = bounded(lambda: self._gather(store, number), 4 * _ANSWER_S + self._rendezvous.pause_s)
         seen = {rank: Seen.from_json(text) for rank, text in answers.items()}
         missing = [rank for rank in ranks if rank not in seen]
         places = dict(enumerate(bounded(lambda: self._rendezvous.places, _ANSWER_S))) if missing else {}
@@ -192,7 +191,7 @@ class Watchdog:
     def _gather(self, store: Any, number: int) -> dict[int, bytes]:
         """The answers that came in time, by rank."""
         ranks = list(range(self._topology.world.size))
-        deadline, found = self._clock() + _ANSWER_S + 2 * _NODE_S, dict[int, bytes]()
+        deadline, found = self._clock() + _ANSWER_S + self._rendezvous.pause_s + 2 * _NODE_S, dict[int, bytes]()
         while ranks and self._clock() < deadline:
             late = []
             for first in range(0, len(ranks), 64):
@@ -212,8 +211,9 @@ class Watchdog:
 
     # -- answering -----------------------------------------------------------------------------------------------------
 
-    def _answer(self, number: int, store: Any) -> None:
+    def _answer(self, number: int) -> None:
         """An inquiry came: tell what this rank does, and its neighbours that cannot; then act on the verdict."""
+        store = self._rendezvous.store
         self._rendezvous.judged.clear()
         self._inquiry = number
         self._write_answer(number)
@@ -225,8 +225,8 @@ class Watchdog:
         if answered and answered[0] == self._topology.rank:
             silent = [seen.state for seen in states if seen.state.inquiry != number]
             self._publish(store, number, [self._unanswered(state) for state in silent])
-        with contextlib.suppress(RuntimeError):  # none came in time: whoever has no progress reports alone
-            store.wait([f"hang/{number}/verdict"], timedelta(seconds=6 * _ANSWER_S))
+        # Where none comes in time, whoever has no progress reports alone.
+        if self._rendezvous.comes(f"hang/{number}/verdict", 6 * _ANSWER_S + self._rendezvous.pause_s):
             verdict = json.loads(store.get(f"hang/{number}/verdict"))
             if verdict["hang"] and not self._collecting:
                 self._print_line(verdict["line"])
@@ -329,7 +329,7 @@ class Watchdog:
                 self._sleep(_NODE_S)  # for the others to see that this rank has reported
             else:
                 with contextlib.suppress(RuntimeError, LaunchError):
-                    bounded(lambda: self._await_others(number, lost), _ANSWER_S)
+                    bounded(lambda: self._await_others(number, lost), _ANSWER_S + self._rendezvous.pause_s)
             _kill(seen.state for seen in self._states() if seen.state.inquiry == 0 or seen.process == STOPPED)
             sys.audit("megatron.training.left")
             os._exit(EXIT_LOST_RANK)
@@ -352,7 +352,7 @@ class Watchdog:
             bounded(write, _ANSWER_S)
 
     def _await_others(self, number: int, lost: int) -> None:
-        store, deadline = self._rendezvous.store, self._clock() + _ANSWER_S - 1
+        store, deadline = self._rendezvous.store, self._clock() + _ANSWER_S - 1 + self._rendezvous.pause_s
         gone = store.add(f"hang/{number}/gone", 1)
         while self._rendezvous.serves_store and gone < self._topology.world.size - lost:
             if self._clock() > deadline:

@@ -74,7 +74,7 @@ def test_every_side_takes_the_case_s_tokens_a_step() -> None:
     for case in workloads.cpu_cases():
         for side in case.sides:
             if side.program == "pretrain_gpt.py":
-                config = parse_args(sides.our_arguments(case, side, 3, Path("metrics")), case.processes)
+                config = parse_args(sides.our_arguments(case, side, 3), case.processes)
                 samples, sequence = config.batch.global_batch_size, config.model.seq_length
                 assert config.precision.bf16 == (case.dtype == "bf16") and samples == case.global_batch
             else:

@@ -196,12 +196,19 @@ def test_every_flag_of_a_step_is_one_of_its_program(facts: dict[str, Any]) -> No
 def test_what_does_not_fit_or_has_no_compiler_cannot_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu_check = module("gpu_check")
     monkeypatch.setattr(gpu_check, "lacks", lambda *names: "")
-    found = {step.name for step in gpu_check.steps_of(GPU, Path("out")) if step.cannot}
+    found = {step.name for step in gpu_check.steps_of(GPU | {"count": 2}, Path("out")) if step.cannot}
     assert not found
     small = {name: value for name, value in GPU.items() if name != "compiler, cuda"} | {"arch": "sm_1"}
     small["memory_bytes"] = 16 * 2**30  # 1.3B takes 18 bytes a parameter
     found = {step.name for step in gpu_check.steps_of(small, Path("out")) if step.cannot}
-    assert found == {"kernels", "bandwidth", "G2"}
+    assert found == {"kernels", "bandwidth", "numerics", "G2", "lost-rank"}
+
+
+def test_correctness_host_waits_and_g1_come_within_six_minutes() -> None:
+    """With the first step, which asks the device what it is, in 5 s."""
+    steps = module("gpu_check").steps_of(GPU, Path("out"))
+    first = [step.name for step in steps[:4]]
+    assert first == ["kernels", "parity", "host-waits", "G1"] and 5 + sum(step.seconds for step in steps[:4]) <= 360
 
 
 def test_parity_is_of_what_the_machine_has() -> None:

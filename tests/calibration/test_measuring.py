@@ -1,7 +1,6 @@
 """What is measured and how it becomes figures, without waiting for any clock."""
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +9,18 @@ import torch
 
 from megatron.calibration import tasks
 from megatron.calibration.compute import compute_tasks
-from megatron.calibration.host import tiny
+from megatron.calibration.host import HostSeconds, tiny
 from megatron.calibration.machine import machine
 from megatron.calibration.messages import Kind, kinds_of_groups, members
-from megatron.calibration.processes import wait_for_all
 from megatron.calibration.session import Found
 from megatron.calibration.tasks import GIGA, TERA, Task, measure
 from megatron.config import Config
-from megatron.errors import LaunchError
+from megatron.kernels.work import Product
 from megatron.planning.cluster_file import read_cluster
 from megatron.planning.cluster_write import write_cluster
 from megatron.planning.rates import Rates
 from megatron.planning.timing import estimate
+from megatron.planning.trace import trace
 from tests.helpers.clock import VirtualClock
 
 CPU = torch.device("cpu")
@@ -81,21 +80,6 @@ def test_a_process_beyond_the_cores_takes_part_in_messages_only(monkeypatch: pyt
     assert measure([alone, together], CPU, 1.0, active=False, clock=VirtualClock()) == [float("inf"), 1.0]
 
 
-@pytest.mark.parametrize(("script", "words"), [
-    ("echo no memory; kill -9 $$", "process 1 .*-9.*no memory"), ("echo useless; exit 3", "process 1 .* 3.*useless"),
-])  # fmt: skip
-def test_a_measuring_process_that_fails_ends_the_wait(script: str, words: str, tmp_path: Path) -> None:
-    log, processes = tmp_path / "log", []
-    for command in ("exit 0", script):
-        with log.open("wb") as file:
-            processes.append(subprocess.Popen(["sh", "-c", command], stdout=file, stderr=file))
-        processes[-1].wait()
-    clock = VirtualClock()
-    with pytest.raises(LaunchError, match=words):
-        wait_for_all(processes, [log, log], 100.0, clock, clock.sleep)
-    wait_for_all(processes[:1], [log], 100.0, clock, clock.sleep)
-
-
 def test_groups_of_ranks() -> None:
     assert kinds_of_groups(1, 1) == []
     assert kinds_of_groups(4, 4) == [Kind(1, 2, 1), Kind(2, 2, 1), Kind(1, 4, 1)]
@@ -115,15 +99,26 @@ def test_groups_of_ranks() -> None:
     {"attention_backend": "unfused"},
 ])  # fmt: skip
 def test_every_task_runs(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each does its work once, on a small model; figures are those that the model of time asks for."""
+    """Each does its work once, on a small model; figures are those that the model of time asks for, and products those
+    that a trace lists."""
     from megatron.calibration import compute
 
-    monkeypatch.setattr(compute, "_BYTES", (1 << 12,))
+    monkeypatch.setattr(compute, "MICRO_BATCHES", (1,))
     config = Config.create(**MODEL, **changes)
     found = compute_tasks(config, CPU, (1, 2))
-    for task in found:
-        task.make()()
     dtype = "bfloat16" if "bf16" in changes else "float32"
+    for task in found:
+        made = task.make()()
+        if task.figure == f"products.{dtype}":
+            assert made[0].shape == task.place[:2] and bool(made[0].any())
+    listed = {
+        (work.m, work.n, work.k)
+        for t in (1, 2)
+        for traced in [trace(Config.create(**MODEL, **changes, tensor_model_parallel_size=t, world_size=t), "cpu")]
+        for part in (traced.layer, traced.head) for half in (part.forward, part.backward)
+        for work in half.computations() if isinstance(work, Product) and work.batch == 1
+    }  # fmt: skip
+    assert {task.place for task in found if task.figure == f"products.{dtype}"} == listed
     wanted = {f"products.{dtype}", "update_gb_per_s", *(f"memory.{w}" for w in ("copy", "norm", "activation", "loss"))}
     if "attention_backend" not in changes:
         wanted |= {f"attention.{dtype}.forward", f"attention.{dtype}.backward"}
@@ -139,9 +134,9 @@ def test_the_tiny_model_is_of_the_same_kind() -> None:
 
 def found_of(points: dict[str, list[list[float]]], **changes: Any) -> Found:
     values: dict[str, Any] = dict(
-        points=points, device="a CPU", device_type="cpu", nodes=1, per_node=4, threads=1, cores=2, memory_gib=32.0,
-        versions={"torch": "2"},
-    )
+        points=points, host=HostSeconds(3e-4, 4e-4, 6e-4, 5e-3), device="a CPU", device_type="cpu", nodes=1, per_node=4,
+        threads=1, cores=2, memory_gib=32.0,
+    )  # fmt: skip
     return Found(**{**values, **changes})
 
 
@@ -151,11 +146,10 @@ POINTS: dict[str, list[list[float]]] = {
     "memory.copy": [[4096, 10.0]], "messages": [[1, 1024, 1e-5], [1, 1048576, 1e-3]],
     "collectives.all_reduce": [[1, 2, 1, 1024, 1e-4], [1, 2, 1, 65536, 2e-4]],
 }  # fmt: skip
-HOST = {"forward": 3e-4, "backward": 4e-4, "micro_batch": 6e-4, "step": 5e-3}
 
 
 def test_a_measured_machine_loads_and_plans(tmp_path: Path) -> None:
-    cluster = machine(found_of(POINTS), HOST, "here", ["--num-layers", "2"])
+    cluster = machine(found_of(POINTS), "here", ["--num-layers", "2"])
     write_cluster(cluster, tmp_path / "here.toml")
     again = read_cluster(tmp_path / "here.toml")
     assert again.compute == cluster.compute and again.shared_cores == 2 and again.device_type == "cpu"
@@ -173,7 +167,7 @@ def test_a_measured_machine_loads_and_plans(tmp_path: Path) -> None:
 def test_of_a_gpu_the_host_runs_ahead_and_the_peak_is_published() -> None:
     points = {name.replace("float32", "bfloat16"): rows for name, rows in POINTS.items()}
     changes = dict(device="NVIDIA H100 80GB HBM3", device_type="cuda", per_node=2, memory_gib=79.6)
-    cluster = machine(found_of(points, **changes), HOST, "gpus", [])
+    cluster = machine(found_of(points, **changes), "gpus", [])
     assert cluster.shared_cores is None and cluster.memory_gib == 79.6 and cluster.peak_tflops["bfloat16"] > 900
     assert "layer_overhead_s" not in cluster.compute.figures
     assert cluster.links == {(0, 1): pytest.approx(1048576 / 1e-3 / 1e9, rel=1e-3)}

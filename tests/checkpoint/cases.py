@@ -10,6 +10,7 @@ import torch
 from megatron.checkpoint import boxes
 from megatron.checkpoint.load import load, load_weights
 from megatron.checkpoint.save import save
+from megatron.engine import deepspeed_setup
 from megatron.engine.engine import Engine
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
@@ -45,6 +46,7 @@ def load_here(directory: str, topology: Topology) -> dict[str, Any]:
     return {
         "state": toy.state_pieces(engine), "scalars": engine.scalars(), "weights": toy.weight_pieces(engine),
         "iteration": found.iteration, "client": found.state, "optimizer": found.optimizer, "padding": _padding(engine),
+        "held": sum(f.numel for f in engine.fragments()),
     }  # fmt: skip
 
 
@@ -55,7 +57,19 @@ def on_four(rank: int, root: str) -> dict[str, Any]:
         "saved": train_and_save(f"{root}/whole", topology),
         "saved in pieces": in_pieces(lambda: train_and_save(f"{root}/pieces", topology)),
         "pieces, same layout": load_here(f"{root}/pieces", topology),
+        "pieces, padded less": padded_less(lambda: load_here(f"{root}/pieces", topology)),
+        "saved, padded less": padded_less(lambda: train_and_save(f"{root}/less", topology)),
+        "less, padded now": load_here(f"{root}/less", topology),
     }
+
+
+def padded_less(action: Any) -> Any:
+    """With the padding that DeepSpeed itself gives to buckets, as in checkpoints from before this one had its own."""
+    usual, deepspeed_setup.ALIGNMENT = deepspeed_setup.ALIGNMENT, 2
+    try:
+        return action()
+    finally:
+        deepspeed_setup.ALIGNMENT = usual
 
 
 def in_pieces(action: Any) -> Any:

@@ -55,7 +55,7 @@ class Ended(NamedTuple):
 
 def started(root: Path, name: str, flags: list[str]) -> Ended:
     """A run in this process, its output kept."""
-    import pretrain_gpt
+    from megatron import program
 
     log = root / f"{name.replace(' ', '_')}.log"
     kept = os.dup(1), os.dup(2)
@@ -63,7 +63,7 @@ def started(root: Path, name: str, flags: list[str]) -> Ended:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     try:
-        code = pretrain_gpt.main([*SMALL, *flags])
+        code = program.run([*SMALL, *flags])
     finally:
         sys.stdout.flush()
         for stream, old in zip((1, 2), kept, strict=True):

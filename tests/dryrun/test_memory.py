@@ -7,13 +7,14 @@ import torch.distributed as dist
 
 from megatron.config import Config
 from megatron.dryrun.job import member
-from megatron.dryrun.memory import GPU_BLOCK, Memory
+from megatron.dryrun.memory import Memory
 from megatron.dryrun.memory_kinds import CATEGORIES
 from megatron.dryrun.messages import Log
 from megatron.dryrun.tensors import without_data
 from megatron.errors import ConfigError
 from megatron.parallel.collectives import reduce_scatter_first_async
 from megatron.parallel.flight import FlightRecorder
+from megatron.planning.memory import GPU_BLOCK
 
 KIB = 1 << 10
 

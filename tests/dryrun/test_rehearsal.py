@@ -13,7 +13,7 @@ from megatron.config import Config
 from megatron.data.batch import MicroBatch
 from megatron.dryrun import rehearsal
 from megatron.dryrun.kinds import enough_micro_batches, kinds_of
-from megatron.dryrun.memory import CPU_BLOCK, GPU_BLOCK, Memory
+from megatron.dryrun.memory import Memory
 from megatron.dryrun.rank import run_rank
 from megatron.dryrun.rehearsal import Rehearsal, rehearse
 from megatron.dryrun.render import render
@@ -23,6 +23,7 @@ from megatron.model.gpt import build_chunks, layer_context
 from megatron.parallel.topology import DEFAULT_ORDER
 from megatron.pipeline.exchange import SENDS_IN_FLIGHT, Exchange
 from megatron.planning.cluster import load_cluster
+from megatron.planning.memory import CPU_BLOCK, GPU_BLOCK
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 

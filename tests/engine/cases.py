@@ -42,9 +42,9 @@ def train(topology: Topology, precision: str, zero_stage: int) -> dict[str, Any]
     return out | {"state": toy.state_pieces(engine), "weights": toy.weight_pieces(engine)}
 
 
-def bad_gradient(topology: Topology, precision: str, zero_stage: int, name: str) -> dict[str, Any]:
+def bad_gradient(topology: Topology, precision: str, zero_stage: int, name: str, **fields: Any) -> dict[str, Any]:
     """One rank, the last that holds `name`, gets an infinite gradient in the second of three steps."""
-    engine = Engine(toy.config(precision, zero_stage), topology, toy.build(topology))
+    engine = Engine(toy.config(precision, zero_stage, **fields), topology, toy.build(topology))
     results: list[StepResult] = []
     before: Any = None
     for s in range(STEPS):
@@ -224,6 +224,8 @@ BOTH = (True, False)
 def on_one(rank: int) -> dict[str, Any]:
     topology = Topology.create()
     out: dict[str, Any] = {f"1x1x1 {p} {z}": train(topology, p, z) for p, z in ALL if z == 1}
+    momentum = dict(optimizer="sgd", sgd_momentum=0.9)
+    out |= {f"bad sgd {p}": bad_gradient(topology, p, 1, "mixed", **momentum) for p in PRECISIONS}
     return out | {"scale grows": scale_grows(topology)}
 
 
@@ -237,6 +239,11 @@ def on_two(rank: int) -> dict[str, Any]:
     out |= {f"fused 1x1x2 {p} {z} {f}": updated(topology, p, z, f) for p, z in ALL for f in BOTH}
     out |= {f"fused no clipping {f}": updated(topology, "bf16", 1, f, clip_grad=0.0) for f in BOTH}
     return out | {f"resumed {p} {f}": resumed(topology, p, f) for p in PRECISIONS for f in BOTH}
+
+
+def on_three(rank: int) -> dict[str, Any]:
+    topology = join()
+    return {f"1x1x3 {p} 1": train(topology, p, 1) for p in PRECISIONS}
 
 
 def on_four(rank: int) -> dict[str, Any]:

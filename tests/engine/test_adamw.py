@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from megatron.engine.adamw import FusedAdamW
-from megatron.engine.optimizer import create_moments, get_step, set_step
+from megatron.engine.optimizer import create_state, get_step, set_step
+from megatron.engine.optimizer_state import OPTIMIZERS
 
 U = 2.0**-24
 SHAPES = [(7, 5), (33,), (0,), (1200,)]
@@ -55,7 +56,7 @@ def test_copies_and_gradient_scale() -> None:
     """Copies for some parameters of a group only, and gradients of two types in one group."""
     mine, plain = weights(), weights()
     ours = FusedAdamW(groups(mine), lr=1e-2)
-    ours.gradient_scale = lambda: 0.5
+    ours.gradient_scale = torch.tensor(0.5)
     ours.copies = {mine[0]: torch.zeros(7, 5, dtype=torch.bfloat16), mine[1]: torch.zeros(33, dtype=torch.float16)}
     other = FusedAdamW(groups(plain), lr=1e-2)
     for step in range(3):
@@ -82,7 +83,7 @@ def test_resumes_where_it_stood() -> None:
     loaded, by_hand = weights(), weights()
     second, third = FusedAdamW(groups(loaded)), FusedAdamW(groups(by_hand))
     second.load_state_dict(state)
-    create_moments(third, ("exp_avg", "exp_avg_sq"))
+    create_state(third, OPTIMIZERS["adam"])
     for p, q in zip(by_hand, straight, strict=True):
         for name in ("exp_avg", "exp_avg_sq"):
             third.state[p][name].copy_(optimizer.state[q][name])

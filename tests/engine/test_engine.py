@@ -20,7 +20,7 @@ DTYPES = {"bf16": torch.bfloat16, "bf16sums": torch.bfloat16, "fp16": torch.floa
 def runs() -> dict[str, list[dict[str, Any]]]:
     """What every case gave, by name, in rank order."""
     out: dict[str, list[dict[str, Any]]] = {}
-    for n, body in ((1, cases.on_one), (2, cases.on_two), (4, cases.on_four)):
+    for n, body in ((1, cases.on_one), (2, cases.on_two), (3, cases.on_three), (4, cases.on_four)):
         ranks = run_processes(n, body)
         out.update({name: [r[name] for r in ranks] for name in ranks[0]})
     return out
@@ -41,6 +41,7 @@ def whole(ranks: list[dict[str, Any]], what: str) -> dict[str, np.ndarray]:
 NAMES = (
     [f"1x1x1 {p} 1" for p in ("fp32", "bf16", "fp16")]
     + [f"1x1x2 {p} {z}" for p in ("fp32", "bf16", "fp16") for z in (0, 1)]
+    + [f"1x1x3 {p} 1" for p in ("fp32", "bf16", "fp16")]
     + [f"2x2x1 {p} 1" for p in ("fp32", "bf16", "fp16")]
     + [f"{layout} bf16sums {z}" for layout, z in (("1x1x2", 0), ("1x1x2", 1), ("2x1x2", 1), ("2x2x1", 1))]
     + ["2x1x2 fp32 1", "2x1x2 bf16 1", "2x1x2 fp16 0", "1x2x2 fp32 0", "1x2x2 bf16 0", "1x2x2 fp16 1"]
@@ -112,6 +113,16 @@ def test_bad_gradient_of_one_rank_skips_everywhere(runs: Any, layout: str, preci
     state = whole(ranks, "state")
     for key, w in reference.weights.items():
         np.testing.assert_allclose(state[f"master.{key}"], w.detach().numpy(), rtol=0, atol=2e-6, err_msg=key)
+
+
+@pytest.mark.parametrize("precision", cases.PRECISIONS)
+def test_a_skipped_step_of_sgd_leaves_weights_and_momentum(runs: Any, precision: str) -> None:
+    ranks = runs[f"bad sgd {precision}"]
+    assert [x.skipped for x in ranks[0]["results"]] == [False, True, False]
+    before, after, state = (whole(ranks, name) for name in ("before", "after", "state"))
+    for key in before:
+        np.testing.assert_array_equal(after[key], before[key], err_msg=key)
+    assert any((state[key] != after[key]).any() for key in state), "the last step counts"
 
 
 def test_step_at_which_the_loss_scale_grows_is_a_whole_step(runs: Any) -> None:

@@ -209,10 +209,12 @@ def test_requeued_jobs_go_on_from_their_own_checkpoint(tmp_path):
         assert train(tmp_path, *flags, REQUEUE="0", SLURM_JOB_ID=str(job)).code == 0
 
 
-def test_dry_run_calls_nothing(tmp_path):
+def test_dry_run_starts_nothing(tmp_path):
     packed = {"SITE_ENV": str(TRAIN), "SITE_NVME": "/nvme"}  # any file
-    ended = train(tmp_path, "--title", "two words", DRY_RUN="1", PREFLIGHT="1", DEVICE="gpu", **packed)
-    assert (ended.code, ended.calls) == (0, [])
+    (tmp_path / "net" / "hsn0").mkdir(parents=True)
+    net = {"SITE_NET_FOLDER": str(tmp_path / "net")}
+    ended = train(tmp_path, "--title", "two words", DRY_RUN="1", PREFLIGHT="1", DEVICE="gpu", **packed, **net)
+    assert (ended.code, [call.words[-1] for call in ended.calls]) == (0, ["--print-config"])  # the check of the flags
     assert not (tmp_path / "runs").exists()
     lines = [line for line in ended.log.splitlines() if line.startswith("+ ")]
     assert lines[-1].startswith("+ srun -N 2 -n 16 ")
@@ -220,6 +222,16 @@ def test_dry_run_calls_nothing(tmp_path):
     assert "preflight.py measure" in lines[-2]
     assert f"+ sbcast -pf {TRAIN} /nvme/environment.tar" in lines
     assert any(line.startswith("+ module load ") for line in lines)
+    assert any(line.startswith("+ export ") and " NCCL_NET=OFI" in line for line in lines)
+
+
+def test_a_dry_run_ends_with_what_would_end_the_job(tmp_path):
+    """Flags that do not resolve, modules that do not load, and no Python; the commands are shown all the same."""
+    module = {"BASH_FUNC_module%%": "() { [[ $2 != gone ]]; }", "DEVICE": "gpu", "DRY_RUN": "1"}
+    for broken in ({"STUB_python": "exit 2"}, {"SITE_MODULES": "rocm gone"}, {"SITE_VENV": "/nowhere"}):
+        ended = train(tmp_path, **{**module, "SITE_MODULES": "rocm", **broken})
+        assert (ended.code, ended.log.splitlines()[-1].startswith("+ srun -N 2 -n 16 ")) == (2, True), ended.log
+    assert train(tmp_path, **{**module, "SITE_MODULES": "rocm"}).code == 0
 
 
 # Numbers of nodes that the heads of the scripts and the README name.

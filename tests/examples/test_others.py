@@ -63,7 +63,8 @@ def on_lumi(script: str, *arguments: str, **variables: str) -> subprocess.Comple
 
 
 def test_lumi_is_the_same_body():
-    done = on_lumi("train_22b.sbatch", "--mock-data", SBATCH_ACCOUNT="project_1", SITE_ENV=str(LUMI))
+    known = {"SBATCH_ACCOUNT": "project_1", "SITE_ENV": str(LUMI), "SITE_VENV": sys.prefix}
+    done = on_lumi("train_22b.sbatch", "--mock-data", **known)
     assert done.returncode == 0, done.stderr
     exported, _, commands = done.stdout.partition("\1")
     environ = dict(entry.split("=", 1) for entry in exported.split("\0") if "=" in entry)

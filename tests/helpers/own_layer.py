@@ -1,32 +1,48 @@
-"""The layer of docs/extending.md in a model, declared as a test wants it."""
+"""A layer of one's own in a model, declared as a test wants it: each of its kinds of parameters is of another sort."""
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from megatron.layers.context import CallContext, LayerContext
+from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.layers.norm import Norm
+from megatron.layers.parameters import constant, normal
 from megatron.parallel.sharding import attach, sharding_of
-from tests.helpers.launching import ROOT
 
 
-def pieces_of_the_page() -> dict[str, Any]:
-    """What the code of the page defines."""
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)
-    found: dict[str, Any] = {}
-    exec(code, found)
-    return found
+class Heads(torch.nn.Module):
+    """A feed-forward layer of heads, each normalised by itself."""
+
+    def __init__(self, context: LayerContext, name: str, hidden: int, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.norm = Norm(context, f"{name}.norm", hidden, "layernorm", 1e-5)
+        self.up = ColumnParallelLinear(context, f"{name}.up", (hidden, hidden), normal(0.1), bias=True)
+        self.head_norm = Norm(context, f"{name}.head_norm", head_dim, "rmsnorm", 1e-5)
+        self.gain = context.parameters.create(f"{name}.gain", (head_dim,), None, constant(1.0))  # None: not cut
+        self.down = RowParallelLinear(context, f"{name}.down", (hidden, hidden), normal(0.1), bias=True)
+
+    def forward(self, x: torch.Tensor, call: CallContext) -> torch.Tensor:
+        heads = self.up(self.norm(x))  # [s, b, h/tp]: all tokens, this rank's heads
+        heads = heads.unflatten(-1, (-1, self.head_dim))  # [s, b, heads/tp, head_dim]
+        out, bias = self.down((torch.tanh(self.head_norm(heads)) * self.gain).flatten(-2))
+        return x + out + bias  # [s(/tp), b, h]
 
 
 def put(patch: Any, where: Any, declared: Mapping[str, bool], forward: Any = None) -> None:
     """`where`.build_chunks makes models with the layer; parameters are declared by the end of their names, and
     `forward` takes the place of the layer's own."""
-    plain, page = where.build_chunks, pieces_of_the_page()
+    plain, layer = where.build_chunks, Heads if forward is None else type("Heads", (Heads,), {"forward": forward})
 
     def build(config: Any, topology: Any, context: Any = None) -> torch.nn.ModuleDict:
-        chunks = page["with_heads"](plain(config, topology, context))
+        chunks = plain(config, topology, context)
+        for stage, chunk in chunks.items():
+            model = chunk.config.model
+            chunk.layers[-1] = layer(chunk.context, f"heads.{stage}", model.hidden_size, model.kv_channels)
         for p in chunks.parameters():
             own = sharding_of(p)
             for end, partial in declared.items():
@@ -34,6 +50,4 @@ def put(patch: Any, where: Any, declared: Mapping[str, bool], forward: Any = Non
                     attach(p, dataclasses.replace(own, partial_gradient=partial), topology.tensor.size)
         return chunks
 
-    if forward is not None:
-        page["Heads"].forward = forward
     patch.setattr(where, "build_chunks", build)

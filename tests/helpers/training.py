@@ -1,6 +1,7 @@
 """Train the same small GPT twice: through the whole stack on any layout, and by plain torch in one process."""
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import Config
+from megatron.config.pieces import load_pieces
 from megatron.data.batch import MicroBatch, make_micro_batch
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import DEFAULT_ORDER
@@ -30,6 +32,13 @@ _NOT_OF_THE_MODEL = (
     "recompute", "gradient_accumulation_fusion", "bf16", "fp16", "initial_loss_scale", "loss_scale_window",
     "hysteresis", "main_grads_dtype",
 )  # fmt: skip
+
+
+def configured(fields: dict[str, Any], world_size: int) -> Config:
+    """BASE with other fields; the field `pieces` names a file as --pieces does."""
+    rest = {name: value for name, value in fields.items() if name != "pieces"}
+    config = Config.create(**{**BASE, **rest, "world_size": world_size})
+    return dataclasses.replace(config, pieces=load_pieces(fields["pieces"])) if "pieces" in fields else config
 
 
 def model_fields(fields: dict[str, Any]) -> dict[str, Any]:
@@ -111,10 +120,8 @@ def train_in_process(
     from megatron.model.gpt import build_chunks, hidden_dtype, hidden_shape, layer_context, stages_of
     from megatron.pipeline.executor import Executor
 
-    settings = {**BASE, **fields, "world_size": dist_world_size()}
-    if poison:  # a gradient is changed after the backward passes: it must not be on its way by then
-        settings["overlap_grad_reduce"] = False
-    config = Config.create(**settings)
+    # A gradient is changed after the backward passes: it must not be on its way by then.
+    config = configured(fields | ({"overlap_grad_reduce": False} if poison else {}), dist_world_size())
     parallel = config.parallel
     sizes = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     topology = join(*sizes, order=parallel.rank_order or DEFAULT_ORDER)
@@ -123,7 +130,7 @@ def train_in_process(
     chunks.train()
     engine = Engine(config, topology, chunks)
     executor = Executor(
-        topology, stages_of(chunks), parallel.schedule, parallel.num_chunks, hidden_shape(config),
+        topology, stages_of(chunks), config.schedule, parallel.num_chunks, hidden_shape(config),
         hidden_dtype(config), context.weight_gradients, before_training=engine.begin,
     )
     history = []
@@ -160,17 +167,20 @@ def train_plainly(fields: dict[str, Any], steps: int = STEPS, packed: bool = Fal
     from megatron.model.gpt import build_chunks
     from megatron.parallel.topology import Layout, Topology
 
-    config = Config.create(**{**BASE, **model_fields(fields), "world_size": 1})
+    config = configured(model_fields(fields), 1)
     topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
     (model,) = build_chunks(config, topology).values()
     model.train()
     o = config.optimizer
     decay = [p for p in model.parameters() if sharding_of(p).decay]
     rest = [p for p in model.parameters() if not sharding_of(p).decay]
-    optimizer = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": o.weight_decay}, {"params": rest, "weight_decay": 0.0}],
-        lr=o.lr, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, foreach=False,
-    )
+    groups = [{"params": decay, "weight_decay": o.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    optimizer: torch.optim.Optimizer
+    if config.pieces.optimizer is not None:
+        optimizer = config.pieces.optimizer(groups, o)
+    else:
+        betas = (o.adam_beta1, o.adam_beta2)
+        optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=betas, eps=o.adam_eps, foreach=False)
     history = []
     for step in range(steps):
         micro_batches = batches(config, step, packed=packed)

@@ -20,6 +20,7 @@ from megatron.kernels.ops.activation import bias_activation
 from megatron.kernels.ops.attention import TILE, attention_gradient_, attention_weights_, row_dots
 from megatron.kernels.ops.cross_entropy import cross_entropy, gradient_, local_pass
 from megatron.kernels.ops.dropout import bias_dropout_add
+from megatron.kernels.ops.embedding import add_rows_
 from megatron.kernels.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megatron.kernels.ops.optimizer import adamw_, scale_and_norm_
 from megatron.kernels.ops.rotary import rotate
@@ -63,6 +64,14 @@ def vocabulary(rows: int) -> list[torch.Tensor]:
     maximum, total, target = local_pass(logits, labels(rows), 0, H - 3)
     gradient_(logits, labels(rows), maximum, total, total, 0, H - 3)
     return [logits, maximum, total, target]
+
+
+def table(rows: int) -> list[torch.Tensor]:
+    """Gradients of what was looked up: some rows twice, some of the table not at all."""
+    tables = [draw(9, 5, grad=False), draw(9, 5, seed=2, grad=False).bfloat16()]
+    for each in tables:
+        add_rows_(each, labels(rows) % 4, draw(rows, 5, seed=3, grad=False))
+    return tables
 
 
 def step(rows: int) -> list[Any]:
@@ -116,6 +125,7 @@ PUBLIC: dict[str, tuple[Call, Callable[[int], tuple[Any, ...]]]] = {
     "norms": (norms, lambda rows: (draw(rows, H), draw(rows, H, seed=2), draw(H, seed=8), draw(H, seed=9))),
     "rotate": (turn, lambda rows: (draw(rows, 2, 3, 30), draw(rows, 1, 1, 4, grad=False))),
     "vocabulary": (lambda rows: vocabulary(rows.shape[0]), lambda rows: (torch.empty(rows),)),
+    "table": (lambda rows: table(rows.shape[0]), lambda rows: (torch.empty(rows),)),
     "step": (lambda rows: step(rows.shape[0]), lambda rows: (torch.empty(rows),)),
     "block": (block, block_arguments),
 }

@@ -1,6 +1,7 @@
 """Attention inside documents against a softmax in float64 that is told by an explicit mask what each query sees."""
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import types
@@ -11,14 +12,21 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config import Config
+from megatron.dryrun.job import member
+from megatron.dryrun.memory import Memory
+from megatron.dryrun.messages import Log
+from megatron.dryrun.tensors import without_data
 from megatron.kernels.choose import ALL, NONE
 from megatron.layers.attention import SelfAttention, flash_attention, torch_attention
 from megatron.layers.context import CallContext
 from megatron.layers.documents import Documents
-from megatron.layers.masks import alibi_slopes
+from megatron.layers.masks import Alibi, alibi_slopes
 from megatron.layers.parameters import normal
 from megatron.layers.rotary import RotaryEmbedding
+from megatron.model.gpt import build_chunks, layer_context
+from megatron.parallel.flight import FlightRecorder
 from megatron.parallel.random import DropoutKey, seeded
+from megatron.parallel.topology import Layout, Topology
 from tests.helpers.fusions import context
 
 D = 8
@@ -58,6 +66,10 @@ def dense(q, k, v, slopes, lengths):
     return torch.einsum("bhij,jbhd->ibhd", weights, v)
 
 
+def slopes_and_bias(heads: int) -> tuple[torch.Tensor, Alibi]:
+    return alibi_slopes(heads), Alibi(alibi_slopes(heads))
+
+
 def output_and_gradients(attend, tensors):
     out = attend(*tensors)
     weights = torch.arange(out.numel(), dtype=torch.float64).cos().view(out.shape)
@@ -68,30 +80,28 @@ def output_and_gradients(attend, tensors):
 @pytest.mark.parametrize("case", CASES)
 def test_against_a_dense_mask(case, heads, groups, alibi):
     lengths = CASES[case]
-    slopes = alibi_slopes(heads) if alibi else None
+    slopes, bias = slopes_and_bias(heads) if alibi else (None, None)
     tensors = inputs(sum(lengths[0]), len(lengths), heads, groups)
     expected = output_and_gradients(lambda *x: dense(*x, slopes, lengths), tensors)
-    found = output_and_gradients(lambda *x: torch_attention(*x, slopes, documents_of(lengths), 0.0), tensors)
-    # ALiBi's bias is fp32 where everything else is float64.
-    tolerance = 1e-6 if alibi else 1e-12
+    found = output_and_gradients(lambda *x: torch_attention(*x, bias, documents_of(lengths), 0.0), tensors)
     for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     if case == "whole samples":
-        plain = output_and_gradients(lambda *x: torch_attention(*x, slopes, None, 0.0), tensors)
+        plain = output_and_gradients(lambda *x: torch_attention(*x, bias, None, 0.0), tensors)
         for a, b in zip(plain, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("alibi", [False, True], ids=["plain", "alibi"])
 def test_strided_inputs_in_bf16(alibi):
     """Keys and values are slices of the fused projection; a few roundings of the format, relative to the whole."""
     lengths, heads, groups = CASES["two samples"], 4, 2
-    slopes = alibi_slopes(heads) if alibi else None
+    slopes, bias = slopes_and_bias(heads) if alibi else (None, None)
     q, k, v = (x.detach() for x in inputs(sum(lengths[0]), 2, heads, groups, torch.bfloat16))
     fused = torch.cat((k, v), dim=-1)
     tensors = [q.requires_grad_(), fused[..., :D].detach().requires_grad_(), fused[..., D:].detach().requires_grad_()]
     assert not tensors[1].is_contiguous()
-    found = output_and_gradients(lambda *x: torch_attention(*x, slopes, documents_of(lengths), 0.0), tensors)
+    found = output_and_gradients(lambda *x: torch_attention(*x, bias, documents_of(lengths), 0.0), tensors)
     exact = [x.detach().double().requires_grad_() for x in tensors]
     expected = output_and_gradients(lambda *x: dense(*x, slopes, lengths), exact)
     for a, b in zip(found, expected, strict=True):
@@ -118,9 +128,9 @@ def test_nothing_is_of_the_size_of_the_sample_squared(alibi, dropout):
     lengths, heads = [[32] * 30 + [16] * 4, [20, 30] * 20 + [24]], 2
     s = sum(lengths[0])
     tensors = inputs(s, 2, heads, heads, torch.float32)
-    slopes = alibi_slopes(heads) if alibi else None
+    bias = Alibi(alibi_slopes(heads)) if alibi else None
     with Largest() as seen:
-        output_and_gradients(lambda *x: torch_attention(*x, slopes, documents_of(lengths), dropout), tensors)
+        output_and_gradients(lambda *x: torch_attention(*x, bias, documents_of(lengths), dropout), tensors)
     # Scores of documents, filled up, where dropout wants them: b * s * 1.25 * 32 for each head.
     assert seen.elements <= 2 * s * 1.25 * 32 * heads < s * s / 4
 
@@ -196,14 +206,103 @@ def test_flash_attention_is_given_the_lengths(monkeypatch):
             out.append(dense(*piece, alibi_slopes, [[end - start]]).squeeze(1))
         return torch.cat(out)
 
+    def whole(q, k, v, *, dropout_p, causal, alibi_slopes):
+        assert causal and dropout_p == 0.0
+        pieces = [x.transpose(0, 1) for x in (q, k, v)]
+        return dense(*pieces, alibi_slopes, [[q.shape[1]]] * q.shape[0]).transpose(0, 1)
+
     module = types.ModuleType("flash_attn")
-    module.flash_attn_varlen_func, module.flash_attn_func = varlen, None
+    module.flash_attn_varlen_func, module.flash_attn_func = varlen, whole
     monkeypatch.setitem(sys.modules, "flash_attn", module)
-    lengths, slopes = CASES["two samples"], alibi_slopes(4)
+    lengths, (slopes, bias) = CASES["two samples"], slopes_and_bias(4)
     tensors = inputs(23, 2, 4, 2)
-    found = output_and_gradients(lambda *x: flash_attention(*x, slopes, documents_of(lengths), 0.0), tensors)
-    expected = output_and_gradients(lambda *x: dense(*x, slopes, lengths), tensors)
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    for cut, documents in ((lengths, documents_of(lengths)), ([[23], [23]], None)):
+        found = output_and_gradients(lambda *x, d=documents: flash_attention(*x, bias, d, 0.0), tensors)
+        expected = output_and_gradients(lambda *x, n=cut: dense(*x, slopes, n), tensors)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     bounds = [0, 7, 8, 20, 23, 46]
     assert seen == [(bounds, bounds, 23, 23)]
+
+
+class Copies(TorchDispatchMode):
+    """Counts the operators that bring at least so many elements into another layout, and no more than that.
+
+    Before its backward pass each of torch's kernels copies an output and a gradient that are not contiguous as
+    [samples, s, heads, d] (aten/src/ATen/native/transformers/cuda/attention_backward.cu): they are counted too.
+    """
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.elements, self.count = elements, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in ("clone", "copy_", "contiguous") and args[0].numel() >= self.elements:
+            self.count += 1
+        if name.startswith("_scaled_dot_product") and name.endswith("backward"):
+            gradient, out = args[0], args[4]
+            self.count += sum(not x.transpose(1, 2).is_contiguous() for x in (gradient, out))
+        return result
+
+
+@pytest.mark.parametrize("rope", [False, True], ids=["no rope", "rope"])
+@pytest.mark.parametrize("groups", [8, 4], ids=["MHA", "GQA"])
+@pytest.mark.parametrize(
+    ("device", "tp", "kernels"), [("cpu", 1, True), ("cpu", 1, False), ("meta", 1, True), ("meta", 2, True)],
+    ids=["CPU", "CPU, no kernels", "GPU", "GPU, TP 2, SP"],
+)
+def test_nothing_is_copied_into_another_layout(device, tp, kernels, groups, rope):
+    """On a CPU torch's attention of a CPU; on tensors without data the kernels of a GPU, by torch's own description.
+
+    Queries of groups that no rotation writes anew are copied once: heads of different groups have no common stride.
+    """
+    heads, s, b = 8, 16, 2
+    config = Config.create(
+        num_layers=1, hidden_size=heads * D, num_attention_heads=heads, num_key_value_heads=groups, seq_length=s,
+        vocab_size=64, attention_dropout=0.0, micro_batch_size=b, global_batch_size=b, bf16=device == "meta" or None,
+        position_embedding_type="rope" if rope else "none", tensor_model_parallel_size=tp, world_size=tp,
+        sequence_parallel=tp > 1, attention_backend="fused", rope_fusion=kernels,
+    )
+    dtype = torch.bfloat16 if device == "meta" else torch.float32
+    nowhere = Memory(1)
+    with contextlib.ExitStack() as stack:
+        if device == "meta":
+            topology = stack.enter_context(member(config, 0, device, FlightRecorder()))
+            stack.enter_context(without_data(device, nowhere, nowhere, Log()))
+        else:
+            topology = Topology.from_layout(Layout(), 0, device=torch.device(device))
+        chunk = build_chunks(config, topology, layer_context(config, topology)).to(dtype)["0"]
+        layer = chunk.layers[0].self_attention
+        x = torch.randn(s // tp, b, heads * D, device=device, dtype=dtype).requires_grad_()
+        gradient = torch.empty_like(x)
+        layer(x, CallContext())  # makes the tables of the rotation
+        with Copies(s * b * groups * D // tp) as seen:
+            out, _ = layer(x, CallContext())
+            torch.autograd.grad(out, [x, layer.query_key_value.weight, layer.dense.weight], gradient)
+    assert seen.count == (1 if groups < heads and not rope else 0)
+
+
+def test_all_layers_of_a_rank_share_one_bias_of_alibi():
+    """What they keep for the backward pass, in two chunks: one tensor of the size of all pairs of positions."""
+    heads, s, b = 4, 64, 2
+    config = Config.create(
+        num_layers=8, hidden_size=heads * D, num_attention_heads=heads, seq_length=s, vocab_size=8, micro_batch_size=b,
+        global_batch_size=2 * b, attention_dropout=0.0, position_embedding_type="alibi", attention_backend="fused",
+        pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=2, world_size=2,
+    )
+    topology = Topology.from_layout(Layout(pipeline=2), 0, device=torch.device("cpu"))
+    layers = [layer for chunk in build_chunks(config, topology).values() for layer in chunk.layers]
+    kept = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    hidden = torch.randn(s, b, heads * D, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        for layer in layers:
+            hidden, _ = layer.self_attention(hidden, CallContext())
+    assert len(layers) == 4
+    assert [n for n in kept.values() if n >= 4 * heads * s * s] == [4 * heads * s * s]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.layers.masks import alibi_bias, alibi_slopes
+from megatron.layers.masks import Alibi, alibi_bias, alibi_slopes
 from megatron.layers.rotary import RotaryEmbedding
 
 
@@ -23,6 +23,23 @@ def test_alibi_bias():
         for i in range(4):
             for j in range(4):
                 assert bias[0, h, i, j] == (-slope * (i - j) if j <= i else float("-inf"))
+
+
+def test_a_shorter_sequence_has_a_corner_of_the_bias_of_a_longer_one():
+    alibi = Alibi(alibi_slopes(2))
+
+    def storage(length: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> int:
+        found = alibi.bias(length, 100, dtype, scale)
+        assert torch.equal(found, alibi_bias(alibi_slopes(2) / scale, length, dtype))
+        assert found.stride(2) % 16 == 0 and found.stride(3) == 1
+        assert found.untyped_storage().nbytes() <= 2 * 112 * 112 * dtype.itemsize, "no longer than the sequence"
+        return found.untyped_storage().data_ptr()
+
+    assert storage(33) == storage(5) == storage(64) == storage(17)
+    longest = storage(100)
+    assert storage(65) == storage(100) == longest
+    storage(20, torch.bfloat16)
+    storage(20, torch.bfloat16, 0.5)
 
 
 @pytest.mark.parametrize("rotary", [8, 4])

@@ -1,11 +1,27 @@
 """Initial weights: the same on any layout, with the right distribution."""
+import threading
+import weakref
+
 import pytest
 import torch
 
+from megatron.layers import parameters
 from megatron.layers.parameters import BLOCK, ParameterFactory, draw, normal, xavier_uniform
+from megatron.parallel.random import mix, name_key
 from megatron.parallel.sharding import shard
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def threads():
+    """Three threads that draw two blocks of [BLOCK, 24] at a time."""
+    before = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parameters, "_PIECE", 2 * BLOCK * 24)
+        torch.set_num_threads(3)
+        yield
+        torch.set_num_threads(before)
 
 
 def whole(name, shape, dim, size, padded=None):
@@ -59,3 +75,31 @@ def test_seed_changes_everything():
     a = ParameterFactory(1, 0, 1, CPU).create("w", (64, 64), 0, normal(1.0))
     b = ParameterFactory(2, 0, 1, CPU).create("w", (64, 64), 0, normal(1.0))
     assert not torch.any(a == b)
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((1000, 24), 0), ((24, 1000), 1), ((2, 1000, 12), 1)])
+def test_threads_draw_what_one_block_after_the_other_gives(threads, shape, dim):
+    """Also where a shard begins and ends inside a block: parts of 250."""
+    blocks = []
+    for block in range(-(-1000 // BLOCK)):
+        values = torch.empty(min(BLOCK, 1000 - block * BLOCK), *(n for d, n in enumerate(shape) if d != dim))
+        blocks.append(values.normal_(0.0, 0.5, generator=torch.Generator().manual_seed(mix(7, name_key("w"), block))))
+    assert torch.equal(whole("w", shape, dim, 4), torch.cat(blocks).movedim(0, dim))
+
+
+def test_few_pieces_exist_at_a_time_and_errors_come_back(threads):
+    lock, alive, most = threading.Lock(), {}, 0
+
+    def fill(block, generator, shape):
+        nonlocal most
+        key = id(block._base)
+        with lock:
+            alive[key] = weakref.ref(block._base, lambda _: alive.pop(key, None))
+            most = max(most, len(alive))
+        if len(shape) == 3:
+            raise ZeroDivisionError
+
+    draw(shard("w", (100 * BLOCK, 24), 0, 0, 1), (100 * BLOCK, 24), fill, 1)
+    assert 0 < most <= 2 * 3 + 1  # of 50
+    with pytest.raises(ZeroDivisionError):
+        draw(shard("w", (100 * BLOCK, 24, 1), 0, 0, 1), (100 * BLOCK, 24, 1), fill, 1)

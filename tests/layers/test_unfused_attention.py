@@ -7,10 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.kernels.choose import Fusions
 from megatron.layers.attention import torch_attention
-from megatron.layers.masks import alibi_slopes
 from megatron.layers.unfused_attention import unfused_attention
 from tests.helpers.fusions import Operators
-from tests.layers.test_attention import CASES, D, dense, documents_of, inputs, output_and_gradients
+from tests.layers.test_attention import CASES, D, dense, documents_of, inputs, output_and_gradients, slopes_and_bias
 
 SOFTMAX, NONE = Fusions(masked_softmax=True), Fusions()
 
@@ -22,17 +21,17 @@ def test_against_a_dense_mask_and_torch_attention(case, heads, groups, alibi, fu
     """fp32: sums of up to 23 terms of size 1 and gradients through them, so some 10 units of 2^-23."""
     lengths = CASES.get(case, [[23], [23]])
     documents = None if case == "no documents" else documents_of(lengths)
-    slopes = alibi_slopes(heads) if alibi else None
+    slopes, bias = slopes_and_bias(heads) if alibi else (None, None)
     tensors = inputs(sum(lengths[0]), len(lengths), heads, groups, torch.float32)
     with Operators() as seen:
         found = output_and_gradients(
-            lambda *x: unfused_attention(*x, slopes, documents, 0.0, None, fusions), tensors
+            lambda *x: unfused_attention(*x, bias, documents, 0.0, None, fusions), tensors
         )
     softmax = "causal_softmax" if documents is None else "masked_softmax"
     assert dict(seen.calls) == ({softmax: 1, "softmax_backward": 1} if fusions.masked_softmax else {})
     exact = [x.detach().double().requires_grad_() for x in tensors]
     expected = output_and_gradients(lambda *x: dense(*x, slopes, lengths), exact)
-    same = output_and_gradients(lambda *x: torch_attention(*x, slopes, documents, 0.0), tensors)
+    same = output_and_gradients(lambda *x: torch_attention(*x, bias, documents, 0.0), tensors)
     for a, b, c in zip(found, expected, same, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=5e-6, atol=5e-6)
         torch.testing.assert_close(a, c, rtol=5e-6, atol=5e-6)
@@ -43,13 +42,13 @@ def test_against_a_dense_mask_and_torch_attention(case, heads, groups, alibi, fu
 def test_strided_inputs_in_bf16(case, alibi, fusions):
     """Queries, keys and values are slices of the fused projection; a few roundings of the format."""
     lengths, heads, groups = CASES["two samples"] if case in CASES else [[23], [23]], 4, 2
-    slopes = alibi_slopes(heads) if alibi else None
+    slopes, bias = slopes_and_bias(heads) if alibi else (None, None)
     documents = documents_of(lengths) if case in CASES else None
     q, k, v = (x.detach() for x in inputs(23, 2, heads, groups, torch.bfloat16))
     fused = torch.cat((k, v), dim=-1)
     tensors = [q.requires_grad_(), fused[..., :D].detach().requires_grad_(), fused[..., D:].detach().requires_grad_()]
     assert not tensors[1].is_contiguous()
-    found = output_and_gradients(lambda *x: unfused_attention(*x, slopes, documents, 0.0, None, fusions), tensors)
+    found = output_and_gradients(lambda *x: unfused_attention(*x, bias, documents, 0.0, None, fusions), tensors)
     exact = [x.detach().double().requires_grad_() for x in tensors]
     expected = output_and_gradients(lambda *x: dense(*x, slopes, lengths), exact)
     for a, b in zip(found, expected, strict=True):

@@ -1,4 +1,4 @@
-"""What a training pass keeps, against the formulas."""
+"""What a training pass keeps, against its trace."""
 from __future__ import annotations
 
 import pytest
@@ -6,10 +6,10 @@ import torch
 
 from megatron.config import Config
 from megatron.data.batch import MicroBatch
-from megatron.kernels import library
-from megatron.model import formulas
 from megatron.model.gpt import build_chunks, stages_of
 from megatron.parallel.topology import Layout, Topology
+from megatron.planning.events import Give, Part, Take
+from megatron.planning.trace import trace
 
 S, B, H, V = 128, 2, 64, 256
 FIELDS = dict(
@@ -61,20 +61,28 @@ def kept_bytes(dtype: torch.dtype, **fields: object) -> tuple[Config, int]:
     return config, sum(x.untyped_storage().nbytes() for x in saved.values())
 
 
-@pytest.mark.skipif(library.find("cpu").handle is None, reason="the formula is that of the fused kernels")
+def kept(part: Part) -> int:
+    """Bytes that a forward pass without data leaves."""
+    found: dict[int, int] = {}
+    for step in part.forward.steps:
+        if isinstance(step, Take):
+            found[step.id] = step.bytes
+        elif isinstance(step, Give):
+            found.pop(step.id, None)
+    return sum(found.values())
+
+
 @pytest.mark.parametrize("changes", [
     {}, {"hidden_dropout": 0.1}, {"recompute_granularity": "full"}, LLAMA, again("mlp_act"), again("layernorm"),
     LLAMA | again("mlp_act", "layernorm"),
 ])
-def test_a_layer_keeps_what_the_formula_says(changes: dict[str, object]) -> None:
-    """One layer more keeps its activations once, in bf16; where something is kept twice, the formula says so."""
+def test_a_layer_keeps_what_its_trace_says(changes: dict[str, object]) -> None:
+    """One layer more keeps its tensors once, in bf16."""
     dtype = dict(bf16=True)
     config, two = kept_bytes(torch.bfloat16, num_layers=2, **dtype, **changes)
     _, three = kept_bytes(torch.bfloat16, num_layers=3, **dtype, **changes)
-    recompute = config.recompute
-    assert three - two == formulas.layer_activation_bytes(
-        config.model, B, 2, granularity=recompute.recompute_granularity, modules=recompute.recompute_modules
-    )
+    traced = trace(config, "cpu")
+    assert three - two == kept(traced.again or traced.layer)
 
 
 @pytest.mark.parametrize(
@@ -87,30 +95,10 @@ def test_what_is_made_again_is_the_same_to_the_bit(model: dict[str, object]) -> 
     assert all(torch.equal(kept[name], made[name]) for name in kept)
 
 
-@pytest.mark.skipif(library.find("cpu").handle is None, reason="the formula is that of the fused kernels")
 def test_the_head_keeps_its_norm_and_no_logits() -> None:
     config, one = kept_bytes(torch.bfloat16, num_layers=1, bf16=True)
-    layer = formulas.layer_activation_bytes(config.model, B, 2)
-    head = formulas.head_activation_bytes(config.model, B, 2)
-    statistics = 2 * 4 * S * B  # of the last norm
-    mask = 4 * S * B
-    assert one == layer + head + statistics + mask
-    assert formulas.logits_bytes(config.model, S * B, 2) > head
-
-
-def test_the_papers_formula() -> None:
-    """Korthikanti et al., table 2 and section 4: one layer of GPT-3 175B, s=2048, b=1, t=8: 5as/h = 80."""
-    config = Config.create(
-        num_layers=96, hidden_size=12288, num_attention_heads=96, seq_length=2048, vocab_size=51200,
-        micro_batch_size=1, global_batch_size=1,
-    )
-    sbh = 2048 * 12288
-    assert formulas.paper_activation_bytes(config.model, 1) == sbh * (34 + 80)
-    assert formulas.paper_activation_bytes(config.model, 1, 8) == sbh * (10 + 24 / 8 + 80 / 8)
-    assert formulas.paper_activation_bytes(config.model, 1, 8, sequence_parallel=True) == sbh * (34 + 80) / 8
-    selective = formulas.paper_activation_bytes(config.model, 1, 8, sequence_parallel=True, selective=True)
-    assert selective == sbh * 34 / 8
-    # Without its dropout masks (a byte each for the attention's and the MLP's output) that is what is kept here,
-    # but for statistics in fp32.
-    ours = formulas.layer_activation_bytes(config.model, 1, 2, tensor_size=8, sequence_parallel=True)
-    assert ours == pytest.approx(sbh * 32 / 8, rel=0.01)
+    traced = trace(config, "cpu")
+    head = kept(traced.head)
+    labels, loss = 8 * S * B, 4  # no float, and nothing that autograd saves
+    assert one == kept(traced.layer) + head - labels - loss
+    assert head < 3 * S * B * H * 2

@@ -81,10 +81,10 @@ class InMemory(Apart):
 
     stores: ClassVar[dict[int, dist.HashStore]] = {}
 
-    def _open_store(self, deadline: float) -> Any:
-        return dist.PrefixStore(self._prefix, self._client(False))
+    def _open_store(self, seconds: float) -> Any:
+        return dist.PrefixStore(self._prefix, self._client(0.0))
 
-    def _client(self, serve: bool) -> Any:
+    def _client(self, seconds: float) -> Any:
         return self.stores.setdefault(self.launch.master_port, dist.HashStore())
 
 

@@ -91,7 +91,7 @@ def test_pretrain_sets_them_before_it_imports_torch(tmp_path: Path, monkeypatch:
 
 
 BUILD = "from megatron.parallel.environment import torch_build; print(torch_build())\n"
-PRETRAIN = "import pretrain_gpt; pretrain_gpt.main('--preset tiny --mock-data --train-iters 1'.split())\n"
+PRETRAIN = "import megatron.program; megatron.program.run('--preset tiny --mock-data --train-iters 1'.split())\n"
 
 
 def test_the_installed_torch() -> None:

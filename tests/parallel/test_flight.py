@@ -217,7 +217,7 @@ class Event:
 
 def test_a_device_computes_between_its_waits() -> None:
     stream = Stream([1.0, 2.0, 2.5, 4.0, 4.0, 4.25, 5.0, 5.5])
-    calls = DeviceCalls(stream.event)
+    calls = DeviceCalls(stream.event, timed=True)
     calls.begin()
     calls.enter((b"all_reduce", 1, -1, 8, 1))
     calls.leave()
@@ -238,11 +238,13 @@ def test_a_device_computes_between_its_waits() -> None:
 
 def test_where_a_device_is_that_its_host_has_left_behind() -> None:
     stream = Stream([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
-    calls = DeviceCalls(stream.event)
+    calls = DeviceCalls(stream.event, timed=False)
     infos = [(b"all_reduce", 1, -1, 8, 1), (b"receive", 3, 7, 8, 0), (b"all_reduce", 1, -1, 16, 2)]
     for info in infos:
+        calls.begin()  # what only a timed one marks
         calls.enter(info)
         calls.leave()
+        calls.end()
     host = [0, 2, 0, 0, 0, 0, 0]
     expected = {0.5: (None, 0), 1.5: (infos[0], 1), 2.5: (None, 1), 3.5: (infos[1], 1), 5.5: (infos[2], 2)}
     for now, (call, reached) in expected.items():

@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from megatron.parallel.rendezvous import Rendezvous
 from megatron.parallel.topology import Topology
 from tests.helpers.fault_points import on
 from tests.helpers.processes import run_processes
-from tests.parallel.meetings import LONG, patient_connection
+from tests.parallel.meetings import patient_connection
 
 pytestmark = pytest.mark.slow
 
@@ -30,14 +32,23 @@ USES = {
 }
 
 
-def used(rank: int) -> list[int]:
+def connections(port: int) -> int:
+    """How many connections stand at a port of this host."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[1].endswith(f":{port:04X}") and row[3] == "01" for row in rows)
+
+
+def used(rank: int) -> tuple[list[int], int]:
     with patient_connection(detect_launch()) as met:
         made = ((Topology.create(tensor, pipeline), ring) for tensor, pipeline, ring in USES)
-        return [check_groups(topology, met, 180.0, ring) for topology, ring in made]
+        counts = [check_groups(topology, met, 180.0, ring) for topology, ring in made]
+        return counts, connections(met.launch.master_port)
 
 
-def test_each_group_and_each_neighbour_once() -> None:
-    assert run_processes(RANKS, used) == [list(counts) for counts in zip(*USES.values(), strict=True)]
+def test_each_group_and_each_neighbour_once_over_one_connection_to_the_store() -> None:
+    counts, kept = zip(*run_processes(RANKS, used), strict=True)
+    assert list(counts) == [list(of_rank) for of_rank in zip(*USES.values(), strict=True)]
+    assert max(kept) == RANKS
 
 
 def held(rank: int, met: Rendezvous) -> None:
@@ -52,7 +63,8 @@ def held(rank: int, met: Rendezvous) -> None:
 
     def until_all_are_there(function: Callable[[], Any], seconds: float, failure: str, *wake: Any) -> Any:
         threading.Thread(target=function, daemon=True).start()
-        store.wait([f"in/{other}" for other in range(RANKS)], LONG)
+        while not store.check([f"in/{other}" for other in range(RANKS)]):
+            time.sleep(0.002)
         raise LaunchError(failure)
 
     on(EVENT, arrive, 1 if rank < 2 else 2)

@@ -1,11 +1,14 @@
 """Ranks that meet, part, fail and do not come, as threads of one process; gloo and real deaths: test_lost_ranks.py."""
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import os
 import re
 import socket
 import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +22,6 @@ from megatron.parallel import meeting, rendezvous, report
 from megatron.parallel.launch import Launch, connect
 from megatron.parallel.placing import Placing
 from megatron.parallel.rendezvous import Rendezvous
-from tests.helpers.clock import VirtualClock
 from tests.helpers.processes import free_port
 from tests.parallel.meetings import LONG, Apart, InMemory, Patience, be_patient, ranks_in_threads
 
@@ -81,22 +83,16 @@ def test_a_rank_that_does_not_come_is_named_by_all_others() -> None:
         assert all(f"rank {rank} on n{rank}:cpu" in str(error) for rank in (0, 1, 3))
 
 
-def test_rank_0_that_does_not_come_is_named_with_its_address() -> None:
-    clock, port = VirtualClock(), free_port()
-    launch = Launch(rank=1, world_size=2, master_port=port)
-    with pytest.raises(LaunchError) as caught:
-        Apart.join(launch, CPU, LONG, None, clock, clock.sleep)
-    assert "rank 0" in str(caught.value) and f"127.0.0.1:{port}" in str(caught.value)
-
-
-def test_a_store_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As that of a host that lost power: the connection stands, and nothing comes."""
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_store_that_never_answers_is_given_up_and_named(monkeypatch: pytest.MonkeyPatch, silent: bool) -> None:
+    """Nobody listens, or, as on a host that lost power, the connection stands and nothing comes."""
     monkeypatch.setattr(meeting, "ANSWER_S", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        port = silent.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) if silent else contextlib.nullcontext() as server:
+        port = server.getsockname()[1] if server else free_port()
         with pytest.raises(LaunchError) as caught:
             Apart.join(Launch(rank=1, world_size=2, master_port=port), CPU, timedelta(seconds=0.2))
     assert "rank 0" in str(caught.value) and f"127.0.0.1:{port}" in str(caught.value)
+    assert ("refused" in str(caught.value)) == (not silent)
 
 
 @pytest.mark.parametrize(("numbers", "twice"), [([0, 1, 1], 1), ([0, 0, 1], 0)])
@@ -146,9 +142,10 @@ def test_what_was_heard_outlives_the_store() -> None:
         if rank.launch.rank == 0:
             rank.fail("DataError: corpus.bin")
             heard.wait()
+            rank._deaf.set()
+            rank._watcher.join()  # type: ignore[union-attr]
             rank._store, rank._store_lost = None, True
             gone.set()
-            rank._watcher.join()  # type: ignore[union-attr]
             return str, ""
         while not rank._heard:
             threading.Event().wait(0.002)
@@ -192,8 +189,10 @@ class Held:
         return getattr(self._store, name)
 
 
-def test_a_rank_whose_connection_torch_holds_hears_at_once() -> None:
+def test_a_rank_whose_connection_torch_holds_hears_over_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """As gloo does that waits for the rank that failed."""
+    monkeypatch.setattr(rendezvous, "_HELD_S", 0.0)
+    monkeypatch.setattr(rendezvous, "ANSWER_S", 5.0)
     held, told, free = threading.Event(), threading.Event(), threading.Event()
 
     def fail_or_ask(rank: Apart) -> str:
@@ -204,14 +203,31 @@ def test_a_rank_whose_connection_torch_holds_hears_at_once() -> None:
             return ""
         rank._store = Held(rank._store, free)
         held.set()
+        with pytest.raises(LaunchError):
+            rank.unless_failed(free.wait, 30.0, "torch did not end")
+        heard = rank._alarmed
         text = str(rank.explain(RuntimeError("closed")))
         told.set()
-        assert not free.is_set() and not rank.speaks
+        assert heard and not free.is_set() and not rank.speaks
         free.set()
         return text
 
     _, text = ranks_in_threads([0, 1], 2, fail_or_ask)
     assert "rank 0" in text and "DataError: corpus.bin" in text
+
+
+def test_no_rank_goes_on_before_all_have_gathered() -> None:
+    """Under one name again and again."""
+    steps: list[int] = []
+
+    def go(rank: Apart) -> None:
+        for number in range(20):
+            steps.append(0)
+            rank.gather("a group", 3)
+            steps.append(number + 1)
+
+    assert ranks_in_threads([0, 1, 2], 3, go) == [None] * 3
+    assert all(steps[:at].count(0) >= 3 * number for at, number in enumerate(steps))
 
 
 def reaches(rank: Apart, host: str) -> bool:
@@ -260,24 +276,55 @@ def test_an_interface_that_one_rank_has_not_ends_all(monkeypatch: pytest.MonkeyP
     assert ranks_in_threads([0, 1], 2) == [None, None]
 
 
-def test_a_rank_connects_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look whether somebody listens, its own connection, its watcher's. Rank 0 need not look."""
-    made: list[str] = []
+@contextlib.contextmanager
+def counted(port: int) -> Iterator[tuple[int, list[socket.socket]]]:
+    """A port that hands connections on to another one, and those that came."""
+    came: list[socket.socket] = []
 
-    def count(module: Any, name: str) -> None:
-        plain = getattr(module, name)
+    def copy(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                target.sendall(data)
+        target.close()
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            connection = plain(*args, **kwargs)
-            made.append(name)  # a look before anybody listened has failed
-            return connection
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                came.append(server.accept()[0])
+                there = socket.create_connection(("127.0.0.1", port))
+                for pair in ((came[-1], there), (there, came[-1])):
+                    threading.Thread(target=copy, args=pair, daemon=True).start()
 
-        monkeypatch.setattr(module, name, counted)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=accept, daemon=True).start()
+        yield server.getsockname()[1], came
 
-    count(socket, "create_connection")
-    count(dist, "TCPStore")
-    assert ranks_in_threads([0, 1], 2, kind=Apart) == [None, None]
-    assert sorted(made) == ["TCPStore"] * 4 + ["create_connection"]
+
+def test_a_rank_connects_once() -> None:
+    """From its hello to its end, with a failure in between."""
+    port, served, failed = free_port(), threading.Event(), threading.Event()
+
+    class Through(Apart):
+        def _open_store(self, seconds: float) -> Any:
+            if self.launch.rank == 0:
+                store = super()._open_store(seconds)
+                served.set()
+                return store
+            served.wait()
+            self.launch = dataclasses.replace(self.launch, master_port=door)
+            return super()._open_store(seconds)
+
+    def fail_or_ask(rank: Apart) -> str:
+        if rank.launch.rank == 0:
+            rank.fail("DataError: corpus.bin")
+            failed.set()
+            return ""
+        failed.wait()
+        return str(rank.explain(RuntimeError("closed")))
+
+    with counted(port) as (door, came):
+        _, text = ranks_in_threads([0, 1], 2, fail_or_ask, kind=Through, master_port=port)
+        assert "DataError: corpus.bin" in text and len(came) == 1
 
 
 def test_while_ranks_of_several_nodes_join_their_store_asks_no_name_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def test_collectives_cost_what_a_step_is_said_to_cost(tensor: int, pipeline: int
     """Without latency: seconds for each byte that a rank sends are those of the placement's cost."""
     config = made(tensor, pipeline, data, chunks)
     placement = choose_placement(config, INSTANT)
-    channels, traffic = Channels(config, INSTANT, placement), traffic_of(config)
+    channels, traffic = Channels(config, INSTANT, placement), traffic_of(config, "cuda")
     of_tensor = [(flow.bytes, "all_gather") for flow in traffic.tensor]
     of_data = [(flow.bytes, kind) for flow, kind in zip(traffic.data, ("reduce_scatter", "all_gather"), strict=False)]
     for direction, flows, size, ask in (
@@ -75,7 +75,7 @@ def test_a_boundary_is_that_of_its_slowest_replica(
     layout, used = Layout(tensor, pipeline, data, order), devices if world >= 8 else FRONTIER.local_order[:world]
     placement = place_with(config, FRONTIER, order, used)
     channels = Channels(config, FRONTIER, placement)
-    model = CostModel(FRONTIER, layout, replace(traffic_of(config), message_bytes=1 << 20), len(used))
+    model = CostModel(FRONTIER, layout, replace(traffic_of(config, "cuda"), message_bytes=1 << 20), len(used))
     seconds = model.message_seconds(used)
     for forward in (True, False):
         for stage in range(pipeline - (chunks == 1)):

@@ -7,11 +7,11 @@ from megatron.config import Config
 from megatron.model import formulas
 from megatron.pipeline.in_flight import moments_of_rank
 from megatron.pipeline.schedule import build_schedule, peak_activations
-from megatron.planning.memory import memory_of_ranks, parameters_of_rank
-from megatron.planning.memory.chunk import chunk_memory
-from megatron.planning.memory.layer import Settings
-from megatron.planning.memory.operators import operators_of
+from megatron.planning.events import Pass, Take
+from megatron.planning.memory import ChunkMemory, chunk_memory, memory_of_ranks, parameters_of_rank
+from megatron.planning.stage import stages_of
 from megatron.planning.step_work import step_work
+from megatron.planning.trace import trace
 
 SMALL = dict(
     num_layers=16, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=1000, bf16=True,
@@ -42,21 +42,54 @@ def test_the_first_rank_in_closed_form(p, v, m):
     assert moments.held.sum(axis=1).max() + 1 == in_flight
 
 
-def kept_bytes(**options: object) -> float:
-    """Of a middle chunk of four layers, without what arrives there."""
+def chunk(stage: int, **options: object) -> ChunkMemory:
+    """Of four layers."""
     config = small(pp=4, **{"seq_length": 512, "max_position_embeddings": 512, **options})
-    settings = Settings.of(config, config.model)
-    chunk = chunk_memory(settings, operators_of(config), 4, first=False, last=False)
-    return chunk.kept.total
+    group = config.recompute.recompute_num_layers
+    return chunk_memory(trace(config, "cuda"), stages_of(config)[stage], group, 512)
 
 
 def test_recomputation_keeps_inputs():
+    def kept_bytes(**options: object) -> float:
+        return chunk(1, **options).kept.total
+
     inputs = 512 * 64 * 2  # [s, b, h] in bf16
     plain, full = kept_bytes(), dict(recompute_granularity="full")
     assert kept_bytes(**full) == 4 * inputs
     assert kept_bytes(**full, recompute_num_layers=4) == inputs
     assert kept_bytes(**full, recompute_num_layers=3) == 2 * inputs
     assert kept_bytes(**full, recompute_method="block", recompute_num_layers=3) == 3 * inputs + plain / 4
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("halves", [("backward",), ("inputs", "weights")])
+def test_a_chunk_is_as_full_as_its_passes_one_by_one(stage, halves):
+    """Every tensor of every layer by itself, from when it is made to when nothing refers to it."""
+    options = dict(enable_zbh1_pipeline=len(halves) == 2)
+    traced = trace(small(pp=4, seq_length=512, max_position_embeddings=512, **options), "cuda")
+    parts = [*[traced.embedding] * (stage == 0), *[traced.layer] * 4, *[traced.head] * (stage == 3)]
+    alive: dict[tuple[int, int], int] = {}
+
+    def fullest(passes: list[tuple[int, Pass]]) -> int:
+        most = 0
+        for place, of in passes:
+            for step in of.steps:
+                if isinstance(step, Take):
+                    alive[place, step.id] = -(-step.bytes // 512) * 512
+                elif hasattr(step, "id"):
+                    alive.pop((place, step.id), None)
+                most = max(most, sum(alive.values()))
+        return most
+
+    found = chunk(stage, **options)
+    places = list(enumerate(parts))
+    assert fullest([(i, part.forward) for i, part in places]) == found.forward.total
+    assert sum(alive.values()) == found.kept.total
+    backward = []
+    for half in halves:
+        assert not backward or sum(alive.values()) == found.waiting.total
+        backward.append(fullest([(i, getattr(part, half)) for i, part in places[::-1]]))
+    assert not alive and max(backward) == found.backward.total
 
 
 def test_states_are_18_bytes_for_a_parameter_and_zero_divides_12_of_them():

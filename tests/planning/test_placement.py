@@ -16,9 +16,7 @@ from megatron.planning.cost import CostModel, PlacementCost
 from megatron.planning.links import node_links
 from megatron.planning.placement import (
     Placement,
-    RankRow,
     all_placements,
-    check_rank_table,
     choose_placement,
     naive_placement,
     place_with,
@@ -137,7 +135,7 @@ MORE = pytest.mark.campaign("search")
 )  # fmt: skip
 def test_no_order_of_devices_is_cheaper(tensor: int, pipeline: int, data: int, order: str, chunks: int) -> None:
     config = made(tensor, pipeline, data, chunks, rank_order=order)
-    model = CostModel(FRONTIER, Layout(tensor, pipeline, data, order), traffic_of(config), 8)
+    model = CostModel(FRONTIER, Layout(tensor, pipeline, data, order), traffic_of(config, "cuda"), 8)
     best: PlacementCost | None = None
     for devices in orders_worth_a_look(model.layout):
         cost = model.cost(devices)
@@ -156,7 +154,9 @@ def test_costs_by_hand() -> None:
     config = made(4, 2, 1, sequence_parallel=False)
     cost = naive_placement(config, FRONTIER).cost
     tensor = 2048 * 5120 * 2
-    assert cost.seconds_of("tp") == pytest.approx(16 * 17 * 1.5 * tensor / 52e9)  # 4 layers x 4 and 1 all-reduces
+    statistics = 0.75 * 4 * 12 * 2048  # of the softmax, fp32 [3, tokens] of each rank, gathered
+    # 4 layers x 4 and 1 all-reduces
+    assert cost.seconds_of("tp") == pytest.approx(16 * (17 * 1.5 * tensor + statistics) / 52e9)
     # 0 and 4, 2 and 6 have two ways of two links, of which 50 GB/s is the narrower; 1-5 and 3-7 are direct. Of the
     # links of 50 GB/s, 0-2 is on a way of 0-4 forward and of 2-6 backward, in this direction: both wait for it.
     assert cost.of("pp")[0].seconds == pytest.approx(2 * 16 * tensor / 36e9)
@@ -225,33 +225,8 @@ def test_rank_table_of_1t(order: str | None) -> None:
     """All 3,072 ranks of the paper's largest run."""
     config = Config.create("gpt-1t", world_size=3072, global_batch_size=9600, rank_order=order)
     rows = list(rank_table(config, FRONTIER))
-    assert check_rank_table(rows) == 3072
+    assert [row.rank for row in rows] == list(range(3072))
+    assert len({(row.node, row.device) for row in rows}) == len({(row.tp, row.dp, row.pp) for row in rows}) == 3072
     assert {row.chunks for row in rows if row.pp == 3} == {(range(6, 8),)}
     first = rows[0]
     assert (first.node, first.nic) == (0, FRONTIER.nics[FRONTIER.nic_of_device[first.device]])
-
-
-def changed(rows: list[RankRow], rank: int, **values: Any) -> list[RankRow]:
-    return [row._replace(**values) if row.rank == rank else row for row in rows]
-
-
-def test_inconsistent_tables_are_found() -> None:
-    rows = list(rank_table(made(2, 4, 2, 2, device_order=tuple(range(8))), FRONTIER))
-    swapped = next(row for row in rows if row.pp == 1).chunks
-    last = [row._replace(chunks=(row.chunks[0], range(13, 16))) if row.pp == 3 else row for row in rows]
-    fewer = [row._replace(chunks=row.chunks[:1]) if row.pp == 3 else row for row in rows]
-    wrong = [
-        (rows[1:], "rank 1 .*rank 0"), ([], "no rows"),
-        (changed(rows, 5, device=rows[4].device), "4 and 5 .*node 0, device 4"),
-        (changed(rows, 5, tp=rows[4].tp), "tp"), (rows[:-1], "grid"),
-        (changed(rows, 0, chunks=swapped), "stage 0"),
-        (changed(rows, 15, node=2), "node 2 .*1 .*8"),
-        (changed(rows, 15, device=9), "devices"),
-        (last, "13.*14"), (fewer, r"\[1, 2\]"),
-    ]  # fmt: skip
-    for table, message in wrong:
-        with pytest.raises(ConfigError, match=message):
-            check_rank_table(table)
-    assert check_rank_table(rows, num_layers=16) == 16
-    with pytest.raises(ConfigError, match="16 .*17"):
-        check_rank_table(rows, num_layers=17)

@@ -79,7 +79,8 @@ TARGETS: Sequence[Target] = (
     ("tools/merge_datasets.py", "--inputs {f}/a {f}/b --output-prefix {f}/out", "data"),
     ("tools/plan.py", "--model tiny --cluster {f}/machine.toml --devices 2 --global-batch 8 --processes 1", "cluster"),
     ("tools/plot_metrics.py", "{f}/run/metrics.jsonl --output {f}/loss.png", "measured"),
-    ("tools/preflight.py", "check --cluster {f}/machine.toml {f}/job.sh", "job"),
+    ("tools/preflight.py", "check --cluster {f}/machine.toml {f}/job.sh -- srun -N 2 -n 16 python pretrain_gpt.py "
+     "--preset tiny --mock-data --train-iters 10 --global-batch-size 32 --deepspeed_config {f}/ds.json", "job"),
     ("tools/preprocess_data.py", "--input {f}/a.jsonl {f}/b.jsonl.gz {f}/c.jsonl.zst {f}/d.parquet --workers 1 "
      "--output-prefix {f}/o --tokenizer-type NullTokenizer --vocab-size 100", "texts"),
     ("tools/preprocess_data.py", "--input {f}/a.jsonl --workers 1 --output-prefix {f}/o --tokenizer-type NullTokenizer "
@@ -94,10 +95,10 @@ TARGETS: Sequence[Target] = (
      "--tokenizer-model {f}/x.json --vocab-size 300 --tiktoken-num-special-tokens 10", "ranks"),
     ("tools/preprocess_data.py", "--input {f}/e.txt --workers 1 --output-prefix {f}/o --tokenizer-type "
      "GPTSentencePieceTokenizer --tokenizer-model {f}/spm.model", "pieces"),
-    ("tools/report_scaling.py", "{f}/run {f}/old.log --out {f}/report", "measured"),
+    ("tools/report_scaling.py", "{f}/run --out {f}/report", "measured"),
     ("tools/run_experiment.py", "tp --model tiny --values 1,2 --launcher local --cluster {f}/machine.toml --dry-run "
      "--out {f}/points", "points"),
-    ("tools/show_placement.py", "--cluster {f}/machine.toml --preset tiny --world-size 2 --explain", "cluster"),
+    ("tools/show_placement.py", "--cluster {f}/machine.toml --preset tiny --world-size 2 --compare", "cluster"),
     ("tools/show_recipe.py", "--cluster {f}/machine.toml --preset tiny --world-size 2", "cluster"),
     ("tools/show_schedule.py", "--schedule interleaved --chunks 2", "nothing"),
     ("tools/train_tokenizer.py", "--input {f}/e.txt --output {f}/x.model --vocab-size 300", "texts"),
@@ -136,8 +137,8 @@ OWN_PICKLES = (
 )  # fmt: skip
 PRELOADED = (
     "tests.helpers.preload", "matplotlib.pyplot", "matplotlib.backends.backend_agg", "pyarrow.parquet", "rich.table",
-    "sentencepiece", "tokenizers", "tiktoken", "megatron.planning.search.command", "megatron.tuning.command",
-    "megatron.preflight.check.command", "megatron.dryrun.command", "megatron.data.prepare.preprocess", "optuna",
+    "sentencepiece", "tokenizers", "tiktoken", "megatron.planning.search.command", "megatron.jobs.tune",
+    "megatron.jobs.check_job", "megatron.dryrun.command", "megatron.data.prepare.preprocess", "optuna",
 )  # fmt: skip
 
 

@@ -13,7 +13,6 @@ import resource
 import shutil
 import stat
 import struct
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -71,13 +70,11 @@ def legacy(folder: Path) -> None:
 
 
 def measured(folder: Path) -> None:
-    from tests.tools.measured import arguments, mds_line, records, settings, write
+    from tests.tools.measured import records, settings, write
 
     cluster(folder)
     write(folder / "run", records(settings("22b", 1, 1, 8, 640), [9.0, 5.0, 5.1, 4.9]), {"name": "a", "warm_up": 1})
     (folder / "run" / "result.json").write_text('{"status": "done", "reason": null, "exit_code": 0}')
-    lines = "".join(mds_line(i, 640, 5.0, 40.0) for i in range(1, 6))
-    (folder / "old.log").write_text(arguments(settings("22b", 1, 1, 8, 640)) + lines)
 
 
 def data(folder: Path) -> None:
@@ -106,11 +103,11 @@ def cluster(folder: Path) -> None:
 
 def space(folder: Path) -> None:
     cluster(folder)
-    shutil.copy(ROOT / "megatron/tuning/spaces/two-cores.toml", folder / "space.toml")
+    shutil.copy(ROOT / "megatron/jobs/spaces/two-cores.toml", folder / "space.toml")
 
 
 def searched(folder: Path) -> None:
-    from tests.tuning.test_command import SPACE
+    from tests.jobs.test_tune import SPACE
 
     (folder / "space.toml").write_text(SPACE.replace("8192", "64"))
     words = "--space {f}/space.toml --no-prior --search exhaustive --processes 2 --confirm 0 --max-trials 1"
@@ -133,9 +130,7 @@ def job(folder: Path) -> None:
     cluster(folder)
     (folder / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 2}')
     (folder / "job.sh").write_text(
-        "#!/bin/bash\n#SBATCH -A abc123\n#SBATCH -N 2\n#SBATCH -t 02:00:00\n#SBATCH --ntasks-per-node=8\n"
-        f"srun -N 2 -n 16 -c 7 --gpus-per-task=1 {sys.executable} {ROOT}/pretrain_gpt.py --preset tiny --mock-data "
-        "--train-iters 10 --deepspeed_config ds.json --world-size 16\n"
+        "#!/bin/bash\n#SBATCH -A abc123\n#SBATCH -N 2\n#SBATCH -t 02:00:00\n#SBATCH --ntasks-per-node=8\nsrun true\n"
     )
 
 

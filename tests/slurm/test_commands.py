@@ -1,5 +1,5 @@
-"""What the scripts really start, told by a Python that only writes down what it was called with: the same as the login
-half of the preflight foretells."""
+"""What the scripts really start, told by a Python that only writes down what it was called with: the same as the check
+before submitting foretells."""
 from __future__ import annotations
 
 import contextlib
@@ -32,15 +32,14 @@ NEAREST = [4, 5, 2, 3, 6, 7, 0, 1]
 
 
 def foretold(monkeypatch: pytest.MonkeyPatch, words: list[str], settings: dict[str, str]) -> dict[str, Any]:
-    """The one training that tools/preflight.py check finds in a script."""
+    """What tools/preflight.py check says of a script."""
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(ROOT)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         main(["check", "--json", *words])
-    (training,) = json.loads(printed.getvalue())["trainings"]
-    found: dict[str, Any] = training
+    found: dict[str, Any] = json.loads(printed.getvalue())
     return found
 
 
@@ -73,7 +72,12 @@ def test_srun_starts_what_the_check_foretold(
 
     calls = [json.loads((tmp_path / "calls" / f"{task}.json").read_text()) for task in range(16)]
     words = ["-N", "2", str(FRONTIER / script), *arguments]
-    training = foretold(monkeypatch, words, {**settings_of_site(tmp_path), **settings})
+    site = {**settings_of_site(tmp_path), **settings, "SLURM_CONF": testbed.env["SLURM_CONF"]}
+    training = foretold(monkeypatch, words, site)
+    levels = {found["about"]: found["level"] for found in training["findings"]}
+    assert levels["sbatch --test-only"] == "note", training["findings"]
+    longer = {found["about"]: found for found in foretold(monkeypatch, ["-t", "13:00:00", *words], site)["findings"]}
+    assert longer["sbatch --test-only"]["level"] == "error" and "time limit" in longer["sbatch --test-only"]["text"]
     assert all(call["arguments"] == calls[0]["arguments"] for call in calls)
     program, *flags = calls[0]["arguments"]
     assert program == str(ROOT / "pretrain_gpt.py")

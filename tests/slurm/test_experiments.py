@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults.testbed import Testbed
-from megatron.planning.experiments.launch import Step, slurm_command, start_step
+from megatron.jobs.processes import Step, slurm_command, start_step
 from tests.helpers.launching import ROOT
 from tests.slurm.site import CAMPAIGN, FRONTIER, Submitted, settings_of_site, submit
 
@@ -86,8 +86,9 @@ def test_a_step_that_is_to_end_while_its_tasks_start_ends_without_force(
     for number in range(6):
         os.kill(slurmd, signal.SIGSTOP)
         try:
-            step, log = Step(f"told-{number}", ["node02"], 1, number, 3600.0), tmp_path / f"log-{number}"
-            run = start_step(slurm_command([]), step, log, tmp_path / f"tasks-{number}", grace_s=300.0)
+            step, log = Step(f"told-{number}", ["node02"], 1, number, 3600.0), tmp_path / f"told-{number}/train.log"
+            log.parent.mkdir()
+            run = start_step(slurm_command([]), step, log.parent)
             while "+ srun" not in log.read_text():
                 time.sleep(0.05)
             time.sleep(0.5)  # it asks the node for its task

@@ -55,7 +55,7 @@ def placed(job: Submitted) -> None:
 
 
 def _train(rank: int, arguments: Sequence[str]) -> int:
-    from pretrain_gpt import main
+    from megatron.program import run as main
 
     return main(list(arguments))
 

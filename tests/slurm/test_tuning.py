@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks.faults.testbed import ENDED, Testbed, output_of
-from megatron.tuning.types import HANG, OUT_OF_MEMORY
+from megatron.jobs.endings import HANG, OUT_OF_MEMORY
 from tests.helpers.launching import ROOT
 from tests.slurm.site import CAMPAIGN, FRONTIER, Submitted, submit
 
@@ -80,9 +80,19 @@ def tune(
 
 
 def journal(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "tune-space/journal.jsonl"
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    """What the folders of trials tell: which were started, and how they ended."""
+    found = list[dict[str, Any]]()
+    for path in sorted((folder / "tune-space/trials").glob("*/point.json")):
+        point, number, result = json.loads(path.read_text()), int(path.parent.name), path.with_name("result.json")
+        found.append({"event": "started", "number": number, "key": point["key"], "hosts": point["hosts"]})
+        if result.exists():
+            found.append({"event": "ended", "number": number, **json.loads(result.read_text())})
+    return found
+
+
+def again(folder: Path) -> set[int]:
+    """Trials that were started more than once."""
+    return {int(path.parent.name) for path in (folder / "tune-space/trials").glob("*/attempt-1")}
 
 
 def numbers(records: list[dict[str, Any]], event: str) -> list[int]:
@@ -159,18 +169,17 @@ def test_a_search_with_a_hang_and_too_little_memory_killed_and_gone_on_with(test
 
     # Nothing that had ended was run again; what had been interrupted was, under its number.
     for ended, before in zip(done, starts, strict=True):
-        assert records[: len(before)] == before
-        after = records[len(before) :]
-        again = {*numbers(after, "started"), *numbers(after, "ended")}
-        assert not again & ended and running(before) <= again
-    keys = {r["number"]: r["candidate"]["key"] for r in records if r["event"] == "proposed"}
+        kept = [record for record in before if record["event"] == "ended"]
+        assert ended <= set(numbers(kept, "ended")) and all(record in records for record in kept)
+        assert running(before) <= again(tmp_path)
+    keys = {r["number"]: r["key"] for r in records if r["event"] == "started"}
     assert len(set(keys.values())) == len(keys) == 6
     assert sorted(numbers(records, "ended")) == sorted(keys)
     check_trials({keys[r["number"]]: r for r in records if r["event"] == "ended"}, tmp_path / "tune-space/report")
 
 
 def check_trials(ended: dict[str, dict[str, Any]], report: Path) -> None:
-    kinds = {key: (r["result"]["status"], r["result"]["kind"]) for key, r in ended.items()}
+    kinds = {key: (r["status"], r["kind"]) for key, r in ended.items()}
     assert kinds.pop(HANGS) == ("failed", HANG) and kinds.pop(TOO_BIG) == ("failed", OUT_OF_MEMORY), kinds
     assert set(kinds.values()) == {("done", None)} and len(kinds) == 4
 
@@ -179,7 +188,7 @@ def check_trials(ended: dict[str, dict[str, Any]], report: Path) -> None:
     both = [(a, b) for i, a in enumerate(ran) for b in ran[:i] if a[0] < b[1] and b[0] < a[1]]
     assert both and all(not a[2] & b[2] for a, b in both)
 
-    best = max((key for key in kinds), key=lambda key: ended[key]["result"]["tokens_per_s"])
+    best = max((key for key in kinds), key=lambda key: ended[key]["tokens_per_s"])
     command = (report / "best.txt").read_text()
     sizes = [re.search(rf"--{name}[= ](\d+)", command) for name in ("pipeline-model-parallel-size", "micro-batch-size")]
     assert best == "pp={},mbs={}".format(*(size[1] for size in sizes if size)), command
@@ -223,11 +232,9 @@ def test_a_node_dies_and_the_search_goes_on_without_it(
     records, text = left_behind(testbed, tmp_path), job.text()
     assert "node03 is down: it is left out from now on; 3 of 4 node(s) are left" in text
     started = [(r["number"], set(r["hosts"])) for r in records if r["event"] == "started"]
-    assert [number for number, _ in started] == [1, 2, 2], "one was not disturbed, one was run again"
-    assert "node03" not in started[-1][1] and len(started[-1][1]) == 2
-    (lost,) = [r for r in records if r["event"] == "interrupted"]
-    assert (lost["number"], lost["why"]) == (2, "node03 is down")
-    ended = {r["number"]: r["result"]["status"] for r in records if r["event"] == "ended"}
+    assert [number for number, _ in started] == [1, 2] and again(tmp_path) == {2}, "one was run again"
+    assert "node03" not in started[-1][1] and len(started[-1][1]) == 2 and "node03 is down: it is run again" in text
+    ended = {r["number"]: r["status"] for r in records if r["event"] == "ended"}
     assert ended == {1: "done", 2: "done"}, text
     assert (tmp_path / "tune-space/report/best.txt").exists() and "Node failure" in (
         tmp_path / "tune-space/trials/0002/attempt-1/train.log"
@@ -266,11 +273,11 @@ until_true all_on
 {sys.executable} - <<'PY'
 import sys, time
 sys.path.insert(0, "{ROOT}")
-from megatron.tuning import nodes
+from megatron.jobs import nodes
 class Told(nodes.Inquiry):
-    def _start_tasks(self, groups):
-        told = super()._start_tasks(groups)
-        print(*told)
+    def answers(self, hosts):
+        told = super().answers(hosts)
+        print(*("answers " + host for host in told))
         return told
 asked = Told(["node02", "node03"])
 while asked.dead is None: time.sleep(0.1)

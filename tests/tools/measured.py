@@ -1,4 +1,4 @@
-"""Made-up runs whose figures are known: metrics files, points and logs as programs write them."""
+"""Made-up runs whose figures are known: metrics files and points as programs write them."""
 from __future__ import annotations
 
 import json
@@ -72,41 +72,3 @@ def write(folder: Path, written: Sequence[dict[str, Any]], point: dict[str, Any]
     if point is not None:
         (folder / "point.json").write_text(json.dumps(point))
     return folder
-
-
-def mds_line(iteration: int, batch: int, step_s: float, tflops: float, **more: Any) -> str:
-    """An iteration line in Megatron-DeepSpeed's form."""
-    values = {"consumed": iteration * batch, "scale": 4096.0, "norm": 1.25, "skipped": 0, **more}
-    return (
-        f" iteration {iteration:8d}/{10:8d} | consumed samples: {values['consumed']:12d} | consumed tokens: "
-        f"{values['consumed'] * SEQUENCE:12d} | elapsed time per iteration (ms): {1000 * step_s:.1f} | learning rate: "
-        f"6.000E-05 | global batch size: {batch:5d} | lm loss: 9.109811E+00 | loss scale: {values['scale']:.1f} | "
-        f"grad norm: {values['norm']:.3f} | num zeros: 0.0 | actual seqlen: {SEQUENCE:5d} | number of skipped "
-        f"iterations: {values['skipped']:3d} | number of nan iterations:   0 | samples per second: "
-        f"{batch / step_s:.3f} | TFLOPs: {tflops:.2f} |\n"
-    )
-
-
-def mlm_line(iteration: int, batch: int, step_s: float, tflops: float, stamp: str) -> str:
-    """An iteration line in Megatron-LM's form."""
-    return (
-        f" [{stamp}] iteration {iteration:8d}/{10:8d} | consumed samples: {iteration * batch:12d} | elapsed time per "
-        f"iteration (ms): {1000 * step_s:.1f} | throughput per GPU (TFLOP/s/GPU): {tflops:.1f} | learning rate: "
-        f"6.000000E-05 | global batch size: {batch:5d} | lm loss: 9.109811E+00 | loss scale: 1.0 | grad norm: 1.250 | "
-        f"number of skipped iterations:   0 | number of nan iterations:   0 |\n"
-    )
-
-
-def arguments(values: dict[str, Any]) -> str:
-    """The block of arguments at the head of a log."""
-    rows = "".join(f"  {name} {'.' * max(3, 48 - len(name))} {value}\n" for name, value in values.items())
-    return f"------------------------ arguments ------------------------\n{rows}--- end of arguments ---\n"
-
-
-# A real line of the paper's authors' public log (facts about it: compatibility of formats, section 3.4).
-ORNL_LINE = (
-    " iteration        2/       5 | consumed samples:         2560 | consumed tokens:      5242880 | elapsed time per "
-    "iteration (ms): 196496.4 | learning rate: 6.000E-05 | global batch size:  1280 | lm loss: 1.109811E+01 | loss "
-    "scale: 1073741824.0 | grad norm: 0.000 | num zeros: 0.0 | actual seqlen:  2048 | number of skipped iterations:   "
-    "0 | number of nan iterations:   0 | samples per second: 6.514 | TFLOPs: 149.46 |\n"
-)

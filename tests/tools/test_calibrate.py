@@ -61,3 +61,11 @@ def test_what_is_refused(
     error = capsys.readouterr().err
     assert says in error and "Traceback" not in error
     assert not (tmp_path / "x.toml").exists()
+
+
+@pytest.mark.slow
+def test_processes_that_fail_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The processes that it starts find that there is no GPU for the backend that was asked for."""
+    words = ["-o", str(tmp_path / "x.toml"), "--processes", "2", "--distributed-backend", "nccl", *MODEL]
+    assert main(words) != 0
+    assert "nccl" in capsys.readouterr().err and not (tmp_path / "x.toml").exists()

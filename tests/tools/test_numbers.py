@@ -12,7 +12,6 @@ import pytest
 
 from megatron.config.option import real, whole
 from megatron.errors import ConfigError
-from megatron.preflight.measure.command import add_arguments
 
 TOOLS = sorted((Path(__file__).parents[2] / "tools").glob("*.py"))
 EXTREMES = ("0", "-1", "nan", "-inf", "1e308", "5e-324", str(2**64), "9" * 5000)
@@ -20,9 +19,7 @@ EXTREMES = ("0", "-1", "nan", "-inf", "1e308", "5e-324", str(2**64), "9" * 5000)
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
     found = {tool.name: runpy.run_path(str(tool)).get("build_parser") for tool in TOOLS}
-    measure = argparse.ArgumentParser()
-    add_arguments(measure)
-    return {"measure": measure} | {name: build() for name, build in found.items() if build is not None}
+    return {name: build() for name, build in found.items() if build is not None}
 
 
 def test_every_number_of_a_tool_has_a_range() -> None:

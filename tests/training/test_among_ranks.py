@@ -48,6 +48,7 @@ SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
 
 
 def agree(topology: Topology, folder: str) -> Any:
+    """What was sent, and the answers: with nothing on, one step late, and at once."""
     sent: list[int] = []
     plain = dist.all_reduce
 
@@ -55,15 +56,28 @@ def agree(topology: Topology, folder: str) -> Any:
         sent.append(x.numel())
         return plain(x, *args, **kwargs)
 
-    agreement, on, rank = Agreement(topology), [False], topology.rank
-    agreement.add("signal", lambda: 10 + rank, lambda: on[0])
+    agreement, on, rank, own = Agreement(topology), [False], topology.rank, [10 + topology.rank]
+    agreement.add("signal", lambda: own[0], lambda: on[0])
     agreement.add_first("save", lambda: rank == 1, lambda: on[0])  # what rank 1 would decide does not count
     agreement.add_first("late", lambda: rank == 0, lambda: on[0])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", counted)
-        off = dict(agreement.take()), len(sent)
+        agreement.post()
+        answers = [dict(agreement.read())]
         on[0] = True
-        return off, dict(agreement.take()), sent
+        word = torch.zeros(1)
+        if rank == 0:  # the others ask when it is through: whoever asks waits for nobody
+            agreement.post()
+            for other in range(1, RANKS):
+                dist.send(word, other)
+        else:
+            dist.recv(word, 0)
+            agreement.post()
+        own[0] = 99
+        answers += [dict(agreement.read()), dict(agreement.read()), dict(agreement.now())]
+        agreement.post()
+        agreement.drop()
+        return [*answers, dict(agreement.read())], sent
 
 
 def stop(topology: Topology, folder: str) -> Any:
@@ -74,7 +88,7 @@ def stop(topology: Topology, folder: str) -> Any:
             exit_interval=None, exit_duration_in_mins=None, exit_signal_handler=False, kill_switch_file=switch,
         ))  # fmt: skip
         agreement = Agreement(topology)
-        return StopRules(settings, agreement, signals).check(iteration, agreement.take()) is not None
+        return StopRules(settings, agreement, signals).check(iteration, agreement.now()) is not None
 
     with Signals() as signals:
         if topology.rank == 1:
@@ -100,11 +114,13 @@ def figures(topology: Topology, folder: str) -> Any:
     losses: list[torch.Tensor] = []
     if topology.pipeline.is_last:
         losses = [torch.tensor(10.0 * topology.data.rank + i) for i in range(4)]
-    mine, weighted = local_loss(losses, None, topology), local_loss(losses, [0.1, 0.2, 0.3, 0.8], topology)
+    weights = torch.tensor([0.1, 0.2, 0.3, 0.8])
+    mine, weighted = local_loss(losses, None, topology), local_loss(losses, weights, topology)
     interval = Interval(topology, Rates(RANKS, 8, 1.0, 1.0))
-    for iteration, loss in ((1, mine), (2, weighted), (3, None if mine is None else mine * math.nan)):
+    for iteration, loss in ((1, mine), (2, weighted)):
         interval.add(StepRecord(iteration, 0, 0, 8, 0.1, loss, False))
-    return interval.reduce(HELD[topology.rank], RESERVED[topology.rank])
+    unfinished = [None if mine is None else mine * math.nan]
+    return interval.reduce(HELD[topology.rank], RESERVED[topology.rank], unfinished)
 
 
 def loss_of(first_sample: int) -> float:
@@ -276,11 +292,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
 Found = Callable[..., list[Any]]
 
 
-def test_ranks_get_the_largest_number_in_one_reduction_and_in_none_where_all_is_off(found: Found) -> None:
-    off, agreed, sent = found(agree)[0]
-    assert off == ({"signal": 0, "save": 0, "late": 0}, 0)
-    assert agreed == {"signal": 10 + RANKS - 1, "save": 0, "late": 1} and sent == [3]
-    assert found(agree) == [(off, agreed, sent)] * RANKS
+def test_ranks_get_the_largest_number_of_the_moment_they_were_asked_in_one_reduction(found: Found) -> None:
+    late, now = ({"signal": signal, "save": 0, "late": 1} for signal in (10 + RANKS - 1, 99))
+    assert found(agree) == [([{}, late, {}, now, {}], [3, 3, 3])] * RANKS
 
 
 def test_all_ranks_stop_alike(found: Found) -> None:

@@ -77,8 +77,8 @@ def run_and_give_up(rank: int, fields: dict[str, Any]) -> str:
     from megatron.errors import TrainingError
     from megatron.training.skips import SkipRules
 
-    def after_step(self: SkipRules, run: Any, *_: Any) -> None:
-        if run.progress.iteration == 2:
+    def after_step(self: SkipRules, run: Any, under_way: Any, *_: Any) -> None:
+        if under_way.iteration == 3:
             raise TrainingError("NaN")
 
     SkipRules.after_step = after_step  # type: ignore[method-assign, assignment]
@@ -118,7 +118,7 @@ def run_and_signal(rank: int, fields: dict[str, Any], where: str, nth: int, numb
     [
         (2, "megatron.training.setup.connect", 1, 0, 0),  # before anything
         (1, "megatron.training.loop.open_stream", 1, 0, 0),  # the evaluation before the first step
-        (2, "megatron.training.loop.train_step", 2, 2, 1),
+        (2, "megatron.training.loop.train_step", 2, 3, 1),  # the ranks tell each other while step 3 runs
         (1, "megatron.checkpoint.save.check_complete", 1, 3, 1),  # of iteration 2, noticed after step 3
     ],
 )  # fmt: skip

@@ -19,6 +19,7 @@ from megatron.layers.vocabulary_loss import Vocabulary, vocabulary_loss
 from megatron.parallel.topology import Layout, Topology
 from megatron.training import pretrain, skips
 from megatron.training.metrics import read_metrics
+from megatron.training.run import StepUnderWay
 from megatron.training.skips import SkipRules
 from tests.helpers.launching import TINY, launch
 from tests.helpers.poison import poisoned
@@ -47,16 +48,19 @@ def end_of_run(rank: int, fields: dict[str, Any], poison: dict[str, Any] | None)
     plain = setup.train
 
     def train(run: Any) -> Any:
-        step = run.engine.step
+        start, finish, before = run.engine.start_step, run.engine.finish_step, list[np.ndarray]()
 
-        def noting(*args: Any, **named: Any) -> StepResult:
-            before = weights(run)
-            result: StepResult = step(*args, **named)
+        def noting(*args: Any, **named: Any) -> None:
+            before[:] = weights(run)
+            start(*args, **named)
+
+        def finished() -> StepResult:
+            result: StepResult = finish()
             if result.skipped:
-                noted.append(before)
+                noted.append(before[:])
             return result
 
-        run.engine.step = noting
+        run.engine.start_step, run.engine.finish_step = noting, finished
         try:
             return plain(run)
         finally:
@@ -188,7 +192,7 @@ class Quiet:
     """Stands in for a run that nobody looks into."""
 
     def __init__(self) -> None:
-        self.progress = SimpleNamespace(iteration=0)
+        self.engine = SimpleNamespace(clear_gradients=lambda: None)
         self.reporter = SimpleNamespace(say=lambda text: None, metrics=SimpleNamespace(write=lambda *_, **__: None))
 
 
@@ -199,10 +203,10 @@ def steps_until_error(monkeypatch: pytest.MonkeyPatch, results: list[tuple[bool,
     rules, run = SkipRules(Config.create(**{**options, **fields}), SINGLE), Quiet()
     for number, (skipped, scale) in enumerate(results, 1):
         try:
-            rules.after_step(run, [], [torch.tensor(1.0)], StepResult(None, skipped, scale))  # type: ignore[arg-type]
+            taken = StepUnderWay(number, 0, 0, 1, 0.1, None, [], [torch.tensor(1.0)], None)
+            rules.after_step(run, taken, StepResult(None, skipped, scale))  # type: ignore[arg-type]
         except TrainingError:
             return number
-        run.progress.iteration = number
     return None
 
 

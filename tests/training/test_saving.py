@@ -81,7 +81,7 @@ class Case:
     def step(self, iteration: int, seconds: float = 1.0) -> None:
         """What the loop does after a step."""
         self.now += seconds
-        agreed = self.agreement.take()
+        agreed = self.agreement.now()
         self.saves.commit_written(agreed)
         if self.saves.is_due(iteration, agreed):
             self.saves.save(iteration, {})
@@ -199,6 +199,6 @@ def test_other_errors_are_not_taken_for_a_full_disk() -> None:
 
 def test_the_wall_time_hears_how_long_a_save_takes() -> None:
     case, heard = Case(save_interval=1), list[float]()
-    case.saves.after_save = heard.append
+    case.saves.after_save.append(heard.append)
     case.step(1)
     assert heard == [2.0]

@@ -42,37 +42,38 @@ def rule(progress: Progress, window: int = 4) -> SpikeRule:
     return SpikeRule(config, SINGLE, progress)
 
 
-def step(number: int, loss: float, skipped: bool = False) -> StepRecord:
-    return StepRecord(number, 4 * number, 0, 4, 0.1, torch.tensor(loss), skipped)
+def note(found: SpikeRule, number: int, loss: float, skipped: bool = False) -> Spike | None:
+    own = torch.tensor(loss)
+    return found.add(StepRecord(number, 4 * number, 0, 4, 0.1, own, skipped), found.mean_loss(own))
 
 
 def test_a_loss_is_compared_with_the_median_of_the_window() -> None:
     progress = Progress()
     found = rule(progress)
-    assert [found.add(step(i, loss)) for i, loss in enumerate((9.0, 1.0, 3.0, 2.0), 1)] == [None] * 4
+    assert [note(found, i, loss) for i, loss in enumerate((9.0, 1.0, 3.0, 2.0), 1)] == [None] * 4
     # Median 2.5: 5 is not more than twice that. Then 1, 2, 3, 5 and a median of 2.5 again.
-    assert found.add(step(5, 5.0)) is None and found.add(step(6, 5.1)) == Spike(6, pytest.approx(5.1), 2.5, 20, 24)
+    assert note(found, 5, 5.0) is None and note(found, 6, 5.1) == Spike(6, pytest.approx(5.1), 2.5, 20, 24)
     assert progress.recent_losses == [1.0, 3.0, 2.0, 5.0], "a spike is not in the window"
-    assert found.add(step(7, 1.0, skipped=True)) is None and progress.recent_losses[-1] == 5.0
-    spike = found.add(step(8, math.nan, skipped=True))
+    assert note(found, 7, 1.0, skipped=True) is None and progress.recent_losses[-1] == 5.0
+    spike = note(found, 8, math.nan, skipped=True)
     assert spike is not None and spike.iteration == 8 and math.isnan(spike.loss)
 
 
 def test_it_needs_some_losses_but_sees_at_once_what_is_not_finite() -> None:
     found = rule(Progress(), window=100)
-    assert [found.add(step(i, 1.0 if i < 10 else 1e6)) for i in range(1, 11)] == [None] * 10
-    assert found.add(step(11, 1e6)) is not None  # ten losses: one median
-    assert rule(Progress()).add(step(1, math.inf)) is not None
+    assert [note(found, i, 1.0 if i < 10 else 1e6) for i in range(1, 11)] == [None] * 10
+    assert note(found, 11, 1e6) is not None  # ten losses: one median
+    assert note(rule(Progress()), 1, math.inf) is not None
 
 
 def test_a_resumed_rule_decides_as_one_that_went_on() -> None:
     losses = [float(x) for x in np.random.RandomState(3).gamma(1.0, size=60)]
     whole, parts, spikes = rule(Progress(), 7), Progress(), [list[bool](), list[bool]()]
     for i, loss in enumerate(losses, 1):
-        spikes[0].append(whole.add(step(i, loss)) is not None)
+        spikes[0].append(note(whole, i, loss) is not None)
         stored = json.loads(json.dumps(parts.recent_losses))
         parts = Progress(recent_losses=stored)
-        spikes[1].append(rule(parts, 7).add(step(i, loss)) is not None)
+        spikes[1].append(note(rule(parts, 7), i, loss) is not None)
     assert spikes[0] == spikes[1] and 0 < sum(spikes[0]) < 60
 
 

@@ -37,14 +37,14 @@ class Rules:
         self.rules = StopRules(settings(**changes), self.agreement, signals, wall_time, clock)
 
     def check(self, iteration: int) -> str | None:
-        stop = self.rules.check(iteration, self.agreement.take())
+        stop = self.rules.check(iteration, self.agreement.now())
         return None if stop is None else stop.reason
 
 
 def test_exit_interval_counts_finished_steps() -> None:
     rules = Rules(exit_interval=5)
     assert [i for i in range(1, 12) if rules.check(i)] == [5, 10]
-    assert rules.rules.ask(5, rules.agreement.take()) is None
+    assert rules.rules.ask(5, rules.agreement.now()) is None
 
 
 def test_duration_is_counted_from_the_beginning() -> None:
@@ -62,7 +62,7 @@ def test_kill_switch(tmp_path: Path) -> None:
     assert rules.check(1) is None
     switch.touch()
     assert str(switch) in str(rules.check(2))
-    stop = rules.rules.check(2, rules.agreement.take())
+    stop = rules.rules.check(2, rules.agreement.now())
     assert stop is not None and not stop.requeue  # somebody wants the run to end, not to begin again
 
 
@@ -95,7 +95,7 @@ def test_only_the_first_signal_counts() -> None:
         for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM):
             os.kill(os.getpid(), number)
         rules = Rules(signals=signals)
-        stop = rules.rules.check(1, rules.agreement.take())
+        stop = rules.rules.check(1, rules.agreement.now())
         assert stop is not None and stop.requeue and "SIGUSR1" in stop.reason
 
 
@@ -108,7 +108,7 @@ def test_the_end_of_the_job_is_a_reason_to_go_on_in_another(left_s: float, stopp
     wall_time.after_step(20.0)
     wall_time.after_save(50.0)
     rules = Rules(wall_time=wall_time)
-    stop = rules.rules.check(7, rules.agreement.take())
+    stop = rules.rules.check(7, rules.agreement.now())
     assert (stop is not None) == stopped
     if stop is not None:
         assert stop.requeue and all(figure in stop.reason for figure in ("iteration 7", "1:40", "20.0 s", "50.0 s"))
@@ -118,12 +118,12 @@ def test_a_job_too_short_for_a_step_does_not_come_back() -> None:
     """It would come and go for ever. A signal before the first step is another matter: the node is wanted elsewhere."""
     wall_time = WallTime(FixedEnd(20.0, 0.0, lambda: 0.0), checkpoint_bytes=0.0)
     rules = Rules(wall_time=wall_time)
-    stop = rules.rules.ask(7, rules.agreement.take())
+    stop = rules.rules.ask(7, rules.agreement.now())
     assert stop is not None and not stop.requeue
-    later = rules.rules.check(8, rules.agreement.take())
+    later = rules.rules.check(8, rules.agreement.now())
     assert later is not None and later.requeue
     with Signals() as signals:
         os.kill(os.getpid(), signal.SIGUSR1)
         rules = Rules(signals=signals, wall_time=wall_time)
-        stop = rules.rules.ask(7, rules.agreement.take())
+        stop = rules.rules.ask(7, rules.agreement.now())
     assert stop is not None and stop.requeue and "SIGUSR1" in stop.reason

@@ -75,6 +75,6 @@ def test_the_example_trains_and_keeps_what_it_made(
 
 
 def test_arguments_are_checked_before_torch_is_imported() -> None:
-    code = "import sys, pretrain_gpt; print(pretrain_gpt.main(['--nmu-layers', '3']), 'torch' in sys.modules)"
+    code = "import sys, megatron.program; print(megatron.program.run(['--nmu-layers', '3']), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.stdout.split() == ["2", "False"] and "--num-layers" in done.stderr

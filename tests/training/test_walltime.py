@@ -107,7 +107,7 @@ def test_what_must_be_left() -> None:
     wall_time.after_step(4.0)
     wall_time.after_step(2.0)
     assert wall_time.needed_s == 64.0  # the longest step lately
-    wall_time.after_step(2.0, evaluates_next=True)
+    wall_time.after_step(2.0, evaluations=1)
     assert wall_time.needed_s == 104.0  # ten iterations, as long as steps
     wall_time.after_evaluation(7.0)
     assert wall_time.needed_s == 71.0
@@ -122,6 +122,9 @@ def test_what_must_be_left() -> None:
     for _ in range(100):
         wall_time.after_step(1.0)
     assert wall_time.needed_s == 46.0  # steps of long ago are forgotten
+    wall_time.steps_ahead = 2
+    wall_time.after_step(1.0, evaluations=2, saves_ahead=2)
+    assert wall_time.needed_s == 2 * 1 + 2 * 7 + 2 * 15 + 30
 
 
 def test_a_job_goes_back_into_the_queue(command: Command) -> None:

@@ -1,16 +1,11 @@
-"""The arguments that Megatron keeps in a checkpoint, as our settings; and which tensors a model of them has."""
+"""The arguments that Megatron keeps in a checkpoint, as our settings."""
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from megatron.config import Config
 from megatron.errors import CheckpointError, ConfigError
-from megatron.model.gpt import build_chunks
-from megatron.parallel.sharding import sharding_of
-from megatron.parallel.topology import Layout, Topology
 
 _MODEL = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "seq_length",
@@ -98,10 +93,3 @@ def configure(settings: Mapping[str, Any], chosen: Mapping[str, Any]) -> tuple[C
         config = Config.create(**model)
         problems = " ".join(str(error).split())
         return config, [f"the settings of its training are not taken over, only those of the model: {problems}"]
-
-
-def expected_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Global shape of each parameter that our model has with this configuration, by name; no memory is used."""
-    topology = Topology.from_layout(Layout(), 0, device=torch.device("meta"))
-    shardings = [sharding_of(p) for p in build_chunks(config, topology).parameters()]
-    return {s.name: s.global_shape for s in shardings}

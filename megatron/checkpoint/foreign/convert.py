@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.folder import TRACKER, tagged_name
-from megatron.checkpoint.foreign.architecture import configure, expected_shapes, settings_of
+from megatron.checkpoint.foreign.architecture import configure, settings_of
 from megatron.checkpoint.foreign.deepspeed import is_deepspeed, read_deepspeed
 from megatron.checkpoint.foreign.megatron import is_megatron, read_megatron
 from megatron.checkpoint.foreign.merge import Rules, is_replicated, merge
@@ -19,6 +19,7 @@ from megatron.checkpoint.foreign.source import KINDS, Part, Source, laid_out
 from megatron.checkpoint.offline import write_offline
 from megatron.config import Config
 from megatron.errors import CheckpointError
+from megatron.model.gpt import global_shapes
 from megatron.untrusted import read_bytes
 
 _NAMED = 6
@@ -111,7 +112,7 @@ def _planned(source: Source, chosen: Mapping[str, Any]) -> Plan:
     if config.model.num_layers > len(layers):
         raise CheckpointError(f"{source.folder} has {len(layers)} layers, and with these settings the model has "
                               f"{config.model.num_layers}: correct --num-layers")  # fmt: skip
-    shapes = expected_shapes(config)
+    shapes = global_shapes(config)
     _check_names(source, shapes)
     plan = Plan(source, config, shapes, [*source.notes, *notes, *more])
     padded = sum(len(part.weight) for part in source.parts[WORD_EMBEDDINGS])

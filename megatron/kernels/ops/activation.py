@@ -127,11 +127,11 @@ def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 _bias_activation_backward = operator(
     "bias_activation_backward(Tensor gradient, Tensor x, Tensor? bias, str kind) -> (Tensor, Tensor)",
-    _backward, _like_gradients,
+    _backward, _like_gradients, work="activation",
 )
 _bias_activation = operator(
     "bias_activation(Tensor x, Tensor? bias, str kind) -> Tensor",
-    _forward, lambda x, bias, kind: _like_result(x, kind), save=_save, backward=_gradients,
+    _forward, lambda x, bias, kind: _like_result(x, kind), save=_save, backward=_gradients, work="activation",
 )
 
 

@@ -156,16 +156,16 @@ def _logits_gradient(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple[torch.T
 
 _cross_entropy_local = operator(
     "cross_entropy_local(Tensor logits, Tensor labels, int first, int real) -> (Tensor, Tensor, Tensor)",
-    _local, _three,
+    _local, _three, work="loss",
 )
 _cross_entropy_gradient = operator(
     "cross_entropy_gradient_(Tensor(a!) logits, Tensor labels, Tensor maximum, Tensor total, Tensor gradient, "
     "int first, int real) -> ()",
-    _gradient_in_place, lambda *_: None,
+    _gradient_in_place, lambda *_: None, work="loss",
 )
 _cross_entropy = operator(
     "cross_entropy(Tensor logits, Tensor labels, int first, int real) -> (Tensor, Tensor, Tensor)",
-    _losses, _three, save=_save, backward=_logits_gradient,
+    _losses, _three, save=_save, backward=_logits_gradient, work="loss",
 )
 
 

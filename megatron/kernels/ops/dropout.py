@@ -126,12 +126,12 @@ def _gradients(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
 _bias_dropout_add_backward = operator(
     "bias_dropout_add_backward(Tensor gradient, bool biased, float probability, SymInt seed, SymInt[] place)"
     " -> (Tensor, Tensor)",
-    _backward, _like_gradients,
+    _backward, _like_gradients, work="residual",
 )
 _bias_dropout_add = operator(
     "bias_dropout_add(Tensor x, Tensor? bias, Tensor? residual, float probability, SymInt seed, SymInt[] place)"
     " -> Tensor",
-    _forward, lambda x, *_: torch.empty_like(x), save=_save, backward=_gradients,
+    _forward, lambda x, *_: torch.empty_like(x), save=_save, backward=_gradients, work="residual",
 )
 
 

@@ -198,12 +198,13 @@ _norm_backward = operator(
     lambda dy, dsum, x, weight, mean, rstd, one_plus, rms: (
         torch.empty_like(x), weight.new_empty(1 if rms else 2, x.shape[-1], dtype=torch.float32)
     ),
+    work="norm",
 )
 _norm_operator = operator(
     "norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool one_plus, bool rms) -> (Tensor, Tensor, Tensor)",
     _norm,
     lambda x, weight, bias, eps, one_plus, rms: (torch.empty_like(x), *_statistics(x, rms)),
-    save=_save, backward=_gradient,
+    save=_save, backward=_gradient, work="norm",
 )
 _add_norm_operator = operator(
     "add_norm(Tensor x, Tensor residual, Tensor weight, Tensor? bias, float eps, bool one_plus, bool rms)"
@@ -212,7 +213,7 @@ _add_norm_operator = operator(
     lambda x, residual, weight, bias, eps, one_plus, rms: (
         torch.empty_like(x), torch.empty_like(x), *_statistics(x, rms)
     ),
-    save=_save, backward=_gradient,
+    save=_save, backward=_gradient, work="norm",
 )
 
 

@@ -15,7 +15,7 @@ from megatron.kernels.checks import check
 from megatron.kernels.library import TYPES, Function, available
 from megatron.kernels.register import operator
 
-_ADAMW = Function("mk_adamw", "ippllfffffff")
+_ADAMW = Function("mk_adamw", "ippllpffffff")
 _SCALE_AND_NORM = Function("mk_scale_and_norm", "ppppllf")
 
 # Each block has a chunk of a tensor: `_SMALLEST` elements (csrc/kernels/tensor_list.h wants a multiple of it), more
@@ -59,16 +59,15 @@ def _check_list(name: str, what: str, tensors: Tensors, like: Tensors, dtypes: S
 
 def adamw_reference_(
     parameters: Tensors, gradients: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, copies: Tensors, lr: float,
-    beta1: float, beta2: float, eps: float, weight_decay: float, step: int, gradient_scale: float,
+    beta1: float, beta2: float, eps: float, weight_decay: float, step: int, gradient_scale: torch.Tensor,
 ) -> None:
     """The same with torch's fused AdamW: what serves where there is no kernel."""
-    wide = [g.float() for g in gradients]
-    if gradient_scale != 1.0:
-        wide = list(torch._foreach_mul(wide, gradient_scale))
+    wide = list(torch._foreach_mul([g.float() for g in gradients], gradient_scale))
     steps = [torch.full((), float(step), device=p.device) for p in parameters]
     torch._fused_adamw_(
         list(parameters), wide, list(exp_avgs), list(exp_avg_sqs), [], steps, lr=lr, beta1=beta1, beta2=beta2,
         weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
+        found_inf=torch.isfinite(gradient_scale).logical_not().float(),
     )  # fmt: skip
     if copies:
         torch._foreach_copy_(list(copies), list(parameters))
@@ -77,7 +76,7 @@ def adamw_reference_(
 @torch.no_grad()
 def _run_adamw(
     parameters: Tensors, gradients: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, copies: Tensors, lr: float,
-    beta1: float, beta2: float, eps: float, weight_decay: float, step: int, gradient_scale: float,
+    beta1: float, beta2: float, eps: float, weight_decay: float, step: int, gradient_scale: torch.Tensor,
 ) -> None:
     name = "adamw_"
     _check_list(name, "parameters", parameters, parameters, [torch.float32])
@@ -88,7 +87,10 @@ def _run_adamw(
         _check_list(name, "copies", copies, parameters, [torch.float16, torch.bfloat16])
     check(name, 0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0, f"betas ({beta1}, {beta2}) must lie in [0, 1)")
     check(name, step >= 1, f"step is {step}; the first is 1")
-    first = parameters[0]
+    first, scale = parameters[0], gradient_scale
+    fits = scale.dtype == torch.float32 and scale.numel() == 1 and scale.device == first.device
+    found = f"{scale.dtype} {list(scale.shape)} on {scale.device}"
+    check(name, fits, f"gradient_scale is {found}; it must be one fp32 number on {first.device}")
     if not available(first.device):
         adamw_reference_(
             parameters, gradients, exp_avgs, exp_avg_sqs, copies, lr, beta1, beta2, eps, weight_decay, step,
@@ -107,7 +109,7 @@ def _run_adamw(
 _adamw_ = operator(
     "adamw_(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
     "Tensor(d!)[] copies, float lr, float beta1, float beta2, float eps, float weight_decay, SymInt step, "
-    "float gradient_scale) -> ()",
+    "Tensor gradient_scale) -> ()",
     _run_adamw, lambda *_: None,
 )  # fmt: skip
 
@@ -115,7 +117,8 @@ _adamw_ = operator(
 @torch.no_grad()
 def adamw_(
     parameters: Tensors, gradients: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, copies: Tensors | None = None, *,
-    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int, gradient_scale: float = 1.0,
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int,
+    gradient_scale: float | torch.Tensor = 1.0,
 ) -> None:
     """One step of AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2) on lists of tensors.
 
@@ -123,17 +126,21 @@ def adamw_(
 
     parameters, exp_avgs, exp_avg_sqs   fp32
     gradients        fp32, fp16 or bf16, all of one type; multiplied by `gradient_scale` before use
+    gradient_scale   a number, or one fp32 number on the device; where it is not finite the step is skipped: nothing is
+                     written
     copies           fp16 or bf16 tensors that get the new weights, rounded; None where there are none
     step             counts from 1: the bias correction is that of `step` steps
 
     Tensors at one place of the lists have one shape; all are contiguous and on one device. Empty lists and tensors are
     allowed. Raises KernelError.
 
-    torch.compile takes lr and gradient_scale as constants and would compile again for each value: call it outside.
+    torch.compile takes lr as a constant and would compile again for each value: call it outside.
     """
     if parameters or gradients or exp_avgs or exp_avg_sqs or copies:
         check("adamw_", bool(parameters), "there are no parameters for the other lists")
         check("adamw_", bool(gradients and exp_avgs and exp_avg_sqs), "a list is empty but there are parameters")
+        if not isinstance(gradient_scale, torch.Tensor):
+            gradient_scale = torch.full((), gradient_scale, dtype=torch.float32, device=parameters[0].device)
         _adamw_(
             parameters, gradients, exp_avgs, exp_avg_sqs, copies or [], lr, beta1, beta2, eps, weight_decay, step,
             gradient_scale,

@@ -15,6 +15,7 @@ import torch
 from megatron.kernels.checks import check, check_columns, check_device, check_shape, check_type
 from megatron.kernels.library import Function, available
 from megatron.kernels.register import operator
+from megatron.kernels.work import Memory
 
 _CAUSAL = Function("mk_causal_softmax", "pplllf")
 _MASKED = Function("mk_masked_softmax", "pppllllf")
@@ -116,6 +117,7 @@ _softmax_backward = operator(
 _causal_softmax = operator(
     "causal_softmax(Tensor scores, float scale) -> Tensor",
     _causal, lambda scores, scale: torch.empty_like(scores), save=_save_causal, backward=_causal_gradient,
+    work=lambda scores, scale: Memory(3 * scores.nbytes // 2),  # of a row only what it sees is read
 )
 _masked_softmax = operator(
     "masked_softmax(Tensor scores, Tensor mask, float scale) -> Tensor",

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron.config import Config
+from megatron.engine.optimizer_state import optimizer_state
 from megatron.errors import ConfigError
 from megatron.planning.cluster import Cluster
 from megatron.planning.memory import RankMemory, memory_of_ranks, parameters_of_rank
@@ -223,6 +224,6 @@ class Judge:
             most, rank = max((parameters_of_rank(config, rank), -rank) for rank in ranks)
             self._parameters[key] = most, -rank
         most, rank = self._parameters[key]
-        states = (8 if config.optimizer.optimizer == "adam" else 4) + (4 if width == 2 else 0)
+        states = optimizer_state(config).bytes + (4 if width == 2 else 0)
         owners = parallel.data_parallel_size if config.engine.zero_stage else 1
         return most * (width + config.precision.gradient_bytes + states / owners), rank

@@ -1,15 +1,13 @@
 """How long a training step takes, from the configuration, the machine and the lists that the executor runs.
 
-    operations.py   what a pass consists of: products, attention, memory-bound kernels, messages and what hides them
-    shape.py        the sizes that this depends on, and which kernels run
-    linear.py, layer.py, ends.py   the passes of the layers, the embedding and the output layer, as the code runs them
-    clocked.py      seconds of a pass on a device and its links
-    stage.py        a stage's passes for one micro-batch
+    ../trace.py     what a pass consists of, read off the code: products, attention, memory-bound kernels, messages
+    ../clocked.py   seconds of a pass on a device and its links
+    ../stage.py     a stage's passes for one micro-batch
     replicas.py, update.py         what follows the last pass: gradients, optimizer, new weights
     estimate.py     all of it on the clock of the schedule; parts.py: what the seconds are made of
     bound.py        what no placement can beat; explain.py: the arithmetic, line by line
 
-Needs no torch, but for a CPU machine's kernels where torch is installed.
+Needs torch, but no device, where a trace is not in the user's cache folder yet.
 """
 from __future__ import annotations
 

@@ -5,10 +5,11 @@ import functools
 from typing import TYPE_CHECKING
 
 from megatron.planning.channels import Channels
-from megatron.planning.timing.clocked import MessageSeconds, crowding, rates_of
-from megatron.planning.timing.shape import Shape, shape_of
-from megatron.planning.timing.stage import Stage, StageSeconds, stage_seconds, stages_of
+from megatron.planning.clocked import MessageSeconds, crowding, rates_of
+from megatron.planning.events import Trace
+from megatron.planning.stage import Stage, StageSeconds, stage_seconds, stages_of
 from megatron.planning.timing.update import update_seconds
+from megatron.planning.trace import trace
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -33,14 +34,14 @@ def lower_bound(config: Config, cluster: Cluster, placement: Placement | None = 
 
     Raises ConfigError as estimate does for a format of which the machine knows no rates.
     """
-    rates, shape = rates_of(cluster, config.precision.dtype_name), shape_of(config, cluster.device_type)
+    rates, traced = rates_of(cluster, config.precision.dtype_name), trace(config, cluster.device_type)
     message_s: MessageSeconds | None = None
     if placement is not None:
         message_s = Channels(config, cluster, placement).tensor_s
     hides, stages = cluster.device_type != "cpu", stages_of(config)
     each = {
-        stage: _without_messages(shape, stage, rates, hides) if message_s is None
-        else stage_seconds(shape, stage, rates, message_s, hides=hides) for stage in set(stages)
+        stage: _without_messages(traced, stage, rates, hides) if message_s is None
+        else stage_seconds(traced, stage, rates, message_s, hides=hides) for stage in set(stages)
     }  # fmt: skip
     size, micro_batches = config.parallel.pipeline_model_parallel_size, config.num_micro_batches()
     passes = _passes([each[stage] for stage in stages], size, micro_batches)
@@ -48,12 +49,12 @@ def lower_bound(config: Config, cluster: Cluster, placement: Placement | None = 
     if crowd > 1.0:  # the cores that there are have all of the work to do
         work = micro_batches * sum(each[stage].busy_s for stage in stages)
         passes = max(passes, work / size * crowd)
-    return _ROUNDING * (passes + crowd * update_seconds(config, shape.kernels, rates) + rates.step_overhead_s)
+    return _ROUNDING * (passes + crowd * update_seconds(config, cluster.device_type, rates) + rates.step_overhead_s)
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _without_messages(shape: Shape, stage: Stage, rates: Rates, hides: bool) -> StageSeconds:
-    return stage_seconds(shape, stage, rates, None, hides=hides)
+def _without_messages(traced: Trace, stage: Stage, rates: Rates, hides: bool) -> StageSeconds:
+    return stage_seconds(traced, stage, rates, None, hides=hides)
 
 
 def _passes(stages: list[StageSeconds], size: int, micro_batches: int) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -17,15 +18,16 @@ from typing import TYPE_CHECKING
 from megatron.model import formulas
 from megatron.pipeline.clock import Boundaries, PipelineRun, StageTimes, run_pipeline
 from megatron.planning.channels import Channels
-from megatron.planning.memory import RankMemory, memory_of_ranks, sized_model
+from megatron.planning.clocked import crowding, rates_of
+from megatron.planning.events import Trace
+from megatron.planning.memory import RankMemory, memory_of_ranks
 from megatron.planning.placement import choose_placement
 from megatron.planning.rates import Rates
-from megatron.planning.timing.clocked import crowding, rates_of
+from megatron.planning.stage import StageSeconds, stage_flops, stage_seconds, stages_of, tied_elements
 from megatron.planning.timing.parts import parts_of_step
-from megatron.planning.timing.replicas import exchange, owned_partial_elements, tied_elements
-from megatron.planning.timing.shape import Shape, shape_of
-from megatron.planning.timing.stage import StageSeconds, stage_seconds, stages_of
+from megatron.planning.timing.replicas import exchange, owned_partial_elements
 from megatron.planning.timing.update import update_seconds
+from megatron.planning.trace import trace
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -42,7 +44,7 @@ class Estimate:
     """One step with the full global batch, in the steady state of a run.
 
     seconds        of a step; parts add up to them, as the pipeline rank that computes most spends them (parts.py)
-    model_flops, hardware_flops   of a step on all devices (formulas.py); the second with recomputation
+    model_flops, hardware_flops   of a step on all devices, of products and attention; the second with recomputation
     mfu, hfu       of the machine's peak in this format; None where it has none
     links          the figures that messages rest on, and where they are from; confidence: all figures
     run            the schedule on its clock; stage_times what it was given, stage_seconds what those consist of
@@ -109,11 +111,11 @@ class Estimate:
     def confidence(self) -> Confidence:
         """The figures that the seconds rest on, and where they are from."""
         dtype_name, stages = self.config.precision.dtype_name, set(stages_of(self.config))
-        shape = shape_of(self.config, self.cluster.device_type)
+        device = self.cluster.device_type
         rates = Rates(self.cluster, dtype_name)  # which has not been asked for anything else
         for stage in stages:
-            stage_seconds(shape, stage, rates, None)
-        update_seconds(self.config, shape.kernels, rates)
+            stage_seconds(trace(self.config, device), stage, rates, None)
+        update_seconds(self.config, device, rates)
         return rates.confidence | self.links
 
     @functools.cached_property
@@ -149,36 +151,33 @@ def estimate(config: Config, cluster: Cluster, placement: Placement | None = Non
     """
     placement = placement or choose_placement(config, cluster)
     rates, channels = rates_of(cluster, config.precision.dtype_name), Channels(config, cluster, placement)
-    shape = shape_of(config, cluster.device_type)
+    traced = trace(config, cluster.device_type)
     hides = cluster.device_type != "cpu"  # gloo's messages need the cores themselves
     stages = stages_of(config)
-    each = {stage: stage_seconds(shape, stage, rates, channels.tensor_s, hides=hides) for stage in set(stages)}
+    each = {stage: stage_seconds(traced, stage, rates, channels.tensor_s, hides=hides) for stage in set(stages)}
     seconds = tuple(each[stage] for stage in stages)
     times = StageTimes(
         tuple(s.forward_s for s in seconds), tuple(s.backward_s for s in seconds),
         tuple(s.weight_s for s in seconds) if stages[0].split else (),
     )  # fmt: skip
-    run = _run(config, cluster, channels, times, shape)
-    after = _after(config, cluster, channels, run, shape, rates)
+    run = _run(config, cluster, channels, times, traced)
+    after = _after(config, cluster, channels, run, rates)
     parts = parts_of_step(config, seconds, run, after)
-    model_flops, hardware_flops = _flops(config)
+    model_flops, hardware_flops = (_flops(config, traced, again) for again in (False, None))
     return Estimate(
         config, cluster, placement, sum(parts.values()), MappingProxyType(parts), model_flops, hardware_flops,
         channels.confidence, run, times, seconds,
     )  # fmt: skip
 
 
-def _run(config: Config, cluster: Cluster, channels: Channels, times: StageTimes, shape: Shape) -> PipelineRun:
+def _run(config: Config, cluster: Cluster, channels: Channels, times: StageTimes, traced: Trace) -> PipelineRun:
     parallel, boundaries = config.parallel, None
     size, gpu = parallel.pipeline_model_parallel_size, cluster.device_type != "cpu"
     if size > 1:
-        n_bytes = formulas.pipeline_message_bytes(
-            config.model, config.batch.micro_batch_size, shape.residual, shape.t if shape.sequence_parallel else 1
-        )
         wraps = parallel.num_chunks > 1
         there, back = (
             tuple(
-                channels.boundary(rank, forward, n_bytes) if wraps or rank != end else (0.0, 0.0)
+                channels.boundary(rank, forward, traced.layer.hands_on) if wraps or rank != end else (0.0, 0.0)
                 for rank in range(size)
             )
             for forward, end in ((True, size - 1), (False, 0))
@@ -188,39 +187,38 @@ def _run(config: Config, cluster: Cluster, channels: Channels, times: StageTimes
     crowd = crowding(config, cluster)
     on_node = min(parallel.world_size, cluster.devices_per_node)
     return run_pipeline(
-        parallel.schedule, size, parallel.num_chunks, config.num_micro_batches(), times, boundaries,
+        config.schedule, size, parallel.num_chunks, config.num_micro_batches(), times, boundaries,
         cores=cluster.shared_cores if crowd > 1.0 else None, demand=on_node / size if crowd > 1.0 else 1.0,
     )
 
 
 def _after(
-    config: Config, cluster: Cluster, channels: Channels, run: PipelineRun, shape: Shape, rates: Rates
+    config: Config, cluster: Cluster, channels: Channels, run: PipelineRun, rates: Rates
 ) -> dict[str, float]:
     """Seconds of a step beside its passes."""
     hides, crowd = cluster.device_type != "cpu", crowding(config, cluster)
-    replicas = exchange(config, channels, run, run.pipeline.times.forward, hides)
+    traced = trace(config, cluster.device_type)
+    replicas = exchange(config, traced, channels, run, run.pipeline.times.forward, hides)
     small = channels.model_s(8) + channels.world_s(8)  # the norm of the gradient; whether to stop or to save
     if config.parallel.data_parallel_size > 1:
         small += channels.data_s("all_reduce", 8)
-    tied, partial = tied_elements(config), owned_partial_elements(config)
+    tied, partial = tied_elements(config, traced), owned_partial_elements(config, traced)
     if tied:
         small += channels.tied_s(4 * tied)
     if partial:
         small += channels.tensor_s("all_reduce", 4 * partial)
     return {
         "data-parallel": crowd * (replicas.reduced + replicas.gathered) + small,
-        "optimizer": crowd * update_seconds(config, shape.kernels, rates),
+        "optimizer": crowd * update_seconds(config, cluster.device_type, rates),
         "host": rates.step_overhead_s,
     }
 
 
-def _flops(config: Config) -> tuple[float, float]:
-    """Model and hardware FLOPs of a step."""
-    model, recompute = sized_model(config), config.recompute
-    again = sum(stage.layers_again for stage in stages_of(config))
-    per_token = formulas.model_flops_per_token(model)
-    hardware = formulas.hardware_flops_per_token(
-        model, recompute.recompute_granularity, again, modules=recompute.recompute_modules
-    )
-    batch = config.batch.global_batch_size
-    return formulas.flops_per_iteration(per_token, model, batch), formulas.flops_per_iteration(hardware, model, batch)
+def _flops(config: Config, traced: Trace, again: bool | None) -> float:
+    """Of a step on all devices, without recomputation (again: False) or with it (None). What padding of the vocabulary
+    is multiplied with is no work of the model."""
+    parallel, stages = config.parallel, Counter(stages_of(config))
+    of_pipeline = sum(n * sum(stage_flops(traced, stage, again=again).values()) for stage, n in stages.items())
+    tensor = parallel.tensor_model_parallel_size
+    of_pipeline -= traced.head.padding(tensor) * (traced.head.forward.flops() + traced.head.backward.flops())
+    return of_pipeline * tensor * parallel.data_parallel_size * config.num_micro_batches()

@@ -1,27 +1,31 @@
 """The arithmetic of an estimate, from the FLOPs of one product to the seconds of a step and the days of a run."""
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
+from megatron.kernels.work import Attention, Computation, Memory
 from megatron.model.formulas import device_unit
 from megatron.planning.channels import Channels
+from megatron.planning.clocked import crowding, rates_of, seconds_of
+from megatron.planning.events import Message, Part, Pass, Trace
 from megatron.planning.rates import BACKWARD_OPERATIONS
-from megatron.planning.timing.clocked import crowding, rates_of, seconds_of
-from megatron.planning.timing.ends import EndPasses, embedding_passes, head_passes
+from megatron.planning.stage import Stage, StageSeconds, stage_passes, stages_of
 from megatron.planning.timing.estimate import Estimate, estimate
-from megatron.planning.timing.layer import LayerPasses, layer_passes
-from megatron.planning.timing.operations import Attention, Memory, Message, Pass, Product, computations, messages
 from megatron.planning.timing.parts import busiest_rank
 from megatron.planning.timing.replicas import exchange
-from megatron.planning.timing.shape import Kernels, shape_of
-from megatron.planning.timing.stage import Stage, StageSeconds, stage_passes, stages_of
 from megatron.planning.timing.update import bytes_per_element, most_elements
+from megatron.planning.trace import trace
 
 if TYPE_CHECKING:
     from megatron.config import Config
     from megatron.planning.cluster import Cluster
     from megatron.planning.placement import Placement
+
+
+_LAYER = re.compile(r"^layers\.\d+\.?")
+_SMALL = 1e-3
 
 
 class Row(NamedTuple):
@@ -42,7 +46,7 @@ def explain(config: Config, cluster: Cluster, placement: Placement | None = None
     """Walk through the estimate of a configuration. Raises ConfigError as estimate does."""
     found = estimate(config, cluster, placement)
     return [
-        _sizes(found), *_layer(found), *_ends(found), _stages(found), _step(found), _rates(found), _memory(found),
+        _sizes(found), *_parts(found), _stages(found), _step(found), _rates(found), _memory(found),
         _inputs(found),
     ]  # fmt: skip
 
@@ -68,7 +72,7 @@ def _sizes(found: Estimate) -> Section:
     rows = [
         Row("devices", f"TP {t} x PP {p} x DP {d}", str(t * p * d)),
         Row("micro-batches", f"{batch.global_batch_size} samples / ({batch.micro_batch_size} x {d} replicas)", str(m)),
-        Row("stages", f"PP {p} x {parallel.num_chunks} chunks, schedule {parallel.schedule}", stages),
+        Row("stages", f"PP {p} x {parallel.num_chunks} chunks, schedule {config.schedule_name}", stages),
         Row("tokens of a micro-batch", f"{model.seq_length} x {batch.micro_batch_size}",
             str(model.seq_length * batch.micro_batch_size)),
         Row("placement", f"order of directions {order}", f"devices {devices}"),
@@ -76,20 +80,21 @@ def _sizes(found: Estimate) -> Section:
     return Section("sizes", tuple(rows))
 
 
-def _layer(found: Estimate) -> list[Section]:
-    passes = layer_passes(shape_of(found.config, found.cluster.device_type))
-    return _passes(found, "one layer", passes, stages_of(found.config)[0].split)
-
-
-def _ends(found: Estimate) -> list[Section]:
-    """The embedding and the output layer, where the rank that computes longest has them."""
-    shape, sections = shape_of(found.config, found.cluster.device_type), list[Section]()
-    for stage in _own_stages(found).values():
-        if stage.first:
-            sections += _passes(found, "the embedding", embedding_passes(shape), stage.split)
-        if stage.last:
-            sections += _passes(found, "the output layer", head_passes(shape), stage.split)
+def _parts(found: Estimate) -> list[Section]:
+    """One layer; the embedding and the output layer, where the rank that computes longest has them."""
+    traced, own = _trace(found), _own_stages(found).values()
+    sections = _passes(found, "one layer", traced.layer)
+    if traced.again is not None:
+        sections += _passes(found, "one layer that is recomputed", traced.again)
+    if any(stage.first for stage in own):
+        sections += _passes(found, "the embedding", traced.embedding)
+    if any(stage.last for stage in own):
+        sections += _passes(found, "the output layer", traced.head)
     return sections
+
+
+def _trace(found: Estimate) -> Trace:
+    return trace(found.config, found.cluster.device_type)
 
 
 def _own_stages(found: Estimate) -> dict[int, Stage]:
@@ -98,32 +103,39 @@ def _own_stages(found: Estimate) -> dict[int, Stage]:
     return {number: stages[number] for number in range(busiest_rank(found.run), len(stages), size)}
 
 
-def _passes(found: Estimate, name: str, passes: LayerPasses | EndPasses, split: bool) -> list[Section]:
+def _passes(found: Estimate, name: str, part: Part) -> list[Section]:
     """Without those in which nothing is done."""
-    backward = {"backward": passes.backward} if not split else {
-        "backward, gradients of the input": passes.inputs, "backward, gradients of the weights": passes.weights,
+    backward = {"backward": part.backward} if not stages_of(found.config)[0].split else {
+        "backward, gradients of the input": part.inputs, "backward, gradients of the weights": part.weights,
     }  # fmt: skip
-    every = {"forward": passes.forward, **backward}
-    return [_pass(found, f"{name}, {title}", steps) for title, steps in every.items() if steps]
+    every = {"forward": part.forward, **backward}
+    return [_pass(found, f"{name}, {title}", of) for title, of in every.items() if of.steps]
 
 
-def _pass(found: Estimate, title: str, steps: Pass) -> Section:
+def _pass(found: Estimate, title: str, of: Pass) -> Section:
+    """A line for each different piece of work of each module; kernels of less than _SMALL of the pass are one line."""
     rates = rates_of(found.cluster, found.config.precision.dtype_name)
     channels = Channels(found.config, found.cluster, found.placement)
-    rows, total = [], 0.0
+    rows, total, rest, kernels = [], sum(seconds_of(o, rates) for o in of.computations()), 0.0, 0
     for again in (False, True):
-        for operation, count in Counter(computations(steps, again=again)).items():
+        for (label, operation), count in Counter(of.labelled(again=again)).items():
             seconds = count * seconds_of(operation, rates)
-            total += seconds
+            if isinstance(operation, Memory) and seconds < _SMALL * total:
+                rest, kernels = rest + seconds, kernels + count * operation.kernels
+                continue
+            where = _LAYER.sub("", label)
             row = _computation(operation, count, seconds)
-            rows.append(row._replace(term=f"{row.term}, again") if again else row)
-    for message, count in Counter(messages(steps)).items():
+            term = f"{row.term}, again" if again else row.term
+            rows.append(row._replace(term=term, basis=f"{row.basis}: {where}" if where else row.basis))
+    if kernels:
+        rows.append(Row("small kernels", f"{kernels} of less than {100 * _SMALL:g} % of the pass each", _s(rest)))
+    for message, count in Counter(of.messages()).items():
         rows.append(_message(found, channels, message, count))
     rows.append(Row("computations of the pass", "sum of the products, attention and kernels above", _s(total)))
     return Section(f"{title}, on one {device_unit(found.cluster.device)}", tuple(rows))
 
 
-def _computation(operation: Product | Attention | Memory, count: int, seconds: float) -> Row:
+def _computation(operation: Computation, count: int, seconds: float) -> Row:
     times = f"{count} x " if count > 1 else ""
     if isinstance(operation, Memory):
         speed = f" at {count * operation.bytes / seconds / 1e9:.4g} GB/s" if seconds else ""
@@ -193,15 +205,13 @@ def _stage_rows(found: Estimate, stages: str, stage: Stage, seconds: StageSecond
 
 
 def _computed(found: Estimate, stage: Stage, key: str) -> str:
-    """The computations of a stage as a sum over its layers and ends: 12 layers x 8.1 ms + output layer 3 ms."""
-    shape = shape_of(found.config, found.cluster.device_type)
+    """The computations of a stage as a sum over its layers and ends: 12 layers x 8.1 ms + head 3 ms."""
     rates = rates_of(found.cluster, found.config.precision.dtype_name)
-    ends = dict.fromkeys(embedding_passes(shape), "embedding") | dict.fromkeys(head_passes(shape), "output layer")
     words = []
-    for count, steps in stage_passes(shape, stage)[key]:
-        seconds = sum(seconds_of(operation, rates) for operation in computations(steps))
-        again = "" if any(True for _ in computations(steps, again=False)) else " again"
-        name = ends.get(steps) or f"{count} layer{'s' * (count > 1)}{again} x"
+    for run in stage_passes(_trace(found), stage)[key]:
+        seconds = sum(seconds_of(operation, rates) for operation in run.of.computations())
+        again = " again" if run.again else ""
+        name = run.part if run.part != "layer" else f"{run.times} layer{'s' * (run.times > 1)}{again} x"
         words += [f"{name} {_s(seconds)}"] if seconds else []
     return " + ".join(words)
 
@@ -225,7 +235,7 @@ def _closed_form(found: Estimate, busy: float) -> list[Row]:
     """The bubble that equal stages and free messages would have (Narayanan et al., arXiv 2104.04473, section 2.2)."""
     parallel, m = found.config.parallel, found.config.num_micro_batches()
     p, v = parallel.pipeline_model_parallel_size, parallel.num_chunks
-    if p == 1 or parallel.schedule == "zb-h1":
+    if p == 1 or found.config.schedule not in ("1f1b", "interleaved"):
         return []
     formula = f"({p} - 1) / ({v} x {m}) x {_s(busy)}, if stages were equal and messages free"
     return [Row("bubble, to compare", formula, _s((p - 1) / (v * m) * busy), "closed form")]
@@ -237,7 +247,7 @@ def _replicas(found: Estimate) -> list[Row]:
         return []
     channels = Channels(config, found.cluster, found.placement)
     hides = found.cluster.device_type != "cpu"
-    of = exchange(config, channels, found.run, found.stage_times.forward, hides)
+    of = exchange(config, _trace(found), channels, found.run, found.stage_times.forward, hides)
     formula = f"of {_s(of.sent)} of messages {_s(of.reduced)} are left after the last pass"
     formula += f", the next step waits {_s(of.gathered)} for new weights"
     exchanged = crowding(config, found.cluster) * (of.reduced + of.gathered)
@@ -250,14 +260,10 @@ def _replicas(found: Estimate) -> list[Row]:
 
 
 def _update(found: Estimate) -> Row:
-    elements, each = most_elements(found.config), bytes_per_element(found.config, _kernels(found))
-    seconds = found.parts["optimizer"]
+    device, seconds = found.cluster.device_type, found.parts["optimizer"]
+    elements, each = most_elements(found.config, device), bytes_per_element(found.config, device)
     formula = f"{elements:.5g} elements x {each:g} bytes at {elements * each / seconds / 1e9:.5g} GB/s"
     return Row("update of the optimizer", formula, _s(seconds), "update_gb_per_s")
-
-
-def _kernels(found: Estimate) -> Kernels:
-    return shape_of(found.config, found.cluster.device_type).kernels
 
 
 def _rates(found: Estimate) -> Section:

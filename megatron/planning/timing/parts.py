@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from megatron.planning.timing.stage import StageSeconds
+from megatron.planning.stage import StageSeconds
 
 if TYPE_CHECKING:
     from megatron.config import Config

@@ -3,14 +3,13 @@ the first forward passes, in the buckets that the engine makes (engine/optimizer
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.engine.bucket_size import bucket_elements
-from megatron.model import formulas
-from megatron.planning.memory import sized_model
-from megatron.planning.timing.stage import Stage, stages_of
+from megatron.planning.events import Parameter, Trace
+from megatron.planning.stage import Stage, owners, stages_of
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -39,62 +38,35 @@ class Bucket(NamedTuple):
     needed: tuple[tuple[int, float], ...]
 
 
-class Sizes(NamedTuple):
-    """Elements on one tensor rank. layer: (elements, decays) in the order of the model; norm: of the last one's."""
-
-    layer: tuple[tuple[int, bool], ...]
-    norm: tuple[int, ...]
-    words: int
-    positions: int
-    untied: bool
-
-
-def sizes_of(config: Config) -> Sizes:
-    model, t = sized_model(config), config.parallel.tensor_model_parallel_size
-    one, h = formulas.layer_parameters(model), model.hidden_size
-    bias = model.add_bias_linear
-    qkv = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.kv_channels
-    inner = model.ffn_hidden_size * (2 if model.swiglu else 1)
-    norm = (h,) * (formulas.norm_parameters(model) // h)
-    layer = [
-        *((n, False) for n in norm), (one.query_key_value // t, True), *([(qkv // t, False)] * bias),
-        (one.attention_output // t, True), *([(h, False)] * bias), *((n, False) for n in norm),
-        (one.mlp_input // t, True), *([(inner // t, False)] * bias), (one.mlp_output // t, True),
-        *([(h, False)] * bias),
-    ]  # fmt: skip
-    words = formulas.embedding_parameters(model, model.padded_vocab_size(t)) // t
-    untied = model.untie_embeddings_and_output_weights
-    return Sizes(tuple(layer), norm, words, formulas.position_parameters(model), untied)
-
-
-def weights_of_rank(sizes: Sizes, chunks: Sequence[Stage]) -> list[Weight]:
+def weights_of_rank(trace: Trace, chunks: Sequence[Stage]) -> list[Weight]:
     """The parameters of a pipeline rank, in the order in which its module lists them.
 
     A chunk's output weight, which is its own and no module's, comes before those of its modules.
     """
     found: list[Weight] = []
-    shared = not sizes.untied and chunks[0].first and chunks[-1].last  # one parameter serves both ends
+    # One parameter serves both ends where one rank has them.
+    shared = chunks[0].first and chunks[-1].last and any(p.tied for p in trace.head.parameters)
+
+    def add(parameters: Iterable[Parameter], chunk: int, complete: float, needed: float) -> None:
+        found.extend(Weight(p.elements, p.decays, p.tied, chunk, complete, needed) for p in parameters)
+
     for number, stage in enumerate(chunks):
-        if stage.last and (not shared or number == 0):
-            done, needed = (1.0, 0.0) if shared else (0.0, 1.0)
-            found.append(Weight(sizes.words, True, not sizes.untied, number, done, needed))
+        (output, *of_head), of_embedding = trace.head.parameters, trace.embedding.parameters
+        if stage.last and not shared:
+            add([output], number, 0.0, 1.0)
         if stage.first:
-            if not (shared and stage.last):
-                found.append(Weight(sizes.words, True, not sizes.untied, number, 1.0, 0.0))
-            if sizes.positions:
-                found.append(Weight(sizes.positions, True, False, number, 1.0, 0.0))
+            add(of_embedding, number, 1.0, 0.0)
         for i in range(stage.layers):
-            done, needed = (stage.layers - i) / stage.layers, i / stage.layers
-            found += [Weight(elements, decays, False, number, done, needed) for elements, decays in sizes.layer]
+            add(trace.layer.parameters, number, (stage.layers - i) / stage.layers, i / stage.layers)
         if stage.last:
-            found += [Weight(elements, False, False, number, 0.0, 1.0) for elements in sizes.norm]
+            add(of_head, number, 0.0, 1.0)
     return found
 
 
 @functools.lru_cache(maxsize=4096)
-def buckets_of_rank(sizes: Sizes, chunks: tuple[Stage, ...], limit: int) -> tuple[Bucket, ...]:
+def buckets_of_rank(trace: Trace, chunks: tuple[Stage, ...], limit: int) -> tuple[Bucket, ...]:
     """The buckets in the order in which gradients are sent; new weights come in the reverse order."""
-    backward = list(enumerate(weights_of_rank(sizes, chunks)))[::-1]
+    backward = list(enumerate(weights_of_rank(trace, chunks)))[::-1]
     groups: list[list[tuple[int, Weight]]] = []
     for decays in (True, False):
         kind = [(place, w) for place, w in backward if w.decays == decays]
@@ -137,7 +109,9 @@ class Exchange:
     sent: float
 
 
-def exchange(config: Config, channels: Channels, run: PipelineRun, forward: Sequence[float], hides: bool) -> Exchange:
+def exchange(
+    config: Config, trace: Trace, channels: Channels, run: PipelineRun, forward: Sequence[float], hides: bool
+) -> Exchange:
     """forward: seconds of a forward pass, by global stage; hides: messages travel while a device computes."""
     parallel, engine = config.parallel, config.engine
     if parallel.data_parallel_size == 1:
@@ -145,7 +119,6 @@ def exchange(config: Config, channels: Channels, run: PipelineRun, forward: Sequ
     width, sum_width = 4 if config.precision.dtype_name == "float32" else 2, config.precision.gradient_bytes
     limit = bucket_elements(engine.zero_reduce_bucket_size, parallel.data_parallel_size)
     stages, size = stages_of(config), parallel.pipeline_model_parallel_size
-    sizes = sizes_of(config)
     replicas, owned = parallel.data_parallel_size, engine.zero_stage > 0
     early, late = engine.overlap_grad_reduce and hides, engine.overlap_param_gather and hides
     reduced = gathered = sent = 0.0
@@ -153,7 +126,7 @@ def exchange(config: Config, channels: Channels, run: PipelineRun, forward: Sequ
     times: dict[int, tuple[list[float], list[float]]] = {}
     for rank in range(size):
         own = range(rank, len(stages), size)
-        buckets = buckets_of_rank(sizes, tuple(stages[g] for g in own), limit)
+        buckets = buckets_of_rank(trace, tuple(stages[g] for g in own), limit)
         if id(buckets) not in times:
             times[id(buckets)] = (
                 [_reduction(seconds, sum_width * bucket.elements, replicas, owned, hides) for bucket in buckets],
@@ -215,30 +188,14 @@ def _at(start: float, end: float, part: float) -> float:
     return start + part * (end - start)
 
 
-def tied_elements(config: Config) -> float:
-    """Elements of a tied embedding's gradient that a device of the first and of the last stage sums with the other."""
-    parallel = config.parallel
-    if config.model.untie_embeddings_and_output_weights or parallel.pipeline_model_parallel_size == 1:
-        return 0.0
-    return sizes_of(config).words / _owners(config)
-
-
-def owned_partial_elements(config: Config) -> float:
+def owned_partial_elements(config: Config, trace: Trace) -> float:
     """Elements of which tensor-parallel ranks hold terms of a sum: norms, row biases, positions (sequence parallel)."""
-    parallel = config.parallel
-    if not parallel.sequence_parallel or parallel.tensor_model_parallel_size == 1:
-        return 0.0
-    one, sizes, size = formulas.layer_parameters(config.model), sizes_of(config), parallel.pipeline_model_parallel_size
-    stages = stages_of(config)
+    embedding, layer, head = (
+        sum(p.elements for p in part.parameters if p.partial) for part in (trace.embedding, trace.layer, trace.head)
+    )
+    stages, size = stages_of(config), config.parallel.pipeline_model_parallel_size
     most = max(
-        sum(
-            stage.layers * (one.norms + one.row_biases) + stage.first * sizes.positions + stage.last * sum(sizes.norm)
-            for stage in stages[rank::size]
-        )
+        sum(stage.layers * layer + stage.first * embedding + stage.last * head for stage in stages[rank::size])
         for rank in range(size)
     )
-    return most / _owners(config)
-
-
-def _owners(config: Config) -> int:
-    return config.parallel.data_parallel_size if config.engine.zero_stage else 1
+    return most / owners(config)

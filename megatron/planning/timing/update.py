@@ -3,43 +3,38 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron.model import formulas
-from megatron.planning.memory import sized_model
-from megatron.planning.timing.shape import Kernels
-from megatron.planning.timing.stage import stages_of
+from megatron.engine.optimizer_state import has_kernel, optimizer_state
+from megatron.kernels.choose import assumed_fusions, choose_fusions
+from megatron.planning.stage import owners, parameters_of, stages_of
+from megatron.planning.trace import trace
 
 if TYPE_CHECKING:
     from megatron.config import Config
     from megatron.planning.rates import Rates
 
 
-def bytes_per_element(config: Config, kernels: Kernels) -> float:
+def bytes_per_element(config: Config, device: str) -> float:
     """Read and written for each element of the master weights (engine/zero.py, kernels/ops/optimizer.py)."""
     norm = gradient = float(config.precision.gradient_bytes)
-    # Weight and momentum, or two moments, in and out; the gradient in.
-    update = gradient + (16.0 if config.optimizer.optimizer == "sgd" else 24.0)
+    update = optimizer_state(config).traffic_bytes(gradient)
     if config.precision.dtype_name == "float32":
         return norm + update
-    same_pass = kernels.fusions.optimizer and config.precision.bf16 and config.optimizer.optimizer == "adam"
+    kernels, dtype_name = config.kernels, config.precision.dtype_name
+    on_cpu = device == "cpu"
+    fusions = choose_fusions(kernels, None, dtype_name) if on_cpu else assumed_fusions(kernels, device, dtype_name)
+    same_pass = fusions.optimizer and config.precision.bf16 and has_kernel(config)
     return norm + update + (2.0 if same_pass else 6.0)
 
 
-def most_elements(config: Config) -> float:
+def most_elements(config: Config, device: str) -> float:
     """Elements that the device with the most of them updates."""
-    parallel, stages = config.parallel, stages_of(config)
-    model, t = sized_model(config), parallel.tensor_model_parallel_size
-    vocabulary = model.padded_vocab_size(t)
-    each = {
-        stage: formulas.stage_parameters(
-            model, stage.layers, first=stage.first, last=stage.last, tensor_size=t, vocab_size=vocabulary
-        )
-        for stage in set(stages)
-    }
-    size = parallel.pipeline_model_parallel_size
+    stages, traced = stages_of(config), trace(config, device)
+    each = {stage: parameters_of(traced, stage) for stage in set(stages)}
+    size = config.parallel.pipeline_model_parallel_size
     most = max(sum(each[stage] for stage in stages[rank::size]) for rank in range(size))
-    return most / (parallel.data_parallel_size if config.engine.zero_stage else 1)
+    return most / owners(config)
 
 
-def update_seconds(config: Config, kernels: Kernels, rates: Rates) -> float:
+def update_seconds(config: Config, device: str, rates: Rates) -> float:
     """Of the pipeline rank with the most parameters, which all others wait for."""
-    return rates.update_s(most_elements(config), bytes_per_element(config, kernels))
+    return rates.update_s(most_elements(config, device), bytes_per_element(config, device))

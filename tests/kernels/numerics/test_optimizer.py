@@ -190,6 +190,16 @@ def test_a_bad_gradient_shows(device: str, bad: float) -> None:
         assert (~tensor.isfinite()).nonzero().view(-1).tolist() == [7, 49]
 
 
+@devices
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), -float("inf")])
+def test_a_scale_that_is_not_finite_skips_the_step(device: str, scale: float) -> None:
+    w, g, m, v = (torch.full((5000,), 2.0, device=device) for _ in range(4))
+    c = torch.zeros(5000, dtype=torch.bfloat16, device=device)
+    on_device = torch.tensor(scale, device=device)
+    adamw_([w], [g], [m], [v], [c], **SETTINGS, weight_decay=0.1, step=1, gradient_scale=on_device)
+    assert all((x == 2.0).all() for x in (w, g, m, v)) and not c.any()
+
+
 # -- scaling and norm --------------------------------------------------------------------------------------------------
 
 
@@ -268,7 +278,7 @@ def test_empty_lists() -> None:
 
 
 def test_what_is_refused() -> None:
-    def run(p: object = None, g: object = None, m: object = None, c: object = None, **more: float) -> None:
+    def run(p: object = None, g: object = None, m: object = None, c: object = None, **more: object) -> None:
         one = [torch.zeros(4)]
         settings = {**SETTINGS, "weight_decay": 0.1, "step": 1, **more}
         adamw_(p or one, g or one, m or one, [torch.zeros(4)], c, **settings)  # type: ignore[arg-type]
@@ -281,6 +291,7 @@ def test_what_is_refused() -> None:
         (dict(c=strided), ("copies[0]", "(2,)")),
         (dict(step=0), ("step", 0)),
         (dict(beta2=1.0), ("betas", 1.0)),
+        (dict(gradient_scale=torch.ones(2)), ("gradient_scale", [2])),
     ):
         refused(lambda values=values: run(**values), *figures)
     refused(lambda: scale_and_norm_([torch.zeros(4), torch.zeros(4).half()]), "tensors[1]", "float16", "float32")

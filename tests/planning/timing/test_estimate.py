@@ -14,11 +14,11 @@ from megatron.config.command_line import parse_plan
 from megatron.errors import ConfigError
 from megatron.model import formulas
 from megatron.planning.channels import Channels
+from megatron.planning.clocked import rates_of
 from megatron.planning.cluster import Cluster, load_cluster
 from megatron.planning.compute import Figure
 from megatron.planning.placement import naive_placement
 from megatron.planning.timing import PARTS, estimate, explain, lower_bound
-from megatron.planning.timing.clocked import rates_of
 from megatron.planning.timing.parts import busiest_rank
 from tests.planning.timing.configs import RECOMPUTE, configs, run, settings_of_runs
 

@@ -1,4 +1,4 @@
-"""The lists of operations against what the code runs: every matrix product and tensor-parallel message of a step."""
+"""Traces against what the code runs: every matrix product and tensor-parallel message of a step."""
 from __future__ import annotations
 
 from collections import Counter
@@ -13,12 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config import Config
 from megatron.data.batch import MicroBatch
+from megatron.kernels.availability import choose_attention
+from megatron.kernels.work import Attention, Product
 from megatron.model.gpt import build_chunks, hidden_dtype, hidden_shape, layer_context, stages_of
 from megatron.parallel import collectives, sink
 from megatron.pipeline.executor import Executor
-from megatron.planning.timing import stage
-from megatron.planning.timing.operations import Attention, Post, Product, Wait, computations, messages
-from megatron.planning.timing.shape import shape_of
+from megatron.planning import stage as stages
+from megatron.planning.events import Post, Wait
+from megatron.planning.trace import trace
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 
@@ -85,7 +87,7 @@ def _ran(topology: Any, config: Config) -> Any:
     s, b = config.model.seq_length, config.batch.micro_batch_size
     tokens = torch.randint(0, config.model.vocab_size, (b, s + 1), generator=torch.Generator().manual_seed(1))
     batch = MicroBatch(tokens[:, :-1], tokens[:, 1:], torch.ones(b, s), torch.arange(s).expand(b, s), None, 0)
-    seen = Products(batched=shape_of(config, "cpu").kernels.attention == "unfused")
+    seen = Products(batched=backend(config) == "unfused")
     with messages_of(topology.tensor, seen.order), seen:
         executor.train([batch, batch])
     sent = Counter(event[1:3] for event in seen.order if event[0] == "post")
@@ -122,40 +124,43 @@ def messages_of(group: Any, order: list[Any]) -> Iterator[None]:
 
 
 def listed(config: Config, rank: int) -> Any:
-    """The same from the lists."""
-    shape, products, sent = shape_of(config, "cpu"), Counter[tuple[int, ...]](), Counter[tuple[str, int]]()
+    """The same from the trace."""
+    traced, products, sent = trace(config, "cpu"), Counter[tuple[int, ...]](), Counter[tuple[str, int]]()
     attention: Counter[str] = Counter()
-    stages = stage.stages_of(config)
-    for of_rank in stages[rank :: config.parallel.pipeline_model_parallel_size]:
-        for passes in stage.stage_passes(shape, of_rank).values():
-            for count, steps in passes:
-                for operation in computations(steps):
-                    if isinstance(operation, Product):
-                        products[key(*operation[:4])] += 2 * count
-                    elif isinstance(operation, Attention):
-                        attention["backward" if operation.backward else "forward"] += 2 * count
-                for message in messages(steps):
-                    sent[message.kind, int(message.bytes)] += 2 * count
-    return dict(products), dict(sent), dict(attention) if shape.kernels.attention == "flash" else {}
+    for of_rank in stages.stages_of(config)[rank :: config.parallel.pipeline_model_parallel_size]:
+        for run in (run for runs in stages.stage_passes(traced, of_rank).values() for run in runs):
+            for operation in run.of.computations():
+                if isinstance(operation, Product):
+                    products[key(*operation[:4])] += 2 * run.times
+                elif isinstance(operation, Attention):
+                    attention["backward" if operation.backward else "forward"] += 2 * run.times
+            for message in run.of.messages():
+                sent[message.kind, message.bytes] += 2 * run.times
+    return dict(products), dict(sent), dict(attention) if backend(config) == "torch" else {}
+
+
+def backend(config: Config) -> str:
+    drops = config.model.attention_dropout > 0.0
+    return choose_attention(config.kernels, None, config.precision.dtype_name, config.model.seq_length, drops)
 
 
 def listed_in_order(config: Config) -> list[Any]:
-    """Products, messages and the waits for them in the order of the lists, of one stage without recomputation."""
-    shape, found = shape_of(config, "cpu"), list[Any]()
-    (only,) = stage.stages_of(config)
-    passes = stage.stage_passes(shape, only)
+    """Products, messages and the waits for them in the order of the trace, of one stage without recomputation."""
+    found = list[Any]()
+    (only,) = stages.stages_of(config)
+    passes = stages.stage_passes(trace(config, "cpu"), only)
     posts = 0
-    for steps in [s for _ in range(2) for half in ("forward", "backward") for n, s in passes[half] for _ in range(n)]:
-        first, waited = posts, set[int]()
-        for step in steps:
+    of_step = 2 * [run for half in ("forward", "backward") for run in passes[half]]
+    for of in [run.of for run in of_step for _ in range(run.times)]:
+        numbers = dict[int, int]()
+        for step in of.steps:
             if isinstance(step, Product):
                 found.append(("product", key(*step[:4])))
             elif isinstance(step, Post):
-                found.append(("post", step.message.kind, int(step.message.bytes), posts))
-                posts += 1
-            elif isinstance(step, Wait) and step.number not in waited:
-                waited.add(step.number)
-                found.append(("wait", first + step.number - 1))
+                found.append(("post", step.message.kind, step.message.bytes, posts))
+                numbers[step.number], posts = posts, posts + 1
+            elif isinstance(step, Wait):
+                found.append(("wait", numbers[step.number]))
     return found
 
 
@@ -167,11 +172,9 @@ CHUNKS = dict(num_layers_per_virtual_pipeline_stage=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("tp", "pp", "cases"), [
     (1, 1, [
-        {}, LLAMA, dict(bf16=True, attention_backend="fused"), dict(attention_backend="unfused", **SELECTIVE),
-        dict(**FULL, recompute_num_layers=3, attention_backend="fused"), dict(gradient_accumulation_fusion=False),
-        dict(**FULL, recompute_method="block", recompute_num_layers=2),
-        dict(**SELECTIVE, recompute_modules=("mlp_act", "layernorm")),
-        dict(attention_backend="fused", hidden_dropout=0.0, attention_dropout=0.0, micro_batch_size=2),
+        LLAMA, dict(attention_backend="unfused", **SELECTIVE),
+        dict(**FULL, recompute_num_layers=3, attention_backend="fused"),
+        dict(**SELECTIVE, recompute_modules=("mlp_act", "layernorm"), gradient_accumulation_fusion=False),
     ]),
     (2, 1, [
         {}, dict(sequence_parallel=True), dict(sequence_parallel=True, **LLAMA), dict(sequence_parallel=True, **FULL),
@@ -187,7 +190,7 @@ CHUNKS = dict(num_layers_per_virtual_pipeline_stage=1)
         dict(enable_zbh1_pipeline=True, tp_comm_overlap=True),
     ]),
 ], ids=["one process", "TP 2", "PP 2", "TP 2, PP 2"])  # fmt: skip
-def test_a_step_multiplies_and_sends_what_the_lists_say(tp: int, pp: int, cases: list[dict[str, Any]]) -> None:
+def test_a_step_multiplies_and_sends_what_the_trace_says(tp: int, pp: int, cases: list[dict[str, Any]]) -> None:
     sizes = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, world_size=tp * pp)
     whole = [
         {**SIZES, **sizes, "global_batch_size": 2 * case.get("micro_batch_size", 1), **case} for case in cases
@@ -199,6 +202,6 @@ def test_a_step_multiplies_and_sends_what_the_lists_say(tp: int, pp: int, cases:
             *counts, order = found[rank][i]
             for got, wanted in zip(counts, listed(config, rank // tp), strict=True):
                 assert got == wanted, f"rank {rank} of {cases[i]}"
-            explicit = shape_of(config, "cpu").kernels.attention == "unfused"  # whose products autograd orders
+            explicit = backend(config) == "unfused"  # whose products autograd orders
             if pp == 1 and not config.recompute.recompute_granularity and not explicit:
                 assert order == listed_in_order(config), f"rank {rank} of {cases[i]}"

@@ -1,0 +1,131 @@
+"""Where the host waits for its device: for a number, for a size that depends on values, for a copy to or from it.
+
+`HostWaits` finds this on tensors of any device, also without data or on the CPU, so that a test without a GPU sees what
+would hold one up. On a GPU torch.cuda.set_sync_debug_mode says more: it also knows what a library does. Within backward
+passes torch shows operators only, so that neither a list of numbers nor a tensor made of them is seen there.
+"""
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_LIBRARY = str(Path(__file__).resolve().parents[1] / "megatron")
+_aten = torch.ops.aten
+# What computes an answer for the host, or a tensor whose size depends on values.
+_SIZED = frozenset({
+    _aten.equal, _aten.nonzero, _aten.masked_select, _aten._unique2, _aten.unique_dim, _aten.unique_consecutive,
+    _aten.bincount, _aten.repeat_interleave,
+})  # fmt: skip
+_INDEXED = frozenset({_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_})
+# In C without an operator. What makes a tensor of Python's numbers copies it to a device from pageable memory.
+_FUNCTIONS = {torch.Tensor.tolist: "tolist", torch.Tensor.numpy: "numpy", torch.Tensor.__array__: "numpy"}
+_MAKERS = {torch.tensor: "tensor", torch.as_tensor: "as_tensor", torch.Tensor.new_tensor: "new_tensor"}
+
+
+class HostWaits:
+    """`with HostWaits("cuda") as waits:` notes in `waits.found` each wait as "operator at file:line" of our own code.
+
+    device  the type of the device. "meta": tensors without data in its place. "cpu": all tensors count as the device's,
+            and only those that torch reads, so that host memory is to be read without torch (numpy)
+
+    Numbers that are read one after the other, with no work for the device in between, are one wait: nothing is left to
+    wait for. A copy that does not block (non_blocking) is none.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device, self.found = device, list[str]()
+        self._idle = False
+        self._modes = (_Operators(self), _Functions(self))
+
+    def __enter__(self) -> HostWaits:
+        for mode in self._modes:
+            mode.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for mode in reversed(self._modes):
+            mode.__exit__(*error)
+
+    def of_device(self, x: Any) -> bool:
+        return isinstance(x, torch.Tensor) and x.device.type == self.device
+
+    def read(self, what: str) -> None:
+        """What is there is read."""
+        if not self._idle:
+            self.wait(what)
+        self._idle = True
+
+    def wait(self, what: str) -> None:
+        """The device has to do something first."""
+        self.found.append(f"{what} at {_place()}")
+
+    def work(self) -> None:
+        self._idle = False
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, waits: HostWaits) -> None:
+        super().__init__()
+        self._waits = waits
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or torch's compiler would be imported, to be kept away from here
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, waits, packet = kwargs or {}, self._waits, func.overloadpacket
+        if packet is _aten._local_scalar_dense and waits.of_device(args[0]):
+            waits.read("item")
+        elif packet in _SIZED and waits.of_device(args[0]):
+            waits.wait(packet.__name__)
+        elif packet in _INDEXED and waits.of_device(args[0]) and any(_is_mask(i) for i in args[1]):
+            waits.wait("index by a mask")
+        elif self._copies_and_blocks(packet, args, kwargs):
+            waits.wait("copy between host and device")
+        elif not func.is_view:
+            waits.work()
+        return func(*args, **kwargs)
+
+    def _copies_and_blocks(self, packet: Any, args: Any, kwargs: Any) -> bool:
+        if packet is _aten._to_copy and kwargs.get("device") is not None:
+            blocks, other = not kwargs.get("non_blocking"), torch.device(kwargs["device"]).type
+        elif packet is _aten.copy_:
+            blocks, other = not (args[2] if len(args) > 2 else kwargs.get("non_blocking")), args[1].device.type
+        else:
+            return False
+        return blocks and other != args[0].device.type and self._waits.device in (other, args[0].device.type)
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, waits: HostWaits) -> None:
+        super().__init__()
+        self._waits = waits
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, waits = kwargs or {}, self._waits
+        if func in _FUNCTIONS and waits.of_device(args[0]):
+            waits.read(_FUNCTIONS[func])
+        out = func(*args, **kwargs)
+        if func in _MAKERS and waits.of_device(out):
+            waits.wait(_MAKERS[func])
+        return out
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def _place() -> str:
+    """The innermost line of megatron/ that is being run, and the one that called it."""
+    frame, places = sys._getframe(1).f_back, list[str]()
+    while frame is not None and len(places) < 2:
+        path = frame.f_code.co_filename
+        if path.startswith(_LIBRARY):
+            places.append(f"{path.removeprefix(_LIBRARY)[1:]}:{frame.f_lineno}")
+        frame = frame.f_back
+    return ", for ".join(places) or "?"

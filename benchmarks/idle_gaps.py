@@ -1,0 +1,141 @@
+"""Where a device stands idle in steps of training G1: gaps on its compute stream, and what the host does meanwhile.
+
+    python benchmarks/idle_gaps.py [--device cpu|cuda] [--output FOLDER]
+    python benchmarks/idle_gaps.py --trace trace_rank0.json
+
+Steps are recorded by --profile of pretrain_gpt.py, which makes them slower: the share that is idle is an upper bound.
+The compute stream is the one that is busy longest. Where a trace has no device, the operators of the thread that has
+most of them stand for kernels, and a gap is the time that Python takes between two.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sides import run
+from workloads import OURS, ROOT, cpu_cases, cuda_cases, quick
+
+DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}  # categories of torch.profiler's Chrome traces
+HOST = {"cpu_op", "cuda_runtime", "cuda_driver", "hip_runtime", "python_function"}
+SIZES_MS = (0.01, 0.1, 1.0)  # limits between the classes of gaps
+SHOWN = 10
+WARM_UP, STEPS = 4, 3
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Idle time between two pieces of work, ms; `host`: calls that the host was in at its middle, outermost first."""
+
+    ms: float
+    before: str
+    after: str
+    host: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Work on a stream, ms: its sum, the time from the first to the last of it, and gaps, longest first."""
+
+    name: str
+    busy_ms: float
+    span_ms: float
+    gaps: list[Gap]
+
+
+def fold(events: Iterable[Event]) -> Stream:
+    """The compute stream of a trace; raises ValueError where nothing was recorded."""
+    complete = [event for event in events if event.get("ph") == "X" and event.get("dur") is not None]
+    host = [event for event in complete if event.get("cat") in HOST]
+    work = [event for event in complete if event.get("cat") in DEVICE]
+    streams: dict[str, list[Event]] = defaultdict(list)
+    for event in work or (event for event in host if event["cat"] == "cpu_op"):
+        stream = event.get("args", {}).get("stream", event.get("tid"))
+        streams[f"stream {stream}" if work else f"thread {event['tid']}"].append(event)
+    if not streams:
+        raise ValueError("the trace has neither kernels nor operators")
+    found = (_stream(name, listed, host) for name, listed in streams.items())
+    return max(found, key=lambda stream: stream.busy_ms)
+
+
+def _stream(name: str, work: list[Event], host: Sequence[Event]) -> Stream:
+    work = sorted(work, key=lambda event: (event["ts"], -event["dur"]))
+    busy, gaps, last, end = 0.0, [], work[0], work[0]["ts"]
+    for event in work:
+        if event["ts"] > end:
+            gaps.append((event["ts"] - end, end, last["name"], event["name"]))
+        begins, ends = max(event["ts"], end), event["ts"] + event["dur"]
+        if ends > end:
+            busy, last, end = busy + ends - begins, event, ends
+    gaps.sort(key=lambda gap: -gap[0])
+    named = [
+        Gap(length / 1e3, before, after, _inside(host, at + length / 2) if number < SHOWN else ())
+        for number, (length, at, before, after) in enumerate(gaps)
+    ]
+    return Stream(name, busy / 1e3, (end - work[0]["ts"]) / 1e3, named)
+
+
+def _inside(host: Sequence[Event], at: float) -> tuple[str, ...]:
+    inside = [event for event in host if event["ts"] <= at <= event["ts"] + event["dur"]]
+    return tuple(event["name"] for event in sorted(inside, key=lambda event: -event["dur"]))
+
+
+def tables(stream: Stream, steps: int) -> list[str]:
+    """Markdown: the whole, gaps by size, the longest."""
+    lines = ["| stream | busy, ms a step | idle, ms a step | idle, share |", "|---|---|---|---|"]
+    idle = stream.span_ms - stream.busy_ms
+    share = idle / stream.span_ms
+    lines.append(f"| {stream.name} | {stream.busy_ms / steps:.2f} | {idle / steps:.2f} | {100 * share:.1f} % |")
+    lines += ["", "| gaps, ms | a step | ms a step |", "|---|---|---|"]
+    for low, high in zip((0.0, *SIZES_MS), (*SIZES_MS, float("inf")), strict=True):
+        some = [gap.ms for gap in stream.gaps if low <= gap.ms < high]
+        lines.append(f"| {low:g} to {high:g} | {len(some) / steps:.1f} | {sum(some) / steps:.2f} |")
+    lines += ["", "| gap, ms | after | before | the host is in |", "|---|---|---|---|"]
+    for gap in stream.gaps[:SHOWN]:
+        cells = (gap.before[:60], gap.after[:60], " > ".join(name[:40] for name in gap.host[-3:]) or "no operator")
+        lines.append(f"| {gap.ms:.3f} | {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+    return [*lines, "", f"idle {100 * share:.1f} % of {stream.span_ms / steps:.1f} ms a step; {stream.name}"]
+
+
+def record(device: str, folder: Path) -> Path:
+    """Train G1, or something small on a CPU, with a profile of STEPS steps; its trace. Raises ValueError."""
+    case = cuda_cases(2**40)[0] if device == "cuda" else quick(cpu_cases()[0])
+    flags = (
+        "--profile", "--profile-step-start", str(WARM_UP), "--profile-step-end", str(WARM_UP + STEPS), "--trace-dir",
+        str(folder),
+    )  # fmt: skip
+    threads = len(os.sched_getaffinity(0)) if device == "cuda" else 1
+    side = replace(OURS, flags=flags)
+    outcome = run(case, side, warm_up=WARM_UP, steps=STEPS + 1, threads=threads, folder=folder)
+    if outcome.reason:
+        raise ValueError(outcome.reason)
+    return folder / "trace_rank0.json"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="cuda (CUDA or ROCm) by default")
+    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "idle", metavar="FOLDER", help="for the trace")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="fold this one, of STEPS steps, instead")
+    options = parser.parse_args()
+    try:
+        if options.trace is None:
+            options.output.mkdir(parents=True, exist_ok=True)
+            options.trace = record(options.device, options.output.resolve())
+        stream = fold(json.loads(options.trace.read_text())["traceEvents"])
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print("\n".join(tables(stream, STEPS)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""Where the host waits for the device in a step of training: lines of the program, and how often in a step.
+
+    python benchmarks/step_waits.py [--device cpu|cuda] [--output FOLDER]
+
+pretrain_gpt.py trains as users start it, with --save, and STEPS steps are looked at after SKIPPED others, with all that
+is done between them. On a device torch says so itself where a call waits (torch.cuda.set_sync_debug_mode); what it does
+not report, torch.cuda.synchronize and Event.synchronize, is counted by us. Waiting for other ranks is not waiting for
+the device. On a CPU, where nothing waits, host_waits.py counts what would if all tensors were a device's, to see that
+it runs. Exit code 1 where a step waits more than once, apart from the report of --log-interval.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
+
+from host_waits import HostWaits  # noqa: E402
+from parity import LAYOUTS, NO_DROPOUT, ON_CPU, SHARED, train  # noqa: E402
+from sides import our_arguments  # noqa: E402
+from workloads import OURS, cuda_cases  # noqa: E402
+
+from megatron.parallel.processes import gpus_here  # noqa: E402
+from tests.helpers.launching import TINY  # noqa: E402
+
+SKIPPED, STEPS = 4, 4
+LOOP = str(ROOT / "megatron" / "training" / "loop.py")
+PROGRAM = (f"{ROOT / 'megatron'}/", str(ROOT / "pretrain_gpt.py"))
+Line = tuple[str, str]  # file:line, and phase
+ELSEWHERE: Line = ("(no line of the program)", "")
+REPORT = "report"  # the phase in which the loop is meant to wait
+
+
+class StepWaits(HostWaits):
+    """Counts waits for the device within a `with` block, by line of the program and phase of its step.
+
+    counts   {(file:line, phase): number}. The line is the innermost of the files below `program`; the phase is the
+             function of the training loop and what it called, or "another thread", such as autograd's, whose waits in
+             C++ are told at the line that called backward
+    """
+
+    def __init__(self, device: str, program: Sequence[str] = PROGRAM) -> None:
+        super().__init__(device)
+        self.program = tuple(program)
+        self.counts: Counter[Line] = Counter()
+        self._undo = contextlib.ExitStack()
+
+    def __enter__(self) -> StepWaits:
+        if self.device != "cuda":
+            super().__enter__()
+            return self
+        self._undo.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("always")
+        warnings.showwarning = self._warned(warnings.showwarning)
+        for owner in (torch.cuda, torch.cuda.Event):
+            self._undo.enter_context(mock.patch.object(owner, "synchronize", self._counted(owner.synchronize)))
+        torch.cuda.set_sync_debug_mode("warn")
+        self._undo.callback(torch.cuda.set_sync_debug_mode, "default")
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self.device != "cuda":
+            super().__exit__(*error)
+        self._undo.close()
+
+    def _warned(self, show: Callable[..., None]) -> Callable[..., None]:
+        def look(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+            if "synchronizing CUDA operation" in str(message):
+                self.wait(str(message))
+            else:
+                show(message, *args, **kwargs)
+
+        return look
+
+    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.wait(function.__name__)
+            return function(*args, **kwargs)
+
+        return call
+
+    def wait(self, what: str) -> None:
+        frame: FrameType | None = sys._getframe(1)
+        line, phase, inner = "", "another thread", ""
+        while frame is not None:
+            code = frame.f_code
+            if not line and code.co_filename.startswith(self.program):
+                line = f"{code.co_filename.removeprefix(f'{ROOT}/')}:{frame.f_lineno}"
+            if code.co_filename == LOOP:
+                phase = code.co_name + (f" > {inner}" if inner else "")
+                break
+            inner = code.co_name
+            frame = frame.f_back
+        self.counts[(line, phase) if line else ELSEWHERE] += 1
+
+
+def watch(file: str, device: str, arguments: Sequence[str]) -> None:
+    """Run a program with its arguments in this process; write what its steps have waited for to a file."""
+    waits = StepWaits(device)
+
+    def look(event: str, of: tuple[Any, ...]) -> None:
+        if event != "megatron.run.step":
+            return
+        if of[0] == SKIPPED:
+            waits.__enter__()
+        elif of[0] == SKIPPED + STEPS:
+            waits.__exit__(None, None, None)
+            Path(file).write_text(json.dumps([[*key, n] for key, n in waits.counts.items()]))
+
+    sys.addaudithook(look)
+    sys.argv = list(arguments)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+# ---- trainings -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is looked at; `shared`: its ranks are on one device, and talk through gloo (parity.py)."""
+
+    name: str
+    arguments: list[str]
+    ranks: int = 1
+    shared: bool = False
+
+
+def trainings(device: str, devices: int) -> list[Training]:
+    """List what this machine can run."""
+    length = ["--train-iters", str(SKIPPED + STEPS), "--log-interval", str(STEPS)]
+    tiny, zero = [*TINY, *NO_DROPOUT, *length], ["--bf16", "--zero-stage", "1", "--overlap-param-gather"]
+    two = Training("tiny, 2 ranks, ZeRO-1", [*tiny, *zero], 2, device == "cuda" and devices < 2)
+    if device == "cpu":
+        return [Training("tiny, fp32", tiny), two]
+    mid = [*our_arguments(cuda_cases(2**40)[0], OURS, SKIPPED + STEPS), *length, "--overlap-param-gather"]
+    more = [Training(f"tiny, {name}", [*tiny, "--bf16", *LAYOUTS[name]], 2) for name in ("TP 2", "PP 2")]
+    return [Training("124M, bf16", mid), two, *(more if devices > 1 else [])]
+
+
+def look_at(training: Training, device: str, folder: Path) -> Counter[Line]:
+    """Run it; the waits of the rank that waits most at each line.
+
+    Raises RuntimeError where a rank fails, and subprocess.TimeoutExpired.
+    """
+    here, env = ON_CPU if device == "cpu" else ([], None)
+    before = [*SHARED * training.shared, __file__, "--device", device, "--watch", str(folder / "waits")]
+    arguments = [*training.arguments, "--save", str(folder / "saved"), *here]
+    train(folder / "metrics.jsonl", arguments, training.ranks, env, before)
+    waits: Counter[Line] = Counter()
+    for rank in range(training.ranks):
+        found = json.loads((folder / f"waits.{rank}").read_text())
+        waits |= Counter({(line, phase): n for line, phase, n in found})
+    return waits
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="cuda (CUDA or ROCm) by default")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="for metrics, checkpoints and logs")
+    parser.add_argument("--watch", nargs=argparse.REMAINDER, metavar="FILE PROGRAM", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.watch:
+        watch(f"{options.watch[0]}.{os.environ['RANK']}", options.device, options.watch[1:])
+        return 0
+    if options.output:
+        options.output.mkdir(parents=True, exist_ok=True)
+    failed = 0
+    said: list[str] = []
+    print("| training | line | phase | waits a step |\n|---|---|---|---|")
+    for training in trainings(options.device, gpus_here()):
+        with tempfile.TemporaryDirectory(dir=options.output) as folder:
+            try:
+                counts = look_at(training, options.device, Path(folder))
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                print(error, file=sys.stderr)
+                failed += 1
+                said.append(f"{training.name}: FAILED")
+                continue
+        for (line, phase), number in counts.most_common():
+            print(f"| {training.name} | {line} | {phase} | {number / STEPS:g} |", flush=True)
+        waits = sum(number for (_, phase), number in counts.items() if not phase.startswith(REPORT)) / STEPS
+        failed += options.device == "cuda" and waits > 1
+        said.append(f"{training.name}: {waits:g}")
+    print(f"waits a step, beside those of a report: {'; '.join(said)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""What an optimizer keeps for each weight, said once. Needs torch for an optimizer of one's own only."""
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+from megatron.config.pieces import Optimizer
+from megatron.errors import ConfigError
+
+
+class OptimizerState(NamedTuple):
+    """Names of its tensors, fp32 and one element for each weight, and whether each tensor of weights has a "step",
+    which is a tensor itself or a number."""
+
+    tensors: tuple[str, ...]
+    step: type | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Of the tensors, for each weight."""
+        return 4 * len(self.tensors)
+
+    def traffic_bytes(self, gradient_bytes: float) -> float:
+        """Read and written for each weight by an update that touches everything once: gradient in; master weight and
+        state in and out."""
+        return gradient_bytes + 2.0 * (4 + self.bytes)
+
+
+OPTIMIZERS = {"adam": OptimizerState(("exp_avg", "exp_avg_sq")), "sgd": OptimizerState(("momentum_buffer",))}
+"""Of --optimizer. Steps are counted by the group or made with the rest (engine/optimizer.py)."""
+
+
+def optimizer_state(config: Any) -> OptimizerState:
+    """Of the optimizer that a configuration names, or of one's own. Raises ConfigError for state of another form."""
+    own = getattr(getattr(config, "pieces", None), "optimizer", None)
+    return OPTIMIZERS[config.optimizer.optimizer] if own is None else _state_of(own, config.optimizer)
+
+
+def has_kernel(config: Any) -> bool:
+    """Whether the update may be our kernel, which also writes the weights of forward and backward."""
+    own = getattr(getattr(config, "pieces", None), "optimizer", None)
+    return own is None and config.optimizer.optimizer == "adam"
+
+
+@functools.lru_cache(maxsize=64)
+def _state_of(make: Optimizer, settings: Any) -> OptimizerState:
+    """Found by a step on a few weights."""
+    import torch
+
+    weights = torch.nn.Parameter(torch.ones(6))
+    weights.grad = torch.ones(6)
+    optimizer = make([{"params": [weights], "weight_decay": settings.weight_decay}], settings)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer={make!r} makes a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    optimizer.step()
+    tensors, step = [], None
+    for name, value in optimizer.state[weights].items():
+        if isinstance(value, torch.Tensor) and value.shape == weights.shape and value.dtype == torch.float32:
+            tensors.append(name)
+        elif name == "step" and (not isinstance(value, torch.Tensor) or value.numel() == 1):
+            step = torch.Tensor if isinstance(value, torch.Tensor) else type(value)
+        else:
+            kind = f"{list(value.shape)} of {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ConfigError(
+                f"{type(optimizer).__name__} keeps {name!r}, {kind}, for weights {list(weights.shape)}: ZeRO and "
+                f"checkpoints take fp32 tensors of their shape, and one number, 'step'"
+            )
+    return OptimizerState(tuple(tensors), step)

@@ -1,0 +1,139 @@
+"""Why a run ended before its end, from the exit codes of its processes and the last lines of its logs."""
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+OUT_OF_MEMORY, HANG, TIME_OUT, LOST_RANK, REFUSED, CRASH = (
+    "out of memory", "hang", "time-out", "lost rank", "refused", "crash"
+)  # fmt: skip
+"""Kinds of endings. A time-out is what whoever started the run says of it, and a hang may be."""
+
+LOST_RANK_CODE, USER_CODE, ERROR_CODE = 75, 2, 1
+_KILLED = (-9, 137)
+_TAIL_BYTES = 100_000
+_SHOWN = 200  # characters of a line
+
+# HIP, CUDA, srun and slurmstepd, not the name of a folder; torch; BLAS; torch on a CPU and errno ENOMEM; C++; Python.
+_MEMORY = re.compile(
+    r"(?<![\w/.-])(?:out[ _]of[ _]memory|oom[-_]kill)|(?-i:OutOfMemory)|BLAS_STATUS_ALLOC_FAILED|"
+    r"can(?:no|')t allocate memory|not enough memory: you tried|std::bad_alloc|^MemoryError\b|"
+    r"HSA_STATUS_ERROR_OUT_OF_RESOURCES",
+    re.IGNORECASE | re.MULTILINE,
+)
+# What else fails for want of memory, where there is a limit: the stack of a thread, a library that is mapped.
+_MEMORY_WITH_LIMIT = re.compile(r"can't start new thread|pthread_create failed|failed to map segment")
+_HANG = re.compile(r"the job hangs: .*")
+# The last two: of a node that died without Slurm knowing it yet. srun then kills the tasks of the other nodes.
+_NODE = re.compile(
+    r"^.*(?:node failure|NODE_FAIL|DUE TO NODE FAIL|io error with slurmstepd on node|launch for \S+ failed on node).*$",
+    re.IGNORECASE | re.MULTILINE,
+)  # fmt: skip
+_ERROR = re.compile(r"^\s*(?:\[[\w:]+\]:?\s*)?(?:error:|ERROR:|[\w.]*Error\b:?)\s*\S.*$", re.MULTILINE)
+_FOLLOWS = re.compile(r"LostRankError|DistBackendError|DistNetworkError|ConnectionError|Connection (?:reset|closed)")
+_NO_REFUSAL = re.compile(r"(?:Launch|Training|Kernel)Error")  # the user's to mend too, but not of the settings
+_SRUN = re.compile(r"^srun: error: [^:]*: tasks? [0-9,-]*: (.*)$", re.MULTILINE)
+_SRUN_CODE = re.compile(r"Exited with exit code (\d+)")
+# With --wait srun ends the other tasks then: what it says of them after this is its own doing.
+_SRUN_FORCE = re.compile(r"^srun: First task exited \d+s ago", re.MULTILINE)
+_SRUN_WORDS = {"Killed": 137, "Segmentation fault": 139, "Aborted": 134, "Bus error": 135, "Terminated": 143}
+
+
+@dataclass(frozen=True)
+class Ending:
+    """kind: one of the above; reason: a line for people."""
+
+    kind: str
+    reason: str
+
+
+def ending(exit_codes: int | Iterable[int] | None, logs: Sequence[Path], *, limited: bool = False) -> Ending:
+    """Why a run ended before its end.
+
+    exit_codes  of its launcher or of each of its processes; None: it did not end by itself
+    logs        those that say most first; of each the end is read. A launcher's words (srun) may be in any of them
+    limited     whether its processes were given a memory limit
+    """
+    tails = [_tail(path) for path in logs]
+    code = _cause(exit_codes, tails)
+    line = _telling_line(tails)
+    for pattern in (_MEMORY, _MEMORY_WITH_LIMIT) if limited else (_MEMORY,):
+        found = next((said for tail in tails if (said := _line_of(pattern, tail))), None)
+        if found is not None:
+            return Ending(OUT_OF_MEMORY, f"out of memory: {found}")
+    for kind, how, pattern in ((HANG, "", _HANG), (LOST_RANK, "a node was lost: ", _NODE)):
+        found = next((match.group() for tail in tails if (match := pattern.search(tail))), None)
+        if found is not None:
+            return Ending(kind, how + found.strip()[:_SHOWN])
+    if code in _KILLED:
+        return Ending(OUT_OF_MEMORY, _with("killed, probably by the kernel's out-of-memory killer", line))
+    if code == USER_CODE and not _NO_REFUSAL.match(line):
+        return Ending(REFUSED, _with("refused", line))
+    if code == LOST_RANK_CODE:
+        return Ending(LOST_RANK, _with("a rank died or hung", line))
+    return Ending(CRASH, _with({0: "ended early", None: "did not end"}.get(code, _code(code)), line))
+
+
+def _with(how: str, line: str) -> str:
+    return f"{how}: {line}" if line else how
+
+
+def _code(code: int | None) -> str:
+    if code is not None and (code < 0 or code > 128):
+        return f"ended by signal {-code if code < 0 else code - 128}"
+    return f"exit code {code}"
+
+
+def _tail(path: Path) -> str:
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _line_of(pattern: re.Pattern[str], text: str) -> str | None:
+    """The line with the first match."""
+    found = pattern.search(text)
+    if found is None:
+        return None
+    begin, end = text.rfind("\n", 0, found.start()) + 1, text.find("\n", found.end())
+    return text[begin : end if end >= 0 else None].strip()[:_SHOWN]
+
+
+def _telling_line(tails: Sequence[str]) -> str:
+    """The first line that names an error; one that only says that another rank is gone, if there is no other."""
+    lines = [found.group().strip()[:_SHOWN] for tail in tails for found in _ERROR.finditer(tail)]
+    lines = [line for line in lines if not line.startswith("srun: ")]
+    return min(lines, key=lambda line: bool(_FOLLOWS.search(line)), default="")
+
+
+def cause(exit_codes: Iterable[int] | None) -> int | None:
+    """The code of a run's processes that the others follow from: that of a signal, then of an error of the program,
+    of a refusal, in the end of a lost peer."""
+    return min(exit_codes or (), key=_precedence, default=None)
+
+
+def _cause(exit_codes: int | Iterable[int] | None, tails: Sequence[str]) -> int | None:
+    """srun gives the highest code of its tasks only; what it says of each is in its log."""
+    given = [exit_codes] if isinstance(exit_codes, int) else list(exit_codes or ())
+    own = [tail[: forced.start()] if (forced := _SRUN_FORCE.search(tail)) else tail for tail in tails]
+    of_tasks = [code for tail in own for said in _SRUN.findall(tail) if (code := _srun_code(said)) is not None]
+    if own != list(tails) and not of_tasks:
+        of_tasks = [0]  # which srun does not tell of
+    return cause(of_tasks or given) if exit_codes is not None else None
+
+
+def _srun_code(said: str) -> int | None:
+    if found := _SRUN_CODE.match(said):
+        return int(found[1])
+    return next((code for words, code in _SRUN_WORDS.items() if said.startswith(words)), None)
+
+
+def _precedence(code: int) -> tuple[int, int]:
+    by_signal = code < 0 or code > 128
+    order = 0 if by_signal else {ERROR_CODE: 1, USER_CODE: 3, LOST_RANK_CODE: 4, 0: 5}.get(code, 2)
+    return order, abs(code)

@@ -1,0 +1,201 @@
+"""Which candidate is tried next: a pure function of what has been seen, the seed and how many there were before, so
+that a search that was killed goes on as if it had not been. Optuna and DeepHyper choose among the listed candidates."""
+from __future__ import annotations
+
+import logging
+import math
+import random
+import statistics
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from megatron.errors import ConfigError
+from megatron.jobs.candidates import Candidate
+from megatron.jobs.space import Parameter
+
+SEARCHES: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "auto": ("deephyper where it is installed, optuna otherwise", ()),
+    "deephyper": ("DeepHyper's centralised Bayesian optimisation, as in the paper", ("deephyper", "sklearn")),
+    "optuna": ("Optuna's tree-structured Parzen estimator", ("optuna",)),
+    "random": ("any layout, all alike", ()),
+    "exhaustive": ("every layout, the planner's best first", ()),
+}
+"""What --search takes: a sentence for each, and the libraries that it needs."""
+_FIRST = 4  # trials of the planner's best, or at random, before anything is learnt
+_NEAR = math.log(1.25)
+_FAILURE = math.log(1.5)  # more than expected: what a failure counts as
+_RIDGE = 0.1  # (16 % / 0.5)^2: costs scatter by 16 % about a prior whose slope is 1 +- 0.5
+_KAPPA, _TREES = 1.5, 100
+
+
+@dataclass(frozen=True)
+class History:
+    """All that a proposal may depend on.
+
+    seen     log(cost) by candidate, in the order of their first trials; None: it failed
+    open     candidates that may be proposed: not tried, running or ruled out; pending: those that run
+    prior    log(cost) by the planner, for each candidate; None: without a prior
+    """
+
+    candidates: Sequence[Candidate]
+    parameters: Sequence[Parameter]
+    seen: Mapping[int, float | None]
+    open: Sequence[int]
+    pending: frozenset[int] = frozenset()
+    prior: Sequence[float] | None = None
+
+    def places(self, index: int) -> tuple[int, ...]:
+        """Of a candidate's values among those of each parameter. Python takes 1, 1.0 and True for the same."""
+        values = self.candidates[index].values
+        return tuple([repr(v) for v in p.values].index(repr(values[p.name])) for p in self.parameters)
+
+    def expected(self) -> list[float]:
+        """log(cost) of each candidate by the planner, as far as the measured ones bear it out: level + slope x prior,
+        the slope by least squares with a belief in 1 (_RIDGE). Without a prior the mean of what was measured."""
+        known = {index: cost for index, cost in self.seen.items() if cost is not None}
+        level = statistics.mean(known.values()) if known else 0.0
+        if self.prior is None:
+            return [level] * len(self.candidates)
+        middle = statistics.mean(self.prior[index] for index in known or range(len(self.candidates)))
+        pairs = [(self.prior[index] - middle, cost - level) for index, cost in known.items()]
+        slope = (sum(x * y for x, y in pairs) + _RIDGE) / (sum(x * x for x, _ in pairs) + _RIDGE)
+        return [level + slope * (prior - middle) for prior in self.prior]
+
+    def told(self) -> dict[int, float]:
+        """log(cost) of what was tried or runs: of a failure half more than expected of it, of a running one what is
+        expected, so that the next one goes elsewhere (constant liar, Ginsbourger et al. 2010)."""
+        expected = self.expected()
+        tried = {i: expected[i] + _FAILURE if cost is None else cost for i, cost in self.seen.items()}
+        return {index: expected[index] for index in self.pending} | tried
+
+
+def find_search(name: str) -> str:
+    """The search of a name in SEARCHES; which one "auto" becomes. Raises ConfigError where its library is missing or
+    another version."""
+    if name == "auto":
+        try:
+            return find_search("deephyper")
+        except ConfigError:
+            return find_search("optuna")
+    extra = "deephyper" if name == "deephyper" else "tune"
+    install = f"pip install --upgrade 'megatron-frontier[{extra}]', or --search exhaustive or random"
+    if lacking := [library for library in SEARCHES[name][1] if find_spec(library) is None]:
+        raise ConfigError(f"--search {name} needs {' and '.join(lacking)}, which this Python does not have: {install}")
+    try:
+        if name == "deephyper":
+            import deephyper.hpo  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"--search {name}: what it needs is installed, but of another version ({error}): {install}"
+                          ) from None  # fmt: skip
+    return name
+
+
+def propose(search: str, seed: int, history: History, count: int) -> tuple[int, str]:
+    """(candidate to try next, what chose it), of at least one that is open.
+
+    count  proposals made so far: seeds what is random
+    """
+    prior, chance = history.prior, random.Random(f"{seed} {count}")
+    tried = len(history.seen.keys() | history.pending)
+    begins = tried < _FIRST or all(cost is None for cost in history.seen.values())
+    if search == "exhaustive" or (prior is not None and begins and search != "random"):
+        failed = [history.places(index) for index, cost in history.seen.items() if cost is None]
+        failed = [] if search == "exhaustive" else failed
+
+        def belief(index: int) -> tuple[float, int]:
+            """By the planner, and for each failure that differs in one value alone a quarter more."""
+            at = history.places(index) if failed else ()
+            near = sum(sum(a != b for a, b in zip(at, other, strict=True)) < 2 for other in failed)
+            return (prior[index] if prior is not None else 0.0) + near * _NEAR, index
+
+        return min(history.open, key=belief), "planner" if prior is not None else search
+    if search == "random" or begins:
+        return chance.choice(history.open), "random"
+    return (_deephyper if search == "deephyper" else _optuna)(history, chance), search
+
+
+def _optuna(history: History, chance: random.Random) -> int:
+    """TPE over the product of the values, by their places; where its sample is no open candidate the nearest one is
+    taken."""
+    import optuna
+    from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+
+    distributions: dict[str, BaseDistribution] = {
+        p.name: IntDistribution(0, len(p.values) - 1) if p.ordered else CategoricalDistribution(range(len(p.values)))
+        for p in history.parameters
+    }  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # multivariate is called experimental
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        sampler = optuna.samplers.TPESampler(seed=chance.getrandbits(31), multivariate=True, n_startup_trials=1)
+        study = optuna.create_study(sampler=sampler)
+        for index, cost in history.told().items():
+            params = dict(zip(distributions, history.places(index), strict=True))
+            study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=cost))
+        asked = study.ask(distributions).params
+
+    def far(index: int) -> tuple[float, int]:
+        apart = zip(history.parameters, asked.values(), history.places(index), strict=True)
+        return sum(abs(a - b) / max(1, len(p.values) - 1) if p.ordered else a != b for p, a, b in apart), index
+
+    return min(history.open, key=far)
+
+
+def _deephyper(history: History, chance: random.Random) -> int:
+    """Dash et al. 2023, Table V: asynchronous Bayesian optimisation by upper confidence bound, in which failed trials
+    count too. The forest, its bound and the choice are DeepHyper's; the list, the prior and what failures count as are
+    brought to it."""
+    import numpy as np
+    from ConfigSpace import OrdinalHyperparameter
+    from deephyper.hpo import CBO, HpProblem
+    from deephyper.skopt.learning import RandomForestRegressor
+
+    class OnPrediction(RandomForestRegressor):
+        """A forest of log(cost) less its prediction, which is also one more feature."""
+
+        def fit(self, X: Any, y: Any) -> Any:
+            return super().fit(*self._on(X, y))
+
+        def predict(self, X: Any, return_std: bool = False) -> Any:
+            rows, predicted = self._on(X, 0.0)
+            found = super().predict(rows, return_std)
+            return (found[0] - predicted, found[1]) if return_std else found - predicted
+
+        @staticmethod
+        def _on(X: Any, y: Any) -> tuple[Any, Any]:
+            predicted = np.array([predictions[tuple(map(int, row))] for row in X])
+            return np.column_stack([np.asarray(X, float), predicted]), np.asarray(y) - predicted
+
+    logging.getLogger("deephyper").setLevel(logging.ERROR)
+    seed = chance.getrandbits(31)
+    # A forest takes many candidates for the same, and of those the first sample is taken: not the next of the list.
+    sampled = chance.sample(list(history.open), len(history.open))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of kinds of arrays, and points that are asked for again
+        problem = HpProblem()
+        for parameter in history.parameters:
+            # By their places: trees split places and DeepHyper's labels of categories alike.
+            problem.add_hyperparameter(OrdinalHyperparameter(parameter.name, list(range(len(parameter.values)))))
+        order = [[p.name for p in history.parameters].index(name) for name in problem.hyperparameter_names]
+        keys = [tuple(history.places(i)[n] for n in order) for i in range(len(history.candidates))]
+        points = [dict(zip(problem.hyperparameter_names, key, strict=True)) for key in keys]
+        expected = history.expected()
+        predictions = dict(zip(keys, expected, strict=True))
+        problem.set_sampling_fn(lambda size: [points[index] for index in sampled])
+        # Its threshold of 0.005 for a split takes costs to be spread over 0..1; 10 trees tell their spread badly.
+        forest = OnPrediction(_TREES, splitter="random", max_features=1.0, bootstrap=False, min_samples_split=2,
+                              random_state=seed)  # fmt: skip
+        search = CBO(
+            problem, random_state=seed, surrogate_model=forest, acq_func="UCB",
+            acq_func_kwargs={"kappa": _KAPPA, "scheduler": {"type": "constant"}}, acq_optimizer="sampling",
+            acq_optimizer_kwargs={"n_points": len(sampled), "filter_duplicated": False,
+                                  "outliers_iqr_factor": float("inf")},
+            objective_scaler="identity", n_initial_points=1, checkpoint_history_to_csv=False,
+        )  # fmt: skip
+        search.tell([(points[index], -cost) for index, cost in history.told().items()])
+        asked = search.ask(1)[0]
+    key = tuple(int(asked[name]) for name in problem.hyperparameter_names)
+    return next(index for index in sampled if keys[index] == key)

@@ -1,0 +1,106 @@
+"""The work of an operator in numbers, and how code says of itself what a look at its operators does not show.
+
+An operator of ours declares its work where it is defined (register.operator). Code that is made of many operators and
+stands for one piece of work says so with `counts_as`, code that makes a value again with `recomputed`. Whoever follows
+operators without running them (planning/trace.py) hears it; in a run nobody does.
+"""
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+
+class Product(NamedTuple):
+    """`batch` products [m, k] x [k, n]. moved: bytes read and written for a sum to which the product is added, beyond
+    those of its result; the kernel moves them while it multiplies."""
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    moved: int = 0
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.n * self.k * self.batch
+
+
+class Attention(NamedTuple):
+    """Causal attention that keeps no scores: flash-attn's, torch's or in blocks; `heads` of queries on this device."""
+
+    batch: int
+    heads: int
+    seq: int
+    head_dim: int
+    backward: bool = False
+
+    @property
+    def flops(self) -> float:
+        """As model/formulas.py counts: all pairs, the backward pass twice the forward's."""
+        return (2 if self.backward else 1) * 4.0 * self.batch * self.heads * self.seq**2 * self.head_dim
+
+
+class Memory(NamedTuple):
+    """Memory-bound kernels that read and write so many bytes together.
+
+    kind  "norm", "activation", "residual" (bias, dropout, residual sum), "loss", "embedding" or "copy" (the rest)
+    """
+
+    bytes: int
+    kernels: int = 1
+    kind: str = "copy"
+
+
+Computation = Product | Attention | Memory
+
+
+class Follower(Protocol):
+    """Who follows operators: told where a piece of work begins and ends."""
+
+    def enter(self, scope: Scope) -> None: ...
+
+    def leave(self, scope: Scope) -> None: ...
+
+
+_followers: list[Follower] = []
+
+
+class Scope:
+    """A piece of code. work: the one computation that all of its operators together are; None: they are what they are,
+    and make a value again."""
+
+    __slots__ = ("work",)
+
+    def __init__(self, work: Computation | None) -> None:
+        self.work = work
+
+    def __enter__(self) -> None:
+        for follower in _followers:
+            follower.enter(self)
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        for follower in _followers:
+            follower.leave(self)
+
+
+def counts_as(work: Computation) -> Scope:
+    """A context: the operators inside are together this computation."""
+    return Scope(work)
+
+
+def recomputed() -> Scope:
+    """A context: what is computed inside was computed before, and is made again rather than kept."""
+    return Scope(None)
+
+
+class followed:
+    """A context in which `follower` is told."""
+
+    def __init__(self, follower: Follower) -> None:
+        self._follower = follower
+
+    def __enter__(self) -> None:
+        _followers.append(self._follower)
+
+    def __exit__(self, *_: Any) -> None:
+        _followers.remove(self._follower)

@@ -1,1 +1,0 @@
-"""Scaling experiments: which points there are, what they cost, and running them one after another or side by side."""

@@ -1,1 +1,0 @@
-"""What a tuning found: tables, plots, importance of parameters, the best command line."""

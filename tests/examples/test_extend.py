@@ -1,0 +1,211 @@
+"""Pieces of one's own: those of examples/extend train as in one process, and are dry-run and planned.
+
+Tolerances are those of the parity grid (tests/parity/test_grid.py). Lion takes the sign of its update, which rounding
+turns where the update is as small as a rounding error: there a weight may be off by two steps.
+"""
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.config import Config
+from megatron.config.pieces import load_pieces
+from megatron.data.datasets import build_datasets
+from megatron.engine.optimizer import build_optimizer
+from megatron.engine.optimizer_state import OPTIMIZERS, optimizer_state
+from megatron.errors import ConfigError, DataError
+from megatron.pipeline.instructions import Instruction, Op
+from megatron.pipeline.schedule import build_rank_schedule
+from tests.helpers.launching import ROOT, Outcome, Script, launch
+from tests.helpers.processes import run_processes
+from tests.helpers.training import STEPS, assemble, train_plainly
+from tests.parity.cases import layout, train
+
+FOLDER = "examples/extend"
+# Without biases: softmax does not see that of the keys, so that its gradient is nothing but rounding.
+LION = dict(lr=1e-3, adam_beta1=0.9, adam_beta2=0.99, add_bias_linear=False)
+RUNS: dict[str, dict[str, Any]] = {
+    "layer": layout(tp=2, pp=2, dp=2, sp=True)[2],
+    "schedule": layout(tp=2, pp=2, dp=2)[2],
+    "optimizer": layout(tp=2, pp=2, dp=2, **LION)[2],
+}
+FILES = {name: str(ROOT / FOLDER / f"{name}.py") for name in (*RUNS, "data")}
+TINY = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--vocab-size 256 --micro-batch-size 1 --global-batch-size 8 --train-iters 3 --lr 1e-3 --log-interval 1 "
+    "--eval-iters 0 --num-workers 0"
+).split()
+CUT = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel".split()
+TEXT = ["--data-path", str(ROOT / "docs/frontier.md")]
+
+
+def words(name: str) -> list[str]:
+    return [*TINY, *(TEXT if name == "data" else ["--mock-data"]), "--pieces", FILES[name]]
+
+
+@cache
+def on_eight() -> list[list[dict[str, Any]]] | Exception:
+    try:
+        return run_processes(8, train, [{**fields, "pieces": FILES[name]} for name, fields in RUNS.items()])
+    except Exception as error:  # of all their tests, without another try
+        return error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_is_that_of_one_process(name: str) -> None:
+    found = on_eight()
+    if isinstance(found, Exception):
+        raise found
+    ranks = [runs[list(RUNS).index(name)] for runs in found]
+    expected = train_plainly({**RUNS[name], "pieces": FILES[name]})
+    for rank in ranks:
+        for (loss, norm, *_), (loss_1, norm_1) in zip(rank["history"], expected["history"], strict=True):
+            assert loss == pytest.approx(loss_1, rel=5e-6)
+            assert norm == pytest.approx(norm_1, rel=2e-5)
+    whole = assemble([rank["parameters"] for rank in ranks])
+    assert whole.keys() == expected["parameters"].keys()
+    apart = [np.abs(whole[n] - values) for n, values in expected["parameters"].items()]
+    turned, most = (1e-4, 2 * STEPS * LION["lr"]) if name == "optimizer" else (0.0, 5e-6)
+    assert max(d.max() for d in apart) <= most
+    assert sum((d > 5e-6).sum() for d in apart) <= turned * sum(d.size for d in apart)
+
+
+def losses(metrics: Path) -> list[float]:
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [record["lm_loss"] for record in records if record["event"] == "iteration"]
+
+
+def good(outcomes: list[Outcome | None]) -> None:
+    for outcome in outcomes:
+        assert outcome is not None and outcome.code == 0, outcome
+
+
+@pytest.mark.slow
+def test_data_of_ones_own_train_as_in_one_process_and_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("one", "eight", "again")}
+    good(launch(1, [*words("data"), "--metrics-file", str(files["one"])]))
+    save = ["--save", str(tmp_path / "saved"), *CUT]
+    first = [*words("data"), *save, "--exit-interval", "2", "--metrics-file", str(files["eight"])]
+    good(launch(8, first))
+    good(launch(8, [*words("data"), *save, "--load", str(tmp_path / "saved"), "--metrics-file", str(files["again"])]))
+    one = losses(files["one"])
+    assert len(one) == 3 and losses(files["eight"]) + losses(files["again"]) == pytest.approx(one, rel=5e-6)
+
+
+def ran(script: str, arguments: list[str], folder: Path) -> str:
+    with Script(script, arguments, folder / "log") as process:
+        outcome = process.wait()
+    assert outcome.code == 0, outcome.output
+    return outcome.output
+
+
+@pytest.mark.slow
+def test_each_is_dry_run(tmp_path: Path) -> None:
+    """What it needs differs from what the project's own pieces do: other parameters, passes that wait, less state."""
+    flags = [*CUT, "--world-size", "8", "--dry-run"]
+
+    def needs(words: list[str]) -> str:
+        return ran("pretrain_gpt.py", [*words, *flags], tmp_path).split("MiB on each device")[1]
+
+    plain = needs([*TINY, "--mock-data"])
+    for name in FILES:
+        assert (needs(words(name)) == plain) == (name == "data"), name
+
+
+def planned(flags: list[str], folder: Path) -> str:
+    plan = "--cluster frontier --nodes 1 --layout tp=2,pp=2,chunks=1,mbs=1 --explain --global-batch 16".split()
+    model = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 50257".split()
+    return ran("tools/plan.py", [*plan, "--", *model, *flags], folder)
+
+
+@pytest.mark.slow
+def test_each_is_planned(tmp_path: Path) -> None:
+    """The plan differs from that of the project's own pieces where these cost something else."""
+    plain = planned([], tmp_path)
+    for name, file in FILES.items():
+        assert (planned(["--pieces", file], tmp_path) == plain) == (name == "data"), name
+
+
+TOLD = """
+import megatron
+
+class Tell(megatron.Callback):
+    def on_start(self, run):
+        self.seen = ["start"]
+    def on_step(self, run, step):
+        self.seen.append(f"step {step.iteration}")
+    def on_log(self, run, figures):
+        self.seen.append(f"log {figures.iteration}")
+    def on_save(self, run):
+        self.seen.append(f"save {run.saves.saved_iteration}")
+    def on_end(self, run):
+        print("told:", ", ".join(self.seen))
+
+if __name__ == "__main__":
+    megatron.main(callbacks=[Tell()])
+"""
+
+
+@pytest.mark.slow
+def test_callbacks_of_a_script_of_ones_own_hear_of_a_run_on_every_rank(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TOLD)
+    flags = [*TINY, "--mock-data", "--save", str(tmp_path / "saved"), "--log-interval", "2"]
+    outcomes = launch(2, flags, script=str(script))
+    good(outcomes)
+    for outcome in outcomes:
+        assert outcome is not None
+        (told,) = [line for line in outcome.output.splitlines() if line.startswith("told:")]
+        assert told == "told: start, step 1, step 2, log 2, step 3, log 3, save 3"
+
+
+def test_pieces_that_cannot_serve_are_refused(tmp_path: Path) -> None:
+    config = Config.create(num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=4, vocab_size=8)
+
+    def backward_first(size: int, chunks: int, micro_batches: int, rank: int) -> list[Instruction]:
+        return [Instruction(op, rank, i) for i in range(micro_batches) for op in (Op.BACKWARD, Op.FORWARD)]
+
+    for order, match in ((backward_first, "BACKWARD"), (lambda *sizes: backward_first(*sizes)[1:], "<lambda>")):
+        with pytest.raises(ConfigError, match=match):
+            build_rank_schedule(order, 2, 1, 2, 0)
+
+    class Factored(torch.optim.Optimizer):
+        def __init__(self, groups: Any, settings: Any) -> None:
+            super().__init__(groups, {"lr": settings.lr})
+
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["rows"] = torch.zeros(2)
+
+    with pytest.raises(ConfigError, match="'rows'"):
+        optimizer_state(config.with_pieces(optimizer=Factored))
+    short = config.with_pieces(datasets=lambda config, *counts: ([np.arange(4)] * counts[0], None, None))
+    with pytest.raises(DataError, match="4"):
+        build_datasets(short, 3, 0, 0).train[0]  # type: ignore[index]
+    with pytest.raises(DataError, match="3"):
+        build_datasets(config.with_pieces(datasets=lambda *_: ([], None, None)), 3, 0, 0)
+    (tmp_path / "none.py").write_text("PIECES = 3")
+    for file in ("none.py", "absent.py"):
+        with pytest.raises(ConfigError, match=file):
+            load_pieces(str(tmp_path / file))
+    with pytest.raises(ConfigError, match="layer=7"):
+        config.with_pieces(layer=7)
+
+
+def test_what_the_projects_optimizers_keep_is_what_a_step_makes() -> None:
+    for name, state in OPTIMIZERS.items():
+        config = Config.create(
+            num_layers=2, hidden_size=8, num_attention_heads=2, seq_length=4, vocab_size=8, optimizer=name
+        )
+
+        def plain(groups: Any, settings: Any) -> torch.optim.Optimizer:
+            return build_optimizer(groups, settings, torch.device("cpu"))
+
+        assert optimizer_state(config.with_pieces(optimizer=plain)).tensors == state.tensors

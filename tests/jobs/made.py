@@ -1,0 +1,136 @@
+"""Searches without processes: trials take turns, the truth is a function, nodes are counted."""
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.jobs import tune as module
+from megatron.jobs.candidates import Candidate, enumerate_candidates
+from megatron.jobs.endings import Ending
+from megatron.jobs.result import DONE, Result
+from megatron.jobs.runner import End, Job, write_json
+from megatron.jobs.setup import Setup, make_setup
+from megatron.jobs.tune import Search
+from tools import tune
+
+SPACE = """
+title = "made"
+flags = ["--preset", "tiny", "--tensor-model-parallel-size", "1", "--global-batch-size", "8", "--lr", "1e-4"]
+[parameters]
+mbs = [1, 2, 4, 8]
+seed = [0, 1, 2]
+[derived]
+processes = "1"
+"""
+Truth = Callable[[dict[str, Any]], float | Ending]
+
+
+def truth(values: dict[str, Any]) -> float | Ending:
+    """Seconds of a step: one best, mbs = 4 and seed = 1; mbs = 8 with seed = 2 crashes."""
+    if (values["mbs"], values["seed"]) == (8, 2):
+        return Ending("crash", "exit code 1")
+    return 1 + 0.2 * abs(values["mbs"] - 4) + 0.3 * abs(values["seed"] - 1)
+
+
+def setup(folder: Path, *words: str, space: str = SPACE) -> Setup:
+    """Of tools/tune.py in this space."""
+    path = folder / "made.toml"
+    folder.mkdir(exist_ok=True)
+    path.write_text(space)
+    usual = f"--space {path} --no-prior --search exhaustive --confirm 0 --out {folder}/out".split()
+    return make_setup(tune.build_parser().parse_args([*usual, *words]), [])
+
+
+class Made:
+    """In the place of a Runner. Trials take `turns` each and end as the truth says; `stop`: told the turn, whether a
+    signal comes; die: (turn, host) of nodes that die."""
+
+    def __init__(
+        self, truth: Truth = truth, hosts: Sequence[str] = ("n1",), turns: int = 2,
+        stop: Callable[[int], bool] = lambda turn: False, die: Sequence[tuple[int, str]] = (),
+        left_s: Callable[[int], float | None] = lambda turn: None, nodes: int | None = None,
+    ) -> None:  # fmt: skip
+        self.truth, self.hosts, self.turns, self.stop, self.die = truth, list(hosts), turns, stop, list(die)
+        self.turn, self.log, self._left_s, self._nodes = 0, list[tuple[str, int]](), left_s, nodes
+        self._running: list[tuple[Job, list[str], int]] = []
+
+    @property
+    def running(self) -> list[Job]:
+        return [job for job, _, _ in self._running]
+
+    def left_s(self) -> float | None:
+        return self._left_s(self.turn)
+
+    @property
+    def free(self) -> list[str]:
+        taken = [host for _, hosts, _ in self._running for host in hosts]
+        return [host for host in self.hosts if host not in taken]
+
+    def room(self, nodes: int) -> bool:
+        return nodes <= len(self.free)
+
+    def ever(self, nodes: int) -> bool:
+        return nodes <= len(self.hosts)
+
+    def run(self, source: Search) -> str:
+        while True:
+            for entry in list(self._running):
+                job, hosts, begun = entry
+                dead = [host for host in hosts if host not in self.hosts]
+                if dead or self.turn >= begun + self.turns:
+                    self._running.remove(entry)
+                    self._end(source, job, hosts, begun, f"{dead[0]} is down" if dead else "")
+            if self.stop(self.turn):
+                for job, hosts, begun in self._running:
+                    self._end(source, job, hosts, begun, "interrupted by SIGTERM")
+                return "SIGTERM"
+            while (job := source.next(self)) is not None:  # type: ignore[arg-type]
+                assert self.room(job.nodes)
+                job.folder.mkdir(parents=True, exist_ok=True)
+                for old in ("result.json", "figures"):
+                    (job.folder / old).unlink(missing_ok=True)
+                write_json(job.folder / "point.json", job.point)
+                self.log.append(("start", int(job.folder.name)))
+                self._running.append((job, self.free[: job.nodes], self.turn))
+            if not self._running:
+                return ""
+            self.turn += 1
+            self.hosts = [host for host in self.hosts if (self.turn, host) not in self.die]
+
+    def _end(self, source: Search, job: Job, hosts: list[str], begun: int, interrupted: str) -> None:
+        self.log.append(("lost" if interrupted else "end", int(job.folder.name)))
+        found = self.truth({**job.point["values"], "number": int(job.folder.name)})
+        why = found if isinstance(found, Ending) and not interrupted else None
+        if not interrupted and why is None:
+            (job.folder / "figures").write_text(json.dumps(found))
+        source.ended(End(job, tuple(hosts), float(begun), float(self.turn), [0], not interrupted and why is None, why,
+                         interrupted))  # fmt: skip
+
+
+def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are those of the truth, which a made trial leaves in place of metrics."""
+
+    def read(metrics: Path, *_: object) -> Result:
+        return Result(DONE, step_s=json.loads((metrics.parent / "figures").read_text()), spread=0.0, steady=5,
+                      memory_bytes=2**30)  # fmt: skip
+
+    monkeypatch.setattr(module, "read_result", read)
+    monkeypatch.setattr(module, "is_complete", lambda folder, steps: (folder / "figures").exists())
+    monkeypatch.setattr("os.fsync", lambda _: None)
+
+
+def candidates_of(made: Setup, change: Callable[[Candidate], Candidate] = lambda c: c) -> Any:
+    found = enumerate_candidates(made.space, [], made.machine, predict=False)
+    found.candidates[:] = map(change, found.candidates)
+    return found
+
+
+def search(made: Setup, runner: Made | None = None, change: Callable[[Candidate], Candidate] = lambda c: c,
+           say: Callable[[str], object] = lambda text: None) -> tuple[Search, str]:  # fmt: skip
+    """One start of it; the search, and why it ended."""
+    found = Search(made, candidates_of(made, change), say)
+    return found, (runner or Made()).run(found) or found.why

@@ -1,0 +1,38 @@
+"""Spaces of a small model on four processes, and what is found in them."""
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+from megatron.config import Config, parse_args
+from megatron.jobs.candidates import Candidate, Enumeration, Machine, enumerate_candidates
+from megatron.jobs.space import Space
+
+MODEL = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 512 --lr 1e-3 "
+    "--tokenizer-type NullTokenizer"
+)
+ONE = f"{MODEL} --micro-batch-size 1"
+FOUR = Machine(None, 4, 1)
+Read = Callable[..., Space]
+
+
+def found_of(space: Space, flags: str = "", machine: Machine = FOUR, **more: Any) -> Enumeration:
+    return enumerate_candidates(space, shlex.split(flags), machine, **{"predict": False, **more})
+
+
+def config_of(candidate: Candidate) -> Config:
+    return parse_args([*candidate.flags, "--mock-data", "--train-iters", "8"], candidate.processes)
+
+
+def reasons(found: Enumeration) -> dict[str, int]:
+    return {reason: count for reason, (count, _) in found.rejections.items()}
+
+
+def complete(found: Enumeration) -> bool:
+    """Every combination is a candidate or was rejected for a reason, with an example."""
+    assert all(example for _, example in found.rejections.values())
+    assert [c.index for c in found.candidates] == list(range(len(found.candidates)))
+    assert len({c.key for c in found.candidates}) == len(found.candidates)
+    return len(found.candidates) + sum(reasons(found).values()) == found.looked

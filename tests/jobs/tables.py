@@ -1,0 +1,96 @@
+"""Spaces whose costs are known, for searches to be tried on."""
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from megatron.jobs.candidates import Candidate
+from megatron.jobs.names import Value
+from megatron.jobs.search import History, propose
+from megatron.jobs.space import Parameter
+
+PARAMETERS = (
+    Parameter("tp", (1, 2, 4, 8)),
+    Parameter("pp", (1, 2, 4, 8, 16)),
+    Parameter("mbs", (1, 2, 4, 8)),
+    Parameter("recompute", ("none", "selective", "full"), ordered=False),
+    Parameter("sp", (False, True)),
+)
+
+
+class Table(NamedTuple):
+    """costs: log(cost) of each candidate; prior: of a planner; fails: indices."""
+
+    candidates: tuple[Candidate, ...]
+    costs: tuple[float, ...]
+    prior: tuple[float, ...]
+    fails: frozenset[int] = frozenset()
+
+    @property
+    def best(self) -> float:
+        return min(cost for index, cost in enumerate(self.costs) if index not in self.fails)
+
+    def good(self, index: int) -> bool:
+        """Within 3 % of the best."""
+        return index not in self.fails and self.costs[index] <= self.best + math.log(1.03)
+
+
+Values = Mapping[str, Value]
+
+
+def candidates_of(parameters: Sequence[Parameter], keep: Callable[[Values], bool]) -> tuple[Candidate, ...]:
+    found: list[Candidate] = []
+    for values in itertools.product(*(p.values for p in parameters)):
+        named = dict(zip((p.name for p in parameters), values, strict=True))
+        if keep(named):
+            key = ",".join(f"{name}={value}" for name, value in named.items())
+            found.append(Candidate(len(found), key, named, (), 16, 2, 2048))
+    return tuple(found)
+
+
+def _seconds(v: Mapping[str, Value], bubble: float, slow_tp: float, recompute: float) -> float:
+    """A step in the manner of the real ones: work, messages of tensor parallelism, a bubble, a better use of devices by
+    larger micro-batches."""
+    tp, pp, mbs = (int(v[name] or 0) for name in ("tp", "pp", "mbs"))
+    again = {"none": 1.0, "selective": 1 + recompute / 4, "full": 1 + recompute}[str(v["recompute"])]
+    micro_batches = 64 / mbs
+    work = again * (1 + 0.3 / mbs) * (1 + bubble * (pp - 1) / micro_batches)
+    return work + slow_tp * math.log2(tp) * (0.8 if v["sp"] else 1.0) + 0.4 / (tp * pp)
+
+
+def table(
+    fails: Callable[[Values], bool] = lambda values: False, keep: Callable[[Values], bool] = lambda values: True
+) -> Table:
+    """456 candidates, or those of them to keep; the planner takes messages for cheaper, bubbles for dearer and
+    recomputation for free."""
+    candidates = candidates_of(PARAMETERS, lambda v: int(v["tp"] or 0) * int(v["pp"] or 0) <= 64 and keep(v))
+    return Table(
+        candidates,
+        tuple(math.log(_seconds(c.values, 1.0, 0.09, 0.33)) for c in candidates),
+        tuple(math.log(_seconds(c.values, 1.5, 0.03, 0.05)) for c in candidates),
+        frozenset(c.index for c in candidates if fails(c.values)),
+    )
+
+
+def play(search: str, known: Table, trials: int, prior: Sequence[float] | None = None, seed: int = 0,
+         until: Callable[[int], bool] = lambda index: False) -> list[tuple[int, str]]:  # fmt: skip
+    """What a search proposes, one trial after the other, until there are so many, or `until`, or nothing is left."""
+    seen: dict[int, float | None] = {}
+    found: list[tuple[int, str]] = []
+    for count in range(min(trials, len(known.candidates))):
+        open_ = [index for index in range(len(known.candidates)) if index not in seen]
+        index, by = propose(search, seed, History(known.candidates, PARAMETERS, seen, open_, prior=prior), count)
+        assert index in open_
+        seen[index] = None if index in known.fails else known.costs[index]
+        found.append((index, by))
+        if until(index):
+            break
+    return found
+
+
+def trials_to_good(search: str, known: Table, trials: int, prior: Sequence[float] | None, seed: int) -> int:
+    """Trials until one within 3 % of the best; one more than `trials` if there is none."""
+    found = play(search, known, trials, prior, seed, until=known.good)
+    return len(found) if known.good(found[-1][0]) else trials + 1

@@ -1,0 +1,291 @@
+"""The list of candidates: against every combination put to pretrain_gpt.py's own parser, and to the planner."""
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config import Config, parse_args
+from megatron.config.settings import all_options
+from megatron.errors import ConfigError
+from megatron.jobs.candidates import GIB, Machine
+from megatron.planning.cluster import Cluster, load_cluster
+from megatron.planning.memory import memory_of_ranks
+from megatron.planning.placement import place_with
+from megatron.planning.timing import estimate
+from tests.jobs.small_spaces import MODEL, ONE, Read, complete, config_of, found_of, reasons
+
+
+@pytest.fixture(scope="module")
+def frontier() -> Cluster:
+    return load_cluster("frontier")
+
+
+@pytest.mark.parametrize("pp, mbs, batches", [
+    ((2, 16), (1, 3), (6,)), pytest.param((1, 2, 4, 16), (1, 2, 3), (4, 6), marks=pytest.mark.campaign("search")),
+])  # fmt: skip
+def test_every_combination_is_put_to_the_parser(
+    read: Read, pp: tuple[int, ...], mbs: tuple[int, ...], batches: tuple[int, ...]
+) -> None:
+    """By brute force: flags are written here anew, and what differs in no setting is one."""
+    text = f"""
+    [parameters]
+    tp = [1, 2, 3, 4]
+    pp = {list(pp)}
+    mbs = {list(mbs)}
+    gbs = {list(batches)}
+    sp = [false, true]
+    schedule = ["1f1b", "zb-h1"]
+    zero = [0, 1]
+    recompute = ["none", "selective:mlp_act", "full:block:2"]
+    """
+    found = found_of(read(text, MODEL))
+    recompute = {
+        "none": "--recompute-granularity none", "selective:mlp_act":
+        "--recompute-granularity selective --recompute-modules mlp_act", "full:block:2":
+        "--recompute-granularity full --recompute-method block --recompute-num-layers 2",
+    }  # fmt: skip
+    valid: dict[Any, Config] = {}
+    for tp, stages, samples, gbs, sp, schedule, zero, kind in itertools.product(
+        (1, 2, 3, 4), pp, mbs, batches, (False, True), ("1f1b", "zb-h1"), (0, 1), recompute
+    ):
+        words = (
+            f"{MODEL} --tensor-model-parallel-size {tp} --pipeline-model-parallel-size {stages} "
+            f"--micro-batch-size {samples} --global-batch-size {gbs} --zero-stage {zero} "
+            f"{recompute[kind]} --mock-data --train-iters 8"
+        )
+        words += " --sequence-parallel" * sp + " --enable-zbh1-pipeline" * (schedule == "zb-h1")
+        try:
+            config = parse_args(words.split(), 4)
+        except ConfigError:
+            continue
+        # One replica has nothing to divide the optimizer over.
+        values = config.to_dict() | ({"zero_stage": 0} if tp * stages == 4 else {})
+        valid.setdefault(str(sorted(values.items())), config)
+    assert [config_of(c) for c in found.candidates] == list(valid.values())
+    assert len(valid) > 20 and complete(found)
+    assert found.looked == 4 * len(pp) * len(mbs) * len(batches) * 2 * 2 * 2 * 3
+    assert all(c.tokens == config_of(c).batch.global_batch_size * 64 for c in found.candidates)
+
+
+def test_chunks_are_of_a_pipeline_rank(read: Read) -> None:
+    found = found_of(read("[parameters]\npp = [1, 2, 4]\nchunks = [1, 2, 3, 4]\n[derived]\ngbs = '8'"))
+    layouts = {(c.values["pp"], c.values["chunks"]): config_of(c).parallel for c in found.candidates}
+    assert set(layouts) == {(1, 1), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2)} and complete(found)
+    assert all(parallel.num_chunks == chunks for (_, chunks), parallel in layouts.items())
+
+
+def test_a_schedule_that_would_be_another_is_no_candidate(read: Read) -> None:
+    text = '[parameters]\npp = [1, 4]\nchunks = [1, 2]\nschedule = ["1f1b", "interleaved", "zb-h1"]\n[derived]\ngbs="8"'
+    found = found_of(read(text))
+    assert [(c.values["pp"], c.values["chunks"], c.values["schedule"]) for c in found.candidates] == [
+        (1, 1, "1f1b"), (4, 1, "1f1b"), (4, 1, "zb-h1"), (4, 2, "interleaved"),
+    ]  # fmt: skip
+    assert all(config_of(c).parallel.schedule == c.values["schedule"] for c in found.candidates) and complete(found)
+
+
+def test_derived_names_and_constraints_over_everything(read: Read) -> None:
+    text = """
+    [parameters]
+    hidden-size = [64, 128]
+    tp = [1, 2]
+    pp = [1, 2]
+    [variables]
+    accumulation = [2, 3]
+    [derived]
+    gbs = "mbs * dp * accumulation"
+    ffn_hidden_size = "3 * hidden_size if hidden_size > 64 else hidden_size"
+    [constraints]
+    "width" = "kv_channels == 16 or tp * pp == 1"
+    "batch" = "gbs in (4, 6)"
+    "model" = "num_layers == 8 and seq_length == 64 and nodes == 1"
+    """
+    found = found_of(read(text, ONE.replace("--hidden-size 64 ", "")))
+    expected = []
+    for hidden, tp, pp, accumulation in itertools.product((64, 128), (1, 2), (1, 2), (2, 3)):
+        replicas = 4 // (tp * pp)
+        if replicas * accumulation in (4, 6) and (hidden // 4 == 16 or tp * pp == 1):
+            expected.append((hidden, tp, pp, accumulation, replicas * accumulation))
+    assert [(*c.values.values(), config_of(c).batch.global_batch_size) for c in found.candidates] == expected
+    assert {config_of(c).model.ffn_hidden_size for c in found.candidates} == {64} and complete(found)
+    assert set(reasons(found)) == {"width", "batch"}
+
+
+def test_the_size_of_a_job(read: Read) -> None:
+    """Two nodes of four: 12 processes are too many, 6 fill no nodes."""
+    space = read("[parameters]\nprocesses = [1, 2, 3, 4, 6, 8, 12]\n[derived]\ngbs = '24'")
+    found = found_of(space, machine=Machine(None, 4, 2))
+    assert [(c.processes, c.nodes) for c in found.candidates] == [(1, 1), (2, 1), (3, 1), (4, 1), (8, 2)]
+    assert list(reasons(found).values()) == [1, 1]
+    by_nodes = found_of(read("[parameters]\nnodes = [1, 2, 3]"), machine=Machine(None, 4, 2))
+    assert [(c.processes, c.nodes, c.tokens) for c in by_nodes.candidates] == [(4, 1, 256), (8, 2, 512)]
+    whole = found_of(read("[parameters]\nmbs = [2]", MODEL), machine=Machine(None, 4, 2))
+    assert [(c.processes, c.tokens) for c in whole.candidates] == [(8, 16 * 64)]
+    shared = found_of(read("[parameters]\nnodes = [1, 2]\n[derived]\nmbs = '16 // processes'", MODEL))
+    assert [(c.values["nodes"], c.tokens) for c in shared.candidates] == [(1, 16 * 64)]
+
+
+def test_flags_of_the_command_line_win_over_the_space_s(read: Read) -> None:
+    space = read("[parameters]\ntp = [1, 2]", f"{MODEL} --micro-batch-size 2 --fp16 --initial-loss-scale 4096")
+    (first, _) = found_of(space, "--micro-batch-size 3 --bf16 --num-layers 4").candidates
+    config = config_of(first)
+    assert (config.batch.micro_batch_size, config.model.num_layers, config.precision.dtype_name) == (3, 4, "bfloat16")
+    assert "--fp16" not in first.flags and list(first.flags).count("--micro-batch-size") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--tensor-model-parallel-size 2", ["--tensor-model-parallel-size 2", "tp", "space.toml"]),
+        ("--global-batch-size 2", ["--global-batch-size 2", "gbs"]),
+        ("--save x --train-tokens 1e9", ["--save x", "--train-tokens 1e9"]),
+        ("--tp 2", ["--tp"]),
+        ("--num-layers many", ["--num-layers", "many"]),
+        ("--fp16 --no-fp16", ["--fp16", "--no-fp16"]),
+        ("--cluster frontier", ["--cluster frontier"]),
+    ],
+)  # fmt: skip
+def test_flags_that_cannot_be(read: Read, flags: str, words: list[str]) -> None:
+    space = read("[parameters]\ntp = [1, 2]\n[derived]\ngbs = '8'")
+    with pytest.raises(ConfigError) as found:
+        found_of(space, flags)
+    assert all(word in str(found.value) for word in words), str(found.value)
+
+
+def test_a_derived_value_that_a_flag_cannot_have_is_a_reason(read: Read) -> None:
+    found = found_of(read("[parameters]\ntp = [1, 2]\n[derived]\nprocesses = 'tp / 2'\nseed = 'tp - 3'"))
+    assert list(reasons(found).values()) == [1, 1] and complete(found)
+    first, second = (example for _, example in found.rejections.values())
+    assert "tp=1" in first and "processes" in first and "0.5" in first
+    assert "tp=2" in second and "seed" in second and "-1" in second
+
+
+def test_what_runs_the_same_is_one(read: Read) -> None:
+    """Without several replicas, ranks of a direction, or tensor parallelism some settings decide nothing."""
+    space = read('[parameters]\ntp = [1, 4]\nzero = [0, 1]\nsp = [false, true]\norder = ["tp-dp-pp", "dp-tp-pp"]')
+    found = found_of(space)
+    assert [tuple(c.values.values()) for c in found.candidates] == [
+        (1, 0, False, "tp-dp-pp"), (1, 1, False, "tp-dp-pp"), (4, 0, False, "tp-dp-pp"), (4, 0, True, "tp-dp-pp"),
+    ]  # fmt: skip
+    assert list(reasons(found).values()) == [12] and complete(found)
+
+
+def test_a_layout_is_named_by_what_varies(read: Read) -> None:
+    text = "[parameters]\ntp = [1, 2]\nnodes = [1]\nsp = [true]\nlr = [1e-4]"
+    found = found_of(read(text, ONE.replace("--lr 1e-3", "")))
+    assert [c.key for c in found.candidates] == ["tp=1", "tp=2"]
+    assert found.candidates[1].values == {"tp": 2, "nodes": 1, "sp": True, "lr": 1e-4}
+    (only,) = found_of(read("[parameters]\nnodes = [1]\nsp = [true]")).candidates
+    assert only.key == "nodes=1,sp=on"
+
+
+def test_shortcuts_and_presets_vary_too(read: Read) -> None:
+    text = """
+    [parameters]
+    use-distributed-optimizer = [true, false]
+    preset = ["tiny", "gpt2-124m"]
+    [constraints]
+    "one" = "use_distributed_optimizer or preset == 'tiny'"
+    "preset" = "hidden_size == (64 if preset == 'tiny' else 768) and num_layers in (4, 12)"
+    """
+    found = found_of(read(text, "--micro-batch-size 2 --global-batch-size 8"))
+    assert [(c.values["preset"], config_of(c).model.hidden_size) for c in found.candidates] == [
+        ("tiny", 64), ("gpt2-124m", 768)
+    ]  # fmt: skip
+    # Not to ask for what is so by default is to have it.
+    assert list(reasons(found).values()) == [1, 1] and complete(found)
+
+
+# -- with a described machine ------------------------------------------------------------------------------------------
+
+SMALL = "--preset gpt-1.4b --global-batch-size 64"
+LAYOUTS = """
+[parameters]
+tp = [1, 2, 4, 8]
+pp = [1, 2, 4]
+mbs = [2, 16]
+recompute = ["none", "full:uniform:1"]
+"""
+
+
+def test_memory_is_the_planner_s(read: Read, frontier: Cluster) -> None:
+    """A layout is a candidate exactly if its fullest rank fits; the closest miss is the example."""
+    capacity = 20 * GIB
+    free = found_of(read(LAYOUTS, SMALL), machine=Machine(frontier, 8, 2))
+    some = found_of(read(LAYOUTS, SMALL), machine=Machine(frontier, 8, 2, capacity))
+    needs = {c.key: max(rank.total for rank in memory_of_ranks(config_of(c), "gpu")) for c in free.candidates}
+    assert {c.key: c.memory_bytes for c in free.candidates} == pytest.approx(needs)
+    assert [c.key for c in some.candidates] == [key for key, need in needs.items() if need <= capacity]
+    assert 0 < len(some.candidates) < len(needs)
+    (reason,) = set(some.rejections) - set(free.rejections)
+    count, example = some.rejections[reason]
+    assert count == len(needs) - len(some.candidates) and example.split(":")[0] in needs and "20.0" in example
+
+
+def test_the_placement_is_the_fastest_of_all(read: Read, frontier: Cluster) -> None:
+    """By an estimate of every rank order on every device order of the machine's description."""
+    space = read("[parameters]\ntp = [2, 4]\npp = [1, 4]\n", SMALL)
+    for candidate in found_of(space, machine=Machine(frontier, 8, 2), predict=True).candidates:
+        config = config_of(candidate)
+        assert config.parallel.cluster == "frontier"
+        assert config.parallel.rank_order is not None and config.parallel.device_order is not None
+        chosen = place_with(config, frontier, config.parallel.rank_order, config.parallel.device_order)
+        assert candidate.step_s == pytest.approx(estimate(config, frontier, chosen).seconds)
+        bare = config.replace(rank_order=None, device_order=None)
+        every = [
+            estimate(bare, frontier, place_with(bare, frontier, order, devices)).seconds
+            for order in all_options()["rank_order"].choices or () for devices in frontier.device_orders
+        ]  # fmt: skip
+        assert candidate.step_s == pytest.approx(min(every))
+
+
+def test_orders_that_are_fixed_are_kept(read: Read, frontier: Cluster) -> None:
+    flags = f"{SMALL} --rank-order dp-tp-pp --device-order 0,1,2,3,4,5,6,7"
+    (one,) = found_of(read("[parameters]\ntp = [2]", flags), machine=Machine(frontier, 8, 2), predict=True).candidates
+    assert list(one.flags).count("--rank-order") == 1 and list(one.flags).count("--device-order") == 1
+    config = config_of(one)
+    assert config.parallel.rank_order == "dp-tp-pp" and config.parallel.device_order == tuple(range(8))
+    placed = place_with(config, frontier, "dp-tp-pp", tuple(range(8)))
+    assert one.step_s == pytest.approx(estimate(config, frontier, placed).seconds)
+    # Nodes of another size: the space's order of devices says nothing there.
+    (other,) = found_of(read("[parameters]\ntp = [2]", flags)).candidates
+    assert "--device-order" not in other.flags
+
+
+def test_a_part_of_a_node_stays_on_its_devices(read: Read, frontier: Cluster) -> None:
+    space = read("[parameters]\ntp = [2]\n[derived]\nprocesses = '4'", SMALL)
+    (one,) = found_of(space, machine=Machine(frontier, 8, 2), predict=True).candidates
+    assert "--device-order" not in one.flags and "--cluster" not in one.flags and "--rank-order" in one.flags
+
+
+def test_a_description_is_found_from_any_folder(
+    read: Read, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Path(load_cluster("frontier").path).read_text()
+    (tmp_path / "mine.toml").write_text(own)
+    monkeypatch.chdir(tmp_path)
+    machine = Machine(load_cluster("mine.toml"), 8, 2)
+    (one,) = found_of(read("[parameters]\ntp = [2]", SMALL), machine=machine, predict=True).candidates
+    assert one.flags[one.flags.index("--cluster") + 1] == str(tmp_path / "mine.toml")
+
+
+def test_a_machine_that_does_not_go_with_its_description(read: Read, frontier: Cluster) -> None:
+    space = read("[parameters]\ntp = [2]", SMALL)
+    with pytest.raises(ConfigError, match="4.*2.*frontier.*8"):
+        found_of(space, machine=Machine(frontier, 4, 2))
+
+
+# -- many --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_space_without_end_is_sampled(read: Read) -> None:
+    text = "[parameters]\ntp = [1, 2, 4]\n[variables]\n"
+    names = [f"v{n}" for n in range(20)]
+    text += "\n".join(f"{name} = {list(range(1, 101))}" for name in names)
+    space = read(f"{text}\n[derived]\ngbs = '4 * ({' + '.join(names)})'")
+    found = found_of(space, most=50, seed=3)
+    assert space.combinations == 3 * 100**20 and found.looked == 50 and complete(found)
+    assert found == found_of(space, most=50, seed=3)
+    assert found_of(read("[parameters]\ntp = [1, 2, 4]"), most=3).looked == 3

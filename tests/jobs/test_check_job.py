@@ -1,0 +1,287 @@
+"""tools/preflight.py check: a sound job has nothing against it, each single mistake is found, and what the run costs
+and what nobody looked at is said."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.checkpoint.folder import TRACKER
+from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.errors import ConfigError
+from megatron.jobs import check_job
+from megatron.jobs.check_job import Job, check, free_bytes, quota_left
+from megatron.planning.cluster import load_cluster
+from megatron.planning.timing import estimate
+from tests.helpers.launching import ROOT
+from tests.helpers.preflight import accepted, checked
+from tools.preflight import main
+
+EXAMPLES = ROOT / "examples" / "frontier"
+HEAD = """#!/bin/bash
+#SBATCH -A abc123
+#SBATCH -N 2
+#SBATCH -t 02:00:00
+#SBATCH --network=disable_rdzv_get
+#SBATCH --signal=USR1@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
+touch ran
+"""
+COMMAND = f"""srun -N 2 -n 16 --ntasks-per-node=8 -c 7 {sys.executable} -u {ROOT}/pretrain_gpt.py --preset tiny
+    --mock-data --train-iters 10 --bf16 --global-batch-size 16 --micro-batch-size 2 --tensor-model-parallel-size 2
+    --pipeline-model-parallel-size 4 --save ckpt --load ckpt --save-interval-minutes 20 --keep-last 1 --requeue"""
+NETWORK = {"NCCL_NET": "OFI", "FI_MR_CACHE_MONITOR": "kdreg2", "FI_CXI_RDZV_PROTO": "alt_read"}
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A folder and an environment of its own, and no Slurm."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(check_job, "free_bytes", lambda path: (10**12, "free"))
+    for name in [n for n in os.environ if n.startswith(("SBATCH_", "NCCL_", "FI_", "SITE_", "MEGATRON_", "OMP_"))]:
+        monkeypatch.delenv(name)
+    for name, value in NETWORK.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+
+
+def report(head: str = HEAD, command: str = COMMAND, *words: str, cluster: str | None = "frontier") -> Job:
+    """The report on a script of another project and its command."""
+    Path("job.sbatch").write_text(head)
+    job = check([*words, "job.sbatch", "--", *command.split()], cluster)
+    assert sorted(os.listdir()) == ["job.sbatch"], "nothing of it is run"
+    return job
+
+
+def said(job: Job) -> set[tuple[str, str]]:
+    return {(finding.level, finding.about) for finding in job.findings if finding.level != "note"}
+
+
+def test_a_sound_job() -> None:
+    job = report()
+    assert said(job) == set(), job.findings
+    assert (job.nodes, job.tasks) == (2, 16) and job.config is not None and job.memory_gib is not None
+    assert job.config.parallel.data_parallel_size == 2
+    assert any("abc123" in text for text in job.unchecked), "nobody knows whether it exists"
+
+
+MISTAKES = [
+    # (what is replaced, by what, level, subject)
+    ("#SBATCH -A abc123\n", "", "warning", "account"),
+    ("-t 02:00:00", "-t 02:00:01", "error", "wall time"),
+    ("-t 02:00:00", "-t 1:99:00", "error", "wall time"),
+    ("#SBATCH -t 02:00:00\n", "", "warning", "wall time"),
+    ("#SBATCH -N 2", "#SBATCH -N 9999", "error", "nodes"),
+    ("touch ran", "true\n#SBATCH -q debug", "error", "options"),
+    ("#!/bin/bash\n", "", "error", "script"),
+    ("USR1@300", "USR1@10", "warning", "signal"),
+    ("#SBATCH --open-mode=append\n", "", "warning", "requeue"),
+    ("disable_rdzv_get", "no_vni", "warning", "network"),
+    ("-n 16", "-n 8", "error", "tasks"),
+    (f"{ROOT}/pretrain_gpt.py", "nothing/pretrain_gpt.py", "error", "programs"),
+    (f"{ROOT}/pretrain_gpt.py", "train.py", "error", "command"),
+    ("--bf16", "--bf16 --fp16", "error", "configuration"),
+    ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 3", "error", "configuration"),
+    ("--mock-data", "--data-path nowhere/data --tokenizer-type NullTokenizer --vocab-size 100", "error", "data"),
+    ("--mock-data", "--mock-data --tokenizer-type GPT2BPETokenizer --vocab-file no.json --merge-file no.txt", "error",
+     "tokenizer"),
+    ("--save ckpt", "--save /mnt/bb/ada/ckpt", "error", "saving"),
+    ("--save ckpt", "--save /proc/1/ckpt", "error", "saving"),
+    ("--save ckpt", "--save other", "error", "saving"),
+    ("--save-interval-minutes 20", "", "warning", "saving"),
+    ("--preset tiny", "--preset tiny --num-layers 2000 --hidden-size 8192 --num-attention-heads 64", "error", "memory"),
+    ("--train-iters 10", "--train-iters 1000000000", "warning", "cost"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new", "level", "about"), MISTAKES, ids=[f"{m[3]}-{m[1][:30]}" for m in MISTAKES])
+def test_a_mistake_is_found(old: str, new: str, level: str, about: str) -> None:
+    assert (old in HEAD) != (old in COMMAND)
+    job = report(HEAD.replace(old, new), COMMAND.replace(old, new))
+    assert (level, about) in said(job), job.findings
+
+
+@pytest.mark.parametrize(("name", "value", "level"), [
+    ("NCCL_NET", "Socket", "warning"), ("NCCL_NET", "", "warning"), ("FI_MR_CACHE_MONITOR", "memhooks", "error"),
+    ("FI_CXI_RDZV_PROTO", "default", "warning"),
+])  # fmt: skip
+def test_variables_of_the_network(monkeypatch: pytest.MonkeyPatch, name: str, value: str, level: str) -> None:
+    monkeypatch.setenv(name, value)
+    assert said(report()) == {(level, "network")}
+    assert said(report(command=COMMAND.replace("--bf16", "--bf16 --distributed-backend gloo"))) == set()
+
+
+def test_room_for_checkpoints_is_one_more_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    # 4 bytes for the weight and each of Adam's moments; padding is in no checkpoint.
+    size = 12 * (512 * 64 + 64 * 64 + 2 * 64 + 4 * (12 * 64 * 64 + 13 * 64))
+    for free, expected in ((2 * size, set()), (2 * size - 1, {("error", "saving")})):
+        monkeypatch.setattr(check_job, "free_bytes", lambda path, free=free: (free, "left"))
+        assert said(report()) == expected
+
+
+def test_a_quota_is_room_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [quota_left(text) for text in ("f 10* 5 8 - 1", "f 10 50 0 -", "f 10 0 0 -", "", "f x y z")] == [
+        0, 40 * 1024, None, None, None,
+    ]  # fmt: skip
+    monkeypatch.undo()
+    program = tmp_path / "lfs"
+    program.write_text('#!/bin/sh\n[ "$1" = project ] && echo "7 P $3" || [ "$3" != -p ] || echo "f 1 0 3 -"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert free_bytes(tmp_path)[0] == 2048
+
+
+def program(folder: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / "bin" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr("shutil.which", lambda name: name if (path.parent / name).exists() else None)
+
+
+def test_what_slurm_says(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The account is one of the user's, or an error; what sbatch refuses is one, with its words."""
+    folder = tmp_path_factory.mktemp("slurm")
+    program(folder, "sacctmgr", "echo abc123; echo xyz", monkeypatch)
+    assert said(report()) == set() and not any("exists" in text for text in report().unchecked)
+    assert said(report(HEAD.replace("abc123", "nope"))) == {("error", "account")}
+    program(folder, "sacctmgr", "exit 1", monkeypatch)
+    program(folder, "sbatch", 'echo "sbatch: error: Invalid account $*" >&2; exit 1', monkeypatch)
+    (found,) = [finding for finding in report(HEAD, COMMAND, "-q", "debug").findings if finding.level == "error"]
+    assert "Invalid account --test-only -q debug job.sbatch" in found.text
+    program(folder, "sbatch", "echo 'sbatch: Job 7 to start at 12:00'", monkeypatch)
+    assert said(report()) == set()
+    program(folder, "sbatch", "echo 'sbatch: error: Unable to contact slurm controller' >&2; exit 1", monkeypatch)
+    assert said(report()) == set() and any("Unable to contact" in text for text in report().unchecked)
+
+
+def test_what_it_costs() -> None:
+    """The planner's step, as often as the run has iterations left, on all nodes, in jobs of the wall time."""
+    job = report(command=COMMAND.replace("--train-iters 10", "--train-iters 5000000"))
+    assert job.config is not None and job.cost is not None
+    seconds = 5_000_000 * estimate(job.config, load_cluster("frontier")).seconds
+    assert job.cost.days == pytest.approx(seconds / 86400)
+    assert job.cost.node_hours == pytest.approx(2 * seconds / 3600)
+    assert job.cost.jobs == -(-seconds // 7200)
+    spare = report(HEAD.replace("-N 2", "-N 3"), COMMAND.replace("--train-iters 10", "--train-iters 5000000"))
+    assert spare.cost is not None and spare.cost.node_hours == pytest.approx(3 * seconds / 3600)
+
+
+def test_without_a_machine_there_are_no_limits_and_that_is_said() -> None:
+    job = report(HEAD.replace("-t 02:00:00", "-t 90-00"), cluster="none")
+    assert said(job) == set() and job.cost is None and any("no machine" in text for text in job.unchecked)
+
+
+def test_of_a_foreign_script_nothing_is_run(tmp_path: Path) -> None:
+    Path("job.sbatch").write_text(HEAD + COMMAND)
+    job = check(["job.sbatch", "--train-iters", "3"], "frontier")
+    assert said(job) == {("warning", "script")} and not Path("ran").exists() and job.words is None
+
+
+@pytest.mark.parametrize(("command", "nodes", "tasks"), [
+    ("srun -n 16 --ntasks-per-node 8 python", 2, 16), ("torchrun --nproc-per-node=4 --nnodes 2", 2, 8),
+    ("srun -N 3 --ntasks-per-node=1 torchrun --nproc_per_node 8", 3, 24), ("python", 1, 1),
+])  # fmt: skip
+def test_processes_of_a_command(command: str, nodes: int, tasks: int) -> None:
+    flags = "--preset tiny --mock-data --train-iters 3 --global-batch-size 192 --distributed-backend gloo"
+    words = f"{command} pretrain_gpt.py {flags}"
+    job = check(["--", *words.split()], "none")
+    assert (job.nodes, job.tasks) == (nodes, tasks) and said(job) <= {("warning", "saving")}
+    assert job.config is not None and job.config.parallel.world_size == tasks
+
+
+def test_data_that_are_there(tmp_path_factory: pytest.TempPathFactory) -> None:
+    prefix = tmp_path_factory.mktemp("data") / "corpus"
+    with IndexedDatasetWriter(prefix, dtype=np.uint16) as writer:
+        writer.add_document(np.arange(5000) % 90)
+    flags = f"--data-path {prefix} --tokenizer-type NullTokenizer --vocab-size 100"
+    assert said(report(command=COMMAND.replace("--mock-data", flags))) == set()
+    prefix.with_suffix(".bin").write_bytes(b"short")
+    assert said(report(command=COMMAND.replace("--mock-data", flags))) == {("error", "data")}
+
+
+def test_a_checkpoint_that_is_broken(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("ckpt")
+    (folder / TRACKER).write_text("7\n")
+    job = report(command=COMMAND.replace("ckpt", str(folder)))
+    assert {about for _, about in said(job)} == {"checkpoint"}
+
+
+@pytest.mark.parametrize("words", [
+    [], ["look"], ["check"], ["check", "nothing.sbatch"],
+    ["check", "--cluster", "moon", "--", "python", "pretrain_gpt.py"],
+    ["check", "--wrap", "x"], ["check", "--"], ["check", "--cluster"],
+], ids=" ".join)  # fmt: skip
+def test_mistakes_of_the_user(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(words)
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err and (code == 0 and out if not words else code == 2 and err.startswith("error: "))
+
+
+def test_zero_bytes_are_no_script() -> None:
+    Path("x.sh").write_bytes(b"#!/bin/bash\n\0")
+    with pytest.raises(ConfigError, match="zero"):
+        check(["x.sh"])
+
+
+def test_exit_codes_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("job.sbatch").write_text(HEAD.replace("#SBATCH --open-mode=append\n", ""))
+    words = ["--cluster", "frontier", "-N", "2", "job.sbatch", "--", *COMMAND.split()]
+    assert (main(["check", *words]), main(["check", "--strict", *words])) == (0, 2)
+    text = capsys.readouterr().out
+    assert "not checked" in text and "node-hours" in text
+    assert main(["check", "--json", "-t2:30:00", *words]) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert found["options"]["time"] == {"value": "2:30:00", "where": "command line"} and found["cost"]["jobs"] == 1
+    assert found["not_checked"] and {"error", "warning"} <= {one["level"] for one in found["findings"]}
+
+
+# -- our own scripts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "recipe", "words"), [
+    ("1.4b", "frontier", []), ("22b", "frontier", ["-N", "9408", "-t", "12:00:00"]), ("175b", "frontier", []),
+    ("1t", "paper", []),
+])  # fmt: skip
+def test_our_own_scripts(
+    model: str, recipe: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stands against them here is the room for checkpoints; nothing is left behind, and nothing is started."""
+    monkeypatch.setenv("RECIPE", recipe)
+    batch = ["--global-batch-size", "75264"] if words else []
+    script = EXAMPLES / f"train_{model}.sbatch"
+    found = checked([*words, script, "--mock-data", "--train-iters", "1000", *batch], tmp_path)
+    here = {("error", "saving"), ("warning", "script"), ("warning", "signal")}
+    assert {(one["level"], one["about"]) for one in found["findings"] if one["level"] != "note"} <= here, found
+    assert found["tasks"] == 8 * found["nodes"] and found["nodes"] == int(found["options"]["nodes"]["value"])
+    assert 0 < found["cost"]["days"] < 30 and found["cost"]["end"] == 1000
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_run_of_many_months_is_no_surprise(tmp_path: Path) -> None:
+    """The tokens of the 175B recipe, 20 for each parameter, on its 128 nodes."""
+    found = accepted(EXAMPLES / "train_175b.sbatch", tmp_path)
+    assert ("warning", "cost") in {(one["level"], one["about"]) for one in found["findings"]}
+    # 6 FLOPs for each parameter and token, at no more than all of the 191.5 TFLOP/s of 1,024 GCDs.
+    assert found["cost"]["days"] > 6 * 175e9 * 3.5e12 / (1024 * 191.5e12) / 86400
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "environ", "about"), [
+    (["--train-iters", "ten"], {}, "configuration"), ([], {"SBATCH_ACCOUNT": ""}, "script"),
+    ([], {"NODES_NEEDED": "99999"}, "script"), ([], {"SITE_VENV": "/nowhere"}, "script"),
+    ([], {"FI_MR_CACHE_MONITOR": "memhooks"}, "network"),
+])  # fmt: skip
+def test_what_stops_a_script_of_ours(words: list[str], environ: dict[str, str], about: str, tmp_path: Path) -> None:
+    found = checked([EXAMPLES / "train_22b.sbatch", "--mock-data", *words], tmp_path, **environ)
+    assert ("error", about) in {(one["level"], one["about"]) for one in found["findings"]}, found
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,209 @@
+"""The processes of a run: what they are told, when they are signalled, and that they end with their starter."""
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.jobs import processes as launch
+from megatron.jobs.processes import Run, Step, slurm_command, start_here, start_step, step_environment
+from tests.helpers.clock import VirtualClock
+from tests.helpers.killing import forked, wait_for
+from tests.jobs.waiting import Lifeline, until
+
+FAST = [sys.executable, "-I", "-S", "-c"]
+STEP = Step("x", ["n1"], 1, 1, 60.0)
+
+
+# -- what is sent, and when: no process, no real second ----------------------------------------------------------------
+
+
+class Ranks:
+    """Processes as a Run sees them. `codes` is how they have ended; `sent` has (second, process or step, signal)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, step: str | None = None) -> None:
+        self.clock, self.codes, self.sent = VirtualClock(1000.0), [None] * count, list[tuple[int, Any, str]]()
+
+        def process(rank: int) -> Any:
+            return type("Process", (), {"pid": rank, "poll": lambda _: self.codes[rank]})()
+
+        def send(to: Any, name: str) -> None:
+            self.sent.append((round(self.clock()) - 1000, to, name))
+
+        monkeypatch.setattr(launch, "_tell_step", lambda name, number: send(name, number))
+        self.run = Run([process(rank) for rank in range(count)], step=step, grace_s=60.0, clock=self.clock,
+                       send=lambda pid, number: send(pid, signal.Signals(number).name[3:]))  # fmt: skip
+
+    def look_for(self, seconds: int) -> bool:
+        """Poll every second; whether it has ended."""
+        return any(self.clock.sleep(1.0) or self.run.poll() for _ in range(seconds))
+
+
+def test_who_does_not_heed_a_wish_to_end_is_asked_again_and_ended_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(monkeypatch, 2)
+    assert not ranks.look_for(100) and ranks.sent == [], "nobody is signalled without a reason"
+    ranks.run.stop()
+    ranks.run.stop()
+    assert ranks.sent == [(100, 0, "TERM"), (100, 1, "TERM")]
+    assert not ranks.look_for(60) and {name for _, _, name in ranks.sent} == {"TERM"}
+    assert 10 <= sum(rank == 0 for _, rank, _ in ranks.sent) <= 13  # every five seconds
+    ranks.look_for(1)
+    assert ranks.sent[-2:] == [(161, 0, "KILL"), (161, 1, "KILL")]
+    ranks.codes[:] = [-9, -9]
+    assert ranks.look_for(1) and ranks.run.exit_codes == [-9, -9]
+
+
+def test_ranks_whose_peer_is_lost_have_time_to_say_so_and_are_ended_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The codes that force gives them say nothing of the run."""
+    ranks = Ranks(monkeypatch, 3)
+    ranks.codes[1] = 1
+    assert not ranks.look_for(20) and ranks.sent == []
+    ranks.codes[2] = 75
+    ranks.look_for(2)
+    assert {sent[1:] for sent in ranks.sent} == {(0, "KILL"), (1, "KILL"), (2, "KILL")}
+    ranks.codes[0] = -9
+    assert ranks.look_for(1) and ranks.run.exit_codes == [1, 75]
+    done = Ranks(monkeypatch, 2)
+    done.codes[0] = 0
+    assert not done.look_for(1000) and done.sent == [], "one that has ended well is no lost peer"
+
+
+def test_what_srun_does_not_heed_slurm_is_told_and_force_takes_the_tasks_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step whose srun is gone would go on."""
+    ranks = Ranks(monkeypatch, 1, step="x")
+    ranks.run.stop()
+    assert ranks.sent == [(0, 0, "TERM")], "first srun, which ends its tasks itself"
+    ranks.look_for(6)
+    assert ranks.sent[1:] == [(6, 0, "TERM"), (6, "x", "TERM")]
+    ranks.look_for(55)
+    assert ranks.sent[-1] == (61, "x", "KILL") and (0, "KILL") not in {sent[1:] for sent in ranks.sent}
+    ranks.look_for(60)
+    assert ranks.sent[-2:] == [(121, "x", "KILL"), (121, 0, "KILL")]
+
+
+# -- on this machine ---------------------------------------------------------------------------------------------------
+
+
+def test_ranks_know_their_place_and_nothing_of_a_launcher(tmp_path: Path) -> None:
+    program = "import os; print({k: os.environ.get(k) for k in ('RANK', 'WORLD_SIZE', 'SLURM_JOB_ID', 'A')})"
+    run = start_here([*FAST, program], 2, tmp_path,
+                     environ={"SLURM_JOB_ID": "7", "A": "b", "PATH": os.environ["PATH"]})  # fmt: skip
+    until(run.poll)
+    assert run.exit_codes == [0, 0]
+    told = [(tmp_path / "train.log").read_text(), (tmp_path / "tasks/task_1.err").read_text()]
+    assert [eval(text) for text in told] == [
+        {"RANK": str(rank), "WORLD_SIZE": "2", "SLURM_JOB_ID": None, "A": "b"} for rank in (0, 1)
+    ]
+
+
+def kill_the_starter(start: Callable[[], object], alive: Lifeline) -> None:
+    """Start a run in another process, kill that once the run has begun, and wait for the end of the run."""
+
+    def starter() -> None:
+        kept = start()
+        signal.pause()
+        assert kept
+
+    pid = forked(starter)
+    alive.started()
+    os.kill(pid, signal.SIGKILL)
+    assert wait_for(pid) == -signal.SIGKILL
+    alive.gone()
+
+
+@pytest.mark.slow
+def test_ranks_end_when_their_starter_is_killed(tmp_path: Path) -> None:
+    alive = Lifeline(tmp_path / "alive")
+    program = f"import signal; kept = open({str(alive.path)!r}, 'w'); signal.pause()"
+    kill_the_starter(lambda: start_here([*FAST, program], 2, tmp_path), alive)
+
+
+# -- as steps of a job -------------------------------------------------------------------------------------------------
+
+STUB = """
+PYTHON=python CODE=/code DEVICE=cpu
+launch() { echo "launch $*"; return 5; }
+launch_training() { launch "$CODE/pretrain_gpt.py" "$@"; }
+"""
+# A Slurm with another step beside it, and a step that ends only when Slurm is told. No pause of the launcher is waited.
+PROGRAMS = {
+    "squeue": 'echo 7.1 x-1; echo 7.2 x; echo "$*" >"$SITE/asked"',
+    "scancel": 'echo "$*" >"$SITE/told"; echo >"$SITE/end"', "sleep": "exit 0",
+}
+DEAF = """launch_training() {
+    trap "" TERM; exec 9>"$SITE/alive"; until read -r _ <"$SITE/end"; do :; done; return 143
+}
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tree whose job.sh starts nothing."""
+    for folder, files in {"bin": PROGRAMS, "examples/frontier": {"job.sh": STUB}}.items():
+        (tmp_path / folder).mkdir(parents=True)
+        for name, text in files.items():
+            (tmp_path / folder / name).write_text(f"#!/bin/bash\n{text}\n")
+            (tmp_path / folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("MEGATRON_ROOT", str(tmp_path))
+    monkeypatch.setenv("SITE", str(tmp_path))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    return tmp_path
+
+
+@pytest.fixture
+def deaf(site: Path) -> Lifeline:
+    """The life of a step that ends only when Slurm is told."""
+    (site / "examples/frontier/job.sh").write_text(STUB + DEAF)
+    os.mkfifo(site / "end")
+    return Lifeline(site / "alive")
+
+
+@pytest.mark.parametrize(("limit", "words"), [
+    (None, "/nvme/pretrain_gpt.py --a b"),
+    (7, "/nvme/megatron/jobs/tether.py 0 7 python -u /nvme/pretrain_gpt.py --distributed-backend gloo "
+        "--a b"),
+])  # fmt: skip
+def test_a_step_is_launched_by_the_jobs_own_functions(site: Path, limit: int | None, words: str) -> None:
+    step = Step("x", ["n1"], 1, 1, 60.0, memory_limit_bytes=limit)
+    run = start_step(slurm_command(["--a", "b"]), step, site,
+                     environ={**os.environ, "POINT_CODE": "/nvme"})  # fmt: skip
+    until(run.poll)
+    assert run.exit_codes == [5] and (site / "train.log").read_text() == f"launch {words}\n"
+
+
+@pytest.mark.slow
+def test_slurm_ends_the_step_of_a_starter_that_was_killed(site: Path, deaf: Lifeline) -> None:
+    kill_the_starter(lambda: start_step(slurm_command([]), STEP, site), deaf)
+    assert (site / "told").read_text() == "-s KILL 7.2\n"
+
+
+@pytest.mark.slow
+def test_slurm_is_told_by_the_number_of_the_step(site: Path, deaf: Lifeline) -> None:
+    clock = VirtualClock()
+    run = start_step(slurm_command([]), STEP, site, clock=clock)
+    deaf.started()
+    run.stop()
+    clock.advance(6.0)
+    assert not run.poll()
+    deaf.gone()
+    until(run.poll)
+    assert run.exit_codes == [143] and (site / "told").read_text() == "-s TERM 7.2\n"
+    assert (site / "asked").read_text().startswith("-h -s -j 7 ")
+
+
+def test_what_a_step_is_told() -> None:
+    """Slurm's own limit, a name to find it by, and nothing of the starter's own place."""
+    step = Step("trial-7", ["n1", "n2"], 8, 7, 100.0, 5)
+    found = step_environment({"MASTER_ADDR": "old", "SRUN_FLAGS": "-l", "MASTER_PORT": "5000"}, step, Path("/x"))
+    assert found["SRUN_FLAGS"].split() == ["-l", "--time=2", "--job-name=trial-7"] and "MASTER_ADDR" not in found
+    assert (found["HOSTS"], found["NODES"], found["MASTER_PORT"], found["MEMORY_LIMIT"]) == ("n1,n2", "2", "5007", "5")
+    assert found["SRUN_WAIT"] == "60"
+    wrapped = step_environment({"MASTER_PORT": "65530"}, step, Path("/x"))["MASTER_PORT"]
+    assert wrapped == "1025", "no port is above 65535"
+    assert "MEMORY_LIMIT" not in step_environment(found, Step("x", [], 1, 1, 1.0), Path("/x"))

@@ -1,0 +1,149 @@
+"""Results against metrics files as a run writes them, whole and tampered with."""
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.config import Config, parse_args
+from megatron.jobs.candidates import trial_flags
+from megatron.jobs.result import DONE, INVALID, Result, read_result
+
+BATCH, SEQUENCE, WORLD = 8, 64, 2
+TIMES = (0.9, 0.5, 0.40, 0.44, 0.42, 0.41)
+WARM_UP, ITERATIONS = 2, 4
+FLAGS = ("--preset", "tiny", "--tensor-model-parallel-size", "2", "--global-batch-size", "8")
+ASKED: Config = parse_args(trial_flags(FLAGS, ITERATIONS + WARM_UP), WORLD)
+Records = list[dict[str, Any]]
+
+
+def model_flops_per_sample() -> float:
+    """Of the tiny preset by hand: 4 layers of 64 hidden values, 512 words; a forward pass and twice that."""
+    h, s, layers, vocabulary = 64, SEQUENCE, 4, 512
+    products = 2 * (3 * h * h + h * h + 8 * h * h)  # of a token: QKV, projection, MLP
+    attention = 2 * 2 * s * h
+    return 3.0 * s * (layers * (products + attention) + 2 * h * vocabulary)
+
+
+def records(times: tuple[float, ...] = TIMES) -> Records:
+    """Of an undisturbed run."""
+    settings = {name: json.loads(json.dumps(ASKED.get(name))) for name in (
+        "num_layers", "hidden_size", "seq_length", "micro_batch_size", "global_batch_size", "zero_stage", "fp16",
+        "bf16", "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+        "enable_zbh1_pipeline", "sequence_parallel", "recompute_granularity", "recompute_modules", "recompute_method",
+        "recompute_num_layers", "rank_order",
+    )}  # fmt: skip
+    clock = 1000.0
+    found: Records = [{"event": "start", "time": clock, "iteration": 0, "config": settings, "device": "cpu",
+                       "layout": {"world": WORLD, "data": 1}}]  # fmt: skip
+    for i, step_s in enumerate(times, 1):
+        clock += step_s
+        tflops = model_flops_per_sample() * BATCH / step_s / WORLD / 1e12
+        found.append({
+            "event": "iteration", "time": clock, "iteration": i, "consumed_samples": BATCH * i,
+            "global_batch_size": BATCH, "step_time_s": step_s, "samples_per_s": BATCH / step_s,
+            "tokens_per_s_per_device": BATCH * SEQUENCE / step_s / WORLD, "model_tflops": tflops,
+            "hardware_tflops": tflops, "memory_bytes": 1000 + i, "memory_rank": 0, "skipped": 0, "nan": 0,
+            "loss_scale": 1.0, "grad_norm": 1.0,
+        })  # fmt: skip
+    found.append({"event": "end", "time": clock, "iteration": len(times), "reason": "done"})
+    return found
+
+
+def write(path: Path, of: Records) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in of))
+    return path
+
+
+def read(folder: Path, of: Records, **more: Any) -> Result:
+    return read_result(write(folder / "metrics.jsonl", of), ASKED, WARM_UP, **more)
+
+
+def test_figures_are_those_of_the_steady_steps(tmp_path: Path) -> None:
+    result = read(tmp_path, records(), note="ended badly")
+    steady = TIMES[WARM_UP:]
+    median = statistics.median(steady)
+    assert (result.status, result.kind, result.reason) == (DONE, None, None), result
+    assert result.step_s == median and result.steady == ITERATIONS
+    assert result.spread == pytest.approx((max(steady) - min(steady)) / median)
+    assert result.tokens_per_s == pytest.approx(BATCH * SEQUENCE / median)
+    assert result.tokens_per_s_per_device == pytest.approx(BATCH * SEQUENCE / median / WORLD)
+    assert result.model_tflops == pytest.approx(model_flops_per_sample() * BATCH / median / WORLD / 1e12)
+    assert result.memory_bytes == 1000 + len(TIMES) and result.notes == "ended badly"
+
+
+def change(event: str, number: int, **fields: Any) -> Callable[[Records], Records]:
+    """The `number`th record of an event with other fields."""
+
+    def changed(of: Records) -> Records:
+        chosen = [at for at, record in enumerate(of) if record["event"] == event][number]
+        return [{**record, **fields} if at == chosen else record for at, record in enumerate(of)]
+
+    return changed
+
+
+def test_the_vocabulary_is_the_runs(tmp_path: Path) -> None:
+    """A tokenizer adds to the one that was asked for; TFLOP/s are counted with it."""
+    more = 1 + 3.0 * SEQUENCE * 2 * 64 * 100 / model_flops_per_sample()
+    of = [{**r, "model_tflops": r["model_tflops"] * more} if "model_tflops" in r else r for r in records()]
+    assert read(tmp_path, of).status == INVALID
+    assert read(tmp_path, setting("vocab_size", 612)(of)).status == DONE
+
+
+def setting(name: str, value: Any) -> Callable[[Records], Records]:
+    return lambda of: [{**of[0], "config": {**of[0]["config"], name: value}}, *of[1:]]
+
+
+@pytest.mark.parametrize(("tamper", "words"), [
+    (setting("micro_batch_size", 4), "micro_batch_size"),
+    (setting("pipeline_model_parallel_size", 2), "pipeline_model_parallel_size"),
+    (setting("zero_stage", 0), "zero_stage"),
+    (setting("recompute_granularity", "full"), "recompute_granularity"),
+    (change("start", 0, layout={"world": 4, "data": 2}), "4"),
+    (lambda of: [{**r, "global_batch_size": 16} if r["event"] == "iteration" else r for r in of], "sequences"),
+    (change("iteration", 3, consumed_samples=48), "24"),
+    (change("iteration", 2, model_tflops=1.0), "TFLOP/s"), (change("iteration", 4, step_time_s=40.0), "clock"),
+    (lambda of: [r for r in of if r.get("iteration") != 4], ""),
+    (lambda of: [of[0], *of], "2"), (lambda of: of[1:], "0"),
+    (lambda of: [{**r, "skipped": int(r["event"] == "iteration")} for r in of], ""),
+    (lambda of: [{**r, "step_time_s": math.nan} if r["event"] == "iteration" else r for r in of], ""),
+    (change("iteration", 3, step_time_s="fast"), ""),
+    (change("iteration", 3, global_batch_size=None), ""),
+])  # fmt: skip
+def test_what_contradicts_itself_or_what_was_asked_for_is_invalid(
+    tmp_path: Path, tamper: Callable[[Records], Records], words: str
+) -> None:
+    result = read(tmp_path, tamper(records()))
+    assert result.status == INVALID and words in str(result.reason), result
+
+
+def test_skipped_steps_and_losses_that_are_not_finite_are_counted_and_left_out(tmp_path: Path) -> None:
+    result = read(tmp_path, change("iteration", 3, nan=1)(change("iteration", 0, skipped=1)(records())))
+    assert (result.status, result.skipped, result.nan, result.steady) == (DONE, 1, 1, 3)
+    assert result.step_s == statistics.median((TIMES[2], TIMES[4], TIMES[5]))
+
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.lists(st.integers(), max_size=1)
+)
+
+
+@given(st.data())
+def test_a_value_that_is_something_else_never_ends_the_tuner(tmp_path_factory: Any, data: st.DataObject) -> None:
+    """Whatever a record says: no exception, and figures only where the times are those of the run."""
+    of = records()
+    record = data.draw(st.sampled_from(of))
+    name = data.draw(st.sampled_from(sorted(record)))
+    record[name] = data.draw(VALUES if name != "config" else st.dictionaries(st.sampled_from(sorted(of[0]["config"])),
+                                                                            VALUES))  # fmt: skip
+    result = read(tmp_path_factory.mktemp("odd"), of)
+    if result.status == DONE:
+        assert result.step_s is not None and min(TIMES) <= result.step_s <= max(TIMES)
+        assert result.tokens_per_s == pytest.approx(BATCH * SEQUENCE / result.step_s)

@@ -1,0 +1,339 @@
+"""Runs as processes: what they end as, that they end alone, and that nothing is left of them.
+
+Small programs stand in for training, and seconds are virtual; test_tune.py has a search with real trials.
+"""
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import ConfigError
+from megatron.jobs import runner as running
+from megatron.jobs.endings import CRASH, HANG, LOST_RANK, OUT_OF_MEMORY, TIME_OUT
+from megatron.jobs.runner import ALLOCATION, TIME, End, Job, Place, Runner, time_left
+from tests.helpers.clock import VirtualClock
+from tests.jobs.waiting import Lifeline
+
+pytestmark = pytest.mark.slow
+GIB = 2**30
+STEP = '{"event": "iteration", "iteration": %d, "step_time_s": 1.0}'
+END = '{"event": "end", "iteration": 3, "reason": "done"}'
+
+
+def job(folder: Path, name: str = "a", processes: int = 1, nodes: int = 1, **more: float) -> Job:
+    return Job(name, folder / name, {"name": name}, (), processes, nodes, 3, **{"limit_s": 1e6, **more})
+
+
+class Jobs:
+    """A source of these jobs, in order; `again`: what was interrupted is run again. at: called when so many started."""
+
+    def __init__(self, *jobs: Job, again: bool = False, at: Callable[[], object] = lambda: None) -> None:
+        self.left, self.ends, self.again, self.at = list(jobs), list[End](), again, at
+        self.most = 0
+
+    def next(self, runner: Runner) -> Job | None:
+        self.most = max(self.most, len(runner.running))
+        if not self.left:
+            self.at()
+        if not self.left or not runner.room(self.left[0].nodes):
+            return None
+        return self.left.pop(0)
+
+    def ended(self, end: End) -> None:
+        self.ends.append(end)
+        if end.interrupted and self.again:
+            self.left.append(end.job)
+
+    @property
+    def end(self) -> End:
+        (end,) = self.ends
+        return end
+
+
+def run(source: Jobs, hosts: Sequence[str] = (), pass_s: float = 0.0, memory: int | None = None,
+        say: Callable[[str], object] = lambda text: None, **more: Callable[[], float]) -> str:  # fmt: skip
+    """By a clock of its own, of which `pass_s` pass between two looks, and little real time."""
+    clock = VirtualClock()
+
+    def sleep(_: float) -> None:
+        clock.advance(pass_s)
+        os.sched_yield()
+
+    place = Place("slurm" if hosts else "local", tuple(hosts), 2 if hosts else 1, memory)
+    return Runner(place, say, clock=clock, sleep=sleep, **more).run(source)
+
+
+@pytest.fixture
+def alive(tmp_path: Path) -> Lifeline:
+    return Lifeline(tmp_path / "alive")
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Python programs in the place of training. They have `metrics`, which writes records, `rank`, and `stay`, which
+    tells the lifeline that they are there and then does nothing for ever."""
+    begin = f"""
+import os, signal
+def stay():
+    kept = open({str(tmp_path / "alive")!r}, "w")
+    while True: signal.pause()
+rank = int(os.environ["RANK"])
+"""
+
+    def replace(program: str) -> None:
+        def command(flags: Sequence[str]) -> list[str]:
+            write = f"def metrics(*lines): open({flags[-1]!r}, 'a').write(''.join(line + chr(10) for line in lines))\n"
+            return [sys.executable, "-I", "-S", "-c", f"{write}{begin}{program}"]
+
+        monkeypatch.setattr(running, "training_command", command)
+
+    return replace
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Shell programs in the place of the launcher of a job step, and a job that runs."""
+    monkeypatch.setattr(running, "slurm_job_runs", lambda: True)
+    return lambda program: monkeypatch.setattr(running, "slurm_command", lambda flags: ["bash", "-c", program])
+
+
+# -- how runs end ------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_with_all_its_steps_is_complete_and_described(tmp_path: Path, programs: Callable[[str], None]) -> None:
+    programs(f"rank or metrics({STEP % 3!r}, {END!r})")
+    source = Jobs(job(tmp_path, processes=2), job(tmp_path, "b"))
+    assert run(source) == "" and [end.job.name for end in source.ends] == ["a", "b"] and source.most <= 1
+    first = source.ends[0]
+    assert first.complete and first.why is None and not first.interrupted and first.exit_codes == [0, 0]
+    assert json.loads((tmp_path / "a/point.json").read_text()) == {"name": "a", "hosts": []}
+    first.note({"status": "done"})
+    noted = json.loads((tmp_path / "a/result.json").read_text())
+    assert (noted["status"], noted["exit_code"]) == ("done", 0) and noted["ended"] >= noted["started"]
+
+
+@pytest.mark.parametrize(("program", "more", "kind", "words"), [
+    ("stay()", {"limit_s": 20.0}, TIME_OUT, "0:20"),
+    (f"metrics({STEP % 1!r}); stay()", {"stall_s": 30.0}, HANG, "step 1 of 3"),
+    # It ignores a wish to end, and so does a process of its own making.
+    ("signal.signal(signal.SIGTERM, signal.SIG_IGN); os.fork(); stay()", {"limit_s": 20.0}, TIME_OUT, "0:20"),
+])  # fmt: skip
+def test_what_takes_too_long_is_stopped_and_nothing_is_left(
+    tmp_path: Path, programs: Callable[[str], None], alive: Lifeline, monkeypatch: pytest.MonkeyPatch, program: str,
+    more: dict[str, float], kind: str, words: str,
+) -> None:  # fmt: skip
+    programs(program)
+    begun = list[bool]()
+    look = running.Watch.look
+
+    def after_the_start(self: running.Watch, now: float) -> object:
+        begun or begun.append(alive.started() is None)
+        return look(self, now)
+
+    monkeypatch.setattr(running.Watch, "look", after_the_start)
+    source = Jobs(job(tmp_path, **more))
+    run(source, pass_s=4.0)
+    assert source.end.why is not None and source.end.why.kind == kind and words in source.end.why.reason, source.end
+    alive.gone()
+
+
+def test_a_rank_that_is_killed_does_not_leave_the_other(
+    tmp_path: Path, programs: Callable[[str], None], alive: Lifeline
+) -> None:
+    programs("os.kill(os.getpid(), signal.SIGKILL) if rank else stay()")
+    source = Jobs(job(tmp_path, processes=2))
+    run(source, pass_s=1.0)
+    assert source.end.why is not None and source.end.why.kind == OUT_OF_MEMORY
+
+
+def test_what_stands_still_at_its_memory_limit_is_out_of_memory(
+    tmp_path: Path, programs: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running.Run, "memory_bytes", lambda self: GIB // 4)
+    programs("while True: signal.pause()")
+    source = Jobs(job(tmp_path, limit_s=20.0))
+    run(source, pass_s=4.0, memory=GIB // 4)
+    why = source.end.why
+    assert why is not None and why.kind == OUT_OF_MEMORY and "0.25 GiB" in why.reason
+
+
+def test_before_the_first_step_there_is_the_whole_limit(tmp_path: Path) -> None:
+    watch, folder = running.Watch(job(tmp_path, limit_s=1000.0, stall_s=30.0), 0.0), tmp_path / "a"
+    folder.mkdir()
+    assert not any(watch.look(float(now)) for now in range(0, 900, 5))
+    (folder / "metrics.jsonl").write_text(STEP % 1 + "\n")
+    assert watch.look(905.0) is None and watch.look(910.0) is None
+    ends = [watch.look(float(now)) for now in range(915, 945, 5)]
+    assert ends[-1] is not None and ends[-1].kind == HANG
+    # A whole job may have been suspended: one pause counts for little.
+    fresh = running.Watch(job(tmp_path, limit_s=1000.0, stall_s=30.0), 0.0)
+    assert fresh.look(1.0) is None and fresh.look(5000.0) is None
+
+
+def test_a_crash_is_told_in_the_programs_words(tmp_path: Path, programs: Callable[[str], None]) -> None:
+    for program, words in (("raise ValueError('x')", "ValueError: x"), ("pass", "ended early")):
+        programs(program)
+        source = Jobs(job(tmp_path))
+        run(source)
+        why = source.end.why
+        assert why is not None and why.kind == CRASH and words in why.reason and not source.end.complete
+    assert (tmp_path / "a/attempt-1/train.log").exists(), "what an earlier attempt left is kept"
+
+
+def test_disks_that_take_nothing(tmp_path: Path, programs: Callable[[str], None]) -> None:
+    programs("pass")
+    (tmp_path / "a").write_text("a file")
+    with pytest.raises(ConfigError, match="/a"):
+        run(Jobs(job(tmp_path)))
+    source = Jobs(job(tmp_path, "b"))
+    run(source)
+    (tmp_path / "b/result.part").mkdir()
+    with pytest.raises(ConfigError, match="/b"):
+        source.end.note({})
+
+
+# -- ends of whoever started them --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_ends_it_in_order_and_what_ran_is_interrupted(
+    tmp_path: Path, programs: Callable[[str], None], alive: Lifeline, number: signal.Signals
+) -> None:
+    programs("stay()")
+    before, sent = signal.getsignal(number), list[bool]()
+
+    def at() -> None:
+        if not sent:
+            alive.started()
+            sent.append(True)
+            os.kill(os.getpid(), number)
+
+    source = Jobs(job(tmp_path), at=at)
+    assert run(source) == number.name and signal.getsignal(number) == before
+    assert number.name in source.end.interrupted and source.end.why is None
+    alive.gone()
+
+
+def test_an_error_of_the_source_leaves_nothing_running(
+    tmp_path: Path, programs: Callable[[str], None], alive: Lifeline
+) -> None:
+    programs("stay()")
+
+    def at() -> None:
+        alive.started()
+        raise OSError("x")
+
+    source = Jobs(job(tmp_path), at=at)
+    with pytest.raises(OSError, match="x"):
+        run(source)
+    assert source.end.interrupted
+    alive.gone()
+
+
+def test_time_that_is_up_stops_what_runs(tmp_path: Path, programs: Callable[[str], None]) -> None:
+    programs("while True: signal.pause()")
+    source = Jobs(job(tmp_path))
+    assert run(source, left_s=lambda: 0.0) == TIME and source.end.interrupted == TIME
+
+
+def test_time_is_asked_of_the_allocation_now_and_then() -> None:
+    clock, answers = VirtualClock(), [100.0, None, 20.0]
+    left = time_left(1000.0, lambda: answers.pop(0), reserve_s=30.0, clock=clock)
+    assert left() == left() == 70.0 and len(answers) == 2
+    clock.advance(31.0)
+    assert left() == 39.0, "where nobody answers the answer before holds"
+    clock.advance(31.0)
+    assert left() == -10.0 and time_left(None, lambda: None)() is None
+
+
+# -- as steps of a job -------------------------------------------------------------------------------------------------
+
+
+def test_nodes_are_disjoint_and_come_back(tmp_path: Path, steps: Callable[[str], None]) -> None:
+    """Steps of one, two and two nodes among three, two at once; a shell in the place of srun tells of its place."""
+    steps('echo "$HOSTS $NODES $TASKS_PER_NODE $MASTER_PORT $SRUN_FLAGS" > "$LOGS.place"; exit 3')
+    jobs = [job(tmp_path, name, processes=nodes, nodes=nodes) for name, nodes in (("a", 1), ("b", 2), ("c", 2))]
+    source = Jobs(*jobs)
+    assert run(source, hosts=("n1", "n2", "n3")) == "" and len(source.ends) == 3 and source.most == 2
+    told = {each.name: (each.folder / "tasks.place").read_text().split() for each in jobs}
+    assert told["a"][:3] == ["n1", "1", "1"] and told["b"][:3] == ["n2,n3", "2", "1"] and told["c"][1] == "2"
+    assert len({words[3] for words in told.values()}) == 3
+    assert [told[name][-1] for name in "abc"] == [f"--job-name={name}-{os.getpid()}" for name in "abc"]
+
+
+@pytest.mark.parametrize(("taken", "starts"), [(1, 2), (9, 3)])
+def test_a_port_that_another_program_has_is_no_fault_of_the_layout(
+    tmp_path: Path, steps: Callable[[str], None], taken: int, starts: int
+) -> None:
+    ports = tmp_path / "ports"
+    steps(f"""echo "$MASTER_PORT" >> {ports}; (($(wc -l < {ports}) <= {taken})) || exit 3
+        echo "LaunchError: rank 0 on node n1 cannot serve port $MASTER_PORT, perhaps because ..." >&2; exit 2""")
+    source = Jobs(job(tmp_path))
+    run(source, hosts=["n1"])
+    why = source.end.why
+    assert why is not None and why.kind == CRASH and (why.reason == "exit code 3") == (taken == 1)
+    tried = ports.read_text().split()
+    assert len(tried) == len(set(tried)) == starts
+
+
+def test_what_ends_with_its_allocation_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A squeue that says what it says of a job that was cancelled, of one that runs, and nothing; it heeds filters of
+    somebody's shell."""
+    monkeypatch.setattr(running, "slurm_command", lambda flags: ["bash", "-c", "exit 143"])
+    monkeypatch.setattr(running, "Inquiry", Asked)
+    monkeypatch.setattr(Asked, "dead", {})
+    monkeypatch.setenv("SQUEUE_STATES", "PENDING")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    squeue = tmp_path / "bin/squeue"
+    squeue.parent.mkdir()
+    monkeypatch.setenv("PATH", f"{squeue.parent}:{os.environ['PATH']}")
+    for script, lost in (
+        ("echo COMPLETING", True), ("echo Invalid job id specified >&2; exit 1", True), ("echo RUNNING", False),
+        ("echo Unable to contact >&2; exit 1", False), ("[[ -n ${SQUEUE_STATES-} ]] || echo RUNNING", False),
+    ):  # fmt: skip
+        squeue.write_text(f"#!/bin/bash\n{script}\n")
+        squeue.chmod(0o755)
+        source = Jobs(job(tmp_path))
+        assert run(source, hosts=["n1"]) == (ALLOCATION if lost else ""), script
+        assert (source.end.interrupted == ALLOCATION) is lost
+
+
+class Asked:
+    """In the place of an inquiry about nodes. `dead` is what is wrong with nodes."""
+
+    dead: dict[str, str] | None = None
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self.dead = dict.fromkeys(hosts, "is down") if Asked.dead is None else Asked.dead
+
+
+def test_what_a_node_took_along_runs_again_on_others_twice(
+    tmp_path: Path, steps: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When that goes on it is its layout's doing, as running out of memory is at once."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(running, "Inquiry", Asked)
+    said, hosts = list[str](), ("n1", "n2", "n3", "n4")
+    steps("exit 75")
+    source = Jobs(job(tmp_path), again=True)
+    run(source, hosts=hosts, say=said.append)
+    assert [end.hosts for end in source.ends] == [("n1",), ("n2",), ("n3",)] and len(said) == 3
+    assert [end.interrupted for end in source.ends] == ["n1 is down", "n2 is down", ""]
+    why = source.ends[-1].why
+    assert why is not None and why.kind == LOST_RANK and "n3 is down" in why.reason
+    steps("echo 'torch.OutOfMemoryError: HIP out of memory' >&2; exit 1")
+    source = Jobs(job(tmp_path))
+    run(source, hosts=hosts)
+    assert source.end.why is not None and source.end.why.kind == OUT_OF_MEMORY and not source.end.interrupted
+    monkeypatch.setattr(Asked, "dead", {})
+    steps("exit 75")
+    source = Jobs(dataclasses.replace(job(tmp_path)))
+    run(source, hosts=hosts)
+    assert source.end.why is not None and source.end.why.kind == LOST_RANK, "its nodes live"

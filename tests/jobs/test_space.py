@@ -1,0 +1,310 @@
+"""Reading a space: what a name means, ranges, and every mistake with the place where it was made."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.config.command_line import flag_table, read_settings
+from megatron.errors import ConfigError
+from megatron.jobs.expressions import parse_expression
+from megatron.jobs.names import subject
+from megatron.jobs.space import Space, load_space
+
+Write = Callable[[str], Space]
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Write:
+    def from_text(text: str) -> Space:
+        path = tmp_path / "space.toml"
+        path.write_text(text, encoding="utf-8")
+        return load_space(str(path))
+
+    return from_text
+
+
+WHOLE = """
+title = "A space"
+source = "somewhere"
+cluster = "frontier"
+flags = ["--preset", "tiny", "--num-layers", 8]
+[parameters]
+tp = [4, 1, 2]
+"--micro-batch-size" = [1, 2, 4, 8]
+lr = [0.1, 0.2, 0.3]
+schedule = ["zb-h1", "1f1b"]
+sp = [true, false]
+num-layers-per-virtual-pipeline-stage = [2, "none", 1]
+[variables]
+accumulation = [4, 8, 12]
+[derived]
+gbs = "mbs * dp * accumulation"
+processes = 4
+[constraints]
+"node" = "tp <= 2"
+[trial]
+iterations = 7
+warm_up = 0
+"""
+
+
+def test_a_whole_file(read: Write) -> None:
+    space = read(WHOLE)
+    assert [(p.name, p.values, p.ordered) for p in space.parameters] == [
+        ("tp", (1, 2, 4), True), ("micro_batch_size", (1, 2, 4, 8), True), ("lr", (0.1, 0.2, 0.3), True),
+        ("schedule", ("zb-h1", "1f1b"), False), ("sp", (False, True), True),
+        ("num_layers_per_virtual_pipeline_stage", (None, 1, 2), True), ("accumulation", (4, 8, 12), True),
+    ]  # fmt: skip
+    assert space.variables == {"accumulation"} and space.flags == ("--preset", "tiny", "--num-layers", "8")
+    assert (space.title, space.source, space.cluster, space.name) == ("A space", "somewhere", "frontier", "space")
+    assert {name: e.text for name, e in space.derived.items()} == {"gbs": "mbs * dp * accumulation", "processes": "4"}
+    assert space.constraints["node"].text == "tp <= 2"
+    assert (space.iterations, space.warm_up) == (7, 0)
+    assert space.combinations == 3 * 4 * 3 * 2 * 2 * 3 * 3
+
+
+def test_combinations_are_the_product_in_order(read: Write) -> None:
+    space = read('flags = ["--preset", "tiny"]\n[parameters]\ntp = [1, 2]\nmbs = [4, 1, 2]\nsp = [false, true]')
+    found = [tuple(space.combination(n).values()) for n in range(space.combinations)]
+    assert found == [(tp, mbs, sp) for tp in (1, 2) for mbs in (1, 2, 4) for sp in (False, True)]
+
+
+def test_the_digest_is_of_the_meaning(read: Write) -> None:
+    first = read(WHOLE).digest()
+    assert read(WHOLE.replace("A space", "Another title").replace('"node"', '"why"')).digest() == first
+    for old, new in (("tp <= 2", "tp <= 1"), ("[4, 1, 2]", "[4, 2]"), ('"tiny"', '"gpt2-124m"'), ("[4, 8, 12]", "[4]"),
+                     ("* accumulation", "* accumulation * 2"), ("processes = 4", "processes = 8")):  # fmt: skip
+        assert old in WHOLE and read(WHOLE.replace(old, new)).digest() != first, new
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("parameters = 3", ["parameters"]),
+        ("[parameters]", ["[parameters]"]),
+        ("[parameters]\ntp = 4", ["[parameters] tp", "4"]),
+        ("[parameters]\ntp = []", ["[parameters] tp"]),
+        ("[parameters]\ntp = [0]", ["[parameters] tp", "0"]),
+        ("[parameters]\ntp = [1.5]", ["[parameters] tp", "1.5"]),
+        ("[parameters]\ntp = [true]", ["[parameters] tp"]),
+        ("[parameters]\nsp = [1]", ["[parameters] sp"]),
+        ("[parameters]\ntp = [2, 2]", ["[parameters] tp", "2"]),
+        ("[parameters]\nmicro-batch-sise = [1]", ["micro-batch-size"]),
+        ("[parameters]\ntp = [1]\ntensor-model-parallel-size = [2]", ["tp", "tensor-model-parallel-size"]),
+        ("[parameters]\nnodes = [1]\nprocesses = [8]", ["processes", "nodes"]),
+        ("[parameters]\nrecompute = ['none']\nrecompute-method = ['block']", ["recompute-method", "recompute"]),
+        ("[parameters]\nrecompute = ['all']", ["[parameters] recompute", "selective:MODULE"]),
+        ("[parameters]\nschedule = ['gpipe']", ["1f1b, interleaved, zb-h1"]),
+        ("[parameters]\norder = ['tp-pp']", ["[parameters] order", "tp-dp-pp"]),
+        ("[parameters]\ntrain-iters = [10]", ["train-iters", "--iterations"]),
+        ("[parameters]\nsave = ['x']", ["save"]),
+        ("[parameters]\nnum-experts = [2]", ["--num-experts"]),
+        ("[parameters]\nhelp = [true]", ["help"]),
+        ("[parameters]\ndp = [2]", ["dp", "processes"]),
+        ("[parameters]\ntp = { from = 1, to = 4 }", ["[parameters] tp"]),
+        (f"[parameters]\nseed = [1{'0' * 400}]", ["[parameters] seed"]),
+        (f"[parameters]\nseed = [1{'0' * 5000}]", [""]),
+        ('[parameters]\ndata-path = ["a\\nb"]', ["[parameters] data-path"]),
+        ("[parameters]\nuse-flash-attn = [true, false]", ["use-flash-attn", "--attention-backend"]),
+        ("[parameters]\ntp = [1]\n[variables]\nv = [true, 'on']", ["[variables] v"]),
+        ("[parameters]\ntp = [1979-05-27]", ["[parameters] tp"]),
+        ("[parameters]\ntp = [1]\n[variables]\nmbs = [1]", ["[variables] mbs", "[parameters]"]),
+        ("[parameters]\ntp = [1]\n[variables]\nif = [1]", ["[variables] if"]),
+        ("[parameters]\ntp = [1]\n[variables]\na = [1]", ["[variables] a"]),
+        ("[parameters]\ntp = [1]\n[derived]\ngsb = '1'", ["[derived] gsb"]),
+        ("[parameters]\ntp = [1]\n[derived]\ntp = '1'", ["[derived] tp", "[parameters]"]),
+        ("[parameters]\ntp = [1]\n[derived]\ngbs = 'mbs *'", ["[derived] gbs", "'mbs *'"]),
+        ("[parameters]\ntp = [1]\n[derived]\ngbs = 'mbs * accu'", ["[derived] gbs", "accu"]),
+        ("[parameters]\ntp = [1]\n[constraints]\n'a b' = 'tp.x'", ["a b", "tp.x"]),
+        ("[parameters]\ntp = [1]\n[trial]\niterations = 0", ["[trial] iterations", "0"]),
+        ("[parameters]\ntp = [1]\n[trial]\nwarmup = 1", ["[trial] warmup", "warm_up"]),
+        ("flags = '--bf16'\n[parameters]\ntp = [1]", ["flags"]),
+        ("flags = ['--bf61']\n[parameters]\ntp = [1]", ["--bf61"]),
+        ("flags = ['--load', 'x', '--save', 'x']\n[parameters]\ntp = [1]", ["--load x", "--save x"]),
+        ("flags = ['--micro-batch-size', 2]\n[parameters]\nmbs = [1]", ["mbs", "--micro-batch-size 2"]),
+        ("title = 3\n[parameters]\ntp = [1]", ["title"]),
+        ("titel = 'x'\n[parameters]\ntp = [1]", ["title"]),
+        ("[parameters\ntp = [1]", ["line 1"]),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_named_with_its_place(read: Write, text: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as found:
+        read(text)
+    for word in ("space.toml", *words):
+        assert word in str(found.value)
+
+
+def test_ten_thousand_values_are_read_at_once(read: Write) -> None:
+    """Within a time limit of a minute."""
+    (parameter,) = read(f"[parameters]\nseed = {list(range(10_000))}").parameters
+    assert parameter.values == tuple(range(10_000))
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="paper-175b"):
+        load_space("paper-175")
+    binary = tmp_path / "x.toml"
+    binary.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="x.toml"):
+        load_space(str(binary))
+
+
+@given(st.one_of(
+    st.text(max_size=60),
+    st.tuples(st.sampled_from(["tp", "mbs", "lr", "sp", "recompute", "preset", "devices", "bf16", "x"]),
+              st.sampled_from(["[1]", "['none']", "[[1,2]]", "[{a=1}]", "{from=1,to=3,step=1}", "[-1.5]", "['1']",
+                               "{}", "[true, 'x']", "[99999999999999999999]", "['']"]),
+              st.sampled_from(["", "[derived]\ngbs = 'tp'", "[derived]\ntp = 1", "[constraints]\na = true"])
+              ).map(lambda t: f"[parameters]\n{t[0]} = {t[1]}\n{t[2]}"),
+))  # fmt: skip
+def test_no_file_does_anything_but_be_read_or_refused(read: Write, text: str) -> None:
+    try:
+        space = read(text)
+    except ConfigError:
+        return
+    assert space.combinations == len({str(space.combination(n)) for n in range(space.combinations)})
+
+
+def test_every_flag_varies_or_is_refused_with_a_reason() -> None:
+    """By the parser of pretrain_gpt.py: the words of a value give the setting that value."""
+    varied = 0
+    for spelling, flag in flag_table().items():
+        try:
+            meant = subject(spelling)
+        except ConfigError as error:
+            assert spelling in str(error)
+            continue
+        if spelling == "--preset":
+            continue
+        assert flag.option is not None and meant.settings == (flag.option.name,)
+        option = flag.option
+        value: Any = option.choices[-1] if option.choices else {int: 8, float: 1.5, str: "a_b"}.get(option.kind, True)
+        if flag.kind != "value":
+            value = True
+        try:
+            accepted = meant.accept(value)
+        except ValueError as error:
+            assert any(word in str(error) for word in ("at most", "less than", "at least")), spelling
+            continue
+        given = read_settings(meant.words(accepted))
+        assert not given.problems and given.given[option.name] == (
+            flag.value if flag.kind != "value" else (value,) if option.many else value
+        ), spelling
+        varied += 1
+    assert varied > 200
+
+
+def test_none_is_a_value_where_it_is_one_of_the_flag_s_choices() -> None:
+    def words(name: str) -> list[str]:
+        return subject(name).words(subject(name).accept("none"))
+
+    assert words("position-embedding-type") == ["--position-embedding-type", "none"]
+    assert words("recompute-granularity") == ["--recompute-granularity", "none"] and words("vocab-size") == []
+
+
+# -- expressions -------------------------------------------------------------------------------------------------------
+
+NAMES: Mapping[str, Any] = {"tp": 4, "pp": 12, "mbs": 3, "half": 0.5, "sp": True, "schedule": "1f1b",
+                                 "chunks": None}  # fmt: skip
+NUMBERS = st.sampled_from(["0", "1", "2", "3", "7", "64", "1.5", "tp", "pp", "mbs", "half"])
+
+
+def joined(parts: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    signs = st.sampled_from(["+", "-", "*", "/", "//", "%"])
+    return st.one_of(
+        st.tuples(parts, signs, parts).map(lambda t: f"({t[0]} {t[1]} {t[2]})"),
+        st.tuples(st.sampled_from(["min", "max"]), parts, parts).map(lambda t: f"{t[0]}({t[1]}, {t[2]})"),
+        parts.map(lambda a: f"(-{a})"),
+    )
+
+
+ARITHMETIC = st.recursive(NUMBERS, joined, max_leaves=8)
+COMPARED = st.one_of(
+    st.tuples(ARITHMETIC, st.sampled_from(["<", "<=", ">", ">=", "==", "!="]), ARITHMETIC).map(" ".join),
+    st.tuples(ARITHMETIC, ARITHMETIC, ARITHMETIC).map(lambda t: f"{t[0]} < {t[1]} <= {t[2]}"),
+    st.tuples(ARITHMETIC, ARITHMETIC).map(lambda t: f"{t[0]} in (1, 2, {t[1]})"),
+    st.tuples(ARITHMETIC, ARITHMETIC).map(lambda t: f"{t[0]} not in [3, {t[1]}]"),
+)
+LOGIC = st.recursive(
+    COMPARED,
+    lambda parts: st.one_of(
+        st.tuples(parts, st.sampled_from(["and", "or"]), parts).map(lambda t: f"({t[0]} {t[1]} {t[2]})"),
+        parts.map(lambda a: f"(not {a})"),
+        st.tuples(parts, parts, parts).map(lambda t: f"({t[0]} if {t[1]} else {t[2]})"),
+    ),
+    max_leaves=5,
+)
+
+
+def by_python(text: str) -> Any:
+    """None where Python has no value either."""
+    try:
+        return eval(text, {}, dict(NAMES))
+    except ZeroDivisionError:
+        return None
+
+
+@given(st.one_of(ARITHMETIC, LOGIC))
+def test_values_are_python_s(text: str) -> None:
+    expected = by_python(text)
+    if expected is None:
+        with pytest.raises(ValueError):
+            parse_expression(text).value(NAMES)
+    else:
+        found = parse_expression(text).value(NAMES)
+        assert found == expected and type(found) is type(expected)
+
+
+@given(st.one_of(st.text(max_size=40), st.text("tp12()[]*+-/.,'\"<>= :;{}@andorif_lmbyx", max_size=30)))
+def test_any_text_has_a_value_or_a_problem_and_nothing_else(text: str) -> None:
+    try:
+        found = parse_expression(text).value(NAMES)
+    except ValueError as error:
+        assert str(error)
+    else:
+        assert found is None or isinstance(found, (int, float, str, bool))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "__import__('os').system('true')", "tp.__class__", "open('x')", "(lambda: 1)()", "[x for x in (1, 2)]",
+        "f'{tp}'", "(tp := 2)", "{'a': 1}", "tp[0]", "tp if tp", "tp = 2", "import os", "print(tp)", "min(*(1, 2))",
+        "min(1)", "max", "tp is 1", "tp in 'tpa'", "'a' * 3", "'a' + 'b'", "1j", "b'a'", "...", "~tp", "tp & 1",
+        "tp << 40", "await tp", "chunks + 1", "schedule < 2", "-schedule", "", "  ",
+        "2 ** 3", "tp + none",
+    ],
+)  # fmt: skip
+def test_what_is_not_offered_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_expression(text).value(NAMES)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "9**9**9**9", "2 ** (2 ** 64)", "1" * 5000, "(" * 400 + "1" + ")" * 400,
+        "-" * 5000 + "1", "(1" + "+1" * 480 + ") // 0",
+    ],
+)  # fmt: skip
+def test_nothing_hangs(text: str) -> None:
+    """A power computed in full would take hours."""
+    with pytest.raises(ValueError):
+        parse_expression(text).value(NAMES)
+
+
+def test_what_is_guarded_is_not_looked_at() -> None:
+    zero = {"tp": 0, "pp": 4}
+    assert parse_expression("tp == 0 or pp // tp > 2").value(zero) is True
+    assert parse_expression("tp > 0 and pp // tp > 2").value(zero) is False
+    assert parse_expression("1 if tp == 0 else pp // tp").value(zero) == 1
+
+
+def test_words_and_what_is_not_given() -> None:
+    assert parse_expression("schedule == '1f1b' and chunks == 'none' and chunks == none and not false").value(NAMES)
+    assert parse_expression("schedule in ('zb-h1', 'interleaved')").value(NAMES) is False

@@ -1,0 +1,418 @@
+"""tools/tune.py: a search without processes, killed anywhere; what it says before; a search of real trials."""
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.data.folder_claim import FolderClaim
+from megatron.errors import ConfigError
+from megatron.jobs import tune as module
+from megatron.jobs.candidates import GIB, Candidate
+from megatron.jobs.endings import OUT_OF_MEMORY, Ending
+from megatron.jobs.layouts import CONFIRM
+from megatron.jobs.result import DONE, FAILED
+from megatron.jobs.runner import TIME
+from megatron.jobs.setup import make_setup
+from megatron.jobs.tune import BUDGET, EXHAUSTED, NODES, Search
+from megatron.parallel import processes
+from tests.jobs.made import Made, candidates_of, no_files, search, setup, truth
+from tools import tune
+
+# Of two layouts the second needs gigabytes for its weights.
+SPACE = """
+title = "tiny"
+flags = ["--num-layers", "1", "--num-attention-heads", "4", "--seq-length", "32",
+         "--vocab-size", "128", "--global-batch-size", "8", "--num-workers", "0", "--lr", "1e-4"]
+[parameters]
+tp = [1, 2]
+mbs = [1, 2]
+[derived]
+processes = "1"
+hidden-size = "32 if mbs == 2 else 8192"
+[constraints]
+"two of the four" = "tp == 1"
+[trial]
+iterations = 3
+warm_up = 1
+"""
+Told = list[tuple[int, str, str, float | None]]
+
+
+def told(found: Search) -> Told:
+    return [(t.number, t.candidate.key, t.by, t.step_s) for _, t in sorted(found.trials.items())]
+
+
+def again(found: Search) -> list[int]:
+    return [t.number for t in found.trials.values() if t.by == CONFIRM]
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_files(monkeypatch)
+
+
+# -- a search ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("made")
+@pytest.mark.parametrize("by", ["exhaustive", "random"])
+def test_every_candidate_once_and_the_best_is_the_best(tmp_path: Path, by: str) -> None:
+    found, why = search(setup(tmp_path, "--search", by))
+    assert why == EXHAUSTED and found.done == 12 == len(found.trials)
+    assert Counter(t.candidate.key for t in found.trials.values()).most_common(1)[0][1] == 1
+    assert found.ranked[0].candidate.key == "mbs=4,seed=1" and len(found.ranked) == 11
+
+
+@pytest.mark.usefixtures("made")
+def test_node_hours_prefer_few_nodes(tmp_path: Path) -> None:
+    """The fastest on four nodes, where the others have one."""
+
+    def larger(c: Candidate) -> Candidate:
+        return dataclasses.replace(c, nodes=4) if c.key == "mbs=4,seed=1" else c
+
+    for objective, best in (("tokens_per_s", True), ("node_hours", False)):
+        runner = Made(hosts=("n1", "n2", "n3", "n4"))
+        found, _ = search(setup(tmp_path / objective, "--objective", objective), runner, larger)
+        assert (found.ranked[0].candidate.key == "mbs=4,seed=1") is best
+
+
+@pytest.mark.usefixtures("made")
+@pytest.mark.parametrize("words", [
+    ("--search", "random", "--confirm", "2"), ("--max-trials", "5", "--confirm", "2"),
+    pytest.param(("--search", "optuna", "--max-trials", "8"), marks=pytest.mark.slow),
+    pytest.param(("--search", "deephyper", "--max-trials", "7"), marks=pytest.mark.slow),
+])  # fmt: skip
+def test_killed_at_any_turn_and_started_again_it_is_as_if_it_had_not_been(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    def noisy(values: dict[str, Any]) -> float | Ending:
+        found = truth(values)
+        return found if isinstance(found, Ending) else 1 + 0.01 * found + 0.001 * (7 * values["number"] % 5)
+
+    undisturbed, why = search(setup(tmp_path / "whole", *words), runner := Made(noisy))
+    turns = range(1, runner.turn, 7 if words[1] in ("optuna", "deephyper") else 1)
+    for turn in turns:
+        own = setup(tmp_path / f"cut{turn}", *words)
+        first, _ = search(own, Made(noisy, stop=lambda now, turn=turn: now == turn))
+        second, ended = search(own, again := Made(noisy))
+        assert told(second) == told(undisturbed) and ended == why, turn
+        assert first.done + second.done == len(told(undisturbed)) == undisturbed.done, "nothing is run again"
+        assert sum(what == "start" for what, _ in again.log) == second.done
+
+
+@pytest.mark.usefixtures("made")
+def test_what_was_complete_though_nobody_noted_it_counts(tmp_path: Path) -> None:
+    own = setup(tmp_path, "--max-trials", "3")
+    search(own)
+    (own.out / "trials/0003/result.json").unlink()
+    found, why = search(own, runner := Made())
+    assert runner.log == [] and found.done == 1 and why == BUDGET and found.trials[3].step_s is not None
+
+
+@pytest.mark.usefixtures("made")
+def test_side_by_side_on_nodes_of_their_own_and_a_large_one_is_not_passed_by(tmp_path: Path) -> None:
+    def larger(c: Candidate) -> Candidate:
+        return dataclasses.replace(c, nodes=4 if c.index == 4 else 1 + c.index % 2)
+
+    found, why = search(setup(tmp_path), runner := Made(hosts=[f"n{i}" for i in range(5)], turns=4), larger)
+    starts = [number for what, number in runner.log if what == "start"]
+    assert why == EXHAUSTED and starts == sorted(starts) and len(starts) == 12
+    assert runner.turn < 12 * 4, "some ran at the same time"
+    assert next(t.number for t in found.trials.values() if t.candidate.nodes == 4) == 5
+
+
+@pytest.mark.usefixtures("made")
+def test_nothing_starts_that_would_not_end_in_time(tmp_path: Path) -> None:
+    found, why = search(setup(tmp_path), runner := Made(turns=10, left_s=lambda turn: 35.5 - turn))
+    assert why == TIME and found.done == 3 and runner.turn == 30
+
+
+@pytest.mark.usefixtures("made")
+def test_out_of_memory_rules_out_what_needs_no_less(tmp_path: Path) -> None:
+    def sized(c: Candidate) -> Candidate:
+        return dataclasses.replace(c, memory_bytes=float(c.values["mbs"] or 0) * GIB)
+
+    def small(values: dict[str, Any]) -> float | Ending:
+        return Ending(OUT_OF_MEMORY, "too much") if values["mbs"] > 2 else truth(values)
+
+    found, why = search(setup(tmp_path), Made(small), sized)
+    tried = [t.candidate.values["mbs"] for t in found.trials.values()]
+    assert why == EXHAUSTED and tried.count(4) == 1 and 8 not in tried and len(tried) == 7
+
+
+@pytest.mark.usefixtures("made")
+def test_failed_trials_run_again_where_the_budget_has_room(tmp_path: Path) -> None:
+    def bad(values: dict[str, Any]) -> float | Ending:
+        return Ending("crash", "exit code 1") if values["number"] in (2, 4) else 1.0
+
+    search(setup(tmp_path, "--max-trials", "5"), Made(bad))
+    found, why = search(setup(tmp_path, "--max-trials", "4", "--retry-failed"), runner := Made())
+    assert why == BUDGET and runner.log == [] and found.trials[2].result is not None, "they keep their results"
+    found, _ = search(setup(tmp_path, "--max-trials", "5", "--retry-failed"), runner := Made())
+    assert found.done == 2 and all(trial.step_s for trial in found.trials.values())
+
+
+@pytest.mark.usefixtures("made")
+def test_leading_layouts_are_measured_again_and_how_many_may_change(tmp_path: Path) -> None:
+    """Layouts within 1 % of each other; a search that goes on with more trials has another best to confirm."""
+    def flat(values: dict[str, Any]) -> float:
+        return 1 + 0.001 * values["number"]
+
+    for most, confirm, ended in ((4, 0, 4), (4, 2, 2), (4, 1, 0), (6, 1, 3), (6, 3, 2)):
+        found, why = search(setup(tmp_path, "--max-trials", str(most), "--confirm", str(confirm)), Made(flat))
+        assert found.done == ended and why == BUDGET, (most, confirm)
+    assert again(found) == [5, 6, 9, 10, 11]
+    assert len({t.candidate.key for t in found.trials.values() if t.by != CONFIRM}) == 6, "none is proposed again"
+    # Of layouts that differ much there is no doubt.
+    assert again(search(setup(tmp_path / "clear", "--confirm", "3"))[0]) == []
+
+
+@pytest.mark.usefixtures("made")
+def test_what_a_dead_node_ended_runs_again_and_too_few_nodes_are_another_start_s(tmp_path: Path) -> None:
+    def larger(c: Candidate) -> Candidate:
+        return dataclasses.replace(c, nodes=2 if c.index > 2 else 1)
+
+    runner = Made(hosts=("n1", "n2", "n3"), die=((1, "n2"),))
+    found, why = search(setup(tmp_path / "one"), runner, larger)
+    assert why == EXHAUSTED and found.done == 12 and ("lost", 2) in runner.log
+    assert [number for what, number in runner.log if what == "start"].count(2) == 2
+    runner = Made(hosts=("n1", "n2", "n3"), die=((5, "n1"), (5, "n2")))
+    found, why = search(setup(tmp_path / "few", "--confirm", "2"), runner, larger)
+    assert why == NODES and 3 <= found.done < 12
+    found, why = search(setup(tmp_path / "few", "--confirm", "2"), Made(hosts=("n1", "n2", "n3")), larger)
+    assert why == EXHAUSTED and sum(t.by != CONFIRM and t.result is not None for t in found.trials.values()) == 12
+
+
+@pytest.mark.usefixtures("made")
+def test_a_folder_of_another_search_or_with_other_flags_is_refused(tmp_path: Path) -> None:
+    search(setup(tmp_path, "--max-trials", "2"))
+    with pytest.raises(ConfigError, match="seed was 0, now it is 1"):
+        search(setup(tmp_path, "--seed", "1"))
+
+    def other(c: Candidate) -> Candidate:
+        return dataclasses.replace(c, flags=(*c.flags, "--num-layers", "2")) if c.index == 1 else c
+
+    with pytest.raises(ConfigError, match="trial 2, mbs=1,seed=1.*--num-layers"):
+        search(setup(tmp_path), change=other)
+    for name, text in (("result.json", '{"status": "done", "step_s": "fast"}'), ("point.json", "[]"),
+                       ("point.json", "{}"), ("result.json", "{")):  # fmt: skip
+        kept = (tmp_path / "out/trials/0001" / name).read_text()
+        (tmp_path / "out/trials/0001" / name).write_text(text)
+        with pytest.raises(ConfigError, match="0001"):
+            search(setup(tmp_path))
+        (tmp_path / "out/trials/0001" / name).write_text(kept)
+    assert search(setup(tmp_path))[0].done == 10
+
+
+@pytest.mark.usefixtures("made")
+def test_nothing_is_called_better_that_lies_within_the_noise(tmp_path: Path) -> None:
+    """Trials of a layout scatter by 2 % before any was repeated: 3 % is within two deviations of a difference."""
+    for seconds, near in ((1.03, True), (1.2, False)):
+        said = list[str]()
+        own = setup(tmp_path / f"{seconds}", "--max-trials", "2")
+        search(own, Made(lambda values, s=seconds: 1.0 if values["number"] == 2 else s), say=said.append)
+        (line,) = [line for line in said if line.startswith("trial 2") and "tokens/s" in line]
+        assert ("within the noise" in line) is near and "the best so far" in line
+
+
+# -- its words ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def space(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.toml"
+    path.write_text(SPACE)
+    return path
+
+
+@pytest.fixture
+def words(space: Path, tmp_path: Path) -> list[str]:
+    """Of a search in that space."""
+    return ["--space", str(space), "--no-prior", "--search", "exhaustive", "--processes", "2", "--out",
+            str(tmp_path / "out")]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of a job, on a machine without GPUs: another process is asked for those."""
+    monkeypatch.setattr(processes, "gpus_here", lambda: 0)
+    for name in ("SLURM_JOB_ID", "MEGATRON_CLUSTER"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    code = tune.main(words)
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
+
+
+def test_dry_run_of_a_described_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    space = tmp_path / "tp.toml"
+    space.write_text(
+        'cluster = "frontier"\nflags = ["--preset", "gpt-22b", "--global-batch-size", "128"]\n'
+        '[parameters]\ntp = [1, 2, 4, 8, 16]\n[derived]\nprocesses = "tp * pp"\n'
+    )
+    code, text = call(capsys, "--space", str(space), "--nodes", "4", "--dry-run", "--max-trials", "20", "--search",
+                      "exhaustive")  # fmt: skip
+    assert code == 0, text
+    for part in ("57.6", "64.0 GiB", "tp=8", "--preset gpt-22b", "--cluster frontier", "3 trials"):
+        assert part in text, part
+    assert text.index(" tp=4 ") < text.index(" tp=2 ") < text.index(" tp=1 "), "the fastest by the planner first"
+
+
+def test_a_dry_run_says_which_flags_win_and_counts_all_trials(
+    capsys: pytest.CaptureFixture[str], words: list[str], tmp_path: Path
+) -> None:
+    """Trials of half an hour on one node; of a single layout there is nothing to confirm."""
+    for more, trials, hours in (((), 2, "2.5"), (("--confirm", "0"), 2, "1.0"), (("--max-trials", "1"), 1, "0.5")):
+        code, text = call(capsys, *words, "--dry-run", *more, "--", "--num-layers", "3")
+        assert code == 0 and f"{trials} trials" in text and f"{hours} node-hours" in text, text
+        assert "--num-layers 3" in text and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    ((), "--space FILE|NAME"), (("--space", "nowhere"), "nowhere"),
+    (("--space", "two-cores"), "tools/calibrate.py"),
+    (("--space", "two-cores", "--no-prior", "--walltime", "soon"), "--walltime soon"),
+    (("--space", "two-cores", "--no-prior", "--parallel", "2"), "--launcher slurm"),
+    (("--space", "two-cores", "--no-prior", "--launcher", "local", "--nodes", "2"), "--nodes"),
+    (("--space", "paper-175b", "--launcher", "slurm"), "--hosts-file"),
+    (("--space", "paper-175b", "--launcher", "slurm", "--processes", "4", "--dry-run"), "--tasks-per-node"),
+    (("--space", "paper-175b", "--hosts-file", "/nowhere"), "/nowhere"),
+    (("--space", "two-cores", "--no-prior", "--launcher", "slurm", "--report-only"), "--nodes"),
+    (("--space", "two-cores", "--no-prior", "--report-only"), "no trials"),
+    (("--space", "two-cores", "--no-prior", "--update-cluster", "x.toml"), "--update-cluster"),
+    (("--space", "two-cores", "--no-prior", "--dry-run", "--report-only"), "--report-only"),
+    (("--space", "two-cores", "--cluster", "frontier", "--headroom", "200%"), "--headroom 200%"),
+    (("--space", "two-cores", "--no-prior", "--dry-run", "--", "--train-iters", "5"), "--iterations"),
+])  # fmt: skip
+def test_mistakes_end_with_what_to_do(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
+    here = list(words)
+    if here:
+        here[2:2] = ["--search", "exhaustive", "--out", str(tmp_path / "out")]
+    code, text = call(capsys, *here)
+    assert code == 2 and text.startswith("error: ") and said in text and not (tmp_path / "out").exists(), text
+
+
+def test_hosts_of_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    words = ["--space", "paper-175b", "--hosts-file", str(hosts), "--search", "exhaustive"]
+    for content, said in ((b"", ""), (b"\xff\xfe", ""), (b"n1\nn2\nn1\n", "n1")):
+        hosts.write_bytes(content)
+        code, text = call(capsys, *words)
+        assert code == 2 and str(hosts) in text and said in text
+    hosts.write_text("\n".join(f"n{i}" for i in range(12)))
+    found = make_setup(tune.build_parser().parse_args(words), [])
+    assert found.place.hosts == tuple(f"n{i}" for i in range(12)) and found.machine.max_nodes == 12
+    assert found.place.launcher == "slurm" and found.place.parallel == 12 and found.machine.processes_per_node == 8
+    assert found.cluster is not None and found.cluster.name == "frontier" and found.prior
+    # Without one and --nodes: the most nodes that the space speaks of.
+    dry = tune.build_parser().parse_args(["--space", "paper-175b", "--launcher", "slurm", "--dry-run"])
+    assert make_setup(dry, []).machine.max_nodes == 16
+
+
+@pytest.mark.parametrize(("said", "gpus", "found"), [("4", 0, 4), ("tp", 0, 2), ("4", 3, 3)])
+def test_processes_that_a_space_names_may_share_cores(
+    space: Path, monkeypatch: pytest.MonkeyPatch, said: str, gpus: int, found: int
+) -> None:
+    space.write_text(SPACE.replace('processes = "1"', f'processes = "{said}"'))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(processes, "gpus_here", lambda: gpus)
+    args = tune.build_parser().parse_args(["--space", str(space), "--no-prior", "--dry-run"])
+    assert make_setup(args, []).machine.processes_per_node == found
+
+
+class Ends:
+    """In the place of a Runner: a search that ends at once."""
+
+    why, signal, done = "", "", 0
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def run(self, source: Search) -> str:
+        source.done, source.why = Ends.done, BUDGET
+        return Ends.why
+
+
+@pytest.mark.parametrize(("why", "done", "code"), [("", 1, 1), (TIME, 1, 3), (TIME, 0, 4), ("SIGTERM", 0, 3)])
+def test_exit_codes_of_what_has_no_best(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], why: str, done: int,
+    code: int,
+) -> None:  # fmt: skip
+    """What started nothing would start nothing again."""
+    monkeypatch.setattr(module, "Runner", Ends)
+    monkeypatch.setattr(Ends, "why", why)
+    monkeypatch.setattr(Ends, "done", done)
+    assert call(capsys, *words)[0] == code
+
+
+def test_one_tuner_at_a_time_and_a_failing_report_does_not_keep_it_from_going_on(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_args: object) -> int:
+        raise ConfigError("--update-cluster x.toml: it cannot be written")
+
+    monkeypatch.setattr(module, "Runner", Ends)
+    monkeypatch.setattr(module, "_report", fails)
+    for why, code in ((TIME, 4), ("", 2)):
+        monkeypatch.setattr(Ends, "why", why)
+        found, text = call(capsys, *words)
+        assert found == code and "--update-cluster x.toml" in text
+    claim = FolderClaim(tmp_path / "out", "the folder")
+    claim.take(print)
+    found, text = call(capsys, *words)
+    claim.release()
+    assert found == 2 and f"--out {tmp_path / 'out'}" in text
+
+
+def results(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(out.glob("trials/*/result.json"))]
+
+
+@pytest.mark.slow
+def test_a_search_of_real_trials_goes_on_where_it_ended_and_names_the_best(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """pretrain_gpt.py twice: one layout runs out of the memory that it may take, the other has figures."""
+    monkeypatch.setattr("megatron.jobs.report.Report._draw", lambda *_: [])  # test_report.py has the pictures
+    out = tmp_path / "out"
+    code, text = call(capsys, *words, "--max-trials", "1", "--memory-limit", "1")
+    assert code == 1 and OUT_OF_MEMORY in text and not (out / "report/best.txt").exists(), text
+    code, text = call(capsys, *words, "--memory-limit", "1")
+    first, second = results(out)
+    assert code == 0 and (first["status"], first["kind"]) == (FAILED, OUT_OF_MEMORY) and second["status"] == DONE, text
+    lines = map(json.loads, (out / "trials/0002/metrics.jsonl").read_text().splitlines())
+    steps = [r["step_time_s"] for r in lines if r["event"] == "iteration"]
+    assert len(steps) == 4 and second["steady"] == 3 and second["step_s"] == statistics.median(steps[1:])
+    assert second["tokens_per_s"] == pytest.approx(8 * 32 / second["step_s"])
+    best = (out / "report/best.txt").read_text()
+    assert "--micro-batch-size 2" in best and "--hidden-size 32" in best and best.strip() in text
+    # Once more: nothing is left, nothing is run, the report is written again.
+    (out / "report/best.txt").unlink()
+    code, text = call(capsys, *words, "--memory-limit", "1")
+    assert code == 0 and results(out) == [first, second] and (out / "report/best.txt").exists(), text
+    assert not list(out.glob("trials/*/attempt-*"))
+
+
+def test_a_report_alone_needs_no_library_that_searches(
+    tmp_path: Path, made: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = setup(tmp_path, "--max-trials", "3")
+    search(own)
+    monkeypatch.setattr("megatron.jobs.search.find_spec", lambda library: None)
+    code, text = call(capsys, "--space", str(tmp_path / "made.toml"), "--no-prior", "--search", "exhaustive", "--out",
+                      str(own.out), "--report-only")  # fmt: skip
+    assert code == 0 and (own.out / "report/trials.md").exists() and "Best: " in text
+    assert len(candidates_of(own).candidates) == 12
+
+
