@@ -15,7 +15,7 @@ kernels = runpy.run_path(str(Path(__file__).with_name("megatron") / "kernels" / 
 
 
 class OptionalBuild(build_ext):
-    """Goes on where there is no working compiler: megatron.data has the same loops in numpy, megatron.pipeline.clock in
+    """Goes on where there is no working compiler: megatron.data has the same loops in numpy, megatron.pipeline.lists in
     Python, and torch's own operators take the place of kernels."""
 
     def run(self) -> None:
@@ -78,8 +78,7 @@ helpers = Pybind11Extension(
 )
 schedule_clock = Pybind11Extension(
     "megatron.pipeline._schedule_clock",
-    ["csrc/schedule_clock.cpp", "csrc/schedule_plan.cpp"],
-    depends=["csrc/schedule_clock.hpp"],
+    ["csrc/schedule_clock.cpp"],
     cxx_std=17,
     extra_compile_args=["-O3"],
 )

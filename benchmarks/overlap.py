@@ -3,14 +3,14 @@
     python benchmarks/overlap.py [--only pp dp tp] [--quick] [--real] [--slower 4]
 
 pp   Pipelines of sleeping stages, 2 and 4 ranks, each schedule, predicted from the schedule and the length of a pass
-     (megatron/pipeline/links.py): a sleep of 20 ms is a little longer, so the median of those without delay is taken.
+     (megatron/pipeline/replay.py): a sleep of 20 ms is a little longer, so the median of those without delay is taken.
      "off" are messages that are posted late: receives where they are needed, or for the interleaved schedule in the
      sequence of a step without latency.
 dp   The program with two replicas, ZeRO-1: --overlap-grad-reduce and --overlap-param-gather, on and off.
 tp   The program with two tensor ranks: --tp-comm-overlap, on and off.
 
 dp and tp are predicted from the windows without delay: each rank's computing between its messages is taken from there,
-and the messages are put on links with the delay (links.replay). The links are those of benchmarks/delayed_links.py.
+and the messages are put on links with the delay (replay.py). The links are those of benchmarks/delayed_links.py.
 Figures are medians of several windows in one run. Matrix products of dp and tp sleep as long as a machine of a given
 rate would compute, so that rows mean something on a busy machine too; --real leaves them as they are. The folder gets a
 Chrome trace per rank and a picture per row, with the last delay.
@@ -34,9 +34,9 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 import overlap_replay  # noqa: E402
 
-from megatron.pipeline import messages  # noqa: E402
+from megatron.pipeline import lists  # noqa: E402
 from megatron.pipeline.instructions import Op, Schedule  # noqa: E402
-from megatron.pipeline.links import Replay, actions_of, replay  # noqa: E402
+from megatron.pipeline.replay import Replay, actions_of, replay  # noqa: E402
 from megatron.pipeline.schedule import build_schedule  # noqa: E402
 
 Windows = list[list[dict[str, Any]]]  # [rank][window]
@@ -143,7 +143,7 @@ def pipelines(quick: bool, slower: float, folder: Path) -> None:
                 job = dict(
                     kind="sleeps", delays=delays, rounds=rounds, steps=1, schedule=name, chunks=chunks, numel=NUMEL,
                     micro_batches=micro_batches, late=None if ahead else late,
-                    seconds={op.value: seconds * slower for op, seconds in SECONDS.items()},
+                    seconds={op.letters: seconds * slower for op, seconds in SECONDS.items()},
                 )  # fmt: skip
                 found[ahead] = run_job(job, size, folder)
             for delay in delays:
@@ -163,9 +163,10 @@ def pipelines(quick: bool, slower: float, folder: Path) -> None:
 def pass_seconds(rounds: list[list[dict[str, Any]]]) -> dict[Op, float]:
     """The median length of each kind of pass."""
     spans: dict[Op, list[float]] = {op: [] for op in SECONDS}
+    of_letter = {op.letters: op for op in SECONDS}
     for window in (window for ranks in rounds for window in ranks):
         for label, start, end in window["computed"]:
-            spans[Op(label[0])].append(end - start)
+            spans[of_letter[label[0]]].append(end - start)
     return {op: statistics.median(found) if found else SECONDS[op] for op, found in spans.items()}
 
 
@@ -181,7 +182,7 @@ def in_nominal_sequence(schedule: Schedule) -> Schedule:
     """The same computations with their messages in the sequence of a step without latency."""
     from unittest import mock
 
-    with mock.patch.object(messages, "planned_latency", lambda chunks: 0.0):
+    with mock.patch.object(lists, "planned_latency", lambda chunks: 0.0):
         build_schedule.cache_clear()
         other = build_schedule(schedule.name, schedule.pipeline_size, schedule.chunks, schedule.micro_batches)
     build_schedule.cache_clear()

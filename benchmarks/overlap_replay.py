@@ -1,4 +1,4 @@
-"""From what overlap_worker.py recorded: a program for megatron.pipeline.links, a Chrome trace, and a picture."""
+"""From what overlap_worker.py recorded: a program for megatron.pipeline.replay, a Chrome trace, and a picture."""
 from __future__ import annotations
 
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron import drawing
-from megatron.pipeline.links import Action, Compute, Lane, Post, Replay, Wait
+from megatron.pipeline.replay import Action, Compute, Lane, Post, Replay, Wait
 
 
 class Seen(NamedTuple):
@@ -143,6 +143,6 @@ def plot(windows: Sequence[dict[str, Any]], predicted: Replay, title: str, path:
 
 
 def neighbours(rank: int, size: int) -> set[tuple[int, int]]:
-    """Links of a rank in a pipeline's program (links.actions_of)."""
+    """Links of a rank in a pipeline's program (replay.actions_of)."""
     others = [other for other in range(size) if other != rank]
     return {(rank, other) for other in others} | {(other, rank) for other in others}

@@ -30,7 +30,7 @@ import delayed_links  # noqa: E402
 from megatron.parallel.deferred import WeightGradients  # noqa: E402
 from megatron.parallel.topology import Topology  # noqa: E402
 from megatron.pipeline import executor as executor_module  # noqa: E402
-from megatron.pipeline import messages, one_rank  # noqa: E402
+from megatron.pipeline import lists  # noqa: E402
 from megatron.pipeline.exchange import Exchange  # noqa: E402
 from megatron.pipeline.executor import Executor  # noqa: E402
 from megatron.pipeline.instructions import Instruction  # noqa: E402
@@ -133,8 +133,7 @@ def sleeps(job: dict[str, Any]) -> list[dict[str, Any]]:
     topology = Topology.create(1, dist.get_world_size())
     with mock.patch.object(executor_module, "Exchange", PostedAtNeed if job["late"] == "at need" else Exchange):
         if job["late"] == "other order":
-            with mock.patch.object(messages, "planned_latency", nominal), \
-                    mock.patch.object(one_rank, "planned_latency", nominal):  # fmt: skip
+            with mock.patch.object(lists, "planned_latency", nominal):
                 return run_sleeps(job, topology)
         return run_sleeps(job, topology)
 

@@ -1,197 +1,227 @@
-// A training step of a pipeline on a clock: the executor's lists and the messages between them, for thousands of
-// micro-batches on many ranks in milliseconds. megatron/pipeline/clock.py is the interface. The lists are made in
-// schedule_plan.cpp; the rules of time are those of megatron/pipeline/links.py. Tests hold both to the same lists and
-// the same ticks.
+// A training step of a pipeline on a clock, for thousands of micro-batches on many ranks in milliseconds.
+// megatron/pipeline/lists.py makes the lists and is the interface; the rules of time are those of
+// megatron/pipeline/replay.py, and tests hold both to the same ticks.
 
-#include "schedule_clock.hpp"
-
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <stdexcept>
-#include <utility>
+#include <vector>
 
 namespace py = pybind11;
 
-namespace schedule_clock {
-
-Result Plan::run(const std::vector<std::vector<Ticks>>& durations, const std::vector<Ticks>& first,
-                 const Costs& forward, const Costs& backward, const std::vector<Repeat>& repeats,
-                 bool& extended) const {
-  Result result;
-  std::vector<Ticks> posted(messages_.size(), -1), arrives(messages_.size(), -1), made(messages_.size());
-  std::vector<Ticks> free(links_.size(), 0);
-  std::vector<size_t> at(ranks(), 0), runnable;
-  std::vector<int64_t> blocked(ranks(), -1);
-  std::vector<std::vector<Ticks>> waits(ranks());  // by rank and pass: time of messages waited for so far
-  result.clocks.assign(ranks(), 0);
-  result.message_wait.assign(ranks(), 0);
-  result.starts.resize(ranks());
-  result.ends.resize(ranks());
-  for (size_t rank = ranks(); rank-- > 0;) {
-    runnable.push_back(rank);
-    result.starts[rank].reserve(passes_[rank].size());
-    result.ends[rank].reserve(passes_[rank].size());
-    if (!repeats.empty()) waits[rank].reserve(passes_[rank].size());
-  }
-  while (!runnable.empty()) {
-    const size_t rank = runnable.back();
-    runnable.pop_back();
-    const std::vector<Action>& actions = actions_[rank];
-    const Pass* passes = passes_[rank].data();
-    std::vector<Ticks>&starts = result.starts[rank], &ends = result.ends[rank];
-    Ticks clock = result.clocks[rank], waited = result.message_wait[rank];
-    size_t next = at[rank];
-    for (; next < actions.size(); ++next) {
-      const Action action = actions[next];
-      const uint32_t message = action.message();
-      if (action.kind() == kCompute) {
-        const Pass& pass = passes[ends.size()];
-        starts.push_back(clock);
-        clock += durations[pass.op][pass.stage];
-        if (pass.op == kForward && pass.micro_batch == 0) clock += first[pass.stage];
-        ends.push_back(clock);
-        if (!repeats.empty()) waits[rank].push_back(waited);
-      } else if (action.kind() == kWait) {
-        const Ticks until = arrives[message];
-        if (until < 0) {
-          blocked[rank] = message;
-          break;
-        }
-        if (until > clock) {
-          waited += until - std::max(clock, made[message]);
-          clock = until;
-        }
-      } else {
-        if (action.kind() == kSend) made[message] = ends.back();
-        if (posted[message] < 0) {
-          posted[message] = clock;
-          continue;
-        }
-        // Both ends post the messages of a link in the same order, so the ones before it are on their way.
-        const Message& one = messages_[message];
-        const Costs& costs = one.forward ? forward : backward;
-        Ticks& until = free[one.link];
-        until = std::max(until, std::max(posted[message], clock)) + costs.occupies[one.sender];
-        arrives[message] = until + costs.latency[one.sender];
-        for (const int32_t end : links_[one.link].ranks) {
-          if (blocked[end] != message) continue;
-          blocked[end] = -1;
-          runnable.push_back(end);
-        }
-      }
-    }
-    at[rank] = next;
-    result.clocks[rank] = clock;
-    result.message_wait[rank] = waited;
-  }
-  for (size_t rank = 0; rank < ranks(); ++rank) {
-    if (at[rank] != actions_[rank].size()) throw std::invalid_argument("the ranks deadlock");
-  }
-  sum_up_stages(result);
-  Ticks shift = 0;
-  extended = true;
-  for (const Repeat& repeat : repeats) extended = extended && extend(result, arrives, waits, repeat, shift);
-  for (Ticks& clock : result.clocks) clock += shift;
-  for (Ticks& start : result.last_start) start += shift;
-  for (Ticks& end : result.last_end) end += shift;
-  return result;
-}
-
-void Plan::sum_up_stages(Result& result) const {
-  result.first_forward.assign(stages(), 0);
-  result.last_start.assign(stages(), 0);
-  result.last_end.assign(stages(), 0);
-  for (size_t rank = 0; rank < ranks(); ++rank) {
-    for (size_t pass = passes_[rank].size(); pass-- > 0;) {
-      const Pass& one = passes_[rank][pass];
-      if (one.op == kForward) result.first_forward[one.stage] = result.starts[rank][pass];
-    }
-    for (size_t pass = 0; pass < passes_[rank].size(); ++pass) {
-      if (passes_[rank][pass].op == kForward) continue;
-      result.last_start[passes_[rank][pass].stage] = result.starts[rank][pass];
-      result.last_end[passes_[rank][pass].stage] = result.ends[rank][pass];
-    }
-  }
-}
-
-// Adds to `shift` what blocks left out of the lists would have taken, if the last ones before them came in equal
-// distances: if every pass ended, and every message arrived, later than its like one block before by the same time on
-// all ranks. All times follow from earlier ones by maxima and sums, so that whatever comes next is later by that time
-// too. The lists are looked at up to one nominal time, before which nothing depends on what is left out.
-bool Plan::extend(Result& result, const std::vector<Ticks>& arrives, const std::vector<std::vector<Ticks>>& waits,
-                  const Repeat& repeat, Ticks& shift) const {
-  int64_t until = INT64_MAX;
-  for (size_t rank = 0; rank < ranks(); ++rank) {
-    int64_t forwards = repeat.forwards;
-    for (size_t pass = 0; forwards > 0 && pass < passes_[rank].size(); ++pass) {
-      if (passes_[rank][pass].op == kForward && --forwards == 0) until = std::min(until, nominal_[rank][pass]);
-    }
-    if (forwards > 0) return false;
-  }
-  Ticks period = -1;
-  std::vector<Ticks> waited(ranks());
-  const size_t block = repeat.passes;
-  for (size_t rank = 0; rank < ranks(); ++rank) {
-    const std::vector<Pass>& passes = passes_[rank];
-    const std::vector<int64_t>& nominal = nominal_[rank];
-    const size_t cut = std::upper_bound(nominal.begin(), nominal.end(), until) - nominal.begin();
-    if (cut < 3 * block) return false;
-    const std::vector<Ticks>& ends = result.ends[rank];
-    if (period < 0) period = ends[cut - 1] - ends[cut - 1 - block];
-    waited[rank] = waits[rank][cut - 1] - waits[rank][cut - 1 - block];
-    for (size_t pass = cut - 2 * block; pass < cut; ++pass) {
-      const Pass &now = passes[pass], &before = passes[pass - block];
-      if (now.op != before.op || now.stage != before.stage) return false;
-      if (now.micro_batch - before.micro_batch != repeat.micro_batches) return false;
-      if (ends[pass] - ends[pass - block] != period) return false;
-      const int32_t sent = sent_[rank][pass];
-      if (sent >= 0 && arrives[sent] - arrives[sent_[rank][pass - block]] != period) return false;
-    }
-  }
-  shift += repeat.times * period;
-  for (size_t rank = 0; rank < ranks(); ++rank) result.message_wait[rank] += repeat.times * waited[rank];
-  return true;
-}
-
 namespace {
 
-py::object run(const Plan& plan, const std::vector<std::vector<Ticks>>& durations, const std::vector<Ticks>& first,
-               const std::vector<std::vector<Ticks>>& costs,
-               const std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>>& repeats, bool spans) {
-  std::vector<Repeat> wanted;
-  for (const auto& [forwards, passes, micro_batches, times] : repeats) {
-    wanted.push_back({forwards, passes, micro_batches, times});
+using Ticks = int64_t;
+template <typename T>
+using Array = py::array_t<T, py::array::c_style | py::array::forcecast>;
+
+// As megatron.pipeline.instructions.Op numbers them.
+enum Op : int32_t { kForward, kBackward, kBackwardInput, kBackwardWeight, kSendForward, kRecvForward, kSendBackward,
+                    kRecvBackward, kOps };
+
+struct Row {
+  int32_t op, stage, micro_batch;
+};
+
+// Where the results of a stage go in one direction; receiver -1: nowhere, or to the same rank.
+struct Route {
+  int64_t link;
+  int32_t sender, receiver;
+  Ticks occupies, latency;
+};
+
+struct Result {
+  Ticks made = -1, posted = -1, arrives = -1;
+};
+
+struct Rank {
+  int64_t next, end;
+  Ticks clock = 0, message_wait = 0;
+  int64_t blocked = -1;
+  std::vector<int64_t> sent;
+  size_t oldest = 0;
+};
+
+class Step {
+ public:
+  Step(const Row* rows, std::vector<Rank>& ranks, const Array<int32_t>& owner, int64_t micro_batches,
+       const Ticks* times, const Ticks* costs, bool posted, bool duplex, int64_t in_flight, Ticks* starts, Ticks* ends)
+      : rows_(rows), ranks_(ranks), stages_(owner.size()), micro_batches_(micro_batches), times_(times),
+        posted_(posted), in_flight_(static_cast<size_t>(in_flight)), starts_(starts), ends_(ends),
+        routes_(2 * stages_), results_(2 * stages_ * micro_batches), free_(ranks.size() * ranks.size(), 0) {
+    const int64_t size = static_cast<int64_t>(ranks.size());
+    for (int64_t stage = 0; stage < stages_; ++stage) {
+      if (owner.at(stage) < 0 || owner.at(stage) >= size) throw std::invalid_argument("a stage without a rank");
+    }
+    for (int64_t back = 0; back < 2; ++back) {
+      for (int64_t stage = 0; stage < stages_; ++stage) {
+        const int64_t to = back ? stage - 1 : stage + 1;
+        const int32_t sender = owner.at(stage);
+        const int32_t receiver = to < 0 || to >= stages_ || owner.at(to) == sender ? -1 : owner.at(to);
+        const bool in_order = duplex || sender < receiver;
+        const int64_t link = in_order ? sender * size + receiver : receiver * size + sender;
+        routes_[back * stages_ + stage] = {link, sender, receiver, costs[2 * back * stages_ + stage],
+                                           costs[(2 * back + 1) * stages_ + stage]};
+      }
+    }
   }
-  bool extended = true;
-  Result result;
+
+  void run() {
+    for (size_t rank = ranks_.size(); rank-- > 0;) runnable_.push_back(static_cast<int32_t>(rank));
+    while (!runnable_.empty()) {
+      const int32_t rank = runnable_.back();
+      runnable_.pop_back();
+      go_on(rank);
+    }
+    for (const Rank& rank : ranks_) {
+      if (rank.blocked >= 0) throw std::invalid_argument("the lists wait for each other in a circle");
+    }
+  }
+
+ private:
+  int64_t result(bool back, int64_t stage, int64_t micro_batch) const {
+    return (back * stages_ + stage) * micro_batches_ + micro_batch;
+  }
+
+  void go_on(int32_t number) {
+    Rank& rank = ranks_[number];
+    for (; rank.next < rank.end; ++rank.next) {
+      const Row& row = rows_[rank.next];
+      if (row.op < 0 || row.op >= kOps || row.stage < 0 || row.stage >= stages_ || row.micro_batch < 0 ||
+          row.micro_batch >= micro_batches_) {
+        throw std::invalid_argument("an instruction that does not exist");
+      }
+      if (!(row.op <= kBackwardWeight ? compute(rank, number, row) : post(rank, number, row))) return;
+    }
+    for (; rank.oldest < rank.sent.size(); ++rank.oldest) {
+      if (!wait(rank, rank.sent[rank.oldest])) return;
+    }
+  }
+
+  bool compute(Rank& rank, int32_t number, const Row& row) {
+    const bool back = row.op != kForward;
+    if (row.op != kBackwardWeight) {
+      const int64_t from = back ? row.stage + 1 : row.stage - 1;
+      if (from >= 0 && from < stages_ && routes_[back * stages_ + from].receiver == number &&
+          !wait(rank, result(back, from, row.micro_batch))) {
+        return false;
+      }
+    }
+    starts_[rank.next] = rank.clock;
+    rank.clock += times_[row.op * stages_ + row.stage];
+    if (!back && row.micro_batch == 0) rank.clock += times_[4 * stages_ + row.stage];
+    ends_[rank.next] = rank.clock;
+    if (row.op == kBackwardWeight) return true;
+    const int64_t made = result(back, row.stage, row.micro_batch);
+    results_[made].made = rank.clock;
+    const Route& route = routes_[back * stages_ + row.stage];
+    if (!posted_ && route.receiver >= 0) arrive(made, route, rank.clock);
+    return true;
+  }
+
+  bool post(Rank& rank, int32_t number, const Row& row) {
+    const bool back = row.op >= kSendBackward, send = row.op == kSendForward || row.op == kSendBackward;
+    const int64_t stage = send ? row.stage : back ? row.stage + 1 : row.stage - 1;
+    if (stage < 0 || stage >= stages_) throw std::invalid_argument("a message from no stage");
+    const Route& route = routes_[back * stages_ + stage];
+    if (route.receiver < 0 || (send ? route.sender : route.receiver) != number) {
+      throw std::invalid_argument("a message that its rank cannot have");
+    }
+    const int64_t message = result(back, stage, row.micro_batch);
+    if (send) {
+      if (rank.sent.size() - rank.oldest >= in_flight_) {
+        if (!wait(rank, rank.sent[rank.oldest])) return false;
+        ++rank.oldest;
+      }
+      rank.sent.push_back(message);
+    }
+    starts_[rank.next] = ends_[rank.next] = rank.clock;
+    Ticks& posted = results_[message].posted;
+    if (posted < 0) {
+      posted = rank.clock;
+    } else {  // both ends post the messages of a link in one order, so the ones before it are on their way
+      arrive(message, route, std::max(posted, rank.clock));
+    }
+    return true;
+  }
+
+  void arrive(int64_t message, const Route& route, Ticks begun) {
+    Ticks& free = free_[route.link];
+    free = std::max(free, begun) + route.occupies;
+    results_[message].arrives = free + route.latency;
+    for (const int32_t end : {route.sender, route.receiver}) {
+      if (ranks_[end].blocked != message) continue;
+      ranks_[end].blocked = -1;
+      runnable_.push_back(end);
+    }
+  }
+
+  bool wait(Rank& rank, int64_t message) {
+    const Result& waited = results_[message];
+    if (waited.arrives < 0) {
+      rank.blocked = message;
+      return false;
+    }
+    if (waited.arrives > rank.clock) {
+      rank.message_wait += waited.arrives - std::max(rank.clock, waited.made);
+      rank.clock = waited.arrives;
+    }
+    return true;
+  }
+
+  const Row* rows_;
+  std::vector<Rank>& ranks_;
+  const int64_t stages_, micro_batches_;
+  const Ticks* times_;
+  const bool posted_;
+  const size_t in_flight_;
+  Ticks *starts_, *ends_;
+  std::vector<Route> routes_;
+  std::vector<Result> results_;
+  std::vector<Ticks> free_;  // when the link of two ranks is
+  std::vector<int32_t> runnable_;
+};
+
+py::tuple run(const Array<int32_t>& rows, const Array<int64_t>& offsets, const Array<int32_t>& owner,
+              int64_t micro_batches, const Array<Ticks>& times, const Array<Ticks>& costs, bool posted, bool duplex,
+              int64_t in_flight) {
+  const int64_t size = offsets.size() - 1, count = rows.ndim() == 2 && rows.shape(1) == 3 ? rows.shape(0) : -1;
+  if (count < 0 || size < 1 || times.size() != 5 * owner.size() || costs.size() != 4 * owner.size() ||
+      micro_batches < 1 || in_flight < 1) {
+    throw std::invalid_argument("arrays of other sizes were expected");
+  }
+  std::vector<Rank> ranks(size);
+  for (int64_t rank = 0; rank < size; ++rank) {
+    ranks[rank].next = offsets.at(rank);
+    ranks[rank].end = offsets.at(rank + 1);
+    if (ranks[rank].next < 0 || ranks[rank].next > ranks[rank].end || ranks[rank].end > count) {
+      throw std::invalid_argument("a list that is none");
+    }
+  }
+  Array<Ticks> starts(count), ends(count), clocks(size), message_wait(size);
+  Ticks *start = starts.mutable_data(), *end = ends.mutable_data();
   {
     py::gil_scoped_release release;
-    result = plan.run(durations, first, {costs.at(0), costs.at(1)}, {costs.at(2), costs.at(3)}, wanted, extended);
+    Step(reinterpret_cast<const Row*>(rows.data()), ranks, owner, micro_batches, times.data(), costs.data(), posted,
+         duplex, in_flight, start, end)
+        .run();
   }
-  if (!extended) return py::none();
-  py::object times = py::none();
-  if (spans) times = py::cast(std::make_pair(result.starts, result.ends));
-  return py::make_tuple(result.clocks, result.message_wait, result.first_forward, result.last_start, result.last_end,
-                        times);
+  for (int64_t rank = 0; rank < size; ++rank) {
+    clocks.mutable_at(rank) = ranks[rank].clock;
+    message_wait.mutable_at(rank) = ranks[rank].message_wait;
+  }
+  return py::make_tuple(starts, ends, clocks, message_wait);
 }
 
 }  // namespace
-}  // namespace schedule_clock
 
 PYBIND11_MODULE(_schedule_clock, module) {
-  namespace clock = schedule_clock;
-  module.doc() = "Pipeline schedules on a clock, in C++; megatron.pipeline.clock is the interface.";
+  module.doc() = "A pipeline's step on a clock, in C++; megatron.pipeline.lists is the interface.";
   // Counts the changes to names and arguments: a library from an older build is then left aside.
-  module.attr("interface") = 1;
-  py::class_<clock::Plan>(module, "Plan")
-      .def("run", &clock::run, py::arg("durations"), py::arg("first"), py::arg("costs"), py::arg("repeats"),
-           py::arg("spans"))
-      .def("instructions", &clock::Plan::instructions, py::arg("rank"))
-      .def("computations", &clock::Plan::computations, py::arg("rank"));
-  module.def("plan_schedule", &clock::plan_schedule, py::arg("name"), py::arg("size"), py::arg("chunks"),
-             py::arg("groups"), py::arg("latency"), py::arg("duplex"), py::arg("in_flight"));
-  module.def("plan_lists", &clock::plan_lists, py::arg("lists"), py::arg("owner"), py::arg("latency"),
-             py::arg("duplex"), py::arg("in_flight"));
+  module.attr("interface") = 2;
+  module.def("run", &run, py::arg("rows"), py::arg("offsets"), py::arg("owner"), py::arg("micro_batches"),
+             py::arg("times"), py::arg("costs"), py::arg("posted"), py::arg("duplex"), py::arg("in_flight"));
 }

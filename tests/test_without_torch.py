@@ -47,7 +47,7 @@ for name in {helps!r}:
 # Need nothing but Python itself.
 LIGHT = (
     "megatron megatron.errors megatron.drawing megatron.config megatron.parallel.launch megatron.parallel.topology "
-    "megatron.parallel.placing megatron.pipeline.schedule megatron.pipeline.clock megatron.model.formulas "
+    "megatron.parallel.placing megatron.model.formulas "
     "megatron.model.stages megatron.kernels.availability megatron.kernels.choose megatron.training "
     "megatron.planning.cluster megatron.planning.links megatron.planning.placement megatron.planning.rates "
     "megatron.planning.channels megatron.jobs.scaling_report "

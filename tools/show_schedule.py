@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.config.option import Parser, real, whole
 from megatron.pipeline import draw
+from megatron.pipeline.replay import NOMINAL_DURATIONS, Timeline, simulate
 from megatron.pipeline.schedule import (
     SCHEDULES,
     Op,
@@ -23,7 +24,6 @@ from megatron.pipeline.schedule import (
     peak_activations,
     peak_receives,
 )
-from megatron.pipeline.simulate import NOMINAL_DURATIONS, Timeline, simulate
 from megatron.planning.timeline_plot import draw_timeline
 from megatron.training.failures import as_tool
 

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from megatron.config.option import MOST_LAYERS, MOST_PROCESSES, option
 
+SCHEDULES = ("1f1b", "interleaved", "zb-h1")  # pipeline/orders.py
 # Which direction varies fastest over the ranks, which next, which slowest; the first is Megatron's.
 RANK_ORDERS = ("tp-dp-pp", "tp-pp-dp", "dp-tp-pp", "dp-pp-tp", "pp-tp-dp", "pp-dp-tp")
 

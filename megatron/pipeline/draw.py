@@ -2,13 +2,13 @@
 from __future__ import annotations
 
 from megatron.pipeline.instructions import Instruction, Schedule
-from megatron.pipeline.simulate import Timeline
+from megatron.pipeline.replay import Timeline
 
 
 def label(instruction: Instruction, schedule: Schedule) -> str:
     """The operation's letter, the micro-batch and, where there are several, the chunk: F3, or F3.1."""
     chunk = f".{instruction.stage // schedule.pipeline_size}" if schedule.chunks > 1 else ""
-    return f"{instruction.op.value}{instruction.micro_batch}{chunk}"
+    return f"{instruction.op.letters}{instruction.micro_batch}{chunk}"
 
 
 def text_lanes(schedule: Schedule, timeline: Timeline) -> str:

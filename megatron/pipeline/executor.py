@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.config.pieces import Order
 from megatron.errors import ConfigError
 from megatron.parallel.deferred import WeightGradients
 from megatron.parallel.topology import Topology
 from megatron.pipeline.exchange import Exchange
 from megatron.pipeline.instructions import COMPUTE, Instruction, Op
+from megatron.pipeline.orders import AnyOrder, name_of
 from megatron.pipeline.schedule import build_rank_schedule
 
 Chunk = Callable[[Any, torch.Tensor | None], torch.Tensor]
@@ -26,9 +26,11 @@ class Executor:
                       first stage gets hidden=None; the last stage returns the scalar loss of the micro-batch, the
                       others a tensor of `message_shape` and `message_dtype`. In training the value of the loss is
                       read after its backward pass, which may be what fills it in.
-    schedule          '1f1b', 'interleaved', 'zb-h1' (schedule.py) or an order, with `num_chunks` chunks on every rank.
+    schedule          '1f1b', 'interleaved', 'zb-h1' or an order itself (orders.py), with `num_chunks` chunks on every
+                      rank.
     message_shape     shape of the hidden state between stages, or a function of the micro-batch that returns it.
-    weight_gradients  the queue in which linear layers leave their weight gradients; needed by 'zb-h1' only.
+    weight_gradients  the queue in which linear layers leave their weight gradients; needed by 'zb-h1' only, and by
+                      other orders that split backward passes.
     after_backward    called after every backward pass, whole, of inputs or of weights: the place to add `.grad` to an
                       accumulator of higher precision.
     before_training   called by `train` with the number of micro-batches, before the first pass: whoever counts the
@@ -42,7 +44,7 @@ class Executor:
         self,
         topology: Topology,
         chunks: Mapping[int, Chunk],
-        schedule: str | Order,
+        schedule: AnyOrder,
         num_chunks: int,
         message_shape: Shape,
         message_dtype: torch.dtype,
@@ -57,10 +59,11 @@ class Executor:
                 f"pipeline rank {rank} of {size} with {num_chunks} chunks runs the global stages {wanted}, "
                 f"but was given chunks for {sorted(chunks)}"
             )
-        if schedule == "zb-h1" and weight_gradients is None:
-            raise ConfigError("schedule 'zb-h1' needs weight_gradients: the queue that the linear layers share with it")
-        if not callable(schedule):
-            build_rank_schedule(schedule, size, num_chunks, 1, rank)  # refuses what does not exist
+        passes = build_rank_schedule(schedule, size, num_chunks, 1, rank)  # refuses what does not exist
+        if weight_gradients is None and any(i.op is Op.BACKWARD_WEIGHT for i in passes):
+            raise ConfigError(
+                f"schedule {name_of(schedule)!r} needs weight_gradients: the queue that the linear layers share with it"
+            )
         self.topology = topology
         self.chunks = chunks
         self.schedule = schedule

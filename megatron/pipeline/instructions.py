@@ -3,23 +3,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import IntEnum
 from typing import NamedTuple
 
 from megatron.config.pieces import Order
 
 
-class Op(Enum):
-    """What an instruction does. BACKWARD is the whole backward pass; zero-bubble schedules split it in two."""
+class Op(IntEnum):
+    """What an instruction does. BACKWARD is the whole backward pass; zero-bubble schedules split it in two.
 
-    FORWARD = "F"
-    BACKWARD = "B"
-    BACKWARD_INPUT = "I"
-    BACKWARD_WEIGHT = "W"
-    SEND_FORWARD = "SF"
-    RECV_FORWARD = "RF"
-    SEND_BACKWARD = "SB"
-    RECV_BACKWARD = "RB"
+    Numbered as csrc/schedule_clock.cpp does.
+    """
+
+    FORWARD = 0
+    BACKWARD = 1
+    BACKWARD_INPUT = 2
+    BACKWARD_WEIGHT = 3
+    SEND_FORWARD = 4
+    RECV_FORWARD = 5
+    SEND_BACKWARD = 6
+    RECV_BACKWARD = 7
+
+    @property
+    def letters(self) -> str:
+        """A short name: F, B, I, W, SF, RF, SB, RB."""
+        return ("F", "B", "I", "W", "SF", "RF", "SB", "RB")[self]
 
 
 COMPUTE = frozenset((Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT))

@@ -1,40 +1,45 @@
-"""In which order each rank computes: 1F1B, interleaved 1F1B, zero-bubble ZB-H1, and forward passes alone.
+"""In which order each rank computes: 1F1B, interleaved 1F1B and zero-bubble ZB-H1. Nothing else states an order.
 
-Every function returns the computations of one rank; messages are added afterwards (messages.py).
+An order is a function of (pipeline size, chunks, micro-batches, rank) that returns the rank's passes: instructions, or
+an array with their (op, stage, micro-batch) in rows, where stage = chunk * pipeline size + rank. Messages (lists.py),
+what a rank holds (in_flight.py) and the time of a step (clock.py) follow from the passes of all ranks. A new order is
+one function, in ORDERS or given in place of a name.
 """
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.config.parallel import SCHEDULES
+from megatron.errors import ConfigError
 from megatron.pipeline.instructions import Instruction, Op
 
+Rows = npt.NDArray[np.int32]  # [instructions, 3]: op, stage, micro-batch
+OrderFunction = Callable[[int, int, int, int], Sequence[Instruction] | Rows]
+AnyOrder = str | OrderFunction  # a name of ORDERS, or an order itself
 
-def one_forward_one_backward(rank: int, pipeline_size: int, micro_batches: int) -> list[Instruction]:
+
+def one_forward_one_backward(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> Rows:
     """1F1B (Narayanan et al., arXiv 2104.04473, section 2.2.1): at most pipeline_size - rank live micro-batches."""
-    warm_up = min(micro_batches, pipeline_size - rank - 1)
-    order = [Instruction(Op.FORWARD, rank, i) for i in range(warm_up)]
-    for i in range(micro_batches):
-        if warm_up + i < micro_batches:
-            order.append(Instruction(Op.FORWARD, rank, warm_up + i))
-        order.append(Instruction(Op.BACKWARD, rank, i))
-    return order
+    each = np.arange(micro_batches)
+    return _alternate(_rows(Op.FORWARD, rank, each), _rows(Op.BACKWARD, rank, each), pipeline_size - rank - 1)
 
 
-def zero_bubble_h1(rank: int, pipeline_size: int, micro_batches: int) -> list[Instruction]:
+def zero_bubble_h1(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> Rows:
     """ZB-H1 (Qi et al., arXiv 2401.10241, section 2.3): 1F1B whose weight gradients wait for idle time.
 
     Rank r keeps r of them back, so that live micro-batches plus waiting weight gradients stay within pipeline_size
     on every rank, which is what the first rank of 1F1B holds.
     """
-    order = []
-    for instruction in one_forward_one_backward(rank, pipeline_size, micro_batches):
-        if instruction.op is Op.FORWARD:
-            order.append(instruction)
-            continue
-        done = instruction.micro_batch
-        order.append(Instruction(Op.BACKWARD_INPUT, rank, done))
-        if done >= rank:
-            order.append(Instruction(Op.BACKWARD_WEIGHT, rank, done - rank))
-    order += [Instruction(Op.BACKWARD_WEIGHT, rank, i) for i in range(max(0, micro_batches - rank), micro_batches)]
-    return order
+    order = one_forward_one_backward(pipeline_size, chunks, micro_batches, rank)
+    backward = np.flatnonzero(order[:, 0] == Op.BACKWARD)
+    order[backward, 0] = Op.BACKWARD_INPUT
+    weights = _rows(Op.BACKWARD_WEIGHT, rank, np.arange(micro_batches))
+    behind = backward[rank:] + 1
+    return np.concatenate([np.insert(order, behind, weights[: len(behind)], axis=0), weights[len(behind) :]])
 
 
 def group_sizes(pipeline_size: int, micro_batches: int) -> list[int]:
@@ -51,24 +56,7 @@ def group_sizes(pipeline_size: int, micro_batches: int) -> list[int]:
     return [each + 1] * rest + [each] * (groups - rest)
 
 
-def _by_groups(rank: int, pipeline_size: int, chunks: int, micro_batches: int, op: Op) -> list[Instruction]:
-    """The forward or the backward passes of one rank, group by group and chunk by chunk."""
-    order_of_chunks = range(chunks) if op is Op.FORWARD else range(chunks)[::-1]
-    passes = []
-    first = 0
-    for size in group_sizes(pipeline_size, micro_batches):
-        for chunk in order_of_chunks:
-            passes += [Instruction(op, chunk * pipeline_size + rank, first + i) for i in range(size)]
-        first += size
-    return passes
-
-
-def interleaved_warm_up(rank: int, pipeline_size: int, chunks: int, micro_batches: int) -> int:
-    """Forward passes of interleaved 1F1B before the first backward pass, where there are so many."""
-    return 2 * (pipeline_size - rank - 1) + (chunks - 1) * group_sizes(pipeline_size, micro_batches)[0]
-
-
-def interleaved(rank: int, pipeline_size: int, chunks: int, micro_batches: int) -> list[Instruction]:
+def interleaved(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> Rows:
     """Interleaved 1F1B (Narayanan et al., arXiv 2104.04473, section 2.2.2) for any number of micro-batches.
 
     With p ranks, v chunks and g micro-batches in the largest group, rank r holds at most
@@ -84,25 +72,95 @@ def interleaved(rank: int, pipeline_size: int, chunks: int, micro_batches: int) 
     passes of all chunks but the last go forward in the warm-up and backward after all forward passes, where forward
     waits for forward and backward for backward only.
     """
-    forward = _by_groups(rank, pipeline_size, chunks, micro_batches, Op.FORWARD)
-    backward = _by_groups(rank, pipeline_size, chunks, micro_batches, Op.BACKWARD)
-    warm_up = min(len(forward), interleaved_warm_up(rank, pipeline_size, chunks, micro_batches))
-    steady = len(forward) - warm_up
-    order = forward[:warm_up]
-    for pair in zip(forward[warm_up:], backward[:steady], strict=True):
-        order += pair
-    return order + backward[steady:]
+    sizes = np.array(group_sizes(pipeline_size, micro_batches))
+    chunk = np.repeat(np.tile(np.arange(chunks), len(sizes)), np.repeat(sizes, chunks))
+    first = np.cumsum(sizes) - sizes
+    micro_batch = np.concatenate([np.tile(np.arange(f, f + s), chunks) for f, s in zip(first, sizes, strict=True)])
+    forward = _rows(Op.FORWARD, chunk * pipeline_size + rank, micro_batch)
+    backward = _rows(Op.BACKWARD, (chunks - 1 - chunk) * pipeline_size + rank, micro_batch)
+    return _alternate(forward, backward, 2 * (pipeline_size - rank - 1) + (chunks - 1) * int(sizes[0]))
 
 
-def forward_passes(rank: int, pipeline_size: int, chunks: int, micro_batches: int) -> list[Instruction]:
-    """Forward passes alone, for evaluation."""
-    return _by_groups(rank, pipeline_size, chunks, micro_batches, Op.FORWARD)
-
-
-def one_rank(chunks: int, micro_batches: int) -> list[Instruction]:
+def one_rank(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> Rows:
     """A pipeline of one rank: every micro-batch forward through all chunks, then back."""
-    order = []
-    for i in range(micro_batches):
-        order += [Instruction(Op.FORWARD, chunk, i) for chunk in range(chunks)]
-        order += [Instruction(Op.BACKWARD, chunk, i) for chunk in reversed(range(chunks))]
-    return order
+    op, chunk = np.repeat([Op.FORWARD, Op.BACKWARD], chunks), np.r_[:chunks, chunks - 1 : -1 : -1]
+    return _rows(np.tile(op, micro_batches), np.tile(chunk, micro_batches), np.arange(micro_batches).repeat(2 * chunks))
+
+
+def _rows(op: Any, stage: Any, micro_batch: Any) -> Rows:
+    return np.stack(np.broadcast_arrays(op, stage, micro_batch), axis=1).astype(np.int32)
+
+
+def _alternate(forward: Rows, backward: Rows, warm_up: int) -> Rows:
+    """So many forward passes, then one forward and one backward pass by turns, then the other backward passes."""
+    warm_up = min(warm_up, len(forward))
+    steady = len(forward) - warm_up
+    pairs = np.stack([forward[warm_up:], backward[:steady]], axis=1).reshape(-1, 3)
+    return np.concatenate([forward[:warm_up], pairs, backward[steady:]])
+
+
+class Order(NamedTuple):
+    """interleaves: with several chunks per rank, where there are several ranks, not with one; splits: backward passes,
+    in two."""
+
+    passes: OrderFunction
+    interleaves: bool = False
+    splits: bool = False
+
+
+_ORDERS = Order(one_forward_one_backward), Order(interleaved, interleaves=True), Order(zero_bubble_h1, splits=True)
+ORDERS = dict(zip(SCHEDULES, _ORDERS, strict=True))
+
+
+def name_of(schedule: AnyOrder) -> str:
+    return schedule if isinstance(schedule, str) else getattr(schedule, "__name__", "custom")
+
+
+def passes_of_rank(schedule: AnyOrder, pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> Rows:
+    """The passes of one rank in order. A pipeline of one rank computes micro-batch by micro-batch under any name.
+
+    Raises ConfigError for passes that are not all of the rank's, each once, and forward before backward.
+    """
+    if isinstance(schedule, str):
+        order = one_rank if pipeline_size == 1 else ORDERS[schedule].passes
+        return np.asarray(order(pipeline_size, chunks, micro_batches, rank))
+    rows = np.asarray(schedule(pipeline_size, chunks, micro_batches, rank), np.int32).reshape(-1, 3)
+    _check_passes(f"order {name_of(schedule)!r}, rank {rank} of {pipeline_size}", rows, chunks, micro_batches, rank,
+                  pipeline_size)  # fmt: skip
+    return rows
+
+
+def _check_passes(what: str, rows: Rows, chunks: int, micro_batches: int, rank: int, size: int) -> None:
+    op, stage, micro_batch = rows.T
+    chunk = (stage - rank) // size
+    wrong = (op < 0) | (op > Op.BACKWARD_WEIGHT) | (stage % size != rank) | (chunk < 0) | (chunk >= chunks)
+    wrong |= (micro_batch < 0) | (micro_batch >= micro_batches)
+    if wrong.any():
+        raise ConfigError(f"{what}: {tuple(rows[wrong][0].tolist())} is no (op, stage, micro-batch) of this rank")
+    place = np.full((4, chunks, micro_batches), -1)
+    place[op, chunk, micro_batch] = np.arange(len(rows))
+    forward, whole, inputs, weights = place
+    split = inputs >= 0
+    right = (forward >= 0) & (np.maximum(whole, inputs) > forward) & ((whole >= 0) != split)
+    right &= np.where(split, weights > inputs, weights < 0)
+    if not right.all() or (place >= 0).sum() < len(rows):
+        raise ConfigError(
+            f"{what}: each micro-batch needs in each chunk one FORWARD pass and behind it one BACKWARD pass, or "
+            f"BACKWARD_INPUT and behind that BACKWARD_WEIGHT"
+        )
+
+
+def check_sizes(schedule: AnyOrder, pipeline_size: int, chunks: int, micro_batches: int) -> None:
+    """Raises ConfigError for a name, a size or a combination that does not exist."""
+    if isinstance(schedule, str) and schedule not in ORDERS:
+        raise ConfigError(f"pipeline schedule {schedule!r} does not exist: choose one of {', '.join(SCHEDULES)}")
+    for what, value in (("pipeline size", pipeline_size), ("chunks", chunks), ("micro-batches", micro_batches)):
+        if value < 1:
+            raise ConfigError(f"pipeline schedule {name_of(schedule)!r}: {what} must be at least 1, got {value}")
+    if pipeline_size == 1 or not isinstance(schedule, str):
+        return
+    interleaves = ORDERS[schedule].interleaves
+    if interleaves and chunks < 2:
+        raise ConfigError(f"pipeline schedule {schedule!r} needs at least 2 chunks per rank, got 1: use '1f1b'")
+    if not interleaves and chunks > 1:
+        raise ConfigError(f"pipeline schedule {schedule!r} has 1 chunk per rank, got {chunks}: use 'interleaved'")

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.pieces import Order
+from megatron.pipeline.orders import AnyOrder, name_of
 
 # (time that a message keeps its link, time from leaving the link to arriving)
 Boundary = tuple[float, float]
@@ -44,7 +44,7 @@ class Boundaries:
 class Pipeline:
     """What is run: the arguments of `run_pipeline`."""
 
-    schedule: str | Order
+    schedule: AnyOrder
     size: int
     chunks: int
     micro_batches: int
@@ -52,6 +52,10 @@ class Pipeline:
     boundaries: Boundaries | None = None
     cores: float | None = None
     demand: float = 1.0
+
+    @property
+    def name(self) -> str:
+        return name_of(self.schedule)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 from megatron.errors import ConfigError
 from megatron.pipeline.clock import PipelineRun, timeline
 from megatron.pipeline.instructions import Op
-from megatron.pipeline.simulate import Span
+from megatron.pipeline.replay import Span
 from megatron.untrusted import without_waiting
 
 NAMES = {
@@ -47,7 +47,7 @@ def write_trace(run: PipelineRun, path: Path) -> None:
 def _events(run: PipelineRun, lanes: tuple[tuple[Span, ...], ...]) -> Iterator[dict[str, Any]]:
     pipeline = run.pipeline
     sizes = f"{pipeline.size} ranks, {pipeline.chunks} chunks, {pipeline.micro_batches} micro-batches"
-    yield {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": f"{pipeline.schedule}: {sizes}"}}
+    yield {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": f"{pipeline.name}: {sizes}"}}
     for rank in range(pipeline.size):
         yield {"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": {"name": f"pipeline rank {rank}"}}
         yield {"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": rank, "args": {"sort_index": rank}}

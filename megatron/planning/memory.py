@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from megatron.engine.optimizer_state import optimizer_state
+from megatron.pipeline.in_flight import moments_of_rank
 from megatron.pipeline.instructions import SENDS_IN_FLIGHT
 from megatron.planning.events import Give, Part, Pass, Take, Trace
-from megatron.planning.in_flight import moments_of_rank
 from megatron.planning.stage import Stage, owners, parameters_of, stages_of
 from megatron.planning.trace import GPT2_VOCABULARY, trace
 

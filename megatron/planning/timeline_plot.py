@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from megatron import drawing
 from megatron.pipeline.clock import PipelineRun, timeline
 from megatron.pipeline.instructions import Op
-from megatron.pipeline.simulate import Span, Timeline
+from megatron.pipeline.replay import Span, Timeline
 
 _COLOURS = {
     Op.FORWARD: "#4878b0", Op.BACKWARD: "#5a9e6f", Op.BACKWARD_INPUT: "#5a9e6f", Op.BACKWARD_WEIGHT: "#d9a441",
@@ -54,7 +54,7 @@ def _describe(run: PipelineRun, length: str) -> str:
     pipeline = run.pipeline
     chunks = f", {pipeline.chunks} chunks" if pipeline.chunks > 1 else ""
     return (
-        f"{pipeline.schedule}: {pipeline.size} ranks{chunks}, {pipeline.micro_batches} micro-batches, {length}, "
+        f"{pipeline.name}: {pipeline.size} ranks{chunks}, {pipeline.micro_batches} micro-batches, {length}, "
         f"ranks compute {1 - run.bubble_fraction:.1%} of the time"
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.pipeline.links import replay
+from megatron.pipeline.replay import replay
 
 pytestmark = pytest.mark.campaign("benchmarks")
 

@@ -12,8 +12,8 @@ from benchmarks.published_runs import MI250X_RUNS, RUNS
 from megatron.config.command_line import parse_plan
 from megatron.model import formulas
 from megatron.pipeline.instructions import Op
-from megatron.pipeline.orders import one_forward_one_backward
-from megatron.pipeline.simulate import run_orders
+from megatron.pipeline.replay import simulate
+from megatron.pipeline.schedule import build_schedule
 from megatron.planning.cluster import CLUSTERS, Cluster, load_cluster
 from megatron.planning.compute import ASSUMED, Compute, Figure
 from megatron.planning.error_bars import LINKS, spread
@@ -41,9 +41,8 @@ def test_efficiency_by_the_bubble_is_that_of_the_schedule() -> None:
     """Against the executor's own order on a clock: stages of one unit forward and three backward."""
 
     def turns(micro_batches: int) -> float:
-        orders = [one_forward_one_backward(rank, 16, micro_batches) for rank in range(16)]
-        spans = run_orders(orders, lambda each: 1.0 if each.op is Op.FORWARD else 3.0)
-        return max(of_rank[-1].end for of_rank in spans) / 4
+        schedule = build_schedule("1f1b", 16, 1, micro_batches)
+        return simulate(schedule, {Op.FORWARD: 1.0, Op.BACKWARD: 3.0}).makespan / 4
 
     sequences, replicas, micro_batch = 800, 16, 2
     base, shared = sequences // micro_batch, sequences // micro_batch // replicas

@@ -1,4 +1,4 @@
-"""The clock against closed forms, bounds, and a second implementation; its lists against those of the executor."""
+"""The clock against closed forms, bounds, and a second implementation."""
 from __future__ import annotations
 
 import dataclasses
@@ -10,16 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.errors import ConfigError
-from megatron.pipeline import clock
-from megatron.pipeline.clock import Boundaries, PipelineRun, StageTimes, run_pipeline, timeline
+from megatron.pipeline import clock, lists
+from megatron.pipeline.clock import Boundaries, PipelineRun, StageTimes, quick_seconds, run_pipeline, timeline
 from megatron.pipeline.instructions import Op
-from megatron.pipeline.schedule import build_schedule
+from megatron.pipeline.orders import AnyOrder
 from megatron.pipeline.step_times import Pipeline
 
-needs_extension = pytest.mark.skipif(clock.compiled is None, reason="csrc/schedule_clock.cpp was not built")
+needs_extension = pytest.mark.skipif(lists.compiled is None, reason="csrc/schedule_clock.cpp was not built")
 BOTH = pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_extension, id="c++"),
                                             pytest.param(False, id="python")])  # fmt: skip
-CODES = (*clock.OPS, Op.SEND_FORWARD, Op.RECV_FORWARD, Op.SEND_BACKWARD, Op.RECV_BACKWARD)
 
 
 def even(stages: int, forward: float = 1.0, backward: float = 2.0, weight: float = 0.0) -> StageTimes:
@@ -27,7 +26,7 @@ def even(stages: int, forward: float = 1.0, backward: float = 2.0, weight: float
 
 
 def without_extension(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(clock, "compiled", None)
+    patch.setattr(lists, "compiled", None)
 
 
 @pytest.fixture
@@ -118,7 +117,7 @@ def test_the_link_is_the_pace_where_messages_take_longest() -> None:
     assert one.makespan >= 1 + 24 * 5 + 1 > two.makespan
 
 
-# Against links.replay of build_schedule, the lists that the executor runs.
+# In C++ and in Python.
 
 
 def stage_times(draw: st.DrawFn, stages: int) -> StageTimes:
@@ -153,19 +152,13 @@ def run_of(pipeline: Pipeline) -> PipelineRun:
 
 @needs_extension
 @given(pipelines())
-def test_compiled_is_the_replay_of_the_executors_lists(pipeline: Pipeline) -> None:
-    """To the tick, with all that is reported. A pipeline of one rank is summed in the caller's unit."""
+def test_both_give_the_same_ticks(pipeline: Pipeline) -> None:
     run = run_of(pipeline)
+    lanes = timeline(run)
     with pytest.MonkeyPatch.context() as patch:
-        spans = timeline(run)
         without_extension(patch)
-        replayed, lanes = clock._replayed(pipeline)
-    if pipeline.size > 1:
-        assert run == replayed
-    else:
-        for field in dataclasses.fields(run)[1:]:
-            assert getattr(run, field.name) == pytest.approx(getattr(replayed, field.name), rel=1e-12), field.name
-    assert spans == lanes
+        assert run_of(pipeline) == run
+        assert timeline(run) == lanes
 
 
 @given(pipelines(most=24))
@@ -189,100 +182,42 @@ def test_what_holds_of_every_step(pipeline: Pipeline) -> None:
         assert run.last_backward_start[stage] == pytest.approx(max(span.start for span in gives))
 
 
-# The lists in C++ are those of orders.py and messages.py.
+# Long steps from short ones.
 
 
-def compiled_lists(name: str, size: int, chunks: int, m: int, what: str) -> list[list[tuple[Op, int, int]]]:
-    plan = clock._new_plan(name, size, chunks, clock._groups(size, chunks, m), True)
-    lists: Any = [getattr(plan, what)(rank) for rank in range(size)]
-    return [[(CODES[op], stage, micro_batch) for op, stage, micro_batch in rank] for rank in lists]
-
-
-@needs_extension
-@given(pipelines(most=60))
-def test_compiled_instructions(pipeline: Pipeline) -> None:
-    """Every send and receive stands where the executor has it."""
-    name, size, chunks, m = pipeline.schedule, max(2, pipeline.size), pipeline.chunks, pipeline.micro_batches
-    lists = compiled_lists(name, size, chunks, m, "instructions")
-    assert lists == [list(map(tuple, rank)) for rank in build_schedule(name, size, chunks, m)]
-
-
-# Steps that repeat themselves are not run whole.
-
-
-def whole_and_shortened(pipeline: Pipeline) -> tuple[PipelineRun, PipelineRun, int]:
-    """The step run whole, the step as it is run, and how many micro-batches the latter ran of each try."""
-    tried: list[int] = []
-    plan = clock._plan
-
-    def counting(name: str, size: int, chunks: int, groups: tuple[int, ...], duplex: bool) -> Any:
-        tried.append(sum(groups))
-        return plan(name, size, chunks, groups, duplex)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clock, "_plan", counting)
-        run = run_of(pipeline)
-        last = tried[-1]
-        patch.setattr(clock, "_BLOCKS", ())
-        return run_of(pipeline), run, last
-
-
-@needs_extension
-@pytest.mark.parametrize("name, size, chunks, m, run_of_it", [
-    ("1f1b", 4, 1, 1003, 35), ("zb-h1", 3, 1, 500, 26), ("interleaved", 4, 2, 400, 32), ("interleaved", 4, 3, 403, 47),
-    ("interleaved", 16, 2, 202, 202),
-])  # fmt: skip
-@pytest.mark.parametrize("cost", [None, (0.0, 0.25), (0.0625, 0.0)])
-def test_a_step_that_repeats_itself_is_extended(
-    name: str, size: int, chunks: int, m: int, run_of_it: int, cost: tuple[float, float] | None
+@given(pipelines(most=400), positive, positive, positive)
+def test_quick_seconds_are_those_of_the_step(
+    pipeline: Pipeline, forward: float, backward: float, weight: float
 ) -> None:
+    """Exactly where stages are alike and messages cost nothing."""
+    name, size, chunks, m = pipeline.schedule, pipeline.size, pipeline.chunks, pipeline.micro_batches
+    times = even(size * chunks, forward, backward, weight)
+    seconds = run_pipeline(name, size, chunks, m, times).makespan
+    assert quick_seconds(name, size, chunks, m, times) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("name, size, chunks, m", [
+    ("1f1b", 4, 1, 1003), ("zb-h1", 3, 1, 500), ("interleaved", 4, 3, 403),
+])  # fmt: skip
+def test_quick_seconds_with_messages_and_a_longer_stage(name: str, size: int, chunks: int, m: int) -> None:
+    """Nearly, from short steps alone."""
     stages = size * chunks
     times = dataclasses.replace(even(stages, 1.0, 2.0, 1.0), forward=(*((1.0,) * (stages - 1)), 1.5))
-    boundaries = None if cost is None else Boundaries((cost,) * size, (cost,) * size)
-    whole, run, ran = whole_and_shortened(Pipeline(name, size, chunks, m, times, boundaries))
-    assert ran == run_of_it
-    assert run == whole
+    boundaries = across(size, (0.05, 0.02), (0.05, 0.02))
+    seconds = run_pipeline(name, size, chunks, m, times, boundaries).makespan
+    run = clock.run_pipeline
 
+    def short(schedule: AnyOrder, p: int, v: int, of: int, *more: Any) -> PipelineRun:
+        assert of < 36
+        return run(schedule, p, v, of, *more)
 
-@needs_extension
-@given(pipelines(most=400).filter(lambda pipeline: pipeline.size > 1))
-def test_extended_or_not_it_is_the_whole_step(pipeline: Pipeline) -> None:
-    whole, run, _ = whole_and_shortened(pipeline)
-    assert run == whole
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clock, "run_pipeline", short)
+        assert quick_seconds(name, size, chunks, m, times, boundaries) == pytest.approx(seconds, rel=0.01)
 
 
 def across(size: int, forward: tuple[float, float], backward: tuple[float, float]) -> Boundaries:
     return Boundaries((forward,) * size, (backward,) * size)
-
-
-@needs_extension
-@pytest.mark.parametrize("name, size, m, times, boundaries", [
-    # Ranks whose way there and back takes longest per micro-batch are later by more than others.
-    ("1f1b", 4, 200, even(4, 1.0, 2.9), across(4, (0.02, 0.001), (0.02, 0.001))),
-    ("1f1b", 6, 399, even(6, 2.0, 1.0), across(6, (0.0, 0.05), (0.0, 2.0))),
-    # What the first passes took longer is still being made up for.
-    ("zb-h1", 2, 36, StageTimes((0.91, 0.79), (1.25, 0.56), (0.57, 1.46), (1.28, 1.04)), None),
-    # Links that are a little too slow.
-    ("1f1b", 6, 384, dataclasses.replace(even(6, 2.0, 1.0), first=(2.0,) * 6), across(6, (1.51, 0.0), (1.51, 0.0))),
-    ("zb-h1", 4, 84, dataclasses.replace(even(4, 1.0, 1.0, 2.0), first=(2.0,) * 4),
-     dataclasses.replace(across(4, (2.001, 0.0), (2.001, 2.0)), duplex=False)),
-])  # fmt: skip
-def test_a_step_that_does_not_repeat_itself_is_run_whole(
-    name: str, size: int, m: int, times: StageTimes, boundaries: Boundaries | None
-) -> None:
-    whole, run, ran = whole_and_shortened(Pipeline(name, size, 1, m, times, boundaries))
-    assert run == whole
-    assert ran == m
-
-
-@needs_extension
-@given(st.sampled_from(["1f1b", "zb-h1"]), st.integers(2, 5), st.integers(60, 300), st.sampled_from([1e-3, 1e-6, 1e-9]))
-def test_a_queue_that_grows_slowly_is_not_taken_for_a_repetition(name: str, size: int, m: int, slow: float) -> None:
-    """A link that is a little slower than the passes holds nobody up until the queue in front of it is long."""
-    pace = 3.0 if name == "zb-h1" else 2.0
-    boundaries = across(size, (pace + slow, 0.0), (0.0, 0.0))
-    whole, run, _ = whole_and_shortened(Pipeline(name, size, 1, m, even(size, 1.0, 1.0, 1.0), boundaries))
-    assert run == whole
 
 
 # The rest of the interface.

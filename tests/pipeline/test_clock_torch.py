@@ -1,17 +1,17 @@
 """Order lists of torch.distributed.pipelining on our clock: schedules that are ours too, and others."""
 from __future__ import annotations
 
-from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from megatron.pipeline import clock
-from megatron.pipeline.clock import Boundaries, Pipeline, StageTimes, run_pipeline
-from megatron.pipeline.instructions import SENDS_IN_FLIGHT
+from megatron.pipeline import lists
+from megatron.pipeline.clock import Boundaries, StageTimes, run_pipeline
 from tests.pipeline.test_torch_orders import executed_order, fake_stage
 
-pytestmark = pytest.mark.skipif(clock.compiled is None, reason="csrc/schedule_clock.cpp was not built")
+pytestmark = pytest.mark.skipif(lists.compiled is None, reason="csrc/schedule_clock.cpp was not built")
 
 Lists = list[list[tuple[int, int, int]]]  # of each rank (number of the op, stage, micro-batch)
 OP = {"F": 0, "B": 1, "I": 2, "W": 3}
@@ -34,15 +34,23 @@ def torch_lists(name: str, size: int, chunks: int, micro_batches: int) -> tuple[
 
 
 def makespan(
-    lists: Lists, owner: list[int], times: StageTimes, boundaries: Boundaries | None = None, quarters: int = 0
+    passes: Lists, owner: list[int], times: StageTimes, boundaries: Boundaries | None = None, quarters: int = 0
 ) -> float:
     """The step's time with any lists; `quarters` of a forward pass is the latency by which messages are placed."""
-    size, micro_batches = len(lists), 1 + max(i for rank in lists for *_, i in rank)
-    pipeline = Pipeline("zb-h1", size, len(owner) // size, micro_batches, times, boundaries)
-    scale = clock._scale(pipeline)
-    plan: Any = clock.compiled.plan_lists(lists, owner, quarters, True, SENDS_IN_FLIGHT)  # type: ignore[union-attr]
-    clocks = plan.run(*clock._ticks(pipeline, scale), [], False)[0]
-    return max(clocks) / scale
+    with mock.patch.object(lists, "planned_latency", lambda _: quarters / 4):
+        placed = lists.with_messages(arrays(passes))
+    assert placed.owner.tolist() == owner
+    none = (0.0,) * len(owner)
+    costs = np.zeros((4, len(owner)))
+    if boundaries is not None:
+        costs = np.concatenate([np.array(boundaries.forward).T, np.array(boundaries.backward).T])[:, owner]
+    seconds = np.array([times.forward, times.backward, times.backward, times.weight, none])
+    ticks = [np.rint(of * 2.0**40).astype(np.int64) for of in (seconds, costs)]
+    return float(lists.run(placed, lists.Costs(*ticks)).done.max()) / 2**40
+
+
+def arrays(passes: Lists) -> lists.Lists:
+    return lists.Lists.of([np.array(rank) for rank in passes], 1 + max(i for rank in passes for *_, i in rank))
 
 
 def ones(stages: int, forward: float = 1.0, backward: float = 1.0, weight: float = 1.0) -> StageTimes:
@@ -110,11 +118,13 @@ def test_their_interleaved_list_too(size: int, chunks: int, rounds: int, cost: t
     assert makespan(lists, owner, uneven(stages), boundaries, quarters=1) == ours
 
 
-def test_lists_that_cannot_be_run_are_refused() -> None:
-    plan: Any = clock.compiled.plan_lists  # type: ignore[union-attr]
+@pytest.mark.parametrize("passes", [
+    [[(1, 0, 0), (0, 0, 0)], [(0, 1, 0), (1, 1, 0)]],  # backward before forward
+    [[(0, 0, 0), (1, 0, 0)], [(0, 2, 0), (1, 2, 0)]],  # nobody has stage 1
+    [[(9, 0, 0)], [(0, 1, 0)]], [[(0, 0, -1)], [(0, 1, 0)]],
+])  # fmt: skip
+def test_lists_that_cannot_be_run_are_refused(passes: Lists) -> None:
+    placed = arrays(passes)
+    free = lists.Costs(*(np.zeros((kinds, len(placed.owner)), np.int64) for kinds in (5, 4)))
     with pytest.raises(ValueError):
-        plan([[(1, 0, 0), (0, 0, 0)]], [0], 0, True, 4)
-    with pytest.raises(ValueError):
-        plan([[(0, 1, 0)], [(0, 0, 0)]], [0, 1], 0, True, 4)
-    with pytest.raises(ValueError):
-        plan([[(0, 0, 0)]], [7], 0, True, 4)
+        lists.run(placed, free, posted=False)

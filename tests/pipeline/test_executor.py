@@ -18,6 +18,7 @@ from megatron.parallel.topology import Group, Topology
 from megatron.pipeline.exchange import SENDS_IN_FLIGHT, Exchange
 from megatron.pipeline.executor import Executor
 from megatron.pipeline.instructions import Instruction, Op
+from megatron.pipeline.orders import AnyOrder
 from megatron.pipeline.schedule import build_schedule, peak_activations
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes, run_processes_raw
@@ -99,7 +100,7 @@ def gradients(chunks: dict[int, Stage]) -> dict[str, np.ndarray]:
 
 
 def make(
-    topology: Topology, schedule: str, chunks: int, **options: Any
+    topology: Topology, schedule: AnyOrder, chunks: int, **options: Any
 ) -> tuple[Executor, dict[int, Stage]]:
     size, rank = topology.pipeline.size, topology.pipeline.rank
     queue = WeightGradients()
@@ -107,11 +108,17 @@ def make(
     return Executor(topology, stages, schedule, chunks, (ROWS, WIDTH), torch.float64, queue, **options), stages
 
 
-CASES = {
+def gpipe(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> list[Instruction]:
+    """An order of one's own: all forward passes, then all backward passes, the newest first."""
+    passes = [(c * pipeline_size + rank, i) for c in range(chunks) for i in range(micro_batches)]
+    return [Instruction(Op.FORWARD, *of) for of in passes] + [Instruction(Op.BACKWARD, *of) for of in passes[::-1]]
+
+
+CASES: dict[int, list[tuple[AnyOrder, int, int]]] = {
     2: [("1f1b", 1, 1), ("1f1b", 1, 5), ("interleaved", 2, 4), ("interleaved", 3, 3), ("interleaved", 2, 1),
         ("zb-h1", 1, 5), ("zb-h1", 1, 1)],
     4: [("1f1b", 1, 3), ("1f1b", 1, 9), ("interleaved", 2, 8), ("interleaved", 2, 7), ("interleaved", 2, 2),
-        ("zb-h1", 1, 7), ("zb-h1", 1, 2)],
+        ("zb-h1", 1, 7), ("zb-h1", 1, 2), (gpipe, 2, 5)],
 }  # fmt: skip
 
 
@@ -379,13 +386,17 @@ def test_refused() -> None:
     topology = Topology.create()
     chunk = Stage(0, 1)
 
-    def build(chunks: dict[int, Any], schedule: str = "1f1b", **options: Any) -> Executor:
+    def build(chunks: dict[int, Any], schedule: AnyOrder = "1f1b", **options: Any) -> Executor:
         return Executor(topology, chunks, schedule, 1, (ROWS, WIDTH), torch.float64, **options)
 
     with pytest.raises(ConfigError, match=r"\[0\].*\[1\]"):
         build({1: chunk})
+    def split(size: int, chunks: int, micro_batches: int, rank: int) -> list[Instruction]:
+        each = (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+        return [Instruction(op, rank, i) for i in range(micro_batches) for op in each]
+
     with pytest.raises(ConfigError, match="weight_gradients"):
-        build({0: chunk}, "zb-h1")
+        build({0: chunk}, split)
     with pytest.raises(ConfigError, match="gpipe"):
         build({0: chunk}, "gpipe")
     with pytest.raises(ConfigError, match=r"2 .*3 "):

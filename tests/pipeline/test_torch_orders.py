@@ -19,7 +19,7 @@ CLASSES = {
 
 def our_order(name: str, size: int, chunks: int, micro_batches: int) -> list[Order]:
     schedule = build_schedule(name, size, chunks, micro_batches)
-    return [[(i.op.value, i.stage, i.micro_batch) for i in rank if i.op in COMPUTE] for rank in schedule]
+    return [[(i.op.letters, i.stage, i.micro_batch) for i in rank if i.op in COMPUTE] for rank in schedule]
 
 
 def fake_stage(rank: int, size: int, num_stages: int) -> mock.NonCallableMagicMock:

@@ -5,9 +5,9 @@ import pytest
 
 from megatron.config import Config
 from megatron.model import formulas
+from megatron.pipeline.in_flight import moments_of_rank
 from megatron.pipeline.schedule import build_schedule, peak_activations
 from megatron.planning.events import Pass, Take
-from megatron.planning.in_flight import moments_of_rank
 from megatron.planning.memory import ChunkMemory, chunk_memory, memory_of_ranks, parameters_of_rank
 from megatron.planning.stage import stages_of
 from megatron.planning.step_work import step_work

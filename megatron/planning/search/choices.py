@@ -4,12 +4,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from megatron.config.parallel import RANK_ORDERS
+from megatron.config.parallel import RANK_ORDERS, SCHEDULES
 from megatron.config.settings import did_you_mean
 from megatron.errors import ConfigError
 from megatron.planning.cluster import Cluster
 
-SCHEDULES = ("1f1b", "interleaved", "zb-h1")
 MODULES = ("core_attn", "mlp_act", "layernorm")
 
 

@@ -1,0 +1,211 @@
+"""The instructions of all ranks as arrays: passes (orders.py), the messages between them, and their run on a clock.
+
+Messages carry no tags: the n-th message that one rank sends to another is the n-th that the other receives. Nor may
+they deadlock where a send holds up everything behind it until its receive is posted, as on a NCCL or RCCL communicator.
+Both follow from one rule: all messages of a step stand in one sequence, and every rank posts its sends and receives in
+that sequence. A cycle of ranks that wait for each other would need a message that stands before itself.
+
+The sequence is that of the messages' production in a step with nominal times. So a message never waits behind another
+one that is made later, as long as computations take about their nominal times.
+
+With several chunks messages go round in a ring, and in a step without latency a rank makes one at the very moment at
+which its neighbour does. On a network each rank runs a little behind the one before it, so a rank that must send before
+it posts its receive posts it too late. There the nominal messages take `planned_latency`, which puts them in the order
+of the real ones. With one chunk ranks compute in turn, and the order without latency is the best one.
+
+A step runs in C++ where the extension was built (csrc/schedule_clock.cpp), otherwise by replay.py, with the same ticks.
+"""
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.pipeline import replay
+from megatron.pipeline.instructions import SENDS_IN_FLIGHT, Instruction, Op
+from megatron.pipeline.orders import Rows
+
+compiled: ModuleType | None
+try:
+    from megatron.pipeline import _schedule_clock as compiled  # type: ignore[attr-defined,no-redef,unused-ignore]
+except ImportError:  # a checkout that was not built: slower, and no different
+    compiled = None
+if getattr(compiled, "interface", None) != 2:  # built from an older csrc/schedule_clock.cpp
+    compiled = None
+
+Numbers = npt.NDArray[Any]  # whole numbers of ticks; floating point where ranks share cores
+_OPS = tuple(Op)
+
+
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """What the ranks of a pipeline do, in order, one rank behind the other.
+
+    rows     of all ranks  # [instructions, 3]: op, stage, micro-batch
+    offsets  of each rank's first row, and the number of rows  # [ranks + 1]
+    owner    the rank of each stage  # [stages]
+    """
+
+    rows: Rows
+    offsets: npt.NDArray[np.int64]
+    owner: npt.NDArray[np.int32]
+    micro_batches: int
+
+    @staticmethod
+    def of(ranks: Sequence[Rows], micro_batches: int) -> Lists:
+        rows = np.ascontiguousarray(np.concatenate(ranks), np.int32)
+        offsets = np.cumsum([0, *map(len, ranks)])
+        owner = np.full(rows[:, 1].max() + 1, -1, np.int32)
+        owner[rows[:, 1]] = np.repeat(np.arange(len(ranks)), np.diff(offsets))
+        return Lists(rows, offsets, owner, micro_batches)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, rank: int) -> Rows:
+        return self.rows[self.offsets[rank] : self.offsets[rank + 1]]
+
+    @cached_property
+    def first_forward(self) -> Numbers:
+        """The row of each stage's first forward pass."""
+        return _first_rows(self.rows, Op.FORWARD)
+
+    @cached_property
+    def last_backward(self) -> Numbers:
+        """The row of each stage's last pass that makes gradients of weights."""
+        return len(self.rows) - 1 - _first_rows(self.rows[::-1], Op.BACKWARD, Op.BACKWARD_WEIGHT)
+
+    def instructions(self, rank: int) -> tuple[Instruction, ...]:
+        return tuple(Instruction(_OPS[op], stage, micro_batch) for op, stage, micro_batch in self[rank].tolist())
+
+
+def _first_rows(rows: Rows, *ops: Op) -> Numbers:
+    found = np.flatnonzero(np.isin(rows[:, 0], ops))
+    return found[np.unique(rows[found, 1], return_index=True)[1]]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times of passes and messages.
+
+    passes    of FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, and what the first FORWARD takes longer
+              # [5, stages]
+    messages  forward: on the link, behind it; backward: likewise; by the stage that sends  # [4, stages]
+    """
+
+    passes: Numbers
+    messages: Numbers
+
+
+@dataclass(frozen=True)
+class Times:
+    """When the instructions of `Lists` start and end, by row; when ranks are done, and what they waited for messages
+    after the result waited for had been computed, by rank."""
+
+    starts: Numbers
+    ends: Numbers
+    done: Numbers
+    message_wait: Numbers
+
+
+def run(
+    lists: Lists, costs: Costs, *, posted: bool = True, duplex: bool = True, cores: float | None = None,
+    demand: float = 1.0,
+) -> Times:  # fmt: skip
+    """Run the lists on a clock, as the executor does (exchange.py). A deadlock raises ValueError.
+
+    Other arguments: as replay.actions_of and replay.replay take them.
+    """
+    if cores is None and compiled is not None:
+        return Times(*compiled.run(
+            lists.rows, lists.offsets, lists.owner, lists.micro_batches, costs.passes, costs.messages, posted, duplex,
+            SENDS_IN_FLIGHT,
+        ))  # fmt: skip
+    passes, messages = costs.passes.tolist(), costs.messages.tolist()
+    ranks = [lists.instructions(rank) for rank in range(len(lists))]
+
+    def duration(i: Instruction) -> float:
+        first: float = passes[4][i.stage] if i.op is Op.FORWARD and i.micro_batch == 0 else 0
+        return first + passes[i.op][i.stage]
+
+    def message(part: int) -> replay.Latency:
+        return lambda send: messages[part + (0 if send.op is Op.SEND_FORWARD else 2)][send.stage]
+
+    actions = replay.actions_of(ranks, duration, message(0), message(1), posted=posted, duplex=duplex)
+    done = replay.replay(actions, cores, demand)
+    dtype = float if cores is not None else np.int64
+    starts, ends = np.zeros((2, len(lists.rows)), dtype)
+    computes = lists.rows[:, 0] <= Op.BACKWARD_WEIGHT
+    starts[computes], ends[computes] = np.array([lane[1:] for of in done.computed for lane in of], dtype).T
+    made: dict[Hashable, float] = {
+        Instruction(Op.SEND_FORWARD if op == Op.FORWARD else Op.SEND_BACKWARD, stage, micro_batch): end
+        for (op, stage, micro_batch), end in zip(lists.rows[computes].tolist(), ends[computes].tolist(), strict=True)
+        if op != Op.BACKWARD_WEIGHT
+    }
+    waits = [sum(lane.end - max(lane.start, made[lane.label]) for lane in lanes) for lanes in done.waited]
+    return Times(starts, ends, np.array(done.ends, dtype), np.array(waits, dtype))
+
+
+def planned_latency(chunks: int) -> float:
+    """Time that messages take in the step from which their sequence is read, in forward passes of one chunk.
+
+    Measured on simulated links (replay.py) for latencies from 0.05 to 0.5 with passes of unequal length: 8 ranks with 4
+    chunks wait 0.1 % of the step for messages that were posted too late instead of 3 to 7 %; sixteenths do as well.
+    """
+    return 0.25 if chunks > 1 else 0.0
+
+
+def with_messages(passes: Lists) -> Lists:
+    """The passes of each rank with sends directly behind what they send, and receives posted ahead of need.
+
+    Each rank's passes and messages stand in the order of (time, rank) at which the nominal step computes what they
+    make or carry. So a receive is posted before the computation that its rank runs while the message is made, and the
+    message travels behind it; later only where a send of this rank stands before it in the sequence. It is never posted
+    earlier than that, which bounds the buffers to messages that are made and not yet used and those in the making: 2
+    per rank with one chunk; with more at most 3 and the largest group of micro-batches (orders.py), usually a third of
+    that.
+    """
+    size, stages = len(passes), len(passes.owner)
+    if size == 1:
+        return passes
+    unit = 4  # ticks of a forward pass
+    nominal = np.array([replay.NOMINAL_DURATIONS[op] for op in _OPS[:4]] + [0.0])
+    latency = round(unit * planned_latency(stages // size))
+    costs = Costs(
+        np.repeat((unit * nominal).astype(np.int64), stages).reshape(5, stages),
+        np.repeat(np.array([0, latency] * 2, np.int64), stages).reshape(4, stages),
+    )
+    ends = run(passes, costs, posted=False).ends
+    op, stage, _ = np.ascontiguousarray(passes.rows.T)
+    rank = np.repeat(np.arange(size), np.diff(passes.offsets))
+    back = op != Op.FORWARD
+    to = np.append(passes.owner, -1)[np.minimum(stage + 1 - 2 * back, stages)]  # stage -1 is that behind the last one
+    leaves = (to >= 0) & (to != rank) & (op != Op.BACKWARD_WEIGHT)
+    # At one time: a pass, its send, messages of later ranks; a pass that sends nothing is behind all messages.
+    time = (2 * size + 1) * ends
+    key = time + np.where(leaves, 2 * rank, 2 * size)
+    there, again = (np.flatnonzero(leaves & of) for of in (~back, back))
+    sends = np.flatnonzero(leaves)
+    source = np.concatenate([np.arange(len(op)), sends, there, again])  # runs that are almost in order
+    at = np.cumsum([0, len(op), len(sends), len(there), len(again)])
+    key, ranks = key[source], rank[source]
+    key[at[1] : at[2]] += 1
+    ranks[at[2] :] = to[source[at[2] :]]
+    order = np.argsort(ranks * (1 + key.max()) + key, kind="stable")
+    rows = passes.rows[source[order]]
+    placed = np.empty(len(order), np.intp)
+    placed[order] = np.arange(len(order))
+    for part, (forward, backward), steps in (
+        (slice(at[1], at[2]), (Op.SEND_FORWARD, Op.SEND_BACKWARD), (0, 0)),
+        (slice(at[2], at[4]), (Op.RECV_FORWARD, Op.RECV_BACKWARD), (1, -1)),
+    ):
+        behind = back[source[part]]
+        rows[placed[part], 0] = np.where(behind, backward, forward)
+        rows[placed[part], 1] += np.where(behind, *steps[::-1]).astype(np.int32)
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(ranks, minlength=size))])
+    return Lists(rows, offsets, passes.owner, passes.micro_batches)

@@ -1,0 +1,312 @@
+"""When ranks that compute, post messages and wait for them are done, over links that are slow. Pure arithmetic.
+
+Messages are what a network sees: both sides have to post them, those of one link follow each other, and a rank can be
+held up by what it has sent. Any program can be written in these words; `actions_of` writes a pipeline schedule in them
+as the executor runs it.
+
+Ranks may share a machine's cores (processor sharing): with n ranks computing at a time, of which each keeps `demand`
+cores busy, every one of them goes on at min(1, cores / (n demand)) of its speed. Messages take no cores.
+
+Units are the caller's, seconds as a rule; whole numbers stay whole where no cores are shared.
+"""
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron.pipeline.instructions import COMPUTE, SENDS, SENDS_IN_FLIGHT, Instruction, Op
+
+Durations = Mapping[Op, float] | Callable[[Instruction], float]
+Latency = float | Callable[[Instruction], float]
+
+# A backward pass multiplies twice as many matrices as a forward pass: half for its input, half for its weights.
+NOMINAL_DURATIONS: Mapping[Op, float] = {
+    Op.FORWARD: 1.0,
+    Op.BACKWARD: 2.0,
+    Op.BACKWARD_INPUT: 1.0,
+    Op.BACKWARD_WEIGHT: 1.0,
+}
+
+
+class Compute(NamedTuple):
+    label: Hashable
+    duration: float
+
+
+class Post(NamedTuple):
+    """Start to send, to receive, or to take part in `message`, which goes over `link`, and go on.
+
+    The message begins when all ranks that post it have done so. It departs when the older messages of its link, in the
+    order of posting, have left the link; `occupies` it; and arrives `latency` later.
+    """
+
+    message: Hashable
+    link: Hashable
+    occupies: float
+    latency: float
+
+
+class Wait(NamedTuple):
+    """Go on when `message`, posted before, has arrived."""
+
+    message: Hashable
+
+
+Action = Compute | Post | Wait
+
+
+class Lane(NamedTuple):
+    """Something that takes time: a computation, or a rank's waiting for a message."""
+
+    label: Hashable
+    start: float
+    end: float
+
+
+class Crossing(NamedTuple):
+    """A message's way."""
+
+    link: Hashable
+    begun: float
+    departs: float
+    arrives: float
+
+
+@dataclass(frozen=True)
+class Replay:
+    """computed, waited: for each rank in order of time; waiting for nothing is left out."""
+
+    computed: tuple[tuple[Lane, ...], ...]
+    waited: tuple[tuple[Lane, ...], ...]
+    ends: tuple[float, ...]
+    crossings: Mapping[Hashable, Crossing]
+
+    @property
+    def makespan(self) -> float:
+        """Time at which the last rank is done."""
+        return max(self.ends, default=0.0)
+
+
+def replay(ranks: Sequence[Sequence[Action]], cores: float | None = None, demand: float = 1.0) -> Replay:
+    """Run each rank's actions in order. A deadlock raises ValueError.
+
+    cores, demand   that all ranks share, and that one of them keeps busy while it computes; None: nothing is shared
+    """
+    return _Machine(ranks, cores, demand).run()
+
+
+class _Link:
+    """The messages of one link, those that are not yet on their way, in the order in which the first rank posts."""
+
+    def __init__(self) -> None:
+        self.order: dict[Hashable, int] = {}  # and how many posts are missing
+        self._begun: dict[Hashable, tuple[float, Post]] = {}
+        self._free: float = 0
+
+    def post(self, post: Post, time: float) -> list[tuple[Hashable, Crossing]]:
+        """The messages whose arrival is known by this, with it."""
+        self.order[post.message] -= 1
+        self._begun[post.message] = time, post
+        known = []
+        while self.order and not self.order[oldest := next(iter(self.order))]:
+            del self.order[oldest]
+            begun, of = self._begun.pop(oldest)
+            departs = max(begun, self._free)
+            self._free = departs + of.occupies
+            known.append((oldest, Crossing(of.link, begun, departs, self._free + of.latency)))
+        return known
+
+
+class _Machine:
+    def __init__(self, ranks: Sequence[Sequence[Action]], cores: float | None, demand: float) -> None:
+        assert demand > 0 and (cores is None or cores > 0), f"{cores} cores, {demand} wanted by a rank"
+        self._todo = [deque(actions) for actions in ranks]
+        self._links: dict[Hashable, _Link] = defaultdict(_Link)
+        for post in (action for actions in ranks for action in actions if isinstance(action, Post)):
+            order = self._links[post.link].order
+            order[post.message] = order.get(post.message, 0) + 1
+        self._at_once = float("inf") if cores is None else cores / demand  # ranks at full speed
+        self._now: float = 0
+        self._work: float = 0  # that a rank would have done which computed all the time
+        self._computing: list[tuple[float, int]] = []  # heap: that work when a rank is done, and the rank
+        self._since: dict[int, float] = {}  # when ranks began to compute or to wait
+        self._crossings: dict[Hashable, Crossing] = {}
+        self._waiting: dict[Hashable, list[int]] = defaultdict(list)  # for messages that are not on their way
+        self._arrivals: list[tuple[float, int]] = []  # heap, for those that are: when, and the rank
+        self._computed: list[list[Lane]] = [[] for _ in ranks]
+        self._waited: list[list[Lane]] = [[] for _ in ranks]
+        self._ends: list[float] = [0] * len(ranks)
+
+    def run(self) -> Replay:
+        for rank in range(len(self._todo)):
+            self._go_on(rank)
+        while self._computing or self._arrivals:
+            self._advance()
+        stuck = [f"rank {rank} waits for {todo[0][0]}" for rank, todo in enumerate(self._todo) if todo]
+        if stuck:
+            raise ValueError("the ranks deadlock: " + "; ".join(stuck))
+        return Replay(
+            tuple(map(tuple, self._computed)), tuple(map(tuple, self._waited)), tuple(self._ends), self._crossings
+        )
+
+    def _advance(self) -> None:
+        """To the next time at which a computation ends or a message arrives."""
+        slower = max(1, len(self._computing) / self._at_once)
+        ends = self._now + (self._computing[0][0] - self._work) * slower if self._computing else float("inf")
+        if self._arrivals and self._arrivals[0][0] <= ends:
+            time, rank = heapq.heappop(self._arrivals)
+            self._work += time - self._now if slower == 1 else (time - self._now) / slower
+            self._now = time
+        else:
+            self._work, rank = heapq.heappop(self._computing)
+            self._now = ends
+            self._computed[rank].append(Lane(self._todo[rank].popleft()[0], self._since.pop(rank), ends))
+        self._go_on(rank)
+
+    def _go_on(self, rank: int) -> None:
+        """Do what takes no time, until the rank computes, waits or is done."""
+        todo = self._todo[rank]
+        while todo:
+            action = todo[0]
+            if isinstance(action, Compute):
+                heapq.heappush(self._computing, (self._work + action.duration, rank))
+                self._since[rank] = self._now
+                return
+            if isinstance(action, Post):
+                self._post(action)
+            elif not self._arrived(rank, action.message):
+                return
+            todo.popleft()
+        self._ends[rank] = self._now
+
+    def _arrived(self, rank: int, message: Hashable) -> bool:
+        """Whether the message is there; if not, the rank goes on when it is."""
+        crossing = self._crossings.get(message)
+        if crossing is None or crossing.arrives > self._now:
+            self._since.setdefault(rank, self._now)
+            if crossing is None:
+                self._waiting[message].append(rank)
+            else:
+                heapq.heappush(self._arrivals, (crossing.arrives, rank))
+            return False
+        since = self._since.pop(rank, self._now)
+        if since < self._now:
+            self._waited[rank].append(Lane(message, since, self._now))
+        return True
+
+    def _post(self, action: Post) -> None:
+        for message, crossing in self._links[action.link].post(action, self._now):
+            self._crossings[message] = crossing
+            for rank in self._waiting.pop(message, ()):
+                heapq.heappush(self._arrivals, (crossing.arrives, rank))
+
+
+def actions_of(
+    ranks: Sequence[Sequence[Instruction]],
+    durations: Durations = NOMINAL_DURATIONS,
+    occupies: Latency = 0.0,
+    latency: Latency = 0.0,
+    *,
+    sends_in_flight: int = SENDS_IN_FLIGHT,
+    posted: bool = True,
+    posted_ahead: bool = True,
+    duplex: bool = True,
+) -> list[list[Action]]:
+    """What each rank of a pipeline does in one step.
+
+    ranks            instructions of each; stage g is on rank g % len(ranks)
+    durations        time of a computation: by its Op, or a function of the instruction
+    occupies         time that a message keeps its link busy, bytes / bandwidth: a number, or a function of the send
+    latency          time from leaving the link to arriving, likewise
+    sends_in_flight  a rank waits for the oldest of so many before it sends another (exchange.py)
+    posted           by the lists; without, results travel by themselves as soon as they are computed
+    posted_ahead     as the lists have it; without, receives are posted where their message is needed
+    duplex           the two directions of a pair of ranks are links of their own; without, a pair's messages follow
+                     each other in both directions, as on one NCCL communicator
+    """
+    size, last = len(ranks), max(i.stage for instructions in ranks for i in instructions)
+    duration, occupied, behind = _function(durations), _function(occupies), _function(latency)
+
+    def post(send: Instruction, to: int) -> Post:
+        link = send.stage % size, to % size
+        return Post(send, link if duplex else (min(link), max(link)), occupied(send), behind(send))
+
+    found: list[list[Action]] = []
+    for instructions in ranks:
+        actions: list[Action] = []
+        sent: deque[Instruction] = deque()
+        for instruction in instructions:
+            op, stage, micro_batch = instruction
+            before, to = (stage - 1, stage + 1) if op in _FORWARDS else (stage + 1, stage - 1)
+            kind = Op.SEND_FORWARD if op in _FORWARDS else Op.SEND_BACKWARD
+            needed = Instruction(kind, before, micro_batch)
+            if op in COMPUTE:
+                if op is not Op.BACKWARD_WEIGHT and 0 <= before <= last and size > 1:
+                    if posted and not posted_ahead:
+                        actions.append(post(needed, stage))
+                    actions.append(Wait(needed))
+                actions.append(Compute(instruction, duration(instruction)))
+                if not posted and op is not Op.BACKWARD_WEIGHT:
+                    actions.append(post(Instruction(kind, stage, micro_batch), to))
+            elif not posted:
+                continue
+            elif op in SENDS:
+                if len(sent) >= sends_in_flight:
+                    actions.append(Wait(sent.popleft()))
+                actions.append(post(instruction, to))
+                sent.append(instruction)
+            elif posted_ahead:
+                actions.append(post(needed, stage))
+        found.append(actions + [Wait(message) for message in sent])
+    return found
+
+
+def _function(of: Durations | Latency) -> Callable[[Instruction], float]:
+    if callable(of):
+        return of
+    return (lambda i: of[i.op]) if isinstance(of, Mapping) else (lambda _: of)
+
+
+_FORWARDS = (Op.FORWARD, Op.SEND_FORWARD, Op.RECV_FORWARD)
+
+
+class Span(NamedTuple):
+    """A computation and the time it takes."""
+
+    instruction: Instruction
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """For each rank its computations in order."""
+
+    ranks: tuple[tuple[Span, ...], ...]
+
+    @property
+    def makespan(self) -> float:
+        """Time from the first computation's start to the last one's end, over all ranks."""
+        return max((spans[-1].end for spans in self.ranks if spans), default=0.0)
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """Time that each rank computes."""
+        return tuple(sum(span.end - span.start for span in spans) for spans in self.ranks)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of the ranks' time in which they wait, between 0 and 1."""
+        total = self.makespan * len(self.ranks)
+        return 1 - sum(self.busy) / total if total else 0.0
+
+
+def simulate(
+    ranks: Sequence[Sequence[Instruction]], durations: Durations = NOMINAL_DURATIONS, latency: Latency = 0.0
+) -> Timeline:
+    """Run the computations of all ranks on a clock, with results that travel by themselves in `latency`."""
+    done = replay(actions_of(ranks, durations, latency=latency, posted=False))
+    return Timeline(tuple(tuple(Span(*lane) for lane in lanes) for lanes in done.computed))  # type: ignore[arg-type]

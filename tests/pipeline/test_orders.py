@@ -1,0 +1,120 @@
+"""An order given as a function: run as any other, or refused for what is wrong with it."""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from megatron.errors import ConfigError
+from megatron.pipeline import lists
+from megatron.pipeline.clock import StageTimes, run_pipeline
+from megatron.pipeline.in_flight import moments_of_rank
+from megatron.pipeline.instructions import Instruction, Op
+from megatron.pipeline.orders import SCHEDULES, OrderFunction, group_sizes, passes_of_rank
+from megatron.pipeline.schedule import build_rank_schedule, build_schedule, peak_activations
+
+
+def gpipe(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> list[Instruction]:
+    """All forward passes, then all backward passes from the last micro-batch on."""
+    each = [(chunk * pipeline_size + rank, i) for chunk in range(chunks) for i in range(micro_batches)]
+    forward = [Instruction(Op.FORWARD, *of) for of in each]
+    return forward + [Instruction(Op.BACKWARD, *of) for of in reversed(each)]
+
+
+def split_late(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> list[Instruction]:
+    """1F1B for one micro-batch at a time, with all weight gradients at the end."""
+    order = []
+    for i in range(micro_batches):
+        order += [Instruction(op, rank, i) for op in (Op.FORWARD, Op.BACKWARD_INPUT)]
+    return order + [Instruction(Op.BACKWARD_WEIGHT, rank, i) for i in range(micro_batches)]
+
+
+@pytest.fixture(params=["c++", "python"])
+def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "python":
+        monkeypatch.setattr(lists, "compiled", None)
+    elif lists.compiled is None:
+        pytest.skip("csrc/schedule_clock.cpp was not built")
+
+
+@pytest.mark.usefixtures("either")
+def test_the_step_of_an_order_of_ones_own() -> None:
+    """GPipe takes (m + p - 1)(t_f + t_b): Huang et al., arXiv 1811.06965. One micro-batch at a time takes m p of them,
+    but for the weight gradients, which are made while others compute, and m on the first rank at the end."""
+    ones = (1.0,) * 4
+    run = run_pipeline(gpipe, 4, 1, 6, StageTimes(ones, (2.0,) * 4))
+    assert run.makespan == (6 + 3) * 3
+    assert run.busy == (18.0,) * 4
+    assert run_pipeline(split_late, 4, 1, 6, StageTimes(ones, ones, ones)).makespan == 6 * 8 + 6
+    assert run_pipeline(gpipe, 1, 2, 3, StageTimes((1.0, 1.0), (2.0, 2.0))).makespan == 3 * 2 * 3
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_what_ranks_hold_and_send(chunks: int) -> None:
+    schedule = build_schedule(gpipe, 4, chunks, 5)
+    assert schedule.name == "gpipe"
+    assert peak_activations(schedule) == (5 * chunks,) * 4
+    for rank in range(4):
+        moments = moments_of_rank(gpipe, 4, chunks, 5, rank)
+        assert (moments.held.sum(axis=1) + moments.waiting).max() + 1 == 5 * chunks
+        assert build_rank_schedule(gpipe, 4, chunks, 5, rank) == schedule[rank]
+    waiting = moments_of_rank(split_late, 4, 1, 5, 2)
+    assert waiting.held.max() == 0 and waiting.waiting.max() == 4
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_a_name_is_its_function(forward_only: bool) -> None:
+    def named(p: int, v: int, m: int, rank: int) -> object:
+        return passes_of_rank("interleaved", p, v, m, rank)
+
+    order: OrderFunction = named  # type: ignore[assignment]
+    theirs = build_schedule("interleaved", 3, 2, 7, forward_only)
+    assert build_schedule(order, 3, 2, 7, forward_only).ranks == theirs.ranks
+
+
+def changed(change: Callable[[list[Instruction]], list[Instruction]]) -> OrderFunction:
+    return lambda p, v, m, rank: change(gpipe(p, v, m, rank)) if rank == 1 else gpipe(p, v, m, rank)
+
+
+@pytest.mark.parametrize("change", [
+    lambda order: order[1:], lambda order: order[:-1], lambda order: [*order, order[-1]],
+    lambda order: list(reversed(order)), lambda order: [*order, Instruction(Op.BACKWARD_WEIGHT, 1, 0)],
+    lambda order: [order[0]._replace(stage=0), *order[1:]],
+    lambda order: [order[0]._replace(micro_batch=3), *order[1:]],
+    lambda order: [order[0]._replace(op=Op.SEND_FORWARD), *order[1:]],
+    lambda order: [Instruction(Op.BACKWARD_WEIGHT, 1, 2), *order[:-1], Instruction(Op.BACKWARD_INPUT, 1, 2)],
+    lambda order: [],
+])  # fmt: skip
+def test_passes_that_are_not_the_ranks_are_refused(change: Callable[[list[Instruction]], list[Instruction]]) -> None:
+    with pytest.raises(ConfigError, match="rank 1 of 2"):
+        build_schedule(changed(change), 2, 1, 3)
+
+
+@pytest.mark.usefixtures("either")
+def test_ranks_that_wait_for_each_other_are_refused() -> None:
+    """The second rank wants the last micro-batch first, which the first rank only has after a backward pass."""
+    def one_at_a_time(p: int, v: int, m: int, rank: int) -> list[Instruction]:
+        each = range(m) if rank == 0 else reversed(range(m))
+        return [Instruction(op, rank, i) for i in each for op in (Op.FORWARD, Op.BACKWARD)]
+
+    with pytest.raises(ConfigError, match="one_at_a_time"):
+        build_schedule(one_at_a_time, 2, 1, 3)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("p, m", [(2, 31), (4, 61), (5, 34), (8, 95)])
+def test_what_a_long_step_holds_is_what_its_first_groups_hold(name: str, p: int, m: int) -> None:
+    """Memory is counted over few groups of micro-batches of each size."""
+    chunks = 3 if name == "interleaved" else 1
+    assert len(group_sizes(p, m)) >= 6
+
+    def whole(p: int, v: int, m: int, rank: int) -> object:
+        return passes_of_rank(name, p, v, m, rank)
+
+    order: OrderFunction = whole  # type: ignore[assignment]
+    for rank in range(p):
+        short, long = (
+            {tuple(row) for row in zip(f.tolist(), c.tolist(), map(tuple, h.tolist()), w.tolist(), strict=True)}
+            for f, c, h, w in (moments_of_rank(of, p, chunks, m, rank) for of in (name, order))
+        )
+        assert short == long
