@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megatron.config.files import DataConfig
+from megatron.config.pieces import Pieces
 from megatron.data.datasets import Datasets, build_datasets, data_prefixes
 from megatron.data.gpt_dataset import BlendedDataset, TokenDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
@@ -24,6 +25,7 @@ def config(**data: Any) -> Any:
         data=DataConfig(**{"split": "8,1,1", **data}),
         model=SimpleNamespace(seq_length=SEQ_LENGTH, vocab_size=50),
         training=SimpleNamespace(seed=1234),
+        pieces=Pieces(),
     )
 
 

@@ -104,7 +104,7 @@ def test_deephyper_changes_no_version_that_is_installed(tmp_path):
 
 
 @pytest.mark.parametrize(("fails", "uninstalled"), [("deephyper==", False), ("pip list", False),
-                                                    ("make_optimizer", True)])  # fmt: skip
+                                                    ("find_search", True)])  # fmt: skip
 def test_without_deephyper_the_environment_is_ready_all_the_same(tmp_path, fails, uninstalled):
     done = setup_env(tmp_path, modules=True, FAIL_ON=fails)
     assert done.returncode == 0, done.stderr
