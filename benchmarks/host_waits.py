@@ -1,4 +1,4 @@
-"""Where the host waits for its device: for a number, for a size that depends on values, for a copy to or from it.
+"""Count where the host waits for its device: for a number, for a size that depends on values, for a copy to or from it.
 
 `HostWaits` finds this on tensors of any device, also without data or on the CPU, so that a test without a GPU sees what
 would hold one up. On a GPU torch.cuda.set_sync_debug_mode says more: it also knows what a library does. Within backward
@@ -55,7 +55,7 @@ class HostWaits:
         return isinstance(x, torch.Tensor) and x.device.type == self.device
 
     def read(self, what: str) -> None:
-        """What is there is read."""
+        """Read what is there."""
         if not self._idle:
             self.wait(what)
         self._idle = True

@@ -1,4 +1,4 @@
-"""Where a device stands idle in steps of training G1: gaps on its compute stream, and what the host does meanwhile.
+"""Find where a device stands idle in steps of training G1: gaps on its compute stream, and the host meanwhile.
 
     python benchmarks/idle_gaps.py [--device cpu|cuda] [--output FOLDER]
     python benchmarks/idle_gaps.py --trace trace_rank0.json

@@ -392,7 +392,7 @@ def token_rows(tokens: int, device: torch.device, frequent: float = 0.3) -> Tens
 
 
 def _add_rows(shape: Shape, device: torch.device, dtype: torch.dtype) -> Work:
-    """Into sums in fp32, which grow from call to call."""
+    """Make sums in fp32, which grow from call to call."""
     rows, values = token_rows(shape[0], device), _random(shape, device, dtype)
 
     def way(operator: Way) -> Way:

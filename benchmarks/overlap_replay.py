@@ -1,4 +1,4 @@
-"""From what overlap_worker.py recorded: a program for megatron.pipeline.replay, a Chrome trace, and a picture."""
+"""Turn what overlap_worker.py recorded into a program for megatron.pipeline.replay, a Chrome trace, and a picture."""
 from __future__ import annotations
 
 import json

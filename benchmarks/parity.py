@@ -117,7 +117,8 @@ def train(
     metrics: Path, arguments: Sequence[str], ranks: int = 1, env: Mapping[str, str] | None = None,
     before: Sequence[str] = (), limit_s: float = START_S,
 ) -> dict[int, Record]:
-    """As `launch`; the iteration records by number. Raises RuntimeError where a rank fails, with its last lines."""
+    """Launch a training; its iteration records by number. Raises RuntimeError with the last lines of a rank that
+    fails."""
     codes, logs = launch(metrics, arguments, ranks, env, before, limit_s)
     if any(codes):
         log = next(log for log, code in zip(logs, codes, strict=True) if code)

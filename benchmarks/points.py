@@ -50,7 +50,7 @@ class Cannot(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Where it runs: "cpu" or "cuda", devices, bytes of one; `small`: to see that it runs."""
+    """Device "cpu" or "cuda", how many there are and bytes of one; `small`: to see that it runs."""
 
     device: str
     count: int
@@ -205,7 +205,7 @@ def host_copy(place: Place, of_bytes: bool) -> Pair:
 
 
 def available_bytes() -> int:
-    """Of the machine's memory."""
+    """Bytes of the machine's memory."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
 
@@ -233,7 +233,7 @@ def alibi(place: Place) -> Pair:
 
 
 def peak_bytes(config: Config, topology: Topology) -> float:
-    """Of a training pass, above the weights: the allocator's; on a CPU what is saved for the backward pass."""
+    """Memory of a training pass above the weights: the allocator's; on a CPU what is saved for the backward pass."""
     model = build_chunks(config, topology)["0"]
     batch = make_micro_batch(np.zeros((1, config.model.seq_length + 1), np.int64), device=topology.device)
     saved: dict[int, int] = {}

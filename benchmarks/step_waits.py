@@ -1,4 +1,4 @@
-"""Where the host waits for the device in a step of training: lines of the program, and how often in a step.
+"""List the lines at which the host waits for the device in a step of training, and how often in a step.
 
     python benchmarks/step_waits.py [--device cpu|cuda] [--output FOLDER]
 

@@ -74,8 +74,8 @@ def _calls(
 
 
 def _with_data(operators: Sequence[Call], device: torch.device) -> list[Call]:
-    """On tensors of the same shapes and strides, those of one storage on one again: floats between -1 and 1, indices
-    below the lengths of the matrices that they are of."""
+    """Put data into tensors of the same shapes and strides, those of one storage on one again: floats between -1 and
+    1, indices below the lengths of the matrices that they are of."""
     values, storages = torch.empty(_VALUES, device=device).uniform_(-1, 1), dict[int, torch.Tensor]()
 
     def of(call: Call) -> Call:
@@ -122,7 +122,7 @@ def _in_turn(operators: Sequence[Call], device: torch.device) -> Make:
 
 
 def _products(dtype_name: str, device: torch.device, listed: Sequence[Calls]) -> Iterator[Task]:
-    """Into a matrix that is there: what an operator does with its result beside is no part of a product."""
+    """Multiply into a matrix that is there: what an operator does with its result beside is no part of a product."""
     for work, operators in listed:
         if isinstance(work, Product) and work.batch == 1:
             a, b = [x for x in operators[0][1] if isinstance(x, torch.Tensor)][-2:]

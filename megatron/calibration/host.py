@@ -52,7 +52,7 @@ def host_seconds(config: Config, device: torch.device, seconds: float) -> HostSe
 
 
 def _times(config: Config, device: torch.device, seconds: float) -> list[float]:
-    """Of a forward and a backward pass, of a whole step, and of the optimizer's part of it."""
+    """Seconds of a forward and a backward pass, of a whole step, and of the optimizer's part of it."""
     topology = Topology.from_layout(Layout(1, 1, 1), 0, device=device)
     chunks = build_chunks(config, topology)
     engine = Engine(config, topology, chunks)

@@ -22,7 +22,7 @@ from megatron.parallel.topology import Group
 from megatron.training.setup import set_up_host
 
 _HOST_SHARE, _COMPUTE_SHARE = 0.1, 0.6
-"""Of the time, for what the host does; of the rest, for what each process does by itself, where there are messages."""
+"""Shares of the time for what the host does, and of the rest for each process by itself where there are messages."""
 _TIMEOUT = timedelta(minutes=5)
 
 

@@ -85,7 +85,7 @@ class Config:
 
     @property
     def schedule_name(self) -> str:
-        """For people."""
+        """Name of the schedule, for people."""
         own = self.pieces.schedule
         return self.parallel.schedule if own is None else str(getattr(own, "__name__", type(own).__name__))
 

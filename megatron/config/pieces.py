@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megatron.errors import ConfigError
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     import torch
 
     from megatron.config.config import Config
@@ -62,15 +63,20 @@ class Optimizer(Protocol):
 
     def __call__(self, groups: Any, settings: Any, /) -> torch.optim.Optimizer: ...
 
+    def __hash__(self) -> int: ...
+
 
 class Order(Protocol):
-    """What `rank` of a pipeline computes in a training step, in order: megatron.pipeline.instructions.Instruction.
+    """What `rank` of a pipeline computes in a training step, in order: megatron.pipeline.instructions.Instruction,
+    or an array with their numbers in rows.
 
     Global stage g is chunk g // pipeline_size of rank g % pipeline_size. Messages are put in between by build_schedule.
     Raises ConfigError for sizes that it does not take.
     """
 
-    def __call__(self, pipeline_size: int, chunks: int, micro_batches: int, rank: int, /) -> Sequence[Any]: ...
+    def __call__(
+        self, pipeline_size: int, chunks: int, micro_batches: int, rank: int, /
+    ) -> Sequence[Any] | npt.NDArray[Any]: ...
 
     def __hash__(self) -> int: ...
 
@@ -80,21 +86,21 @@ class Callback:
     megatron.training.run.Run. Where ranks differ in what they do here, they must not communicate."""
 
     def on_start(self, run: Any) -> None:
-        """Before the first step, when a checkpoint has been loaded."""
+        """Called before the first step, when a checkpoint has been loaded."""
 
     def on_step(self, run: Any, step: Any) -> None:
-        """When the figures of a step are known (megatron.training.metrics.StepRecord), at the latest in the next one:
+        """Called when a step's figures are known (megatron.training.metrics.StepRecord), at the latest in the next one:
         no step waits for its own."""
 
     def on_log(self, run: Any, figures: Any) -> None:
-        """At a log line, with its figures (megatron.training.metrics.IterationReport), the loss of all ranks among
+        """Called at a log line, with its figures (megatron.training.metrics.IterationReport), all ranks' loss among
         them."""
 
     def on_save(self, run: Any) -> None:
-        """When a checkpoint is complete; run.saves.saved_iteration says of which iteration."""
+        """Called when a checkpoint is complete; run.saves.saved_iteration says of which iteration."""
 
     def on_end(self, run: Any) -> None:
-        """After the last step and its save; not where the run failed."""
+        """Called after the last step and its save; not where the run failed."""
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,11 @@ class PrecisionConfig:
         return "float16" if self.fp16 else "bfloat16" if self.bf16 else "float32"
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of an element in the format of computation."""
+        return 4 if self.dtype_name == "float32" else 2
+
+    @property
     def gradient_bytes(self) -> int:
         """Bytes of an element of the gradient sums."""
         return 2 if self.main_grads_dtype == "bf16" else 4

@@ -13,6 +13,7 @@ from megatron.config import Config
 from megatron.engine.deepspeed_setup import import_deepspeed
 from megatron.errors import ConfigError
 from megatron.kernels import library
+from megatron.parallel.environment import changed
 from megatron.parallel.flight import FlightRecorder
 from megatron.parallel.topology import DEFAULT_ORDER, Topology
 
@@ -47,24 +48,19 @@ def member(config: Config, rank: int, device: str, flight: FlightRecorder) -> It
 def _environment(deepspeed: Any, device: str) -> Iterator[None]:
     """Launcher's variables do not concern this rank; DeepSpeed's accelerator is the device without data."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_LOCAL_RANK")
-    before = {name: os.environ.pop(name) for name in names if name in os.environ}
     accelerator = deepspeed.accelerator.get_accelerator()
     # Which way set-up takes does not depend on how much memory this machine has left.
     replaced: dict[str, Any] = {"available_memory": lambda *_: 1 << 62}
     if device == "meta":
         replaced.update(device_name=lambda *_: "meta", current_device_name=lambda *_: "meta")
-    try:
-        with contextlib.ExitStack() as stack:
-            if device == "meta":
-                stack.enter_context(library.assumed("meta"))
-            for name, value in replaced.items():
-                setattr(accelerator, name, value)  # on the instance, over the methods of its class
-                stack.callback(delattr, accelerator, name)
-            yield
-    finally:
-        for name in names:
-            os.environ.pop(name, None)
-        os.environ.update(before)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(changed(os.environ, dict.fromkeys(names)))
+        if device == "meta":
+            stack.enter_context(library.assumed("meta"))
+        for name, value in replaced.items():
+            setattr(accelerator, name, value)  # on the instance, over the methods of its class
+            stack.callback(delattr, accelerator, name)
+        yield
 
 
 def _forget(deepspeed: Any) -> None:

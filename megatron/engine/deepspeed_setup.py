@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.errors import ConfigError
+from megatron.parallel.environment import changed
 from megatron.parallel.topology import Topology
 
 MINIMUM_VERSION = (0, 19, 5)
@@ -157,15 +158,8 @@ def _rank_variables(topology: Topology) -> Iterator[None]:
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0,
     }  # fmt: skip
     missing = {name: str(value) for name, value in values.items() if name not in os.environ}
-    mpirun = os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
-    os.environ.update(missing)
-    try:
+    with changed(os.environ, {**missing, "OMPI_COMM_WORLD_LOCAL_RANK": None}):
         yield
-    finally:
-        for name in missing:
-            os.environ.pop(name, None)
-        if mpirun is not None:
-            os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = mpirun
 
 
 @contextlib.contextmanager

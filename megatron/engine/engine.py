@@ -31,7 +31,7 @@ from megatron.engine.optimizer import (
     set_step,
     unique_parameters,
 )
-from megatron.engine.optimizer_state import optimizer_state
+from megatron.engine.optimizer_state import optimizer_state, own_optimizer
 from megatron.engine.terms import Terms
 from megatron.engine.weights import WeightGather
 from megatron.engine.zero import ZeroStep
@@ -135,7 +135,7 @@ class Engine:
 
     def _build_optimizer(self, config: Any, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         kernels, device = getattr(config, "kernels", None), self.topology.device
-        own = getattr(getattr(config, "pieces", None), "optimizer", None)
+        own = own_optimizer(config)
         if own is not None:
             return own(groups, config.optimizer)
         if kernels is None:
@@ -211,7 +211,7 @@ class Engine:
 
     @property
     def loss_scale(self) -> float:
-        """By this the loss is multiplied before the backward pass; 1 but in fp16. A dynamic one depends on the last
+        """Factor of the loss before the backward pass; 1 but in fp16. A dynamic one depends on the last
         step, for which this waits."""
         if self._scale.dynamic:
             self._settle()

@@ -191,7 +191,7 @@ def _for_each(contributions: int, micro_batches: int) -> int:
 
 @torch.no_grad()
 def to_sink(p: torch.Tensor) -> None:
-    """After autograd has passed by; it left no gradient where a layer has added its own."""
+    """Add what autograd has left to the sink; it left no gradient where a layer has added its own."""
     if p.grad is not None:
         p.gradient_sink.add(p.grad)  # type: ignore[attr-defined]
         p.grad = None

@@ -17,7 +17,7 @@ class OptimizerState(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of the tensors, for each weight."""
+        """Bytes of the tensors, for each weight."""
         return 4 * len(self.tensors)
 
     def traffic_bytes(self, gradient_bytes: float) -> float:
@@ -27,19 +27,24 @@ class OptimizerState(NamedTuple):
 
 
 OPTIMIZERS = {"adam": OptimizerState(("exp_avg", "exp_avg_sq")), "sgd": OptimizerState(("momentum_buffer",))}
-"""Of --optimizer. Steps are counted by the group or made with the rest (engine/optimizer.py)."""
+"""State of the choices of --optimizer. Steps are counted by the group or made with the rest (engine/optimizer.py)."""
+
+
+def own_optimizer(config: Any) -> Optimizer | None:
+    """The optimizer of one's own that a configuration names; it may be one without pieces."""
+    found: Optimizer | None = getattr(getattr(config, "pieces", None), "optimizer", None)
+    return found
 
 
 def optimizer_state(config: Any) -> OptimizerState:
-    """Of the optimizer that a configuration names, or of one's own. Raises ConfigError for state of another form."""
-    own = getattr(getattr(config, "pieces", None), "optimizer", None)
+    """State of the optimizer of a configuration, or of one's own. Raises ConfigError for state of another form."""
+    own = own_optimizer(config)
     return OPTIMIZERS[config.optimizer.optimizer] if own is None else _state_of(own, config.optimizer)
 
 
 def has_kernel(config: Any) -> bool:
     """Whether the update may be our kernel, which also writes the weights of forward and backward."""
-    own = getattr(getattr(config, "pieces", None), "optimizer", None)
-    return own is None and config.optimizer.optimizer == "adam"
+    return own_optimizer(config) is None and config.optimizer.optimizer == "adam"
 
 
 @functools.lru_cache(maxsize=64)

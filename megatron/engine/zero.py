@@ -194,7 +194,7 @@ class ZeroStep:
         return [bucket.own(bucket.gradients) for bucket in self.buckets] if for_clipping else ([], {})
 
     def _norm_for_deepspeed(self, *_: Any, **__: Any) -> torch.Tensor:
-        """On the host where DeepSpeed decides whether the step counts: nobody waits for it again."""
+        """The norm, on the host where DeepSpeed decides whether the step counts: nobody waits for it again."""
         return self._norm if self._reads_device() else self._norm.cpu()
 
     def _tell_update(self) -> None:

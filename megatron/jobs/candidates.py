@@ -139,7 +139,7 @@ def enumerate_candidates(
 
 
 def _common_flags(space: Space, flags: Sequence[str], machine: Machine) -> tuple[str, ...]:
-    """Of all layouts, in order; of flags that say one setting, that of the command line. Raises ConfigError."""
+    """Flags of all layouts, in order; of those that say one setting, that of the command line. Raises ConfigError."""
     scanned = scan(flags)
     raise_problems(scanned.problems)
     said = settings_of_flags(scanned.flags)
@@ -264,7 +264,7 @@ class Combination(Mapping[str, Value]):
         return (*self.common, *(word for name in names for word in self._words(name)))
 
     def config(self, flags: Sequence[str]) -> Config:
-        """As pretrain_gpt.py makes it of these flags in a trial. Raises Rejected."""
+        """Make the configuration that pretrain_gpt.py makes of these flags in a trial. Raises Rejected."""
         try:
             found = parse_args(trial_flags(flags, self.space.warm_up + self.space.iterations), self.whole("processes"))
         except ConfigError as error:
@@ -288,7 +288,7 @@ def _resolved(flags: tuple[str, ...], more: tuple[str, ...]) -> tuple[Mapping[st
 
 
 def _general(text: str) -> str:
-    """With N for every number, so that messages about several sizes are one."""
+    """Put N for every number, so that messages about several sizes are one."""
     return re.sub(r"(?<![\w-])-?\d[\d.,]*", "N", " ".join(text.split()))
 
 
@@ -347,10 +347,9 @@ def _fit(config: Config, machine: Machine, predict: bool) -> tuple[float | None,
     cluster, parallel, capacity = machine.cluster, config.parallel, machine.capacity_bytes
     if cluster is None:
         return None, None, ()
-    kind = "cpu" if cluster.device_type == "cpu" else "gpu"
     memory = 0.0
     for ranks in ((0,), None):  # the first holds most micro-batches: often it is enough to ask for it
-        memory = max(rank.total for rank in memory_of_ranks(config, kind, ranks=ranks))
+        memory = max(rank.total for rank in memory_of_ranks(config, cluster.device_type, ranks=ranks))
         if capacity is not None and memory > capacity:
             raise Rejected("more memory than a device has, by the planner",
                            f"{memory / GIB:.1f} GiB, {capacity / GIB:.1f} may be used")  # fmt: skip

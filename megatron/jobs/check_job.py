@@ -581,8 +581,7 @@ def _steps(job: Job, config: Config) -> tuple[int, int]:
 
 
 def _check_memory(job: Job, config: Config, cluster: Cluster) -> None:
-    on_gpu = cluster.device_type != "cpu"
-    fullest = max(rank.total for rank in memory_of_ranks(config, "gpu" if on_gpu else "cpu")) / 2**30
+    fullest = max(rank.total for rank in memory_of_ranks(config, cluster.device_type)) / 2**30
     job.memory_gib = fullest
     if fullest > _TIGHT * cluster.memory_gib:
         level = "error" if fullest > cluster.memory_gib else "warning"

@@ -31,14 +31,13 @@ import torch.distributed as dist
 from megatron.calibration.tasks import Partners, finish, seconds_per_call
 from megatron.errors import ConfigError, LaunchError, LostRankError, MegatronError, print_error
 from megatron.parallel.launch import Launch, detect_launch, select_device
-from megatron.parallel.meeting import Meeting
+from megatron.parallel.meeting import Meeting, batches
 from megatron.parallel.nodelist import expand_counts, expand_hosts
 from megatron.parallel.placing import VISIBLE, Placing
 from megatron.parallel.report import bounded, host_name_is_local, without_dns
 from megatron.planning.cluster import Band, Cluster, load_cluster
 
 TOO_FEW = 4
-_BATCH = 1024  # keys in one request to the store
 _NOTHING = b"-"  # where an answer will be
 _END_S, _ABORT_S = 5.0, 3.0
 _LINES = 40  # of faults that are printed; the file has all
@@ -235,7 +234,7 @@ class Desk:
         self.step += 1
         keys = {rank: f"{rank}/{self.asked[rank]}" for rank in orders}
         self.asked.update(list(orders))
-        for ranks in _batches(list(orders)):
+        for ranks in batches(list(orders)):
             self.store.multi_set([f"answer/{keys[rank]}" for rank in ranks], [_NOTHING] * len(ranks))
             told = [json.dumps({**orders[rank], "step": self.step}) for rank in ranks]
             self.store.multi_set([f"order/{keys[rank]}" for rank in ranks], told)
@@ -251,15 +250,10 @@ class Desk:
             self.sleep(min(pause, max(deadline - now, 0.0)))
             pause = min(pause * 1.5, 0.1)
         answers: dict[int, dict[str, Any]] = {}
-        for ranks in _batches(list(orders)):
+        for ranks in batches(list(orders)):
             values = self.store.multi_get([f"answer/{keys[rank]}" for rank in ranks])
             answers |= {rank: json.loads(v) for rank, v in zip(ranks, values, strict=True) if v != _NOTHING}
         return answers
-
-
-def _batches(ranks: Sequence[int]) -> Iterator[Sequence[int]]:
-    for start in range(0, len(ranks), _BATCH):
-        yield ranks[start : start + _BATCH]
 
 
 @dataclass

@@ -14,7 +14,7 @@ LETTERS = {
     "A": "account", "C": "constraint", "D": "chdir", "J": "job-name", "N": "nodes", "c": "cpus-per-task", "n": "ntasks",
     "p": "partition", "q": "qos", "t": "time",
 }  # fmt: skip
-"""Of the options that are read here."""
+"""Letters of the options that are read here."""
 _NO_VALUE = frozenset((
     "hold", "overcommit", "oversubscribe", "quiet", "verbose", "version", "help", "contiguous", "requeue", "no-requeue",
     "parsable", "test-only", "usage", "use-min-nodes", "spread-job", "reboot", "ignore-pbs", "no-kill", "exclusive",

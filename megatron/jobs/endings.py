@@ -6,12 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.training.failures import EXIT_ERROR, EXIT_LOST_RANK, EXIT_USER_ERROR
+
 OUT_OF_MEMORY, HANG, TIME_OUT, LOST_RANK, REFUSED, CRASH = (
     "out of memory", "hang", "time-out", "lost rank", "refused", "crash"
 )  # fmt: skip
 """Kinds of endings. A time-out is what whoever started the run says of it, and a hang may be."""
 
-LOST_RANK_CODE, USER_CODE, ERROR_CODE = 75, 2, 1
 _KILLED = (-9, 137)
 _TAIL_BYTES = 100_000
 _SHOWN = 200  # characters of a line
@@ -69,9 +70,9 @@ def ending(exit_codes: int | Iterable[int] | None, logs: Sequence[Path], *, limi
             return Ending(kind, how + found.strip()[:_SHOWN])
     if code in _KILLED:
         return Ending(OUT_OF_MEMORY, _with("killed, probably by the kernel's out-of-memory killer", line))
-    if code == USER_CODE and not _NO_REFUSAL.match(line):
+    if code == EXIT_USER_ERROR and not _NO_REFUSAL.match(line):
         return Ending(REFUSED, _with("refused", line))
-    if code == LOST_RANK_CODE:
+    if code == EXIT_LOST_RANK:
         return Ending(LOST_RANK, _with("a rank died or hung", line))
     return Ending(CRASH, _with({0: "ended early", None: "did not end"}.get(code, _code(code)), line))
 
@@ -135,5 +136,5 @@ def _srun_code(said: str) -> int | None:
 
 def _precedence(code: int) -> tuple[int, int]:
     by_signal = code < 0 or code > 128
-    order = 0 if by_signal else {ERROR_CODE: 1, USER_CODE: 3, LOST_RANK_CODE: 4, 0: 5}.get(code, 2)
+    order = 0 if by_signal else {EXIT_ERROR: 1, EXIT_USER_ERROR: 3, EXIT_LOST_RANK: 4, 0: 5}.get(code, 2)
     return order, abs(code)

@@ -219,8 +219,8 @@ def budget(points: Sequence[Point], costs: Mapping[str, Cost], nodes: int, clust
 
 
 def least_time_s(points: Sequence[tuple[int, float]], nodes: int, side_by_side: bool = True) -> float:
-    """Of an allocation for points of (nodes, seconds): side by side it is no shorter than the longest of them, nor than
-    with all its nodes always at work.
+    """Least time of an allocation for points of (nodes, seconds): side by side that of the longest of them, or of all
+    with all nodes always at work, whichever is longer.
 
     >>> least_time_s([(2, 10.0), (1, 40.0)], 2), least_time_s([(2, 10.0), (1, 40.0)], 2, side_by_side=False)
     (40.0, 50.0)

@@ -74,12 +74,12 @@ class Layout:
 
     @property
     def numbers(self) -> str:
-        """Of the trials that its figures rest on: trial 6, or: trials 6, 14, 15."""
+        """Numbers of the trials that its figures rest on: trial 6, or: trials 6, 14, 15."""
         numbers = [str(trial.number) for trial in (self.runs if self.step_s else self.trials)]
         return f"trial{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
 
     def cost(self, objective: str) -> float:
-        """Of one with figures, what a search makes small."""
+        """What a search makes small; the layout has figures."""
         assert self.step_s is not None, "only what has valid figures has a cost"
         return cost(self.step_s, self.candidate, objective)
 
@@ -90,14 +90,14 @@ def cost(step_s: float, candidate: Candidate, objective: str) -> float:
 
 
 def written(cost: float, objective: str) -> str:
-    """As users read it: tokens a second, or node-hours for 10^9 tokens."""
+    """Write a cost as users read it: tokens a second, or node-hours for 10^9 tokens."""
     value = cost * 1e9 / 3600 if objective == "node_hours" else 1 / cost
     unit = "node-hours for a billion tokens" if objective == "node_hours" else "tokens/s"
     return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.4g} {unit}"
 
 
 def layouts_of(trials: Iterable[Trial]) -> list[Layout]:
-    """Of all trials that have ended, each layout once, in the order of their first ones."""
+    """Group all trials that have ended: each layout once, in the order of their first ones."""
     by_key: dict[str, list[Trial]] = {}
     for trial in sorted(trials, key=lambda trial: trial.number):
         if trial.result is not None:

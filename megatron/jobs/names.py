@@ -14,7 +14,7 @@ from megatron.errors import ConfigError
 from megatron.planning.search.choices import SCHEDULES, parse_choices, recompute_settings
 
 Value = int | float | str | bool | None
-"""Of a parameter. None: the flag is not given."""
+"""Value of a parameter. None: the flag is not given."""
 READ_ONLY = "dp"
 """A name that expressions may use and nobody may set."""
 CHUNK = "num_layers_per_virtual_pipeline_stage"

@@ -49,7 +49,7 @@ class Nodes:
         self.free = [host for host in self._hosts if host in free]
 
     def leave_out(self, dead: Mapping[str, str]) -> None:
-        """For good; `dead` says of each what is wrong with it."""
+        """Leave nodes out for good; `dead` says of each what is wrong with it."""
         for host, why in dead.items():
             if host in self._hosts and host not in self._out:
                 self._out[host] = why

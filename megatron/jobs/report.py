@@ -48,7 +48,7 @@ class Report:
     # -- what came of it -----------------------------------------------------------------------------------------------
 
     def summary(self) -> list[str]:
-        """As sentences. No layout is called better than another within the noise."""
+        """Say it in sentences. No layout is called better than another within the noise."""
         ended = [trial for trial in self._trials if trial.result is not None]
         again = sum(trial.by == CONFIRM for trial in ended)
         lines = [*self._about_best(), f"{len(self._layouts)} of {len(self._found.candidates):,} layouts were tried, "

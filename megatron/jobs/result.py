@@ -58,7 +58,7 @@ class Result:
 
 
 def read_result(metrics: Path, asked: Config, warm_up: int, note: str = "") -> Result:
-    """Of a run that has done all its steps.
+    """Read the result of a run that has done all its steps.
 
     asked  the settings that it was to run with; note: worth knowing beside the figures, such as how it ended after its
     last step. A result with anything in it that contradicts itself, or `asked`, is INVALID and says what.
@@ -81,7 +81,7 @@ def read_result(metrics: Path, asked: Config, warm_up: int, note: str = "") -> R
 
 
 def _contradictions(run: MeasuredRun, found: Figures, asked: Config) -> Iterator[str]:
-    """Of a run with what was asked for, beyond what contradicts itself in any run (scaling.py)."""
+    """Compare a run with what was asked for, beyond what contradicts itself in any run (scaling.py)."""
     for name in _COMPARED:
         ran, wanted = run.get(name), json.loads(json.dumps(asked.get(name)))
         if ran != wanted:

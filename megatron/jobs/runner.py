@@ -32,7 +32,7 @@ from megatron.parallel.slurm import ask_slurm
 from megatron.planning.metrics_file import read_records
 
 SLACK, START_UP_S = 3.0, 300.0
-"""Of the longest time of a run: beyond its predicted steps; and start of Python, rendezvous, the first collectives.
+"""Longest time of a run: factor of its predicted steps; and start of Python, rendezvous, the first collectives.
 Limits and no guesses."""
 TIME, ALLOCATION = "time is up", "the allocation ends"
 """Why `Runner.run` ends before its source has nothing left; else the name of a signal."""

@@ -136,7 +136,7 @@ def read_run(path: str | Path) -> MeasuredRun:
 
 
 def _run(path: Path, records: list[dict[str, Any]], point: dict[str, Any]) -> MeasuredRun:
-    """Of the records from the last start on."""
+    """Make a run of the records from the last start on."""
     starts = [at for at, record in enumerate(records) if record["event"] == "start"]
     records = records[starts[-1] :] if starts else records
     start: dict[str, Any] = records[0] if starts else {}

@@ -43,12 +43,12 @@ class Setup:
 
     @property
     def steps(self) -> int:
-        """Of a trial."""
+        """Steps of a trial."""
         return self.warm_up + self.iterations
 
     @property
     def searched_by(self) -> str:
-        """For titles and summaries."""
+        """Name of the search, for titles and summaries."""
         return self.search + (" with the planner's ranking" if self.prior else "")
 
     def limit_s(self, candidate: Candidate) -> float:
@@ -116,7 +116,7 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
 
 
 def _processes(args: argparse.Namespace, space: Space, cluster: Cluster | None) -> int:
-    """Of this machine: its GPUs; without any its cores, or more where the space asks for more: they share the cores."""
+    """Count processes for this machine: its GPUs; without any its cores, or more where the space asks for more."""
     for name in ("hosts_file", "nodes", "tasks_per_node", "parallel"):
         if getattr(args, name) not in (None, 1):
             raise ConfigError(f"--{name.replace('_', '-')} is for --launcher slurm: on this machine trials run one "

@@ -74,7 +74,7 @@ class Space:
 
     @property
     def combinations(self) -> int:
-        """Of all values, whether they make a layout or not."""
+        """Count of all combinations of values, whether they make a layout or not."""
         return math.prod(len(parameter.values) for parameter in self.parameters)
 
     def combination(self, number: int) -> dict[str, Value]:
@@ -99,7 +99,7 @@ def write_key(values: Mapping[str, Value]) -> str:
 
 
 def value_text(value: Value) -> str:
-    """As a user reads it, and no digit less.
+    """Write a value as a user reads it, and no digit less.
 
     >>> [value_text(value) for value in (None, True, 4, 0.1, "selective")]
     ['none', 'on', '4', '0.1', 'selective']
@@ -245,7 +245,7 @@ class _Reader:
 
 
 def _plain(value: Any) -> Value:
-    """Of a variable. Raises ValueError."""
+    """Value of a variable. Raises ValueError."""
     if type(value) not in (int, float, str, bool) or not str(value).isprintable():
         raise ValueError("is neither a number, nor text on one line, nor true or false")
     found: Value = value

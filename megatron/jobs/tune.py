@@ -371,8 +371,8 @@ _KINDS: Mapping[str, Callable[[Any], bool]] = {
 
 
 def read_trials(out: Path, by_key: Mapping[str, Candidate], steps: int) -> list[Trial]:
-    """Of a search's folder, by number. Raises ConfigError for a file that no tuner wrote, and for a trial that would
-    run with other flags now."""
+    """Read the trials of a search's folder, by number. Raises ConfigError for a file that no tuner wrote, and for a
+    trial that would run with other flags now."""
     found = list[Trial]()
     for folder in sorted((out / "trials").glob("[0-9]*")):
         if not (folder / POINT).exists():

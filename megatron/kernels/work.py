@@ -36,7 +36,7 @@ class Attention(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """As model/formulas.py counts: all pairs, the backward pass twice the forward's."""
+        """Count as model/formulas.py does: all pairs, the backward pass twice the forward's."""
         return (2 if self.backward else 1) * 4.0 * self.batch * self.heads * self.seq**2 * self.head_dim
 
 

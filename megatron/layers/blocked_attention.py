@@ -177,7 +177,8 @@ def _split(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _counted(q: torch.Tensor, backward: bool = False) -> Scope:
-    """Of q [s, b, groups, share, d]: all blocks together are one pass of attention, whose rate is measured as such."""
+    """Count for q [s, b, groups, share, d]: all blocks together are one pass of attention, whose rate is measured as
+    such."""
     s, b, groups, share, d = q.shape
     return counts_as(Attention(b, groups * share, s, d, backward))
 

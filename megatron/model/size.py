@@ -20,7 +20,7 @@ def total_parameters(config: Config) -> int:
 
 
 def model_flops_per_token(config: Config) -> float:
-    """As formulas has it. Of a model with pieces of one's own: a product forward and two backward with each parameter
-    that these have more, and attention as that of the project's own layer."""
+    """Count as formulas does. For a model with pieces of one's own: a product forward and two backward with each
+    parameter that these have more, and attention as that of the project's own layer."""
     more = total_parameters(config) - formulas.total_parameters(config.model)
     return formulas.model_flops_per_token(config.model) + 6.0 * more

@@ -90,6 +90,25 @@ def torch_build() -> str | None:
 
 
 @contextlib.contextmanager
+def changed(environ: MutableMapping[str, str], values: Mapping[str, str | None]) -> Iterator[None]:
+    """Set these variables meanwhile, and unset those that are None; afterwards they are as they were."""
+
+    def put(wanted: Mapping[str, str | None]) -> None:
+        for name, value in wanted.items():
+            if value is None:
+                environ.pop(name, None)
+            else:
+                environ[name] = value
+
+    before = {name: environ.get(name) for name in values}
+    put(values)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+@contextlib.contextmanager
 def job_environment(
     config: Config, environ: MutableMapping[str, str] | None = None, build: str | None = None
 ) -> Iterator[list[str]]:
@@ -115,17 +134,9 @@ def job_environment(
             notes.append(f"note: {given}={environ[given]} stays as it is set; {value} is recommended: {setting.reason}")
     if chosen and "torch" in sys.modules:
         notes.append("note: torch was imported before these variables were set, and may not read all of them")
-    before = {name: environ.get(name) for name in chosen}
-    environ.update(chosen)
     listed = " ".join(f"{name}={value}" for name, value in chosen.items())
-    try:
+    with changed(environ, chosen):
         yield [*([f"environment: {listed}"] if chosen else []), *notes]
-    finally:
-        for name, value in before.items():
-            if value is None:
-                environ.pop(name, None)
-            else:
-                environ[name] = value
 
 
 class Variables:

@@ -271,7 +271,7 @@ class Meeting:
         tasks = sorted(range(len(ranks)), key=ranks.__getitem__)
         self._places = [place(hellos[task]) for task in tasks]
         self._store.set("places", json.dumps(self._places))
-        for some in _batches(range(len(ranks))) if tasks != sorted(tasks) else ():
+        for some in batches(range(len(ranks))) if tasks != sorted(tasks) else ():
             self._store.multi_set([f"task/{rank}" for rank in some], [str(tasks[rank]) for rank in some])
             self._store.multi_set([f"rank/{task}" for task in some], [str(ranks[task]) for task in some])
 
@@ -286,7 +286,7 @@ class Meeting:
     def _poll(self, keys: Sequence[str], deadline: float, unless: str = "") -> bool:
         """Whether all keys exist before the deadline, and before the key `unless` does."""
         pause, longest = 0.005, 0.2 if self.launch.task == 0 else self.pause_s
-        for batch in _batches(keys):
+        for batch in batches(keys):
             while not self._store.check(batch):
                 left = deadline - self._clock()
                 if left <= 0 or (unless and self._store.check([unless])):
@@ -297,7 +297,7 @@ class Meeting:
 
     def _values(self, keys: Sequence[str]) -> list[bytes]:
         """What the store has under keys that exist."""
-        return [value for batch in _batches(keys) for value in self._store.multi_get(batch)]
+        return [value for batch in batches(keys) for value in self._store.multi_get(batch)]
 
     def _absent(self) -> str:
         missing = self._without_key("hello")
@@ -348,6 +348,7 @@ def serving_store(launch: Launch, port: int, timeout: timedelta) -> Any:
     )  # fmt: skip
 
 
-def _batches(keys: Sequence[T]) -> Iterator[list[T]]:
+def batches(keys: Sequence[T]) -> Iterator[list[T]]:
+    """Parts of the keys, each for one request to the store."""
     for start in range(0, len(keys), _BATCH):
         yield list(keys[start : start + _BATCH])

@@ -69,7 +69,8 @@ def kill_process(pid: int, start: int) -> bool:
 def environment(
     environ: Mapping[str, str], rank: int, count: int, port: str, threads: int | None = None
 ) -> dict[str, str]:
-    """Of a process: this one's without any launcher's variables, with those of one of `count` on this node."""
+    """Make the variables of a process: this one's without any launcher's variables, with those of one of `count` on
+    this node."""
     env = {k: v for k, v in environ.items() if k not in _LAUNCHED and not k.startswith(_LAUNCHERS)}
     env |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),

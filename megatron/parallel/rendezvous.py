@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.errors import LaunchError, LostRankError
+from megatron.parallel.environment import changed
 from megatron.parallel.flight import FlightRecorder
 from megatron.parallel.flight_file import FlightFile, open_flight_file
 from megatron.parallel.hello import Alike
@@ -85,7 +86,7 @@ class Rendezvous(Meeting):
         self._held_s = _HELD_S + self.pause_s  # torch may wait in the connection: ranks that poll go on so far apart
         self._answer_s = ANSWER_S + self.pause_s  # a rank may take to hear a call and to answer it
         self._watcher: threading.Thread | None = None
-        self._previous: dict[str, str | None] = {}
+        self._variables = contextlib.ExitStack()  # that are set until the end
         self._explained: LaunchError | None = None
         self._reported = False  # a rank said why it failed
         self.speaks = False  # whether this rank is the one that acts on what `explain` found
@@ -170,8 +171,7 @@ class Rendezvous(Meeting):
             # torch's monitor of NCCL looks into the store, too, by itself every second on every rank.
             pause_ms = str(int(1000 * max(1.0, self.pause_s)))
             variables["TORCH_NCCL_COORD_CHECK_MILSEC"] = os.environ.get("TORCH_NCCL_COORD_CHECK_MILSEC", pause_ms)
-        self._previous = {name: os.environ.get(name) for name in variables}
-        os.environ.update(variables)
+        self._variables.enter_context(changed(os.environ, variables))
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         # While gloo connects it waits five times the time limit for a rank that died, and cannot be interrupted.
@@ -422,11 +422,7 @@ class Rendezvous(Meeting):
                 else:
                     dist.destroy_process_group()
         self._leave()
-        for name, value in self._previous.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        self._variables.close()
 
     def _leave(self) -> None:
         """Write that this rank is gone; the rank that serves the store stays a little for those that still ask."""

@@ -19,7 +19,7 @@ from megatron.pipeline.schedule import build_lists
 from megatron.pipeline.step_times import Boundaries, Boundary, Pipeline, PipelineRun, StageTimes
 
 __all__ = [
-    "Boundaries", "Boundary", "Pipeline", "PipelineRun", "StageTimes", "quick_seconds", "run_pipeline", "timeline",
+    "Boundaries", "Boundary", "Pipeline", "PipelineRun", "StageTimes", "run_pipeline", "timeline",
 ]  # fmt: skip
 
 
@@ -59,27 +59,6 @@ def run_pipeline(
         first_forward_start=seconds(done.starts[lists.first_forward]), last_backward_start=seconds(done.starts[last]),
         last_backward_end=seconds(done.ends[last]),
     )  # fmt: skip
-
-
-def quick_seconds(
-    schedule: AnyOrder, pipeline_size: int, chunks: int, micro_batches: int, times: StageTimes,
-    boundaries: Boundaries | None = None,
-) -> float:  # fmt: skip
-    """About run_pipeline(...).makespan, from steps of at most three rounds of micro-batches: what ranks many layouts.
-
-    A round is a multiple of as many micro-batches as there are ranks. Filled, a pipeline does in each round what it did
-    in the one before, so that the step grows by one time for each: by what the second of two short steps takes longer.
-    """
-    groups = -(-8 // pipeline_size)  # of a round: with fewer than 8 micro-batches messages have no effect yet
-    size = groups * pipeline_size
-    more = min(micro_batches % pipeline_size, groups)  # so that the first group is as large as that of the step
-    rounds = (micro_batches - more) / size
-    if rounds <= 3:
-        return run_pipeline(schedule, pipeline_size, chunks, micro_batches, times, boundaries).makespan
-    one, two = (
-        run_pipeline(schedule, pipeline_size, chunks, n * size + more, times, boundaries).makespan for n in (1, 2)
-    )
-    return two + (rounds - 2) * (two - one)
 
 
 def timeline(run: PipelineRun) -> Timeline:
@@ -124,4 +103,3 @@ def _run(pipeline: Pipeline) -> tuple[Lists, Times, float]:
 _SMALL = 100_000  # forward passes of all ranks
 _small_lists = lru_cache(maxsize=32)(build_lists)
 _large_lists = lru_cache(maxsize=1)(build_lists)
-

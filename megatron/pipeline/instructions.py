@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
-from megatron.config.pieces import Order
-
 
 class Op(IntEnum):
     """What an instruction does. BACKWARD is the whole backward pass; zero-bubble schedules split it in two.
@@ -66,7 +64,7 @@ class Instruction(NamedTuple):
 class Schedule:
     """What every rank of a pipeline does in one step, in order. Index it with a pipeline rank."""
 
-    name: str | Order
+    name: str
     pipeline_size: int
     chunks: int
     micro_batches: int

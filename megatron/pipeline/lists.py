@@ -104,8 +104,8 @@ class Costs:
 
 @dataclass(frozen=True)
 class Times:
-    """When the instructions of `Lists` start and end, by row; when ranks are done, and what they waited for messages
-    after the result waited for had been computed, by rank."""
+    """Times at which the instructions of `Lists` start and end, by row; when ranks are done, and what they waited for
+    messages after the result waited for had been computed, by rank."""
 
     starts: Numbers
     ends: Numbers

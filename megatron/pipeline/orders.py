@@ -7,18 +7,17 @@ one function, in ORDERS or given in place of a name.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron.config.parallel import SCHEDULES
+from megatron.config.pieces import Order as OrderFunction
 from megatron.errors import ConfigError
-from megatron.pipeline.instructions import Instruction, Op
+from megatron.pipeline.instructions import Op
 
 Rows = npt.NDArray[np.int32]  # [instructions, 3]: op, stage, micro-batch
-OrderFunction = Callable[[int, int, int, int], Sequence[Instruction] | Rows]
 AnyOrder = str | OrderFunction  # a name of ORDERS, or an order itself
 
 

@@ -1,4 +1,4 @@
-"""When ranks that compute, post messages and wait for them are done, over links that are slow. Pure arithmetic.
+"""Find when ranks that compute, post messages and wait for them are done, over links that are slow. Pure arithmetic.
 
 Messages are what a network sees: both sides have to post them, those of one link follow each other, and a rank can be
 held up by what it has sent. Any program can be written in these words; `actions_of` writes a pipeline schedule in them
@@ -153,7 +153,7 @@ class _Machine:
         )
 
     def _advance(self) -> None:
-        """To the next time at which a computation ends or a message arrives."""
+        """Go to the next time at which a computation ends or a message arrives."""
         slower = max(1, len(self._computing) / self._at_once)
         ends = self._now + (self._computing[0][0] - self._work) * slower if self._computing else float("inf")
         if self._arrivals and self._arrivals[0][0] <= ends:

@@ -85,7 +85,7 @@ class Pass:
         return (step.message for step in self.steps if isinstance(step, Post))
 
     def flops(self, *, again: bool | None = None) -> float:
-        """Of matrix products and attention."""
+        """FLOPs of matrix products and attention."""
         return sum(o.flops for o in self.computations(again=again) if not isinstance(o, Memory))
 
 
@@ -126,7 +126,7 @@ class Part:
 
     @property
     def elements(self) -> int:
-        """Of all parameters on one tensor rank."""
+        """Count of all parameters on one tensor rank."""
         return sum(p.elements for p in self.parameters)
 
     def padding(self, ranks: int) -> float:

@@ -136,7 +136,8 @@ class ChunkMemory:
 
 @lru_cache(maxsize=1 << 14)
 def chunk_memory(traced: Trace, stage: Stage, group: int, block: int) -> ChunkMemory:
-    """Of a stage. group: layers that are recomputed together, at most; block: what a tensor's size is rounded up to.
+    """Follow the memory of a stage. group: layers that are recomputed together, at most; block: what a tensor's size
+    is rounded up to.
 
     A part's output goes at the end of its forward pass, and is there as the input of the next: on another stage as a
     message.
@@ -224,16 +225,20 @@ class RankMemory:
 
 
 def memory_of_ranks(
-    config: Config, device: str = "gpu", *, ranks: Sequence[int] | None = None
+    config: Config, device: str = "cuda", *, ranks: Sequence[int] | None = None
 ) -> tuple[RankMemory, ...]:
     """The memory of every pipeline rank, or of `ranks`, in a step with the full global batch.
 
-    device   "gpu" or "cpu": they differ in the operators that run, and in how memory is rounded
+    device   "cpu", or that of a GPU: they differ in the operators that run, and in how memory is rounded
     """
-    traced = trace(config, "cpu" if device == "cpu" else "cuda")
+    traced = _traced(config, device)
     every = range(config.parallel.pipeline_model_parallel_size)
     block = CPU_BLOCK if device == "cpu" else GPU_BLOCK
     return tuple(_memory(config, traced, rank, block) for rank in (every if ranks is None else ranks))
+
+
+def _traced(config: Config, device: str) -> Trace:
+    return trace(config, "cpu" if device == "cpu" else "cuda")
 
 
 def sized_model(config: Config) -> ModelConfig:
@@ -242,9 +247,9 @@ def sized_model(config: Config) -> ModelConfig:
     return model if model.vocab_size is not None else dataclasses.replace(model, vocab_size=GPT2_VOCABULARY)
 
 
-def parameters_of_rank(config: Config, rank: int, device: str = "gpu") -> int:
+def parameters_of_rank(config: Config, rank: int, device: str = "cuda") -> int:
     """Parameters on each device of a pipeline rank, the last one's copy of a tied embedding included."""
-    return _parameters(config, trace(config, "cpu" if device == "cpu" else "cuda"), rank)
+    return _parameters(config, _traced(config, device), rank)
 
 
 def _parameters(config: Config, traced: Trace, rank: int) -> int:
@@ -261,7 +266,7 @@ def _memory(config: Config, traced: Trace, rank: int, block: int) -> RankMemory:
     in_fp32 = config.precision.dtype_name == "float32"
     return RankMemory(
         rank=rank,
-        weights=(4.0 if in_fp32 else 2.0) * n,
+        weights=float(config.precision.weight_bytes * n),
         master=0.0 if in_fp32 else 4.0 * n / divided,
         moments=float(optimizer_state(config).bytes) * n / divided,
         gradients=float(n * config.precision.gradient_bytes),

@@ -123,8 +123,8 @@ def tied_elements(config: Config, trace: Trace) -> float:
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """Of one micro-batch. `backward` is the first half where the backward pass is split, `weight` the second. overhead:
-    of the host, for each of the three."""
+    """Seconds of one micro-batch. `backward` is the first half where the backward pass is split, `weight` the second.
+    overhead: of the host, for each of the three."""
 
     forward: PassSeconds
     backward: PassSeconds

@@ -20,7 +20,7 @@ class Table:
         return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
     def text(self, width: int) -> str:
-        """For a terminal; numbers stand to the right."""
+        """Render for a terminal; numbers stand to the right."""
         from rich import box
         from rich.console import Console
         from rich.table import Table as RichTable
@@ -37,7 +37,7 @@ class Table:
 
 
 def print_table(table: Table) -> None:
-    """For a terminal; piped, it is wide."""
+    """Print for a terminal; piped, it is wide."""
     from shutil import get_terminal_size
 
     print(table.text(get_terminal_size().columns if sys.stdout.isatty() else _PIPED_WIDTH))

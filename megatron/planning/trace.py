@@ -58,7 +58,7 @@ _NOT_FOR_ONE = {
     ),
 }  # fmt: skip
 _COUNTS = {"data": ("reset_position_ids",)}
-"""Of the other sections."""
+"""Settings of the other sections that count."""
 _KEPT = 4
 """Folders of traces of other sources, such as those of another checkout."""
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -88,7 +88,7 @@ _traces: dict[tuple[Any, ...], Trace] = {}
 
 @functools.cache
 def _that_count() -> list[tuple[str, Callable[[Any], Any]]]:
-    """For each section a function that reads all of it on which a trace depends."""
+    """Make for each section a function that reads all of it on which a trace depends."""
     return [
         (name, operator.attrgetter(*(
             field.name for field in dataclasses.fields(section)

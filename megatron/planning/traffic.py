@@ -66,7 +66,7 @@ def traffic_of(config: Config, device: str) -> Traffic:
 
 
 def _tensor(ranks: int, traced: Trace, stages: Sequence[Stage], micro_batches: int) -> tuple[Flow, ...]:
-    """Of the collectives in these stages' passes."""
+    """Sum the collectives in these stages' passes."""
     found: dict[str, float] = {}
     for stage in stages:
         for name, runs in stage_passes(traced, stage).items():
@@ -85,7 +85,7 @@ def _data(config: Config, parameters: int) -> tuple[Flow, ...]:
     gradients, kind = parameters * precision.gradient_bytes, f"{precision.main_grads_dtype} gradients"
     if config.engine.zero_stage == 0:
         return (Flow(f"{kind} (all-reduce)", ring_bytes(gradients, replicas)),)
-    width = 4 if precision.dtype_name == "float32" else 2
+    width = precision.weight_bytes
     return (
         Flow(f"{kind} (scatter)", ring_bytes(gradients, replicas, "reduce_scatter")),
         Flow(f"{8 * width}-bit weights (gather)", ring_bytes(parameters * width, replicas, "all_gather")),

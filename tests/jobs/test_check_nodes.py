@@ -7,6 +7,7 @@ import json
 import math
 import os
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,7 +57,7 @@ class Patient(Desk):
 
     def pause(self, seconds: float) -> None:
         if self.store.add(f"came/{self.step}", 0) < self.living:
-            __import__("time").sleep(0.01)
+            time.sleep(seconds)
         else:
             self.seconds += seconds
 

@@ -3,17 +3,15 @@ from __future__ import annotations
 
 import dataclasses
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.errors import ConfigError
-from megatron.pipeline import clock, lists
-from megatron.pipeline.clock import Boundaries, PipelineRun, StageTimes, quick_seconds, run_pipeline, timeline
+from megatron.pipeline import lists
+from megatron.pipeline.clock import Boundaries, PipelineRun, StageTimes, run_pipeline, timeline
 from megatron.pipeline.instructions import Op
-from megatron.pipeline.orders import AnyOrder
 from megatron.pipeline.step_times import Pipeline
 
 needs_extension = pytest.mark.skipif(lists.compiled is None, reason="csrc/schedule_clock.cpp was not built")
@@ -180,40 +178,6 @@ def test_what_holds_of_every_step(pipeline: Pipeline) -> None:
         gives = [s for s in of_stage if s.instruction.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT)]
         assert run.last_backward_end[stage] == pytest.approx(max(span.end for span in gives))
         assert run.last_backward_start[stage] == pytest.approx(max(span.start for span in gives))
-
-
-# Long steps from short ones.
-
-
-@given(pipelines(most=400), positive, positive, positive)
-def test_quick_seconds_are_those_of_the_step(
-    pipeline: Pipeline, forward: float, backward: float, weight: float
-) -> None:
-    """Exactly where stages are alike and messages cost nothing."""
-    name, size, chunks, m = pipeline.schedule, pipeline.size, pipeline.chunks, pipeline.micro_batches
-    times = even(size * chunks, forward, backward, weight)
-    seconds = run_pipeline(name, size, chunks, m, times).makespan
-    assert quick_seconds(name, size, chunks, m, times) == pytest.approx(seconds)
-
-
-@pytest.mark.parametrize("name, size, chunks, m", [
-    ("1f1b", 4, 1, 1003), ("zb-h1", 3, 1, 500), ("interleaved", 4, 3, 403),
-])  # fmt: skip
-def test_quick_seconds_with_messages_and_a_longer_stage(name: str, size: int, chunks: int, m: int) -> None:
-    """Nearly, from short steps alone."""
-    stages = size * chunks
-    times = dataclasses.replace(even(stages, 1.0, 2.0, 1.0), forward=(*((1.0,) * (stages - 1)), 1.5))
-    boundaries = across(size, (0.05, 0.02), (0.05, 0.02))
-    seconds = run_pipeline(name, size, chunks, m, times, boundaries).makespan
-    run = clock.run_pipeline
-
-    def short(schedule: AnyOrder, p: int, v: int, of: int, *more: Any) -> PipelineRun:
-        assert of < 36
-        return run(schedule, p, v, of, *more)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clock, "run_pipeline", short)
-        assert quick_seconds(name, size, chunks, m, times, boundaries) == pytest.approx(seconds, rel=0.01)
 
 
 def across(size: int, forward: tuple[float, float], backward: tuple[float, float]) -> Boundaries:

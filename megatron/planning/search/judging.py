@@ -81,7 +81,7 @@ class Outdone:
 
 def memory_on(config: Config, cluster: Cluster, ranks: Sequence[int] | None = None) -> Sequence[RankMemory]:
     """Of these pipeline ranks, of all by default, by the operators that run on this machine's devices."""
-    return memory_of_ranks(config, "cpu" if cluster.device_type == "cpu" else "gpu", ranks=ranks)
+    return memory_of_ranks(config, cluster.device_type, ranks=ranks)
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ class Judge:
 
     def _least_states(self, config: Config) -> tuple[float, int]:
         """(bytes of weights, gradients and optimizer on the pipeline rank with most parameters, the rank)."""
-        parallel, width = config.parallel, 4 if config.precision.dtype_name == "float32" else 2
+        parallel, width = config.parallel, config.precision.weight_bytes
         key = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.num_chunks)
         if key not in self._parameters:
             ranks = range(parallel.pipeline_model_parallel_size)

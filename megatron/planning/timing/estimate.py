@@ -121,7 +121,7 @@ class Estimate:
     @functools.cached_property
     def memory(self) -> tuple[RankMemory, ...]:
         """Of a device of each pipeline rank."""
-        return memory_of_ranks(self.config, "cpu" if self.cluster.device_type == "cpu" else "gpu")
+        return memory_of_ranks(self.config, self.cluster.device_type)
 
     @property
     def capacity_bytes(self) -> float:
@@ -215,8 +215,8 @@ def _after(
 
 
 def _flops(config: Config, traced: Trace, again: bool | None) -> float:
-    """Of a step on all devices, without recomputation (again: False) or with it (None). What padding of the vocabulary
-    is multiplied with is no work of the model."""
+    """FLOPs of a step on all devices, without recomputation (again: False) or with it (None). What padding of the
+    vocabulary is multiplied with is no work of the model."""
     parallel, stages = config.parallel, Counter(stages_of(config))
     of_pipeline = sum(n * sum(stage_flops(traced, stage, again=again).values()) for stage, n in stages.items())
     tensor = parallel.tensor_model_parallel_size

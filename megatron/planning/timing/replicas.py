@@ -116,7 +116,7 @@ def exchange(
     parallel, engine = config.parallel, config.engine
     if parallel.data_parallel_size == 1:
         return Exchange(0.0, 0.0, 0.0)
-    width, sum_width = 4 if config.precision.dtype_name == "float32" else 2, config.precision.gradient_bytes
+    width, sum_width = config.precision.weight_bytes, config.precision.gradient_bytes
     limit = bucket_elements(engine.zero_reduce_bucket_size, parallel.data_parallel_size)
     stages, size = stages_of(config), parallel.pipeline_model_parallel_size
     replicas, owned = parallel.data_parallel_size, engine.zero_stage > 0
