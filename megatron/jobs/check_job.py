@@ -36,6 +36,7 @@ from megatron.planning.checkpoint_size import checkpoint_bytes
 from megatron.planning.cluster import Cluster, load_cluster
 from megatron.planning.memory import memory_of_ranks
 from megatron.planning.timing import estimate
+from megatron.planning.trace import GPT2_VOCABULARY
 from megatron.training.failures import EXIT_USER_ERROR
 from megatron.training.walltime import Unwatched, WallTime
 from megatron.untrusted import is_count, read_bytes
@@ -454,8 +455,8 @@ def _with_vocabulary(job: Job, config: Config) -> Config:
         except MegatronError as problem:
             job.find("error", "tokenizer", str(problem))
     if config.model.vocab_size is None:
-        job.find("note", "tokenizer", "figures take GPT-2's vocabulary of 50257")
-        return config.replace(vocab_size=50257)
+        job.find("note", "tokenizer", f"figures take GPT-2's vocabulary of {GPT2_VOCABULARY}")
+        return config.replace(vocab_size=GPT2_VOCABULARY)
     return config
 
 

@@ -381,13 +381,14 @@ def _topology(config: Config, device: str) -> Topology:
 
 
 @contextlib.contextmanager
-def _followed(piece_of: Callable[[], _Piece], device: str, recorder: _Recorder) -> Iterator[_Piece]:
-    """Inside, what runs is followed; the piece is made first."""
+def _followed(config: Config, device: str, kind: str) -> Iterator[tuple[_Recorder, _Piece]]:
+    """Follow what a part of the model runs inside, on a "cuda" or "cpu" device that need not be here."""
+    on, recorder = "cpu" if device == "cpu" else "meta", _Recorder()
     with contextlib.ExitStack() as stack:
-        if device == "meta":
+        if on == "meta":
             stack.enter_context(library.assumed("meta"))
-        stack.enter_context(without_data(device, recorder))
-        piece = piece_of()
+        stack.enter_context(without_data(on, recorder))
+        piece = _Piece(config, _topology(config, on), kind)
         recorder.know(piece.chunk)
         stack.enter_context(followed(recorder))
         hooks = torch.nn.modules.module
@@ -396,17 +397,12 @@ def _followed(piece_of: Callable[[], _Piece], device: str, recorder: _Recorder) 
             hooks.register_module_forward_hook(recorder.leave_module, always_call=True),
         ):
             stack.callback(handle.remove)
-        yield piece
+        yield recorder, piece
 
 
 def record(config: Config, device: str, kind: str) -> Part:
-    """Run one part of the model, "embedding", "layer" or "head", on a "cuda" or "cpu" device that need not be here."""
-    on, recorder = "cpu" if device == "cpu" else "meta", _Recorder()
-
-    def make() -> _Piece:
-        return _Piece(config, _topology(config, on), kind)
-
-    with _followed(make, on, recorder) as piece:
+    """Run one part of the model, "embedding", "layer" or "head"."""
+    with _followed(config, device, kind) as (recorder, piece):
         before = recorder.held()
         piece.backward(recorder, piece.forward(recorder)[1])  # makes tables, and asks what is asked of a device once
         tables = recorder.held() - before
@@ -417,14 +413,8 @@ def record(config: Config, device: str, kind: str) -> Part:
 
 
 def calls(config: Config, device: str, kind: str) -> list[Calls]:
-    """What one part computes, forward and backward, in order: the operators themselves, on tensors without data."""
-    on, recorder = "cpu" if device == "cpu" else "meta", _Recorder()
-
-    def make() -> _Piece:
-        return _Piece(config, _topology(config, on), kind)
-
-    with _followed(make, on, recorder) as piece:
-        found: list[Calls] = []
-        recorder.calls = found
+    """List what one part computes, forward and backward, in order: the operators, on tensors without data."""
+    with _followed(config, device, kind) as (recorder, piece):
+        recorder.calls = found = list[Calls]()
         piece.backward(recorder, piece.forward(recorder)[1])
         return found
