@@ -56,5 +56,6 @@ def test_narrowing():
     Layout(64, 32, 2, 4, 3, "interleaved", 1, True, True, 1, "selective:mlp_act+layernorm", "pp-tp-dp", (1, 0)),
 ])  # fmt: skip
 def test_a_configuration_has_the_layout_that_it_was_given(layout):
-    plain = Config.create(num_layers=24, hidden_size=256, num_attention_heads=8, seq_length=128, vocab_size=512, bf16=True)
+    model = dict(num_layers=24, hidden_size=256, num_attention_heads=8, seq_length=128, vocab_size=512, bf16=True)
+    plain = Config.create(**model)
     assert layout_of(plain.replace(**layout.settings(24))) == layout

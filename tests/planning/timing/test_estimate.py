@@ -17,10 +17,9 @@ from megatron.planning.channels import Channels
 from megatron.planning.clocked import rates_of
 from megatron.planning.cluster import Cluster, load_cluster
 from megatron.planning.compute import Figure
-from megatron.planning.placement import naive_placement
 from megatron.planning.timing import PARTS, estimate, explain, folded_seconds
 from megatron.planning.timing.parts import busiest_rank
-from tests.planning.timing.configs import RECOMPUTE, configs, run, settings_of_runs
+from tests.planning.timing.configs import configs, run, settings_of_runs
 
 FRONTIER = load_cluster("frontier")
 # The same node as if its devices were processes that share four cores.
