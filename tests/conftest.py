@@ -44,7 +44,7 @@ LONGEST = """
     planning/timing/test_operations_of_a_run.py jobs/test_report.py training/test_spikes.py jobs/test_search.py
     checkpoint/test_load_layouts.py engine/test_deepspeed_setup.py
     checkpoint/foreign/test_deepspeed.py training/test_exact_resume.py training/test_tools.py
-    kernels/test_compile.py planning/search/test_tree.py tools/test_calibrate.py checkpoint/test_async_save.py
+    kernels/test_compile.py planning/search/test_find.py tools/test_calibrate.py checkpoint/test_async_save.py
 """.split()
 
 

@@ -33,8 +33,8 @@ A layout is written tp=4,pp=16,chunks=2,mbs=1,recompute=selective, of any of
 
 Of a preset the model counts, not its layout. What a layout does not name is chosen as fastest; recompute=full is
 full:uniform:1, as in a run. --fix and --allow take several values, tp=4,8, and there recompute=full is all that begin
-so. Flags of pretrain_gpt.py after -- are the fixed part: one that names a layout's size fixes it. The search is exact:
-a layout is left out only where it is invalid, does not fit, or has a bound that proves that it changes nothing.
+so. Flags of pretrain_gpt.py after -- are the fixed part: one that names a layout's size fixes it. All layouts that can
+fit are ranked by a formula; the best of them, and of those with each value, are estimated on the schedule's clock.
 
 Exit code 0; 2 for a mistake; 3 where nothing fits, or a layout is rejected."""
 
@@ -72,7 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     out.add_argument("--explain", nargs="?", const="1", metavar="N|LAYOUT", help="walk through the arithmetic of "
                      "number N of the table or of --layout (default 1), or of this layout")  # fmt: skip
     out.add_argument("--bounds", action="store_true", help="how far the seconds of the layouts may be off, and what "
-                     "they cannot be below")  # fmt: skip
+                     "they would be at the device's peak")  # fmt: skip
     out.add_argument("--paper-flops", action="store_true", help="TFLOP/s of a device by the formula of Dash et al. "
                      "(arXiv 2312.12705)")  # fmt: skip
     out.add_argument("--output", type=Path, metavar="DIR", help="write table.csv, table.json, pareto.png, "

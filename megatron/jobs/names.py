@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config.command_line import OWN_FLAGS, Flag, flag_table, read_settings, settings_flags
+from megatron.config.layout import parse_layout, recompute_settings
 from megatron.config.option import Option
+from megatron.config.parallel import SCHEDULES
 from megatron.config.presets import PRESETS
 from megatron.config.settings import all_options, did_you_mean, raise_problems, section_of
 from megatron.errors import ConfigError
-from megatron.planning.search.choices import SCHEDULES, parse_choices, recompute_settings
 
 Value = int | float | str | bool | None
 """Value of a parameter. None: the flag is not given."""
@@ -113,7 +114,7 @@ def _special(name: str, value: Any) -> Value:
     """Of a short name that is no flag. Raises ValueError."""
     if name == "recompute":
         try:
-            found = str(parse_choices(f"recompute={value}", "")["recompute"][0])
+            found = str(parse_layout(f"recompute={value}", "")["recompute"][0])
         except ConfigError:
             raise ValueError(f"is {value!r}: give none, selective:MODULE+MODULE of core_attn, mlp_act and layernorm, "
                              "full:uniform:LAYERS or full:block:LAYERS") from None  # fmt: skip

@@ -70,6 +70,11 @@ class Channels:
         """
         return self._collective("tensor-parallel", kind, n_bytes, self._lanes.tensor, self._lanes.tensor_rate)
 
+    @property
+    def tensor_lane(self) -> tuple[Group, Rate | None]:
+        """What tensor_s depends on, beside the machine."""
+        return self._lanes.tensor, self._lanes.tensor_rate
+
     def data_s(self, kind: str, n_bytes: float) -> float:
         """The same of a data-parallel group."""
         return self._collective("data-parallel", kind, n_bytes, self._lanes.data, self._lanes.data_rate)

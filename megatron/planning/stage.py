@@ -101,6 +101,7 @@ def stage_flops(trace: Trace, stage: Stage, *, again: bool | None = None) -> dic
     return {name: sum(map(flops, runs)) for name, runs in stage_passes(trace, stage).items()}
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def parameters_of(trace: Trace, stage: Stage) -> int:
     """That one tensor rank of a stage holds, a tied embedding on the last one, too."""
     count = stage.layers * trace.layer.elements + stage.first * trace.embedding.elements

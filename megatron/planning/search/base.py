@@ -7,9 +7,10 @@ from typing import Any
 
 from megatron.config import PRESETS, Config
 from megatron.config.command_line import Flag, flag_table, parse_plan, scan
+from megatron.config.layout import MODULES
+from megatron.config.parallel import SCHEDULES
 from megatron.config.settings import did_you_mean, raise_problems
 from megatron.errors import ConfigError
-from megatron.planning.search.choices import MODULES, SCHEDULES
 
 _DIMENSION_OF: Mapping[str, str] = {
     "global_batch_size": "gbs", "tensor_model_parallel_size": "tp", "pipeline_model_parallel_size": "pp",

@@ -8,19 +8,18 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megatron.config.layout import Layout, narrowed, parse_layout, write_value
 from megatron.config.option import MOST_PROCESSES
 from megatron.errors import ConfigError
 from megatron.planning.cluster import Cluster, load_cluster
 from megatron.planning.placement import place_with
 from megatron.planning.search import tables
 from megatron.planning.search.base import Base, make_base
-from megatron.planning.search.choices import Choices, narrowed, parse_choices, write_choices, write_value
 from megatron.planning.search.files import make_folder, write_all
-from megatron.planning.search.judging import GIB, Judge, Judged
+from megatron.planning.search.find import GIB, Found, Search, search
 from megatron.planning.search.outcome import estimates_of, run_of, sensitivity
 from megatron.planning.search.show import Show
 from megatron.planning.search.space import Space
-from megatron.planning.search.tree import Found, search
 from megatron.planning.search.verdict import Asked, asked, explained, verdict
 from megatron.planning.table import Table
 from megatron.planning.timing import Estimate, explain
@@ -30,37 +29,37 @@ EXIT_NOTHING_FITS = 3
 
 def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
     """Search or judge what was asked for, print and write. Raises ConfigError."""
-    judge, show = make_judge(args, flags), Show(args.markdown)
+    given, show = make_search(args, flags), Show(args.markdown)
     texts, number = list(args.layout), args.explain
     if number is not None and not number.isdecimal():
         texts, number = [*texts, number], str(len(texts) + 1)
-    forms = [asked(judge, text) for text in texts]
+    forms = [asked(given, text) for text in texts]
     _check_output(args, forms)
     if number is not None and forms:
         return _explain_form(forms[_place(number, len(forms)) - 1], args, show)
     if forms:
-        return _judge_forms(judge, forms, args, show)
-    found = _search(judge, args)
+        return _judge_forms(given, forms, args, show)
+    found = _search(given, args)
     best = found.best[: args.top]
     if number is not None and best:
         place = _place(number, len(best))
-        choices = best[place - 1].choices
-        show.text(f"layout {place} of the best: {write_choices(choices, judge.space.cluster)}")
-        _show_arithmetic(judge, choices, show)
+        layout = best[place - 1].layout
+        show.text(f"layout {place} of the best: {layout.write(given.space.cluster.devices_per_node)}")
+        _show_arithmetic(given, layout, show)
         return 0
-    chosen = _with_estimates(judge, best)
-    show.text(_headline(judge))
+    chosen = estimates_of(given, best)
+    show.text(_headline(given))
     show.text(_counts(found))
     if chosen:
-        _show_layouts("best layouts", judge, chosen, args, show)
-        _show_choices(judge, found, show)
-        _show_run(judge, chosen[0][1], args, show)
+        _show_layouts("best layouts", given, chosen, args, show)
+        _show_choices(given, found, show)
+        _show_run(given, chosen[0][1], args, show)
     show.table(tables.rejection_table(found))
     if not chosen:
         show.text("Nothing fits or is allowed: the table above says why. More nodes, more of tp, pp or recompute, or "
                   "less --headroom may help.")  # fmt: skip
         return EXIT_NOTHING_FITS
-    _write(judge, found, chosen, args, show)
+    _write(given, found, chosen, args, show)
     return 0
 
 
@@ -81,51 +80,47 @@ def _place(text: str, most: int) -> int:
     return int(text)
 
 
-def _judge_forms(judge: Judge, forms: Sequence[Asked], args: argparse.Namespace, show: Show) -> int:
+def _judge_forms(given: Search, forms: Sequence[Asked], args: argparse.Namespace, show: Show) -> int:
     """Print the fastest layout of each form, and why others are rejected."""
-    given = [verdict(form, args.processes) for form in forms]
-    chosen = _with_estimates(judge, [each.judged for each in given if each.judged is not None])
-    show.text(_headline(judge))
+    verdicts = [verdict(form, args.processes) for form in forms]
+    chosen = estimates_of(given, [each.judged for each in verdicts if each.judged is not None])
+    show.text(_headline(given))
     if chosen:
-        _show_layouts("layouts", judge, chosen, args, show)
-        _show_run(judge, chosen[0][1], args, show)
-    for line in (line for each in given for line in each.lines()):
+        _show_layouts("layouts", given, chosen, args, show)
+        _show_run(given, chosen[0][1], args, show)
+    for line in (line for each in verdicts for line in each.lines()):
         show.text(line)
     if len(chosen) < len(forms):
         return EXIT_NOTHING_FITS
-    _write(given[0].asked.judge, given[0].found, chosen, args, show)
+    _write(verdicts[0].asked.search, verdicts[0].found, chosen, args, show)
     return 0
 
 
 def _explain_form(form: Asked, args: argparse.Namespace, show: Show) -> int:
-    given = verdict(form, args.processes)
-    for line in given.lines():
+    found = verdict(form, args.processes)
+    for line in found.lines():
         show.text(line)
-    named = explained(given)
+    named = explained(found)
     if named is not None:
         show.text(named[1])
-        _show_arithmetic(form.judge, named[0], show)
-    return 0 if given.judged is not None else EXIT_NOTHING_FITS
-
-
-def _with_estimates(judge: Judge, found: Sequence[Judged]) -> list[tuple[Choices, Estimate]]:
-    return [(each.choices, estimate) for each, estimate in zip(found, estimates_of(judge, found), strict=True)]
+        _show_arithmetic(form.search, named[0], show)
+    return 0 if found.judged is not None else EXIT_NOTHING_FITS
 
 
 def _write(
-    judge: Judge, found: Found, chosen: list[tuple[Choices, Estimate]], args: argparse.Namespace, show: Show
+    given: Search, found: Found, chosen: list[tuple[Layout, Estimate]], args: argparse.Namespace, show: Show
 ) -> None:
     if args.output is not None:
-        for path in write_all(args.output, judge, found, chosen, args.tokens):
+        for path in write_all(args.output, given, found, chosen, args.tokens):
             show.text(f"wrote {path}")
 
 
-def make_judge(args: argparse.Namespace, flags: Sequence[str]) -> Judge:
-    """The judge of what the words ask for. Raises ConfigError."""
+def make_search(args: argparse.Namespace, flags: Sequence[str]) -> Search:
+    """The search that the words ask for. Raises ConfigError."""
     cluster = load_cluster(args.cluster)
     worlds = _worlds(args, cluster)
     batches = [] if args.global_batch is None else _numbers(args.global_batch, "--global-batch")
-    fixed = parse_choices(",".join(args.fix), "--fix") if args.fix else {}
+    fixed = parse_layout(",".join(args.fix), "--fix") if args.fix else {}
     if {"nodes", "gbs"} & fixed.keys():
         raise ConfigError("--fix nodes=... and gbs=...: give --nodes and --global-batch")
     base = make_base(args.preset, flags, batches)
@@ -134,7 +129,7 @@ def make_judge(args: argparse.Namespace, flags: Sequence[str]) -> Judge:
     for name, values in wanted.items():
         if not values:
             raise ConfigError(f"--fix {name}=... contradicts the flags after --, which fix {base.wanted[name]}")
-    allowed = parse_choices(",".join(args.allow), "--allow") if args.allow else {}
+    allowed = parse_layout(",".join(args.allow), "--allow") if args.allow else {}
     if {"nodes", "gbs"} & allowed.keys():
         raise ConfigError("--allow nodes=... and gbs=...: give --nodes and --global-batch")
     for name, values in allowed.items():
@@ -143,7 +138,7 @@ def make_judge(args: argparse.Namespace, flags: Sequence[str]) -> Judge:
     _check_orders(wanted.get("devices", ()), cluster)
     space = Space(base, cluster, worlds, tuple(wanted["gbs"]), wanted, allowed)
     capacity = cluster.memory_gib * GIB - headroom_bytes(args.headroom, cluster)
-    return Judge(space, capacity, per_node=args.objective == "node-hours")
+    return Search(space, capacity, per_node=args.objective == "node-hours")
 
 
 def _check_format(base: Base, name: str, cluster: Cluster) -> None:
@@ -213,25 +208,24 @@ def headroom_bytes(text: str, cluster: Cluster) -> float:
     return found
 
 
-def _search(judge: Judge, args: argparse.Namespace) -> Found:
+def _search(given: Search, args: argparse.Namespace) -> Found:
     console = Console(stderr=True)
     if not console.is_terminal:
-        return search(judge, args.top, args.processes)
+        return search(given, args.top, args.processes)
     with console.status("searching") as status:
         def tell(found: Found) -> None:
-            best = f", best {found.best[0].seconds:.2f} s a step" if found.best else ""
             counts = found.counts
-            status.update(f"{counts['layouts']:,} layouts, {counts['estimated']:,} estimated, {counts['too big']:,} "
-                          f"too big, {counts['bounded']:,} out of the running{best}")  # fmt: skip
+            status.update(f"{counts['layouts']:,} layouts, {counts['too big']:,} too big, {counts['outdone']:,} "
+                          "outdone")  # fmt: skip
 
-        return search(judge, args.top, args.processes, tell)
+        return search(given, args.top, args.processes, tell)
 
 
 # -- what is printed ---------------------------------------------------------------------------------------------------
 
 
-def _headline(judge: Judge) -> str:
-    space, capacity = judge.space, judge.capacity / GIB
+def _headline(given: Search) -> str:
+    space, capacity = given.space, given.capacity / GIB
     cluster, model = space.cluster, space.base.config.model
     nodes = ", ".join(f"{-(-world // cluster.devices_per_node):,}" for world in space.worlds)
     return (
@@ -244,42 +238,42 @@ def _headline(judge: Judge) -> str:
 def _counts(found: Found) -> str:
     counts = found.counts
     return (
-        f"{counts['layouts']:,} layouts of {counts['shapes']:,} sizes in {found.seconds:.1f} s: "
-        f"{counts['estimated']:,} estimated, {counts['too big']:,} too big, {counts['bounded']:,} cannot matter"
+        f"{counts['layouts']:,} layouts of {counts['sizes']:,} sizes in {found.seconds:.1f} s: "
+        f"{counts['estimated']:,} estimated, {counts['outdone']:,} outdone by these"
     )
 
 
 def _show_layouts(
-    title: str, judge: Judge, chosen: list[tuple[Choices, Estimate]], args: argparse.Namespace, show: Show
+    title: str, given: Search, chosen: list[tuple[Layout, Estimate]], args: argparse.Namespace, show: Show
 ) -> None:
-    show.table(tables.layout_table(title, chosen, judge.capacity, args.tokens, papers=args.paper_flops))
+    show.table(tables.layout_table(title, chosen, given.capacity, args.tokens, papers=args.paper_flops))
     show.table(tables.parts_table(chosen))
     show.table(tables.placement_table(chosen))
     if args.bounds:
         show.table(tables.bounds_table(chosen))
 
 
-def _show_choices(judge: Judge, found: Found, show: Show) -> None:
+def _show_choices(given: Search, found: Found, show: Show) -> None:
     """The best layout of each batch and number of nodes, and what each choice is worth."""
-    if len(judge.space.batches) > 1:
-        show.table(tables.values_table(found, judge, "gbs", "global batch"))
+    if len(given.space.batches) > 1:
+        show.table(tables.values_table(found, given, "gbs", "global batch"))
         show.text("More samples a step hide the bubble and the reduction of gradients; whether training stands so "
                   "large a batch is not for this to say.")  # fmt: skip
-    if len(judge.space.worlds) > 1:
-        show.table(tables.values_table(found, judge, "nodes", "nodes"))
-    show.table(tables.sensitivity_table(sensitivity(judge, found)))
+    if len(given.space.worlds) > 1:
+        show.table(tables.values_table(found, given, "nodes", "nodes"))
+    show.table(tables.sensitivity_table(sensitivity(given, found)))
 
 
-def _show_run(judge: Judge, first: Estimate, args: argparse.Namespace, show: Show) -> None:
+def _show_run(given: Search, first: Estimate, args: argparse.Namespace, show: Show) -> None:
     show.text("also on: sp sequence parallelism, overlap of tensor-parallel messages, ZeRO stage 1")
     if args.tokens:
-        whole, cluster = run_of(first, args.tokens), judge.space.cluster
+        whole, cluster = run_of(first, args.tokens), given.space.cluster
         jobs = ""
         if whole.jobs:
             jobs = f", {whole.jobs:,} job(s) of {cluster.wall_limit_hours(first.nodes):g} h, the longest"
         show.text(f"Number 1: {whole.steps:,} steps, {whole.days:.1f} days, {whole.node_hours:,.0f} node-hours{jobs}, "
                   "without start-up, evaluation, saving and failures.")  # fmt: skip
-    for line in caveats(first, judge.space.cluster):
+    for line in caveats(first, given.space.cluster):
         show.text(line)
 
 
@@ -292,9 +286,9 @@ def caveats(winner: Estimate, cluster: Cluster) -> list[str]:
     return lines
 
 
-def _show_arithmetic(judge: Judge, choices: Choices, show: Show) -> None:
-    config = judge.space.config(choices)
-    placement = place_with(config, judge.space.cluster, choices.rank_order, choices.device_order)
-    for section in explain(config, judge.space.cluster, placement):
+def _show_arithmetic(given: Search, layout: Layout, show: Show) -> None:
+    config = given.space.config(layout)
+    placement = place_with(config, given.space.cluster, layout.rank_order, layout.device_order)
+    for section in explain(config, given.space.cluster, placement):
         rows: list[tuple[str, ...]] = [tuple(map(str, row)) for row in section.rows]
         show.table(Table(section.title, ("term", "formula", "value", "basis"), rows), left=(0, 1, 3))

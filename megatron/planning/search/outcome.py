@@ -6,11 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.errors import ConfigError
+from megatron.config.layout import DIMENSIONS, Layout, write_value
 from megatron.planning.placement import naive_placement, place_with
-from megatron.planning.search.choices import DIMENSIONS, write_value
-from megatron.planning.search.judging import Judge, Judged
-from megatron.planning.search.tree import Found
+from megatron.planning.search.find import Found, Judged, Search
 from megatron.planning.timing import Estimate, estimate
 
 _DAY = 86400.0
@@ -58,13 +56,13 @@ def _ramp(found: Estimate) -> Iterator[tuple[int, float]]:
         yield from ((size, samples / len(sizes)) for size in sizes)
 
 
-def estimates_of(judge: Judge, chosen: Sequence[Judged]) -> list[Estimate]:
-    """The whole estimates of layouts that were judged, on the placements that were chosen for them."""
-    found = []
-    for judged in chosen:
-        config = judge.space.config(judged.choices)
-        placement = place_with(config, judge.space.cluster, judged.choices.rank_order, judged.choices.device_order)
-        found.append(estimate(config, judge.space.cluster, placement))
+def estimates_of(given: Search, chosen: Sequence[Judged]) -> list[tuple[Layout, Estimate]]:
+    """Layouts with their whole estimates, on the placements that were chosen for them."""
+    found, cluster = [], given.space.cluster
+    for layout in (judged.layout for judged in chosen):
+        config = given.space.config(layout)
+        placement = place_with(config, cluster, layout.rank_order, layout.device_order)
+        found.append((layout, estimate(config, cluster, placement)))
     return found
 
 
@@ -94,31 +92,22 @@ class Effect:
         return sum(known) / len(known) if known else 0.0
 
 
-def sensitivity(judge: Judge, found: Found) -> list[Effect]:
-    """What each choice is worth, the one that matters most first. Exact, from the same search."""
-    if not found.best:
+def sensitivity(given: Search, found: Found) -> list[Effect]:
+    """What each choice is worth, the one that matters most first."""
+    if not found.estimated:
         return []
-    best, effects = found.best[0].score, []
-    titles = {dimension.names[0]: dimension.title for dimension in DIMENSIONS}
+    best, effects, each = found.estimated[0], list[Effect](), given.space.cluster.devices_per_node
+    titles, by_value = {d.names[0]: d.title for d in DIMENSIONS}, found.by_value(each)
     for name, values in itertools.groupby(sorted(found.seen), key=lambda value: value[0]):
-        losses = [(v[1], 1 - best / found.by_value[v].score if v in found.by_value else None) for v in values]
+        losses = [(v[1], 1 - best.score / by_value[v].score if v in by_value else None) for v in values]
         losses.sort(key=lambda x: (x[1] is None, x[1] or 0.0, str(x[0])))
         effects.append(Effect(name, titles[name], tuple(losses)))
-    effects.append(_placement_effect(judge, found.best[0]))
+    config, cluster = given.space.config(best.layout), given.space.cluster
+    naive = naive_placement(config, cluster)  # ranks in Megatron's order on devices in theirs
+    if (naive.layout.order, naive.device_order) != (best.layout.rank_order, best.layout.device_order):
+        loss = 1 - best.seconds / estimate(config, cluster, naive).seconds
+        effects.append(Effect("placement", "placement (of the best)", (("chosen", 0.0), ("plain", loss))))
     return sorted((e for e in effects if len(e.losses) > 1), key=lambda e: (-e.blind, e.dimension))
-
-
-def _placement_effect(judge: Judge, winner: Judged) -> Effect:
-    """The best layout with its ranks in Megatron's order on devices in theirs."""
-    config, cluster = judge.space.config(winner.choices), judge.space.cluster
-    losses: list[tuple[Any, float | None]] = [("chosen", 0.0)]
-    try:
-        naive = naive_placement(config, cluster)
-        if (naive.layout.order, naive.device_order) != (winner.choices.rank_order, winner.choices.device_order):
-            losses.append(("plain", 1 - winner.seconds / estimate(config, cluster, naive).seconds))
-    except ConfigError:
-        pass
-    return Effect("placement", "placement (of the best)", tuple(losses))
 
 
 def write_losses(effect: Effect, most: int = 8) -> str:

@@ -3,16 +3,16 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config import Config
+from megatron.config.layout import Layout, allowed
 from megatron.errors import ConfigError
 from megatron.model.stages import assign_layers
 from megatron.planning.cluster import Cluster
 from megatron.planning.search.base import Base
-from megatron.planning.search.choices import Choices, Shape, allowed, nodes_of, settings_of
 
 # No scores of attention are kept, so that making them again saves nothing, unless attention is the plain one.
 _KEEPS_SCORES = ("unfused", "local")
@@ -54,17 +54,17 @@ class Space:
         """The values of a dimension that are tried, in order."""
         return sorted({*self.wanted.get(name, default), *self.more.get(name, ())})
 
-    def config(self, choices: Choices) -> Config:
+    def config(self, layout: Layout) -> Config:
         """The whole configuration, validated as that of a run is. Raises ConfigError."""
         given = self.base.config
-        return given.replace(**settings_of(choices, given.model.num_layers, given.parallel.pipeline_layout))
+        return given.replace(**layout.settings(given.model.num_layers, given.parallel.pipeline_layout))
 
-    # -- shapes --------------------------------------------------------------------------------------------------------
+    # -- sizes ---------------------------------------------------------------------------------------------------------
 
-    def shapes(self, rejections: Rejections) -> Iterator[Shape]:
-        """Every shape whose configuration is valid; why others are not goes to `rejections`."""
+    def sizes(self, rejections: Rejections) -> Iterator[Layout]:
+        """Every size that devices, layers and batch divide into; why others do not goes to `rejections`."""
         for devices in self.worlds:
-            nodes = nodes_of(devices, self.cluster)
+            nodes = -(-devices // self.cluster.devices_per_node)
             if nodes > self.cluster.nodes:
                 rejections.add("sizes of the job", f"{self.cluster.name} has {self.cluster.nodes} node(s)", f"{nodes}")
                 continue
@@ -93,9 +93,8 @@ class Space:
 
     def _problem(self, tp: int) -> str | None:
         """What validation says against a tensor-parallel size alone."""
-        choices = Choices(Shape(tp, tp, tp, 1, 1, "1f1b", 1), False, False, 1, "none")
         try:
-            settings = settings_of(choices, self.base.config.model.num_layers) | {"global_batch_size": None}
+            settings = Layout(tp, tp, tp).settings(self.base.config.model.num_layers) | {"global_batch_size": None}
             self.base.config.replace(pipeline_layout=None, rampup_batch_size=None, **settings)
         except ConfigError as error:
             return str(error)
@@ -111,7 +110,7 @@ class Space:
             elif devices % (tp * pp) == 0:
                 yield pp
 
-    def _batched(self, devices: int, tp: int, pp: int, rejections: Rejections) -> Iterator[Shape]:
+    def _batched(self, devices: int, tp: int, pp: int, rejections: Rejections) -> Iterator[Layout]:
         replicas = devices // (tp * pp)
         scheduled = list(self._scheduled(pp, rejections))
         for batch in self.batches:
@@ -121,22 +120,11 @@ class Space:
                 continue
             for micro in self._micro_batches(batch // replicas, rejections):
                 for chunks, schedule in scheduled:
-                    shape = Shape(devices, batch, tp, pp, chunks, schedule, micro)
-                    problem = self._invalid(shape)
-                    if problem is None:
-                        yield shape
+                    size = Layout(devices, batch, tp, pp, chunks, schedule, micro)
+                    if next(self.variants(size), None) is not None:
+                        yield size
                     else:
-                        rejections.add("shapes", "refused by the configuration", problem)
-
-    def _invalid(self, shape: Shape) -> str | None:
-        """Why no variant of a shape can be; what is wrong with one of them alone is found with it."""
-        if next(self.variants(shape), None) is None:
-            return "none of its variants is allowed"
-        try:
-            self.config(Choices(shape, False, False, 1, "none"))
-        except ConfigError as error:
-            return str(error)
-        return None
+                        rejections.add("sizes", "none of their variants is allowed")
 
     def _micro_batches(self, each: int, rejections: Rejections) -> Iterator[int]:
         """Powers of two that divide a replica's samples, or what is wanted."""
@@ -180,20 +168,24 @@ class Space:
 
     # -- variants ------------------------------------------------------------------------------------------------------
 
-    def variants(self, shape: Shape) -> Iterator[Choices]:
-        """Every layout of a shape: sequence parallelism, overlap, ZeRO stage, recomputation."""
-        switches = (True, False) if shape.tp > 1 else (False,)
-        stages = (1, 0) if shape.replicas > 1 else (1,)
-        for sp, overlap, zero, recompute in itertools.product(
-            _only(switches, "sp", self.wanted, shape.tp > 1), _only(switches, "overlap", self.wanted, shape.tp > 1),
-            _only(stages, "zero", self.wanted, shape.replicas > 1), self.recomputations(shape),
-        ):  # fmt: skip
-            yield Choices(shape, sp, overlap, zero, recompute)
+    def variants(self, size: Layout) -> Iterator[Layout]:
+        """Every layout of these sizes: sequence parallelism, overlap, ZeRO stage, recomputation."""
+        switches = [self._switch(name, values, size) for name, values in (
+            ("sp", (True, False)), ("overlap", (True, False)), ("zero", (1, 0)),
+        )]  # fmt: skip
+        for sp, overlap, zero, recompute in itertools.product(*switches, self.recomputations(size)):
+            yield size._replace(sp=sp, overlap=overlap, zero=zero, recompute=recompute)
 
-    def recomputations(self, shape: Shape) -> Iterator[str]:
+    def _switch(self, name: str, values: Sequence[Any], size: Layout) -> list[Any]:
+        """The allowed ones; where the sizes leave no choice, what was asked for does not matter."""
+        if not size.has_choice(name):
+            return [getattr(size, name)]
+        return [value for value in values if allowed(value, name, self.wanted)]
+
+    def recomputations(self, size: Layout) -> Iterator[str]:
         """none, selective by each set of modules, whole layers in groups that divide a stage, or its first ones."""
         config = self.base.config
-        stages = assign_layers(config.model.num_layers, shape.pp * shape.chunks, config.parallel.pipeline_layout)
+        stages = assign_layers(config.model.num_layers, size.pp * size.chunks, config.parallel.pipeline_layout)
         most, least = max(map(len, stages)), min(map(len, stages))
         modules: tuple[str, ...] = ("core_attn",) if config.kernels.attention_backend in _KEEPS_SCORES else ()
         modules += ("mlp_act", "layernorm")
@@ -215,7 +207,3 @@ def _most_nodes(cluster: Cluster) -> int:
     queue = cluster.partitions[0].max_nodes if cluster.partitions else None
     return min([max(known, default=cluster.nodes), *([] if queue is None else [queue])])
 
-
-def _only(values: Iterable[Any], name: str, wanted: Mapping[str, tuple[Any, ...]], has_choice: bool) -> list[Any]:
-    """The allowed ones; where the shape leaves no choice, what was asked for does not matter."""
-    return [v for v in values if not has_choice or allowed(v, name, wanted)]

@@ -9,16 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.config.layout import Layout, write_value
 from megatron.model import formulas
 from megatron.planning import error_bars
 from megatron.planning.cluster import Cluster
 from megatron.planning.memory import sized_model
-from megatron.planning.search.choices import Choices, write_choices, write_value
-from megatron.planning.search.judging import GIB, Judge
+from megatron.planning.search.find import ESTIMATED, GIB, OF_EACH_VALUE, Found, Search
 from megatron.planning.search.outcome import Effect, Run, run_of, write_losses
-from megatron.planning.search.tree import Found
 from megatron.planning.table import Table
-from megatron.planning.timing import PARTS, Estimate, estimate, lower_bound
+from megatron.planning.timing import PARTS, Estimate, estimate
 from megatron.untrusted import write_text
 
 
@@ -35,8 +34,8 @@ def write_recompute(text: str) -> str:
     return "every layer" if count == "1" else f"groups of {count}"
 
 
-def _switches(choices: Choices) -> str:
-    words = [word for word, on in (("sp", choices.sp), ("overlap", choices.overlap), ("ZeRO", choices.zero)) if on]
+def _switches(layout: Layout) -> str:
+    words = [word for word, on in (("sp", layout.sp), ("overlap", layout.overlap), ("ZeRO", layout.zero)) if on]
     return ", ".join(words) or "-"
 
 
@@ -54,7 +53,7 @@ def _amount(value: float) -> str:
 
 
 def layout_table(
-    title: str, chosen: Sequence[tuple[Choices, Estimate]], capacity: float, tokens: float | None, *, papers: bool
+    title: str, chosen: Sequence[tuple[Layout, Estimate]], capacity: float, tokens: float | None, *, papers: bool
 ) -> Table:
     """Layouts: sizes, time, use of the peak, cost of a run, memory of the fullest rank and what is left; with `papers`
     the TFLOP/s of a device as Dash et al. count them, too."""
@@ -67,11 +66,11 @@ def layout_table(
     columns += ["days", "node-hours"] if tokens else ["node-h/Gtok"]
     columns += ["GiB", "left"]
     rows = []
-    for number, (choices, found) in enumerate(chosen, 1):
-        shape, most = choices.shape, max(rank.total for rank in found.memory)
-        row = [str(number), str(shape.tp), str(shape.pp), str(shape.replicas), str(shape.chunks), shape.schedule,
-               str(shape.micro), f"{shape.batch:,}",
-               write_recompute(choices.recompute), _switches(choices), _step(found.seconds), _percent(found.mfu),
+    for number, (layout, found) in enumerate(chosen, 1):
+        most = max(rank.total for rank in found.memory)
+        row = [str(number), str(layout.tp), str(layout.pp), str(layout.replicas), str(layout.chunks), layout.schedule,
+               str(layout.micro), f"{layout.batch:,}",
+               write_recompute(layout.recompute), _switches(layout), _step(found.seconds), _percent(found.mfu),
                _percent(found.hfu), _amount(found.tokens_per_day / 1e9)]  # fmt: skip
         if several_nodes:
             row.insert(1, f"{found.nodes:,}")
@@ -100,20 +99,19 @@ def _paper_tflops(found: Estimate) -> str:
     return f"{formulas.achieved_tflops(flops, found.seconds, found.devices):.1f}"
 
 
-def bounds_table(chosen: Sequence[tuple[Choices, Estimate]]) -> Table:
-    """How far the seconds of a step may be off, and what they cannot be below."""
-    columns = ("#", "s/step", "fast ends", "slow ends", "+-", "no messages", "at the peak", "moved most by")
+def bounds_table(chosen: Sequence[tuple[Layout, Estimate]]) -> Table:
+    """How far the seconds of a step may be off, and what they would be at the device's peak."""
+    columns = ("#", "s/step", "fast ends", "slow ends", "+-", "at the peak", "moved most by")
     rows = []
     for number, (_, found) in enumerate(chosen, 1):
         dtype = found.config.precision.dtype_name
         spread = error_bars.spread(functools.partial(_seconds_on, found), found.cluster, dtype)
-        least = lower_bound(found.config, found.cluster)
-        times = map(_step, (spread.value, spread.low, spread.high, spread.likely, least))
+        times = map(_step, (spread.value, spread.low, spread.high, spread.likely))
         peak = "-" if found.hfu is None else _step(found.hfu * found.seconds)
         rows.append((str(number), *times, peak, spread.effects[0].figure))
     title = (
         "bounds of the seconds of a step: all figures at the fast, or the slow ends of their ranges; +-: off "
-        "independently; no message waited for; all operations at the device's peak"
+        "independently; all operations at the device's peak"
     )
     return Table(title, columns, rows)
 
@@ -123,7 +121,7 @@ def _seconds_on(found: Estimate, cluster: Cluster) -> float:
     return estimate(found.config, cluster, found.placement).seconds
 
 
-def parts_table(chosen: Sequence[tuple[Choices, Estimate]]) -> Table:
+def parts_table(chosen: Sequence[tuple[Layout, Estimate]]) -> Table:
     """Where the seconds of a step go, as the pipeline rank spends them that computes most."""
     used = [part for part in PARTS if any(found.parts.get(part) for _, found in chosen)]
     rows = []
@@ -136,30 +134,28 @@ def _seconds(value: float) -> str:
     return f"{value:.2f}" if value >= 0.995 else f"{value:.3f}" if value else "0"
 
 
-def placement_table(chosen: Sequence[tuple[Choices, Estimate]]) -> Table:
+def placement_table(chosen: Sequence[tuple[Layout, Estimate]]) -> Table:
     """Each placement with the numbers of the layouts that have it."""
     users: dict[tuple[str, ...], list[str]] = {}
-    for number, (choices, _) in enumerate(chosen, 1):
-        users.setdefault((choices.rank_order, ",".join(map(str, choices.device_order))), []).append(str(number))
+    for number, (layout, _) in enumerate(chosen, 1):
+        users.setdefault((layout.rank_order, ",".join(map(str, layout.device_order))), []).append(str(number))
     rows = [(", ".join(numbers), *placement) for placement, numbers in users.items()]
     return Table("placement", ("#", "rank order", "device order"), rows)
 
 
-def values_table(found: Found, judge: Judge, name: str, title: str) -> Table:
+def values_table(found: Found, given: Search, name: str, title: str) -> Table:
     """For each value of one dimension the best layout that has it."""
-    rows = []
-    values = sorted(value for dimension, value in found.by_value if dimension == name)
-    for value in values:
-        best = found.by_value[name, value]
+    rows, by_value = [], found.by_value(given.space.cluster.devices_per_node)
+    for value, best in sorted((v[1], best) for v, best in by_value.items() if v[0] == name):
         rows.append((f"{value:,}", _step(best.seconds), _amount(best.tokens_per_s * 86400 / 1e9), _percent(best.mfu),
-                     f"{best.memory / GIB:.1f}", short(best.choices, judge)))  # fmt: skip
+                     f"{best.memory / GIB:.1f}", short(best.layout, given)))  # fmt: skip
     return Table(f"best layout for each {title}", (title, "s/step", "Gtok/day", "MFU", "GiB", "layout"), rows)
 
 
-def short(choices: Choices, judge: Judge) -> str:
+def short(layout: Layout, given: Search) -> str:
     """A layout without what all layouts of the search have in common and without its placement."""
-    fixed = {"nodes": len(judge.space.worlds) == 1, "gbs": len(judge.space.batches) == 1}
-    words = write_choices(choices._replace(rank_order="", device_order=()), judge.space.cluster).split(",")
+    fixed = {"nodes": len(given.space.worlds) == 1, "gbs": len(given.space.batches) == 1}
+    words = layout._replace(rank_order="", device_order=()).write(given.space.cluster.devices_per_node).split(",")
     return ",".join(word for word in words if not fixed.get(word.partition("=")[0], False))
 
 
@@ -175,8 +171,9 @@ def rejection_table(found: Found) -> Table:
         (f"{count:,}", unit, reason, first_problem(found.rejections.examples[unit, reason]))
         for (unit, reason), count in sorted(found.rejections.counts.items(), key=lambda item: -item[1])
     ]
-    if found.counts["bounded"]:
-        rows.append((f"{found.counts['bounded']:,}", "layouts", "a bound proves that they change nothing", ""))
+    if found.counts["outdone"]:
+        why = f"slower than {ESTIMATED} others by a formula, and than {OF_EACH_VALUE} with each of their choices"
+        rows.append((f"{found.counts['outdone']:,}", "layouts", why, ""))
     return Table("rejected", ("how many", "of", "why", "for example"), rows)
 
 
@@ -195,18 +192,18 @@ def first_problem(text: str) -> str:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def record(choices: Choices, found: Estimate, judge: Judge, run: Run | None) -> dict[str, Any]:
+def record(layout: Layout, found: Estimate, given: Search, run: Run | None) -> dict[str, Any]:
     """A layout as one flat row."""
-    shape, most = choices.shape, max(found.memory, key=lambda rank: (rank.total, -rank.rank))
+    most = max(found.memory, key=lambda rank: (rank.total, -rank.rank))
     row: dict[str, Any] = {
-        "nodes": found.nodes, "devices": shape.devices, "global_batch": shape.batch, "tp": shape.tp, "pp": shape.pp,
-        "dp": shape.replicas, "chunks": shape.chunks, "schedule": shape.schedule, "micro_batch": shape.micro,
-        "sequence_parallel": choices.sp, "tp_comm_overlap": choices.overlap, "zero_stage": choices.zero,
-        "recompute": choices.recompute, "rank_order": choices.rank_order,
-        "device_order": write_value(choices.device_order), "seconds_per_step": found.seconds, "mfu": found.mfu,
+        "nodes": found.nodes, "devices": layout.world, "global_batch": layout.batch, "tp": layout.tp, "pp": layout.pp,
+        "dp": layout.replicas, "chunks": layout.chunks, "schedule": layout.schedule, "micro_batch": layout.micro,
+        "sequence_parallel": layout.sp, "tp_comm_overlap": layout.overlap, "zero_stage": layout.zero,
+        "recompute": layout.recompute, "rank_order": layout.rank_order,
+        "device_order": write_value(layout.device_order), "seconds_per_step": found.seconds, "mfu": found.mfu,
         "hfu": found.hfu, "tokens_per_s": found.tokens_per_s, "tokens_per_day": found.tokens_per_day,
         "memory_gib": most.total / GIB, "fullest_pipeline_rank": most.rank,
-        "left_gib": (judge.capacity - most.total) / GIB,
+        "left_gib": (given.capacity - most.total) / GIB,
     }  # fmt: skip
     row |= {f"{part.replace(' ', '_').replace('-', '_')}_s": found.parts.get(part, 0.0) for part in PARTS}
     if run is not None:
@@ -229,15 +226,15 @@ def write_json(path: Path, content: dict[str, Any]) -> Path:
 
 
 def everything(
-    judge: Judge, found: Found, rows: Sequence[dict[str, Any]], effects: Sequence[Effect], confidence: Any
+    given: Search, found: Found, rows: Sequence[dict[str, Any]], effects: Sequence[Effect], confidence: Any
 ) -> dict[str, Any]:
     """All of a search for a program to read."""
     return {
-        "model": judge.space.base.name, "cluster": judge.space.cluster.name,
-        "capacity_gib": judge.capacity / GIB, "worlds": judge.space.worlds, "batches": judge.space.batches,
+        "model": given.space.base.name, "cluster": given.space.cluster.name,
+        "capacity_gib": given.capacity / GIB, "worlds": given.space.worlds, "batches": given.space.batches,
         "best": list(rows),
         "front": [
-            {"layout": write_choices(j.choices, judge.space.cluster), "memory_gib": j.memory / GIB,
+            {"layout": j.layout.write(given.space.cluster.devices_per_node), "memory_gib": j.memory / GIB,
              "tokens_per_s": j.tokens_per_s, "seconds_per_step": j.seconds} for j in found.front
         ],
         "sensitivity": [

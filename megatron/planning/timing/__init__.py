@@ -5,15 +5,15 @@
     ../stage.py     a stage's passes for one micro-batch
     replicas.py, update.py         what follows the last pass: gradients, optimizer, new weights
     estimate.py     all of it on the clock of the schedule; parts.py: what the seconds are made of
-    bound.py        what no placement can beat; explain.py: the arithmetic, line by line
+    fold.py         the same without a clock, to rank layouts; explain.py: the arithmetic, line by line
 
 Needs torch, but no device, where a trace is not in the user's cache folder yet.
 """
 from __future__ import annotations
 
-from megatron.planning.timing.bound import lower_bound
 from megatron.planning.timing.estimate import Estimate, estimate
 from megatron.planning.timing.explain import Row, Section, explain
+from megatron.planning.timing.fold import folded_seconds
 from megatron.planning.timing.parts import PARTS
 
-__all__ = ["PARTS", "Estimate", "Row", "Section", "estimate", "explain", "lower_bound"]
+__all__ = ["PARTS", "Estimate", "Row", "Section", "estimate", "explain", "folded_seconds"]

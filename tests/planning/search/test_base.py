@@ -1,58 +1,11 @@
-"""How layouts are written and read, and what a fixed part makes of flags."""
+"""What a fixed part of a search makes of flags."""
 from __future__ import annotations
 
 import pytest
 
 from megatron.config import PRESETS
 from megatron.errors import ConfigError
-from megatron.planning.cluster import load_cluster
 from megatron.planning.search.base import make_base
-from megatron.planning.search.choices import Choices, Shape, matches, narrowed, parse_choices, write_choices
-
-FRONTIER = load_cluster("frontier")
-
-
-def test_what_is_written_is_read():
-    choices = Choices(
-        Shape(1024, 640, 8, 8, 6, "interleaved", 2), True, False, 1, "selective:mlp_act+layernorm", "tp-pp-dp",
-        (0, 1, 6, 7, 2, 3, 4, 5),
-    )  # fmt: skip
-    text = write_choices(choices, FRONTIER)
-    assert parse_choices(text, "--layout") == {
-        "nodes": (128,), "gbs": (640,), "tp": (8,), "pp": (8,), "chunks": (6,), "schedule": ("interleaved",),
-        "mbs": (2,), "sp": (True,), "overlap": (False,), "zero": (1,), "recompute": ("selective:mlp_act+layernorm",),
-        "order": ("tp-pp-dp",), "devices": ((0, 1, 6, 7, 2, 3, 4, 5),),
-    }  # fmt: skip
-
-
-def test_the_short_form():
-    found = parse_choices("tp=4,pp=16,chunks=2,mbs=1,recompute=selective", "--layout")
-    assert found == {"tp": (4,), "pp": (16,), "chunks": (2,), "mbs": (1,), "recompute": ("selective",)}
-    assert parse_choices("tp=4,8,pp=2,recompute=full:block:3,none,vpp=1", "--fix") == {
-        "tp": (4, 8), "pp": (2,), "recompute": ("full:block:3", "none"), "chunks": (1,),
-    }  # fmt: skip
-    assert matches("selective:mlp_act", "selective") and not matches("selective:mlp_act", "selective:layernorm")
-    assert parse_choices("recompute=selective:layernorm+mlp_act", "x")["recompute"] == ("selective:mlp_act+layernorm",)
-
-
-@pytest.mark.parametrize(("text", "parts"), [
-    ("tq=4", ["--layout tq=4", "'tq'", "tp"]), ("4", ["'4'", "NAME=VALUE"]), ("", ["--layout"]),
-    ("tp=4,tp=8", ["tp"]), ("tp=0", ["tp", "'0'"]), ("schedule=gpipe", ["zb-h1", "'gpipe'"]),
-    ("recompute=half", ["selective", "'half'"]), ("recompute=full:block:0", ["'full:block:0'"]),
-    ("recompute=selective:attention", ["core_attn", "mlp_act"]), ("zero=2", ["zero"]), ("sp=maybe", ["sp"]),
-])
-def test_mistakes_in_a_layout(text, parts):
-    with pytest.raises(ConfigError) as error:
-        parse_choices(text, "--layout")
-    for part in parts:
-        assert part in str(error.value)
-
-
-def test_narrowing():
-    first = {"tp": (2, 4), "recompute": ("full", "none")}
-    assert narrowed(first, {"tp": (4, 8), "pp": (2,)}) == {"tp": (4,), "pp": (2,), "recompute": ("full", "none")}
-    assert narrowed(first, {"recompute": ("full:block:2", "selective")})["recompute"] == ("full:block:2",)
-    assert narrowed(first, {"tp": (8,)})["tp"] == ()
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
