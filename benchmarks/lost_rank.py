@@ -18,7 +18,7 @@ from pathlib import Path
 
 from parity import LAYOUTS, NO_DROPOUT, ON_CPU, launch
 
-from megatron.planning.metrics_file import read_records
+from megatron.metrics_file import read_records
 from megatron.training.failures import EXIT_LOST_RANK
 from tests.helpers.launching import TINY
 

@@ -5,7 +5,7 @@
 GPT-2 124M (bench.py's W1) in one process. Every row is a process of its own with the same allocator and threads; memory
 is the peak resident size of the process, libraries and start-up included. The larger model has 20 % more parameters:
 more layers, of a somewhat smaller inner width; it is run as it is, and with cheap recomputation (--recompute-modules)
-and smaller chunks of logits. Beside the measured peak stands what must be held by megatron/planning/memory.py; the rest
+and smaller chunks of logits. Beside the measured peak stands what must be held by megatron/planner/memory.py; the rest
 is the interpreter, libraries and what an allocator cannot reuse.
 
 Exit code 1 where the larger model needs more than the eager loop with the smaller one, or with recomputation more than
@@ -28,7 +28,7 @@ from workloads import Case, Side
 from megatron.config import Config
 from megatron.config.model import ModelConfig
 from megatron.model import formulas
-from megatron.planning.memory import memory_of_ranks
+from megatron.planner.memory import memory_of_ranks
 
 MIB = 2**20
 CHUNK_TOKENS = 512  # the default on a CPU

@@ -2,9 +2,9 @@
 
     python benchmarks/memory_model.py [--part formulas|runs|both|device] [--only NAME ...] [--markdown]
 
-formulas  the planner's memory (megatron.planning.memory) beside what the run's own code allocates when it is rehearsed
-          without data (megatron.dryrun), for every kind of rank of 56 layouts: peaks within 2 %, and each category that
-          is more than a twentieth of the peak within 3 %.
+formulas  the planner's memory (megatron.planner.memory) beside what the run's own code allocates when it is rehearsed
+          without data (megatron.planner.dryrun), for every kind of rank of 56 layouts: peaks within 2 %, and each
+          category that is more than a twentieth of the peak within 3 %.
 runs      the rehearsal beside the peak resident memory of the processes of real runs, as the difference to a smaller
           model in the same layout, so that interpreter, libraries and connections drop out, and what the library of
           matrix products keeps for itself: within 10 %. malloc is set to give freed tensors back
@@ -36,10 +36,10 @@ from benchmarks.memory_layouts import COMMON, DEVICE_RUNS, RUNS, SHAPES, Run, Sh
 from benchmarks.parity import train  # noqa: E402
 from benchmarks.resident_memory import peak_bytes  # noqa: E402
 from megatron.config import Config  # noqa: E402
-from megatron.dryrun.kinds import enough_micro_batches, layout_of  # noqa: E402
-from megatron.dryrun.rank import run_rank  # noqa: E402
-from megatron.dryrun.rehearsal import rehearse  # noqa: E402
-from megatron.planning.memory import memory_of_ranks  # noqa: E402
+from megatron.planner.dryrun.kinds import enough_micro_batches, layout_of  # noqa: E402
+from megatron.planner.dryrun.rank import run_rank  # noqa: E402
+from megatron.planner.dryrun.rehearsal import rehearse  # noqa: E402
+from megatron.planner.memory import memory_of_ranks  # noqa: E402
 
 MIB = 2**20
 CATEGORIES = ("weights", "master", "moments", "gradients", "activations", "logits", "buffers", "temporary")

@@ -2,7 +2,7 @@
 
     python benchmarks/published.py [--markdown] [--effects] [--update docs/planning.md]
 
-Nothing is run or measured here: `megatron/planning/timing` predicts this code on the published layouts, by the figures
+Nothing is run or measured here: `megatron/planner/timing` predicts this code on the published layouts, by the figures
 of clusters/frontier.toml, lumi.toml and dgx-h100.toml, none of which was chosen by these results. Bounds have every
 figure at its slow or its fast end at once; "+-" takes them as independent. docs/planning.md discusses the tables;
 --update writes them there anew.
@@ -17,8 +17,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import published_tables as published
-from megatron.planning.cluster import load_cluster
-from megatron.planning.table import Table, print_table
+from megatron.planner.cluster import load_cluster
+from megatron.planner.table import Table, print_table
 
 
 def main(argv: list[str] | None = None) -> int:

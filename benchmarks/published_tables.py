@@ -14,13 +14,13 @@ from benchmarks.published_runs import MI250X_RUNS, PLAIN_ORDER, RUNS, Run
 from megatron.config import Config
 from megatron.config.command_line import parse_plan
 from megatron.model.formulas import paper_flops
-from megatron.planning.channels import Channels
-from megatron.planning.cluster import Cluster, load_cluster
-from megatron.planning.error_bars import Spread, spread, with_factors
-from megatron.planning.placement import Placement, choose_placement
-from megatron.planning.published import MODELS, SEQ_LENGTH, VOCABULARY, Published
-from megatron.planning.table import Table
-from megatron.planning.timing.estimate import estimate
+from megatron.planner.channels import Channels
+from megatron.planner.cluster import Cluster, load_cluster
+from megatron.planner.error_bars import Spread, spread, with_factors
+from megatron.planner.placement import Placement, choose_placement
+from megatron.planner.published import MODELS, SEQ_LENGTH, VOCABULARY, Published
+from megatron.planner.table import Table
+from megatron.planner.timing.estimate import estimate
 
 Seconds = Callable[[Sequence[str], Cluster], float]
 """Seconds of a step of a command line on a machine."""

@@ -31,8 +31,7 @@ _PLACES = {
     "megatron.engine.assemble": ("build_executor",),
     "megatron.engine.engine": ("Engine",),
     "megatron.engine.lr": ("LearningRateSchedule", "WeightDecaySchedule"),
-    "megatron.program": ("main",),
-    "megatron.training": ("pretrain",),
+    "megatron.program": ("main", "pretrain"),
     "megatron.training.allocator": ("tune_allocator",),
 }
 _MODULE_OF = {name: module for module, names in _PLACES.items() for name in names}

@@ -27,14 +27,13 @@ ROOMS: dict[str, set[str]] = {
     "model": BASE | {"parallel", "kernels", "layers", "data"},
     "pipeline": BASE | {"parallel"},
 }
+ROOMS["metrics_file"] = BASE
 ROOMS["engine"] = BASE | {"parallel", "kernels", "layers", "data", "model", "pipeline"}
-ROOMS["planning"] = ROOMS["engine"] | {"engine", "drawing"}
 ROOMS["checkpoint"] = ROOMS["engine"] | {"engine"}
-ROOMS["training"] = ROOMS["checkpoint"] | {"checkpoint", "planning"}
-ROOMS["dryrun"] = ROOMS["training"] | {"training"}
-ROOMS["program"] = ROOMS["dryrun"] | {"dryrun"}
-ROOMS["calibration"] = ROOMS["training"] | {"training"}
-ROOMS["jobs"] = ROOMS["calibration"] | {"calibration", "dryrun", "drawing"}
+ROOMS["training"] = ROOMS["checkpoint"] | {"checkpoint", "metrics_file"}
+ROOMS["planner"] = ROOMS["training"] | {"training", "drawing"}
+ROOMS["program"] = ROOMS["planner"] | {"planner"}
+ROOMS["jobs"] = ROOMS["planner"] | {"planner"}
 
 def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts

@@ -23,10 +23,11 @@ from megatron.config import parse_args
 parse_args("--preset tiny --mock-data --train-iters 1".split())
 
 forbid("optuna", "sklearn", "scipy", "deephyper", "matplotlib")  # what learns or draws is imported when it is asked for
-for room in ("config", "planning", "jobs"):
+for room in ("config", "planner", "jobs"):
     package = importlib.import_module(f"megatron.{{room}}")
     for found in pkgutil.walk_packages(package.__path__, f"{{package.__name__}}."):
-        if not found.name.endswith(("recorder", "tensors", "tether", "plots", "check_nodes")):
+        follows = found.name.startswith(("megatron.planner.dryrun.", "megatron.planner.calibration."))
+        if not follows and not found.name.endswith(("recorder", "tensors", "tether", "plots", "check_nodes")):
             importlib.import_module(found.name)
 
 def run(name, words, code=0):
@@ -48,8 +49,8 @@ LIGHT = (
     "megatron megatron.errors megatron.drawing megatron.config megatron.parallel.launch megatron.parallel.topology "
     "megatron.parallel.placing megatron.model.formulas "
     "megatron.model.stages megatron.kernels.availability megatron.kernels.choose megatron.training "
-    "megatron.planning.cluster megatron.planning.links megatron.planning.placement megatron.planning.rates "
-    "megatron.planning.channels megatron.jobs.scaling_report "
+    "megatron.planner.cluster megatron.planner.links megatron.planner.placement megatron.planner.rates "
+    "megatron.planner.channels megatron.jobs.scaling_report "
     "megatron.jobs.check_slurm megatron.jobs.runner megatron.jobs.space"
 ).split()
 HELPS = (

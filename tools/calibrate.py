@@ -67,9 +67,9 @@ def calibrate(args: argparse.Namespace, flags: list[str], argv: Sequence[str]) -
     if not launched and count > 1:
         start(count, argv)
         return
-    from megatron.calibration.machine import machine
-    from megatron.calibration.session import run
-    from megatron.planning.cluster_write import write_cluster
+    from megatron.planner.calibration.machine import machine
+    from megatron.planner.calibration.session import run
+    from megatron.planner.cluster_write import write_cluster
 
     found = run(config, launch, 60 * args.minutes)
     if found is None:
@@ -102,7 +102,7 @@ def start(count: int, argv: Sequence[str]) -> None:
 
 
 def _unit(name: str, device: str) -> str:
-    """Of a figure's values (planning/compute.py)."""
+    """Of a figure's values (planner/compute.py)."""
     if name.startswith(("products", "attention")):
         from megatron.model.formulas import device_unit
 
@@ -110,15 +110,15 @@ def _unit(name: str, device: str) -> str:
     return "GB/s" if name.startswith("memory") or name == "update_gb_per_s" else "s"
 
 
-_HEADING = """Measured by tools/calibrate.py; planning/compute.py has the names of the figures, their columns and units.
+_HEADING = """Measured by tools/calibrate.py; planner/compute.py has the names of the figures, their columns and units.
 GB are 10^9 bytes, GiB 2^30; bandwidths are for each direction."""
 
 
 def refine(args: argparse.Namespace, flags: list[str]) -> None:
     """Correct a description by runs. Raises MegatronError."""
-    from megatron.calibration.refine import refined, render
-    from megatron.planning.cluster import load_cluster
-    from megatron.planning.cluster_write import write_cluster
+    from megatron.planner.calibration.refine import refined, render
+    from megatron.planner.cluster import load_cluster
+    from megatron.planner.cluster_write import write_cluster
 
     if args.cluster is None:
         raise ConfigError("--refine needs --cluster: the description that it corrects")

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.command_line import add_preset, split_at_dashes
 from megatron.config.option import MOST_TOKENS, Parser, real, whole
-from megatron.planning.cluster import known_clusters
-from megatron.planning.search import command
+from megatron.planner.cluster import known_clusters
+from megatron.planner.search import command
 from megatron.training.failures import as_tool
 
 EPILOG = """\

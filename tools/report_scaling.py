@@ -22,7 +22,7 @@ from megatron.config.option import Parser, real, whole
 from megatron.errors import ConfigError, print_error
 from megatron.jobs.scaling import Judge, NothingToReportError, figures, find_runs
 from megatron.jobs.scaling_report import Series, as_csv, as_markdown, compare, draw, state, table
-from megatron.planning.table import print_table
+from megatron.planner.table import print_table
 from megatron.training.failures import as_tool
 from megatron.untrusted import write_text
 

@@ -31,8 +31,8 @@ from megatron.jobs.experiment import Experiment, state_of
 from megatron.jobs.points import KINDS, Cost, Point, Request, cost, plan
 from megatron.jobs.processes import ROOT
 from megatron.jobs.runner import Place, Runner, slurm_time_left_s, time_left
-from megatron.planning.cluster import Cluster, load_cluster
-from megatron.planning.table import print_table
+from megatron.planner.cluster import Cluster, load_cluster
+from megatron.planner.table import print_table
 from megatron.training.failures import as_tool
 from megatron.untrusted import read_text
 

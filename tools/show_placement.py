@@ -6,7 +6,7 @@
 
 All flags of pretrain_gpt.py are taken; --rank-order and --device-order fix what is else chosen. Seconds are those of
 messages that nothing hides: a measure to compare placements by, no forecast of a step. GB/s are published for exactly
-these devices or, with ~, estimated from the link table ([sources] of the machine's file, megatron/planning/links.py).
+these devices or, with ~, estimated from the link table ([sources] of the machine's file, megatron/planner/links.py).
 """
 from __future__ import annotations
 
@@ -23,18 +23,16 @@ from megatron.config import Config
 from megatron.config.command_line import add_preset, parse_plan, with_preset
 from megatron.config.option import Parser, whole
 from megatron.errors import ConfigError
-from megatron.planning.cluster import Cluster, known_clusters, load_cluster
-from megatron.planning.placement import (
+from megatron.planner.cluster import Cluster, known_clusters, load_cluster
+from megatron.planner.placement import (
     Placement,
     all_placements,
     choose_placement,
     naive_placement,
     place_with,
     rank_rows,
-    render_comparison,
-    render_placement,
 )
-from megatron.planning.render import render_nodes
+from megatron.planner.render import render_comparison, render_nodes, render_placement
 from megatron.training.failures import as_tool
 from megatron.untrusted import without_waiting
 

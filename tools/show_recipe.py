@@ -17,10 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.config.command_line import add_preset, parse_plan, with_preset
 from megatron.config.option import Parser
 from megatron.errors import ConfigError
-from megatron.planning import recipes
-from megatron.planning.cluster import Cluster, load_cluster
-from megatron.planning.table import print_table
-from megatron.planning.trace import GPT2_VOCABULARY
+from megatron.planner import recipes
+from megatron.planner.cluster import Cluster, load_cluster
+from megatron.planner.table import print_table
+from megatron.planner.trace import GPT2_VOCABULARY
 from megatron.training.failures import as_tool
 
 

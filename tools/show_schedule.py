@@ -24,7 +24,7 @@ from megatron.pipeline.schedule import (
     peak_activations,
     peak_receives,
 )
-from megatron.planning.timeline_plot import draw_timeline
+from megatron.planner.timeline_plot import draw_timeline
 from megatron.training.failures import as_tool
 
 _TIME = real(least=0)

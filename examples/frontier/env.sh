@@ -5,7 +5,7 @@
 # network and the GPUs is set. Sources: OLCF, "PyTorch on Frontier"; HPE, "Running RCCL-Based Applications" (the tuning
 # guide of github.com/HewlettPackard/shs-ccl-docs). The module rccl-net-plugin sets many of them, too.
 
-# Physical facts of the machine: placement of ranks and what counts as slow (megatron/planning/clusters/).
+# Physical facts of the machine: placement of ranks and what counts as slow (megatron/planner/clusters/).
 if [[ -n ${SITE_CLUSTER:-} ]]; then export MEGATRON_CLUSTER=${MEGATRON_CLUSTER:-$SITE_CLUSTER}; fi
 
 # _choose NAME VALUE: export it with the value that it has, else with VALUE.

@@ -23,11 +23,11 @@ from megatron.errors import ConfigError
 from megatron.jobs.expressions import Expression
 from megatron.jobs.names import CHUNK, LEFT_OUT, Value, recompute_words, settings_of_flags, subject
 from megatron.jobs.space import Space, write_key
-from megatron.planning.cluster import CLUSTERS, Cluster
-from megatron.planning.memory import memory_of_ranks
-from megatron.planning.search.places import worthwhile_placements
-from megatron.planning.search.tables import first_problem
-from megatron.planning.timing import estimate
+from megatron.planner.cluster import CLUSTERS, Cluster
+from megatron.planner.memory import memory_of_ranks
+from megatron.planner.search.places import worthwhile_placements
+from megatron.planner.search.tables import first_problem
+from megatron.planner.timing import estimate
 
 GIB = 2**30
 _MOST = 50_000  # combinations that are looked at, of a larger space a sample

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.size import checkpoint_bytes
 from megatron.config import Config, parse_args
 from megatron.config.duration import duration_s, show_duration
 from megatron.config.option import Parser
@@ -32,11 +33,10 @@ from megatron.jobs.check_slurm import (
     parse_options,
     winning,
 )
-from megatron.planning.checkpoint_size import checkpoint_bytes
-from megatron.planning.cluster import Cluster, load_cluster
-from megatron.planning.memory import memory_of_ranks
-from megatron.planning.timing import estimate
-from megatron.planning.trace import GPT2_VOCABULARY
+from megatron.planner.cluster import Cluster, load_cluster
+from megatron.planner.memory import memory_of_ranks
+from megatron.planner.timing import estimate
+from megatron.planner.trace import GPT2_VOCABULARY
 from megatron.training.failures import EXIT_USER_ERROR
 from megatron.training.walltime import Unwatched, WallTime
 from megatron.untrusted import is_count, read_bytes

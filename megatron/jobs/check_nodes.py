@@ -28,14 +28,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.calibration.tasks import Partners, finish, seconds_per_call
 from megatron.errors import ConfigError, LaunchError, LostRankError, MegatronError, print_error
 from megatron.parallel.launch import Launch, detect_launch, select_device
 from megatron.parallel.meeting import Meeting, batches
 from megatron.parallel.nodelist import expand_counts, expand_hosts
 from megatron.parallel.placing import VISIBLE, Placing
 from megatron.parallel.report import bounded, host_name_is_local, without_dns
-from megatron.planning.cluster import Band, Cluster, load_cluster
+from megatron.planner.calibration.tasks import Partners, finish, seconds_per_call
+from megatron.planner.cluster import Band, Cluster, load_cluster
 
 TOO_FEW = 4
 _NOTHING = b"-"  # where an answer will be

@@ -5,16 +5,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron import metrics_file
 from megatron.config.duration import show_duration
 from megatron.data.folder_claim import FolderClaim
 from megatron.errors import ConfigError
 from megatron.jobs.points import Cost, Point
 from megatron.jobs.runner import SLACK, START_UP_S, End, Job, Runner, is_complete, write_json
 from megatron.jobs.scaling import METRICS, POINT, RESULT
-from megatron.planning import metrics_file
-from megatron.planning.cluster import Cluster
-from megatron.planning.metrics_file import read_beside
-from megatron.planning.table import Table
+from megatron.metrics_file import read_beside
+from megatron.planner.cluster import Cluster
+from megatron.planner.table import Table
 
 _LIMIT_S = 3600.0  # of a point of which nobody can say how long it takes
 

@@ -14,8 +14,8 @@ from megatron.config.presets import PRESETS
 from megatron.errors import ConfigError
 from megatron.jobs.runner import START_UP_S
 from megatron.model.formulas import paper_flops
-from megatron.planning.cluster import Cluster
-from megatron.planning.published import Published, published, published_by_name
+from megatron.planner.cluster import Cluster
+from megatron.planner.published import Published, published, published_by_name
 
 DATA_FLAGS = ("--data-path", "--train-data-path", "--data-file-list", "--mock-data")
 # The paper's runs: fp16, ranks in Megatron's order on devices 0, 1, ... The first loss scale is lower than Megatron's

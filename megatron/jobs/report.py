@@ -21,10 +21,10 @@ from megatron.jobs.layouts import CONFIRM, Layout, Trial, cost, layouts_of, nois
 from megatron.jobs.result import Result
 from megatron.jobs.setup import Setup
 from megatron.jobs.space import value_text
-from megatron.planning.cluster import Cluster
-from megatron.planning.cluster_write import write_cluster
-from megatron.planning.search.script import Origin, site_script
-from megatron.planning.table import Table
+from megatron.planner.cluster import Cluster
+from megatron.planner.cluster_write import write_cluster
+from megatron.planner.search.script import Origin, site_script
+from megatron.planner.table import Table
 from megatron.untrusted import write_text
 
 FOLDER = "report"
@@ -266,7 +266,7 @@ def rejections(found: Enumeration) -> Table:
 def update_cluster(cluster: Cluster, metrics: Sequence[Path], out: Path, warm_up: int) -> str:
     """Write the machine with its figures corrected by these runs into `out`; says what came of that. Raises ConfigError
     for a file that cannot be written."""
-    from megatron.calibration.refine import read_run, refined_by, render
+    from megatron.planner.calibration.refine import read_run, refined_by, render
 
     if out.exists() and Path(cluster.path).exists() and Path(cluster.path).samefile(out):
         raise ConfigError(f"--update-cluster {out}: it is the description that the predictions of this search rest on: "

@@ -10,8 +10,8 @@ from pathlib import Path
 from megatron.config import Config
 from megatron.errors import DataError
 from megatron.jobs.scaling import Figures, Judge, MeasuredRun, figures, read_run
+from megatron.metrics_file import read_records
 from megatron.model import formulas
-from megatron.planning.metrics_file import read_records
 
 DONE, FAILED, INVALID = "done", "failed", "invalid"
 """How a trial ended: with figures; without; with figures that contradict themselves, which are never the best."""

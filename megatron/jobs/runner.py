@@ -27,9 +27,9 @@ from megatron.jobs.endings import CRASH, HANG, LOST_RANK, OUT_OF_MEMORY, TIME_OU
 from megatron.jobs.nodes import Inquiry, Nodes
 from megatron.jobs.processes import GRACE_S, Run, Step, logs_of, slurm_command, start_here, start_step, training_command
 from megatron.jobs.scaling import METRICS, POINT, RESULT
+from megatron.metrics_file import read_records
 from megatron.parallel.environment import job_name
 from megatron.parallel.slurm import ask_slurm
-from megatron.planning.metrics_file import read_records
 
 SLACK, START_UP_S = 3.0, 300.0
 """Longest time of a run: factor of its predicted steps; and start of Python, rendezvous, the first collectives.

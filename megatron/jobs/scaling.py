@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megatron import metrics_file
 from megatron.errors import DataError
+from megatron.metrics_file import SETTINGS, check_kinds, read_beside, read_records
 from megatron.model import formulas
-from megatron.planning import metrics_file
-from megatron.planning.metrics_file import SETTINGS, check_kinds, read_beside, read_records
 
 METRICS, POINT, RESULT = "metrics.jsonl", "point.json", "result.json"
 # Best square matrix product measured on an MI250X GCD (4096 to 8192, fp16, ROCm 7.0): a training step cannot beat it.

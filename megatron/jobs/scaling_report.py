@@ -14,8 +14,8 @@ from typing import Any
 
 from megatron.drawing import pyplot, save, tidy
 from megatron.jobs.scaling import Figures
-from megatron.planning.published import Published, published
-from megatron.planning.table import Table
+from megatron.planner.published import Published, published
+from megatron.planner.table import Table
 
 WEAK, STRONG, SWEEP, OTHER = "weak", "strong", "sweep", "other"
 _TITLES = {WEAK: "weak scaling: batch per replica fixed", STRONG: "strong scaling: batch fixed"}

@@ -16,8 +16,8 @@ from megatron.jobs.processes import ROOT
 from megatron.jobs.runner import SLACK, START_UP_S, Place
 from megatron.jobs.search import find_search
 from megatron.jobs.space import Space, load_space
-from megatron.planning.cluster import Cluster, load_cluster
-from megatron.planning.search.command import headroom_bytes
+from megatron.planner.cluster import Cluster, load_cluster
+from megatron.planner.search.command import headroom_bytes
 from megatron.untrusted import read_text
 
 _LIMIT_S = 1800.0  # of a trial of which nobody can say how long it takes

@@ -51,8 +51,8 @@ from megatron.jobs.scaling import METRICS, POINT, RESULT
 from megatron.jobs.search import History, propose
 from megatron.jobs.setup import Setup, make_setup
 from megatron.jobs.space import known_spaces, value_text
-from megatron.planning.metrics_file import RECORD, read_beside
-from megatron.planning.table import Table, print_table
+from megatron.metrics_file import RECORD, read_beside
+from megatron.planner.table import Table, print_table
 from megatron.untrusted import is_count, read_json
 
 EXHAUSTED, BUDGET, NODES = "nothing is left to try", "the trials are used up", "too few nodes are left"

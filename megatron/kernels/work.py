@@ -2,7 +2,7 @@
 
 An operator of ours declares its work where it is defined (register.operator). Code that is made of many operators and
 stands for one piece of work says so with `counts_as`, code that makes a value again with `recomputed`. Whoever follows
-operators without running them (planning/trace.py) hears it; in a run nobody does.
+operators without running them (planner/trace.py) hears it; in a run nobody does.
 """
 from __future__ import annotations
 

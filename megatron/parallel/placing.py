@@ -15,7 +15,7 @@ Needs no torch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.errors import LaunchError
@@ -46,6 +46,16 @@ class Placing:
         """What all processes of a job must have alike."""
         devices = ",".join(map(str, self.device_order)) or "as launched"
         return f"rank order {self.rank_order}, device order {devices}"
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """placing   what every process of the job must have found alike
+    describe  what it costs, in lines for the log; takes a moment
+    """
+
+    placing: Placing
+    describe: Callable[[], list[str]] = list
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ import torch
 
 from megatron.data.batch import MicroBatch
 from megatron.errors import ConfigError
+from megatron.metrics_file import read_records
 from megatron.parallel import collectives
 from megatron.parallel.topology import Group, Topology
-from megatron.planning.metrics_file import read_records
 from megatron.untrusted import without_waiting
 
 

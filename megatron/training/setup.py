@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron.checkpoint.size import checkpoint_bytes
 from megatron.config import Config, render_config
 from megatron.config.duration import duration_s
 from megatron.data.datasets import Datasets, build_datasets
@@ -34,9 +35,9 @@ from megatron.model.size import model_flops_per_token, total_parameters
 from megatron.parallel.environment import TRACE_FILE, Variables
 from megatron.parallel.group_check import check_groups
 from megatron.parallel.launch import Launch, connect, detect_launch
+from megatron.parallel.placing import Placing, RankPlan
 from megatron.parallel.rendezvous import Rendezvous
-from megatron.parallel.topology import Topology
-from megatron.planning.checkpoint_size import checkpoint_bytes
+from megatron.parallel.topology import DEFAULT_ORDER, Topology
 from megatron.training import devices
 from megatron.training.agreement import Agreement
 from megatron.training.allocator import mapped_blocks, tune_allocator
@@ -47,7 +48,6 @@ from megatron.training.loop import train
 from megatron.training.metrics import Interval, Rates
 from megatron.training.micro_batches import BatchSchedule, planned_samples, total_iterations
 from megatron.training.passport import Passport
-from megatron.training.placement import plan_ranks
 from megatron.training.profiling import Profiler
 from megatron.training.progress import Progress
 from megatron.training.reporter import Reporter
@@ -72,18 +72,21 @@ _FIRST_SHARE = 0.9  # of --distributed-timeout-minutes
 
 def run_training(
     config: Config, launch: Launch | None = None, signals: Signals | None = None, started: float | None = None,
-    renumbered: Callable[[int], object] | None = None, environment: Sequence[str] = (),
+    renumbered: Callable[[int], object] | None = None, environment: Sequence[str] = (), ranks: RankPlan | None = None,
 ) -> None:
-    """Connect, assemble, train, disconnect. See megatron.training.pretrain.
+    """Connect, assemble, train, disconnect. See megatron.pretrain.
 
     `signals` are entered already; `started` is when the program began, by time.monotonic, for --walltime. `environment`
-    are lines for the log (see megatron.parallel.environment.job_environment).
+    are lines for the log (see megatron.parallel.environment.job_environment). `ranks` place them on a known machine;
+    without it only --rank-order and --device-order change anything.
     """
     launch = launch or detect_launch()
     at_s = time.monotonic() if started is None else started
     start = Start(signals or Signals(enabled=False), at_s, SaveClaim(config.checkpoint.save))
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
-    ranks = plan_ranks(config, launch)
+    if ranks is None:
+        order = config.parallel.rank_order or DEFAULT_ORDER
+        ranks = RankPlan(Placing(config.parallel.device_order or (), rank_order=order))
     alike = identity(config, launch, ranks.placing.agreed) if launch.world_size > 1 else None
     rendezvous = connect(launch, timeout, config.parallel.distributed_backend, ranks.placing, alike)
     launch = rendezvous.launch

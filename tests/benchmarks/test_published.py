@@ -14,11 +14,11 @@ from megatron.model import formulas
 from megatron.pipeline.instructions import Op
 from megatron.pipeline.replay import simulate
 from megatron.pipeline.schedule import build_schedule
-from megatron.planning.cluster import CLUSTERS, Cluster, load_cluster
-from megatron.planning.compute import ASSUMED, Compute, Figure
-from megatron.planning.error_bars import LINKS, spread
-from megatron.planning.memory import sized_model
-from megatron.planning.published import MODELS, published_by_name
+from megatron.planner.cluster import CLUSTERS, Cluster, load_cluster
+from megatron.planner.compute import ASSUMED, Compute, Figure
+from megatron.planner.error_bars import LINKS, spread
+from megatron.planner.memory import sized_model
+from megatron.planner.published import MODELS, published_by_name
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,10 +12,10 @@ import pytest
 from megatron.config import Config
 from megatron.config.command_line import parse_plan
 from megatron.errors import ConfigError
-from megatron.planning import recipes
-from megatron.planning.cluster import load_cluster
-from megatron.planning.placement import rank_table
-from megatron.planning.recipes import RECIPES, Recipe
+from megatron.planner import recipes
+from megatron.planner.cluster import load_cluster
+from megatron.planner.placement import rank_table
+from megatron.planner.recipes import RECIPES, Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs/frontier.md"

@@ -7,9 +7,9 @@ import pytest
 import torch.distributed as dist
 
 from megatron.config import Config
-from megatron.dryrun.job import member
 from megatron.engine.engine import Engine
 from megatron.parallel.flight import FlightRecorder
+from megatron.planner.dryrun.job import member
 from tests.engine import toy
 
 

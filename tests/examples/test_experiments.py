@@ -20,7 +20,7 @@ from megatron.jobs import runner as running
 from megatron.jobs.experiment import Experiment, least_time_s, state_of
 from megatron.jobs.points import KINDS, Cost, Point, Request, cost, plan
 from megatron.jobs.runner import START_UP_S, Place, Runner
-from megatron.planning.cluster import load_cluster
+from megatron.planner.cluster import load_cluster
 from megatron.training.micro_batches import BatchSchedule
 from tests.helpers.clock import VirtualClock
 from tests.helpers.launching import ROOT

@@ -11,10 +11,10 @@ from megatron.config import Config, parse_args
 from megatron.config.settings import all_options
 from megatron.errors import ConfigError
 from megatron.jobs.candidates import GIB, Machine
-from megatron.planning.cluster import Cluster, load_cluster
-from megatron.planning.memory import memory_of_ranks
-from megatron.planning.placement import place_with
-from megatron.planning.timing import estimate
+from megatron.planner.cluster import Cluster, load_cluster
+from megatron.planner.memory import memory_of_ranks
+from megatron.planner.placement import place_with
+from megatron.planner.timing import estimate
 from tests.jobs.small_spaces import MODEL, ONE, Read, complete, config_of, found_of, reasons
 
 

@@ -16,8 +16,8 @@ from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import ConfigError
 from megatron.jobs import check_job
 from megatron.jobs.check_job import Job, check, free_bytes, quota_left
-from megatron.planning.cluster import load_cluster
-from megatron.planning.timing import estimate
+from megatron.planner.cluster import load_cluster
+from megatron.planner.timing import estimate
 from tests.helpers.launching import ROOT
 from tests.helpers.preflight import accepted, checked
 from tools.preflight import main

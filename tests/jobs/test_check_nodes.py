@@ -19,7 +19,7 @@ import torch
 from megatron.jobs import check_nodes
 from megatron.jobs.check_nodes import Desk, Found, Measurement, places_of, ring_pairs, slurm_places
 from megatron.parallel.launch import Launch
-from megatron.planning.cluster import load_cluster
+from megatron.planner.cluster import load_cluster
 from tests.helpers.launching import Outcome, Script
 from tests.helpers.processes import free_port
 from tools.preflight import main

@@ -14,8 +14,8 @@ from megatron.config.command_line import parse_plan
 from megatron.jobs.candidates import GIB, Candidate, Enumeration, Machine, enumerate_candidates
 from megatron.jobs.names import Value
 from megatron.jobs.space import load_space
-from megatron.planning.cluster import Cluster, load_cluster
-from megatron.planning.recipes import RECIPES
+from megatron.planner.cluster import Cluster, load_cluster
+from megatron.planner.recipes import RECIPES
 
 ANYWHERE = Machine(None, 8, 16)
 WHOLE = pytest.mark.campaign("search")

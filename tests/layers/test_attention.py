@@ -12,10 +12,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config import Config
-from megatron.dryrun.job import member
-from megatron.dryrun.memory import Memory
-from megatron.dryrun.messages import Log
-from megatron.dryrun.tensors import without_data
 from megatron.kernels.choose import ALL, NONE
 from megatron.layers.attention import SelfAttention, flash_attention, torch_attention
 from megatron.layers.context import CallContext
@@ -27,6 +23,10 @@ from megatron.model.gpt import build_chunks, layer_context
 from megatron.parallel.flight import FlightRecorder
 from megatron.parallel.random import DropoutKey, seeded
 from megatron.parallel.topology import Layout, Topology
+from megatron.planner.dryrun.job import member
+from megatron.planner.dryrun.memory import Memory
+from megatron.planner.dryrun.messages import Log
+from megatron.planner.dryrun.tensors import without_data
 from tests.helpers.fusions import context
 
 D = 8

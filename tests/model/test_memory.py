@@ -8,8 +8,8 @@ from megatron.config import Config
 from megatron.data.batch import MicroBatch
 from megatron.model.gpt import build_chunks, stages_of
 from megatron.parallel.topology import Layout, Topology
-from megatron.planning.events import Give, Part, Take
-from megatron.planning.trace import trace
+from megatron.planner.events import Give, Part, Take
+from megatron.planner.trace import trace
 
 S, B, H, V = 128, 2, 64, 256
 FIELDS = dict(

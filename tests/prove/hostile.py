@@ -137,8 +137,8 @@ OWN_PICKLES = (
 )  # fmt: skip
 PRELOADED = (
     "tests.helpers.preload", "matplotlib.pyplot", "matplotlib.backends.backend_agg", "pyarrow.parquet", "rich.table",
-    "sentencepiece", "tokenizers", "tiktoken", "megatron.planning.search.command", "megatron.jobs.tune",
-    "megatron.jobs.check_job", "megatron.dryrun.command", "megatron.data.prepare.preprocess", "optuna",
+    "sentencepiece", "tokenizers", "tiktoken", "megatron.planner.search.command", "megatron.jobs.tune",
+    "megatron.jobs.check_job", "megatron.planner.dryrun.command", "megatron.data.prepare.preprocess", "optuna",
 )  # fmt: skip
 
 
@@ -344,16 +344,16 @@ def arm(folder: str, note: str, limit_s: float, trains: bool) -> None:
             os.write(descriptor, f"{'.'.join(arguments)} was unpickled\n".encode())
 
     sys.addaudithook(look)
-    import megatron.training
+    import megatron.program
 
-    train = megatron.training.pretrain
+    train = megatron.program.pretrain
 
     def bounded(config: Any, *more: Any) -> None:
         if trains and is_small(config):
             strike("megatron.run.step", 3, "terminate")
             train(config, *more)
 
-    megatron.training.pretrain = bounded  # type: ignore[assignment]
+    megatron.program.pretrain = bounded  # type: ignore[assignment]
 
 
 def is_small(config: Any) -> bool:

@@ -98,7 +98,7 @@ def deepspeed_json(folder: Path) -> None:
 
 
 def cluster(folder: Path) -> None:
-    shutil.copy(ROOT / "megatron/planning/clusters/frontier.toml", folder / "machine.toml")
+    shutil.copy(ROOT / "megatron/planner/clusters/frontier.toml", folder / "machine.toml")
 
 
 def space(folder: Path) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from megatron.config.command_line import parse_plan
-from megatron.planning.cluster_file import read_cluster
-from megatron.planning.timing import estimate
+from megatron.planner.cluster_file import read_cluster
+from megatron.planner.timing import estimate
 from tests.helpers.launching import launch
 from tests.helpers.processes import LIMIT_S
 from tools import plan

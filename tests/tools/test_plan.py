@@ -13,10 +13,10 @@ import pytest
 
 from megatron.config.command_line import parse_plan
 from megatron.config.layout import Layout
-from megatron.planning.cluster import load_cluster
-from megatron.planning.search.base import make_base
-from megatron.planning.search.script import command_line, flags_of
-from megatron.planning.search.space import Space
+from megatron.planner.cluster import load_cluster
+from megatron.planner.search.base import make_base
+from megatron.planner.search.script import command_line, flags_of
+from megatron.planner.search.space import Space
 from tests.helpers.fault_points import on
 from tests.helpers.launching import Script
 from tests.helpers.preflight import accepted
@@ -70,7 +70,7 @@ LAYOUT = "tp=2,pp=2,chunks=1,schedule=1f1b,mbs=1,sp=on,zero=1,overlap=off,recomp
 @pytest.fixture
 def no_search(monkeypatch) -> None:
     """Whatever searches among all layouts fails."""
-    monkeypatch.setattr("megatron.planning.search.command.search", lambda *_: pytest.fail("it searched"))
+    monkeypatch.setattr("megatron.planner.search.command.search", lambda *_: pytest.fail("it searched"))
 
 
 def test_a_layout_is_judged_alone(capsys, tmp_path: Path, no_search):
@@ -161,7 +161,7 @@ def test_mistakes(capsys, words, parts):
 
 
 def test_mistakes_are_found_before_the_search(capsys, tmp_path: Path, monkeypatch, no_search):
-    monkeypatch.setattr("megatron.planning.search.verdict.search", lambda *_: pytest.fail("it searched"))
+    monkeypatch.setattr("megatron.planner.search.verdict.search", lambda *_: pytest.fail("it searched"))
     (tmp_path / "file").write_text("")
     for words in (["--layout", "tq=2"], ["--layout", "tp=8"], ["--output", str(tmp_path / "file")]):
         assert call(capsys, *SMALL, *words)[0] == 2
@@ -217,7 +217,7 @@ def interrupt_its_group(flag: str) -> None:
             os.mkdir(flag)
             os.killpg(0, signal.SIGINT)
 
-    on("megatron.planning.task", act)
+    on("megatron.planner.task", act)
 
 
 @pytest.mark.slow

@@ -11,9 +11,9 @@ import torch
 
 from benchmarks.host_waits import HostWaits
 from megatron.config import Config
-from megatron.dryrun.rank import run_rank
 from megatron.engine.engine import Engine
 from megatron.pipeline.executor import Executor
+from megatron.planner.dryrun.rank import run_rank
 from megatron.training import loop, pretrain
 from tests.helpers.processes import run_processes
 from tests.training.test_run import FIELDS

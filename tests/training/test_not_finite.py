@@ -17,7 +17,8 @@ from megatron.errors import TrainingError
 from megatron.layers.context import LayerContext
 from megatron.layers.vocabulary_loss import Vocabulary, vocabulary_loss
 from megatron.parallel.topology import Layout, Topology
-from megatron.training import pretrain, skips
+from megatron.program import pretrain
+from megatron.training import skips
 from megatron.training.metrics import read_metrics
 from megatron.training.run import StepUnderWay
 from megatron.training.skips import SkipRules

@@ -12,7 +12,7 @@ from megatron.config import Config
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.sampler import MicroBatchStream
 from megatron.model import gpt
-from megatron.training import pretrain
+from megatron.program import pretrain
 from megatron.training.console import Console
 from megatron.training.metrics import read_metrics
 from tests.helpers.fault_points import strike

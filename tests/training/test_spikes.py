@@ -15,7 +15,7 @@ from megatron.config import Config
 from megatron.data.gpt_dataset import MockDataset
 from megatron.errors import TrainingError
 from megatron.parallel.topology import Layout, Topology
-from megatron.training import pretrain
+from megatron.program import pretrain
 from megatron.training.metrics import StepRecord, read_metrics
 from megatron.training.progress import Progress
 from megatron.training.spikes import Spike, SpikeRule

@@ -1,1 +1,0 @@
-"""Measure the machine at hand, and write what was found as the description of a cluster (planning/cluster_file.py)."""

@@ -1,0 +1,183 @@
+"""What one device computes: the products, attention and memory-bound kernels of a model, the optimizer's update.
+
+What a trace of the model lists (planner/recorder.py) is called as the code calls it: the same operators, with tensors
+of the same shapes and strides. In each call they are others, as in a model that no cache holds, and so are outputs.
+"""
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from megatron.config.parallel import RecomputeConfig
+from megatron.engine.optimizer import build_optimizer, create_state
+from megatron.engine.optimizer_state import OPTIMIZERS
+from megatron.engine.zero import square
+from megatron.kernels.choose import choose_fusions
+from megatron.kernels.library import available
+from megatron.kernels.ops.optimizer import scale_and_norm_
+from megatron.kernels.work import Attention, Memory, Product
+from megatron.planner.calibration.tasks import TERA, Make, Task, Work
+from megatron.planner.rates import BACKWARD_OPERATIONS
+from megatron.planner.recorder import Call, Calls, calls
+from megatron.planner.tensors import is_empty
+from megatron.planner.timing.update import bytes_per_element
+from megatron.planner.trace import that_counts
+
+if TYPE_CHECKING:
+    from megatron.config import Config
+
+MICRO_BATCHES = 1, 4
+_CACHE, _MOST_SETS = 1 << 26, 32
+"""Bytes of the tensors that are taken in turn, and how many sets of them there are at most."""
+_LEAST_SHARE = 1 / 16  # of the largest kernel of its kind: smaller ones take the least time of a kernel
+_VALUES = 99_991  # different ones in a tensor: a GPU's clock depends on what it multiplies
+
+
+def compute_tasks(config: Config, device: torch.device, tensor_sizes: tuple[int, ...] = (1,)) -> list[Task]:
+    """All tasks of one device, for the shapes of a model cut over these tensor-parallel sizes."""
+    dtype_name, s = config.precision.dtype_name, config.model.seq_length
+    found: dict[tuple[str, tuple[float, ...]], Task] = {}
+    tasks: list[Iterator[Task]] = []
+    for tensor_size, micro_batch in itertools.product(tensor_sizes, MICRO_BATCHES):
+        listed = _calls(config, device, tensor_size, micro_batch, s)
+        tasks += [_products(dtype_name, device, listed), _kernels(device, listed)]
+    for seq in sorted({max(64, s // 4), max(64, s // 2), s, 2 * s}):
+        tasks.append(_attention(dtype_name, device, _calls(config, device, 1, 1, seq, ("layer",))))
+    for task in itertools.chain(*tasks):
+        found.setdefault((task.figure, task.place), task)
+    return [*found.values(), *_updates(config, device)]
+
+
+def _calls(
+    config: Config, device: torch.device, tensor_size: int, micro_batch: int, seq: int,
+    parts: tuple[str, ...] = ("embedding", "layer", "head"),
+) -> list[Calls]:
+    """What a model computes for one micro-batch on one of so many tensor ranks, without recomputation."""
+    longest = max(seq, config.model.max_position_embeddings)
+    model = dataclasses.replace(config.model, seq_length=seq, max_position_embeddings=longest)
+    batch = dataclasses.replace(config.batch, micro_batch_size=micro_batch)
+    parallel = dataclasses.replace(
+        config.parallel, tensor_model_parallel_size=tensor_size, sequence_parallel=False, tp_comm_overlap=False
+    )
+    one = dataclasses.replace(config, model=model, batch=batch, parallel=parallel, recompute=RecomputeConfig())
+    return [each for part in parts for each in calls(that_counts(one, part), device.type, part)]
+
+
+# -- work out of operators without data --------------------------------------------------------------------------------
+
+
+def _with_data(operators: Sequence[Call], device: torch.device) -> list[Call]:
+    """Put data into tensors of the same shapes and strides, those of one storage on one again: floats between -1 and
+    1, indices below the lengths of the matrices that they are of."""
+    values, storages = torch.empty(_VALUES, device=device).uniform_(-1, 1), dict[int, torch.Tensor]()
+
+    def of(call: Call) -> Call:
+        matrices = [a for a in call[1] if isinstance(a, torch.Tensor) and a.dim() > 1 and a.is_floating_point()]
+        most = min((min(a.shape) for a in matrices), default=1)
+
+        def made(t: torch.Tensor) -> torch.Tensor:
+            if not is_empty(t):
+                return t
+            key, count = t.untyped_storage()._cdata, t.untyped_storage().nbytes() // t.element_size()
+            if key not in storages and t.is_floating_point():
+                storages[key] = values.to(t.dtype).repeat(-(-count // _VALUES))[:count].clone()
+            elif key not in storages:
+                below = most if t.dtype in (torch.int32, torch.int64) else 1
+                storages[key] = torch.randint(0, below, (count,), device=device).to(t.dtype)
+            return storages[key].view(t.dtype).as_strided(t.shape, t.stride(), t.storage_offset())
+
+        there = tree_map_only(torch.device, lambda _: device, call[2])
+        return call[0], *tree_map_only(torch.Tensor, made, (call[1], there))
+
+    return [of(call) for call in operators]
+
+
+def _in_turn(operators: Sequence[Call], device: torch.device) -> Make:
+    """Work that calls all of these operators, each time on the next of several sets of tensors."""
+    empty = [t for t in tree_leaves(operators) if isinstance(t, torch.Tensor)]
+    n_bytes = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in empty}.values())
+
+    def make() -> Work:
+        sets = [_with_data(operators, device) for _ in range(max(1, min(_MOST_SETS, _CACHE // max(1, n_bytes))))]
+        turn, kept = itertools.cycle(sets), collections.deque[list[Any]](maxlen=len(sets))
+
+        def work() -> Any:
+            with torch.no_grad():
+                kept.append([operator(*args, **kwargs) for operator, args, kwargs in next(turn)])
+            return kept[-1]
+
+        return work
+
+    return make
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def _products(dtype_name: str, device: torch.device, listed: Sequence[Calls]) -> Iterator[Task]:
+    """Multiply into a matrix that is there: what an operator does with its result beside is no part of a product."""
+    for work, operators in listed:
+        if isinstance(work, Product) and work.batch == 1:
+            a, b = [x for x in operators[0][1] if isinstance(x, torch.Tensor)][-2:]
+            product = torch.mm, (a, b), {"out": a.new_empty(work.m, work.n)}
+            yield Task(f"products.{dtype_name}", work[:3], _in_turn([product], device), work.flops, TERA)
+
+
+def _attention(dtype_name: str, device: torch.device, listed: Sequence[Calls]) -> Iterator[Task]:
+    """Rates as planner/rates.py counts: half of all pairs, and so many more in the backward pass."""
+    for work, operators in listed:
+        if isinstance(work, Attention):
+            direction, more = ("backward", BACKWARD_OPERATIONS) if work.backward else ("forward", 1.0)
+            figure, flops = f"attention.{dtype_name}.{direction}", work._replace(backward=False).flops / 2 * more
+            yield Task(figure, (work.seq, work.head_dim), _in_turn(operators, device), flops, TERA)
+
+
+def _kernels(device: torch.device, listed: Sequence[Calls]) -> Iterator[Task]:
+    """All memory-bound kernels of a kind together, each once, by their mean size."""
+    kinds: dict[str, dict[Any, Call]] = {}
+    for work, operators in listed:
+        if isinstance(work, Memory):
+            kinds.setdefault(work.kind, {})[work, operators[0][0]] = operators[0]
+    for kind, found in kinds.items():
+        least = _LEAST_SHARE * max(work.bytes for work, _ in found)
+        large = {work: call for work, call in found.items() if work[0].bytes >= least}
+        size, count = sum(work.bytes for work, _ in large), sum(work.kernels for work, _ in large)
+        yield Task(f"memory.{kind}", (size / count,), _in_turn([*large.values()], device), float(size))
+
+
+# -- the optimizer -----------------------------------------------------------------------------------------------------
+
+
+def _updates(config: Config, device: torch.device) -> Iterator[Task]:
+    """Norm of the gradients and AdamW over the elements of a layer or more."""
+    elements = max(1 << 20, min(12 * config.model.hidden_size**2, 1 << 24))
+    dtype_name, kernels = config.precision.dtype_name, config.kernels
+
+    def work() -> Work:
+        weights = torch.nn.Parameter(torch.zeros(elements, device=device))
+        weights.grad = torch.ones_like(weights)
+        groups = [{"params": [weights], "decays": True}]
+        fused = choose_fusions(kernels, device, dtype_name).optimizer
+        adam = build_optimizer(groups, config.optimizer, device, kernels.optimizer_implementation, fused)
+        create_state(adam, OPTIMIZERS["adam"])
+        if fused and dtype_name != "float32":
+            copy = torch.zeros(elements, device=device, dtype=getattr(torch, dtype_name))
+            adam.copies = {weights: copy}  # type: ignore[attr-defined]
+        own = kernels.optimizer_implementation != "torch" and available(device)
+        squares = scale_and_norm_ if own else square
+
+        def run() -> None:
+            assert weights.grad is not None
+            math.sqrt(squares([weights.grad]))  # the host waits for the norm, as in a step
+            adam.step()
+
+        return run
+
+    yield Task("update_gb_per_s", (), work, elements * bytes_per_element(config, device.type))

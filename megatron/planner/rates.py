@@ -1,0 +1,244 @@
+"""Seconds of a device's work: matrix products by shape, attention, memory-bound kernels, the optimizer's update.
+
+**Products.** A product of [m, k] and [k, n] is put in line with others by e = 3 / (1/m + 1/n + 1/k), the side of the
+cube with as many operations for each matrix element: 2 m n k operations on m n + m k + n k elements are 2 e / 3 each,
+the arithmetic intensity of a roofline. Between points, 1 / rate is a straight line over 1 / e, so that
+
+    seconds = a * operations + b * elements
+
+with a and b of the two points around it: time for arithmetic, and time for traffic and for filling and draining the
+pipeline. Beyond the outermost points the lines go on, toward large products at most with the peak. a and b are never
+negative, so that along the lines a product takes longer when any side grows, and has a lower rate when any side
+shrinks: points whose rate falls with e are averaged with their neighbours first (isotonic regression), and a rate that
+falls faster than e toward small ones is taken to fall like e. What is then left between a point and the lines is given
+back near that point, by a weight that falls with the squared distance of the logarithms of the sides: measured shapes
+come out as measured.
+
+**Attention.** Rates by sequence length in the same way (1 / rate over 1 / length), between head sizes on a straight
+line over their logarithm. Operations of causal attention are half of all pairs, the backward pass has 2.5 times those
+of the forward one (Dao, arXiv 2307.08691, section 4.1). Attention over all pairs has twice the operations at the same
+rate, which is a little too slow: a causal mask leaves half-filled blocks.
+
+**Memory.** Bytes over the bandwidth, on a straight line over the logarithm of the bytes between points, and the least
+time of each kernel.
+"""
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from megatron.errors import ConfigError
+from megatron.planner.compute import Confidence, Figure, assumed_figures
+
+if TYPE_CHECKING:
+    from megatron.planner.cluster import Cluster
+
+BACKWARD_OPERATIONS = 2.5
+"""Operations of attention's backward pass for each one of its forward pass, scores made again."""
+
+_NEAR = math.log(1.5) ** 2
+"""Squared distance of logarithms at which half of a point's own deviation is given back."""
+
+
+class Rates:
+    """Seconds of one device of a machine, computing in a dtype: 'float16', 'bfloat16' or 'float32'.
+
+    Raises ConfigError for a dtype of which the machine's file knows no peak and no figures.
+    """
+
+    def __init__(self, cluster: Cluster, dtype: str) -> None:
+        known, assumed = cluster.compute.figures, _assumed(cluster)
+        names = [f"products.{dtype}", f"attention.{dtype}.forward", f"attention.{dtype}.backward"]
+        for name in names:
+            if name not in known and name not in assumed:
+                raise ConfigError(
+                    f"{cluster.path or cluster.name}: compute.{name}: neither this nor device.peak_tflops.{dtype} is "
+                    f"there: give one of them, or train in {', '.join(cluster.peak_tflops) or 'another dtype'}"
+                )
+        self._figures = {**assumed, **known}
+        self._used: dict[str, Figure] = {}
+        self._peak = cluster.peak_tflops.get(dtype, float("inf")) * 1e12
+        self._products, self._forward, self._backward = names
+        self.layer_overhead_s = self._take("layer_overhead_s").value
+        self.layer_forward_overhead_s = self._optional("layer_forward_overhead_s", self.layer_overhead_s)
+        self.layer_backward_overhead_s = self._optional("layer_backward_overhead_s", self.layer_overhead_s)
+        self.instruction_overhead_s = self._optional("instruction_overhead_s", 0.0)
+        self.step_overhead_s = self._take("step_overhead_s").value
+        self._kernel_s = self._take("kernel_s").value
+        self._product_law = _product_law(self._take(self._products), self._peak)
+
+    def _take(self, name: str) -> Figure:
+        return self._used.setdefault(name, self._figures[name])
+
+    def _optional(self, name: str, default: float) -> float:
+        return self._take(name).value if name in self._figures else default
+
+    def product_s(self, m: int, n: int, k: int, batch: int = 1) -> float:
+        """Of `batch` products [m, k] x [k, n] in one kernel."""
+        return max(self._kernel_s, batch * self._product_law.seconds(m, n, k))
+
+    def attention_s(
+        self, batch: int, heads: int, seq: int, head_dim: int, *, backward: bool, causal: bool = True
+    ) -> float:
+        """Of one pass of attention that stores no scores; queries, keys, values are [batch, seq, heads, head_dim]."""
+        figure = self._take(self._backward if backward else self._forward)
+        rate = _attention_law(figure, self._peak).rate(seq, head_dim)
+        pairs = seq * seq / 2 if causal else seq * seq
+        operations = 4.0 * batch * heads * pairs * head_dim * (BACKWARD_OPERATIONS if backward else 1.0)
+        return max(self._kernel_s, operations / rate)
+
+    def memory_s(self, n_bytes: float, kernels: int = 1, kind: str = "copy") -> float:
+        """Of kernels that read and write `n_bytes` in all and do this kind of work (compute.WORK)."""
+        figure = self._take(f"memory.{kind}" if f"memory.{kind}" in self._figures else "memory.copy")
+        rate = _between(_memory_points(figure), math.log(max(1.0, n_bytes / max(1, kernels))))
+        return kernels * self._kernel_s + n_bytes / (rate * 1e9)
+
+    def update_s(self, elements: float, bytes_per_element: float) -> float:
+        """Of the optimizer's update of `elements` parameters, of each of which it reads and writes so many bytes."""
+        return elements * bytes_per_element / (self._take("update_gb_per_s").value * 1e9)
+
+    @property
+    def confidence(self) -> Confidence:
+        """The figures that the answers so far rest on."""
+        return Confidence.of(self._used.values())
+
+
+def _assumed(cluster: Cluster) -> dict[str, Figure]:
+    return _assumed_of(tuple(sorted(cluster.peak_tflops.items())))
+
+
+@functools.cache
+def _assumed_of(peaks: tuple[tuple[str, float], ...]) -> dict[str, Figure]:
+    return assumed_figures(dict(peaks))
+
+
+def size_of(m: float, n: float, k: float) -> float:
+    """The side of the cube with as many operations for each matrix element.
+
+    >>> size_of(4096, 4096, 4096)
+    4096.0
+    """
+    return 3.0 / (1.0 / m + 1.0 / n + 1.0 / k)
+
+
+class _Line:
+    """1 / rate over 1 / size through points of (size, rate), made monotone: rates grow with the size, up to a peak.
+
+    `two_parts`: made so that seconds are a sum of a part for arithmetic and a part for traffic, neither negative.
+    """
+
+    def __init__(
+        self, points: Iterable[tuple[float, float]], peak: float = float("inf"), *, two_parts: bool = False
+    ) -> None:
+        merged = _monotone(sorted(points))
+        self._x = [1.0 / size for size, _ in reversed(merged)]
+        self._y = [1.0 / rate for _, rate in reversed(merged)]
+        if two_parts:
+            for i in range(1, len(self._x)):
+                self._y[i] = min(self._y[i], self._y[i - 1] * self._x[i] / self._x[i - 1])
+        self._least = 1.0 / peak
+
+    def inverse(self, size: float) -> float:
+        """Seconds of one operation."""
+        x, xs, ys = 1.0 / size, self._x, self._y
+        if len(xs) == 1:
+            return ys[0]
+        i = next((i for i in range(1, len(xs) - 1) if x <= xs[i]), len(xs) - 1)
+        slope = (ys[i] - ys[i - 1]) / (xs[i] - xs[i - 1])
+        # Toward large ones the rate grows no faster than the size, and no further than the peak.
+        least = min(self._least, ys[0]), ys[0] * min(1.0, x / xs[0])
+        return max(ys[i - 1] + slope * (x - xs[i - 1]), *least)
+
+
+def _monotone(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Isotonic regression over the logarithm of the rate (pool adjacent violators); sizes are distinct after it."""
+    blocks: list[tuple[float, float, float]] = []  # sum of log sizes, sum of log rates, count
+    last_size = None
+    for size, rate in points:
+        same = last_size is not None and size <= last_size * (1 + 1e-9)
+        last_size = size
+        block = (math.log(size), math.log(rate), 1.0)
+        while blocks and (same or blocks[-1][1] / blocks[-1][2] > block[1] / block[2]):
+            old = blocks.pop()
+            block = (old[0] + block[0], old[1] + block[1], old[2] + block[2])
+            same = False
+        blocks.append(block)
+    return [(math.exp(s / n), math.exp(r / n)) for s, r, n in blocks]
+
+
+class _ProductLaw:
+    """Seconds of a product by its sides, through the points of a figure."""
+
+    def __init__(self, figure: Figure, peak: float) -> None:
+        points = [(m, n, k, rate * 1e12) for m, n, k, rate in figure.points]
+        self._line = _Line([(size_of(m, n, k), rate) for m, n, k, rate in points], peak, two_parts=True)
+        self._off = [
+            (math.log(m), math.log(n), math.log(k), off)
+            for m, n, k, rate in points
+            if abs(off := -math.log(rate * self._line.inverse(size_of(m, n, k)))) > 1e-9
+        ]
+        self._exact = {(m, n, k): 2.0 * m * n * k / rate for m, n, k, rate in points}
+        self._known: dict[tuple[int, int, int], float] = {}
+
+    def seconds(self, m: int, n: int, k: int) -> float:
+        key = (m, n, k)
+        if key not in self._known:
+            exact = self._exact.get(key)
+            self._known[key] = exact if exact is not None else self._between(m, n, k)
+        return self._known[key]
+
+    def _between(self, m: int, n: int, k: int) -> float:
+        law = 2.0 * m * n * k * self._line.inverse(size_of(m, n, k))
+        if not self._off:
+            return law
+        place = math.log(m), math.log(n), math.log(k)
+        total, weights = 0.0, 1.0
+        for a, b, c, off in self._off:
+            distance = (place[0] - a) ** 2 + (place[1] - b) ** 2 + (place[2] - c) ** 2
+            weight = _NEAR / max(distance, 1e-12)
+            total += weight * off
+            weights += weight
+        return law * math.exp(total / weights)
+
+
+class _AttentionLaw:
+    """Operations a second by sequence length and head size, through the points of a figure."""
+
+    def __init__(self, figure: Figure, peak: float) -> None:
+        heads = sorted({head for _, head, _ in figure.points})
+        self._lines = [
+            (math.log(head), _Line([(seq, rate * 1e12) for seq, d, rate in figure.points if d == head], peak))
+            for head in heads
+        ]
+
+    def rate(self, seq: int, head_dim: int) -> float:
+        return _between([(place, 1.0 / line.inverse(seq)) for place, line in self._lines], math.log(head_dim))
+
+
+@functools.cache
+def _product_law(figure: Figure, peak: float) -> _ProductLaw:
+    return _ProductLaw(figure, peak)
+
+
+@functools.cache
+def _memory_points(figure: Figure) -> list[tuple[float, float]]:
+    """(logarithm of the bytes, GB/s)."""
+    return [(math.log(size), rate) for size, rate in sorted(figure.points)]
+
+
+@functools.cache
+def _attention_law(figure: Figure, peak: float) -> _AttentionLaw:
+    return _AttentionLaw(figure, peak)
+
+
+def _between(points: Sequence[tuple[float, float]], x: float) -> float:
+    """On the straight line between the points around x; beyond the outermost, theirs."""
+    above = next((i for i, point in enumerate(points) if point[0] >= x), None)
+    if above is None:
+        return points[-1][1]
+    if above == 0:
+        return points[0][1]
+    (x0, y0), (x1, y1) = points[above - 1], points[above]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)

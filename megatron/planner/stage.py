@@ -1,0 +1,176 @@
+"""What a pipeline stage does for one micro-batch, put together from the parts of a trace, and its seconds."""
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron.model.stages import assign_layers
+from megatron.pipeline.schedule import splits_backward
+from megatron.planner.clocked import NOTHING, MessageSeconds, PassSeconds, pass_seconds
+from megatron.planner.events import Pass, Trace
+
+if TYPE_CHECKING:
+    from megatron.config import Config
+    from megatron.planner.rates import Rates
+
+
+class Stage(NamedTuple):
+    """What a global stage has to do. again: groups of layers that are recomputed, and the layers in them; split: the
+    backward pass is run in two halves."""
+
+    layers: int
+    first: bool
+    last: bool
+    groups_again: int = 0
+    layers_again: int = 0
+    split: bool = False
+
+
+def stages_of(config: Config) -> tuple[Stage, ...]:
+    """All global stages of a configuration."""
+    parallel, recompute = config.parallel, config.recompute
+    size = parallel.pipeline_model_parallel_size
+    split = size > 1 and splits_backward(config.schedule, size, parallel.num_chunks, config.num_micro_batches())
+    return _stages(
+        config.model.num_layers, parallel.num_stages, parallel.pipeline_layout, recompute.recompute_granularity,
+        recompute.recompute_method, recompute.recompute_num_layers, split,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _stages(
+    layers: int, stages: int, layout: str | None, granularity: str | None, method: str | None, n: int, split: bool
+) -> tuple[Stage, ...]:
+    counts = [len(of_stage) for of_stage in assign_layers(layers, stages, layout)]
+
+    def again(count: int) -> tuple[int, int]:
+        """Groups and layers of a stage that run forward a second time (GPTChunk._run_layers)."""
+        if granularity != "full":
+            return 0, 0
+        return (min(n, count), min(n, count)) if method == "block" else (-(-count // n), count)
+
+    return tuple(
+        Stage(count, i == 0, i == stages - 1, *again(count), split) for i, count in enumerate(counts)
+    )
+
+
+class Run(NamedTuple):
+    """A pass that a stage runs so many `times` in a row. part: "embedding", "layer" or "head"; again: all of it is
+    recomputation."""
+
+    part: str
+    times: int
+    of: Pass
+    again: bool = False
+
+
+def stage_passes(trace: Trace, stage: Stage) -> dict[str, list[Run]]:
+    """What a stage runs for one micro-batch: "forward", "backward" (or its first half) and "weight" (the second half).
+    In this order but for layers, of which recomputation and backward pass alternate.
+
+    In a group of layers whose input alone is kept, all run forward again before the first one runs backward: the last
+    as torch does it for one alone, which ends at the last tensor that is kept.
+    """
+    first, last, alone = int(stage.first), int(stage.last), stage.groups_again
+    inside = stage.layers_again - alone
+    embedding, layer, again, head = trace.embedding, trace.layer, trace.again or trace.layer, trace.head
+    found = {"forward": [
+        Run("embedding", first, embedding.forward), Run("layer", stage.layers, layer.forward),
+        Run("head", last, head.forward),
+    ]}  # fmt: skip
+    halves = ("inputs", "weights") if stage.split else ("backward",)
+    for name, half in zip(("backward", "weight"), halves, strict=False):
+        found[name] = [
+            Run("head", last, getattr(head, half)),
+            Run("layer", inside if name == "backward" else 0, layer.forward, again=True),
+            Run("layer", alone, getattr(again, half)), Run("layer", stage.layers - alone, getattr(layer, half)),
+            Run("embedding", first, getattr(embedding, half)),
+        ]
+    return {name: [run for run in found.get(name, []) if run.times] for name in ("forward", "backward", "weight")}
+
+
+def stage_flops(trace: Trace, stage: Stage, *, again: bool | None = None) -> dict[str, float]:
+    """FLOPs of one tensor rank for one micro-batch, by pass; `again` as Pass.flops has it."""
+
+    def flops(run: Run) -> float:
+        if run.again:
+            return 0.0 if again is False else run.times * run.of.flops()
+        return run.times * run.of.flops(again=again)
+
+    return {name: sum(map(flops, runs)) for name, runs in stage_passes(trace, stage).items()}
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def parameters_of(trace: Trace, stage: Stage) -> int:
+    """That one tensor rank of a stage holds, a tied embedding on the last one, too."""
+    count = stage.layers * trace.layer.elements + stage.first * trace.embedding.elements
+    if not stage.last:
+        return count
+    return count + sum(p.elements for p in trace.head.parameters if not (p.tied and stage.first))
+
+
+def owners(config: Config) -> int:
+    """Devices over which the optimizer's part of a parameter is divided."""
+    return config.parallel.data_parallel_size if config.engine.zero_stage else 1
+
+
+def tied_elements(config: Config, trace: Trace) -> float:
+    """Elements of a tied embedding's gradient that a device of the first and of the last stage sums with the other."""
+    if config.parallel.pipeline_model_parallel_size == 1:
+        return 0.0
+    return sum(p.elements for p in trace.head.parameters if p.tied) / owners(config)
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Seconds of one micro-batch. `backward` is the first half where the backward pass is split, `weight` the second.
+    overhead: of the host, for each of the three."""
+
+    forward: PassSeconds
+    backward: PassSeconds
+    weight: PassSeconds
+    overhead: tuple[float, float, float]
+
+    @property
+    def forward_s(self) -> float:
+        return self.forward.total + self.overhead[0]
+
+    @property
+    def backward_s(self) -> float:
+        return self.backward.total + self.overhead[1]
+
+    @property
+    def weight_s(self) -> float:
+        return self.weight.total + self.overhead[2]
+
+    @property
+    def busy_s(self) -> float:
+        return self.forward_s + self.backward_s + self.weight_s
+
+
+def stage_seconds(
+    trace: Trace, stage: Stage, rates: Rates, message_s: MessageSeconds | None, *, hides: bool = True
+) -> StageSeconds:
+    """Seconds of a stage; message_s None: messages take no time."""
+    found = {
+        name: functools.reduce(PassSeconds.__add__, (_often(run, rates, message_s, hides) for run in runs), NOTHING)
+        for name, runs in stage_passes(trace, stage).items()
+    }
+    layers, again, each = stage.layers, stage.layers_again, rates.instruction_overhead_s
+    ahead, back = rates.layer_forward_overhead_s, rates.layer_backward_overhead_s
+    return StageSeconds(
+        found["forward"], found["backward"], found["weight"],
+        (each + ahead * layers, each + back * layers + ahead * again, each if stage.split else 0.0),
+    )  # fmt: skip
+
+
+def _often(run: Run, rates: Rates, message_s: MessageSeconds | None, hides: bool) -> PassSeconds:
+    """The same pass so many times in a row: a message left over from one may hold up the next."""
+    total, busy, done = NOTHING, 0.0, 0
+    while done < run.times:
+        one = pass_seconds(run.of, rates, message_s, hides=hides, busy=busy)
+        alike = abs(one.left - busy) <= 1e-12 * max(one.left, busy)
+        step = run.times - done if alike else 1
+        total, busy, done = total + one.times(step), one.left, done + step
+    return total.repeated() if run.again else total

@@ -1,0 +1,101 @@
+"""A step's seconds without a clock, from the seconds of its stages: what a search ranks layouts by."""
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megatron.planner.clocked import crowding, rates_of
+from megatron.planner.stage import parameters_of, stage_seconds, stages_of
+from megatron.planner.timing.update import update_seconds
+from megatron.planner.trace import trace
+
+if TYPE_CHECKING:
+    from megatron.config import Config
+    from megatron.planner.channels import Channels
+    from megatron.planner.cluster import Cluster
+    from megatron.planner.events import Trace
+    from megatron.planner.rates import Rates
+    from megatron.planner.stage import Stage
+
+
+def folded_seconds(config: Config, cluster: Cluster, channels: Channels) -> float:
+    """About estimate().seconds of this configuration, in a hundredth of its time.
+
+    Each rank's work, with the passes of other ranks that its own first and last ones wait for; messages between stages
+    on the way through all of them; gradients and weights beside the passes of the last and the first micro-batch of the
+    first rank. Raises ConfigError as estimate does for a format of which the machine knows no rates.
+    """
+    rates, traced = rates_of(cluster, config.precision.dtype_name), trace(config, cluster.device_type)
+    hides, stages = cluster.device_type != "cpu", stages_of(config)
+    each = {stage: _seconds(traced, stage, rates, channels, hides) for stage in set(stages)}
+    seconds = [each[stage] for stage in stages]
+    size, m = config.parallel.pipeline_model_parallel_size, config.num_micro_batches()
+    passes, crowd = _passes(seconds, size, m), crowding(config, cluster)
+    if crowd > 1.0:  # the cores that there are have all of the work to do
+        passes = max(passes, m * sum(map(sum, seconds)) / size * crowd)
+    if size > 1:
+        occupies, latency = _boundary(channels, size, traced.layer.hands_on)
+        on_link = (2 if hides else 1) * m * config.parallel.num_chunks * occupies
+        passes = max(passes + 2 * (size - 1) * (occupies + latency), on_link)
+    after = _exchanged(config, traced, channels, seconds, hides) + update_seconds(config, cluster.device_type, rates)
+    return passes + crowd * after + rates.step_overhead_s
+
+
+_Seconds = tuple[float, float, float]
+_known: dict[tuple[object, ...], _Seconds] = {}
+
+
+def _seconds(traced: Trace, stage: Stage, rates: Rates, channels: Channels, hides: bool) -> _Seconds:
+    """Of a stage's passes: forward, backward, weight. Placements whose tensor-parallel groups are alike share them."""
+    key = traced, stage, rates, channels.tensor_lane, hides
+    if key not in _known:
+        found = stage_seconds(traced, stage, rates, channels.tensor_s, hides=hides)
+        _known[key] = found.forward_s, found.backward_s, found.weight_s
+    return _known[key]
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _boundary(channels: Channels, size: int, n_bytes: float) -> tuple[float, float]:
+    """Of the slowest one."""
+    return max(channels.boundary(rank, True, n_bytes) for rank in range(size - 1))
+
+
+def _passes(stages: Sequence[_Seconds], size: int, micro_batches: int) -> float:
+    """A rank's first pass waits for the forward passes of the stages before; the backward passes of those follow its
+    last one. Between the two it does all its work, but for the weight gradients of a split backward pass that follow
+    its last backward pass: of one micro-batch on the first rank, of one more on each after it."""
+    most = ahead = behind = 0.0
+    busy = [sum(stage) for stage in stages]
+    for rank in range(size):
+        forward, backward, weight = stages[rank]
+        held_back = min(rank + 1, micro_batches) * weight  # that of its last micro-batch, too
+        most = max(most, ahead + micro_batches * sum(busy[rank::size]) + max(0.0, behind - held_back))
+        ahead, behind = ahead + forward, behind + backward
+    return most
+
+
+def _exchanged(
+    config: Config, traced: Trace, channels: Channels, seconds: Sequence[_Seconds], hides: bool
+) -> float:
+    """What neither the last backward passes of the first rank hide of the gradients, nor its first forward passes of
+    the weights: those of a chunk travel while as many micro-batches pass each chunk before it as there are ranks."""
+    parallel, engine = config.parallel, config.engine
+    if parallel.data_parallel_size == 1:
+        return 0.0
+    size, chunks, owned = parallel.pipeline_model_parallel_size, parallel.num_chunks, engine.zero_stage > 0
+    own = stages_of(config)[::size]
+    count, layers = sum(parameters_of(traced, stage) for stage in own), max(1, sum(stage.layers for stage in own))
+    width, gradients = 4 if config.precision.dtype_name == "float32" else 2, config.precision.gradient_bytes * count
+    up = channels.data_s("reduce_scatter" if owned else "all_reduce", gradients)
+    if owned and not hides:  # on a CPU one reduction for each owner
+        up = parallel.data_parallel_size * channels.data_s("reduce", gradients / parallel.data_parallel_size)
+    down = channels.data_s("all_gather", width * count) if owned else 0.0
+
+    def left(whole: float, beside: float, overlaps: bool) -> float:
+        if not (overlaps and hides):
+            return whole
+        return max(whole / chunks - beside, whole - (1 + (chunks - 1) * size) * beside, whole / layers)
+
+    up = left(up, sum(seconds[0][1:]), engine.overlap_grad_reduce)
+    return up + left(down, seconds[0][0], engine.overlap_param_gather)

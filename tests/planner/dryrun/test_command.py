@@ -1,0 +1,74 @@
+"""`pretrain_gpt.py --dry-run`: what it prints and how it ends."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron.errors import ConfigError
+from megatron.pipeline.exchange import Exchange
+from megatron.planner.dryrun.command import dry_run
+from megatron.planner.dryrun.memory_kinds import CATEGORIES
+from tests.helpers.launching import launch
+
+SMALL = ("--dry-run --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 250 --bf16 "
+         "--pipeline-model-parallel-size 4").split()  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_program_speaks_once_for_a_job_of_any_size() -> None:
+    """Without launcher, data or length; and under a launcher, where only the first process speaks."""
+    (done,) = launch(1, [*SMALL, "--world-size", "3072", "--global-batch-size", "768", "--cluster", "frontier"])
+    assert done is not None and done.code == 0, done
+    for words in (*CATEGORIES, "pp rank 3", "3072", "384", "frontier"):
+        assert words in done.output
+    _, second, *_ = launch(4, SMALL, absent=(0, 2, 3))
+    assert second is not None and (second.code, second.output) == (0, "")
+
+
+@pytest.mark.slow
+def test_any_rank_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 2567 of four stages with 768 replicas each is in the last one."""
+    assert dry_run([*SMALL, "--world-size", "3072", "--global-batch-size", "768", "--rank", "2567"]) == 0
+    rows = dict(line.rsplit(maxsplit=1) for line in capsys.readouterr().out.splitlines() if len(line.split()) == 2)
+    assert (rows[" rank"], rows[" stages"]) == ("2567", "3")
+
+
+@pytest.mark.slow
+def test_a_model_that_does_not_fit_ends_with_3(capsys: pytest.CaptureFixture[str]) -> None:
+    """A layer of 12 h^2 parameters on each rank: 7.9 billion, with 18 bytes each, are 132 GiB."""
+    sizes = ("--hidden-size", "25600", "--num-attention-heads", "128", "--cluster", "frontier")
+    assert dry_run([*SMALL, *sizes], launched=4) == 3
+    printed = " ".join(capsys.readouterr().out.split())
+    for words in ("rank 0", "13", "62.0", "--pipeline-model-parallel-size"):
+        assert words in printed
+
+
+@pytest.mark.slow
+def test_a_job_that_fits_but_cannot_run_ends_with_3(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = Exchange.send
+
+    def shorter(self: Exchange, instruction: Any, tensor: Any) -> None:
+        send(self, instruction, tensor[:32])
+
+    monkeypatch.setattr(Exchange, "send", shorter)
+    assert dry_run([*SMALL, "--cluster", "frontier"], launched=4) == 3
+    printed = capsys.readouterr().out
+    assert "[32, 1, 64]" in printed and "[64, 1, 64]" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--world-size", "6"], "6"), (["--world-size", "4", "--cluster", "atlantis"], "atlantis"),
+        (["--world-size", "12", "--cluster", "frontier"], "12"),
+        (["--world-size", "4", "--num-layer", "3"], "--num-layer"),
+        (["--world-size", "4", "--rank", "4"], "--rank 4.*--world-size 4"),
+        (["--world-size", "4", "--rank", "-1"], "--rank -1.*--world-size 4"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_an_error_of_the_user(arguments: list[str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        dry_run([*SMALL, *arguments])

@@ -1,0 +1,139 @@
+"""The search against an estimate of every layout of small spaces."""
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+
+import pytest
+
+from megatron.config.layout import Layout
+from megatron.config.parallel import RANK_ORDERS
+from megatron.errors import ConfigError, MegatronError
+from megatron.planner.cluster import load_cluster
+from megatron.planner.memory import memory_of_ranks
+from megatron.planner.placement import place_with
+from megatron.planner.search import find
+from megatron.planner.search.base import make_base
+from megatron.planner.search.find import GIB, Search, search, values_of
+from megatron.planner.search.places import worthwhile_placements
+from megatron.planner.search.space import Rejections, Space
+from megatron.planner.timing import estimate
+
+FRONTIER = load_cluster("frontier")
+MODEL = "--num-layers 4 --hidden-size 4096 --num-attention-heads 32 --seq-length 2048 --vocab-size 50257 --bf16".split()
+MORE = pytest.mark.campaign("search")
+
+
+def given(
+    gib: float = 57.6, worlds: tuple[int, ...] = (8,), batches: tuple[int, ...] = (8,), **wanted: tuple
+) -> Search:
+    base = make_base(None, MODEL, batches)
+    return Search(Space(base, FRONTIER, worlds, batches, {**base.wanted, **wanted}), gib * GIB)
+
+
+def every_layout(of: Search) -> list[tuple[float, Layout]]:
+    """(score, layout) of all that are valid and fit, on the best placement of a few; the best first."""
+    found = []
+    for size in of.space.sizes(Rejections()):
+        for layout in of.space.variants(size):
+            try:
+                config = of.space.config(layout)
+            except ConfigError:
+                continue
+            if max(rank.total for rank in memory_of_ranks(config)) <= of.capacity:
+                places = worthwhile_placements(config, FRONTIER, {})
+                seconds = min(estimate(config, FRONTIER, place).seconds for place in places)
+                found.append((of.score(seconds, layout), layout))
+    return sorted(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("gib", "wanted"), [
+    (8.0, dict(tp=(1, 4), mbs=(1,))), pytest.param(57.6, dict(tp=(1, 2), mbs=(1, 2)), marks=MORE),
+    pytest.param(5.0, dict(tp=(2, 8), zero=(1,), mbs=(2,)), marks=MORE),
+])  # fmt: skip
+def test_the_search_finds_what_estimating_everything_finds(gib, wanted, monkeypatch):
+    """With few estimates, so that most layouts are left out: the best, and the best with each value, within 0.5 %."""
+    monkeypatch.setattr(find, "ESTIMATED", 8)
+    of = given(gib, **wanted)
+    found, everything = search(of, top=5), every_layout(of)
+    assert found.counts["estimated"] < len(everything)
+    assert found.estimated[0].score == pytest.approx(everything[0][0], rel=1e-9)
+    best: dict[object, float] = {}
+    for score, layout in everything:
+        for value in values_of(layout, 8):
+            best.setdefault(value, score)
+    by_value = found.by_value(8)
+    assert by_value.keys() == best.keys()
+    for value, score in best.items():
+        assert by_value[value].score == pytest.approx(score, rel=5e-3), value
+    assert all(judged.memory <= of.capacity for judged in found.estimated)
+
+
+@pytest.mark.slow
+def test_two_processes_find_what_one_finds():
+    of = given(8.0, batches=(8, 16), tp=(2,), pp=(1, 2), mbs=(1,))
+    one, two = (search(dataclasses.replace(of, _known={}), top=4, processes=n) for n in (1, 2))
+    for name in ("estimated", "counts", "seen", "rejections"):
+        assert getattr(one, name) == getattr(two, name), name
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_ends_the_search(monkeypatch):
+    here = os.getpid()
+
+    def memory(*_: object) -> None:
+        assert os.getpid() != here
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(Search, "_memory", memory)
+    with pytest.raises(MegatronError, match="--processes"):
+        search(given(tp=(2,), pp=(2,), mbs=(1,)), processes=2)
+
+
+@pytest.mark.slow
+def test_node_hours_choose_fewer_nodes():
+    of = given(worlds=(8, 16), batches=(16,), tp=(2,), pp=(1, 2), mbs=(1,), zero=(1,), recompute=("none",))
+    assert search(of).estimated[0].layout.world == 16
+    assert search(dataclasses.replace(of, per_node=True)).estimated[0].layout.world == 8
+
+
+@pytest.mark.slow
+def test_no_layer_more_is_recomputed_than_must_be():
+    """Of whole layers as few as fit; and nothing of a micro-batch that is too large is looked at."""
+    switches = dict(zero=(1,), sp=(True,), overlap=(False,))
+    of = given(3.5, tp=(4,), pp=(1,), mbs=(1, 2, 4, 8), recompute=("full:block",), **switches)
+    found = search(of)
+    fewest: dict[object, Layout] = {}
+    for _, layout in sorted(every_layout(of), key=lambda pair: pair[1].recompute):
+        fewest.setdefault(layout.sizes, layout)
+    chosen = {judged.layout._replace(rank_order="", device_order=()) for judged in found.estimated}
+    assert chosen == set(fewest.values()) and len({layout.recompute for layout in chosen}) > 1
+
+
+def test_placements_that_are_wanted():
+    devices = (0, 1, 2, 3, 4, 5, 6, 7)
+    of = given(tp=(2,), pp=(2,), mbs=(1,), recompute=("none",), order=("pp-tp-dp",), devices=(devices,))
+    assert {(j.layout.rank_order, j.layout.device_order) for j in search(of).estimated} == {("pp-tp-dp", devices)}
+    config = of.space.config(Layout(8, 8, 2, 2))
+    with pytest.raises(ConfigError, match="0-1-2-3-4-5-6-6"):
+        worthwhile_placements(config, FRONTIER, {"devices": ((0, 1, 2, 3, 4, 5, 6, 6),)})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "pp", "chunks", "micro"), [
+    (2, 2, 2, 1), *(pytest.param(*row, marks=MORE) for row in ((1, 4, 1, 1), (4, 2, 1, 1), (8, 1, 1, 2))),
+])  # fmt: skip
+def test_no_placement_is_faster_than_the_worthwhile_ones(tp, pp, chunks, micro):
+    schedule = "interleaved" if chunks > 1 else "1f1b"
+    of = given(gib=1e9, worlds=(16,), batches=(32,))
+    for overlap in {False, tp > 1}:
+        config = of.space.config(Layout(16, 32, tp, pp, chunks, schedule, micro, sp=tp > 1, overlap=overlap))
+        kept = worthwhile_placements(config, FRONTIER, {})
+        best = min(estimate(config, FRONTIER, placement).seconds for placement in kept)
+        everything = min(
+            estimate(config, FRONTIER, place_with(config, FRONTIER, order, devices)).seconds
+            for order in RANK_ORDERS for devices in FRONTIER.device_orders
+        )  # fmt: skip
+        assert best == pytest.approx(everything, rel=1e-3) and len(kept) < 24

@@ -1,0 +1,112 @@
+"""Descriptions of machines: the facts of Frontier, limits, and files that are wrong."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.config.command_line import parse_plan
+from megatron.errors import ConfigError
+from megatron.planner.cluster import CLUSTERS, load_cluster
+from megatron.planner.timing import estimate
+
+FRONTIER = load_cluster("frontier")
+
+
+def test_links_of_frontier() -> None:
+    """OLCF's node diagram: each device by its neighbours."""
+    neighbours = {
+        0: {1: 200, 6: 100, 2: 50}, 1: {0: 200, 3: 50, 5: 50}, 2: {3: 200, 4: 100, 0: 50}, 3: {2: 200, 1: 50, 7: 50},
+        4: {5: 200, 2: 100, 6: 50}, 5: {4: 200, 1: 50, 7: 50}, 6: {7: 200, 0: 100, 4: 50}, 7: {6: 200, 3: 50, 5: 50},
+    }  # fmt: skip
+    for name in ("frontier", "lumi"):
+        cluster = load_cluster(name)
+        for a in range(8):
+            assert {b: w for b in range(8) if (w := cluster.link_gb_per_s(a, b))} == neighbours[a], name
+    assert FRONTIER.path_gb_per_s(6, 0) == 100 and FRONTIER.path_gb_per_s(0, 4) == 50
+    with pytest.raises(ConfigError, match="8.*0 to 7"):
+        FRONTIER.path_gb_per_s(0, 8)
+
+
+def test_cores_and_cards_of_frontier() -> None:
+    """Local rank i of a full node runs on the L3 region of cores 8i to 8i + 7; cards hang on the odd devices."""
+    for local_rank, device in enumerate(FRONTIER.local_order):
+        assert FRONTIER.cores_of_device[device] == (8 * local_rank, 8 * local_rank + 7)
+        assert FRONTIER.numa_of_device[device] == local_rank // 2
+    assert FRONTIER.nic_on_device == (1, 3, 5, 7)
+    for device, card in enumerate(FRONTIER.nic_of_device):
+        holder = FRONTIER.nic_on_device[card]
+        assert device == holder or FRONTIER.link_gb_per_s(device, holder) == 200
+    assert len(FRONTIER.reserved_cores) == 64 - 8 * FRONTIER.cpus_per_task
+
+
+@pytest.mark.parametrize(
+    ("nodes", "partition", "qos", "hours"),
+    [
+        (91, None, None, 2), (92, None, None, 6), (183, None, None, 6), (184, None, None, 12),
+        (9472, "batch", "normal", 12), (64, "extended", None, 24), (9, "extended", "debug", 2),
+    ],
+)  # fmt: skip
+def test_wall_limits(nodes: int, partition: str | None, qos: str | None, hours: float) -> None:
+    assert FRONTIER.wall_limit_hours(nodes, partition, qos) == hours
+
+
+@pytest.mark.parametrize(
+    ("nodes", "partition", "qos", "message"),
+    [
+        (65, "extended", None, "65 .*64 .*extended"),
+        (9473, None, None, "9472"),
+        (1, "gpu", None, "'gpu'.*batch, extended"),
+        (1, None, "fast", "'fast'.*normal, debug"),
+    ],
+)
+def test_no_such_job(nodes: int, partition: str | None, qos: str | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        FRONTIER.wall_limit_hours(nodes, partition, qos)
+
+
+COPY = 'copy = { value = 1250.0, basis = "published", range = [0.80, 1.05] }'
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ('name = "frontier"\n', "", "name"),
+        ("of_device = [0, 0, 1, 1, 2, 2, 3, 3]", "of_device = [0, 1]", "of_device"),
+        ("per_node = 8", 'per_node = "8"', "device.per_node"), ("[0, 6, 100.0]", "[0, 8, 100.0]", r"\[0, 8\]"),
+        ("local_order = [4, 5,", "local_order = [4, 4,", "local_order"),
+        ("copy_gb_per_s = [1000.0, 1600.0]", "copy_gb_per_s = [1600.0, 1000.0]", "bands.copy_gb_per_s"),
+        ("group_nodes = 128", "group_nodse = 128", "group_nodse"),
+        ("[0, 2, 50.0], [1, 3, 50.0], [4, 6, 50.0], [5, 7, 50.0], [1, 5, 50.0], [3, 7, 50.0],", "", "links"),
+        (COPY, 'copy = { value = 1250.0, basis = "guessed" }', "memory.copy.basis"),
+        ("update_gb_per_s = { value = 1000.0", "update_gb_per_s = { value = 0", "update_gb_per_s.value"),
+        (COPY, 'copy = { points = [[1.0]], basis = "published" }', "memory.copy.points"),
+        (COPY, COPY.replace("copy", "coppy"), "memory.coppy"),
+        (COPY, COPY.replace("0.80, 1.05", "1.1, 1.2"), "memory.copy.range"),
+        ("[4096, 4096, 4096, 101.5]", "[4096, 4096, 101.5]", "products.float16.points"),
+        ("group_nodes = 128", 'group_nodes = 128\nshared_cores = "two"', "shared_cores"),
+        ('name = "MI250X GCD"', 'name = "MI250X GCD"\ntype = "gpu"', "device.type.*'gpu'"),
+        ("group_nodes = 128", f"group_nodes = {'[' * 5000}{']' * 5000}", "machine.toml"),
+        ("group_nodes = 128", f"group_nodes = {'9' * 5000}", "machine.toml"),
+        ("group_nodes = 128", f"group_nodes = {'9' * 400}", "group_nodes"),
+        ("memory_gib = 64.0", f"memory_gib = {'9' * 400}", "device.memory_gib"),
+        ("peak_tflops = { float32 = 47.9, float16 = 191.5, bfloat16 = 191.5 }", "peak_tflops = 5", "peak_tflops"),
+        ("[startup_s]", '[startup_s]\nslow = "very"', "startup_s"),
+    ],
+)  # fmt: skip
+def test_a_wrong_file_is_refused_with_the_place(tmp_path: Path, old: str, new: str, named: str) -> None:
+    text = (CLUSTERS / "frontier.toml").read_text()
+    assert old in text
+    path = tmp_path / "machine.toml"
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(ConfigError, match=named) as caught:
+        load_cluster(path)
+    assert str(path) in str(caught.value)
+
+
+def test_the_measured_example_plans() -> None:
+    cluster = load_cluster(Path(__file__).parents[2] / "examples" / "local" / "two-cores.toml")
+    flags = "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --vocab-size 500 --world-size 2"
+    found = estimate(parse_plan([*flags.split(), "--global-batch-size", "8"]), cluster)
+    assert 0.01 < found.seconds < 10
+    assert {basis for basis, figures in found.confidence.by_basis.items() if figures} == {"measured", "assumed"}

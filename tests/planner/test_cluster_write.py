@@ -1,0 +1,63 @@
+"""The writer of machine descriptions: what it writes is read as the same machine."""
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.errors import ConfigError
+from megatron.planner.cluster import Cluster, Queue, load_cluster
+from megatron.planner.cluster_file import read_cluster
+from megatron.planner.cluster_write import write_cluster
+from megatron.planner.compute import BASES, COLUMNS, SCALARS, Compute, Figure
+
+
+def facts(cluster: Cluster) -> dict[str, object]:
+    """All fields but where it was read from, and each figure with its source."""
+    return {f.name: getattr(cluster, f.name) for f in dataclasses.fields(cluster) if f.name not in ("path", "sources")}
+
+
+def again(cluster: Cluster, folder: Path) -> Cluster:
+    path = folder / "machine.toml"
+    write_cluster(cluster, path, "a heading\nof two lines")
+    assert path.read_text().startswith("# a heading\n# of two lines\n")
+    return read_cluster(path)
+
+
+texts = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1, max_size=20)
+numbers = st.floats(1e-9, 1e12)
+
+
+@st.composite
+def figures(draw: st.DrawFn) -> Figure:
+    name = draw(st.sampled_from(sorted(COLUMNS)))
+    width = COLUMNS[name]
+    if name in SCALARS:
+        least = numbers if name == "update_gb_per_s" else st.one_of(st.just(0.0), numbers)
+        points: tuple[tuple[float, ...], ...] = ((draw(least),),)
+    else:
+        points = tuple(draw(st.lists(st.tuples(*[numbers] * width), min_size=1, max_size=4)))
+    low, high = draw(st.floats(0.01, 1.0)), draw(st.floats(1.0, 100.0))
+    return Figure(name, points, draw(st.sampled_from(BASES)), draw(texts), low, high)
+
+
+@given(
+    found=st.lists(figures(), unique_by=lambda f: f.name), title=texts, cores=st.one_of(st.none(), st.integers(1, 64))
+)
+def test_any_figures_survive(found: list[Figure], title: str, cores: int | None) -> None:
+    cluster = dataclasses.replace(
+        load_cluster("lumi"), title=title, shared_cores=cores, compute=Compute({f.name: f for f in found}),
+        qos=(Queue("a b", max_jobs=3),), sources={**load_cluster("lumi").sources, 'odd "name"': "line\nbreak \\ é"},
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        assert facts(again(cluster, Path(folder))) == facts(cluster)
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="file/machine.toml"):
+        write_cluster(load_cluster("lumi"), tmp_path / "file" / "machine.toml")

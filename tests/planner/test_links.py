@@ -1,0 +1,82 @@
+"""Bandwidths of groups and messages on a node: published figures come back, estimates follow from the links alone."""
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from megatron.planner.cluster import CLUSTERS, load_cluster
+from megatron.planner.links import NodeLinks, node_links
+
+FRONTIER = load_cluster("frontier")
+LINKS = node_links(FRONTIER)
+
+
+@pytest.mark.parametrize(
+    ("family", "rate"),
+    [
+        ([(0, 1), (2, 3), (4, 5), (6, 7)], 129), ([(2, 3)], 129), ([(0, 1, 2, 3), (4, 5, 6, 7)], 52),
+        ([(3, 1, 2, 0)], 52), ([range(8)], 135), ([(0, 2), (1, 3), (4, 6), (5, 7)], 50),
+        ([(0, 2, 4, 6), (1, 3, 5, 7)], 72), ([(0, 4), (1, 5), (2, 6), (3, 7)], 36),
+    ],
+)  # fmt: skip
+def test_published_groups(family: list[tuple[int, ...]], rate: float) -> None:
+    found = LINKS.collective(family)
+    assert {r.gb_per_s for r in found.values()} == {rate} and {r.basis for r in found.values()} == {"published"}
+
+
+def test_four_devices() -> None:
+    """One ring on {0, 1, 6, 7} is as wide as its link of 100 GB/s; {0, 1, 2, 3} was published to reach 52."""
+    found = LINKS.collective([(0, 1, 6, 7), (2, 3, 4, 5)])
+    for group, link in ((frozenset({0, 1, 6, 7}), "0-6"), (frozenset({2, 3, 4, 5}), "2-4")):
+        rate = found[group]
+        assert rate.gb_per_s == LINKS.rate_of_link(100) > 72 > 52
+        assert rate.basis == "estimated" and rate.limit == f"link {link}"
+    # With the published parts of a cut it would be 52 to 72: no less than {0, 1, 2, 3} in any case.
+    assert LINKS.cut * LINKS.narrowest_cut((0, 1, 6, 7))[0] == 52
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+def test_cuts_and_rings_by_trying_all(size: int) -> None:
+    for group in itertools.combinations(range(8), size):
+        halves = [set(h) for k in range(1, size) for h in itertools.combinations(group, k)]
+        across = [sum(FRONTIER.link_gb_per_s(a, b) for a in h for b in set(group) - h) for h in halves]
+        assert LINKS.narrowest_cut(group)[0] == min(across)
+        # A ring along a tree: of the spanning trees, by their links, the one whose narrowest link is widest.
+        inner = [(a, b) for a, b in FRONTIER.links if a in group and b in group]
+        widest = 0.0
+        for tree in itertools.combinations(inner, size - 1) if size <= 5 else ():
+            reached = {group[0]}
+            for _ in tree:
+                reached |= {x for step in tree for x in step if reached & set(step)}
+            if len(reached) == size:
+                widest = max(widest, min(FRONTIER.links[step] for step in tree))
+        if size <= 5:
+            assert LINKS.widest_ring(group) == widest, group
+
+
+@pytest.mark.parametrize(("groups", "rate"), [(1, 40), (2, 20), (4, 10), (8, 5)])
+def test_cards_give_the_published_rates(groups: int, rate: float) -> None:
+    """With devices in plain order, members a stride of `groups` apart."""
+    crossing = [tuple(range(first, 8, groups)) for first in range(groups)]
+    for found in LINKS.card_shares(crossing):
+        assert found.gb_per_s == pytest.approx(rate) and found.basis == "published"
+
+
+def test_groups_without_links_of_their_own_take_detours() -> None:
+    (rate,) = LINKS.collective([(0, 3)]).values()
+    assert rate.gb_per_s == pytest.approx(36) and "detours" in rate.limit
+    shared = LINKS.collective([(0, 3), (1, 2)])
+    assert {r.gb_per_s for r in shared.values()} == {18.0}
+
+
+def test_a_machine_without_published_figures(tmp_path: Path) -> None:
+    text = (CLUSTERS / "frontier.toml").read_text()
+    start, end = text.index("[collectives]"), text.index("# What a healthy node gives")
+    path = tmp_path / "machine.toml"
+    path.write_text(text[:start] + text[end:])
+    links = NodeLinks(load_cluster(path))
+    assert links.rate_of_link(200) == pytest.approx(129) and links.cut == 0.52 and links.card == 0.4
+    (rate,) = links.collective([range(8)]).values()
+    assert rate.basis == "estimated" and rate.gb_per_s == pytest.approx(130)

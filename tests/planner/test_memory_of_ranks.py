@@ -1,0 +1,193 @@
+"""Memory and work of a step by counting: against closed forms, the schedules' own bounds and real parameters."""
+from __future__ import annotations
+
+import pytest
+
+from megatron.config import Config
+from megatron.model import formulas
+from megatron.pipeline.in_flight import moments_of_rank
+from megatron.pipeline.schedule import build_schedule, peak_activations
+from megatron.planner.events import Pass, Take
+from megatron.planner.memory import ChunkMemory, chunk_memory, memory_of_ranks, parameters_of_rank
+from megatron.planner.stage import stages_of
+from megatron.planner.step_work import step_work
+from megatron.planner.trace import trace
+
+SMALL = dict(
+    num_layers=16, hidden_size=64, num_attention_heads=4, seq_length=32, vocab_size=1000, bf16=True,
+    make_vocab_size_divisible_by=8,
+)
+
+
+def small(tp: int = 1, pp: int = 1, dp: int = 1, m: int = 8, **more: object) -> Config:
+    sizes = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, world_size=tp * pp * dp)
+    return Config.create(**{**SMALL, **sizes, "global_batch_size": dp * m, **more})
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1)])
+@pytest.mark.parametrize("m", [1, 3, 10, 40])
+def test_as_many_micro_batches_as_the_schedule_holds(schedule, chunks, m):
+    """The schedule's own count is of pairs (micro-batch, chunk) until their weight gradients are made."""
+    counted = peak_activations(build_schedule(schedule, 4, chunks, m))
+    for rank in range(4):
+        moments = moments_of_rank(schedule, 4, chunks, m, rank)
+        assert (moments.held.sum(axis=1) + moments.waiting).max() + 1 == counted[rank]
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(4, 1, 8), (4, 4, 16), (8, 2, 16)])
+def test_the_first_rank_in_closed_form(p, v, m):
+    """1F1B: p micro-batches. Interleaved: 2 (p - 1) + (v - 1) p + 1 chunks (Narayanan et al. 2021, section 2.2.2)."""
+    in_flight = p if v == 1 else 2 * (p - 1) + (v - 1) * p + 1
+    moments = moments_of_rank("1f1b" if v == 1 else "interleaved", p, v, m, 0)
+    assert moments.held.sum(axis=1).max() + 1 == in_flight
+
+
+def chunk(stage: int, **options: object) -> ChunkMemory:
+    """Of four layers."""
+    config = small(pp=4, **{"seq_length": 512, "max_position_embeddings": 512, **options})
+    group = config.recompute.recompute_num_layers
+    return chunk_memory(trace(config, "cuda"), stages_of(config)[stage], group, 512)
+
+
+def test_recomputation_keeps_inputs():
+    def kept_bytes(**options: object) -> float:
+        return chunk(1, **options).kept.total
+
+    inputs = 512 * 64 * 2  # [s, b, h] in bf16
+    plain, full = kept_bytes(), dict(recompute_granularity="full")
+    assert kept_bytes(**full) == 4 * inputs
+    assert kept_bytes(**full, recompute_num_layers=4) == inputs
+    assert kept_bytes(**full, recompute_num_layers=3) == 2 * inputs
+    assert kept_bytes(**full, recompute_method="block", recompute_num_layers=3) == 3 * inputs + plain / 4
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("halves", [("backward",), ("inputs", "weights")])
+def test_a_chunk_is_as_full_as_its_passes_one_by_one(stage, halves):
+    """Every tensor of every layer by itself, from when it is made to when nothing refers to it."""
+    options = dict(enable_zbh1_pipeline=len(halves) == 2)
+    traced = trace(small(pp=4, seq_length=512, max_position_embeddings=512, **options), "cuda")
+    parts = [*[traced.embedding] * (stage == 0), *[traced.layer] * 4, *[traced.head] * (stage == 3)]
+    alive: dict[tuple[int, int], int] = {}
+
+    def fullest(passes: list[tuple[int, Pass]]) -> int:
+        most = 0
+        for place, of in passes:
+            for step in of.steps:
+                if isinstance(step, Take):
+                    alive[place, step.id] = -(-step.bytes // 512) * 512
+                elif hasattr(step, "id"):
+                    alive.pop((place, step.id), None)
+                most = max(most, sum(alive.values()))
+        return most
+
+    found = chunk(stage, **options)
+    places = list(enumerate(parts))
+    assert fullest([(i, part.forward) for i, part in places]) == found.forward.total
+    assert sum(alive.values()) == found.kept.total
+    backward = []
+    for half in halves:
+        assert not backward or sum(alive.values()) == found.waiting.total
+        backward.append(fullest([(i, getattr(part, half)) for i, part in places[::-1]]))
+    assert not alive and max(backward) == found.backward.total
+
+
+def test_states_are_18_bytes_for_a_parameter_and_zero_divides_12_of_them():
+    for dp, zero, moments in ((1, 1, 12), (4, 1, 3), (4, 0, 12)):
+        config = small(dp=dp, zero_stage=zero)
+        (rank,) = memory_of_ranks(config)
+        n = parameters_of_rank(config, 0)
+        assert (rank.weights, rank.gradients, rank.optimizer) == (2 * n, 4 * n, moments * n)
+    (rank,) = memory_of_ranks(small(bf16=None, optimizer="sgd"))
+    assert (rank.weights, rank.gradients, rank.optimizer) == (4 * n, 4 * n, 4 * n)
+
+
+@pytest.mark.slow
+def test_parameters_are_those_of_the_built_model():
+    import torch
+
+    from megatron.model.gpt import build_chunks
+    from megatron.parallel.topology import Layout, Topology
+
+    config = small(pp=4, num_layers_per_virtual_pipeline_stage=2)
+    for rank in range(4):
+        chunks = build_chunks(config, Topology.from_layout(Layout(pipeline=4), rank, device=torch.device("cpu")))
+        assert sum(p.numel() for p in chunks.parameters()) == parameters_of_rank(config, rank)
+
+
+# -- work --------------------------------------------------------------------------------------------------------------
+
+HEADLESS = dict(vocab_size=1, make_vocab_size_divisible_by=1)  # next to no output layer: all stages are alike
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(4, 1, 8), (8, 2, 32), (1, 1, 5)])
+def test_bubble_in_closed_form(p, v, m):
+    """(p - 1) / (v m) of the working time (Narayanan et al. 2021, section 2.2), where m is a multiple of p."""
+    options = {} if v == 1 else dict(num_layers_per_virtual_pipeline_stage=16 // (p * v))
+    work = step_work(small(pp=p, m=m, **options, **HEADLESS))
+    idle = (p - 1) / (v * m)
+    assert work.bubble == pytest.approx(idle / (1 + idle), abs=2e-3)
+    assert work.imbalance < 1e-3 and work.recomputed == 0
+
+
+def test_the_output_layer_makes_the_last_stage_the_busiest():
+    work = step_work(small(pp=4, m=400, vocab_size=12 * 64 * 4))  # a head of about four layers beside four layers
+    head, layer = 2 * 64 * 12 * 64 * 4, formulas.layer_flops(small().model)
+    assert work.imbalance == pytest.approx(1 - (16 * layer + head) / (4 * (4 * layer + head)))
+    assert 0 < work.bubble < 0.02
+
+
+# -- against the tensors of a run --------------------------------------------------------------------------------------
+
+RUN = dict(num_layers=2, hidden_size=128, vocab_size=512, bf16=True, global_batch_size=8, zero_reduce_bucket_size=0)
+
+
+def held_after_a_step(rank: int, fields: dict[str, object]) -> int:
+    """Bytes of all tensors that are alive on a rank after an optimizer step, shared memory counted once."""
+    import gc
+
+    import torch
+
+    from megatron.engine.engine import Engine
+    from megatron.model.gpt import build_chunks, hidden_dtype, hidden_shape, layer_context, stages_of
+    from megatron.pipeline.executor import Executor
+    from tests.helpers.groups import join
+    from tests.helpers.training import BASE, batches, dist_world_size
+
+    config = Config.create(**{**BASE, **fields, "world_size": dist_world_size()})
+    parallel = config.parallel
+    topology = join(parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
+    context = layer_context(config, topology)
+    chunks = build_chunks(config, topology, context)
+    engine = Engine(config, topology, chunks)
+    executor = Executor(
+        topology, stages_of(chunks), parallel.schedule, parallel.num_chunks, hidden_shape(config), hidden_dtype(config),
+        context.weight_gradients, before_training=engine.begin,
+    )
+    executor.train(batches(config, 0, topology.data.rank), loss_scale=engine.loss_scale)
+    engine.wait_for_weights()
+    engine.step(config.optimizer.lr)
+    engine.wait_for_weights()
+    gc.collect()
+    storages: dict[int, int] = {}
+    for each in gc.get_objects():
+        if isinstance(each, torch.Tensor):
+            storages[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pp", "zero"), [
+    (1, 1), *(pytest.param(2, zero, marks=pytest.mark.campaign("memory")) for zero in (0, 1)),
+])  # fmt: skip
+def test_states_are_what_a_rank_holds_after_a_step(pp, zero):
+    """Weights, gradients, masters and moments; what else is alive then (masks, partial sums) is a percent of them."""
+    from tests.helpers.processes import run_processes
+    from tests.helpers.training import BASE
+
+    fields = {**RUN, "pipeline_model_parallel_size": pp, "zero_stage": zero}
+    predicted = memory_of_ranks(Config.create(**{**BASE, **fields, "world_size": 2 * pp}))
+    found = run_processes(2 * pp, held_after_a_step, fields)
+    for rank, held in enumerate(found):
+        expected = predicted[rank // 2]  # data-parallel ranks count fastest
+        assert held == pytest.approx(expected.weights + expected.gradients + expected.optimizer, rel=0.02)

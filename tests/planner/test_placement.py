@@ -1,0 +1,232 @@
+"""Which placement is chosen: what is known to be right, the best of all device orders, rank tables, errors."""
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from megatron.config import Config
+from megatron.config.parallel import RANK_ORDERS
+from megatron.errors import ConfigError
+from megatron.parallel.topology import Layout
+from megatron.planner.cluster import load_cluster
+from megatron.planner.cost import CostModel, PlacementCost
+from megatron.planner.links import node_links
+from megatron.planner.placement import (
+    Placement,
+    all_placements,
+    choose_placement,
+    naive_placement,
+    place_with,
+    rank_table,
+)
+from megatron.planner.traffic import traffic_of
+from tests.planner.layouts import made
+
+FRONTIER = load_cluster("frontier")
+LINKS = node_links(FRONTIER)
+
+
+def groups(placement: Placement, direction: str) -> list[list[tuple[int, int]]]:
+    """(node, device) of the members of each group of a direction, by the layout's own lists."""
+    layout = placement.layout
+    t, d, p = range(layout.tensor), range(layout.data), range(layout.pipeline)
+    lines = {
+        "tp": [layout.tensor_ranks(data=i, pipeline=j) for i in d for j in p],
+        "dp": [layout.data_ranks(tensor=i, pipeline=j) for i in t for j in p],
+        "pp": [layout.pipeline_ranks(tensor=i, data=j) for i in t for j in d],
+    }[direction]
+    return [[placement.place(rank) for rank in ranks] for ranks in lines]
+
+
+def devices_of_tensor_groups(placement: Placement) -> set[frozenset[int]]:
+    for group in groups(placement, "tp"):
+        assert len({node for node, _ in group}) == 1, "a tensor-parallel group has left its node"
+    return {frozenset(device for _, device in group) for group in groups(placement, "tp")}
+
+
+@pytest.mark.parametrize(("pipeline", "data", "chunks"), [
+    (1, 1, 1), (1, 2, 1), (2, 1, 3), (4, 1, 3), (1, 4, 1), (16, 1, 1), (8, 16, 1), (16, 16, 3),
+])  # fmt: skip
+def test_tensor_parallel_groups(pipeline: int, data: int, chunks: int) -> None:
+    """Pairs on 200 GB/s; four on 200 and 100 GB/s links, never {0..3}; eight are the node."""
+    if data * pipeline % 4 == 0:
+        pairs = devices_of_tensor_groups(choose_placement(made(2, pipeline, data, chunks), FRONTIER))
+        assert all(FRONTIER.link_gb_per_s(*pair) == 200 for pair in pairs)
+    if data * pipeline % 2 == 0:
+        fours = devices_of_tensor_groups(choose_placement(made(4, pipeline, data, chunks), FRONTIER))
+        assert fours == {frozenset({0, 1, 6, 7}), frozenset({2, 3, 4, 5})}
+    (eight,) = devices_of_tensor_groups(choose_placement(made(8, pipeline, data, chunks), FRONTIER))
+    assert eight == set(range(8))
+
+
+def test_the_layout_of_175b() -> None:
+    config = Config.create("gpt-175b", world_size=1024)
+    chosen, naive = choose_placement(config, FRONTIER), naive_placement(config, FRONTIER)
+    assert not naive.cost.cheaper_than(chosen.cost)
+    assert devices_of_tensor_groups(naive) == {frozenset(range(4)), frozenset(range(4, 8))}
+    assert devices_of_tensor_groups(chosen) == {frozenset({0, 1, 6, 7}), frozenset({2, 3, 4, 5})}
+    assert naive.cost.of("tp")[0].gb_per_s == 52 and chosen.cost.of("tp")[0].gb_per_s > 76
+    # srun --gpu-bind=closest gives good fours with the launcher's numbers.
+    closest = place_with(config, FRONTIER, "tp-dp-pp", FRONTIER.local_order)
+    assert devices_of_tensor_groups(closest) == {frozenset({4, 5, 2, 3}), frozenset({6, 7, 0, 1})}
+
+
+@pytest.mark.parametrize("layout", [dict(data=1, tensor=1, pipeline=8), dict(data=1, tensor=1, pipeline=8, chunks=2),
+                                    dict(data=1, tensor=4, pipeline=2)])  # fmt: skip
+def test_stages_next_to_each_other_on_a_node_have_direct_links(layout: dict[str, int]) -> None:
+    """A pipeline of eight goes round a cycle; of TP 4, position k of one group stands beside position k of the other.
+    The plain order has neighbours without a link: 1 and 2, 5 and 6, and 3 and 4."""
+    for line in groups(choose_placement(made(**layout), FRONTIER), "pp"):
+        devices = [device for _, device in line]
+        assert all(FRONTIER.link_gb_per_s(a, b) for a, b in zip(devices, devices[1:] + devices[:1], strict=True))
+    assert [FRONTIER.link_gb_per_s(a, a + 1) for a in range(7)].count(0.0) == 3
+
+
+def test_messages_leave_a_node_from_devices_with_cards() -> None:
+    """A pipeline over two nodes: its ends are odd devices, and every message on a node has a direct link."""
+    chosen = choose_placement(made(1, 16, 1, rank_order="tp-pp-dp"), FRONTIER)
+    (line,) = groups(chosen, "pp")
+    for (n, a), (m, b) in itertools.pairwise(line):
+        if n == m:
+            assert FRONTIER.link_gb_per_s(a, b) > 0
+        else:
+            assert a in FRONTIER.nic_on_device and b in FRONTIER.nic_on_device
+
+
+# -- the best of all orders of devices --------------------------------------------------------------------------------
+
+
+def orders_worth_a_look(layout: Layout) -> Iterator[tuple[int, ...]]:
+    """Of all orders of eight devices, those whose tensor-parallel groups are fastest; one of each symmetric few."""
+    every = [order for order in itertools.permutations(range(8)) if order[0] in (0, 1)]
+    if layout.tensor == 1:
+        yield from every
+        return
+    stride = layout.strides[0]
+    firsts = [i for i in range(8) if i // stride % layout.tensor == 0]
+
+    def slowest(order: tuple[int, ...]) -> float:
+        family = [[order[i + k * stride] for k in range(layout.tensor)] for i in firsts]
+        return min(rate.gb_per_s for rate in LINKS.collective(family).values())
+
+    rates = {order: slowest(order) for order in every}
+    best = max(rates.values())
+    yield from (order for order, rate in rates.items() if rate == best)
+
+
+MORE = pytest.mark.campaign("search")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "data", "order", "chunks"),
+    [
+        (4, 16, 16, "tp-pp-dp", 3),
+        *(pytest.param(*row, marks=MORE) for row in (
+            (2, 4, 1, "tp-dp-pp", 1), (2, 4, 1, "tp-dp-pp", 3), (2, 4, 16, "tp-pp-dp", 3), (2, 2, 2, "tp-dp-pp", 1),
+            (2, 8, 4, "tp-dp-pp", 1), (4, 2, 1, "tp-dp-pp", 1), (4, 1, 2, "tp-dp-pp", 1), (4, 16, 16, "tp-dp-pp", 3),
+            (1, 8, 1, "tp-dp-pp", 1), (1, 8, 1, "tp-dp-pp", 3), (1, 16, 1, "tp-pp-dp", 1), (1, 4, 2, "tp-pp-dp", 1),
+            (1, 8, 2, "tp-dp-pp", 1),
+        )),
+    ],
+)  # fmt: skip
+def test_no_order_of_devices_is_cheaper(tensor: int, pipeline: int, data: int, order: str, chunks: int) -> None:
+    config = made(tensor, pipeline, data, chunks, rank_order=order)
+    model = CostModel(FRONTIER, Layout(tensor, pipeline, data, order), traffic_of(config, "cuda"), 8)
+    best: PlacementCost | None = None
+    for devices in orders_worth_a_look(model.layout):
+        cost = model.cost(devices)
+        if best is None or cost.cheaper_than(best):
+            best = cost
+    chosen = choose_placement(config, FRONTIER)
+    assert best is not None and not best.cheaper_than(chosen.cost), chosen.device_order
+    assert not chosen.cost.cheaper_than(best), "the search has missed the order that was chosen"
+
+
+# -- costs ------------------------------------------------------------------------------------------------------------
+
+
+def test_costs_by_hand() -> None:
+    """TP 4 x PP 2 on one node in plain order: collectives on published 52 GB/s, messages from 0-3 to 4-7."""
+    config = made(4, 2, 1, sequence_parallel=False)
+    cost = naive_placement(config, FRONTIER).cost
+    tensor = 2048 * 5120 * 2
+    statistics = 0.75 * 4 * 12 * 2048  # of the softmax, fp32 [3, tokens] of each rank, gathered
+    # 4 layers x 4 and 1 all-reduces
+    assert cost.seconds_of("tp") == pytest.approx(16 * (17 * 1.5 * tensor + statistics) / 52e9)
+    # 0 and 4, 2 and 6 have two ways of two links, of which 50 GB/s is the narrower; 1-5 and 3-7 are direct. Of the
+    # links of 50 GB/s, 0-2 is on a way of 0-4 forward and of 2-6 backward, in this direction: both wait for it.
+    assert cost.of("pp")[0].seconds == pytest.approx(2 * 16 * tensor / 36e9)
+    assert cost.of("dp") == ()
+
+
+def test_cards_are_shared_by_what_crosses() -> None:
+    """TP 8: every device sends a message forward and one back, over cards of which each has two devices."""
+    cost = naive_placement(made(8, 4, 1, sequence_parallel=False), FRONTIER).cost
+    message, count = 2048 * 5120 * 2, 32
+    assert cost.of("pp")[0].seconds == pytest.approx(4 * count * message / (0.4 * 25e9))
+    # ZeRO's collectives: eight rings on each node, 5 GB/s each, as published.
+    data = naive_placement(made(8, 1, 4), FRONTIER).cost.of("dp")
+    assert {part.gb_per_s for part in data} == {5.0} and {part.basis for part in data} == {"published"}
+
+
+def test_given_orders_are_kept() -> None:
+    config = made(2, 4, 2, rank_order="pp-tp-dp", device_order=(7, 6, 5, 4, 3, 2, 1, 0))
+    chosen = choose_placement(config, FRONTIER)
+    assert chosen.layout.order == "pp-tp-dp" and chosen.device_order == (7, 6, 5, 4, 3, 2, 1, 0)
+    assert chosen.place(9) == (1, 6)
+    naive = naive_placement(config, FRONTIER)
+    assert naive.layout.order == "tp-dp-pp" and naive.device_order == tuple(range(8))
+    assert list(all_placements(made(2, 4, 2), FRONTIER)) == list(RANK_ORDERS)
+
+
+@pytest.mark.parametrize(("preset", "world", "order"), [("gpt-175b", 128, "tp-pp-dp"), ("gpt-175b", 1024, "tp-dp-pp")])
+def test_the_cheapest_order_of_directions(preset: str, world: int, order: str) -> None:
+    """Few replicas: stages next to each other save more than short rings; many replicas: the other way round."""
+    config = Config.create(preset, world_size=world)
+    chosen = choose_placement(config, FRONTIER)
+    assert chosen.layout.order == order
+    others = all_placements(config, FRONTIER)
+    assert not any(other.cost.cheaper_than(chosen.cost) for other in others.values())
+    assert others[order].device_order == chosen.device_order
+
+
+def test_a_part_of_a_node_keeps_the_launchers_devices() -> None:
+    for world in (1, 2, 4, 7):
+        chosen = choose_placement(made(1, 1, world), FRONTIER)
+        assert chosen.device_order == FRONTIER.local_order[:world]
+        assert len(chosen.notes) == 1
+    pair = choose_placement(made(2, 1, 1), FRONTIER)
+    assert pair.cost.of("tp")[0].gb_per_s == 129
+
+
+@pytest.mark.parametrize(
+    ("world", "fields", "message"),
+    [
+        (12, {}, "12 .*8 or 16"),
+        (9473 * 8, {"micro_batch_size": 1}, "9473 .*9472"),
+        (8, {"device_order": tuple(range(16))}, "--device-order .*0 to 7"),
+    ],
+)
+def test_errors(world: int, fields: dict[str, Any], message: str) -> None:
+    config = made(1, 1, world, **fields)
+    with pytest.raises(ConfigError, match=message):
+        choose_placement(config, FRONTIER)
+
+
+# -- the table of all ranks --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [None, "pp-dp-tp"])
+def test_rank_table_of_1t(order: str | None) -> None:
+    """All 3,072 ranks of the paper's largest run."""
+    config = Config.create("gpt-1t", world_size=3072, global_batch_size=9600, rank_order=order)
+    rows = list(rank_table(config, FRONTIER))
+    assert [row.rank for row in rows] == list(range(3072))
+    assert len({(row.node, row.device) for row in rows}) == len({(row.tp, row.dp, row.pp) for row in rows}) == 3072
+    assert {row.chunks for row in rows if row.pp == 3} == {(range(6, 8),)}
+    first = rows[0]
+    assert (first.node, first.nic) == (0, FRONTIER.nics[FRONTIER.nic_of_device[first.device]])

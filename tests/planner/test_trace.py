@@ -1,0 +1,170 @@
+"""A trace beside what is independent of it: the papers' formulas, the modules' own sizes, real runs of the code."""
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.model import formulas
+from megatron.planner import trace as traces
+from megatron.planner.events import Again, Give, Part, Pass, Take
+from megatron.planner.memory import sized_model
+from megatron.planner.stage import parameters_of, stage_flops, stages_of
+from megatron.planner.trace import trace
+from tests.planner.timing.configs import configs, run
+
+
+@given(config=configs(), device=st.sampled_from(["cuda", "cpu"]))
+def test_flops_are_those_of_the_formulas(config, device):
+    """Exactly: all are whole numbers. The vocabulary is the padded one, whose padding is multiplied, too."""
+    if config.kernels.attention_backend == "unfused":
+        return  # counted below
+    model, recompute, batch = sized_model(config), config.recompute, config.batch.global_batch_size
+    padded = model.padded_vocab_size(config.parallel.tensor_model_parallel_size)
+
+    def flops(again: bool) -> float:
+        of_pipeline = sum(
+            sum(stage_flops(trace(config, device), stage, again=again).values()) for stage in stages_of(config)
+        )
+        parallel = config.parallel
+        ranks = parallel.tensor_model_parallel_size * parallel.data_parallel_size
+        return of_pipeline * ranks * config.num_micro_batches()
+
+    per_token = formulas.model_flops_per_token(model, padded)
+    assert flops(again=False) == formulas.flops_per_iteration(per_token, model, batch)
+    layers = sum(stage.layers_again for stage in stages_of(config))
+    extra = formulas.recompute_flops_per_token(
+        model, recompute.recompute_granularity, layers, modules=recompute.recompute_modules
+    )
+    assert flops(again=True) == formulas.flops_per_iteration(extra, model, batch)
+
+
+def test_explicit_attention_is_recomputed_as_far_as_its_weights():
+    """torch stops before the product with the values, of which no gradient needs the result."""
+    config = run(attention_backend="unfused", recompute_granularity="selective", tensor_model_parallel_size=2)
+    backward, model = trace(config, "cuda").layer.backward, config.model
+    assert backward.flops(again=True) == formulas.attention_score_flops(model) * model.seq_length / 2 / 2
+
+
+@given(config=configs())
+def test_parameters_are_those_of_the_formulas(config):
+    model, t = sized_model(config), config.parallel.tensor_model_parallel_size
+    sizes = dict(tensor_size=t, vocab_size=model.padded_vocab_size(t))
+    for stage in stages_of(config):
+        expected = formulas.stage_parameters(model, stage.layers, first=stage.first, last=stage.last, **sizes)
+        assert parameters_of(trace(config, "cuda"), stage) == expected
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("more", [
+    dict(), dict(recompute_granularity="full", micro_batch_size=2), dict(attention_backend="unfused", swiglu=True),
+    dict(recompute_granularity="selective", recompute_modules=("core_attn", "mlp_act", "layernorm")),
+    dict(sequence_parallel=True, tp_comm_overlap=True, position_embedding_type="rope", fp32_residual_connection=True),
+])  # fmt: skip
+def test_what_is_taken_is_given_back(device: str, more: dict[str, Any]) -> None:
+    """After a backward pass, whole or split, nothing is left of what was made."""
+    traced = trace(run(tensor_model_parallel_size=2, **more), device)
+    for part in (traced.embedding, traced.layer, traced.again, traced.head):
+        if part is not None:
+            assert not kept(part.forward, part.backward)
+            halves = Pass(part.inputs.steps + part.weights.steps, ())
+            assert not kept(halves)
+
+
+def kept(*passes: Pass) -> dict[int, int]:
+    """Bytes of what is alive after these passes, by its number."""
+    found: dict[int, int] = {}
+    for each in passes:
+        for step in each.steps:
+            if isinstance(step, Take):
+                found[step.id] = step.bytes
+            elif isinstance(step, Give):
+                found.pop(step.id, None)
+    return found
+
+
+def test_a_layer_that_is_recomputed_keeps_its_input_alone():
+    """And what its neighbour keeps: its output."""
+    config = run(recompute_granularity="full", tensor_model_parallel_size=2)
+    hidden = 512 * 256 * 2
+    again = trace(config, "cuda").again
+    assert again is not None and sum(kept(again.forward).values()) == hidden == again.hands_on
+    plain = trace(run(tensor_model_parallel_size=2), "cuda").layer
+    assert again.backward.flops(again=True) == plain.forward.flops()
+
+
+@pytest.mark.parametrize(("t", "sequence_parallel", "count"), [(1, False, 32), (8, False, 8 + 24 / 8), (8, True, 4)])
+def test_a_layer_keeps_what_korthikanti_et_al_count(t: int, sequence_parallel: bool, count: float) -> None:
+    """arXiv 2205.05198, equations 1, 2 and 4: 34 s b h, (10 + 24/t) s b h and 34/t s b h bytes without scores, of which
+    2 are masks, functions of keys here."""
+    config = run(
+        hidden_dropout=0.0, attention_dropout=0.0, hidden_size=1024, tensor_model_parallel_size=t,
+        sequence_parallel=sequence_parallel,
+    )
+    layer, tokens = trace(config, "cuda").layer, 512
+    assert sum(kept(layer.forward).values()) == pytest.approx(count * tokens * 1024, rel=0.01)
+
+
+@pytest.mark.parametrize("more", [
+    dict(hidden_size=512), dict(swiglu=True), dict(seq_length=1024), dict(normalization="rmsnorm"),
+    dict(micro_batch_size=2), dict(tensor_model_parallel_size=2), dict(fp16=True, bf16=False), dict(vocab_size=5000),
+    dict(fp32_residual_connection=True), dict(bias_gelu_fusion=False), dict(untie_embeddings_and_output_weights=True),
+    dict(recompute_granularity="selective"), dict(reset_position_ids=True), dict(main_grads_dtype="bf16"),
+])  # fmt: skip
+def test_what_a_trace_depends_on_gives_another(more: dict[str, Any]) -> None:
+    """And what it does not depend on gives the same."""
+    plain = trace(run(), "cuda")
+    changed = trace(run(**more), "cuda")
+    assert changed is not plain and any(
+        getattr(changed, name) is not getattr(plain, name) for name in ("embedding", "layer", "head")
+    )
+    same = run(num_layers=4, world_size=4, lr=3e-4, global_batch_size=16, init_method_std=0.01, seed=7, zero_stage=0)
+    assert trace(same, "cuda") is plain
+
+
+def test_a_new_setting_counts_unless_somebody_says_otherwise() -> None:
+    """The names of settings that do not count exist, in the sections that have them."""
+    for listed in (traces._DOES_NOT_COUNT, traces._NOT_FOR_LAYERS, traces._NOT_FOR_ONE, traces._COUNTS):
+        for section, names in listed.items():
+            fields = {field.name for field in dataclasses.fields(getattr(run(), section))}
+            assert set(names) <= fields
+
+
+def plain_of(part: Part) -> Any:
+    passes = (part.forward, part.backward, part.inputs, part.weights)
+    return part.parameters, part.hands_on, [(p.steps, p.labels) for p in passes]
+
+
+def test_a_file_has_the_whole_trace_and_a_broken_one_none(tmp_path, monkeypatch) -> None:
+    config = run(tensor_model_parallel_size=2, recompute_granularity="full")
+    monkeypatch.setenv(traces.FOLDER, str(tmp_path))
+
+    def fresh() -> Part:
+        traces._folder.cache_clear()
+        monkeypatch.setattr(traces, "_parts", {})
+        monkeypatch.setattr(traces, "_traces", {})
+        found = trace(config, "cuda").again
+        assert found is not None
+        return found
+
+    try:
+        made, read = fresh(), fresh()
+        files = sorted(tmp_path.rglob("*.json"))
+        assert len(files) == 4 and plain_of(made) == plain_of(read)
+        assert any(isinstance(step, Again) for step in read.backward.steps)
+        for file in files:
+            file.write_text(json.dumps(json.loads(file.read_text()))[:-10])
+        assert plain_of(fresh()) == plain_of(made)
+    finally:
+        traces._folder.cache_clear()
+
+
+def test_to_ask_a_tensor_for_its_device_is_no_work() -> None:
+    """Tensors without data on a CPU answer such questions by operators: a CPU has about as many kernels as a GPU."""
+    config = run(hidden_dropout=0.0, attention_dropout=0.0)
+    counts = [sum(1 for _ in trace(config, device).layer.forward.computations()) for device in ("cuda", "cpu")]
+    assert counts[1] <= 1.5 * counts[0]

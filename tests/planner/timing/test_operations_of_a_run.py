@@ -1,0 +1,207 @@
+"""Traces against what the code runs: every matrix product and tensor-parallel message of a step."""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.config import Config
+from megatron.data.batch import MicroBatch
+from megatron.kernels.availability import choose_attention
+from megatron.kernels.work import Attention, Product
+from megatron.model.gpt import build_chunks, hidden_dtype, hidden_shape, layer_context, stages_of
+from megatron.parallel import collectives, sink
+from megatron.pipeline.executor import Executor
+from megatron.planner import stage as stages
+from megatron.planner.events import Post, Wait
+from megatron.planner.trace import trace
+from tests.helpers.groups import join
+from tests.helpers.processes import run_processes
+
+SIZES = dict(
+    num_layers=4, hidden_size=64, num_attention_heads=4, seq_length=512, vocab_size=500, make_vocab_size_divisible_by=8,
+    micro_batch_size=1, cross_entropy_chunk_tokens=200,
+)
+LLAMA = dict(
+    num_key_value_heads=2, swiglu=True, normalization="rmsnorm", position_embedding_type="rope",
+    add_bias_linear=False, untie_embeddings_and_output_weights=True, hidden_dropout=0.0, attention_dropout=0.0,
+)
+PRODUCTS = {
+    "mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2),
+}
+
+
+def key(m: int, n: int, k: int, batch: int) -> tuple[int, ...]:
+    """Of a batched product autograd may make the transposed one: [n, k] x [k, m]."""
+    return (m, n, k, 1) if batch == 1 else (min(m, n), max(m, n), k, batch)
+
+
+class Products(TorchDispatchMode):
+    """Counts the matrix products of this thread by (m, n, k, batch); attention's own kernels are one operator each."""
+
+    def __init__(self, batched: bool) -> None:
+        super().__init__()
+        self.batched, self.found, self.order = batched, Counter[tuple[int, ...]](), list[Any]()
+        self.attention = Counter[str]()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else each process would import torch's compiler, for seconds, to keep it away from here
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in PRODUCTS and (self.batched or name in ("mm", "addmm")):
+            a, b = (args[i] for i in PRODUCTS[name])
+            batch = a.shape[0] if a.dim() == 3 else 1
+            made = key(a.shape[-2], b.shape[-1], a.shape[-1], batch)
+            self.found[made] += 1
+            self.order.append(("product", made))
+        if name.startswith("_scaled_dot_product"):
+            self.attention["backward" if "backward" in name else "forward"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def ran(rank: int, cases: list[dict[str, Any]]) -> list[Any]:
+    """For each case what this rank multiplied and sent in a step of two micro-batches."""
+    topology = join(cases[0]["tensor_model_parallel_size"], cases[0]["pipeline_model_parallel_size"])
+    return [_ran(topology, Config.create(**case)) for case in cases]
+
+
+def _ran(topology: Any, config: Config) -> Any:
+    context = layer_context(config, topology)
+    chunks = build_chunks(config, topology, context).to(getattr(torch, config.precision.dtype_name))
+    for p in {id(p): p for p in chunks.parameters()}.values():
+        p.gradient_sink = sink.GradientSink(
+            p, torch.zeros(p.shape), direct=config.kernels.gradient_accumulation_fusion
+        )
+    executor = Executor(
+        topology, stages_of(chunks), config.parallel.schedule, config.parallel.num_chunks, hidden_shape(config),
+        hidden_dtype(config), context.weight_gradients,
+    )
+    s, b = config.model.seq_length, config.batch.micro_batch_size
+    tokens = torch.randint(0, config.model.vocab_size, (b, s + 1), generator=torch.Generator().manual_seed(1))
+    batch = MicroBatch(tokens[:, :-1], tokens[:, 1:], torch.ones(b, s), torch.arange(s).expand(b, s), None, 0)
+    seen = Products(batched=backend(config) == "unfused")
+    with messages_of(topology.tensor, seen.order), seen:
+        executor.train([batch, batch])
+    sent = Counter(event[1:3] for event in seen.order if event[0] == "post")
+    return dict(seen.found), dict(sent), dict(seen.attention), seen.order
+
+
+@contextmanager
+def messages_of(group: Any, order: list[Any]) -> Iterator[None]:
+    """("post", collective, bytes, number) and ("wait", number) of a group, in `order`."""
+    original, whole = collectives.start, collectives.all_reduce
+
+    def post(call: str, size: int) -> int:
+        number = sum(event[0] == "post" for event in order)
+        order.append(("post", call, size, number))
+        return number
+
+    def start(call: bytes, of: Any, size: int, *args: Any, **kwargs: Any) -> Any:
+        work = original(call, of, size, *args, **kwargs)
+        if of is not group:
+            return work
+        number, wait = post(call.decode(), size), work.wait
+        return SimpleNamespace(wait=lambda: (order.append(("wait", number)), wait()))
+
+    def all_reduce(x: torch.Tensor, of: Any, *args: Any) -> torch.Tensor:
+        if of is group and of.size > 1:
+            order.append(("wait", post("all_reduce", x.nbytes)))
+        return whole(x, of, *args)
+
+    collectives.start, collectives.all_reduce = start, all_reduce
+    try:
+        yield
+    finally:
+        collectives.start, collectives.all_reduce = original, whole
+
+
+def listed(config: Config, rank: int) -> Any:
+    """The same from the trace."""
+    traced, products, sent = trace(config, "cpu"), Counter[tuple[int, ...]](), Counter[tuple[str, int]]()
+    attention: Counter[str] = Counter()
+    for of_rank in stages.stages_of(config)[rank :: config.parallel.pipeline_model_parallel_size]:
+        for run in (run for runs in stages.stage_passes(traced, of_rank).values() for run in runs):
+            for operation in run.of.computations():
+                if isinstance(operation, Product):
+                    products[key(*operation[:4])] += 2 * run.times
+                elif isinstance(operation, Attention):
+                    attention["backward" if operation.backward else "forward"] += 2 * run.times
+            for message in run.of.messages():
+                sent[message.kind, message.bytes] += 2 * run.times
+    return dict(products), dict(sent), dict(attention) if backend(config) == "torch" else {}
+
+
+def backend(config: Config) -> str:
+    drops = config.model.attention_dropout > 0.0
+    return choose_attention(config.kernels, None, config.precision.dtype_name, config.model.seq_length, drops)
+
+
+def listed_in_order(config: Config) -> list[Any]:
+    """Products, messages and the waits for them in the order of the trace, of one stage without recomputation."""
+    found = list[Any]()
+    (only,) = stages.stages_of(config)
+    passes = stages.stage_passes(trace(config, "cpu"), only)
+    posts = 0
+    of_step = 2 * [run for half in ("forward", "backward") for run in passes[half]]
+    for of in [run.of for run in of_step for _ in range(run.times)]:
+        numbers = dict[int, int]()
+        for step in of.steps:
+            if isinstance(step, Product):
+                found.append(("product", key(*step[:4])))
+            elif isinstance(step, Post):
+                found.append(("post", step.message.kind, step.message.bytes, posts))
+                numbers[step.number], posts = posts, posts + 1
+            elif isinstance(step, Wait):
+                found.append(("wait", numbers[step.number]))
+    return found
+
+
+FULL = dict(recompute_granularity="full")
+SELECTIVE = dict(recompute_granularity="selective")
+CHUNKS = dict(num_layers_per_virtual_pipeline_stage=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "pp", "cases"), [
+    (1, 1, [
+        LLAMA, dict(attention_backend="unfused", **SELECTIVE),
+        dict(**FULL, recompute_num_layers=3, attention_backend="fused"),
+        dict(**SELECTIVE, recompute_modules=("mlp_act", "layernorm"), gradient_accumulation_fusion=False),
+    ]),
+    (2, 1, [
+        {}, dict(sequence_parallel=True), dict(sequence_parallel=True, **LLAMA), dict(sequence_parallel=True, **FULL),
+        dict(sequence_parallel=True, tp_comm_overlap=True, tp_comm_overlap_chunks=3),
+        dict(tp_comm_overlap=True, micro_batch_size=2, bf16=True, async_tensor_model_parallel_allreduce=False),
+    ]),
+    (1, 2, [
+        dict(pipeline_layout="3,1"), {**LLAMA, **CHUNKS}, dict(**CHUNKS, **FULL),
+        dict(enable_zbh1_pipeline=True, **FULL), dict(pipeline_layout="1,3", **FULL, recompute_num_layers=2),
+    ]),
+    (2, 2, [
+        dict(enable_zbh1_pipeline=True, sequence_parallel=True),
+        dict(enable_zbh1_pipeline=True, tp_comm_overlap=True),
+    ]),
+], ids=["one process", "TP 2", "PP 2", "TP 2, PP 2"])  # fmt: skip
+def test_a_step_multiplies_and_sends_what_the_trace_says(tp: int, pp: int, cases: list[dict[str, Any]]) -> None:
+    sizes = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, world_size=tp * pp)
+    whole = [
+        {**SIZES, **sizes, "global_batch_size": 2 * case.get("micro_batch_size", 1), **case} for case in cases
+    ]  # fmt: skip
+    found = run_processes(tp * pp, ran, whole)
+    for i, case in enumerate(whole):
+        config = Config.create(**case)
+        for rank in range(tp * pp):
+            *counts, order = found[rank][i]
+            for got, wanted in zip(counts, listed(config, rank // tp), strict=True):
+                assert got == wanted, f"rank {rank} of {cases[i]}"
+            explicit = backend(config) == "unfused"  # whose products autograd orders
+            if pp == 1 and not config.recompute.recompute_granularity and not explicit:
+                assert order == listed_in_order(config), f"rank {rank} of {cases[i]}"
