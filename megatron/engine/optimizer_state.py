@@ -4,8 +4,8 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-from megatron.config.pieces import Optimizer
 from megatron.errors import ConfigError
+from megatron.protocols import Optimizer
 
 
 class OptimizerState(NamedTuple):
