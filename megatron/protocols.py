@@ -52,8 +52,12 @@ class Optimizer(Protocol):
     """Makes the optimizer of fp32 weights from parameter groups, which have weight_decay already; `lr` is set each
     step. `settings` is config.optimizer.
 
-    ZeRO gives it flat parts of the weights, so that each element is updated by itself. Its state are fp32 tensors as
-    large as the weights, which begin with zeros and are saved, and numbers named "step".
+    ZeRO gives it flat parts of the weights. Its state are fp32 tensors as large as the weights, which begin with zeros
+    and are saved, and numbers named "step".
+
+    One that needs parameters in their global shape, such as the matrices of Muon, has a function
+    whole(name, global_shape) -> bool besides. Parameters for which that is true are in groups of their own, in whose
+    key "whole" is a megatron.engine.whole.WholeParameters when steps are taken; it is None in other groups.
     """
 
     def __call__(self, groups: Any, settings: Any, /) -> torch.optim.Optimizer: ...
