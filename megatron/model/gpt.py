@@ -12,6 +12,7 @@ from megatron.config import Config
 from megatron.data.batch import MicroBatch
 from megatron.kernels.availability import choose_attention
 from megatron.kernels.choose import choose_fusions
+from megatron.kernels.work import once_and_again
 from megatron.layers.context import CallContext, LayerContext
 from megatron.layers.documents import Documents
 from megatron.layers.dropout import keyed_dropout
@@ -176,7 +177,9 @@ class GPTChunk(torch.nn.Module):
         for unit, again in units:
             if again:
                 # Masks are functions of keys: there is no generator state to restore.
-                hidden = checkpoint(run, hidden, unit, use_reentrant=False, preserve_rng_state=False)
+                hidden = checkpoint(
+                    run, hidden, unit, use_reentrant=False, preserve_rng_state=False, context_fn=once_and_again
+                )
             else:
                 hidden = run(hidden, unit)
         return hidden

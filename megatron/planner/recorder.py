@@ -150,11 +150,7 @@ class _Recorder(Operators):
             self._counted -= 1
 
     def _computed(self, work: Computation) -> None:
-        # Recomputation runs in a backward pass, with gradients (torch's checkpoint) or where code says so.
-        again = self._category != "activations" and bool(
-            self._recomputed or self._modules or torch.is_grad_enabled()
-        )
-        self._note(Again(work) if again else work)
+        self._note(Again(work) if self._recomputed else work)
 
     # -- operators -----------------------------------------------------------------------------------------------------
 
