@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from megatron.checkpoint.size import checkpoint_bytes
 from megatron.config import Config, parse_args
@@ -141,7 +140,7 @@ def check(words: Sequence[str], cluster: str | None = None) -> Job:
     else:
         job = read_script(words, line, at)
     cluster = cluster or os.environ.get("MEGATRON_CLUSTER") or os.environ.get("SITE_CLUSTER")
-    cluster = cluster or job.environ.get("MEGATRON_CLUSTER") or _last(job.words or [], "--cluster")
+    cluster = cluster or job.environ.get("MEGATRON_CLUSTER") or cluster_flag(job.words or [])
     if cluster and cluster != "none":
         job.cluster = load_cluster(cluster)
     else:
@@ -157,11 +156,13 @@ def check(words: Sequence[str], cluster: str | None = None) -> Job:
 
 
 def read_script(words: Sequence[str], line: Options, at: int) -> Job:
-    """Read the options of the script `words[at]` and, by a dry run of ours, its training command. Raises ConfigError."""
+    """Read the options of the script `words[at]`, and its training command, by a dry run if it is ours.
+
+    Raises ConfigError.
+    """
     script, arguments = words[at], list(words[at + 1 :])
-    text = read_bytes(script, _MOST_BYTES, error=ConfigError).decode("utf-8", "surrogateescape")
-    if "\0" in text:
-        raise ConfigError(f"{script} has a zero byte: it is no script")
+    content = read_bytes(script, _MOST_BYTES, error=ConfigError)
+    text = content.decode(errors="replace")
     options, problems = directives(text)
     job = Job(winning(line, os.environ, options), os.environ)
     job.nodes = job.asked_nodes
@@ -172,7 +173,7 @@ def read_script(words: Sequence[str], line: Options, at: int) -> Job:
     ask_slurm(job, words)
     ours = _OURS.search(text)
     if ours is not None and ours[1] == "job":
-        dry_run(job, text, arguments)
+        dry_run(job, content, arguments)
     elif ours is not None:
         tool = "tune.py" if ours[1] == "allocation" else "run_experiment.py"
         job.unchecked.append(f"the trainings, which tools/{tool} starts: {script} --dry-run shows them and their cost")
@@ -201,56 +202,41 @@ def ask_slurm(job: Job, words: Sequence[str]) -> None:
         job.find("note" if takes else "error", "sbatch --test-only", said)
 
 
-def dry_run(job: Job, text: str, arguments: Sequence[str]) -> None:
+def dry_run(job: Job, content: bytes, arguments: Sequence[str]) -> None:
     """Run a script of ours with DRY_RUN=1, as Slurm would: a copy of it, from the folder of submission, with the job's
-    variables."""
+    variables. Raises ConfigError."""
     with tempfile.TemporaryDirectory(prefix="megatron-check-") as folder:
         copy = Path(folder, "slurm_script")
-        copy.write_text(text, encoding="utf-8", errors="surrogateescape")
+        copy.write_bytes(content)
         Path(folder, "hsn0").mkdir()  # so that env.sh sets what it sets on a node with Slingshot
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")} | {
+        environ = os.environ | {
             "DRY_RUN": "1",
             "SLURM_JOB_NUM_NODES": str(job.nodes),
+            "SLURM_JOB_NAME": job.value("job-name") or "",
             "SLURM_SUBMIT_DIR": os.getcwd(),
+            "SBATCH_ACCOUNT": job.value("account") or "",
             "SITE_NET_FOLDER": folder,
         }
-        for variable, option in (("SLURM_JOB_NAME", "job-name"), ("SBATCH_ACCOUNT", "account")):
-            if value := job.value(option):
-                environ[variable] = value
         try:
             done = subprocess.run(
                 ["bash", str(copy), *arguments], env=environ, cwd=job.value("chdir"), stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", timeout=_DRY_RUN_S,
             )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            job.find("error", "script", f"its dry run does not end within {_DRY_RUN_S:g} s")
-            return
-        except OSError as error:
+        except (OSError, subprocess.SubprocessError) as error:
             raise ConfigError(f"the script cannot be run: {error}") from error
-    known = {name: value for name, value in os.environ.items() if not name.startswith(("NCCL_", "FI_"))}
-    job.environ = known
-    training: list[str] = []
     for line in done.stdout.splitlines():
-        if match := re.match(r" job \S+: (ERROR|WARNING): (.*)", line):
-            job.find(match[1].lower(), "script", match[2])
-        elif match := re.match(r" job \S+: not checked: (.*)", line):
-            job.unchecked.append(match[1])
+        if match := re.match(r" job \S+: (ERROR|WARNING|not checked): (.*)", line):
+            if match[1] == "not checked":
+                job.unchecked.append(match[2])
+            else:
+                job.find(match[1].lower(), "script", match[2])
         elif line.startswith("+ export "):
-            job.environ = known | dict(word.split("=", 1) for word in shlex.split(line)[2:])
+            job.environ = os.environ | dict(word.split("=", 1) for word in shlex.split(line)[2:])
         elif line.startswith("+ srun ") and "pretrain_gpt.py" in line:
-            training = shlex.split(line)[1:]
-    if training:
-        read_command(job, training)
-    if not training or (done.returncode and not any(level == "error" for level, _, _ in job.findings)):
+            read_command(job, shlex.split(line)[1:])
+    if job.words is None or (done.returncode and not any(level == "error" for level, _, _ in job.findings)):
         said = " / ".join(done.stdout.strip().splitlines()[-3:])
         job.find("error", "script", f"its dry run ends with exit code {done.returncode}: {said}")
-
-
-def _last(words: Sequence[str], *names: str) -> str | None:
-    """The last value that is given to an option, as in `-N 2`, `-N2` or `--nodes=2`."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument(*names, dest="value", nargs="?")
-    return parser.parse_known_args(list(words))[0].value  # type: ignore[no-any-return]
 
 
 def read_command(job: Job, command: Sequence[str]) -> None:
@@ -260,21 +246,25 @@ def read_command(job: Job, command: Sequence[str]) -> None:
     if at is None:
         job.find("error", "command", f"there is no pretrain_gpt.py in it: {shlex.join(command)[:200]}")
         return
-    job.words, launcher = list(command[at + 1 :]), command[:at]
+    job.words = list(command[at + 1 :])
     job.programs = [word for word in command[: at + 1] if "/" in word and not word.startswith("-")]
-    processes = count(_last(launcher, "--nproc-per-node", "--nproc_per_node"))
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for names in ("-N --nodes --nnodes", "-n --ntasks", "--ntasks-per-node", "--nproc-per-node --nproc_per_node"):
+        parser.add_argument(*names.split(), dest=names, nargs="?")
+    nodes, tasks, each, processes = map(count, vars(parser.parse_known_args(command[:at])[0]).values())
     if os.path.basename(command[0]) == "srun":
-        each, ntasks = count(_last(launcher, "--ntasks-per-node")), count(_last(launcher, "-n", "--ntasks"))
-        nodes = count(_last(launcher, "-N", "--nodes"))
-        job.nodes = nodes or (math.ceil((ntasks or 1) / each) if each else job.nodes)
-        job.tasks = ntasks or job.nodes * (each or 1)
-        if each and job.tasks != job.nodes * each:
-            text = f"srun is given -n {job.tasks} and {each} for each of {job.nodes} nodes: it heeds -n alone."
-            job.find("error", "tasks", f"{text} Give -n {job.nodes * each}")
-        job.tasks *= processes or 1
-    elif processes:
-        job.nodes = count(_last(launcher, "--nnodes")) or 1
-        job.tasks = processes * job.nodes
+        job.nodes = nodes or (math.ceil((tasks or 1) / each) if each else job.nodes)
+    else:
+        job.nodes = nodes or 1
+    job.tasks = (tasks or job.nodes * (each or 1)) * (processes or 1)
+
+
+def cluster_flag(words: Sequence[str]) -> str | None:
+    """Return the machine that a training's flags name."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--cluster", nargs="?")
+    cluster: str | None = parser.parse_known_args(words)[0].cluster
+    return cluster
 
 
 # -- what is asked of Slurm --------------------------------------------------------------------------------------------
@@ -296,26 +286,22 @@ def check_options(job: Job) -> None:
                 job.find("error", "time", f"{text}: ask for at most {show_duration(3600 * hours)}")
         except ConfigError as problem:
             job.find("error", "nodes", str(problem))
-    if "requeue" in job.options and (job.value("open-mode") or "t")[:1] != "a":
+    if "requeue" in job.options and not (job.value("open-mode") or "").startswith("a"):
         text = "--requeue without --open-mode=append: the log of the first start is lost with the second"
         job.find("warning", "requeue", text)
 
 
 def check_network(job: Job) -> None:
-    """Check variables of RCCL's network plugin. Sources are in examples/frontier/env.sh, reports in docs/frontier.md."""
+    """Check variables of RCCL's network plugin; their sources are in examples/frontier/env.sh and docs/frontier.md."""
     environ = job.environ
     slingshot = job.cluster is not None and any(nic.startswith("hsn") for nic in job.cluster.nics)
     if not slingshot or job.nodes == 1 or "gloo" in (job.words or []):
         return
-    if environ.get("NCCL_NET") in (None, "", "Socket"):
+    if environ.get("NCCL_NET", "Socket") in ("", "Socket"):
         text = "NCCL_NET is not OFI: without the plugin RCCL takes TCP, and says nothing"
         job.find("warning", "network", f"{text}. examples/frontier/env.sh sets it")
     if environ.get("FI_MR_CACHE_MONITOR") == "memhooks":
         job.find("error", "network", "FI_MR_CACHE_MONITOR=memhooks deadlocks with RCCL: use kdreg2 or userfaultfd")
-    alternative = environ.get("FI_CXI_RDZV_PROTO") == "alt_read"
-    if "network" in job.options and alternative != ("disable_rdzv_get" in (job.value("network") or "")):
-        text = "FI_CXI_RDZV_PROTO=alt_read and --network=disable_rdzv_get go together: give both or none"
-        job.find("warning", "network", text)
 
 
 # -- the training ------------------------------------------------------------------------------------------------------
@@ -330,14 +316,12 @@ def check_training(job: Job, words: list[str]) -> None:
     if job.cluster is not None and "gloo" not in words and job.tasks != job.nodes * job.cluster.devices_per_node:
         devices = f"{job.nodes} nodes of {job.cluster.devices_per_node} devices"
         job.find("warning", "tasks", f"{job.tasks} processes on {devices}")
-    cluster = job.environ.get("MEGATRON_CLUSTER", "")
-    named = ["--cluster", cluster] if cluster and _last(words, "--cluster") is None else []
+    cluster = job.environ.get("MEGATRON_CLUSTER")
+    named = ["--cluster", cluster] if cluster and cluster_flag(words) is None else []
     try:
         config = parse_args([*words, *named], job.tasks)
     except ConfigError as problem:
         job.find("error", "configuration", str(problem))
-        return
-    except SystemExit:  # --help
         return
     for notice in config.notices:
         job.find("note", "configuration", notice)
@@ -419,15 +403,15 @@ def check_memory(job: Job, config: Config) -> None:
     job.memory_gib = fullest
     if fullest > _TIGHT * job.cluster.memory_gib:
         level = "error" if fullest > job.cluster.memory_gib else "warning"
-        text = f"the fullest device needs about {fullest:.1f} GiB of {job.cluster.memory_gib:g}, beside what the runtime"
-        job.find(level, "memory", f"{text} takes: more tensor or pipeline parallelism, or --recompute-granularity full")
+        text = f"the fullest device needs about {fullest:.1f} GiB of {job.cluster.memory_gib:g}, beside the runtime"
+        job.find(level, "memory", f"{text}: more tensor or pipeline parallelism, or --recompute-granularity full")
 
 
 def check_cost(job: Job, config: Config) -> None:
     """Say what the rest of the run costs. Raises ConfigError for a layout that the machine cannot hold, and
     CheckpointError."""
     assert job.cluster is not None
-    start, end = remaining_steps(job, config)
+    start, end = remaining_steps(config)
     step_s, wall_s = estimate(config, job.cluster).seconds, duration_s(job.value("time") or "")
     seconds = max(end - start, 0) * step_s
     nodes = max(job.nodes, job.asked_nodes)  # spares are paid for
@@ -438,7 +422,7 @@ def check_cost(job: Job, config: Config) -> None:
         job.find("warning", "cost", f"{text}: shorten it (--train-tokens, --train-iters) or take more nodes")
 
 
-def remaining_steps(job: Job, config: Config) -> tuple[int, int]:
+def remaining_steps(config: Config) -> tuple[int, int]:
     """Return the iterations from which the run goes on, and of its end. Raises CheckpointError and ConfigError."""
     from megatron.checkpoint.find import find, open_checkpoint, required
     from megatron.checkpoint.settings import check_architecture
@@ -449,8 +433,6 @@ def remaining_steps(job: Job, config: Config) -> tuple[int, int]:
     if load is None:
         return anew
     found = find(load, config.checkpoint.load_tag)
-    for rejected in found.rejected:
-        job.find("warning", "checkpoint", f"broken: {rejected}")
     if found.folder is None and not found.rejected and not config.checkpoint.exit_on_missing_checkpoint:
         return anew
     checkpoint = open_checkpoint(required(load, found))

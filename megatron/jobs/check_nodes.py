@@ -13,14 +13,12 @@ import json
 import os
 import shutil
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,66 +29,60 @@ from megatron.parallel.meeting import Meeting
 from megatron.parallel.nodelist import expand_hosts
 from megatron.parallel.placing import Placing
 from megatron.parallel.report import bounded, host_name_is_local, without_dns
-from megatron.planner.calibration.tasks import Partners, finish, seconds_per_call
 from megatron.planner.cluster import Band, Cluster, load_cluster
-from megatron.training.failures import run_guarded
-
-T = TypeVar("T")
 
 EXIT_BAD_NODES = 4
 _MARGIN_S = 5.0
+_FAILURES = (RuntimeError, MegatronError, OSError, ValueError)
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A measurement: a value below `share` of the median is slow, on a CPU below `cpu_share`.
-
-    band  name of the expected range in the cluster file. The speed of messages on a CPU depends on who gets a core.
-    """
+class Figure(NamedTuple):
+    """A measurement of a device: slow below `share` of the median. band: the least of a healthy node, by its name in
+    the cluster file."""
 
     what: str
-    band: str
     share: float
-    cpu_share: float
+    band: str = ""
 
 
 FIGURES = {
-    "product": Figure("matrix product, TFLOP/s", "gemm_tflops", 0.75, 0.6),
-    "copy": Figure("copy in device memory, GB/s", "copy_gb_per_s", 0.75, 0.4),
-    "drive": Figure("free on the node's drive, GiB", "", 0.5, 0.0),
-    "within": Figure("all-reduce within the node, GB/s", "allreduce_node_gb_per_s", 0.5, 0.0),
-    "between": Figure("all-reduce with a neighbouring node, GB/s", "neighbour_gb_per_s", 0.5, 0.0),
+    "product": Figure("matrix product, TFLOP/s", 0.75, "gemm_tflops"),
+    "copy": Figure("copy in device memory, GB/s", 0.75, "copy_gb_per_s"),
+    "drive": Figure("free on the node's drive, GiB", 0.5),
+    "within": Figure("all-reduce within the node, GB/s", 0.5, "allreduce_node_gb_per_s"),
+    "between": Figure("all-reduce with a neighbouring node, GB/s", 0.5, "neighbour_gb_per_s"),
 }
 
 
 # -- one process -------------------------------------------------------------------------------------------------------
 
 
+def median_seconds(work: Callable[[], Any], device: torch.device) -> float:
+    """Return the median seconds of 20 calls: the same number on each member of a group."""
+    seconds = []
+    for _ in range(20):
+        begin = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds)
+
+
 def device_speeds(device: torch.device) -> dict[str, float]:
     """Return TFLOP/s of a square product and GB/s, read and written, of a copy.
 
-    The product is 8192 wide in fp16 on a GPU, 384 wide in fp32 on one CPU core. Raises RuntimeError for a wrong result.
+    The product is 8192 wide in fp16 on a GPU, 384 wide in fp32 on a CPU. Raises RuntimeError for a wrong result.
     """
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)  # holds for the calling thread
-    ones = torch.ones(256, 256, device=device)
-    if (total := (ones @ ones).sum().item()) != 256.0**3:
-        raise RuntimeError(f"the sum of a product of ones is {total:g}, not {256**3}")
-    size, dtype = (8192, torch.float16) if on_gpu else (384, torch.float32)
-    a, b = torch.randn(2, size, size, device=device, dtype=dtype).unbind()
-    out, source = torch.empty_like(a), torch.zeros(2**30 if on_gpu else 2**24, device=device, dtype=torch.uint8)
-    target = torch.empty_like(source)
-
-    def best(work: Callable[[], Any]) -> float:
-        return min(seconds_per_call(work, device, 0.6, Partners(), False))
-
-    return {
-        "product": 2 * size**3 / best(lambda: torch.mm(a, b, out=out)) / 1e12,
-        "copy": 2 * source.numel() / best(lambda: target.copy_(source)) / 1e9,
-    }
+    size, length, dtype = (8192, 2**30, torch.float16) if device.type == "cuda" else (384, 2**24, torch.float32)
+    ones = torch.ones(size, size, device=device, dtype=dtype)
+    source = torch.zeros(length, device=device, dtype=torch.uint8)
+    product, target = torch.empty_like(ones), torch.empty_like(source)
+    product_s = median_seconds(lambda: torch.mm(ones, ones, out=product), device)
+    if (product != size).any():
+        raise RuntimeError(f"a product of ones has entries from {product.min():g} to {product.max():g}, not {size}")
+    copy_s = median_seconds(lambda: target.copy_(source), device)
+    return {"product": 2 * size**3 / product_s / 1e12, "copy": 2 * length / copy_s / 1e9}
 
 
 class Stores(Meeting):
@@ -108,35 +100,36 @@ class Stores(Meeting):
 
 
 class Process:
-    """One process's measurements. `told` is what rank 0 has to know: where it ran, its figures by name (FIGURES),
-    errors, and why it met no neighbour ("alone")."""
+    """One process's measurements: figures by name (FIGURES), and errors by the step that failed."""
 
     def __init__(self, launch: Launch, stores: Stores, seconds: float) -> None:
         """`seconds`: of each step."""
         self.launch, self._stores, self._seconds = launch, stores, seconds
         self._store = stores.another()
         self._device = torch.device("cpu")
-        self._groups = list[Any]()  # kept to the end: closing one waits for its other members
-        self._figures = dict[str, float]()
-        self.told = {"host": launch.node, "device": "cpu", "figures": self._figures, "errors": list[str](), "alone": ""}
+        self._groups: list[Any] = []  # kept to the end: closing one waits for its other members
+        self.figures: dict[str, float] = {}
+        self.errors: dict[str, str] = {}
+
+    def told(self) -> str:
+        """What rank 0 has to know, as JSON."""
+        device = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu"
+        found = {"host": self.launch.node, "device": device, "figures": self.figures, "errors": self.errors}
+        return json.dumps(found)
 
     def measure_device(self, backend: str | None, cluster: Cluster | None) -> None:
         """Multiply and copy on this process's device, and look at the node's drive."""
 
         def work() -> dict[str, float]:
             placing = Placing(local_order=cluster.local_order) if cluster else None
-            self._device = select_device(self.launch, backend, placing)
-            if self._device.type == "cuda":
-                self.told["device"] = torch.cuda.get_device_name(self._device)
+            device = self._device = select_device(self.launch, backend, placing)
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
             drive = os.path.expandvars(cluster.nvme_path) if cluster else ""
             free = {"drive": shutil.disk_usage(drive).free / 2**30} if os.path.isdir(drive) else {}
-            return free | device_speeds(self._device)
+            return free | device_speeds(device)
 
-        found = _tried(work, self._seconds)
-        if isinstance(found, str):
-            self.told["errors"] = [f"the device fails: {found}"]
-        else:
-            self._figures |= found
+        self._step("device", work, time.monotonic() + self._seconds)
 
     def meet(self, nodes: Sequence[int]) -> None:
         """All-reduce within this node, then with both neighbours in the ring of `nodes`, of which this is one.
@@ -147,60 +140,30 @@ class Process:
         """
         each, rank = self.launch.local_world_size, self.launch.rank
         deadline = time.monotonic() + self._seconds
-        if each > 1:
-            found = self._all_reduce(f"node/{rank // each}", rank % each, each, deadline)
-            if isinstance(found, str):
-                self.told["errors"] = [f"the all-reduce within the node fails: {found}"]
-                return
-            self._figures["within"] = found
-        for number in range(2 + len(nodes) % 2 if len(nodes) > 1 else 0):
+        self._all_reduce("within", f"{rank // each}", rank % each, each, deadline)
+        for number in range(0 if self.errors else 2 + len(nodes) % 2):
             deadline += self._seconds
             pair, place = divmod((nodes.index(rank // each) - number) % len(nodes), 2)
-            if 2 * pair + 1 == len(nodes):
-                continue
-            found = self._all_reduce(f"{number}/{pair}/{rank % each}", place, 2, deadline)
-            if isinstance(found, float):
-                self._figures["between"] = max(found, self._figures.get("between", 0.0))
-            elif "between" not in self._figures:
-                self.told["alone"] = found
-        if "between" in self._figures:
-            self.told["alone"] = ""
+            if 2 * pair + 1 < len(nodes):
+                self._all_reduce("between", f"{number}/{pair}/{rank % each}", place, 2, deadline)
+        if "between" in self.figures:
+            self.errors.pop("between", None)
 
-    def _all_reduce(self, name: str, place: int, size: int, deadline: float) -> float | str:
-        """Return the bus bandwidth in GB/s, or why it failed. In a ring each rank sends and receives 2 (n - 1) / n of
-        its bytes."""
-        device = self._device
+    def _all_reduce(self, figure: str, name: str, place: int, size: int, deadline: float) -> None:
+        def work() -> dict[str, float]:
+            speed = self._bandwidth(f"{figure}/{name}", place, size)
+            return {figure: max(speed, self.figures.get(figure, 0.0))}
 
-        def work() -> float:
-            store = dist.PrefixStore(name, self._store)
-            group: Any
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = timedelta(minutes=30)  # its watchdog would end the process
-                group = dist.ProcessGroupNCCL(store, place, size, options)
-            else:
-                group = dist.ProcessGroupGloo(store, place, size, timedelta(seconds=self._seconds))
-            self._groups.append(group)
-            length = 2**28 if device.type == "cuda" else 2**20
-            tensor = torch.full((length // 4,), float(place + 1), device=device)
-            group.allreduce([tensor]).wait()
-            finish(device)
-            if (sums := {tensor[0].item(), tensor[-1].item()}) != {size * (size + 1) / 2}:
-                raise RuntimeError(f"the sum of 1 to {size} is {sums}")
-            tensor.zero_()
-            seconds = []
-            for _ in range(20):  # the same number on each member
-                begin = time.perf_counter()
-                group.allreduce([tensor]).wait()
-                finish(device)
-                seconds.append(time.perf_counter() - begin)
-            return 2 * (size - 1) / size * length / statistics.median(seconds) / 1e9
+        if size > 1:
+            self._step(figure, work, deadline)
 
-        found = _tried(work, deadline - time.monotonic())
-        if isinstance(found, str):
-            _tried(self._give_up_group, _MARGIN_S)
-        return found
+    def _step(self, name: str, work: Callable[[], dict[str, float]], deadline: float) -> None:
+        try:
+            self.figures |= bounded(work, max(deadline - time.monotonic(), 0.0), "it did not end")
+        except _FAILURES as error:
+            self.errors[name] = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            with contextlib.suppress(*_FAILURES):
+                bounded(self._give_up_group, _MARGIN_S)
 
     def _give_up_group(self) -> None:
         """Free the connection and the device, which the last group may still be using, for the next one."""
@@ -208,14 +171,27 @@ class Process:
         if self._device.type == "cuda" and self._groups:
             self._groups[-1].abort()
 
-
-def _tried(work: Callable[[], T], seconds: float) -> T | str:
-    """The work's result, or why it failed."""
-    try:
-        result: T = bounded(work, max(seconds, 0.0), "it did not end")
-        return result
-    except (RuntimeError, MegatronError, OSError, ValueError) as error:
-        return (str(error).splitlines() or [type(error).__name__])[0][:200]
+    def _bandwidth(self, name: str, place: int, size: int) -> float:
+        """Return the GB/s of an all-reduce over a new group: in a ring each rank sends and receives 2 (n - 1) / n of
+        its bytes. Raises RuntimeError."""
+        device, store = self._device, dist.PrefixStore(name, self._store)
+        group: Any
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(minutes=30)  # its watchdog would end the process
+            group = dist.ProcessGroupNCCL(store, place, size, options)
+        else:
+            group = dist.ProcessGroupGloo(store, place, size, timedelta(seconds=self._seconds))
+        self._groups.append(group)
+        length = 2**28 if device.type == "cuda" else 2**20
+        tensor = torch.full((length // 4,), float(place + 1), device=device)
+        group.allreduce([tensor]).wait()
+        if (sums := {tensor[0].item(), tensor[-1].item()}) != {size * (size + 1) / 2}:
+            raise RuntimeError(f"the sum of 1 to {size} is {sums}")
+        tensor.zero_()
+        seconds = median_seconds(lambda: group.allreduce([tensor]).wait(), device)
+        return 2 * (size - 1) / size * length / seconds / 1e9
 
 
 # -- all of them -------------------------------------------------------------------------------------------------------
@@ -236,17 +212,17 @@ class Verdict:
         self.general = ""
         self.figures: dict[str, dict[int, float]] = {}
         for rank in range(len(hosts)):
-            for text in found[rank]["errors"] if rank in found else ["the process did not come, died or hangs"]:
-                self._accuse(rank, text)
+            errors = found[rank]["errors"] if rank in found else {"process": "it did not come, died or hangs"}
+            for step in errors.keys() - {"between"}:
+                self._accuse(rank, f"{step}: {errors[step]}")
         for name in FIGURES:
-            self._judge(name, {rank: t["figures"][name] for rank, t in found.items() if name in t["figures"]})
-        alone = {rank: told["alone"] for rank, told in found.items() if told["alone"]}
-        if alone and "between" not in self.figures:
-            if not self.faults:
-                self.general = f"no node reaches another one: {next(iter(alone.values()))}"
-            return
-        for rank, text in alone.items():
-            self._accuse(rank, f"no all-reduce with a neighbouring node succeeds: {text}")
+            self._judge(name, {rank: told["figures"][name] for rank, told in found.items() if name in told["figures"]})
+        alone = {rank: told["errors"]["between"] for rank, told in found.items() if "between" in told["errors"]}
+        if "between" in self.figures:
+            for rank, text in alone.items():
+                self._accuse(rank, f"no all-reduce with a neighbouring node succeeds: {text}")
+        elif alone and not self.faults:
+            self.general = f"no node reaches another one: {next(iter(alone.values()))}"
 
     @property
     def good(self) -> list[str]:
@@ -257,12 +233,15 @@ class Verdict:
         self.faults[self._hosts[rank]].append(f"rank {rank}: {text}")
 
     def _judge(self, name: str, values: dict[int, float]) -> None:
-        """Accuse slow ranks: far below the median, or below the machine's range where most ranks are within it."""
+        """Accuse slow ranks: far below the median, or below the machine's band where most ranks are not. On a CPU
+        speeds tell who got a core when, and nobody is accused."""
         if not values:
             return
         self.figures[name] = values
         figure, half = FIGURES[name], statistics.median(values.values())
-        least = half * (figure.cpu_share if self._device == "cpu" else figure.share)
+        if self._device == "cpu":
+            return
+        least = half * figure.share
         if self._cluster and self._cluster.device.split()[0] in self._device:
             low = self._cluster.bands.get(figure.band, Band(None, None)).low or 0.0
             least = max(least, low if low <= half else 0.0)
@@ -294,22 +273,9 @@ def rank_hosts(launch: Launch, found: Mapping[int, Mapping[str, Any]]) -> list[s
 
 
 def run(args: argparse.Namespace) -> int:
-    """Take part as one process; rank 0 prints and returns the verdict.
-
-    Does not return where there are several processes: a driver that hangs must not keep one from ending.
-    """
+    """Take part as one process; rank 0 prints the verdict and returns it as exit code."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a wait that is repeated is no news
     launch = detect_launch()
-    codes: list[int] = []
-    failed = run_guarded(lambda: codes.append(_take_part(launch, args)), launch.rank, "error")
-    if launch.world_size > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(codes[0] if codes else failed)
-    return codes[0] if codes else failed
-
-
-def _take_part(launch: Launch, args: argparse.Namespace) -> int:
     cluster = None if args.cluster == "none" else load_cluster(args.cluster)
     if launch.rank == 0 and args.out is not None:
         _write_hosts(args.out, [], [])  # those of an earlier start are out of date
@@ -338,7 +304,7 @@ def _take_part(launch: Launch, args: argparse.Namespace) -> int:
 def _exchange(store: Any, process: Process, arrival_s: float, work_s: float) -> dict[int, dict[str, Any]]:
     """Measure the network between the nodes whose devices are sound; return, on rank 0, what each process told."""
     rank, size, each = process.launch.rank, process.launch.world_size, process.launch.local_world_size
-    store.set(f"device/{rank}", json.dumps(process.told))
+    store.set(f"device/{rank}", process.told())
     store.add("came", 1)
     came = dict[int, dict[str, Any]]()
     if rank == 0:
@@ -351,7 +317,7 @@ def _exchange(store: Any, process: Process, arrival_s: float, work_s: float) -> 
     nodes = json.loads(store.get("nodes"))
     if rank // each in nodes:
         process.meet(nodes)
-    store.set(f"told/{rank}", json.dumps(process.told))
+    store.set(f"told/{rank}", process.told())
     store.add("done", 1)
     if rank == 0:
         _await_count(store, "done", len(came), work_s)

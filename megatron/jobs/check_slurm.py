@@ -20,7 +20,7 @@ _NO_VALUE = frozenset((
 ))  # fmt: skip
 _VARIABLES = {
     f"SBATCH_{name.upper().replace('-', '_')}": name
-    for name in ("account", "job-name", "network", "open-mode", "partition", "qos", "requeue", "no-requeue")
+    for name in ("account", "job-name", "network", "open-mode", "partition", "qos")
 } | {"SBATCH_TIMELIMIT": "time"}
 _ANSWER_S = 60.0
 # What sbatch says where no controller answers.
@@ -54,9 +54,6 @@ def parse_options(words: Sequence[str], where: str = "command line") -> tuple[Op
         if word == "--":
             break
         name, equals, value = word.removeprefix("--").partition("=") if word[1] == "-" else (word[1], "", word[2:])
-        while word[1] != "-" and name in _NO_VALUE and value:  # -Hv
-            found[name] = Given("", where)
-            name, value = value[0], value[1:]
         if name not in _NO_VALUE and not equals and not value and at < len(words):
             value, at = words[at], at + 1
         found[_LETTERS.get(name, name)] = Given(value, where)
@@ -90,19 +87,13 @@ def directives(text: str) -> tuple[Options, list[str]]:
 def winning(line: Options, environ: Mapping[str, str], script: Options) -> Options:
     """Return the options that hold: the command line wins over variables, and they over the script's lines."""
     variables = {name: Given(environ[key], f"variable {key}") for key, name in _VARIABLES.items() if environ.get(key)}
-    options = dict(script)
-    for layer in (variables, line):
-        if {"requeue", "no-requeue"} & set(layer):  # these are one setting
-            options.pop("requeue", None)
-            options.pop("no-requeue", None)
-        options |= layer
-    return options
+    return script | variables | line
 
 
 def count(text: str | None) -> int | None:
-    """Read a number of nodes or tasks: "16", "16-20" (the first), "2k"; None for anything else."""
-    match = re.fullmatch(r"(\d{1,9})([km])?(?:-\d+[km]?)?", (text or "").strip(), re.IGNORECASE)
-    return None if match is None else int(match[1]) * {"k": 1024, "m": 1024**2}.get((match[2] or "").lower(), 1)
+    """Read a number of nodes or tasks, "16" or "16-20" (the first); None for anything else."""
+    match = re.fullmatch(r"\s*(\d{1,9})(-\d+)?\s*", text or "")
+    return int(match[1]) if match else None
 
 
 def ask_sbatch(words: Sequence[str]) -> tuple[bool | None, str]:

@@ -14,12 +14,12 @@ NODES = 3
 TINY = (
     "--mock-data --tokenizer-type NullTokenizer --eval-iters 0 --num-workers 0 --micro-batch-size 1 --train-iters 3"
 ).split()
-SETTINGS = {"PREFLIGHT": "1", "PRESET": "tiny", "GPU_VISIBILITY": "one", "TASKS_PER_NODE": "4", "SRUN_WAIT": "300"}
+SETTINGS = {"PREFLIGHT": "1", "PREFLIGHT_FLAGS": "--seconds 30", "PRESET": "tiny", "GPU_VISIBILITY": "one", "TASKS_PER_NODE": "4", "SRUN_WAIT": "300"}
 
 
 def test_a_node_with_faults_is_left_out(testbed: Testbed, tmp_path: Path) -> None:
-    """node02 has a task that is stopped four fifths of the time."""
-    testbed.control("slow-task", "node02", "1", "20")
+    """node02 has a task that does not get going."""
+    testbed.control("slow-task", "node02", "1", "1")
     try:
         job = submit(testbed, tmp_path, TINY, options=["-N", "3"], NODES_NEEDED="2", **SETTINGS)
         job.wait()
@@ -37,7 +37,7 @@ def test_a_node_with_faults_is_left_out(testbed: Testbed, tmp_path: Path) -> Non
 
 
 def test_without_spare_nodes_the_job_comes_back_without_the_bad_one(testbed: Testbed, tmp_path: Path) -> None:
-    testbed.control("slow-task", "node01", "0", "20")
+    testbed.control("slow-task", "node01", "1", "1")
     try:
         settings = {**SETTINGS, "TASKS_PER_NODE": "2"}
         job = submit(testbed, tmp_path, TINY, options=["-N", "1", "-w", "node01"], **settings)
