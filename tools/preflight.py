@@ -56,7 +56,7 @@ def run(half: str, argv: Sequence[str]) -> int:
     if half == "check":
         from megatron.jobs import check_job
 
-        return check_job.run(check_job.parse(argv))
+        return check_job.run(argv)
     args = build_parser().parse_args(argv)
     from megatron.jobs import check_nodes
 

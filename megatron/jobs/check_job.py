@@ -10,8 +10,9 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from megatron.checkpoint.size import checkpoint_bytes
@@ -20,7 +21,7 @@ from megatron.config.duration import duration_s, show_duration
 from megatron.config.option import Parser
 from megatron.data.tokenizer import with_vocabulary
 from megatron.errors import CheckpointError, ConfigError, MegatronError
-from megatron.jobs.check_slurm import Options, ask_sbatch, count, directives, known_accounts, parse_options, winning
+from megatron.jobs.check_slurm import Options, ask_sbatch, count, directives, parse_options, winning
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.memory import memory_of_ranks
 from megatron.planner.timing import estimate
@@ -48,26 +49,15 @@ _OURS = re.compile(r"^\s*(?:source|\.)\s.*examples/frontier/(job|allocation|expe
 _MOST_BYTES = 1 << 24  # of a script
 _DRY_RUN_S = 120.0
 _TIGHT = 0.9  # of the memory: the runtime and the communication library take some gigabytes
-_LONG_DAYS = 30.0
+_LONG_S = 30 * 86400
 _LEVELS = ("error", "warning", "note")
-
-
-@dataclass(frozen=True)
-class Cost:
-    """A run from iteration `start` to `end` at the planner's seconds for a step, in `jobs` of the wall time."""
-
-    start: int
-    end: int
-    step_s: float
-    days: float
-    node_hours: float
-    jobs: int | None
 
 
 @dataclass
 class Job:
     """What is known of a job. `environ` is that of its training, `words` are the training's own flags.
 
+    known     what to tell, by name
     findings  (level, subject, text): level is error, warning or note
     """
 
@@ -79,8 +69,7 @@ class Job:
     words: list[str] | None = None
     programs: list[str] = field(default_factory=list)
     config: Config | None = None
-    memory_gib: float | None = None
-    cost: Cost | None = None
+    known: dict[str, str] = field(default_factory=dict)
     findings: list[tuple[str, str, str]] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
 
@@ -104,8 +93,8 @@ class Job:
         return bool(nvme) and Path(path).is_relative_to(nvme)
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the flags of check, which stand before the script or --; what sbatch would get is in `rest`."""
+def run(argv: Sequence[str]) -> int:
+    """Check and print; return the exit code. The flags of check stand before the script, or --. Raises ConfigError."""
     parser = Parser("preflight.py check", usage=USAGE, description=DESCRIPTION)
     parser.add_argument(
         "--cluster",
@@ -116,13 +105,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     _, at = parse_options(argv)
     at -= at > 0 and argv[at - 1] == "--"
     args, rest = parser.parse_known_args(argv[:at])
-    args.rest = [*rest, *argv[at:]]
-    return args
-
-
-def run(args: argparse.Namespace) -> int:
-    """Check and print; return the exit code. Raises ConfigError."""
-    job = check(args.rest, args.cluster)
+    job = check([*rest, *argv[at:]], args.cluster)
     print(*lines(job), sep="\n")
     return EXIT_USER_ERROR if any(level == "error" for level, _, _ in job.findings) else 0
 
@@ -130,11 +113,9 @@ def run(args: argparse.Namespace) -> int:
 def check(words: Sequence[str], cluster: str | None = None) -> Job:
     """Check what `sbatch WORDS`, or `-- COMMAND`, would start. Raises ConfigError."""
     line, at = parse_options(words)
-    if "wrap" in line:
-        raise ConfigError("--wrap is no script: give the command after --, as in preflight.py check -- srun ...")
     if at == len(words):
         raise ConfigError("no script: give it as to sbatch, or a command after --")
-    if words[at - 1] == "--" and at:
+    if at and words[at - 1] == "--":
         job = Job(line, os.environ)
         read_command(job, words[at:])
     else:
@@ -187,17 +168,12 @@ def read_script(words: Sequence[str], line: Options, at: int) -> Job:
 
 def ask_slurm(job: Job, words: Sequence[str]) -> None:
     """Ask Slurm itself about the job; `words` are those of sbatch."""
-    account, own = job.value("account"), known_accounts()
-    if account is None:
+    if "account" not in job.options:
         job.find("warning", "account", "no -A and no SBATCH_ACCOUNT: Slurm takes your default account, or refuses")
-    elif not own:
-        job.unchecked.append(f"account {account}: whether it exists and is yours (sacctmgr tells nothing here)")
-    elif account not in own:
-        job.find("error", "account", f"{account} is none of your accounts: {', '.join(own)}")
     job.unchecked.append("whether the account has node-hours left, and how long the job waits in the queue")
     takes, said = ask_sbatch(words)
     if takes is None:
-        job.unchecked.append(f"partition, limits and features by Slurm itself: {said}")
+        job.unchecked.append(f"account, partition, limits and features by sbatch --test-only: {said}")
     else:
         job.find("note" if takes else "error", "sbatch --test-only", said)
 
@@ -331,12 +307,19 @@ def check_training(job: Job, words: list[str]) -> None:
     if config.model.vocab_size is None:
         config = config.replace(vocab_size=GPT2_VOCABULARY)
     job.config = config
-    checks: list[tuple[str, Callable[[Job, Config], None]]] = [("data", check_data), ("saving", check_saving)]
+    parallel, batch, replicas = config.parallel, config.batch, config.parallel.data_parallel_size
+    sizes = f"TP {parallel.tensor_model_parallel_size} x PP {parallel.pipeline_model_parallel_size} x DP {replicas}"
+    parts = f"{batch.micro_batch_size} x {replicas} replicas x {config.num_micro_batches()} micro-batches"
+    job.known["processes"] = f"{job.tasks} on {job.nodes} node(s)"
+    job.known["layout"] = f"{sizes}, {parallel.schedule}, ZeRO-{config.engine.zero_stage}"
+    job.known["batch"] = f"{batch.global_batch_size} samples = {parts}, {config.precision.dtype_name}"
+    checks = {"data": partial(check_data, job, config), "saving": partial(check_saving, job, config)}
     if job.cluster is not None:
-        checks += [("memory", check_memory), ("cost", check_cost)]
-    for about, body in checks:
+        checks["memory"] = partial(check_memory, job, config, job.cluster)
+        checks["cost"] = partial(check_cost, job, config, job.cluster)
+    for about, body in checks.items():
         try:
-            body(job, config)
+            body()
         except ImportError as problem:  # on a login node without torch
             job.unchecked.append(f"{about}: {problem}")
         except CheckpointError as problem:
@@ -390,35 +373,35 @@ def check_saving(job: Job, config: Config) -> None:
     if not os.access(folder, os.W_OK):
         job.find("error", "saving", f"--save {save} cannot be written: {folder} is not yours to write")
     size, free = checkpoint_bytes(config), shutil.disk_usage(folder).free
+    job.known["checkpoint"] = f"{size / 1e9:.1f} GB in {save}"
     most = (1 if keep is None else keep) + 1  # the next one is written before the oldest goes
     if most * size > free:
         text = f"{most} checkpoints of {size / 1e9:.1f} GB do not fit into the {free / 1e9:.0f} GB that are free on"
         job.find("error", "saving", f"{text} the file system of {folder}")
 
 
-def check_memory(job: Job, config: Config) -> None:
+def check_memory(job: Job, config: Config, cluster: Cluster) -> None:
     """Compare the planner's memory of the fullest device with what the machine has."""
-    assert job.cluster is not None
-    fullest = max(rank.total for rank in memory_of_ranks(config, job.cluster.device_type)) / 2**30
-    job.memory_gib = fullest
-    if fullest > _TIGHT * job.cluster.memory_gib:
-        level = "error" if fullest > job.cluster.memory_gib else "warning"
-        text = f"the fullest device needs about {fullest:.1f} GiB of {job.cluster.memory_gib:g}, beside the runtime"
-        job.find(level, "memory", f"{text}: more tensor or pipeline parallelism, or --recompute-granularity full")
+    fullest = max(rank.total for rank in memory_of_ranks(config, cluster.device_type)) / 2**30
+    job.known["memory"] = text = f"{fullest:.1f} GiB of {cluster.memory_gib:g} on the fullest device, by the planner"
+    if fullest > _TIGHT * cluster.memory_gib:
+        level = "error" if fullest > cluster.memory_gib else "warning"
+        more = "beside the runtime: more tensor or pipeline parallelism, or --recompute-granularity full"
+        job.find(level, "memory", f"{text}, {more}")
 
 
-def check_cost(job: Job, config: Config) -> None:
+def check_cost(job: Job, config: Config, cluster: Cluster) -> None:
     """Say what the rest of the run costs. Raises ConfigError for a layout that the machine cannot hold, and
     CheckpointError."""
-    assert job.cluster is not None
     start, end = remaining_steps(config)
-    step_s, wall_s = estimate(config, job.cluster).seconds, duration_s(job.value("time") or "")
+    step_s, wall_s = estimate(config, cluster).seconds, duration_s(job.value("time") or "")
     seconds = max(end - start, 0) * step_s
-    nodes = max(job.nodes, job.asked_nodes)  # spares are paid for
-    jobs = math.ceil(seconds / wall_s) if wall_s else None
-    job.cost = Cost(start, end, step_s, seconds / 86400, seconds / 3600 * nodes, jobs)
-    if job.cost.days > _LONG_DAYS:
-        text = f"the run takes {job.cost.days:,.0f} days of computing on {job.nodes} node(s)"
+    hours = seconds / 3600 * max(job.nodes, job.asked_nodes)  # spares are paid for
+    jobs = f", {math.ceil(seconds / wall_s):,} job(s) of {job.value('time')}" if wall_s else ""
+    steps = f"iterations {start:,} to {end:,} of {step_s:.3g} s by the planner, beside starts, saves and the queue"
+    job.known["it costs"] = f"{seconds / 86400:,.2f} days and {hours:,.0f} node-hours{jobs}: {steps}"
+    if seconds > _LONG_S:
+        text = f"the run takes {seconds / 86400:,.0f} days of computing on {job.nodes} node(s)"
         job.find("warning", "cost", f"{text}: shorten it (--train-tokens, --train-iters) or take more nodes")
 
 
@@ -449,32 +432,12 @@ def remaining_steps(config: Config) -> tuple[int, int]:
 # -- what is told ------------------------------------------------------------------------------------------------------
 
 
-def rows(job: Job) -> Iterator[tuple[str, str]]:
-    """What is known, for people."""
+def lines(job: Job) -> Iterator[str]:
+    """Say what is known, the findings, and what was not checked, last."""
     for name in ("account", "partition", "qos", "nodes", "time"):
         if name in job.options:
-            yield name, f"{job.options[name].value}   ({job.options[name].where})"
-    if (config := job.config) is not None:
-        parallel, batch, replicas = config.parallel, config.batch, config.parallel.data_parallel_size
-        yield "processes", f"{job.tasks} on {job.nodes} node(s)"
-        sizes = f"TP {parallel.tensor_model_parallel_size} x PP {parallel.pipeline_model_parallel_size} x DP {replicas}"
-        yield "layout", f"{sizes}, {parallel.schedule}, ZeRO-{config.engine.zero_stage}"
-        parts = f"{batch.micro_batch_size} x {replicas} replicas x {config.num_micro_batches()} micro-batches"
-        yield "batch", f"{batch.global_batch_size} samples = {parts}, {config.precision.dtype_name}"
-        if config.checkpoint.save:
-            yield "checkpoint", f"{checkpoint_bytes(config) / 1e9:.1f} GB in {config.checkpoint.save}"
-    if job.memory_gib is not None and job.cluster is not None:
-        yield "memory", f"{job.memory_gib:.1f} GiB of {job.cluster.memory_gib:g} on the fullest device, by the planner"
-    if (cost := job.cost) is not None:
-        jobs = f", {cost.jobs:,} job(s) of {job.value('time')}" if cost.jobs else ""
-        steps = f"iterations {cost.start:,} to {cost.end:,} of {cost.step_s:.3g} s"
-        total = f"{cost.days:,.2f} days and {cost.node_hours:,.0f} node-hours{jobs}"
-        yield "it costs", f"{total}: {steps} by the planner, beside starts, saves and the queue"
-
-
-def lines(job: Job) -> Iterator[str]:
-    """Say everything: what is known, the findings, and what was not checked, last."""
-    yield from (f"{name:<12}{text}" for name, text in rows(job))
+            yield f"{name:<12}{job.options[name].value}   ({job.options[name].where})"
+    yield from (f"{name:<12}{text}" for name, text in job.known.items())
     yield from (f"{level}: {about}: {text}" for level, about, text in job.findings)
     yield from (f"not checked: {text}" for text in job.unchecked)
     errors, warnings = (sum(level == finding[0] for finding in job.findings) for level in _LEVELS[:2])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import getpass
 import re
 import shlex
-import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -99,28 +97,12 @@ def count(text: str | None) -> int | None:
 def ask_sbatch(words: Sequence[str]) -> tuple[bool | None, str]:
     """Return whether Slurm would take the job (None: it cannot be asked), and its words: `sbatch --test-only` submits
     nothing, and knows the machine's partitions and limits and, where Slurm keeps accounts, the user's."""
-    if shutil.which("sbatch") is None:
-        return None, "there is no sbatch here"
-    code, said = _ask("sbatch", "--test-only", *words)
-    said = " / ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in said.splitlines()[-3:])
-    return (None if code and _NO_SLURM.search(said) else code == 0), said
-
-
-def known_accounts() -> list[str]:
-    """Return the user's accounts; none where Slurm keeps no accounts, or does not answer."""
-    if shutil.which("sacctmgr") is None:
-        return []
-    code, said = _ask("sacctmgr", "-nP", "show", "associations", f"user={getpass.getuser()}", "format=account")
-    return [] if code else sorted(set(said.split()))
-
-
-def _ask(*command: str) -> tuple[int, str]:
-    """Return the exit code and output of a program of Slurm's, which may not answer."""
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_ANSWER_S,
-            text=True, errors="replace",
+            ["sbatch", "--test-only", *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, timeout=_ANSWER_S, text=True, errors="replace",
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError) as error:
-        return 1, f"cannot contact: {error}"
-    return done.returncode, done.stdout.strip()
+        return None, f"it cannot be asked here: {error}"
+    said = " / ".join(line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stdout.splitlines()[-3:])
+    return (None if done.returncode and _NO_SLURM.search(said) else done.returncode == 0), said

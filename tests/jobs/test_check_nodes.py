@@ -178,7 +178,7 @@ def test_nodes_with_bad_devices_take_part_in_no_collective() -> None:
 Told = dict[int, dict[str, Any]]
 
 
-def verdict(nodes: int, change: Callable[[Told], Any], *, each: int = 2, device: str = "AMD Instinct MI250X") -> Verdict:
+def verdict(nodes: int, change: Callable[[Told], Any], each: int = 2, device: str = "AMD Instinct MI250X") -> Verdict:
     told: Told = {
         rank: {
             "device": device, "errors": {},

@@ -14,7 +14,10 @@ NODES = 3
 TINY = (
     "--mock-data --tokenizer-type NullTokenizer --eval-iters 0 --num-workers 0 --micro-batch-size 1 --train-iters 3"
 ).split()
-SETTINGS = {"PREFLIGHT": "1", "PREFLIGHT_FLAGS": "--seconds 30", "PRESET": "tiny", "GPU_VISIBILITY": "one", "TASKS_PER_NODE": "4", "SRUN_WAIT": "300"}
+SETTINGS = {
+    "PREFLIGHT": "1", "PREFLIGHT_FLAGS": "--seconds 30", "PRESET": "tiny", "GPU_VISIBILITY": "one",
+    "TASKS_PER_NODE": "4", "SRUN_WAIT": "300",
+}  # fmt: skip
 
 
 def test_a_node_with_faults_is_left_out(testbed: Testbed, tmp_path: Path) -> None:
