@@ -67,7 +67,6 @@ class Job:
     tasks: int = 1
     cluster: Cluster | None = None
     words: list[str] | None = None
-    programs: list[str] = field(default_factory=list)
     config: Config | None = None
     known: dict[str, str] = field(default_factory=dict)
     findings: list[tuple[str, str, str]] = field(default_factory=list)
@@ -120,15 +119,17 @@ def check(words: Sequence[str], cluster: str | None = None) -> Job:
         read_command(job, words[at:])
     else:
         job = read_script(words, line, at)
+    if job.words is not None:
+        read_config(job, job.words)
     cluster = cluster or os.environ.get("MEGATRON_CLUSTER") or os.environ.get("SITE_CLUSTER")
-    cluster = cluster or job.environ.get("MEGATRON_CLUSTER") or cluster_flag(job.words or [])
+    cluster = cluster or job.environ.get("MEGATRON_CLUSTER") or (job.config and job.config.parallel.cluster)
     if cluster and cluster != "none":
         job.cluster = load_cluster(cluster)
     else:
         job.unchecked.append("limits, memory and cost: no machine is named (--cluster, MEGATRON_CLUSTER)")
     check_options(job)
-    if job.words is not None:
-        check_training(job, job.words)
+    if job.config is not None:
+        check_training(job, job.config)
     job.findings.sort(key=lambda finding: _LEVELS.index(finding[0]))
     return job
 
@@ -223,7 +224,6 @@ def read_command(job: Job, command: Sequence[str]) -> None:
         job.find("error", "command", f"there is no pretrain_gpt.py in it: {shlex.join(command)[:200]}")
         return
     job.words = list(command[at + 1 :])
-    job.programs = [word for word in command[: at + 1] if "/" in word and not word.startswith("-")]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for names in ("-N --nodes --nnodes", "-n --ntasks", "--ntasks-per-node", "--nproc-per-node --nproc_per_node"):
         parser.add_argument(*names.split(), dest=names, nargs="?")
@@ -235,12 +235,13 @@ def read_command(job: Job, command: Sequence[str]) -> None:
     job.tasks = (tasks or job.nodes * (each or 1)) * (processes or 1)
 
 
-def cluster_flag(words: Sequence[str]) -> str | None:
-    """Return the machine that a training's flags name."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--cluster", nargs="?")
-    cluster: str | None = parser.parse_known_args(words)[0].cluster
-    return cluster
+def read_config(job: Job, words: Sequence[str]) -> None:
+    """Resolve the training's flags as its ranks would."""
+    cluster = job.environ.get("MEGATRON_CLUSTER")
+    try:
+        job.config = parse_args([*(["--cluster", cluster] if cluster else []), *words], job.tasks)
+    except ConfigError as problem:
+        job.find("error", "configuration", str(problem))
 
 
 # -- what is asked of Slurm --------------------------------------------------------------------------------------------
@@ -267,11 +268,16 @@ def check_options(job: Job) -> None:
         job.find("warning", "requeue", text)
 
 
-def check_network(job: Job) -> None:
-    """Check variables of RCCL's network plugin; their sources are in examples/frontier/env.sh and docs/frontier.md."""
+def check_network(job: Job, cluster: Cluster) -> None:
+    """Check the number of processes, and variables of RCCL's network plugin on Slingshot.
+
+    The variables' sources are in examples/frontier/env.sh and docs/frontier.md.
+    """
+    if job.tasks != job.nodes * cluster.devices_per_node:
+        devices = f"{job.nodes} nodes of {cluster.devices_per_node} devices"
+        job.find("warning", "tasks", f"{job.tasks} processes on {devices}")
     environ = job.environ
-    slingshot = job.cluster is not None and any(nic.startswith("hsn") for nic in job.cluster.nics)
-    if not slingshot or job.nodes == 1 or "gloo" in (job.words or []):
+    if job.nodes == 1 or not any(nic.startswith("hsn") for nic in cluster.nics):
         return
     if environ.get("NCCL_NET", "Socket") in ("", "Socket"):
         text = "NCCL_NET is not OFI: without the plugin RCCL takes TCP, and says nothing"
@@ -283,30 +289,18 @@ def check_network(job: Job) -> None:
 # -- the training ------------------------------------------------------------------------------------------------------
 
 
-def check_training(job: Job, words: list[str]) -> None:
-    """Check configuration, memory, files and cost of the training command."""
-    check_network(job)
-    for path in job.programs:
-        if not job.is_local(path) and not os.path.exists(path):
-            job.find("error", "programs", f"{path} is not there")
-    if job.cluster is not None and "gloo" not in words and job.tasks != job.nodes * job.cluster.devices_per_node:
-        devices = f"{job.nodes} nodes of {job.cluster.devices_per_node} devices"
-        job.find("warning", "tasks", f"{job.tasks} processes on {devices}")
-    cluster = job.environ.get("MEGATRON_CLUSTER")
-    named = ["--cluster", cluster] if cluster and cluster_flag(words) is None else []
-    try:
-        config = parse_args([*words, *named], job.tasks)
-    except ConfigError as problem:
-        job.find("error", "configuration", str(problem))
-        return
+def check_training(job: Job, config: Config) -> None:
+    """Check tokenizer, network, files, memory and cost of the training."""
+    if job.cluster is not None and "gloo" not in (job.words or ()):
+        check_network(job, job.cluster)
     for notice in config.notices:
         job.find("note", "configuration", notice)
     config, unknown = with_vocabulary(config)
-    if unknown:
-        job.find("note" if config.tokenizer.tokenizer_type is None else "error", "tokenizer", unknown)
     if config.model.vocab_size is None:
         config = config.replace(vocab_size=GPT2_VOCABULARY)
-    job.config = config
+    if unknown:
+        level = "note" if config.tokenizer.tokenizer_type is None else "error"
+        job.find(level, "tokenizer", f"{unknown}: figures take a vocabulary of {config.model.vocab_size}")
     parallel, batch, replicas = config.parallel, config.batch, config.parallel.data_parallel_size
     sizes = f"TP {parallel.tensor_model_parallel_size} x PP {parallel.pipeline_model_parallel_size} x DP {replicas}"
     parts = f"{batch.micro_batch_size} x {replicas} replicas x {config.num_micro_batches()} micro-batches"

@@ -15,7 +15,7 @@ import shutil
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -305,12 +305,10 @@ def _exchange(store: Any, process: Process, arrival_s: float, work_s: float) -> 
     """Measure the network between the nodes whose devices are sound; return, on rank 0, what each process told."""
     rank, size, each = process.launch.rank, process.launch.world_size, process.launch.local_world_size
     store.set(f"device/{rank}", process.told())
-    store.add("came", 1)
     came = dict[int, dict[str, Any]]()
     if rank == 0:
         with without_dns():  # the store asks for the name of each process that connects
-            _await_count(store, "came", size, arrival_s)
-        came = _answers(store, "device", size)
+            came = _answers(store, "device", range(size), arrival_s)
         bad = {other // each for other in range(size) if other not in came or came[other]["errors"]}
         store.set("nodes", json.dumps([node for node in range(-(-size // each)) if node not in bad]))
     _await_key(store, "nodes", arrival_s)
@@ -318,31 +316,29 @@ def _exchange(store: Any, process: Process, arrival_s: float, work_s: float) -> 
     if rank // each in nodes:
         process.meet(nodes)
     store.set(f"told/{rank}", process.told())
-    store.add("done", 1)
+    found = dict[int, dict[str, Any]]()
     if rank == 0:
-        _await_count(store, "done", len(came), work_s)
+        found = _answers(store, "told", came, work_s)
         store.set("end", b"")
-        return _answers(store, "told", size)
     with contextlib.suppress(RuntimeError, LaunchError):  # rank 0 has what it needs
         _await_key(store, "end", work_s)  # a group ends with its first member
-    return {}
+    return found
 
 
-def _answers(store: Any, kind: str, size: int) -> dict[int, dict[str, Any]]:
-    there = [rank for rank in range(size) if store.check([f"{kind}/{rank}"])]
-    return {rank: json.loads(store.get(f"{kind}/{rank}")) for rank in there}
+def _answers(store: Any, kind: str, ranks: Iterable[int], seconds: float) -> dict[int, dict[str, Any]]:
+    """What the ranks told within so many seconds."""
+    deadline = time.monotonic() + seconds
+    found = {}
+    for rank in ranks:
+        with contextlib.suppress(RuntimeError):
+            store.wait([f"{kind}/{rank}"], timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            found[rank] = json.loads(store.get(f"{kind}/{rank}"))
+    return found
 
 
 def _await_key(store: Any, key: str, seconds: float) -> None:
     """Wait for a key; a host that lost power never answers."""
     bounded(lambda: store.wait([key], timedelta(seconds=seconds)), seconds + _MARGIN_S)
-
-
-def _await_count(store: Any, key: str, count: int, seconds: float) -> None:
-    """Wait until so many processes have added themselves, or for `seconds`."""
-    deadline = time.monotonic() + seconds
-    while store.add(key, 0) < count and time.monotonic() < deadline:
-        time.sleep(0.02)
 
 
 def _write_hosts(folder: Path, bad: Sequence[str], good: Sequence[str]) -> None:

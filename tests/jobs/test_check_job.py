@@ -82,7 +82,6 @@ MISTAKES = [
     ("#!/bin/bash\n", "", "error", "script"),
     ("#SBATCH --open-mode=append\n", "", "warning", "requeue"),
     ("-n 16", "-n 8", "warning", "tasks"),
-    (f"{ROOT}/pretrain_gpt.py", "nothing/pretrain_gpt.py", "error", "programs"),
     (f"{ROOT}/pretrain_gpt.py", "train.py", "error", "command"),
     ("--bf16", "--bf16 --fp16", "error", "configuration"),
     ("--tensor-model-parallel-size 2", "--tensor-model-parallel-size 3", "error", "configuration"),

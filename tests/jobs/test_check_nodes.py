@@ -37,12 +37,10 @@ def variables(rank: int, port: int) -> dict[str, str]:
     }  # fmt: skip
 
 
-def prepared(lost: int) -> None:
+def prepared(living: Sequence[int]) -> None:
     """Do not wait for those that are lost."""
-    await_count = check_nodes._await_count
-    check_nodes._await_count = lambda store, key, count, seconds: await_count(
-        store, key, count - lost * (key == "came"), seconds
-    )
+    answers = check_nodes._answers
+    check_nodes._answers = lambda store, kind, ranks, seconds: answers(store, kind, {*ranks} & {*living}, seconds)
 
 
 def measured(folder: Path, ranks: Sequence[int]) -> list[Outcome]:
@@ -51,7 +49,7 @@ def measured(folder: Path, ranks: Sequence[int]) -> list[Outcome]:
         scripts = [
             stack.enter_context(Script(
                 "tools/preflight.py", arguments, folder.with_name(f"rank_{rank}.log"), variables(rank, port),
-                (prepared, 4 - len(ranks)),
+                (prepared, ranks),
             )) for rank in ranks
         ]  # fmt: skip
         return [script.wait() for script in scripts]
@@ -165,12 +163,11 @@ def test_nodes_with_bad_devices_take_part_in_no_collective() -> None:
     store, met = dist.HashStore(), list[Sequence[int]]()
     for rank in {*range(1, 10)} - {7}:
         store.set(f"device/{rank}", json.dumps({"errors": {"device": "there is none"} if rank == 2 else {}}))
-    store.add("done", 8)
     process = SimpleNamespace(
         launch=Launch(world_size=10, local_world_size=2), told=lambda: '{"errors": {}}', meet=met.append
     )
-    check_nodes._exchange(store, process, 0.0, 0.0)  # type: ignore[arg-type]
-    assert met == [[0, 2, 4]]
+    found = check_nodes._exchange(store, process, 0.0, 0.0)  # type: ignore[arg-type]
+    assert met == [[0, 2, 4]] and list(found) == [0], "nobody else said what it found"
 
 
 # -- the verdict -------------------------------------------------------------------------------------------------------
