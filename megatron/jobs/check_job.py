@@ -122,7 +122,9 @@ def check(words: Sequence[str], cluster: str | None = None) -> Job:
     if job.words is not None:
         read_config(job, job.words)
     cluster = cluster or os.environ.get("MEGATRON_CLUSTER") or os.environ.get("SITE_CLUSTER")
-    cluster = cluster or job.environ.get("MEGATRON_CLUSTER") or (job.config and job.config.parallel.cluster)
+    cluster = cluster or job.environ.get("MEGATRON_CLUSTER")
+    if not cluster and job.config is not None:
+        cluster = job.config.parallel.cluster
     if cluster and cluster != "none":
         job.cluster = load_cluster(cluster)
     else:
