@@ -210,12 +210,20 @@ def dry_run(job: Job, content: bytes, arguments: Sequence[str]) -> None:
             else:
                 job.find(match[1].lower(), "script", match[2])
         elif line.startswith("+ export "):
-            job.environ = os.environ | dict(word.split("=", 1) for word in shlex.split(line)[2:])
+            job.environ = os.environ | dict(word.split("=", 1) for word in split(line)[2:] if "=" in word)
         elif line.startswith("+ srun ") and "pretrain_gpt.py" in line:
-            read_command(job, shlex.split(line)[1:])
+            read_command(job, split(line)[1:])
     if job.words is None or (done.returncode and not any(level == "error" for level, _, _ in job.findings)):
         said = " / ".join(done.stdout.strip().splitlines()[-3:])
         job.find("error", "script", f"its dry run ends with exit code {done.returncode}: {said}")
+
+
+def split(line: str) -> list[str]:
+    """Return the words of a shell's command. Raises ConfigError."""
+    try:
+        return shlex.split(line)
+    except ValueError as error:
+        raise ConfigError(f"the script prints a command that cannot be read ({error}): {line[:200]}") from error
 
 
 def read_command(job: Job, command: Sequence[str]) -> None:
