@@ -311,7 +311,7 @@ def _exchange(store: Any, process: Process, arrival_s: float, work_s: float) -> 
             came = _answers(store, "device", range(size), arrival_s)
         bad = {other // each for other in range(size) if other not in came or came[other]["errors"]}
         store.set("nodes", json.dumps([node for node in range(-(-size // each)) if node not in bad]))
-    _await_key(store, "nodes", arrival_s)
+    _await_key(store, "nodes", work_s)
     nodes = json.loads(store.get("nodes"))
     if rank // each in nodes:
         process.meet(nodes)
@@ -330,9 +330,12 @@ def _answers(store: Any, kind: str, ranks: Iterable[int], seconds: float) -> dic
     deadline = time.monotonic() + seconds
     found = {}
     for rank in ranks:
+        key, left = f"{kind}/{rank}", deadline - time.monotonic()
         with contextlib.suppress(RuntimeError):
-            store.wait([f"{kind}/{rank}"], timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-            found[rank] = json.loads(store.get(f"{kind}/{rank}"))
+            if left > 0:
+                store.wait([key], timedelta(seconds=left))
+        if store.check([key]):
+            found[rank] = json.loads(store.get(key))
     return found
 
 
