@@ -5,16 +5,14 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from megatron.parallel.launch import Launch
 from megatron.parallel.nodelist import compress_ranks
 from megatron.parallel.placing import Assignment, Placing, Task, assign, device_number, near_devices, visible_devices
 from megatron.parallel.report import bus_address, device_identity, device_name
-
-if TYPE_CHECKING:
-    from megatron.parallel.launch import Launch
 
 Hello = dict[str, Any]
 Alike = Mapping[str, Mapping[str, Any]]
@@ -43,7 +41,6 @@ def make_hello(launch: Launch, device: torch.device, backend: str, placing: Plac
         "number": number,
         "address": bus_address(device) if placing is not None else (),
         "near": near,
-        "notices": launch.notices,
     }
 
 
@@ -123,16 +120,3 @@ def assignment_of(hellos: Sequence[Hello], placing: Placing | None) -> Assignmen
         return Assignment(list(range(len(hellos))), [None] * len(hellos), [])
     tasks = [Task(hello["node"], hello["number"], tuple(hello["address"]), tuple(hello["near"])) for hello in hellos]
     return assign(tasks, placing.device_order)
-
-
-def collected_notices(hellos: Sequence[Hello]) -> list[str]:
-    """What processes want the log to say: each text once, with the first process that says it and how many do."""
-    said: dict[str, list[int]] = {}
-    for rank, hello in enumerate(hellos):
-        for text in hello.get("notices", ()):
-            said.setdefault(text, []).append(rank)
-    lines = []
-    for text, by in list(said.items())[:8]:
-        who = f"task {by[0]} ({place(hellos[by[0]])})" + (f" and {len(by) - 1} more" if len(by) > 1 else "")
-        lines.append(text if len(by) == len(hellos) else f"{text}: {who}")
-    return lines + ([f"{len(said) - 8} more notes of this kind"] if len(said) > 8 else [])

@@ -12,36 +12,29 @@ import socket
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from megatron.errors import LaunchError
 from megatron.parallel.environment import Variables
-from megatron.parallel.nodelist import MOST, expand_counts, iterate_hosts
-from megatron.parallel.placing import VISIBLE, Placing, check_devices, near_index, visible_devices
+from megatron.parallel.nodelist import MOST, expand_counts, expand_hosts
+from megatron.parallel.placing import VISIBLE, Placing, near_index, visible_devices
 
 if TYPE_CHECKING:
     import torch
-
-    from megatron.parallel.hello import Alike
-    from megatron.parallel.rendezvous import Rendezvous
 
 # Ports below the range from which Linux takes those of outgoing connections (32768 and up).
 _FIRST_PORT, _PORTS = 20000, 12000
 # Slurm numbers its own steps (batch script, interactive shell) from here; tasks of srun are below.
 _FIRST_SPECIAL_STEP = 4294967280
 _ONE_VARIABLE = "HIP_VISIBLE_DEVICES counts within ROCR_VISIBLE_DEVICES; set only the latter"
-# (rank, size, local rank, local size): Open MPI, MVAPICH, MPICH's Hydra, Cray's PALS.
+# (rank, size, local rank, local size): Open MPI; MPICH's Hydra and Cray's PALS.
 _MPI_VARIABLES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
-    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", ("MV2_COMM_WORLD_LOCAL_RANK",), ("MV2_COMM_WORLD_LOCAL_SIZE",)),
-    ("PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID"),
-     ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE")),
-)  # fmt: skip
-_JOB_VARIABLES = (
-    "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PALS_APID", "PMI_JOBID",
-    "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID",
-)  # fmt: skip
+    ("PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")),
+)
+_JOB_VARIABLES = ("TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "PALS_APID", "PMI_JOBID", "SLURM_JOB_ID")
+_STEP_VARIABLES = ("SLURM_STEP_ID", "SLURM_STEPID")
+_NODE_VARIABLES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
 
 
 @dataclass(frozen=True)
@@ -171,7 +164,7 @@ def _job(env: Variables) -> str:
 
 def _slurm_job(env: Variables) -> str:
     """Job and step: several steps may run at once in one allocation."""
-    return f"{env.text('SLURM_JOB_ID')}.{env.text('SLURM_STEP_ID') or env.text('SLURM_STEPID')}"
+    return f"{env.text('SLURM_JOB_ID')}.{env.text(env.first(_STEP_VARIABLES) or '')}"
 
 
 def _port(env: Variables, job: str) -> int:
@@ -184,40 +177,34 @@ def _is_srun_task(env: Variables) -> bool:
 
     A batch script has SLURM_PROCID and SLURM_NTASKS too, but no step; an interactive shell is a step of Slurm's own.
     """
-    step = env.first(("SLURM_STEP_ID", "SLURM_STEPID"))
+    step = env.first(_STEP_VARIABLES)
     if not env.has("SLURM_PROCID") or (step and env.number(step) >= _FIRST_SPECIAL_STEP):
         return False
-    return step is not None or env.first(("SLURM_STEP_NUM_TASKS", "SLURM_SRUN_COMM_HOST")) is not None
+    return step is not None or env.has("SLURM_STEP_NUM_TASKS")
 
 
 def _slurm_size(env: Variables) -> int:
-    name = env.first(("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"))
+    name = env.first(("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"))
     if name is None:
         raise LaunchError(f"SLURM_PROCID={env.text('SLURM_PROCID')} is set but SLURM_NTASKS is not: give srun -n")
     return env.number(name)
 
 
-def _slurm_hosts(env: Variables) -> list[str]:
-    """The first two hosts of the step (two, to know whether there are more than one)."""
-    name = env.first(("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
-    hosts: list[str] = []
-    for host in iterate_hosts(env.text(name)) if name else ():
-        hosts.append(host)
-        if len(hosts) == 2:
-            break
-    return hosts
-
-
 def _master(env: Variables, world_size: int, local_world_size: int | None) -> tuple[str, tuple[str, ...]]:
     """The host of rank 0, and what was read otherwise than MASTER_ADDR says; `local_world_size` None: not known."""
     given = env.text("MASTER_ADDR").split()  # `hostname -i` prints an address for each of a host's interfaces
-    if not given:
-        return _first_host(env, world_size, local_world_size), ()
-    if _is_submit_host(env, given[0]):
-        first = _first_host(env, world_size, local_world_size)
-        return first, (f"MASTER_ADDR={given[0]} submitted the job and is none of its nodes: {first} is used",)
-    several = (f"MASTER_ADDR={' '.join(given)} is several addresses: the first is used",) if len(given) > 1 else ()
-    return given[0], several
+    if given and not _is_submit_host(env, given[0]):
+        several = (f"MASTER_ADDR={' '.join(given)} is several addresses: the first is used",) if len(given) > 1 else ()
+        return given[0], several
+    name = env.first(_NODE_VARIABLES)
+    if world_size in (1, local_world_size):
+        first = "127.0.0.1"
+    elif name is not None:
+        first = expand_hosts(env.text(name))[0]
+    else:
+        raise LaunchError(f"MASTER_ADDR is not set and {world_size} processes run: set it to the host of rank 0")
+    submitted = (f"MASTER_ADDR={given[0]} submitted the job and is none of its nodes: {first} is used",) if given else ()
+    return first, submitted
 
 
 def _is_submit_host(env: Variables, host: str) -> bool:
@@ -225,24 +212,9 @@ def _is_submit_host(env: Variables, host: str) -> bool:
     submit = env.text("SLURM_SUBMIT_HOST")
     if not submit or host != submit or not _is_srun_task(env) or env.has("TORCHELASTIC_RUN_ID"):
         return False
-    nodes = env.first(("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
+    nodes = env.first(_NODE_VARIABLES)
     short = submit.partition(".")[0]
-    return nodes is not None and all(node.partition(".")[0] != short for node in iterate_hosts(env.text(nodes)))
-
-
-def _first_host(env: Variables, world_size: int, local_world_size: int | None) -> str:
-    if world_size in (1, local_world_size):
-        return "127.0.0.1"
-    hosts = _slurm_hosts(env)
-    if not hosts and env.has("PBS_NODEFILE"):
-        try:
-            with open(env.text("PBS_NODEFILE"), encoding="utf-8") as file:
-                hosts = file.read().split()[:1]
-        except OSError as error:
-            raise LaunchError(f"PBS_NODEFILE={env.text('PBS_NODEFILE')}: {error.strerror}: set MASTER_ADDR") from error
-    if not hosts:
-        raise LaunchError(f"MASTER_ADDR is not set and {world_size} processes run: set it to the host of rank 0")
-    return hosts[0]
+    return nodes is not None and all(node.partition(".")[0] != short for node in expand_hosts(env.text(nodes)))
 
 
 def _launch(
@@ -297,25 +269,14 @@ def _from_mpi(env: Variables) -> Launch | None:
         local = env.number(local_name) if local_name else 0
         known = env.number(local_size_name) if local_size_name else None
         return _launch(env, "mpi", (rank, world), (local, known), _job(env))
-    if env.has("PMIX_RANK") and not _is_srun_task(env):
-        raise LaunchError(
-            f"PMIX_RANK={env.text('PMIX_RANK')} is set, but no variable tells the number of processes: use mpirun or "
-            f"srun, or set RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR in every process"
-        )
     return None
 
 
 def _slurm_local_size(env: Variables, world: int) -> int:
-    """Tasks of this step on this node."""
-    name = env.first(("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
-    node = env.number("SLURM_NODEID", 0)
-    if name:
-        counts = expand_counts(env.text(name))
-        if node < len(counts) and sum(counts) == world:
-            return counts[node]
-    hosts = _slurm_hosts(env)
-    one_node = env.text("SLURM_STEP_NUM_NODES") == "1" or len(hosts) == 1
-    return world if one_node else env.number("SLURM_NTASKS_PER_NODE", env.number("SLURM_LOCALID", 0) + 1)
+    """Tasks of this step on this node; at least those up to this one where Slurm does not tell."""
+    name, node = env.first(("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")), env.number("SLURM_NODEID", 0)
+    counts = expand_counts(env.text(name)) if name else []
+    return counts[node] if node < len(counts) and sum(counts) == world else env.number("SLURM_LOCALID", 0) + 1
 
 
 def _from_slurm(env: Variables) -> Launch | None:
@@ -342,10 +303,6 @@ def _checked(launch: Launch) -> Launch:
     if launch.rank >= launch.world_size:
         raise LaunchError(
             f"rank {launch.rank} of world size {launch.world_size} {source}: ranks go from 0 to {launch.world_size - 1}"
-        )
-    if launch.local_world_size > launch.world_size:
-        raise LaunchError(
-            f"{launch.local_world_size} processes on this node {source}, but world size is {launch.world_size}"
         )
     if launch.launcher != "none" and launch.local_rank >= launch.local_world_size:
         raise LaunchError(
@@ -401,21 +358,3 @@ def select_device(
         )
     near = near_index(placing, launch.local_rank, count, shown)
     return torch.device("cuda", launch.local_rank if near is None else near)
-
-
-def connect(
-    launch: Launch, timeout: timedelta = timedelta(minutes=10), backend: str | None = None,
-    placing: Placing | None = None, alike: Alike | None = None,
-) -> Rendezvous:
-    """Bring all processes together and initialise torch.distributed. The rendezvous is a context manager.
-
-    `backend` None takes nccl (which is RCCL on ROCm) where there is a device and gloo elsewhere; `timeout` holds for
-    the meeting and for every collective after it. `placing` says which ranks the processes of a node take: from then on
-    the rendezvous's own `launch` counts. `alike` is what all ranks must have alike. Raises LaunchError that names the
-    ranks that did not come, or those that have something else and what it is.
-    """
-    from megatron.parallel.rendezvous import Rendezvous
-
-    if placing is not None:
-        check_devices(placing)
-    return Rendezvous.join(launch, select_device(launch, backend, placing), timeout, placing, alike=alike)

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,10 @@ from megatron.parallel.environment import changed
 from megatron.parallel.flight import FlightRecorder
 from megatron.parallel.flight_file import FlightFile, open_flight_file
 from megatron.parallel.hello import Alike
+from megatron.parallel.launch import Launch, select_device
 from megatron.parallel.meeting import ANSWER_S, Meeting
 from megatron.parallel.nodelist import compress_ranks
-from megatron.parallel.placing import Placing
+from megatron.parallel.placing import Placing, check_devices
 from megatron.parallel.processes import process_start
 from megatron.parallel.report import (
     bounded,
@@ -45,9 +46,6 @@ from megatron.parallel.report import (
     show_duration,
     without_dns,
 )
-
-if TYPE_CHECKING:
-    from megatron.parallel.launch import Launch
 
 _SOURCE_LINE = re.compile(r"\[\S+\.(cc|cpp):\d+\] ?")  # where gloo was compiled, which tells nobody anything
 _SHOWN = 64  # places in the code that a finding lists
@@ -122,6 +120,8 @@ class Rendezvous(Meeting):
         with without_dns() if self.serves_store and not launch.on_one_node else contextlib.nullcontext():
             self._meet(deadline)
         self._describe_flight()  # the rank may be another now
+        if self.flight_file is not None:
+            self.flight_file.unlink()  # all ranks of the node have opened it
         sys.audit("megatron.parallel.met", self)
         try:
             self._watch()
@@ -266,22 +266,11 @@ class Rendezvous(Meeting):
                 self._store_lost = True
 
     def _write_failure(self, message: str) -> None:
-        number = self._store.add("failures", 1)
-        self._store.set(f"failure/{number}", json.dumps([self.launch.rank, message]))
+        self._store.compare_set("failure", "", json.dumps([self.launch.rank, message]))  # the first, which is the cause
         if self.serves_store and self._store.add("explainers", 1) == 1:
             # gloo shows the others a closed connection only when this process ends, with the store: tell them now
             self._store.set("findings", f"rank {self.launch.rank} failed: {message}")
             self._call_all(_ROLL)
-
-    def failures(self) -> dict[int, str]:
-        """The messages of all ranks that called fail()."""
-        keys = [f"failure/{n + 1}" for n in range(self._store.add("failures", 0))]
-        found: dict[int, str] = {}
-        for key in keys:
-            if self._store.check([key]):
-                rank, message = json.loads(self._store.get(key))
-                found.setdefault(rank, message)
-        return found
 
     def explain(self, error: BaseException) -> LaunchError:
         """What a failed or timed-out collective means: the ranks that failed or died, as far as it can be known.
@@ -296,19 +285,15 @@ class Rendezvous(Meeting):
             seen = f"{type(error).__name__}: {symptom}"
             try:
                 known = self._store_lost or self._heard
-                text = self._last_word() if known else bounded(lambda: self._diagnose(seen), 4 * self._answer_s)
+                text = self._heard or self._store_gone() if known else bounded(lambda: self._diagnose(seen), 4 * self._answer_s)
             except (RuntimeError, LaunchError):
                 self._store_lost = True
-                text = self._last_word()
+                text = self._heard or self._store_gone()
             if self._store_lost:  # with the rank that served it
                 self.speaks = self.launch.task == 1
             kind = LaunchError if self._reported else LostRankError
             self._explained = kind(f"{self._myself}: {text}. Seen here as {seen}")
         return self._explained
-
-    def _last_word(self) -> str:
-        """What is known without the store."""
-        return self._heard or self._store_gone()
 
     def _store_gone(self) -> str:
         if self.launch.store_served:
@@ -330,11 +315,12 @@ class Rendezvous(Meeting):
         return self._findings()
 
     def _findings(self) -> str:
-        """What the rank that called the roll found, or what failed ranks said themselves."""
-        failed = {rank: text for rank, text in self.failures().items() if rank != self.launch.rank}
-        if failed:
-            self._reported = True
-            return "; ".join(f"rank {rank} ({self._place(rank)}) failed: {text}" for rank, text in failed.items())
+        """What the rank that called the roll found, or what the first rank that failed said itself."""
+        if self._store.check(["failure"]):
+            rank, message = json.loads(self._store.get("failure"))
+            if rank != self.launch.rank:
+                self._reported = True
+                return f"rank {rank} ({self._place(rank)}) failed: {message}"
         findings: bytes = self._store.get("findings")
         return findings.decode()
 
@@ -343,13 +329,13 @@ class Rendezvous(Meeting):
         ranks, deadline = range(self.launch.world_size), self._clock() + self._answer_s
         self._call_all(_ROLL)
         self._poll([f"answer/{rank}" for rank in ranks], deadline)
-        dead = self._without_key("answer")
+        dead = self.ranks_without("answer", _SHOWN)
         self._absentees = len(dead)
         if dead:
             places = list_places([(rank, self._place(rank)) for rank in dead])
             return f"no sign of life from rank {compress_ranks(dead)}: died or was killed ({places})"
         where: dict[str, list[int]] = {}
-        for rank, answer in zip(ranks, self._values([f"answer/{rank}" for rank in ranks]), strict=True):
+        for rank, answer in zip(ranks, self.values([f"answer/{rank}" for rank in ranks]), strict=True):
             where.setdefault(answer.decode(), []).append(rank)
         gone = where.pop(_LEFT, [])
         found = [f"rank {compress_ranks(at)} in {place}" for place, at in _earliest(where).items()]
@@ -457,3 +443,19 @@ def _earliest(where: dict[str, list[int]]) -> dict[str, list[int]]:
     first = min((int(number) for number, _ in steps.values()), default=0)
     late = [place for place, (number, _) in steps.items() if int(number) > first]
     return {steps.get(place, [place])[-1]: ranks for place, ranks in where.items() if place not in late}
+
+
+def connect(
+    launch: Launch, timeout: timedelta = timedelta(minutes=10), backend: str | None = None,
+    placing: Placing | None = None, alike: Alike | None = None,
+) -> Rendezvous:  # fmt: skip
+    """Bring all processes together and initialise torch.distributed. The rendezvous is a context manager.
+
+    `backend` None takes nccl (which is RCCL on ROCm) where there is a device and gloo elsewhere; `timeout` holds for
+    the meeting and for every collective after it. `placing` says which ranks the processes of a node take: from then on
+    the rendezvous's own `launch` counts. `alike` is what all ranks must have alike. Raises LaunchError that names the
+    ranks that did not come, or those that have something else and what it is.
+    """
+    if placing is not None:
+        check_devices(placing)
+    return Rendezvous.join(launch, select_device(launch, backend, placing), timeout, placing, alike=alike)

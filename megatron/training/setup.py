@@ -34,9 +34,9 @@ from megatron.model.gpt import build_chunks
 from megatron.model.size import model_flops_per_token, total_parameters
 from megatron.parallel.environment import TRACE_FILE, Variables
 from megatron.parallel.group_check import check_groups
-from megatron.parallel.launch import Launch, connect, detect_launch
+from megatron.parallel.launch import Launch, detect_launch
 from megatron.parallel.placing import Placing, RankPlan
-from megatron.parallel.rendezvous import Rendezvous
+from megatron.parallel.rendezvous import Rendezvous, connect
 from megatron.parallel.topology import DEFAULT_ORDER, Topology
 from megatron.training import devices
 from megatron.training.agreement import Agreement

@@ -52,7 +52,6 @@ def be_patient(patch: pytest.MonkeyPatch) -> None:
     """Limits by the real clock, for hosts that never answer, become limits for what hangs."""
     for module in (meeting, rendezvous):
         patch.setattr(module, "ANSWER_S", ANSWER_S)
-    patch.setattr(meeting, "_CLAIM_S", ANSWER_S)
     patch.setattr(rendezvous, "_LINGER_S", LINGER_S)
 
 

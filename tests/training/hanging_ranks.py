@@ -22,9 +22,9 @@ from megatron.errors import LaunchError
 from megatron.parallel import flight
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.flight import FlightState
-from megatron.parallel.launch import connect, detect_launch
+from megatron.parallel.launch import detect_launch
 from megatron.parallel.processes import STOPPED, process_state
-from megatron.parallel.rendezvous import Rendezvous
+from megatron.parallel.rendezvous import Rendezvous, connect
 from megatron.parallel.topology import Topology
 from megatron.pipeline.executor import Executor
 from megatron.training import watchdog
@@ -121,7 +121,7 @@ class Time:
 
         def noting(plain: Callable[..., Any]) -> Callable[..., Any]:
             def entering(*args: Any) -> Any:
-                result, state = plain(*args), FlightState.read(bytes(recorder.buffer))
+                result, state = plain(*args), FlightState.read(recorder.buffer)
                 if state is not None and there(state):
                     self.board.mark("there")
                 return result

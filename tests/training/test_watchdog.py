@@ -2,6 +2,7 @@
 all end with the exit code of a hang."""
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from megatron.parallel import flight
-from megatron.parallel.processes import process_start
+from megatron.parallel.processes import GONE, process_start
 from megatron.parallel.topology import Layout, Topology
 from megatron.training.failures import EXIT_LOST_RANK
 from megatron.training.watchdog import REPORT_NAME, Watchdog, nccl_error
@@ -101,11 +102,12 @@ def test_an_error_of_nccl_is_looked_into_at_once_and_the_flight_recorder_is_writ
         def claim(*_: str) -> bytes:
             raise RuntimeError("Connection reset by peer")
 
-        states = SimpleNamespace(
-            states=lambda: [flight.FlightState.read(bytes(each.buffer)) for each in (here, there)]
-        )
+        def states() -> list[Any]:
+            found = [flight.FlightState.read(each.buffer) for each in (here, there)]
+            return [dataclasses.replace(state, process=GONE if state.rank else "running") for state in found if state]
+
         meeting: Any = SimpleNamespace(
-            on_inquiry=None, judged=threading.Event(), flight_file=states, server=1,
+            on_inquiry=None, judged=threading.Event(), flight_file=SimpleNamespace(states=states), server=1,
             store=SimpleNamespace(compare_set=claim),
         )
         errors = [""]
