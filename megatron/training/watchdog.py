@@ -217,17 +217,10 @@ class Watchdog:
         self._recorder.answer(number, python_stacks() + note)
 
     def _neighbours(self, number: int) -> list[FlightState]:
-        """The records of this node, once all that can have answered. The others print their stacks, if they can."""
+        """The records of this node, once all that can have answered."""
         sys.audit("megatron.training.answered", number)
         self._sleep(_NODE_S)
-        states = self._states()
-        for i, state in enumerate(states):
-            if state.inquiry != number:
-                states[i] = dataclasses.replace(state, stack="")
-                if not state.lost:
-                    with contextlib.suppress(OSError):
-                        os.kill(state.pid, _DUMP_SIGNAL)
-        return states
+        return [s if s.inquiry == number else dataclasses.replace(s, stack="") for s in self._states()]
 
     def _speaks_for(self, states: list[FlightState], number: int) -> bool:
         """Whether this rank is the first of its node that has answered."""
@@ -295,17 +288,22 @@ class Watchdog:
         the verdict."""
         with self._leaving:
             sys.audit("megatron.training.leaving")
+            self._signal_silent(_DUMP_SIGNAL)  # not before the verdict: it may crash a process that runs
             self._write_trace()
             if number is None:
                 self._sleep(_NODE_S)  # for the others to see that this rank has reported
             else:
                 with contextlib.suppress(RuntimeError, LaunchError):
                     bounded(lambda: self._await_others(number), _ANSWER_S + self._rendezvous.pause_s)
-            for state in self._states():
-                if state.inquiry == 0 or state.process == STOPPED:
-                    kill_process(state.pid, state.process_start)
+            self._signal_silent(signal.SIGKILL)
             sys.audit("megatron.training.left")
             os._exit(EXIT_LOST_RANK)
+
+    def _signal_silent(self, number: int) -> None:
+        """Send a signal to those ranks of this node that have not answered."""
+        for state in self._states():
+            if state.inquiry == 0 or state.process == STOPPED:
+                kill_process(state.pid, state.process_start, number)
 
     def _write_trace(self) -> None:
         """Torch's flight recorder, into the file that torch itself would take for this rank."""

@@ -166,6 +166,8 @@ def train(
 ) -> str:
     """Returns "done" only where nothing hung. On several nodes the ranks share no flight file."""
     torch.set_num_threads(1)
+    with open(Path(folder) / f"output_{rank}", "wb") as output:
+        os.dup2(output.fileno(), 2)
     here = size // nodes
     os.environ.update(SLURMD_NODENAME=f"node{rank // here}", LOCAL_RANK=str(rank % here), LOCAL_WORLD_SIZE=str(here))
     # For an answer that comes, a time limit that only a hang exceeds; for one that never comes, a short one.
