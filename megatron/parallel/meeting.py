@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -38,33 +39,38 @@ _OPEN = (
 )
 
 
+@dataclass(eq=False)
 class Meeting:
     """What a process knows of the others once all have met; Rendezvous is the rest of it.
 
-    launch, device, backend   this process, with the rank that it was given, and what torch.distributed will run on
-    server                    the rank that serves the store
-    notices                   what the log should say about launch and placement; the same on all ranks
+    launch, device   this process, with the rank that it was given
+    timeout          for all to come
+    placing          which ranks the processes of a node take; None: those of the launcher
+    clock, sleep     by which it asks again and again, and gives up
+    alike            what all processes must have alike
+    server           the rank that serves the store
+    notices          what the log should say about launch and placement; the same on all ranks
     """
 
-    def __init__(
-        self, launch: Launch, device: torch.device, timeout: timedelta, placing: Placing | None = None,
-        clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
-        alike: Alike | None = None,
-    ) -> None:  # fmt: skip
-        """`clock` and `sleep`: by which it asks again and again, and gives up. `alike`: what all must have alike."""
-        self._clock, self._sleep = clock, sleep
-        self.launch = launch
-        self.device = device
-        self.timeout = timeout
-        self.placing = placing
-        self.alike = alike or {}
-        self.backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        self.server = 0
-        self.notices: list[str] = []
-        self._renumbered = False
-        self._store: Any = None
-        self._places: list[str] | None = None
-        self._absentees = 0
+    launch: Launch
+    device: torch.device
+    timeout: timedelta
+    placing: Placing | None = None
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], object] = time.sleep
+    alike: Alike = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list, init=False)
+    _store: Any = field(default=None, init=False)
+    _places: list[str] | None = field(default=None, init=False)
+
+    server = 0
+    _renumbered = False
+    _absentees = 0
+
+    @property
+    def backend(self) -> str:
+        """What torch.distributed runs on."""
+        return "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
 
     @property
     def store(self) -> Any:
@@ -127,7 +133,7 @@ class Meeting:
         """A connection to the store, which may come to be within so many seconds."""
         # Rank 0 reaches its own store through the loopback device, whatever its name resolves to.
         address = "127.0.0.1" if self.serves_store else self.launch.store_host, self.launch.master_port
-        deadline = self._clock() + seconds
+        deadline = self.clock() + seconds
 
         def connect() -> Any:
             # torch tries again by itself, after ever longer pauses. Its own time limit would end in stack traces.
@@ -138,7 +144,7 @@ class Meeting:
                 client = bounded(connect, min(seconds, _PATIENCE_S))
             except LaunchError:
                 self._await_listener(address, deadline)
-                left = max(ANSWER_S, deadline - self._clock())
+                left = max(ANSWER_S, deadline - self.clock())
                 client = bounded(connect, left, "somebody listens there, but does not answer")
         except (RuntimeError, OSError, LaunchError) as error:
             raise LaunchError(
@@ -157,9 +163,9 @@ class Meeting:
                 socket.create_connection(address, timeout=ANSWER_S).close()
                 return
             except OSError:
-                if self._clock() >= deadline:
+                if self.clock() >= deadline:
                     raise
-                self._sleep(0.1)
+                self.sleep(0.1)
 
     def _say_hello(self, deadline: float) -> None:
         launch, store = self.launch, self._store
@@ -203,7 +209,7 @@ class Meeting:
     def _duplicate(self) -> str:
         """Why this process cannot go on: another one came with its number first."""
         launch = self.launch
-        known = self._poll([f"hello/{launch.task}"], self._clock() + ANSWER_S)
+        known = self._poll([f"hello/{launch.task}"], self.clock() + ANSWER_S)
         other = self._place(launch.task) if known else "another process"
         return (
             f"two processes say they are rank {launch.task}: {other}, and {launch.node}:{device_name(self.device)}, "
@@ -219,28 +225,22 @@ class Meeting:
         error = refusal(hellos) or difference(hellos, lambda digest: self._store.get(f"alike/{digest}"))
         if error:
             return error
-        found = assignment_of(hellos, self.placing)
-        self._publish(hellos, found)
-        ranks, notices = found.ranks, [*self.launch.notices, *found.notices]
-        if not self.launch.token and (self.launch.store_served or not self.launch.on_one_node):
-            notices.append(_OPEN)
-        renumbered = ranks != list(range(len(ranks)))
-        self._store.set("meeting", json.dumps({"renumbered": renumbered, "server": ranks[0], "notices": notices}))
+        self._publish(hellos, assignment_of(hellos, self.placing))
         return ""
 
     def _publish(self, hellos: list[Hello], found: Assignment) -> None:
         """Tell each process its rank, and all of them where each rank is."""
-        ranks = found.ranks
-        for task, (hello, device) in enumerate(zip(hellos, found.devices, strict=True)):
-            if hello.get("number") != device:
-                hello["number"] = device
-                self._store.set(f"hello/{task}", json.dumps(hello))
+        ranks, notices = found.ranks, [*self.launch.notices, *found.notices]
+        if not self.launch.token and (self.launch.store_served or not self.launch.on_one_node):
+            notices.append(_OPEN)
         tasks = sorted(range(len(ranks)), key=ranks.__getitem__)
-        self._places = [place(hellos[task]) for task in tasks]
+        self._places = [place({**hellos[task], "number": found.devices[task]}) for task in tasks]
         self._store.set("places", json.dumps(self._places))
-        for some in batches(range(len(ranks))) if tasks != sorted(tasks) else ():
+        renumbered = tasks != sorted(tasks)
+        for some in batches(range(len(ranks))) if renumbered else ():
             self._store.multi_set([f"task/{rank}" for rank in some], [str(tasks[rank]) for rank in some])
             self._store.multi_set([f"rank/{task}" for task in some], [str(ranks[task]) for task in some])
+        self._store.set("meeting", json.dumps({"renumbered": renumbered, "server": ranks[0], "notices": notices}))
 
     def _take_rank(self) -> None:
         """From here on this process goes by the rank that it was given."""
@@ -255,10 +255,10 @@ class Meeting:
         pause, longest = 0.005, 0.2 if self.launch.task == 0 else self.pause_s
         for batch in batches(keys):
             while not self._store.check(batch):
-                left = deadline - self._clock()
+                left = deadline - self.clock()
                 if left <= 0 or (unless and self._store.check([unless])):
                     return False
-                self._sleep(min(pause, left))
+                self.sleep(min(pause, left))
                 pause = min(pause * 1.5, longest)
         return True
 
@@ -296,10 +296,10 @@ class Meeting:
                 ranges += [ranks[middle:], ranks[:middle]]
         return found
 
-    def _place(self, rank: int) -> str:
-        task = int(self._store.get(f"task/{rank}")) if self._renumbered else rank
+    def _place(self, task: int) -> str:
+        """Where a process is that has said hello, by its launcher's number."""
         hello = json.loads(self._store.get(f"hello/{task}"))
-        return f"{place(hello)}, process {hello['pid']}" + (f", task {task}" if task != rank else "")
+        return f"{place(hello)}, process {hello['pid']}"
 
 
 def batches(keys: Sequence[T]) -> Iterator[list[T]]:

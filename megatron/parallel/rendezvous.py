@@ -19,8 +19,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -59,8 +60,9 @@ _LEFT = "left"  # the answer to a roll call of a rank that ended by itself
 _ROLL, _INQUIRY = "roll", "inquiry"  # what a call may be
 
 
+@dataclass(eq=False)
 class Rendezvous(Meeting):
-    """This process's tie to all others, over an initialised torch.distributed. As a context manager it closes itself.
+    """This process's tie to all others: after `join` over torch.distributed. As a context manager it closes itself.
 
     places                    "node:device" of every rank, in rank order
     flight, flight_file       this rank's flight recorder, and its node's file of them (None where none can be made)
@@ -69,16 +71,24 @@ class Rendezvous(Meeting):
                               for a roll call; 0: its place in the code says more
     """
 
-    def __init__(
-        self, launch: Launch, device: torch.device, timeout: timedelta, placing: Placing | None = None,
-        clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] | None = None,
-        alike: Alike | None = None,
-    ) -> None:  # fmt: skip
-        """Use Rendezvous.join."""
-        super().__init__(launch, device, timeout, placing, clock, sleep or time.sleep, alike)
+    doing = (0, "")
+    speaks = False  # whether this rank is the one that acts on what `explain` found
+    _call = 1  # the one that is looked for
+    _heard = ""  # what a roll call brought to light
+    _reported = False  # a rank said why it failed
+    _alarmed = False  # another rank failed, or the store is gone
+    _failed = False
+    _store_lost = False
+    _closed = False
+
+    def __post_init__(self) -> None:
+        self.flight = FlightRecorder()
+        self.flight_file: FlightFile | None = None
+        self.on_inquiry: Callable[[int], None] | None = None
+        self.judged = threading.Event()  # cleared while a watchdog finds out whether the job hangs
+        self.judged.set()
         self._deaf = threading.Event()  # no more calls are answered
-        self._pause: Callable[[float], object] = sleep or self._deaf.wait
-        self._call = 1  # the one that is looked for
+        self._pause = self._deaf.wait if self.sleep is time.sleep else self.sleep
         self._left_to_torch: Any = None  # the first connection to the store, once this rank has another
         self._changing = threading.Lock()  # held by who makes another
         self._held_s = _HELD_S + self.pause_s  # torch may wait in the connection: ranks that poll go on so far apart
@@ -86,27 +96,9 @@ class Rendezvous(Meeting):
         self._watcher: threading.Thread | None = None
         self._variables = contextlib.ExitStack()  # that are set until the end
         self._explained: LaunchError | None = None
-        self._reported = False  # a rank said why it failed
-        self.speaks = False  # whether this rank is the one that acts on what `explain` found
-        self._failed = False
-        self._closed = False
-        self._store_lost = False
-        self._alarmed = False  # another rank failed, or the store is gone
-        self._alarm = threading.Event()  # the same, for who waits; set at the end of what is waited for, too
-        self._heard = ""  # what a roll call brought to light
-        self.flight_file: FlightFile | None = None
-        self.flight = FlightRecorder()
-        self.on_inquiry: Callable[[int], None] | None = None
-        self.doing = (0, "")
-        self.judged = threading.Event()  # cleared while a watchdog finds out whether the job hangs
-        self.judged.set()
+        self._alarm = threading.Event()  # as _alarmed, for who waits; set at the end of what is waited for, too
 
-    @classmethod
-    def join(
-        cls, launch: Launch, device: torch.device, timeout: timedelta, placing: Placing | None = None,
-        clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] | None = None,
-        alike: Alike | None = None,
-    ) -> Rendezvous:  # fmt: skip
+    def join(self) -> Self:
         """Meet all other ranks, take the rank that `placing` gives and initialise torch.distributed.
 
         Raises LaunchError within `timeout` when ranks are missing (it names them and tells where the others are), when
@@ -115,11 +107,11 @@ class Rendezvous(Meeting):
         """
         if dist.is_initialized():
             raise LaunchError("torch.distributed is initialised already: connect once, or close the first rendezvous")
-        self = cls(launch, device, timeout, placing, clock, sleep, alike)
-        deadline = self._clock() + timeout.total_seconds()
-        with without_dns() if self.serves_store and not launch.on_one_node else contextlib.nullcontext():
+        deadline = self.clock() + self.timeout.total_seconds()
+        with without_dns() if self.serves_store and not self.launch.on_one_node else contextlib.nullcontext():
             self._meet(deadline)
-        self._describe_flight()  # the rank may be another now
+        where = f"{self.launch.node}:{device_name(self.device)}"
+        self.flight.describe(self.launch.rank, os.getpid(), where, process_start(os.getpid()))
         if self.flight_file is not None:
             self.flight_file.unlink()  # all ranks of the node have opened it
         sys.audit("megatron.parallel.met", self)
@@ -135,11 +127,13 @@ class Rendezvous(Meeting):
     def _meet(self, deadline: float) -> None:
         """Connect to the store and say hello."""
         self._store = self._open_store(self.timeout.total_seconds())
-        self._open_flight()
+        self.flight_file = open_flight_file(self.launch)
+        if self.flight_file is not None:
+            self.flight = self.flight_file.recorder
         atexit.register(self._leave)
         try:
             # It heeds the deadline itself unless the store's host hangs or lost power.
-            left, failure = deadline - self._clock(), f"{self._myself}: {self._store_name} gave no answer"
+            left, failure = deadline - self.clock(), f"{self._myself}: {self._store_name} gave no answer"
             bounded(lambda: self._say_hello(deadline), max(left, 0.0) + ANSWER_S, failure)
         except LaunchError:
             self._leave()
@@ -148,16 +142,6 @@ class Rendezvous(Meeting):
             self._store_lost = True
             self._leave()
             raise LaunchError(f"{self._myself}: {self._store_gone()}") from error
-
-    def _open_flight(self) -> None:
-        self.flight_file = open_flight_file(self.launch)
-        if self.flight_file is not None:
-            self.flight = self.flight_file.recorder
-        self._describe_flight()
-
-    def _describe_flight(self) -> None:
-        where = f"{self.launch.node}:{device_name(self.device)}"
-        self.flight.describe(self.launch.rank, os.getpid(), where, process_start(os.getpid()))
 
     def _initialise(self) -> None:
         launch = self.launch
@@ -242,7 +226,7 @@ class Rendezvous(Meeting):
 
     def comes(self, key: str, seconds: float) -> bool:
         """Whether the store gets a key within so many seconds."""
-        return self._poll([key], self._clock() + seconds)
+        return self._poll([key], self.clock() + seconds)
 
     def gather(self, name: str, size: int) -> None:
         """Wait until so many ranks have called this, with this name and as often as this rank.
@@ -266,10 +250,11 @@ class Rendezvous(Meeting):
                 self._store_lost = True
 
     def _write_failure(self, message: str) -> None:
-        self._store.compare_set("failure", "", json.dumps([self.launch.rank, message]))  # the first, which is the cause
+        said = f"{self._myself} failed: {message}"
+        self._store.compare_set("failure", "", json.dumps([self.launch.rank, said]))  # the first, which is the cause
         if self.serves_store and self._store.add("explainers", 1) == 1:
             # gloo shows the others a closed connection only when this process ends, with the store: tell them now
-            self._store.set("findings", f"rank {self.launch.rank} failed: {message}")
+            self._store.set("findings", said)
             self._call_all(_ROLL)
 
     def explain(self, error: BaseException) -> LaunchError:
@@ -283,12 +268,13 @@ class Rendezvous(Meeting):
             self.judged.wait(2 * self._answer_s)  # a watchdog that finds a hang ends this process, and knows more
             symptom = (_SOURCE_LINE.sub("", str(error)).splitlines() or [""])[0].split(". ")[0]
             seen = f"{type(error).__name__}: {symptom}"
-            try:
-                known = self._store_lost or self._heard
-                text = self._heard or self._store_gone() if known else bounded(lambda: self._diagnose(seen), 4 * self._answer_s)
-            except (RuntimeError, LaunchError):
-                self._store_lost = True
-                text = self._heard or self._store_gone()
+            text = self._heard
+            if not text and not self._store_lost:
+                try:
+                    text = bounded(lambda: self._diagnose(seen), 4 * self._answer_s)
+                except (RuntimeError, LaunchError):
+                    self._store_lost = True
+            text = text or self._heard or self._store_gone()
             if self._store_lost:  # with the rank that served it
                 self.speaks = self.launch.task == 1
             kind = LaunchError if self._reported else LostRankError
@@ -317,22 +303,22 @@ class Rendezvous(Meeting):
     def _findings(self) -> str:
         """What the rank that called the roll found, or what the first rank that failed said itself."""
         if self._store.check(["failure"]):
-            rank, message = json.loads(self._store.get("failure"))
+            rank, said = json.loads(self._store.get("failure"))
             if rank != self.launch.rank:
                 self._reported = True
-                return f"rank {rank} ({self._place(rank)}) failed: {message}"
+                return str(said)
         findings: bytes = self._store.get("findings")
         return findings.decode()
 
     def _call_roll(self, seen: str) -> str:
         """Ask every rank for a sign of life, and where it is in the code."""
-        ranks, deadline = range(self.launch.world_size), self._clock() + self._answer_s
+        ranks, deadline = range(self.launch.world_size), self.clock() + self._answer_s
         self._call_all(_ROLL)
         self._poll([f"answer/{rank}" for rank in ranks], deadline)
         dead = self.ranks_without("answer", _SHOWN)
         self._absentees = len(dead)
         if dead:
-            places = list_places([(rank, self._place(rank)) for rank in dead])
+            places = list_places([(rank, self._where(rank)) for rank in dead])
             return f"no sign of life from rank {compress_ranks(dead)}: died or was killed ({places})"
         where: dict[str, list[int]] = {}
         for rank, answer in zip(ranks, self.values([f"answer/{rank}" for rank in ranks]), strict=True):
@@ -342,6 +328,10 @@ class Rendezvous(Meeting):
         found += [f"rank {compress_ranks(gone)} ended"] if gone else []
         # The others may only have stopped because this rank called.
         return f"no rank died; {', '.join(found[:_SHOWN])}; rank {self.launch.rank} was the first to see {seen}"
+
+    def _where(self, rank: int) -> str:
+        task = int(self._store.get(f"task/{rank}")) if self._renumbered else rank
+        return self.places[rank] + (f", task {task}" if task != rank else "")
 
     def _watch(self) -> None:
         """Start the thread that answers roll calls."""
@@ -371,7 +361,7 @@ class Rendezvous(Meeting):
     def _answer(self, call: str) -> None:
         if call == _ROLL:
             number, name = self.doing
-            where = f"{number}{_STEP}{name}" if number else position(threading.main_thread().ident)
+            where = f"{number}{_STEP}{name}" if number else position()
             self._store.set(f"answer/{self.launch.rank}", where)
             self._sound_alarm()
         elif self.on_inquiry is not None:
@@ -430,10 +420,10 @@ class Rendezvous(Meeting):
         # First the answer: a roll call must not wait for this rank longer than this rank stays to serve the store.
         self._store.set(f"answer/{launch.rank}", _LEFT)
         self._deaf.set()
-        deadline = self._clock() + _LINGER_S + self._held_s
+        deadline = self.clock() + _LINGER_S + self._held_s
         gone = self._store.add("left", 1)
-        while self.serves_store and gone < launch.world_size - self._absentees and self._clock() < deadline:
-            self._sleep(0.02)
+        while self.serves_store and gone < launch.world_size - self._absentees and self.clock() < deadline:
+            self.sleep(0.02)
             gone = self._store.add("left", 0)
 
 
@@ -458,4 +448,4 @@ def connect(
     """
     if placing is not None:
         check_devices(placing)
-    return Rendezvous.join(launch, select_device(launch, backend, placing), timeout, placing, alike=alike)
+    return Rendezvous(launch, select_device(launch, backend, placing), timeout, placing, alike=alike or {}).join()

@@ -65,7 +65,7 @@ def patient_connection(launch: Launch, survivors: Sequence[int] = (), placing: P
     clock = Patience(
         lambda: bool(keys and met) and met[0].store.check(keys), lambda: met[0].store.add("left", 0) >= count
     )
-    return Rendezvous.join(launch, torch.device("cpu"), LONG, placing, clock, clock.sleep)
+    return Rendezvous(launch, torch.device("cpu"), LONG, placing, clock, clock.sleep).join()
 
 
 class Apart(Rendezvous):
@@ -105,8 +105,8 @@ def ranks_in_threads(
             job=f"test.{os.getpid()}.{port}", launcher="torchrun", **{"local_world_size": size, **launch},
         )  # fmt: skip
         try:
-            own = alike[thread] if alike else None
-            joined = kind.join(described, torch.device("cpu"), LONG, None, clock, clock.sleep, own)
+            own = (alike[thread] if alike else None) or {}
+            joined = kind(described, torch.device("cpu"), LONG, None, clock, clock.sleep, own).join()
             try:
                 found[thread] = step(joined)  # type: ignore[arg-type]
             finally:

@@ -90,7 +90,7 @@ def test_a_store_that_never_answers_is_given_up_and_named(monkeypatch: pytest.Mo
     with socket.create_server(("127.0.0.1", 0)) if silent else contextlib.nullcontext() as server:
         port = server.getsockname()[1] if server else free_port()
         with pytest.raises(LaunchError) as caught:
-            Apart.join(Launch(rank=1, world_size=2, master_port=port), CPU, timedelta(seconds=0.2))
+            Apart(Launch(rank=1, world_size=2, master_port=port), CPU, timedelta(seconds=0.2)).join()
     assert "rank 0" in str(caught.value) and f"127.0.0.1:{port}" in str(caught.value)
     assert ("refused" in str(caught.value)) == (not silent)
 
