@@ -22,15 +22,10 @@ _SHOWN = 8  # groups of ranks, and names, of which a refusal tells
 _LONGEST = 200  # characters of a value in it
 
 
-def make_hello(launch: Launch, device: torch.device, backend: str, placing: Placing | None) -> Hello:
+def make_hello(launch: Launch, device: torch.device, backend: str, placing: Placing) -> Hello:
     """This process's hello, JSON-serialisable."""
-    number, near = None, tuple[int, ...]()
-    if placing is not None:
-        on_device = device.type == "cuda"
-        visible = torch.cuda.device_count() if on_device else 0
-        index = device.index if on_device else None
-        number = device_number(placing, launch.local_rank, index, visible, visible_devices(os.environ))
-        near = near_devices(placing, os.sched_getaffinity(0)) if on_device else ()
+    on_device = device.type == "cuda"
+    visible, index = (torch.cuda.device_count(), device.index) if on_device else (0, None)
     return {
         "node": launch.node,
         "local_rank": launch.local_rank,
@@ -38,15 +33,15 @@ def make_hello(launch: Launch, device: torch.device, backend: str, placing: Plac
         "device": device_name(device),
         "identity": device_identity(device),
         "backend": backend,
-        "number": number,
-        "address": bus_address(device) if placing is not None else (),
-        "near": near,
+        "number": device_number(placing, launch.local_rank, index, visible, visible_devices(os.environ)),
+        "address": bus_address(device),
+        "near": near_devices(placing, os.sched_getaffinity(0)) if on_device else (),
     }
 
 
 def place(hello: Hello) -> str:
     """"node:device", with the device's number on the node where the process counts it otherwise."""
-    number, device = hello.get("number"), hello["device"]
+    number, device = hello["number"], hello["device"]
     other = number is not None and device != f"cuda:{number}"
     return f"{hello['node']}:{device}" + (f" (device {number})" if other else "")
 
@@ -114,9 +109,7 @@ def _short(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
-def assignment_of(hellos: Sequence[Hello], placing: Placing | None) -> Assignment:
+def assignment_of(hellos: Sequence[Hello], placing: Placing) -> Assignment:
     """Ranks for all processes, and the numbers of their devices, which each knew only for itself."""
-    if placing is None:
-        return Assignment(list(range(len(hellos))), [None] * len(hellos), [])
     tasks = [Task(hello["node"], hello["number"], tuple(hello["address"]), tuple(hello["near"])) for hello in hellos]
     return assign(tasks, placing.device_order)

@@ -87,14 +87,8 @@ class Launch:
 
     def environment(self) -> dict[str, str]:
         """The variables by which torch and DeepSpeed know ranks."""
-        return {
-            "RANK": str(self.rank),
-            "LOCAL_RANK": str(self.local_rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_WORLD_SIZE": str(self.local_world_size),
-            "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": str(self.master_port),
-        }
+        names = ("rank", "local_rank", "world_size", "local_world_size", "master_addr", "master_port")
+        return {name.upper(): str(getattr(self, name)) for name in names}
 
 
 _FLAGS = {  # of pretrain_gpt.py, beside the launcher's variable that says the same

@@ -45,7 +45,7 @@ class Meeting:
 
     launch, device   this process, with the rank that it was given
     timeout          for all to come
-    placing          which ranks the processes of a node take; None: those of the launcher
+    placing          which ranks the processes of a node take; by default those of the launcher
     clock, sleep     by which it asks again and again, and gives up
     alike            what all processes must have alike
     server           the rank that serves the store
@@ -55,7 +55,7 @@ class Meeting:
     launch: Launch
     device: torch.device
     timeout: timedelta
-    placing: Placing | None = None
+    placing: Placing = Placing()
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], object] = time.sleep
     alike: Alike = field(default_factory=dict)

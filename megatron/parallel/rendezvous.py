@@ -55,8 +55,6 @@ _LINGER_S = 5.0  # how long the rank that serves the store stays for others at t
 # Up to so many ranks gloo connects at the start; more would take minutes. When it connects on demand, it waits without
 # end for a rank that died before the first message: there the launcher has to end the job (srun --kill-on-bad-exit).
 _FULL_MESH = 1024
-_STEP = "\t"  # in an answer to it, between the number of a step and its name
-_LEFT = "left"  # the answer to a roll call of a rank that ended by itself
 _ROLL, _INQUIRY = "roll", "inquiry"  # what a call may be
 
 
@@ -320,14 +318,16 @@ class Rendezvous(Meeting):
         if dead:
             places = list_places([(rank, self._where(rank)) for rank in dead])
             return f"no sign of life from rank {compress_ranks(dead)}: died or was killed ({places})"
-        where: dict[str, list[int]] = {}
-        for rank, answer in zip(ranks, self.values([f"answer/{rank}" for rank in ranks]), strict=True):
-            where.setdefault(answer.decode(), []).append(rank)
-        gone = where.pop(_LEFT, [])
-        found = [f"rank {compress_ranks(at)} in {place}" for place, at in _earliest(where).items()]
-        found += [f"rank {compress_ranks(gone)} ended"] if gone else []
+        answers = [json.loads(answer) for answer in self.values([f"answer/{rank}" for rank in ranks])]
+        # Those in a later step than others wait for them.
+        first = min((step for step, _ in answers if step), default=0)
+        at: dict[str, list[int]] = {}
+        for rank, (step, place) in enumerate(answers):
+            if step <= first:
+                at.setdefault(place, []).append(rank)
+        found = [f"rank {compress_ranks(of)} {place}" for place, of in list(at.items())[:_SHOWN]]
         # The others may only have stopped because this rank called.
-        return f"no rank died; {', '.join(found[:_SHOWN])}; rank {self.launch.rank} was the first to see {seen}"
+        return f"no rank died; {', '.join(found)}; rank {self.launch.rank} was the first to see {seen}"
 
     def _where(self, rank: int) -> str:
         task = int(self._store.get(f"task/{rank}")) if self._renumbered else rank
@@ -360,9 +360,8 @@ class Rendezvous(Meeting):
 
     def _answer(self, call: str) -> None:
         if call == _ROLL:
-            number, name = self.doing
-            where = f"{number}{_STEP}{name}" if number else position()
-            self._store.set(f"answer/{self.launch.rank}", where)
+            step, name = self.doing
+            self._store.set(f"answer/{self.launch.rank}", json.dumps([step, f"in {name or position()}"]))
             self._sound_alarm()
         elif self.on_inquiry is not None:
             self.on_inquiry(self._call)
@@ -418,7 +417,7 @@ class Rendezvous(Meeting):
         if launch.world_size == 1:
             return
         # First the answer: a roll call must not wait for this rank longer than this rank stays to serve the store.
-        self._store.set(f"answer/{launch.rank}", _LEFT)
+        self._store.set(f"answer/{launch.rank}", json.dumps([0, "has ended"]))
         self._deaf.set()
         deadline = self.clock() + _LINGER_S + self._held_s
         gone = self._store.add("left", 1)
@@ -427,17 +426,9 @@ class Rendezvous(Meeting):
             gone = self._store.add("left", 0)
 
 
-def _earliest(where: dict[str, list[int]]) -> dict[str, list[int]]:
-    """Places of ranks, without those who are in a later step than others: they wait for them."""
-    steps = {place: place.split(_STEP) for place in where if _STEP in place}
-    first = min((int(number) for number, _ in steps.values()), default=0)
-    late = [place for place, (number, _) in steps.items() if int(number) > first]
-    return {steps.get(place, [place])[-1]: ranks for place, ranks in where.items() if place not in late}
-
-
 def connect(
     launch: Launch, timeout: timedelta = timedelta(minutes=10), backend: str | None = None,
-    placing: Placing | None = None, alike: Alike | None = None,
+    placing: Placing = Placing(), alike: Alike | None = None,
 ) -> Rendezvous:  # fmt: skip
     """Bring all processes together and initialise torch.distributed. The rendezvous is a context manager.
 
@@ -446,6 +437,5 @@ def connect(
     the rendezvous's own `launch` counts. `alike` is what all ranks must have alike. Raises LaunchError that names the
     ranks that did not come, or those that have something else and what it is.
     """
-    if placing is not None:
-        check_devices(placing)
-    return Rendezvous(launch, select_device(launch, backend, placing), timeout, placing, alike=alike or {}).join()
+    device = select_device(launch, backend, check_devices(placing))
+    return Rendezvous(launch, device, timeout, placing, alike=alike or {}).join()

@@ -16,7 +16,7 @@ from megatron.parallel.processes import DEAD, GONE, STOPPED
 from megatron.parallel.topology import Layout
 
 _SHOWN = 64  # lines of ranks, and half as many stacks
-_NAMED = 8  # nodes, or calls, in a conclusion
+_NAMED = 8  # places, or calls, in a conclusion
 
 
 @dataclass(frozen=True)
@@ -171,11 +171,9 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _name(ranks: Sequence[int], seen: Mapping[int, FlightState], places: Sequence[str]) -> str:
-    if len(ranks) == 1 and ranks[0] in seen:
-        return f"{_ranks(ranks)} ({seen[ranks[0]].place}, process {seen[ranks[0]].pid})"
     where = (seen[r].place if r in seen else places[r] if r < len(places) else "an unknown node" for r in ranks)
-    nodes = sorted({place.partition(":")[0] for place in where})
-    return f"{_ranks(ranks)} (on {', '.join(nodes[:_NAMED])}{', ...' if len(nodes) > _NAMED else ''})"
+    named = list(dict.fromkeys(where))
+    return f"{_ranks(ranks)} ({', '.join(named[:_NAMED])}{', ...' if len(named) > _NAMED else ''})"
 
 
 def _show_call(call: Call | None) -> str:

@@ -369,10 +369,10 @@ def test_the_time_limit_is_that_of_every_collective() -> None:
 
 def hello(node: str, device: str, identity: str, **more: Any) -> str:
     told = {"node": node, "pid": 1, "device": device, "identity": identity, "backend": "cpu:gloo,cuda:nccl"}
-    return json.dumps({**told, "number": 0, "near": (), **more})
+    return json.dumps({**told, "number": 0, "near": (), "address": (), **more})
 
 
-def gathered(hellos: list[str], placing: Placing | None = None) -> tuple[Rendezvous, str]:
+def gathered(hellos: list[str], placing: Placing = Placing()) -> tuple[Rendezvous, str]:
     """The first process, with these hellos in its store, and the error that it finds in them."""
     first = Rendezvous(Launch(world_size=len(hellos), local_world_size=len(hellos)), CPU, LONG, placing)
     first._store = dist.HashStore()

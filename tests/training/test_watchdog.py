@@ -216,7 +216,7 @@ def test_a_rank_that_is_slow_but_alive_is_no_hang(tmp_path: Path) -> None:
         (4, [3], "stop", dict(tensor=2), ["rank 3 (", "SIGSTOP", "ranks 0-2 wait for it"]),
         (3, [0], "stop", dict(pipeline=3), ["rank 0 (", "SIGSTOP", "ranks 1-2 wait for it"]),
         (2, [1], "hold", {}, ["rank 1 (", "interpreter"]),
-        (4, [2, 3], "stop", dict(nodes=2), ["ranks 2-3 (on node1)", "ranks 0-1 wait for them"]),
+        (4, [2, 3], "stop", dict(nodes=2), ["ranks 2-3 (node1:", "ranks 0-1 wait for them"]),
         (3, [1], "slow", {}, []),
     ],
 )  # fmt: skip
