@@ -178,11 +178,7 @@ class Rendezvous(Meeting):
     @property
     def places(self) -> list[str]:
         if self._places is None:
-            try:
-                self._places = json.loads(self._store.get("places"))
-            except RuntimeError as error:
-                self._store_lost = True
-                raise LaunchError(f"{self._myself}: {self._store_gone()}") from error
+            self._places = json.loads(self._store.get("places"))
         return self._places
 
     def unless_failed(self, function: Callable[[], Any], seconds: float, failure: str) -> Any:

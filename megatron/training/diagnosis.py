@@ -24,6 +24,7 @@ from megatron.training.run import Run
 from megatron.training.skips import StepUnderWay
 
 Key = tuple[int, ...]
+_ABSENT = (torch.iinfo(torch.int64).max,) * 4  # the key of a rank that has found nothing
 _NOTHING = (
     "none on any rank: when the step was run again every value was finite. What does not repeat itself is a fault "
     "of memory, of a device or of a race: look at the health of the nodes"
@@ -49,44 +50,30 @@ class _Finding:
     tensor: int = 0  # its address: several modules look at one tensor
 
 
-class _Looks:
-    """What the looks at weights, activations and gradients on this rank found."""
-
-    def __init__(self) -> None:
-        self.first: _Finding | None = None
-        self._count = 0
-
-    def look(
-        self, x: torch.Tensor, phase: Phase, micro_batch: int, place: int, text: str, behind: bool = False
-    ) -> None:
-        """Keep what is wrong with `x`, if it comes before what was found. `behind`: another module's look at the same
-        tensor says more."""
-        self._count += 1
-        x = x.detach()  # otherwise the look were a part of the graph, which a second computation does not find again
-        if not x.is_floating_point() or bool(torch.isfinite(x).all()):
-            return
-        first, address = self.first, x.data_ptr()
-        key = (int(phase), micro_batch, place, self._count)
-        if first is not None and behind and first.key[:-1] == key[:-1] and first.tensor == address:
-            self.first = _Finding(first.key, _described(x, text), address)
-        elif first is None or key < first.key:
-            self.first = _Finding(key, _described(x, text), address)
-
-
-def _described(x: torch.Tensor, text: str) -> str:
-    bad = x[~torch.isfinite(x)]
-    return f"{text}: {bad.numel()} of {x.numel()} values are not finite, the first is {float(bad[0])}"
-
-
 class _Tracer:
-    """Looks at what enters and leaves every module of the chunks, and at the gradients of both."""
+    """Looks at weights, at what enters and leaves every module of the chunks, and at the gradients of these."""
 
     def __init__(self, run: Run, micro_batches: Sequence[MicroBatch]) -> None:
-        self.looks = _Looks()
+        self.first: _Finding | None = None
+        self._count = 0
         self._micro_batches = list(micro_batches)
         self._last_stage = run.executor.last_stage
         self._now: tuple[int, int, str] | None = None  # micro-batch, stage, its samples; None between forward passes
         self._size = run.config.batch.micro_batch_size
+
+    def look(self, x: torch.Tensor, phase: Phase, micro_batch: int, place: int, text: str) -> None:
+        """Keep what is wrong with `x`, if it comes before what was found. Of several looks at one gradient the last,
+        behind the module, says the most."""
+        self._count += 1
+        x = x.detach()  # otherwise the look were a part of the graph, which a second computation does not find again
+        if not x.is_floating_point() or bool(torch.isfinite(x).all()):
+            return
+        bad, first, address = x[~torch.isfinite(x)], self.first, x.data_ptr()
+        text = f"{text}: {bad.numel()} of {x.numel()} values are not finite, the first is {float(bad[0])}"
+        key = (int(phase), micro_batch, place, self._count)
+        again = first is not None and phase is Phase.BACKWARD and (first.key[:-1], first.tensor) == (key[:-1], address)
+        if first is None or again or key < first.key:
+            self.first = _Finding(first.key if first is not None and again else key, text, address)
 
     @contextlib.contextmanager
     def installed(self, run: Run) -> Iterator[None]:
@@ -105,12 +92,15 @@ class _Tracer:
             for handle in handles:
                 handle.remove()
 
+    def samples(self, batch: MicroBatch) -> str:
+        """The samples of a micro-batch, by their numbers."""
+        return f"samples {batch.first_sample} to {batch.first_sample + self._size - 1}"
+
     def _run(
         self, stage: int, chunk: Callable[..., torch.Tensor], batch: MicroBatch, hidden: torch.Tensor | None
     ) -> torch.Tensor:
         index = next(i for i, one in enumerate(self._micro_batches) if one is batch)
-        first = batch.first_sample
-        self._now = (index, stage, f"samples {first} to {first + self._size - 1}")
+        self._now = (index, stage, self.samples(batch))
         try:
             if hidden is not None:
                 self._watch(hidden, f"the message from stage {stage - 1}", f"the input of stage {stage}")
@@ -134,13 +124,13 @@ class _Tracer:
         if self._now is None or not isinstance(x, torch.Tensor):
             return
         index, stage, samples = self._now
-        self.looks.look(x, Phase.FORWARD, index, stage, f"forward pass of {samples}, {forward}")
+        self.look(x, Phase.FORWARD, index, stage, f"forward pass of {samples}, {forward}")
         if x.requires_grad and not isinstance(x, torch.nn.Parameter):  # a bias's sum is looked at
             text = f"backward pass of {samples}, {backward}"
             x.register_hook(partial(self._gradient, index, -stage, text))
 
     def _gradient(self, index: int, place: int, text: str, gradient: torch.Tensor) -> None:
-        self.looks.look(gradient, Phase.BACKWARD, index, place, text, behind=True)
+        self.look(gradient, Phase.BACKWARD, index, place, text)
 
 
 def diagnose(
@@ -155,47 +145,36 @@ def diagnose(
     """
     run.engine.wait_for_weights()
     tracer = _Tracer(run, micro_batches)
-    looks = tracer.looks
     for stage, chunk in run.chunks.items():
         for p in chunk.parameters():
-            looks.look(p, Phase.WEIGHT, 0, int(stage), f"weight {sharding_of(p).name}")
+            tracer.look(p, Phase.WEIGHT, 0, int(stage), f"weight {sharding_of(p).name}")
     with tracer.installed(run):
         losses = run.executor.train(micro_batches, loss_scale=loss_scale, loss_weights=loss_weights)
     for index, (loss, batch) in enumerate(zip(losses, micro_batches, strict=False)):
-        samples = f"samples {batch.first_sample} to {batch.first_sample + run.config.batch.micro_batch_size - 1}"
-        text = f"forward pass of {samples}, the loss, behind the output layer"
-        looks.look(loss, Phase.FORWARD, index, run.executor.last_stage, text)
+        text = f"forward pass of {tracer.samples(batch)}, the loss, behind the output layer"
+        tracer.look(loss, Phase.FORWARD, index, run.executor.last_stage, text)
     for stage, chunk in run.chunks.items():
         for p in chunk.parameters():
             # The norm is infinite, too, where a square is beyond the range of fp32.
             text = f"gradient of {sharding_of(p).name}, summed over its micro-batches and squared in fp32"
-            looks.look(run.engine.gradient(p).float().square(), Phase.GRADIENT, 0, -int(stage), text)
+            tracer.look(run.engine.gradient(p).float().square(), Phase.GRADIENT, 0, -int(stage), text)
     run.engine.clear_gradients()
-    rank = _first_rank(run.topology, None if looks.first is None else looks.first.key)
-    if rank is None:
+    found = tracer.first or _Finding(_ABSENT, "")
+    keys = collectives.gather_first(torch.tensor([found.key]), run.topology.world).tolist()
+    if min(keys) == list(_ABSENT):
         return _NOTHING
-    said = f"rank {run.topology.rank} ({socket.gethostname()}:{run.topology.device}), {looks.first and looks.first.text}"
-    return str(collectives.broadcast_object(said, run.topology.world, rank))
+    rank, said = keys.index(min(keys)), f"rank {run.topology.rank} ({socket.gethostname()}:{run.topology.device})"
+    return str(collectives.broadcast_object(f"{said}, {found.text}", run.topology.world, rank))
 
 
 def named_modules(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """The modules of a chunk, without lists of modules; layers are numbered over the whole model."""
     for name, module in chunk.named_modules():
         parts = name.split(".")
-        if not name or isinstance(module, torch.nn.ModuleList):
-            continue
-        if parts[0] == "layers":
-            layer = chunk.get_submodule(".".join(parts[:2]))
-            parts[1] = str(getattr(layer, "index", parts[1]))
-        yield ".".join(parts), module
-
-
-def _first_rank(topology: Topology, key: Key | None) -> int | None:
-    """The rank with the smallest key, of those that have one; None where nobody has. All ranks call it."""
-    absent = (torch.iinfo(torch.int64).max,) * len(Phase)
-    keys = collectives.gather_first(torch.tensor([key or absent]), topology.world).tolist()
-    first = min(keys)
-    return None if first == list(absent) else int(keys.index(first))
+        if parts[0] == "layers" and len(parts) > 1:
+            parts[1] = str(getattr(chunk.get_submodule(".".join(parts[:2])), "index", parts[1]))
+        if name and not isinstance(module, torch.nn.ModuleList):
+            yield ".".join(parts), module
 
 
 def check_step(run: Run, under_way: StepUnderWay, result: StepResult) -> None:

@@ -11,7 +11,6 @@ import torch
 
 from megatron.parallel import collectives
 from megatron.parallel.device_calls import DeviceCalls
-from megatron.parallel.flight import FlightRecorder
 from megatron.parallel.topology import Layout, Topology
 
 SLOW = 1.05  # so many times the median of its stage is slow
@@ -35,9 +34,9 @@ class Stragglers:
     places  "node:device" of every rank; only rank 0 needs them
     """
 
-    def __init__(self, topology: Topology, recorder: FlightRecorder, places: Sequence[str] = ()) -> None:
+    def __init__(self, topology: Topology, places: Sequence[str] = ()) -> None:
         self._topology, self._places = topology, places
-        self._meter = recorder.meter = DeviceCalls.of(topology.device, timed=True)
+        self._meter = topology.flight.meter = DeviceCalls.of(topology.device, timed=True)
         self._before = 0.0
 
     def _computed_s(self) -> float:

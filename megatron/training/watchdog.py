@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +30,7 @@ import torch
 from megatron.errors import LaunchError
 from megatron.parallel.device_calls import DeviceCalls
 from megatron.parallel.environment import TRACE_FILE, Variables
-from megatron.parallel.flight import FlightRecorder, FlightState
+from megatron.parallel.flight import FlightState
 from megatron.parallel.processes import STOPPED, kill_process
 from megatron.parallel.rendezvous import Rendezvous
 from megatron.parallel.report import bounded, python_stacks
@@ -46,38 +47,42 @@ _ALONE = -1  # the number of an inquiry within the node
 _DUMP_SIGNAL = signal.SIGURG
 
 
+@dataclass(eq=False)
 class Watchdog:
     """The thread that finds out whether this rank, and with it the job, hangs.
 
     timeout_s  seconds without progress; greater than 0
     folder     where hang_report.txt goes; None: it is printed only
     first_s    seconds without progress while `patient`, where that is more than `timeout_s`
-    before_leaving  called on the rank that reports, before any ends
-    patient    whether the ranks do something for the first time, which compiles and connects and so may take long
+    clock, sleep    seconds, and how to let them pass; by default the real ones, where `stop` ends a pause
     broken     what NCCL reports, "" for nothing; trace, the contents of torch's flight recorder, None without one. By
                default of this process's groups, where they are on a GPU
-    clock, sleep    seconds, and how to let them pass; by default the real ones, where `stop` ends a pause
+    patient    whether the ranks do something for the first time, which compiles and connects and so may take long
+    before_leaving  called on the rank that reports, before any ends
 
     Start it on all ranks when they begin to work together, patient as it is then. Progress is whatever is written to
     the flight record: instructions, collectives, steps, phases and `flight.alive()`.
     """
 
-    def __init__(
-        self, recorder: FlightRecorder, rendezvous: Rendezvous, topology: Topology, timeout_s: float,
-        folder: Path | None = None, first_s: float = 0.0, clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], object] | None = None, broken: Callable[[], str] | None = None,
-        trace: Callable[[], bytes] | None = None,
-    ) -> None:
-        assert recorder is topology.flight, "the record that the groups write to"
-        self._recorder, self._rendezvous, self._topology = recorder, rendezvous, topology
-        self._shortest_s, self._first_s, self._folder = timeout_s, max(first_s, timeout_s), folder
-        self.patient = True
-        self.before_leaving: Callable[[], object] = lambda: None
+    rendezvous: Rendezvous
+    topology: Topology
+    timeout_s: float
+    folder: Path | None = None
+    first_s: float = 0.0
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], object] = time.sleep
+    broken: Callable[[], str] | None = None
+    trace: Callable[[], bytes] | None = None
+    patient: bool = True
+    before_leaving: Callable[[], object] = lambda: None
+
+    def __post_init__(self) -> None:
+        self._recorder = self.topology.flight
         self._stopped, self._cleared, self._leaving = threading.Event(), threading.Event(), threading.Lock()
-        self._clock, self._sleep, self._pause = clock, sleep or time.sleep, sleep or self._stopped.wait
-        on_gpu = topology.device.type == "cuda"
-        self._broken = broken or (partial(nccl_error, topology) if on_gpu else str)
-        self._trace = trace or (getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None) if on_gpu else None)
+        self._pause = self._stopped.wait if self.sleep is time.sleep else self.sleep
+        if self.topology.device.type == "cuda":
+            self.broken = self.broken or partial(nccl_error, self.topology)
+            self.trace = self.trace or getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
         self._reporting = False  # this rank tells the others the verdict
         self._thread: threading.Thread | None = None
 
@@ -89,17 +94,17 @@ class Watchdog:
             return
         with contextlib.suppress(OSError, RuntimeError, AttributeError, ValueError):  # standard error is no file
             faulthandler.register(_DUMP_SIGNAL, all_threads=True)
-        if self._topology.device.type == "cuda" and self._recorder.meter is None:
-            self._recorder.meter = DeviceCalls.of(self._topology.device)
-        self._rendezvous.on_inquiry = self._answer
+        if self.topology.device.type == "cuda" and self._recorder.meter is None:
+            self._recorder.meter = DeviceCalls.of(self.topology.device)
+        self.rendezvous.on_inquiry = self._answer
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """End the watch: at the end of the run, where ranks leave one after the other."""
         self._stopped.set()
-        self._rendezvous.on_inquiry = None
-        self._rendezvous.judged.set()
+        self.rendezvous.on_inquiry = None
+        self.rendezvous.judged.set()
         faulthandler.unregister(_DUMP_SIGNAL)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=_LONGEST_PAUSE_S)
@@ -109,54 +114,54 @@ class Watchdog:
     @property
     def limit_s(self) -> float:
         """Seconds without progress that it waits now."""
-        return self._first_s if self.patient else self._shortest_s
+        return max(self.first_s, self.timeout_s) if self.patient else self.timeout_s
 
     def _watch(self) -> None:
-        pause = min(self._shortest_s / 10, _LONGEST_PAUSE_S)
-        last, quiet_s, at, error = self._recorder.progress(), 0.0, self._clock(), ""
+        pause = min(self.timeout_s / 10, _LONGEST_PAUSE_S)
+        last, quiet_s, at, error = self._recorder.progress(), 0.0, self.clock(), ""
         while True:
             self._pause(pause)
             if self._stopped.is_set():
                 return
-            now, progress = self._clock(), self._recorder.progress()
+            now, progress = self.clock(), self._recorder.progress()
             # Not by the clock: a job that was suspended as a whole has not hung for as long.
             quiet_s, at = quiet_s + min(now - at, 2 * pause), now
             if progress != last:
                 last, quiet_s = progress, 0.0
-            if not error and (error := self._broken()):
+            if self.broken is not None and not error and (error := self.broken()):
                 self._write(error)
                 quiet_s = self.limit_s
             if quiet_s >= self.limit_s:
                 self._investigate()
-                quiet_s, at = self.limit_s / 2, self._clock()
+                quiet_s, at = self.limit_s / 2, self.clock()
 
     def _investigate(self) -> None:
         """This rank makes no progress: find out whether the job hangs, and end it if so."""
-        self._rendezvous.judged.clear()
+        self.rendezvous.judged.clear()
         self._cleared.clear()
         sys.audit("megatron.training.inquiry")
-        several = self._topology.world.size > 1
+        several = self.topology.world.size > 1
         with contextlib.suppress(RuntimeError, LaunchError):  # the store's host is the one that hangs, perhaps
             if several and bounded(self._claim, _ANSWER_S):
                 self._ask_all()
                 return
-            if several and self._cleared.wait(4 * _ANSWER_S + 2 * self._rendezvous.pause_s):
+            if several and self._cleared.wait(4 * _ANSWER_S + 2 * self.rendezvous.pause_s):
                 return
         self._report_alone()
 
     def _claim(self) -> bool:
         """Whether this rank is the one that asks the others."""
-        own = str(self._topology.rank)
-        holder: bytes = self._rendezvous.store.compare_set("hang/claim", "", own)
+        own = str(self.topology.rank)
+        holder: bytes = self.rendezvous.store.compare_set("hang/claim", "", own)
         return holder.decode() == own
 
     def _ask_all(self) -> None:
         """Ask all ranks, judge, and tell them."""
         self._reporting = True
-        store, layout = self._rendezvous.store, self._topology.layout
-        number = bounded(self._rendezvous.inquire, _ANSWER_S)
-        seen = bounded(lambda: self._gather(number), 4 * _ANSWER_S + self._rendezvous.pause_s)
-        places = bounded(lambda: self._rendezvous.places, _ANSWER_S) if len(seen) < layout.world_size else ()
+        store, layout = self.rendezvous.store, self.topology.layout
+        number = bounded(self.rendezvous.inquire, _ANSWER_S)
+        seen = bounded(lambda: self._gather(number), 4 * _ANSWER_S + self.rendezvous.pause_s)
+        places = bounded(lambda: self.rendezvous.places, _ANSWER_S) if len(seen) < layout.world_size else ()
         verdict = judge(seen, layout, self.limit_s, places)
         if verdict is None:
             self._reporting = False
@@ -172,10 +177,10 @@ class Watchdog:
 
     def _gather(self, number: int) -> dict[int, FlightState]:
         """The answers that came in time, by rank."""
-        rendezvous, kind, size = self._rendezvous, f"hang/{number}", self._topology.world.size
-        deadline = self._clock() + _ANSWER_S + rendezvous.pause_s + 2 * _NODE_S
-        while rendezvous.ranks_without(kind, 1) and self._clock() < deadline:
-            self._sleep(rendezvous.pause_s / 2)
+        rendezvous, kind, size = self.rendezvous, f"hang/{number}", self.topology.world.size
+        deadline = self.clock() + _ANSWER_S + rendezvous.pause_s + 2 * _NODE_S
+        while rendezvous.ranks_without(kind, 1) and self.clock() < deadline:
+            self.sleep(rendezvous.pause_s / 2)
         missing = set(rendezvous.ranks_without(kind, size))
         ranks = [rank for rank in range(size) if rank not in missing]
         answers = rendezvous.values([f"{kind}/{rank}" for rank in ranks])
@@ -185,8 +190,8 @@ class Watchdog:
 
     def _answer(self, number: int) -> None:
         """An inquiry came: tell what this rank does, and its neighbours that cannot; then act on the verdict."""
-        store, own = self._rendezvous.store, self._topology.rank
-        self._rendezvous.judged.clear()
+        store, own = self.rendezvous.store, self.topology.rank
+        self.rendezvous.judged.clear()
         self._write_answer(number)
         state = FlightState.read(self._recorder.buffer)
         assert state is not None, "the rendezvous has described it"
@@ -197,7 +202,7 @@ class Watchdog:
                 if state.inquiry != number:
                     store.set(f"hang/{number}/{state.rank}", state.to_json())
         # Where no verdict comes in time, whoever has no progress reports alone.
-        if self._rendezvous.comes(f"hang/{number}/verdict", 6 * _ANSWER_S + self._rendezvous.pause_s):
+        if self.rendezvous.comes(f"hang/{number}/verdict", 6 * _ANSWER_S + self.rendezvous.pause_s):
             conclusion = store.get(f"hang/{number}/verdict").decode()
             if not conclusion:
                 self._all_clear()
@@ -219,17 +224,17 @@ class Watchdog:
     def _neighbours(self, number: int) -> list[FlightState]:
         """The records of this node, once all that can have answered."""
         sys.audit("megatron.training.answered", number)
-        self._sleep(_NODE_S)
+        self.sleep(_NODE_S)
         return [s if s.inquiry == number else dataclasses.replace(s, stack="") for s in self._states()]
 
     def _speaks_for(self, states: list[FlightState], number: int) -> bool:
         """Whether this rank is the first of its node that has answered."""
-        own = self._topology.rank
+        own = self.topology.rank
         return own == next((state.rank for state in states if state.inquiry == number), own)
 
     def _states(self) -> list[FlightState]:
         """The records of this node's ranks, or at least of this one."""
-        file = self._rendezvous.flight_file
+        file = self.rendezvous.flight_file
         own = FlightState.read(self._recorder.buffer)
         return file.states() if file is not None else [own] if own is not None else []
 
@@ -237,7 +242,7 @@ class Watchdog:
         """It was no hang: forget the answer."""
         self._recorder.answer(0)
         self._recorder.device_is(None, None)
-        self._rendezvous.judged.set()
+        self.rendezvous.judged.set()
         self._cleared.set()
         sys.audit("megatron.training.cleared")
 
@@ -246,35 +251,35 @@ class Watchdog:
     def _report_alone(self) -> None:
         """Judge by the records of this node; the first rank of the node that has no progress reports for all."""
         self._write_answer(_ALONE)
-        states, layout = self._neighbours(_ALONE), self._topology.layout
+        states, layout = self._neighbours(_ALONE), self.topology.layout
         seen = {state.rank: state for state in states}
         verdict = judge(seen, layout, self.limit_s)
         if verdict is None:
             self._all_clear()
             return
         if len(seen) < layout.world_size and not set(verdict.culprits) & set(seen):
-            text = f"the store, which rank {self._rendezvous.server} serves, does not answer; the ranks of this node "
+            text = f"the store, which rank {self.rendezvous.server} serves, does not answer; the ranks of this node "
             verdict = dataclasses.replace(verdict, conclusion=f"{text}wait for ranks elsewhere")
         if self._speaks_for(states, _ALONE):
             self._print(report(verdict, seen, layout))
         else:
             self._write(f"the job hangs: {verdict.conclusion}")
-            self._sleep(_NODE_S)  # a launcher may end all ranks with the first one that ends
+            self.sleep(_NODE_S)  # a launcher may end all ranks with the first one that ends
         self._leave(None)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _write(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(f"rank {self._topology.rank}: {text}\n")
+            sys.stderr.write(f"rank {self.topology.rank}: {text}\n")
             sys.stderr.flush()
 
     def _print(self, text: str) -> None:
         """The report, on standard error and in the folder."""
         self._write(text)
-        if self._folder is None:
+        if self.folder is None:
             return
-        path = self._folder / REPORT_NAME
+        path = self.folder / REPORT_NAME
 
         def append() -> None:
             with open(path, "a", encoding="utf-8") as file:
@@ -291,10 +296,10 @@ class Watchdog:
             self._signal_silent(_DUMP_SIGNAL)  # not before the verdict: it may crash a process that runs
             self._write_trace()
             if number is None:
-                self._sleep(_NODE_S)  # for the others to see that this rank has reported
+                self.sleep(_NODE_S)  # for the others to see that this rank has reported
             else:
                 with contextlib.suppress(RuntimeError, LaunchError):
-                    bounded(lambda: self._await_others(number), _ANSWER_S + self._rendezvous.pause_s)
+                    bounded(lambda: self._await_others(number), _ANSWER_S + self.rendezvous.pause_s)
             self._signal_silent(signal.SIGKILL)
             sys.audit("megatron.training.left")
             os._exit(EXIT_LOST_RANK)
@@ -308,12 +313,12 @@ class Watchdog:
     def _write_trace(self) -> None:
         """Torch's flight recorder, into the file that torch itself would take for this rank."""
         prefix = os.environ.get(Variables(os.environ).first(TRACE_FILE) or "")
-        if self._trace is None or prefix is None:
+        if self.trace is None or prefix is None:
             return
         # torch holds the interpreter's lock while it asks the device: if that never answers, no thread of Python ends
         # this process, but the signal does.
         signal.setitimer(signal.ITIMER_REAL, 4 * _ANSWER_S)
-        path, trace = Path(f"{prefix}{self._topology.rank}"), self._trace
+        path, trace = Path(f"{prefix}{self.topology.rank}"), self.trace
 
         def write() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -323,10 +328,10 @@ class Watchdog:
             bounded(write, _ANSWER_S)
 
     def _await_others(self, number: int) -> None:
-        store, deadline = self._rendezvous.store, self._clock() + _ANSWER_S - 1 + self._rendezvous.pause_s
+        store, deadline = self.rendezvous.store, self.clock() + _ANSWER_S - 1 + self.rendezvous.pause_s
         gone = store.add(f"hang/{number}/gone", 1)
-        while self._rendezvous.serves_store and gone < self._topology.world.size and self._clock() < deadline:
-            self._sleep(0.02)
+        while self.rendezvous.serves_store and gone < self.topology.world.size and self.clock() < deadline:
+            self.sleep(0.02)
             gone = store.add(f"hang/{number}/gone", 0)
 
 

@@ -206,12 +206,12 @@ def steps(
     toy = Toy(topology, hang if victim and way in WAYS else None, victim and way == "skip")
     toy.run(0)
     if real:
-        limit_s, watch = 3.0, Watchdog(recorder, meeting, topology, 3.0, folder)
+        limit_s, watch = 3.0, Watchdog(meeting, topology, 3.0, folder)
     else:
         limit_s, clock = 30.0, Time(board, victims, way)
         if not victim or way == "skip":
             clock.note_when_there(recorder, there)
-        watch = Watchdog(recorder, meeting, topology, limit_s, folder, clock=clock, sleep=clock.sleep)
+        watch = Watchdog(meeting, topology, limit_s, folder, clock=clock, sleep=clock.sleep)
     end_lost_node(board, victims, here)
     watch.start()
     watch.patient = False

@@ -170,7 +170,7 @@ def stragglers(topology: Topology, folder: str) -> Any:
             return torch.zeros((), requires_grad=True) * 1.0
 
         executor = Executor(topology, {0: chunk}, "1f1b", 1, (1,), torch.float32)
-        measured = Stragglers(topology, topology.flight, ["a:cpu", "b:cpu", "c:cpu", "d:cpu"])
+        measured = Stragglers(topology, ["a:cpu", "b:cpu", "c:cpu", "d:cpu"])
         with measured.paused():  # not counted, however long it takes
             executor.train([0, 1])
             executor.train([0, 1])

@@ -36,7 +36,7 @@ def watch(folder: Path, clock: VirtualClock, changes: dict[float, str]) -> None:
     recorder.describe(0, os.getpid(), "n:cpu")
     topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"), flight=recorder)
     meeting: Any = SimpleNamespace(on_inquiry=None, judged=threading.Event(), flight_file=None, server=0)
-    dog = Watchdog(recorder, meeting, topology, 30.0, folder, first_s=300.0, clock=clock, sleep=clock.sleep)
+    dog = Watchdog(meeting, topology, 30.0, folder, first_s=300.0, clock=clock, sleep=clock.sleep)
     dog.patient = False
     acts: dict[str, Any] = {
         "alive": recorder.alive, "first": lambda: setattr(dog, "patient", True),
@@ -112,7 +112,7 @@ def test_an_error_of_nccl_is_looked_into_at_once_and_the_flight_recorder_is_writ
         )
         errors = [""]
         dog = Watchdog(
-            here, meeting, topology, 30.0, tmp_path, clock=clock, sleep=clock.sleep, broken=lambda: errors[0],
+            meeting, topology, 30.0, tmp_path, clock=clock, sleep=clock.sleep, broken=lambda: errors[0],
             trace=lambda: b"what NCCL did",
         )
         dog.patient = False
