@@ -197,8 +197,9 @@ def _master(env: Variables, world_size: int, local_world_size: int | None) -> tu
         first = expand_hosts(env.text(name))[0]
     else:
         raise LaunchError(f"MASTER_ADDR is not set and {world_size} processes run: set it to the host of rank 0")
-    submitted = (f"MASTER_ADDR={given[0]} submitted the job and is none of its nodes: {first} is used",) if given else ()
-    return first, submitted
+    if not given:
+        return first, ()
+    return first, (f"MASTER_ADDR={given[0]} submitted the job and is none of its nodes: {first} is used",)
 
 
 def _is_submit_host(env: Variables, host: str) -> bool:
@@ -333,16 +334,16 @@ def select_device(
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     except RuntimeError as error:  # torch's own look at the variables
         raise LaunchError(f"rank {launch.rank} on node {launch.node}: {error}: {_ONE_VARIABLE}") from error
-    if count == 0 and shown is not None and (torch.version.hip or torch.version.cuda):
-        named = ", ".join(f"{name}={environ[name]}" for name in VISIBLE if environ.get(name))
-        raise LaunchError(
-            f"rank {launch.rank} on node {launch.node} sees no device with {named}: {_ONE_VARIABLE}, or use "
-            f"--distributed-backend gloo to train on the CPU"
-        )
-    if count == 0 and backend is None:
-        return torch.device("cpu")
     if count == 0:
-        raise LaunchError(f"backend nccl on node {launch.node}: torch {torch.__version__} sees no device: use gloo")
+        hidden = shown is not None and (torch.version.hip or torch.version.cuda)
+        if backend is None and not hidden:
+            return torch.device("cpu")
+        named = ", ".join(f"{name}={environ[name]}" for name in VISIBLE if environ.get(name))
+        why = f" with {named}: {_ONE_VARIABLE}" if hidden else ""
+        raise LaunchError(
+            f"rank {launch.rank} on node {launch.node}: torch {torch.__version__} sees no device for nccl{why}; to "
+            f"train on the CPU use --distributed-backend gloo"
+        )
     if count == 1:
         return torch.device("cuda", 0)
     if launch.local_rank >= count:

@@ -33,6 +33,7 @@ _NAMED = 64  # so many missing ranks are looked for; beyond, nobody reads on
 _PATIENCE_S = 3.0  # for a store that is not there yet; torch looks for it every second or so until then
 _FOREVER = timedelta(days=20)  # longer ones do not fit torch's 31 bits of milliseconds
 _ASKED = 10_000  # times a second that all ranks together look for a key that they wait for: 0.2 of a core of rank 0
+AS_LAUNCHED = Placing()
 _OPEN = (
     "whoever connects to the store of the ranks can guess its keys, and end this job: export MEGATRON_JOB_TOKEN, a "
     "random text, before srun, mpirun or torchrun"
@@ -55,7 +56,7 @@ class Meeting:
     launch: Launch
     device: torch.device
     timeout: timedelta
-    placing: Placing = Placing()
+    placing: Placing = AS_LAUNCHED
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], object] = time.sleep
     alike: Alike = field(default_factory=dict)
@@ -88,13 +89,9 @@ class Meeting:
         return f"rank {self.launch.rank} ({self.launch.node}:{device_name(self.device)}{task})"
 
     @property
-    def _address(self) -> str:
-        return f"{self.launch.store_host}:{self.launch.master_port}"
-
-    @property
     def _store_name(self) -> str:
         served_by = "the launcher's store" if self.launch.store_served else f"rank {self.server}"
-        return f"{served_by} at {self._address}"
+        return f"{served_by} at {self.launch.store_host}:{self.launch.master_port}"
 
     @property
     def pause_s(self) -> float:

@@ -32,7 +32,7 @@ from megatron.parallel.flight import FlightRecorder
 from megatron.parallel.flight_file import FlightFile, open_flight_file
 from megatron.parallel.hello import Alike
 from megatron.parallel.launch import Launch, select_device
-from megatron.parallel.meeting import ANSWER_S, Meeting
+from megatron.parallel.meeting import ANSWER_S, AS_LAUNCHED, Meeting
 from megatron.parallel.nodelist import compress_ranks
 from megatron.parallel.placing import Placing, check_devices
 from megatron.parallel.processes import process_start
@@ -133,13 +133,12 @@ class Rendezvous(Meeting):
             # It heeds the deadline itself unless the store's host hangs or lost power.
             left, failure = deadline - self.clock(), f"{self._myself}: {self._store_name} gave no answer"
             bounded(lambda: self._say_hello(deadline), max(left, 0.0) + ANSWER_S, failure)
-        except LaunchError:
+        except (RuntimeError, LaunchError) as error:
+            self._store_lost = not isinstance(error, LaunchError)
             self._leave()
+            if self._store_lost:
+                raise LaunchError(f"{self._myself}: {self._store_gone()}") from error
             raise
-        except RuntimeError as error:
-            self._store_lost = True
-            self._leave()
-            raise LaunchError(f"{self._myself}: {self._store_gone()}") from error
 
     def _initialise(self) -> None:
         launch = self.launch
@@ -276,12 +275,7 @@ class Rendezvous(Meeting):
         return self._explained
 
     def _store_gone(self) -> str:
-        if self.launch.store_served:
-            return f"the launcher's store at {self._address} is gone: the launcher ended; look at its output"
-        return (
-            f"rank {self.server}, which serves the store at {self._address}, is gone: it died or was stopped; look at "
-            f"its output"
-        )
+        return f"{self._store_name} is gone, and with it the store: it died, ended or was stopped; look at its output"
 
     def _diagnose(self, seen: str) -> str:
         if self.launch.world_size == 1:
@@ -424,7 +418,7 @@ class Rendezvous(Meeting):
 
 def connect(
     launch: Launch, timeout: timedelta = timedelta(minutes=10), backend: str | None = None,
-    placing: Placing = Placing(), alike: Alike | None = None,
+    placing: Placing = AS_LAUNCHED, alike: Alike | None = None,
 ) -> Rendezvous:  # fmt: skip
     """Bring all processes together and initialise torch.distributed. The rendezvous is a context manager.
 

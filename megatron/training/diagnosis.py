@@ -19,7 +19,6 @@ from megatron.engine.engine import StepResult
 from megatron.errors import TrainingError
 from megatron.parallel import collectives
 from megatron.parallel.sharding import sharding_of
-from megatron.parallel.topology import Topology
 from megatron.training.run import Run
 from megatron.training.skips import StepUnderWay
 

@@ -5,6 +5,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from megatron.config import Config
 from megatron.data.datasets import Datasets
 from megatron.data.ledger import Ledger

@@ -78,8 +78,8 @@ def summarise(seconds: Sequence[float], layout: Layout, places: Sequence[str] = 
         f"{seconds.index(max(seconds))})"
     ]
     if slow:
-        shown = (f"rank {one['rank']} ({one['place']}) {one['ms']:.1f} ms, {one['ratio']:.2f}x" for one in slow[:_SHOWN])
+        shown = [f"rank {one['rank']} ({one['place']}) {one['ms']:.1f} ms, {one['ratio']:.2f}x" for one in slow]
         more = f", and {len(slow) - _SHOWN} more" if len(slow) > _SHOWN else ""
-        lines.append(f"   slower than the median of their stage: {', '.join(shown)}{more}")
+        lines.append(f"   slower than the median of their stage: {', '.join(shown[:_SHOWN])}{more}")
     record = {"min_ms": low, "median_ms": middle, "max_ms": high, "slow": slow[:64], "slow_ranks": len(slow)}
     return StragglerReport(lines, record)

@@ -340,7 +340,8 @@ def nccl_error(topology: Topology) -> str:
 
     torch's threads notice and, under TORCH_NCCL_ASYNC_ERROR_HANDLING=0, leave it at that. Asks nobody.
     """
-    for group in (topology.tensor, topology.pipeline, topology.data, topology.model, topology.embedding, topology.world):
+    groups = (topology.tensor, topology.pipeline, topology.data, topology.model, topology.embedding, topology.world)
+    for group in groups:
         error = "SUCCESS"
         if group is not None and group.handle is not None:
             with contextlib.suppress(AttributeError, RuntimeError):

@@ -55,7 +55,9 @@ def be_patient(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(rendezvous, "_LINGER_S", LINGER_S)
 
 
-def patient_connection(launch: Launch, survivors: Sequence[int] = (), placing: Placing = Placing()) -> Rendezvous:
+def patient_connection(
+    launch: Launch, survivors: Sequence[int] = (), placing: Placing = meeting.AS_LAUNCHED
+) -> Rendezvous:
     """Of a process that ends with its case: a roll call is over when the survivors have answered it, and the rank with
     the store waits no longer when they have left."""
     be_patient(pytest.MonkeyPatch())
@@ -106,7 +108,7 @@ def ranks_in_threads(
         )  # fmt: skip
         try:
             own = (alike[thread] if alike else None) or {}
-            joined = kind(described, torch.device("cpu"), LONG, Placing(), clock, clock.sleep, own).join()
+            joined = kind(described, torch.device("cpu"), LONG, meeting.AS_LAUNCHED, clock, clock.sleep, own).join()
             try:
                 found[thread] = step(joined)  # type: ignore[arg-type]
             finally:

@@ -372,7 +372,7 @@ def hello(node: str, device: str, identity: str, **more: Any) -> str:
     return json.dumps({**told, "number": 0, "near": (), "address": (), **more})
 
 
-def gathered(hellos: list[str], placing: Placing = Placing()) -> tuple[Rendezvous, str]:
+def gathered(hellos: list[str], placing: Placing = meeting.AS_LAUNCHED) -> tuple[Rendezvous, str]:
     """The first process, with these hellos in its store, and the error that it finds in them."""
     first = Rendezvous(Launch(world_size=len(hellos), local_world_size=len(hellos)), CPU, LONG, placing)
     first._store = dist.HashStore()

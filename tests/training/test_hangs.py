@@ -10,8 +10,8 @@ LIMIT = 30.0
 
 
 def seen(
-    rank: int, call: Call | None = None, quiet_s: float = 40.0, process: str = "sleeping", stack: str = "loop.py:1 train",
-    **posted: int,
+    rank: int, call: Call | None = None, quiet_s: float = 40.0, process: str = "sleeping",
+    stack: str = "loop.py:1 train", **posted: int,
 ) -> FlightState:
     return FlightState(
         rank, 100 + rank, 1, f"n{rank // 2}:cuda:{rank % 2}", 16, "training", "FORWARD of stage 0, micro-batch 2", call,
