@@ -341,7 +341,7 @@ def select_device(
         named = ", ".join(f"{name}={environ[name]}" for name in VISIBLE if environ.get(name))
         why = f" with {named}: {_ONE_VARIABLE}" if hidden else ""
         raise LaunchError(
-            f"rank {launch.rank} on node {launch.node}: torch {torch.__version__} sees no device for nccl{why}; to "
+            f"rank {launch.rank} on node {launch.node} sees no device for nccl (torch {torch.__version__}){why}; to "
             f"train on the CPU use --distributed-backend gloo"
         )
     if count == 1:
