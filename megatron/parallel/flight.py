@@ -194,6 +194,12 @@ class Call(NamedTuple):
     size_bytes: int
     sequence: int
 
+    def __str__(self) -> str:
+        size = f" of {self.size_bytes} bytes" if self.size_bytes else ""
+        if self.peer >= 0:
+            return f"{self.name}{size} {'to' if self.name == 'send' else 'from'} rank {self.peer}"
+        return f"{self.name}{size} over its {self.kind} group (number {self.sequence})"
+
 
 @dataclass(frozen=True)
 class FlightState:
@@ -220,6 +226,12 @@ class FlightState:
     inquiry: int = 0
     stack: str = ""
     process: str = ""
+
+    @property
+    def where(self) -> str:
+        """What the rank does, in a few words."""
+        inside = [f", in {part}" for part in (self.instruction, self.call) if part]
+        return f"step {self.step + 1}{''.join(inside)} ({self.phase})"
 
     @property
     def lost(self) -> bool:

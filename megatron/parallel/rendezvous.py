@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from megatron.errors import LaunchError, LostRankError
 from megatron.parallel.environment import changed
-from megatron.parallel.flight import FlightRecorder
+from megatron.parallel.flight import FlightRecorder, FlightState
 from megatron.parallel.flight_file import FlightFile, open_flight_file
 from megatron.parallel.hello import Alike
 from megatron.parallel.launch import Launch, select_device
@@ -42,7 +42,6 @@ from megatron.parallel.report import (
     host_name_is_local,
     list_places,
     plain,
-    position,
     raise_file_limit,
     show_duration,
     without_dns,
@@ -66,7 +65,7 @@ class Rendezvous(Meeting):
     flight, flight_file       this rank's flight recorder, and its node's file of them (None where none can be made)
     on_inquiry                called in a thread of its own with the number of an inquiry
     doing                     number and name of what this rank is in, of things that all ranks do one after the other,
-                              for a roll call; 0: its place in the code says more
+                              for a roll call; 0: its flight record says more
     """
 
     doing = (0, "")
@@ -299,7 +298,7 @@ class Rendezvous(Meeting):
         return findings.decode()
 
     def _call_roll(self, seen: str) -> str:
-        """Ask every rank for a sign of life, and where it is in the code."""
+        """Ask every rank for a sign of life, and what it does."""
         ranks, deadline = range(self.launch.world_size), self.clock() + self._answer_s
         self._call_all(_ROLL)
         self._poll([f"answer/{rank}" for rank in ranks], deadline)
@@ -350,8 +349,9 @@ class Rendezvous(Meeting):
 
     def _answer(self, call: str) -> None:
         if call == _ROLL:
-            step, name = self.doing
-            self._store.set(f"answer/{self.launch.rank}", json.dumps([step, f"in {name or position()}"]))
+            state, (step, name) = FlightState.read(self.flight.buffer), self.doing
+            where = name or (state.where if state else "an unknown place")
+            self._store.set(f"answer/{self.launch.rank}", json.dumps([step, f"in {where}"]))
             self._sound_alarm()
         elif self.on_inquiry is not None:
             self.on_inquiry(self._call)

@@ -18,9 +18,6 @@ import torch
 
 from megatron.errors import LaunchError
 
-# Of waiting itself, which says nothing about where a rank is.
-_FOLDERS = (os.path.dirname(torch.__file__) + os.sep, str(threading.__file__))
-_FILES = tuple(os.path.join(os.path.dirname(__file__), name) for name in ("report.py", "meeting.py", "rendezvous.py"))
 _OWN_THREADS = ("bounded", "rendezvous", "watchdog")
 
 
@@ -53,14 +50,6 @@ def bounded(
     if not succeeded:
         raise value
     return value
-
-
-def position() -> str:
-    """Function, file and line of our own or the user's code in which the main thread is."""
-    for frame, line in traceback.walk_stack(sys._current_frames().get(threading.main_thread().ident or 0)):
-        if not frame.f_code.co_filename.startswith((*_FOLDERS, *_FILES)):
-            return f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{line})"
-    return "an unknown place"
 
 
 def python_stacks(limit: int = 2500) -> str:

@@ -128,7 +128,6 @@ def _blame(ranks: Sequence[int], waits: Waits, places: Sequence[str]) -> str:
 def _trouble(of: FlightState | None) -> str:
     if of is None:
         return "gave no sign of life, and no rank of its node did: the node is lost or cut off"
-    inside = of.instruction or (_show_call(of.call) if of.call else "")
     what, place = "is in no collective and makes no progress", ""
     if of.process == STOPPED:
         what = "is stopped (SIGSTOP)"
@@ -139,8 +138,7 @@ def _trouble(of: FlightState | None) -> str:
     else:
         main, _, _ = of.stack.partition("\n\n")
         place = f" at {main.splitlines()[-1]}"
-    where = f"step {of.step + 1}{f', in {inside}' if inside else ''} ({of.phase})"
-    return f"{what} since {where}, {of.quiet_s:.0f} s ago{place}"
+    return f"{what} since {of.where}, {of.quiet_s:.0f} s ago{place}"
 
 
 def _without_root(waits: Waits) -> Verdict:
@@ -148,7 +146,7 @@ def _without_root(waits: Waits) -> Verdict:
     circle = waits.circle()
     if circle:
         said = "; ".join(
-            f"rank {rank} waits in {_show_call(waits.seen[rank].call)} for rank {other}"
+            f"rank {rank} waits in {waits.seen[rank].call} for rank {other}"
             for rank, other in zip(circle, circle[1:] + circle[:1], strict=True)
         )
         return Verdict(
@@ -157,7 +155,7 @@ def _without_root(waits: Waits) -> Verdict:
     calls: dict[str, list[int]] = {}
     for rank, awaited in waits.awaited.items():
         if not awaited:
-            calls.setdefault(_show_call(waits.seen[rank].call), []).append(rank)
+            calls.setdefault(str(waits.seen[rank].call), []).append(rank)
     said = "; ".join(f"{_ranks(ranks)} in {call}" for call, ranks in list(calls.items())[:_NAMED])
     return Verdict(
         f"no rank is late, and no call ends: {said}: where calls of one group have one number and differ, a rank has "
@@ -176,25 +174,13 @@ def _name(ranks: Sequence[int], seen: Mapping[int, FlightState], places: Sequenc
     return f"{_ranks(ranks)} ({', '.join(named[:_NAMED])}{', ...' if len(named) > _NAMED else ''})"
 
 
-def _show_call(call: Call | None) -> str:
-    if call is None:
-        return "no call"
-    if call.peer >= 0:
-        return f"{call.name} of {call.size_bytes} bytes {'to' if call.name == 'send' else 'from'} rank {call.peer}"
-    size = f" of {call.size_bytes} bytes" if call.size_bytes else ""
-    return f"{call.name}{size} over its {call.kind} group (number {call.sequence})"
-
-
 def describe_rank(rank: int, waits: Waits) -> str:
     """What a rank does, in one line."""
     of = waits.seen[rank]
-    parts = [f"step {of.step + 1}, {of.phase}", f"{of.instruction or 'no instruction'}, in {_show_call(of.call)}"]
-    if of.call is not None and of.call.peer < 0 and waits.awaited.get(rank):
-        parts.append(f"waits for {_ranks(waits.awaited[rank])}")
-    parts.append(f"no progress for {of.quiet_s:.0f} s")
-    if not of.stack:
-        parts.append(f"no answer, its process is {of.process}")
-    return "; ".join(parts)
+    late = waits.awaited.get(rank)
+    waited = f"; waits for {_ranks(late)}" if late else ""
+    silent = "" if of.stack else f"; no answer, its process is {of.process}"
+    return f"{of.where}{waited}; no progress for {of.quiet_s:.0f} s{silent}"
 
 
 def report(verdict: Verdict, seen: Mapping[int, FlightState], layout: Layout) -> str:
