@@ -55,7 +55,7 @@ class _Record(ctypes.Structure):
 
 
 class FlightRecorder:
-    """Writes this rank's record; flight_file.open_flight_file puts it into the node's file.
+    """Writes this rank's record; flight_file.FlightFile puts it into the node's file.
 
     memory  RECORD_BYTES that can be written to; by default memory of this process, which nobody else reads
     meter   measures calls and computations on the device; None: nobody asks for it

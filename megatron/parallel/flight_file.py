@@ -27,27 +27,31 @@ def file_name(launch: Launch) -> str:
 
 
 class FlightFile:
-    """This process's page of the node's file, and a view of all others."""
+    """This process's page of the node's file, still without its description, and a view of all others. Where no file
+    can be made, no rank sees another's page."""
 
-    def __init__(self, path: Path, slot: int) -> None:
-        """Raises OSError when the file cannot be made."""
-        self._path: Path | None = path
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    def __init__(self, launch: Launch, folder: Path | None = None) -> None:
+        if folder is None:
+            shared = Path("/dev/shm")
+            folder = shared if os.access(shared, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+        self._path, start = folder / file_name(launch), launch.local_rank * _PAGE
         try:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             # Memory that is promised only would end the process with a bus error when there is none.
-            os.posix_fallocate(self._fd, slot * _PAGE, _PAGE)
-            self._memory: mmap.mmap | None = mmap.mmap(self._fd, _PAGE, offset=slot * _PAGE)
-        except BaseException:
-            os.close(self._fd)
-            raise
+            os.posix_fallocate(self._fd, start, _PAGE)
+        except OSError:
+            self._fd = os.memfd_create(self._path.name)
+            os.posix_fallocate(self._fd, start, _PAGE)
+        self._memory = mmap.mmap(self._fd, _PAGE, offset=start)
         self._memory[:] = bytes(_PAGE)  # a job that was killed while its ranks met may have left the file
         self.recorder = FlightRecorder(self._memory)
+        self._named = True
 
     def unlink(self) -> None:
         """Remove the file's name, when all ranks of the node have it open. Harmless when called twice."""
-        path, self._path = self._path, None
-        if path is not None:
-            path.unlink(missing_ok=True)
+        if self._named:
+            self._named = False
+            self._path.unlink(missing_ok=True)
 
     def states(self) -> list[FlightState]:
         """The records of all ranks of this node, in the order of their local ranks."""
@@ -58,23 +62,11 @@ class FlightFile:
 
     def close(self) -> None:
         """Take this rank's record out. Harmless when called twice."""
-        if self._memory is None:
+        if self._memory.closed:
             return
         self.unlink()
         self.recorder.detach()
         self._memory[:] = bytes(_PAGE)
         with contextlib.suppress(BufferError):  # another thread writes into it at this moment
             self._memory.close()
-        self._memory = None
         os.close(self._fd)
-
-
-def open_flight_file(launch: Launch, folder: Path | None = None) -> FlightFile | None:
-    """This rank's page, still without its description; None where no file can be made: then no rank sees another's."""
-    if folder is None:
-        shared = Path("/dev/shm")
-        folder = shared if os.access(shared, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
-    try:
-        return FlightFile(folder / file_name(launch), launch.local_rank)
-    except OSError:
-        return None

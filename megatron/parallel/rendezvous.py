@@ -29,7 +29,7 @@ import torch.distributed as dist
 from megatron.errors import LaunchError, LostRankError
 from megatron.parallel.environment import changed
 from megatron.parallel.flight import FlightRecorder, FlightState
-from megatron.parallel.flight_file import FlightFile, open_flight_file
+from megatron.parallel.flight_file import FlightFile
 from megatron.parallel.hello import Alike
 from megatron.parallel.launch import Launch, select_device
 from megatron.parallel.meeting import ANSWER_S, AS_LAUNCHED, Meeting
@@ -62,7 +62,7 @@ class Rendezvous(Meeting):
     """This process's tie to all others: after `join` over torch.distributed. As a context manager it closes itself.
 
     places                    "node:device" of every rank, in rank order
-    flight, flight_file       this rank's flight recorder, and its node's file of them (None where none can be made)
+    flight, flight_file       this rank's flight recorder, and its node's file of them
     on_inquiry                called in a thread of its own with the number of an inquiry
     doing                     number and name of what this rank is in, of things that all ranks do one after the other,
                               for a roll call; 0: its flight record says more
@@ -80,7 +80,7 @@ class Rendezvous(Meeting):
 
     def __post_init__(self) -> None:
         self.flight = FlightRecorder()
-        self.flight_file: FlightFile | None = None
+        self.flight_file: FlightFile
         self.on_inquiry: Callable[[int], None] | None = None
         self.judged = threading.Event()  # cleared while a watchdog finds out whether the job hangs
         self.judged.set()
@@ -109,8 +109,7 @@ class Rendezvous(Meeting):
             self._meet(deadline)
         where = f"{self.launch.node}:{device_name(self.device)}"
         self.flight.describe(self.launch.rank, os.getpid(), where, process_start(os.getpid()))
-        if self.flight_file is not None:
-            self.flight_file.unlink()  # all ranks of the node have opened it
+        self.flight_file.unlink()  # all ranks of the node have opened it
         sys.audit("megatron.parallel.met", self)
         try:
             self._watch()
@@ -124,9 +123,8 @@ class Rendezvous(Meeting):
     def _meet(self, deadline: float) -> None:
         """Connect to the store and say hello."""
         self._store = self._open_store(self.timeout.total_seconds())
-        self.flight_file = open_flight_file(self.launch)
-        if self.flight_file is not None:
-            self.flight = self.flight_file.recorder
+        self.flight_file = FlightFile(self.launch)
+        self.flight = self.flight_file.recorder
         atexit.register(self._leave)
         try:
             # It heeds the deadline itself unless the store's host hangs or lost power.
@@ -399,8 +397,7 @@ class Rendezvous(Meeting):
         self._deaf.set()
         if self._watcher is not None and not self._store_lost:
             self._watcher.join(timeout=ANSWER_S)
-        if self.flight_file is not None:
-            self.flight_file.close()
+        self.flight_file.close()
 
     def _write_left(self) -> None:
         launch = self.launch

@@ -225,18 +225,13 @@ class Watchdog:
         """The records of this node, once all that can have answered."""
         sys.audit("megatron.training.answered", number)
         self.sleep(_NODE_S)
-        return [s if s.inquiry == number else dataclasses.replace(s, stack="") for s in self._states()]
+        states = self.rendezvous.flight_file.states()
+        return [state if state.inquiry == number else dataclasses.replace(state, stack="") for state in states]
 
     def _speaks_for(self, states: list[FlightState], number: int) -> bool:
         """Whether this rank is the first of its node that has answered."""
         own = self.topology.rank
         return own == next((state.rank for state in states if state.inquiry == number), own)
-
-    def _states(self) -> list[FlightState]:
-        """The records of this node's ranks, or at least of this one."""
-        file = self.rendezvous.flight_file
-        own = FlightState.read(self._recorder.buffer)
-        return file.states() if file is not None else [own] if own is not None else []
 
     def _all_clear(self) -> None:
         """It was no hang: forget the answer."""
@@ -306,7 +301,7 @@ class Watchdog:
 
     def _signal_silent(self, number: int) -> None:
         """Send a signal to those ranks of this node that have not answered."""
-        for state in self._states():
+        for state in self.rendezvous.flight_file.states():
             if state.inquiry == 0 or state.process == STOPPED:
                 kill_process(state.pid, state.process_start, number)
 

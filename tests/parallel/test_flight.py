@@ -12,7 +12,7 @@ from megatron.parallel import device_calls
 from megatron.parallel import flight as flight_module
 from megatron.parallel.device_calls import DeviceCalls
 from megatron.parallel.flight import RECORD_BYTES, Call, CallRecord, FlightRecorder, FlightState
-from megatron.parallel.flight_file import file_name, open_flight_file
+from megatron.parallel.flight_file import FlightFile, file_name
 from megatron.parallel.launch import Launch
 from megatron.parallel.processes import DEAD, GONE, STOPPED, kill_process, process_start, process_state
 from tests.helpers.clock import VirtualClock
@@ -99,12 +99,10 @@ def test_a_sign_of_life_ends_the_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_of_a_node_see_each_other_and_leave_no_file(tmp_path: Path) -> None:
-    files = [open_flight_file(launch(rank), tmp_path) for rank in (2, 0)]
+    files = [FlightFile(launch(rank), tmp_path) for rank in (2, 0)]
     for file, rank in zip(files, (2, 0), strict=True):
-        assert file is not None
         file.recorder.describe(rank, os.getpid(), "n1:cpu", process_start(os.getpid()))
     high, low = files
-    assert high is not None and low is not None
     low.unlink()
     assert not list(tmp_path.iterdir())
     high.unlink()
@@ -126,20 +124,24 @@ def test_jobs_and_nodes_have_files_of_their_own() -> None:
 
 def test_a_file_of_a_job_that_was_killed_is_used_again(tmp_path: Path) -> None:
     def write_and_die() -> None:
-        file = open_flight_file(launch(1), tmp_path)
-        assert file is not None
+        file = FlightFile(launch(1), tmp_path)
         file.recorder.describe(1, os.getpid(), "n1:cpu")
         os.kill(os.getpid(), signal.SIGKILL)
 
     assert wait_for(forked(write_and_die)) == -signal.SIGKILL
-    file = open_flight_file(launch(1), tmp_path)
-    assert file is not None and file.states() == []
+    file = FlightFile(launch(1), tmp_path)
+    assert file.states() == []
     file.close()
     assert not list(tmp_path.iterdir())
 
 
-def test_without_a_folder_there_is_no_file(tmp_path: Path) -> None:
-    assert open_flight_file(launch(0), tmp_path / "missing") is None
+def test_without_a_folder_a_rank_sees_its_own_record_alone(tmp_path: Path) -> None:
+    files = [FlightFile(launch(rank), tmp_path / "missing") for rank in range(2)]
+    for rank, file in enumerate(files):
+        file.recorder.describe(rank, os.getpid(), "n1:cpu")
+    assert [[state.rank for state in file.states()] for file in files] == [[0], [1]]
+    for file in files:
+        file.close()
 
 
 def test_a_process_is_known_by_its_start() -> None:

@@ -35,7 +35,8 @@ def watch(folder: Path, clock: VirtualClock, changes: dict[float, str]) -> None:
     recorder = flight.FlightRecorder()
     recorder.describe(0, os.getpid(), "n:cpu")
     topology = Topology.from_layout(Layout(), 0, device=torch.device("cpu"), flight=recorder)
-    meeting: Any = SimpleNamespace(on_inquiry=None, judged=threading.Event(), flight_file=None, server=0)
+    file = SimpleNamespace(states=lambda: [flight.FlightState.read(recorder.buffer)])
+    meeting: Any = SimpleNamespace(on_inquiry=None, judged=threading.Event(), flight_file=file, server=0)
     dog = Watchdog(meeting, topology, 30.0, folder, first_s=300.0, clock=clock, sleep=clock.sleep)
     dog.patient = False
     acts: dict[str, Any] = {
