@@ -64,11 +64,14 @@ class FlightRecorder:
     """
 
     def __init__(self, memory: Any = None) -> None:
-        self._record = _Record.from_buffer(bytearray(RECORD_BYTES) if memory is None else memory)
+        self._attach(_Record.from_buffer(bytearray(RECORD_BYTES) if memory is None else memory))
         self.meter: DeviceCalls | None = None
         self._writes = 0
         self.posted = [0] * len(KINDS)
         """Collectives posted so far, by kind of group."""
+
+    def _attach(self, record: _Record) -> None:
+        self._record, self._call, self._counts = record, record.call, record.posted
 
     def describe(self, rank: int, pid: int, place: str, process_start: int = 0) -> None:
         """Write down whose record this is."""
@@ -77,10 +80,13 @@ class FlightRecorder:
         record.place = place.encode(errors="backslashreplace")[:96]
         record.phase = record.phase or b"set-up"
         record.magic = _MAGIC
-        self.alive()
+        self._moved()
 
     def alive(self) -> None:
-        """A sign of life; by itself from long work that enters no collective: reading, writing, building."""
+        """A sign of life from long work that enters no collective: reading, writing, building."""
+        self._moved()
+
+    def _moved(self) -> None:
         self._writes += 1
         self._record.writes = self._writes
         self._record.moved_at = _clock()
@@ -90,24 +96,24 @@ class FlightRecorder:
     def step(self, iteration: int) -> None:
         """The step after `iteration` begins."""
         self._record.step = iteration
-        self.alive()
+        self._moved()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """`with flight.phase("saving"):` what the rank does, in up to 24 ASCII characters."""
         before, self._record.phase = self._record.phase, name.encode()
-        self.alive()
+        self._moved()
         try:
             yield
         finally:
             self._record.phase = before
-            self.alive()
+            self._moved()
 
     def instruction(self, operation: bytes, stage: int, micro_batch: int) -> None:
         """An instruction of the schedule begins."""
         record = self._record
         record.operation, record.stage, record.micro_batch = operation, stage, micro_batch
-        self.alive()
+        self._moved()
         if self.meter is not None:
             self.meter.begin()
 
@@ -119,7 +125,7 @@ class FlightRecorder:
     def schedule_ends(self) -> None:
         """There is no instruction that this rank is in."""
         self._record.operation = b""
-        self.alive()
+        self._moved()
 
     # -- what it waits in ----------------------------------------------------------------------------------------------
 
@@ -129,29 +135,30 @@ class FlightRecorder:
         number = _NUMBER_OF[kind]
         self.posted[number] += 1
         sequence = self.posted[number]
-        self._record.posted[number] = sequence
-        self._enter(CallRecord(call, number, -1, size_bytes, sequence), by_host)
+        self._counts[number] = sequence
+        self._enter(call, number, -1, size_bytes, sequence, by_host)
         return sequence
 
     def enter_wait(self, call: bytes, kind: str, size_bytes: int, sequence: int, by_host: bool = False) -> None:
         """This rank begins to wait for a collective that it posted as `sequence` before."""
-        self._enter(CallRecord(call, _NUMBER_OF[kind], -1, size_bytes, sequence), by_host)
+        self._enter(call, _NUMBER_OF[kind], -1, size_bytes, sequence, by_host)
 
     def enter_message(self, call: bytes, kind: str, size_bytes: int, peer: int) -> None:
         """This rank posts a message to or from the global rank `peer`, or begins to wait for it."""
-        self._enter(CallRecord(call, _NUMBER_OF[kind], peer, size_bytes, 0), False)
+        self._enter(call, _NUMBER_OF[kind], peer, size_bytes, 0, False)
 
-    def _enter(self, call: CallRecord, by_host: bool) -> None:
-        self._record.call = call
+    def _enter(self, name: bytes, kind: int, peer: int, size_bytes: int, sequence: int, by_host: bool) -> None:
+        call = self._call
+        call.name, call.kind, call.peer, call.size_bytes, call.sequence = name, kind, peer, size_bytes, sequence
         self._record.in_call = True
-        self.alive()
+        self._moved()
         if self.meter is not None and (self.meter.on_host or not by_host):
-            self.meter.enter(call)
+            self.meter.enter(CallRecord.from_buffer_copy(call))
 
     def leave(self) -> None:
         """What was entered last is over."""
         self._record.in_call = False
-        self.alive()
+        self._moved()
         if self.meter is not None:
             self.meter.leave()
 
@@ -181,7 +188,7 @@ class FlightRecorder:
 
     def detach(self) -> None:
         """Let go of the memory: what is written from now on is lost."""
-        self._record = _Record.from_buffer_copy(self._record)
+        self._attach(_Record.from_buffer_copy(self._record))
 
 
 class Call(NamedTuple):
