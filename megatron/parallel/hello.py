@@ -1,17 +1,17 @@
 """What each process tells the others when they meet, and what one of them makes of it: places, ranks, refusals."""
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from megatron.parallel.launch import Launch
 from megatron.parallel.nodelist import compress_ranks
-from megatron.parallel.placing import Assignment, Placing, Task, assign, device_number, near_devices, visible_devices
+from megatron.parallel.placing import Placing, device_number, near_devices, visible_devices
 from megatron.parallel.report import bus_address, device_identity, device_name
 
 Hello = dict[str, Any]
@@ -64,52 +64,33 @@ def refusal(hellos: Sequence[Hello]) -> str:
     return ""
 
 
-def digests(alike: Alike) -> dict[str, tuple[str, str]]:
-    """Of each kind its digest, and the JSON text of which it is made."""
-    texts = {kind: json.dumps(values, sort_keys=True) for kind, values in alike.items()}
-    return {kind: (hashlib.sha256(text.encode()).hexdigest()[:32], text) for kind, text in texts.items()}
-
-
 def difference(hellos: Sequence[Hello], text_of: Callable[[str], str | bytes]) -> str:
     """What these processes have otherwise than others that all must have alike, or "". `text_of` gives the text of a
     digest; it is asked for those of the largest groups only."""
     found = []
     for kind in dict.fromkeys(kind for hello in hellos for kind in hello.get("alike", ())):
-        groups: dict[str, list[int]] = {}
+        groups = defaultdict[str, list[int]](list)
         for rank, hello in enumerate(hellos):
             if digest := hello.get("alike", {}).get(kind):
-                groups.setdefault(digest, []).append(rank)
+                groups[digest].append(rank)
         if len(groups) > 1:
             largest = sorted(groups.items(), key=lambda group: -len(group[1]))[:_SHOWN]
             found += _differing([(json.loads(text_of(digest)), ranks) for digest, ranks in largest])
-    more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
     if not found:
         return ""
+    more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
     return (
         f"all ranks must have the same, but {'; '.join(found[:_SHOWN] + more)}. Give every process the same command "
         f"line ($RANDOM or $(date) in it is another for each), code and files"
     )
 
 
-def _differing(groups: Sequence[tuple[Mapping[str, Any], list[int]]]) -> list[str]:
+def _differing(groups: Sequence[tuple[Mapping[str, Any], list[int]]]) -> Iterator[str]:
     """For each name of which the ranks have different values: which value which ranks have."""
-    lines = []
     for name in dict.fromkeys(name for values, _ in groups for name in values):
-        by_value: dict[str, list[int]] = {}
+        by_value = defaultdict[str, list[int]](list)
         for values, ranks in groups:
-            text = json.dumps(values[name], sort_keys=True) if name in values else "absent"
-            by_value.setdefault(text, []).extend(ranks)
+            by_value[json.dumps(values[name], sort_keys=True) if name in values else "absent"] += ranks
         if len(by_value) > 1:
-            told = (f"{_short(text)} on rank {_short(compress_ranks(ranks))}" for text, ranks in by_value.items())
-            lines.append(f"{name} is {', '.join(told)}")
-    return lines
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
-
-
-def assignment_of(hellos: Sequence[Hello], placing: Placing) -> Assignment:
-    """Ranks for all processes, and the numbers of their devices, which each knew only for itself."""
-    tasks = [Task(hello["node"], hello["number"], tuple(hello["address"]), tuple(hello["near"])) for hello in hellos]
-    return assign(tasks, placing.device_order)
+            told = [f"{text[:_LONGEST]} on rank {compress_ranks(of)[:_LONGEST]}" for text, of in by_value.items()]
+            yield f"{name} is {', '.join(told)}"

@@ -6,6 +6,7 @@ launcher serves; the first checks them, gives each its rank (placing.py) and pub
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import socket
@@ -19,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.errors import LaunchError
-from megatron.parallel.hello import Alike, Hello, assignment_of, difference, digests, make_hello, place, refusal
+from megatron.parallel.hello import Alike, Hello, difference, make_hello, place, refusal
 from megatron.parallel.launch import Launch
 from megatron.parallel.nodelist import compress_ranks
-from megatron.parallel.placing import Assignment, Placing
+from megatron.parallel.placing import Placing, Task, assign
 from megatron.parallel.report import bounded, device_name, list_places, plain, raise_file_limit, show_duration
 
 T = TypeVar("T")
@@ -185,11 +186,13 @@ class Meeting:
 
     def _tell_alike(self) -> dict[str, str]:
         """Digests of what all must have alike. What it is only the first with a digest writes, of perhaps thousands."""
-        told = digests(self.alike)
-        for digest, text in told.values():
+        told = {}
+        for kind, values in self.alike.items():
+            text = json.dumps(values, sort_keys=True)
+            told[kind] = digest = hashlib.sha256(text.encode()).hexdigest()[:32]
             if not self._store.check([f"alike/{digest}"]):
                 self._store.set(f"alike/{digest}", text)
-        return {kind: digest for kind, (digest, _) in told.items()}
+        return told
 
     def _interface_problem(self) -> str:
         """Why gloo cannot use the interfaces that the environment names, or ""."""
@@ -222,11 +225,13 @@ class Meeting:
         error = refusal(hellos) or difference(hellos, lambda digest: self._store.get(f"alike/{digest}"))
         if error:
             return error
-        self._publish(hellos, assignment_of(hellos, self.placing))
+        self._publish(hellos)
         return ""
 
-    def _publish(self, hellos: list[Hello], found: Assignment) -> None:
+    def _publish(self, hellos: list[Hello]) -> None:
         """Tell each process its rank, and all of them where each rank is."""
+        said = [Task(hello["node"], hello["number"], tuple(hello["address"]), tuple(hello["near"])) for hello in hellos]
+        found = assign(said, self.placing.device_order)
         ranks, notices = found.ranks, [*self.launch.notices, *found.notices]
         if not self.launch.token and (self.launch.store_served or not self.launch.on_one_node):
             notices.append(_OPEN)
