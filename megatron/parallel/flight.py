@@ -10,11 +10,11 @@ Needs no torch.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import json
 import time
 from collections.abc import Iterator
+from ctypes import Structure, c_bool, c_char, c_double, c_int64
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,27 +30,27 @@ _NUMBER_OF = {kind: number for number, kind in enumerate(KINDS)}
 _clock = time.monotonic  # one clock for all processes of a node
 
 
-class CallRecord(ctypes.Structure):
+class CallRecord(Structure):
     """A `Call` as a record has it; no name: none."""
 
     _fields_ = (
-        ("name", ctypes.c_char * 24), ("kind", ctypes.c_int32), ("peer", ctypes.c_int32),
-        ("size_bytes", ctypes.c_int64), ("sequence", ctypes.c_int64),
+        ("name", c_char * 24), ("kind", c_int64), ("peer", c_int64),
+        ("size_bytes", c_int64), ("sequence", c_int64),
     )  # fmt: skip
 
 
-class _Record(ctypes.Structure):
+class _Record(Structure):
     """The page of a rank. `writes` changes with all progress; what is written for the watchdog comes last."""
 
     _fields_ = (
-        ("magic", ctypes.c_char * 8), ("rank", ctypes.c_int32), ("pid", ctypes.c_int32),
-        ("process_start", ctypes.c_uint64), ("place", ctypes.c_char * 96),
-        ("writes", ctypes.c_uint64), ("moved_at", ctypes.c_double),
-        ("step", ctypes.c_int64), ("phase", ctypes.c_char * 24),
-        ("operation", ctypes.c_char * 24), ("stage", ctypes.c_int32), ("micro_batch", ctypes.c_int32),
-        ("in_call", ctypes.c_bool), ("call", CallRecord), ("posted", ctypes.c_uint64 * len(KINDS)),
-        ("device_known", ctypes.c_bool), ("device_call", CallRecord), ("reached", ctypes.c_uint64 * len(KINDS)),
-        ("inquiry", ctypes.c_int64), ("text", ctypes.c_char * _TEXT_BYTES),
+        ("magic", c_char * 8), ("rank", c_int64), ("pid", c_int64),
+        ("process_start", c_int64), ("place", c_char * 96),
+        ("writes", c_int64), ("moved_at", c_double),
+        ("step", c_int64), ("phase", c_char * 24),
+        ("operation", c_char * 24), ("stage", c_int64), ("micro_batch", c_int64),
+        ("in_call", c_bool), ("call", CallRecord), ("posted", c_int64 * len(KINDS)),
+        ("device_known", c_bool), ("device_call", CallRecord), ("reached", c_int64 * len(KINDS)),
+        ("inquiry", c_int64), ("text", c_char * _TEXT_BYTES),
     )  # fmt: skip
 
 
