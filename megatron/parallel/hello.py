@@ -67,7 +67,7 @@ def refusal(hellos: Sequence[Hello]) -> str:
 def difference(hellos: Sequence[Hello], text_of: Callable[[str], str | bytes]) -> str:
     """What these processes have otherwise than others that all must have alike, or "". `text_of` gives the text of a
     digest; it is asked for those of the largest groups only."""
-    found = []
+    found: list[str] = []
     for kind in dict.fromkeys(kind for hello in hellos for kind in hello.get("alike", ())):
         groups = defaultdict[str, list[int]](list)
         for rank, hello in enumerate(hellos):

@@ -52,9 +52,10 @@ def bounded(
     return value
 
 
-def python_stacks(limit: int = 2500) -> str:
+def python_stacks(limit: int) -> str:
     """Where the threads of this process are: the main thread's frames, one a line and the innermost last, and after an
-    empty line one line for each other thread. Of a text longer than `limit` the outer frames are left out."""
+    empty line one line for each other thread. Of more than `limit` characters other threads and outer frames are left
+    out."""
     main: list[str] = []
     others = []
     for thread in threading.enumerate():
@@ -63,8 +64,10 @@ def python_stacks(limit: int = 2500) -> str:
             main = [_frame(*at) for at in traceback.walk_stack(frame)][::-1]
         elif frame is not None and thread.name not in _OWN_THREADS:
             others.append(f"thread {thread.name}: {_frame(frame, frame.f_lineno)}")
-    text = "\n".join(main) + "\n\n" * bool(others) + "\n".join(others[:8])
-    return text if len(text) <= limit else f"(outer frames)...{text[-limit:]}"
+    text, more = "\n".join(main), "\n".join(["\n", *others])
+    if len(text) > limit:
+        return f"(outer frames)...{text[-limit:]}"
+    return text + more if others and len(text + more) <= limit else text
 
 
 def _frame(frame: Any, line: int) -> str:

@@ -42,6 +42,7 @@ REPORT_NAME = "hang_report.txt"
 _ANSWER_S = 5.0  # how long ranks, and the store, may take to answer
 _NODE_S = 1.0  # how long the first rank of a node waits for the answers of the others
 _LONGEST_PAUSE_S = 1.0
+_LEAST_STACK, _STACK, _ALL_STACKS = 300, 2500, 10**7  # characters of a rank's stacks, and of those of all ranks
 _ALONE = -1  # the number of an inquiry within the node
 # At which a rank whose interpreter is held up prints its stacks. Where it is not registered it does nothing.
 _DUMP_SIGNAL = signal.SIGURG
@@ -219,7 +220,8 @@ class Watchdog:
                 self._recorder.device_is(*where)
             except (RuntimeError, LaunchError) as error:
                 note = f"\nthe device does not tell where it is: {str(error).splitlines()[0]}"
-        self._recorder.answer(number, python_stacks() + note)
+        limit = max(_LEAST_STACK, min(_STACK, _ALL_STACKS // self.topology.world.size))
+        self._recorder.answer(number, python_stacks(limit) + note)
 
     def _neighbours(self, number: int) -> list[FlightState]:
         """The records of this node, once all that can have answered."""
