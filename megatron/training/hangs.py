@@ -31,17 +31,14 @@ def group_members(kind: str, rank: int, layout: Layout) -> Sequence[int]:
     """The ranks of the group of this kind that `rank` is in; empty where the kind is not known."""
     t, d, p = layout.coordinates(rank)
     line = layout.pipeline_ranks(tensor=t, data=d)
-    if kind == "world":
-        return range(layout.world_size)
-    if kind == "model":
-        return layout.model_ranks(data=d)
-    if kind == "tensor":
-        return layout.tensor_ranks(data=d, pipeline=p)
-    if kind == "data":
-        return layout.data_ranks(tensor=t, pipeline=p)
-    if kind == "embedding":
-        return line[0], line[-1]
-    return line if kind == "pipeline" else ()
+    members: dict[str, Sequence[int]] = {
+        "world": range(layout.world_size),
+        "tensor": layout.tensor_ranks(data=d, pipeline=p),
+        "data": layout.data_ranks(tensor=t, pipeline=p),
+        "pipeline": line,
+        "embedding": (line[0], line[-1]),
+    }
+    return layout.model_ranks(data=d) if kind == "model" else members.get(kind, ())
 
 
 class Waits:
