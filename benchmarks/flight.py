@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.parallel.flight import FlightRecorder
-from megatron.parallel.flight_file import open_flight_file
+from megatron.parallel.flight_file import FlightFile
 from megatron.parallel.launch import Launch
 
 WRITES = {
@@ -35,8 +35,7 @@ WRITES = {
 def seconds_of_writes(rounds: int = 7, number: int = 50_000) -> dict[str, float]:
     """Seconds of each kind of write."""
     with tempfile.TemporaryDirectory() as folder:
-        file = open_flight_file(Launch(job="benchmark"), Path(folder))
-        assert file is not None, "a temporary folder takes files"
+        file = FlightFile(Launch(job="benchmark"), Path(folder))
         scope = {"flight": file.recorder}
         times = {name: min(timeit.repeat(call, globals=scope, repeat=rounds, number=number)) / number
                  for name, call in WRITES.items()}  # fmt: skip

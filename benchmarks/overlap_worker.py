@@ -172,7 +172,8 @@ PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_"}
 def program(job: dict[str, Any]) -> list[dict[str, Any]]:
     """pretrain_gpt.py's own run with the job's arguments, step by step; its products paced if the job says so."""
     from megatron.config import parse_args
-    from megatron.parallel.launch import connect, detect_launch
+    from megatron.parallel.launch import detect_launch
+    from megatron.parallel.rendezvous import connect
     from megatron.training import devices
     from megatron.training.loop import train_step
     from megatron.training.setup import assemble

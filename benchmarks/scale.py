@@ -182,7 +182,8 @@ def rendezvous(data: int, repeat: int) -> list[Row]:
     meeting._store = dist.PrefixStore("job", store)
     for rank in range(world):
         hello = {"node": f"frontier{rank // 8:05d}", "pid": 1, "device": "cuda:0", "identity": str(rank % 8),
-                 "backend": "gloo", "alike": {"settings": "a", "files": "b"}}  # fmt: skip
+                 "backend": "gloo", "alike": {"settings": "a", "files": "b"}, "number": None, "address": (),
+                 "near": ()}  # fmt: skip
         meeting._store.set(f"hello/{rank}", json.dumps(hello))
     gather = lambda: meeting._gather_hellos(time.monotonic() + 60)  # noqa: E731
     row, error = measured("rank 0 checks all hellos", gather, repeat)

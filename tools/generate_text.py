@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     def body() -> None:
         if problem is not None:
             raise problem
-        from megatron.parallel.launch import connect
+        from megatron.parallel.rendezvous import connect
 
         timeout = timedelta(minutes=args.distributed_timeout_minutes)
         rendezvous = connect(launch, timeout, alike={"flags": vars(args)})

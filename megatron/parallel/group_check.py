@@ -88,10 +88,11 @@ def _exchange(topology: Topology, peer: int, first: bool) -> float:
     """The number that a neighbour sends, which is its rank; `first`: whether this one speaks first."""
     own = torch.full((1,), float(topology.rank), device=topology.device)
     other, group, flight = torch.empty_like(own), topology.pipeline, topology.flight
-    calls: list[tuple[bytes, Callable[..., object], torch.Tensor]]
-    calls = [(b"send", dist.send, own), (b"receive", dist.recv, other)]
-    for name, call, tensor in calls if first else calls[::-1]:
-        flight.enter_message(name, group.kind, tensor.nbytes, peer)
-        call(tensor, peer, group=group.handle)
+    for sends in (first, not first):
+        flight.enter_message(b"send" if sends else b"receive", group.kind, own.nbytes, peer)
+        if sends:
+            dist.send(own, peer, group=group.handle)
+        else:
+            dist.recv(other, peer, group=group.handle)
         flight.leave()
     return other.item()

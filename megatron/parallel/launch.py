@@ -12,36 +12,33 @@ import socket
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from megatron.errors import LaunchError
 from megatron.parallel.environment import Variables
-from megatron.parallel.nodelist import MOST, expand_counts, iterate_hosts
-from megatron.parallel.placing import VISIBLE, Placing, check_devices, near_index, visible_devices
+from megatron.parallel.nodelist import MOST, expand_counts, expand_hosts
+from megatron.parallel.placing import VISIBLE, Placing, near_index, visible_devices
 
 if TYPE_CHECKING:
     import torch
-
-    from megatron.parallel.hello import Alike
-    from megatron.parallel.rendezvous import Rendezvous
 
 # Ports below the range from which Linux takes those of outgoing connections (32768 and up).
 _FIRST_PORT, _PORTS = 20000, 12000
 # Slurm numbers its own steps (batch script, interactive shell) from here; tasks of srun are below.
 _FIRST_SPECIAL_STEP = 4294967280
 _ONE_VARIABLE = "HIP_VISIBLE_DEVICES counts within ROCR_VISIBLE_DEVICES; set only the latter"
-# (rank, size, local rank, local size): Open MPI, MVAPICH, MPICH's Hydra, Cray's PALS.
-_MPI_VARIABLES = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ("OMPI_COMM_WORLD_LOCAL_RANK",), ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
-    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", ("MV2_COMM_WORLD_LOCAL_RANK",), ("MV2_COMM_WORLD_LOCAL_SIZE",)),
-    ("PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID"),
-     ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE")),
+_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+# Launcher, rank, sizes, local ranks, local sizes; mpi is Open MPI, then MPICH's Hydra and Cray's PALS.
+_LAUNCHERS = (
+    ("torchrun", "RANK", ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
+    ("mpi", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_LOCAL_RANK",),
+     ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
+    ("mpi", "PMI_RANK", ("PMI_SIZE",), ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")),
+    ("slurm", "SLURM_PROCID", _TASKS, ("SLURM_LOCALID",), ()),
 )  # fmt: skip
-_JOB_VARIABLES = (
-    "TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PALS_APID", "PMI_JOBID",
-    "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID",
-)  # fmt: skip
+_JOB_VARIABLES = ("TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "PALS_APID", "PMI_JOBID", "SLURM_JOB_ID")
+_STEP_VARIABLES = ("SLURM_STEP_ID", "SLURM_STEPID")
+_NODE_VARIABLES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
 
 
 @dataclass(frozen=True)
@@ -94,14 +91,8 @@ class Launch:
 
     def environment(self) -> dict[str, str]:
         """The variables by which torch and DeepSpeed know ranks."""
-        return {
-            "RANK": str(self.rank),
-            "LOCAL_RANK": str(self.local_rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_WORLD_SIZE": str(self.local_world_size),
-            "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": str(self.master_port),
-        }
+        names = ("rank", "local_rank", "world_size", "local_world_size", "master_addr", "master_port")
+        return {name.upper(): str(getattr(self, name)) for name in names}
 
 
 _FLAGS = {  # of pretrain_gpt.py, beside the launcher's variable that says the same
@@ -141,22 +132,60 @@ def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:
     Raises LaunchError for variables that are missing, no numbers, or contradict each other.
     """
     env = Variables(os.environ if environ is None else environ)
-    if env.has("RANK") and env.has("WORLD_SIZE"):
-        found = _from_torchrun(env)
-    elif env.has("RANK"):
-        raise LaunchError(f"RANK={env.text('RANK')} is set but WORLD_SIZE is not: set both, or unset RANK")
-    else:
-        found = _from_mpi(env) or _from_slurm(env) or _alone(env)
-        if env.has("WORLD_SIZE") and env.number("WORLD_SIZE") != found.world_size:
-            raise LaunchError(
-                f"WORLD_SIZE={env.text('WORLD_SIZE')} is set without RANK, but {_origin(found)} gives "
-                f"{found.world_size} process(es): unset WORLD_SIZE, or set RANK and LOCAL_RANK in every process"
-            )
+    found = _find(env)
+    if env.has("WORLD_SIZE") and env.number("WORLD_SIZE") != found.world_size:
+        raise LaunchError(
+            f"WORLD_SIZE={env.text('WORLD_SIZE')} is set without RANK, but the launcher ({found.launcher}) gives "
+            f"{found.world_size} process(es): unset WORLD_SIZE, or set RANK and LOCAL_RANK in every process"
+        )
     return _checked(found)
 
 
-def _origin(launch: Launch) -> str:
-    return "the absence of any launcher" if launch.launcher == "none" else f"the {launch.launcher} launcher"
+def _find(env: Variables) -> Launch:
+    """What the first launcher says whose rank is set."""
+    srun, elastic = _is_srun_task(env), env.has("TORCHELASTIC_RUN_ID")
+    for launcher, rank_name, sizes, local_ranks, local_sizes in _LAUNCHERS:
+        if not env.has(rank_name) or (launcher == "slurm" and not srun):
+            continue
+        size_name = env.first(sizes)
+        if size_name is None:
+            raise LaunchError(
+                f"{rank_name}={env.text(rank_name)} is set but {sizes[-1]} is not: set both, or unset {rank_name}"
+            )
+        rank, world = env.number(rank_name), env.number(size_name)
+        of_srun = srun and env.number(env.first(_TASKS) or "", 0) == world
+        if launcher == "mpi" and of_srun and env.number("SLURM_PROCID") == rank:
+            continue  # srun that also speaks PMI: its own variables say more
+        if launcher == "torchrun" and of_srun and not elastic and env.number("SLURM_PROCID") != rank:
+            raise LaunchError(
+                f"RANK={rank} contradicts SLURM_PROCID={env.text('SLURM_PROCID')}: RANK was exported before srun; "
+                f"unset RANK, or set it to SLURM_PROCID inside the task"
+            )
+        # Scripts export torch's names in a task, and not all of them.
+        local_name = env.first((*local_ranks, "SLURM_LOCALID") if launcher == "torchrun" and srun else local_ranks)
+        if local_name is None and world > 1:
+            names = " or ".join(local_ranks)
+            raise LaunchError(f"{rank_name}={rank} is set but {names} is not: set it in every process")
+        local_rank, known = env.number(local_name or "", 0), env.first(local_sizes)
+        local_size = env.number(known) if known else _slurm_local_size(env, world) if launcher == "slurm" else None
+        job = _slurm_job(env) if launcher == "slurm" else _job(env)
+        master, notices = _master(env, world, local_size)
+        return Launch(
+            rank=rank,
+            local_rank=local_rank,
+            world_size=world,
+            local_world_size=local_size or local_rank + 1,
+            master_addr=master,
+            master_port=_port(env, job),
+            launcher=launcher,
+            node=_node(env),
+            job=job,
+            store_served=launcher == "torchrun" and env.text("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            notices=notices,
+            token=env.text("MEGATRON_JOB_TOKEN"),
+        )
+    # One process; a LOCAL_RANK that someone set still chooses the device.
+    return Launch(local_rank=env.number("LOCAL_RANK", 0), node=_node(env), job=f"alone.{os.getpid()}")
 
 
 def _node(env: Variables) -> str:
@@ -171,7 +200,7 @@ def _job(env: Variables) -> str:
 
 def _slurm_job(env: Variables) -> str:
     """Job and step: several steps may run at once in one allocation."""
-    return f"{env.text('SLURM_JOB_ID')}.{env.text('SLURM_STEP_ID') or env.text('SLURM_STEPID')}"
+    return f"{env.text('SLURM_JOB_ID')}.{env.text(env.first(_STEP_VARIABLES) or '')}"
 
 
 def _port(env: Variables, job: str) -> int:
@@ -184,40 +213,28 @@ def _is_srun_task(env: Variables) -> bool:
 
     A batch script has SLURM_PROCID and SLURM_NTASKS too, but no step; an interactive shell is a step of Slurm's own.
     """
-    step = env.first(("SLURM_STEP_ID", "SLURM_STEPID"))
+    step = env.first(_STEP_VARIABLES)
     if not env.has("SLURM_PROCID") or (step and env.number(step) >= _FIRST_SPECIAL_STEP):
         return False
-    return step is not None or env.first(("SLURM_STEP_NUM_TASKS", "SLURM_SRUN_COMM_HOST")) is not None
-
-
-def _slurm_size(env: Variables) -> int:
-    name = env.first(("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"))
-    if name is None:
-        raise LaunchError(f"SLURM_PROCID={env.text('SLURM_PROCID')} is set but SLURM_NTASKS is not: give srun -n")
-    return env.number(name)
-
-
-def _slurm_hosts(env: Variables) -> list[str]:
-    """The first two hosts of the step (two, to know whether there are more than one)."""
-    name = env.first(("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
-    hosts: list[str] = []
-    for host in iterate_hosts(env.text(name)) if name else ():
-        hosts.append(host)
-        if len(hosts) == 2:
-            break
-    return hosts
+    return step is not None or env.has("SLURM_STEP_NUM_TASKS")
 
 
 def _master(env: Variables, world_size: int, local_world_size: int | None) -> tuple[str, tuple[str, ...]]:
     """The host of rank 0, and what was read otherwise than MASTER_ADDR says; `local_world_size` None: not known."""
     given = env.text("MASTER_ADDR").split()  # `hostname -i` prints an address for each of a host's interfaces
+    if given and not _is_submit_host(env, given[0]):
+        several = (f"MASTER_ADDR={' '.join(given)} is several addresses: the first is used",) if len(given) > 1 else ()
+        return given[0], several
+    name = env.first(_NODE_VARIABLES)
+    if world_size in (1, local_world_size):
+        first = "127.0.0.1"
+    elif name is not None:
+        first = expand_hosts(env.text(name))[0]
+    else:
+        raise LaunchError(f"MASTER_ADDR is not set and {world_size} processes run: set it to the host of rank 0")
     if not given:
-        return _first_host(env, world_size, local_world_size), ()
-    if _is_submit_host(env, given[0]):
-        first = _first_host(env, world_size, local_world_size)
-        return first, (f"MASTER_ADDR={given[0]} submitted the job and is none of its nodes: {first} is used",)
-    several = (f"MASTER_ADDR={' '.join(given)} is several addresses: the first is used",) if len(given) > 1 else ()
-    return given[0], several
+        return first, ()
+    return first, (f"MASTER_ADDR={given[0]} submitted the job and is none of its nodes: {first} is used",)
 
 
 def _is_submit_host(env: Variables, host: str) -> bool:
@@ -225,113 +242,16 @@ def _is_submit_host(env: Variables, host: str) -> bool:
     submit = env.text("SLURM_SUBMIT_HOST")
     if not submit or host != submit or not _is_srun_task(env) or env.has("TORCHELASTIC_RUN_ID"):
         return False
-    nodes = env.first(("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
+    nodes = env.first(_NODE_VARIABLES)
     short = submit.partition(".")[0]
-    return nodes is not None and all(node.partition(".")[0] != short for node in iterate_hosts(env.text(nodes)))
-
-
-def _first_host(env: Variables, world_size: int, local_world_size: int | None) -> str:
-    if world_size in (1, local_world_size):
-        return "127.0.0.1"
-    hosts = _slurm_hosts(env)
-    if not hosts and env.has("PBS_NODEFILE"):
-        try:
-            with open(env.text("PBS_NODEFILE"), encoding="utf-8") as file:
-                hosts = file.read().split()[:1]
-        except OSError as error:
-            raise LaunchError(f"PBS_NODEFILE={env.text('PBS_NODEFILE')}: {error.strerror}: set MASTER_ADDR") from error
-    if not hosts:
-        raise LaunchError(f"MASTER_ADDR is not set and {world_size} processes run: set it to the host of rank 0")
-    return hosts[0]
-
-
-def _launch(
-    env: Variables, launcher: str, world: tuple[int, int], local: tuple[int, int | None], job: str,
-    *, store_served: bool = False,
-) -> Launch:
-    """The Launch of one of several processes; `world` and `local` are (rank, size), on all nodes and on this one."""
-    (rank, world_size), (local_rank, local_size) = world, local
-    master, notices = _master(env, world_size, local_size)
-    return Launch(
-        rank=rank,
-        local_rank=local_rank,
-        world_size=world_size,
-        local_world_size=local_size or local_rank + 1,
-        master_addr=master,
-        master_port=_port(env, job),
-        launcher=launcher,
-        node=_node(env),
-        job=job,
-        store_served=store_served,
-        notices=notices,
-        token=env.text("MEGATRON_JOB_TOKEN"),
-    )
-
-
-def _from_torchrun(env: Variables) -> Launch:
-    rank, world = env.number("RANK"), env.number("WORLD_SIZE")
-    srun = _is_srun_task(env)
-    if srun and not env.has("TORCHELASTIC_RUN_ID") and _slurm_size(env) == world and env.number("SLURM_PROCID") != rank:
-        raise LaunchError(
-            f"RANK={rank} contradicts SLURM_PROCID={env.text('SLURM_PROCID')}: RANK was exported before srun; unset "
-            f"RANK, or set it to SLURM_PROCID inside the task"
-        )
-    if not env.has("LOCAL_RANK") and not srun and world > 1:
-        raise LaunchError(f"RANK={rank} and WORLD_SIZE={world} are set but LOCAL_RANK is not: set it in every process")
-    local = env.number("LOCAL_RANK", env.number("SLURM_LOCALID", 0) if srun else 0)
-    known = env.number("LOCAL_WORLD_SIZE") if env.has("LOCAL_WORLD_SIZE") else None
-    served = env.text("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return _launch(env, "torchrun", (rank, world), (local, known), _job(env), store_served=served)
-
-
-def _from_mpi(env: Variables) -> Launch | None:
-    for rank_name, size_name, local_names, local_size_names in _MPI_VARIABLES:
-        if not env.has(rank_name):
-            continue
-        rank, world = env.number(rank_name), env.number(size_name)
-        if _is_srun_task(env) and (rank, world) == (env.number("SLURM_PROCID"), _slurm_size(env)):
-            return None  # srun that also speaks PMI: its own variables say more
-        local_name, local_size_name = env.first(local_names), env.first(local_size_names)
-        if local_name is None and world > 1:
-            raise LaunchError(f"{rank_name}={rank} is set but no {' or '.join(local_names)}: set {local_names[0]}")
-        local = env.number(local_name) if local_name else 0
-        known = env.number(local_size_name) if local_size_name else None
-        return _launch(env, "mpi", (rank, world), (local, known), _job(env))
-    if env.has("PMIX_RANK") and not _is_srun_task(env):
-        raise LaunchError(
-            f"PMIX_RANK={env.text('PMIX_RANK')} is set, but no variable tells the number of processes: use mpirun or "
-            f"srun, or set RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR in every process"
-        )
-    return None
+    return nodes is not None and all(node.partition(".")[0] != short for node in expand_hosts(env.text(nodes)))
 
 
 def _slurm_local_size(env: Variables, world: int) -> int:
-    """Tasks of this step on this node."""
-    name = env.first(("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
-    node = env.number("SLURM_NODEID", 0)
-    if name:
-        counts = expand_counts(env.text(name))
-        if node < len(counts) and sum(counts) == world:
-            return counts[node]
-    hosts = _slurm_hosts(env)
-    one_node = env.text("SLURM_STEP_NUM_NODES") == "1" or len(hosts) == 1
-    return world if one_node else env.number("SLURM_NTASKS_PER_NODE", env.number("SLURM_LOCALID", 0) + 1)
-
-
-def _from_slurm(env: Variables) -> Launch | None:
-    if not _is_srun_task(env):
-        return None
-    rank, world = env.number("SLURM_PROCID"), _slurm_size(env)
-    if world > 1 and not env.has("SLURM_LOCALID"):
-        raise LaunchError(f"SLURM_PROCID={rank} is set but SLURM_LOCALID is not: start the tasks with srun")
-    local = (env.number("SLURM_LOCALID", 0), _slurm_local_size(env, world))
-    return _launch(env, "slurm", (rank, world), local, _slurm_job(env))
-
-
-def _alone(env: Variables) -> Launch:
-    """One process; a LOCAL_RANK that someone set still chooses the device."""
-    local = env.number("LOCAL_RANK", 0)
-    return Launch(local_rank=local, local_world_size=1, node=_node(env), job=f"alone.{os.getpid()}")
+    """Tasks of this step on this node; at least those up to this one where Slurm does not tell."""
+    name, node = env.first(("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")), env.number("SLURM_NODEID", 0)
+    counts = expand_counts(env.text(name)) if name else []
+    return counts[node] if node < len(counts) and sum(counts) == world else env.number("SLURM_LOCALID", 0) + 1
 
 
 def _checked(launch: Launch) -> Launch:
@@ -342,10 +262,6 @@ def _checked(launch: Launch) -> Launch:
     if launch.rank >= launch.world_size:
         raise LaunchError(
             f"rank {launch.rank} of world size {launch.world_size} {source}: ranks go from 0 to {launch.world_size - 1}"
-        )
-    if launch.local_world_size > launch.world_size:
-        raise LaunchError(
-            f"{launch.local_world_size} processes on this node {source}, but world size is {launch.world_size}"
         )
     if launch.launcher != "none" and launch.local_rank >= launch.local_world_size:
         raise LaunchError(
@@ -382,16 +298,16 @@ def select_device(
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     except RuntimeError as error:  # torch's own look at the variables
         raise LaunchError(f"rank {launch.rank} on node {launch.node}: {error}: {_ONE_VARIABLE}") from error
-    if count == 0 and shown is not None and (torch.version.hip or torch.version.cuda):
-        named = ", ".join(f"{name}={environ[name]}" for name in VISIBLE if environ.get(name))
-        raise LaunchError(
-            f"rank {launch.rank} on node {launch.node} sees no device with {named}: {_ONE_VARIABLE}, or use "
-            f"--distributed-backend gloo to train on the CPU"
-        )
-    if count == 0 and backend is None:
-        return torch.device("cpu")
     if count == 0:
-        raise LaunchError(f"backend nccl on node {launch.node}: torch {torch.__version__} sees no device: use gloo")
+        hidden = shown is not None and (torch.version.hip or torch.version.cuda)
+        if backend is None and not hidden:
+            return torch.device("cpu")
+        named = ", ".join(f"{name}={environ[name]}" for name in VISIBLE if environ.get(name))
+        why = f" with {named}: {_ONE_VARIABLE}" if hidden else ""
+        raise LaunchError(
+            f"rank {launch.rank} on node {launch.node} sees no device for nccl (torch {torch.__version__}){why}; to "
+            f"train on the CPU use --distributed-backend gloo"
+        )
     if count == 1:
         return torch.device("cuda", 0)
     if launch.local_rank >= count:
@@ -401,21 +317,3 @@ def select_device(
         )
     near = near_index(placing, launch.local_rank, count, shown)
     return torch.device("cuda", launch.local_rank if near is None else near)
-
-
-def connect(
-    launch: Launch, timeout: timedelta = timedelta(minutes=10), backend: str | None = None,
-    placing: Placing | None = None, alike: Alike | None = None,
-) -> Rendezvous:
-    """Bring all processes together and initialise torch.distributed. The rendezvous is a context manager.
-
-    `backend` None takes nccl (which is RCCL on ROCm) where there is a device and gloo elsewhere; `timeout` holds for
-    the meeting and for every collective after it. `placing` says which ranks the processes of a node take: from then on
-    the rendezvous's own `launch` counts. `alike` is what all ranks must have alike. Raises LaunchError that names the
-    ranks that did not come, or those that have something else and what it is.
-    """
-    from megatron.parallel.rendezvous import Rendezvous
-
-    if placing is not None:
-        check_devices(placing)
-    return Rendezvous.join(launch, select_device(launch, backend, placing), timeout, placing, alike=alike)

@@ -6,78 +6,73 @@ launcher serves; the first checks them, gives each its rank (placing.py) and pub
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megatron.errors import LaunchError
-from megatron.parallel.hello import (
-    Alike,
-    Hello,
-    assignment_of,
-    collected_notices,
-    difference,
-    digests,
-    make_hello,
-    place,
-    refusal,
-)
+from megatron.parallel.hello import Alike, Hello, difference, make_hello, place, refusal
+from megatron.parallel.launch import Launch
 from megatron.parallel.nodelist import compress_ranks
-from megatron.parallel.placing import Assignment, Placing
+from megatron.parallel.placing import Placing, Task, assign
 from megatron.parallel.report import bounded, device_name, list_places, plain, raise_file_limit, show_duration
-
-if TYPE_CHECKING:
-    from megatron.parallel.launch import Launch
 
 T = TypeVar("T")
 
 ANSWER_S = 5.0  # how long the store, or a rank, may take to answer
 _BATCH = 1024  # so many keys are asked for at once: the store's time for a question grows faster than its keys
 _NAMED = 64  # so many missing ranks are looked for; beyond, nobody reads on
-_CLAIM_S = 2.0  # for an answer of another process that says it is the first one
 _PATIENCE_S = 3.0  # for a store that is not there yet; torch looks for it every second or so until then
 _FOREVER = timedelta(days=20)  # longer ones do not fit torch's 31 bits of milliseconds
 _ASKED = 10_000  # times a second that all ranks together look for a key that they wait for: 0.2 of a core of rank 0
+AS_LAUNCHED = Placing()
 _OPEN = (
     "whoever connects to the store of the ranks can guess its keys, and end this job: export MEGATRON_JOB_TOKEN, a "
     "random text, before srun, mpirun or torchrun"
 )
 
 
+@dataclass(eq=False)
 class Meeting:
     """What a process knows of the others once all have met; Rendezvous is the rest of it.
 
-    launch, device, backend   this process, with the rank that it was given, and what torch.distributed will run on
-    server                    the rank that serves the store
-    notices                   what the log should say about launch and placement; the same on all ranks
+    launch, device   this process, with the rank that it was given
+    timeout          for all to come
+    placing          which ranks the processes of a node take; by default those of the launcher
+    clock, sleep     by which it asks again and again, and gives up
+    alike            what all processes must have alike
+    server           the rank that serves the store
+    notices          what the log should say about launch and placement; the same on all ranks
     """
 
-    def __init__(
-        self, launch: Launch, device: torch.device, timeout: timedelta, placing: Placing | None = None,
-        clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
-        alike: Alike | None = None,
-    ) -> None:  # fmt: skip
-        """`clock` and `sleep`: by which it asks again and again, and gives up. `alike`: what all must have alike."""
-        self._clock, self._sleep = clock, sleep
-        self.launch = launch
-        self.device = device
-        self.timeout = timeout
-        self.placing = placing
-        self.alike = alike or {}
-        self.backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        self.server = 0
-        self.notices: list[str] = []
-        self._renumbered = False
-        self._store: Any = None
-        self._places: list[str] | None = None
-        self._absentees = 0
+    launch: Launch
+    device: torch.device
+    timeout: timedelta
+    placing: Placing = AS_LAUNCHED
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], object] = time.sleep
+    alike: Alike = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list, init=False)
+    _store: Any = field(default=None, init=False)
+    _places: list[str] | None = field(default=None, init=False)
+
+    server = 0
+    _renumbered = False
+    _absentees = 0
+
+    @property
+    def backend(self) -> str:
+        """What torch.distributed runs on."""
+        return "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
 
     @property
     def store(self) -> Any:
@@ -95,13 +90,9 @@ class Meeting:
         return f"rank {self.launch.rank} ({self.launch.node}:{device_name(self.device)}{task})"
 
     @property
-    def _address(self) -> str:
-        return f"{self.launch.store_host}:{self.launch.master_port}"
-
-    @property
     def _store_name(self) -> str:
         served_by = "the launcher's store" if self.launch.store_served else f"rank {self.server}"
-        return f"{served_by} at {self._address}"
+        return f"{served_by} at {self.launch.store_host}:{self.launch.master_port}"
 
     @property
     def pause_s(self) -> float:
@@ -111,92 +102,73 @@ class Meeting:
     def _open_store(self, seconds: float) -> Any:
         if self.launch.world_size == 1 and not self.launch.store_served:
             return dist.HashStore()
-        return dist.PrefixStore(self._prefix, self._serve(seconds) if self.serves_store else self._client(seconds))
+        return dist.PrefixStore(self._prefix, self._serve() if self.serves_store else self._client(seconds))
 
     @property
     def _prefix(self) -> str:
         return self.launch.store_prefix("megatron")
 
-    def _serve(self, seconds: float) -> Any:
+    def _serve(self) -> Any:
+        """The store of all ranks; where they are all on this host, for this host only."""
         raise_file_limit()
+        port, inside = self.launch.master_port, None
         try:
-            return serving_store(self.launch, self.launch.master_port, self.timeout)
+            if self.launch.on_one_node:
+                inside = socket.create_server(("127.0.0.1", port))
+                port = inside.getsockname()[1]
+            return dist.TCPStore(
+                "127.0.0.1", port, None, is_master=True, timeout=self.timeout, wait_for_workers=False,
+                master_listen_fd=None if inside is None else inside.detach(),
+            )  # fmt: skip
         except (RuntimeError, OSError) as error:
-            if self._is_claimed():
-                return self._client(seconds)  # where this process is told that another one has its number
             raise LaunchError(
-                f"rank 0 on node {self.launch.node} cannot serve port {self.launch.master_port}, perhaps because "
-                f"another run uses it: set MASTER_PORT to a free port ({str(error).splitlines()[0]})"
+                f"rank 0 on node {self.launch.node} cannot serve port {port}, perhaps because another run or another "
+                f"process with rank 0 uses it: set MASTER_PORT to a free port, and give every process a rank of its "
+                f"own ({str(error).splitlines()[0]})"
             ) from error
-
-    def _is_claimed(self) -> bool:
-        """Whether another process of this job came with this one's number, and serves the store."""
-
-        def look() -> None:
-            address, limit = ("127.0.0.1", self.launch.master_port), timedelta(seconds=_CLAIM_S)
-            store = dist.TCPStore(*address, None, is_master=False, timeout=limit, wait_for_workers=False)
-            dist.PrefixStore(self._prefix, store).wait([f"claim/{self.launch.task}"], limit)
-
-        try:
-            bounded(look, _CLAIM_S)  # whatever listens there may never answer
-            return True
-        except (RuntimeError, LaunchError):
-            return False
 
     def _client(self, seconds: float) -> Any:
         """A connection to the store, which may come to be within so many seconds."""
         # Rank 0 reaches its own store through the loopback device, whatever its name resolves to.
         address = "127.0.0.1" if self.serves_store else self.launch.store_host, self.launch.master_port
+        deadline = self.clock() + seconds
 
         def connect() -> Any:
             # torch tries again by itself, after ever longer pauses. Its own time limit would end in stack traces.
             return dist.TCPStore(*address, None, is_master=False, timeout=_FOREVER, wait_for_workers=False)
 
-        start = self._clock()
         try:
             try:
                 client = bounded(connect, min(seconds, _PATIENCE_S))
             except LaunchError:
-                left = seconds - (self._clock() - start)
-                self._await_listener(address, left)
-                client = bounded(connect, max(ANSWER_S, seconds - (self._clock() - start)))
+                self._await_listener(address, deadline)
+                left = max(ANSWER_S, deadline - self.clock())
+                client = bounded(connect, left, "somebody listens there, but does not answer")
         except (RuntimeError, OSError, LaunchError) as error:
-            raise self._unreachable(address) from error
+            raise LaunchError(
+                f"rank {self.launch.rank} on node {self.launch.node} does not reach {self._store_name} within "
+                f"{show_duration(self.timeout)}: {error}. Either rank 0 did not start (look at its output), or it "
+                f"runs elsewhere than MASTER_ADDR and MASTER_PORT say"
+            ) from error
         client.set_timeout(self.timeout)
         return client
 
-    def _await_listener(self, address: tuple[str, int], seconds: float) -> None:
+    def _await_listener(self, address: tuple[str, int], deadline: float) -> None:
         """Wait until somebody listens there. Where rank 0 comes late, torch would look again ever less often, and join
-        up to minutes after it."""
-        deadline = self._clock() + seconds
+        up to minutes after it. Raises OSError after the deadline."""
         while True:
             try:
                 socket.create_connection(address, timeout=ANSWER_S).close()
                 return
             except OSError:
-                if self._clock() >= deadline:
+                if self.clock() >= deadline:
                     raise
-                self._sleep(0.1)
-
-    def _unreachable(self, address: tuple[str, int]) -> LaunchError:
-        try:
-            socket.create_connection(address, timeout=ANSWER_S).close()
-            reason = "somebody listens there, but does not answer"
-        except OSError as error:
-            reason = str(error)
-        return LaunchError(
-            f"rank {self.launch.rank} on node {self.launch.node} does not reach {self._store_name} within "
-            f"{show_duration(self.timeout)}: {reason}. Either rank 0 did not start (look at its output), or it runs "
-            f"elsewhere than MASTER_ADDR and MASTER_PORT say"
-        )
+                self.sleep(0.1)
 
     def _say_hello(self, deadline: float) -> None:
         launch, store = self.launch, self._store
         hello = make_hello(launch, self.device, self.backend, self.placing)
-        if store.add(f"claim/{launch.task}", 1) > 1:
-            error = self._duplicate()
-        else:
-            error = self._interface_problem()
+        error = self._duplicate() if store.add(f"claim/{launch.task}", 1) > 1 else self._interface_problem()
         if error:
             store.set("verdict", plain(error))
             raise LaunchError(error)
@@ -214,11 +186,13 @@ class Meeting:
 
     def _tell_alike(self) -> dict[str, str]:
         """Digests of what all must have alike. What it is only the first with a digest writes, of perhaps thousands."""
-        told = digests(self.alike)
-        for digest, text in told.values():
+        told = {}
+        for kind, values in self.alike.items():
+            text = json.dumps(values, sort_keys=True)
+            told[kind] = digest = hashlib.sha256(text.encode()).hexdigest()[:32]
             if not self._store.check([f"alike/{digest}"]):
                 self._store.set(f"alike/{digest}", text)
-        return {kind: digest for kind, (digest, _) in told.items()}
+        return told
 
     def _interface_problem(self) -> str:
         """Why gloo cannot use the interfaces that the environment names, or ""."""
@@ -226,17 +200,16 @@ class Meeting:
         for name in named.split(",") if named else ():
             try:
                 dist.ProcessGroupGloo.create_device(interface=name)
-            except (RuntimeError, TypeError) as error:
+            except (RuntimeError, TypeError) as error:  # a name that is no text is none of torch's
                 there = ", ".join(known for _, known in socket.if_nameindex())
-                unreadable = isinstance(error, TypeError)
-                reason = "it is no text" if unreadable else str(error).splitlines()[0].rpartition(". ")[2]
+                reason = str(error).splitlines()[0]
                 return f"{self._myself}: GLOO_SOCKET_IFNAME={named}: {name!r} is of no use, of {there} here: {reason}"
         return ""
 
     def _duplicate(self) -> str:
         """Why this process cannot go on: another one came with its number first."""
         launch = self.launch
-        known = self._poll([f"hello/{launch.task}"], self._clock() + ANSWER_S)
+        known = self._poll([f"hello/{launch.task}"], self.clock() + ANSWER_S)
         other = self._place(launch.task) if known else "another process"
         return (
             f"two processes say they are rank {launch.task}: {other}, and {launch.node}:{device_name(self.device)}, "
@@ -248,32 +221,28 @@ class Meeting:
         keys = [f"hello/{task}" for task in range(self.launch.world_size)]
         if not self._poll(keys, deadline, unless="verdict"):
             return self._store.get("verdict").decode() if self._store.check(["verdict"]) else self._absent()
-        hellos: list[Hello] = [json.loads(value) for value in self._values(keys)]
+        hellos: list[Hello] = [json.loads(value) for value in self.values(keys)]
         error = refusal(hellos) or difference(hellos, lambda digest: self._store.get(f"alike/{digest}"))
         if error:
             return error
-        found = assignment_of(hellos, self.placing)
-        self._publish(hellos, found)
-        ranks, notices = found.ranks, collected_notices(hellos) + found.notices
-        if not self.launch.token and (self.launch.store_served or not self.launch.on_one_node):
-            notices.append(_OPEN)
-        renumbered = ranks != list(range(len(ranks)))
-        self._store.set("meeting", json.dumps({"renumbered": renumbered, "server": ranks[0], "notices": notices}))
+        self._publish(hellos)
         return ""
 
-    def _publish(self, hellos: list[Hello], found: Assignment) -> None:
+    def _publish(self, hellos: list[Hello]) -> None:
         """Tell each process its rank, and all of them where each rank is."""
-        ranks = found.ranks
-        for task, (hello, device) in enumerate(zip(hellos, found.devices, strict=True)):
-            if hello.get("number") != device:
-                hello["number"] = device
-                self._store.set(f"hello/{task}", json.dumps(hello))
+        said = [Task(hello["node"], hello["number"], tuple(hello["address"]), tuple(hello["near"])) for hello in hellos]
+        found = assign(said, self.placing.device_order)
+        ranks, notices = found.ranks, [*self.launch.notices, *found.notices]
+        if not self.launch.token and (self.launch.store_served or not self.launch.on_one_node):
+            notices.append(_OPEN)
         tasks = sorted(range(len(ranks)), key=ranks.__getitem__)
-        self._places = [place(hellos[task]) for task in tasks]
+        self._places = [place({**hellos[task], "number": found.devices[task]}) for task in tasks]
         self._store.set("places", json.dumps(self._places))
-        for some in batches(range(len(ranks))) if tasks != sorted(tasks) else ():
+        renumbered = tasks != sorted(tasks)
+        for some in batches(range(len(ranks))) if renumbered else ():
             self._store.multi_set([f"task/{rank}" for rank in some], [str(tasks[rank]) for rank in some])
             self._store.multi_set([f"rank/{task}" for task in some], [str(ranks[task]) for task in some])
+        self._store.set("meeting", json.dumps({"renumbered": renumbered, "server": ranks[0], "notices": notices}))
 
     def _take_rank(self) -> None:
         """From here on this process goes by the rank that it was given."""
@@ -288,64 +257,51 @@ class Meeting:
         pause, longest = 0.005, 0.2 if self.launch.task == 0 else self.pause_s
         for batch in batches(keys):
             while not self._store.check(batch):
-                left = deadline - self._clock()
+                left = deadline - self.clock()
                 if left <= 0 or (unless and self._store.check([unless])):
                     return False
-                self._sleep(min(pause, left))
+                self.sleep(min(pause, left))
                 pause = min(pause * 1.5, longest)
         return True
 
-    def _values(self, keys: Sequence[str]) -> list[bytes]:
+    def values(self, keys: Sequence[str]) -> list[bytes]:
         """What the store has under keys that exist."""
         return [value for batch in batches(keys) for value in self._store.multi_get(batch)]
 
     def _absent(self) -> str:
-        missing = self._without_key("hello")
+        size, missing = self.launch.world_size, self.ranks_without("hello", _NAMED)
         within = show_duration(self.timeout)
         self._absentees = len(missing)
-        absent = set(missing)
-        present = [rank for rank in range(self.launch.world_size) if rank not in absent][:_NAMED]
-        known = [(rank, self._place(rank)) for rank in present if len(missing) < _NAMED]
-        more = " and perhaps more" if len(missing) >= _NAMED else ""
         if not missing:
             return f"all ranks came, but rank 0 ({self._place(0)}) gave no go-ahead within {within}"
-        who = f"rank{'s' if len(missing) > 1 else ''} {compress_ranks(missing)}{more} of {self.launch.world_size}"
+        many = len(missing) == _NAMED
+        present = [] if many else sorted(set(range(size)).difference(missing))[:_NAMED]
+        who = f"rank{'s' if len(missing) > 1 else ''} {compress_ranks(missing)}{' and perhaps more' if many else ''}"
         return (
-            f"{who} did not come within {within}. Present: {list_places(known) or 'not listed'}. Look at the output of "
+            f"{who} of {size} did not come within {within}. Present: "
+            f"{list_places([(rank, self._place(rank)) for rank in present]) or 'not listed'}. Look at the output of "
             f"the missing; if they only start slowly, raise --distributed-timeout-minutes"
         )
 
-    def _without_key(self, kind: str) -> list[int]:
-        """Ranks without a key `kind/rank`, at most _NAMED of them; halves the range, so that few misses cost little."""
+    def ranks_without(self, kind: str, most: int) -> list[int]:
+        """The first ranks without a key `kind/rank`, at most so many; halves ranges, so that few misses cost little."""
         found: list[int] = []
-        size = self.launch.world_size
-        ranges = [(low, min(low + _BATCH, size)) for low in range(0, size, _BATCH)][::-1]
-        while ranges and len(found) < _NAMED:
-            low, high = ranges.pop()
-            if self._store.check([f"{kind}/{rank}" for rank in range(low, high)]):
+        ranges = list(batches(range(self.launch.world_size)))[::-1]
+        while ranges and len(found) < most:
+            ranks = ranges.pop()
+            if self._store.check([f"{kind}/{rank}" for rank in ranks]):
                 continue
-            if high - low == 1:
-                found.append(low)
+            if len(ranks) == 1:
+                found += ranks
             else:
-                middle = (low + high) // 2
-                ranges += [(middle, high), (low, middle)]
+                middle = len(ranks) // 2
+                ranges += [ranks[middle:], ranks[:middle]]
         return found
 
-    def _place(self, rank: int) -> str:
-        task = int(self._store.get(f"task/{rank}")) if self._renumbered else rank
+    def _place(self, task: int) -> str:
+        """Where a process is that has said hello, by its launcher's number."""
         hello = json.loads(self._store.get(f"hello/{task}"))
-        return f"{place(hello)}, process {hello['pid']}" + (f", task {task}" if task != rank else "")
-
-
-def serving_store(launch: Launch, port: int, timeout: timedelta) -> Any:
-    """Serve a store, where all processes are on this host for this host only. Raises OSError and RuntimeError."""
-    inside = socket.create_server(("127.0.0.1", port)) if launch.on_one_node else None
-    if inside is not None:
-        port = inside.getsockname()[1]
-    return dist.TCPStore(
-        "127.0.0.1", port, None, is_master=True, timeout=timeout, wait_for_workers=False,
-        master_listen_fd=None if inside is None else inside.detach(),
-    )  # fmt: skip
+        return f"{place(hello)}, process {hello['pid']}"
 
 
 def batches(keys: Sequence[T]) -> Iterator[list[T]]:

@@ -22,13 +22,7 @@ def expand_hosts(nodelist: str) -> list[str]:
     >>> expand_hosts("frontier[00001-00003,00007],x1")
     ['frontier00001', 'frontier00002', 'frontier00003', 'frontier00007', 'x1']
     """
-    return list(iterate_hosts(nodelist))
-
-
-def iterate_hosts(nodelist: str) -> Iterator[str]:
-    """Like expand_hosts, one host at a time."""
-    text = nodelist.strip()
-    position = 0
+    text, position, hosts = nodelist.strip(), 0, list[str]()
     while True:
         item = _ITEM.match(text, position)
         if item is None:
@@ -36,10 +30,10 @@ def iterate_hosts(nodelist: str) -> Iterator[str]:
         parts = [list(_numbers(m[1], nodelist)) if m[1] else [m[2]] for m in _PART.finditer(item[0])]
         if math.prod(map(len, parts)) > MOST:
             raise LaunchError(f"node list {nodelist!r}: {item[0]!r} is more than {MOST} hosts")
-        yield from map("".join, itertools.product(*parts))
+        hosts += map("".join, itertools.product(*parts))
         position = item.end()
         if position == len(text):
-            return
+            return hosts
         if text[position] != ",":
             raise LaunchError(f"node list {nodelist!r} cannot be read at character {position + 1}")
         position += 1

@@ -56,12 +56,13 @@ def reserve_port() -> socket.socket:
     return held
 
 
-def kill_process(pid: int, start: int) -> bool:
-    """End a process at once, unless it is another one than the one that started then; whether a signal was sent."""
+def kill_process(pid: int, start: int, number: int = signal.SIGKILL) -> bool:
+    """Send a signal, which ends the process at once, unless it is another one than the one that started then; whether
+    the signal was sent."""
     if not start or process_start(pid) != start:
         return False
     with contextlib.suppress(OSError):
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
         return True
     return False
 

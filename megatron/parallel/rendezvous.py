@@ -19,20 +19,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
 from megatron.errors import LaunchError, LostRankError
 from megatron.parallel.environment import changed
-from megatron.parallel.flight import FlightRecorder
-from megatron.parallel.flight_file import FlightFile, open_flight_file
+from megatron.parallel.flight import FlightRecorder, FlightState
+from megatron.parallel.flight_file import FlightFile
 from megatron.parallel.hello import Alike
-from megatron.parallel.meeting import ANSWER_S, Meeting
+from megatron.parallel.launch import Launch, select_device
+from megatron.parallel.meeting import ANSWER_S, AS_LAUNCHED, Meeting
 from megatron.parallel.nodelist import compress_ranks
-from megatron.parallel.placing import Placing
+from megatron.parallel.placing import Placing, check_devices
 from megatron.parallel.processes import process_start
 from megatron.parallel.report import (
     bounded,
@@ -40,14 +42,10 @@ from megatron.parallel.report import (
     host_name_is_local,
     list_places,
     plain,
-    position,
     raise_file_limit,
     show_duration,
     without_dns,
 )
-
-if TYPE_CHECKING:
-    from megatron.parallel.launch import Launch
 
 _SOURCE_LINE = re.compile(r"\[\S+\.(cc|cpp):\d+\] ?")  # where gloo was compiled, which tells nobody anything
 _SHOWN = 64  # places in the code that a finding lists
@@ -56,31 +54,38 @@ _LINGER_S = 5.0  # how long the rank that serves the store stays for others at t
 # Up to so many ranks gloo connects at the start; more would take minutes. When it connects on demand, it waits without
 # end for a rank that died before the first message: there the launcher has to end the job (srun --kill-on-bad-exit).
 _FULL_MESH = 1024
-_STEP = "\t"  # in an answer to it, between the number of a step and its name
-_LEFT = "left"  # the answer to a roll call of a rank that ended by itself
 _ROLL, _INQUIRY = "roll", "inquiry"  # what a call may be
 
 
+@dataclass(eq=False)
 class Rendezvous(Meeting):
-    """This process's tie to all others, over an initialised torch.distributed. As a context manager it closes itself.
+    """This process's tie to all others: after `join` over torch.distributed. As a context manager it closes itself.
 
     places                    "node:device" of every rank, in rank order
-    flight, flight_file       this rank's flight recorder, and its node's file of them (None where none can be made)
+    flight, flight_file       this rank's flight recorder, and its node's file of them
     on_inquiry                called in a thread of its own with the number of an inquiry
     doing                     number and name of what this rank is in, of things that all ranks do one after the other,
-                              for a roll call; 0: its place in the code says more
+                              for a roll call; 0: its flight record says more
     """
 
-    def __init__(
-        self, launch: Launch, device: torch.device, timeout: timedelta, placing: Placing | None = None,
-        clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] | None = None,
-        alike: Alike | None = None,
-    ) -> None:  # fmt: skip
-        """Use Rendezvous.join."""
-        super().__init__(launch, device, timeout, placing, clock, sleep or time.sleep, alike)
+    doing = (0, "")
+    speaks = False  # whether this rank is the one that acts on what `explain` found
+    _call = 1  # the one that is looked for
+    _heard = ""  # what a roll call brought to light
+    _reported = False  # a rank said why it failed
+    _alarmed = False  # another rank failed, or the store is gone
+    _failed = False
+    _store_lost = False
+    _closed = False
+
+    def __post_init__(self) -> None:
+        self.flight = FlightRecorder()
+        self.flight_file: FlightFile
+        self.on_inquiry: Callable[[int], None] | None = None
+        self.judged = threading.Event()  # cleared while a watchdog finds out whether the job hangs
+        self.judged.set()
         self._deaf = threading.Event()  # no more calls are answered
-        self._pause: Callable[[float], object] = sleep or self._deaf.wait
-        self._call = 1  # the one that is looked for
+        self._pause = self._deaf.wait if self.sleep is time.sleep else self.sleep
         self._left_to_torch: Any = None  # the first connection to the store, once this rank has another
         self._changing = threading.Lock()  # held by who makes another
         self._held_s = _HELD_S + self.pause_s  # torch may wait in the connection: ranks that poll go on so far apart
@@ -88,27 +93,9 @@ class Rendezvous(Meeting):
         self._watcher: threading.Thread | None = None
         self._variables = contextlib.ExitStack()  # that are set until the end
         self._explained: LaunchError | None = None
-        self._reported = False  # a rank said why it failed
-        self.speaks = False  # whether this rank is the one that acts on what `explain` found
-        self._failed = False
-        self._closed = False
-        self._store_lost = False
-        self._alarmed = False  # another rank failed, or the store is gone
-        self._alarm = threading.Event()  # the same, for who waits; set at the end of what is waited for, too
-        self._heard = ""  # what a roll call brought to light
-        self.flight_file: FlightFile | None = None
-        self.flight = FlightRecorder()
-        self.on_inquiry: Callable[[int], None] | None = None
-        self.doing = (0, "")
-        self.judged = threading.Event()  # cleared while a watchdog finds out whether the job hangs
-        self.judged.set()
+        self._alarm = threading.Event()  # as _alarmed, for who waits; set at the end of what is waited for, too
 
-    @classmethod
-    def join(
-        cls, launch: Launch, device: torch.device, timeout: timedelta, placing: Placing | None = None,
-        clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] | None = None,
-        alike: Alike | None = None,
-    ) -> Rendezvous:  # fmt: skip
+    def join(self) -> Self:
         """Meet all other ranks, take the rank that `placing` gives and initialise torch.distributed.
 
         Raises LaunchError within `timeout` when ranks are missing (it names them and tells where the others are), when
@@ -117,11 +104,12 @@ class Rendezvous(Meeting):
         """
         if dist.is_initialized():
             raise LaunchError("torch.distributed is initialised already: connect once, or close the first rendezvous")
-        self = cls(launch, device, timeout, placing, clock, sleep, alike)
-        deadline = self._clock() + timeout.total_seconds()
-        with without_dns() if self.serves_store and not launch.on_one_node else contextlib.nullcontext():
+        deadline = self.clock() + self.timeout.total_seconds()
+        with without_dns() if self.serves_store and not self.launch.on_one_node else contextlib.nullcontext():
             self._meet(deadline)
-        self._describe_flight()  # the rank may be another now
+        where = f"{self.launch.node}:{device_name(self.device)}"
+        self.flight.describe(self.launch.rank, os.getpid(), where, process_start(os.getpid()))
+        self.flight_file.unlink()  # all ranks of the node have opened it
         sys.audit("megatron.parallel.met", self)
         try:
             self._watch()
@@ -135,29 +123,19 @@ class Rendezvous(Meeting):
     def _meet(self, deadline: float) -> None:
         """Connect to the store and say hello."""
         self._store = self._open_store(self.timeout.total_seconds())
-        self._open_flight()
+        self.flight_file = FlightFile(self.launch)
+        self.flight = self.flight_file.recorder
         atexit.register(self._leave)
         try:
             # It heeds the deadline itself unless the store's host hangs or lost power.
-            left, failure = deadline - self._clock(), f"{self._myself}: {self._store_name} gave no answer"
+            left, failure = deadline - self.clock(), f"{self._myself}: {self._store_name} gave no answer"
             bounded(lambda: self._say_hello(deadline), max(left, 0.0) + ANSWER_S, failure)
-        except LaunchError:
+        except (RuntimeError, LaunchError) as error:
+            self._store_lost = not isinstance(error, LaunchError)
             self._leave()
+            if self._store_lost:
+                raise LaunchError(f"{self._myself}: {self._store_gone()}") from error
             raise
-        except RuntimeError as error:
-            self._store_lost = True
-            self._leave()
-            raise LaunchError(f"{self._myself}: {self._store_gone()}") from error
-
-    def _open_flight(self) -> None:
-        self.flight_file = open_flight_file(self.launch)
-        if self.flight_file is not None:
-            self.flight = self.flight_file.recorder
-        self._describe_flight()
-
-    def _describe_flight(self) -> None:
-        where = f"{self.launch.node}:{device_name(self.device)}"
-        self.flight.describe(self.launch.rank, os.getpid(), where, process_start(os.getpid()))
 
     def _initialise(self) -> None:
         launch = self.launch
@@ -196,11 +174,7 @@ class Rendezvous(Meeting):
     @property
     def places(self) -> list[str]:
         if self._places is None:
-            try:
-                self._places = json.loads(self._store.get("places"))
-            except RuntimeError as error:
-                self._store_lost = True
-                raise LaunchError(f"{self._myself}: {self._store_gone()}") from error
+            self._places = json.loads(self._store.get("places"))
         return self._places
 
     def unless_failed(self, function: Callable[[], Any], seconds: float, failure: str) -> Any:
@@ -242,7 +216,7 @@ class Rendezvous(Meeting):
 
     def comes(self, key: str, seconds: float) -> bool:
         """Whether the store gets a key within so many seconds."""
-        return self._poll([key], self._clock() + seconds)
+        return self._poll([key], self.clock() + seconds)
 
     def gather(self, name: str, size: int) -> None:
         """Wait until so many ranks have called this, with this name and as often as this rank.
@@ -266,22 +240,12 @@ class Rendezvous(Meeting):
                 self._store_lost = True
 
     def _write_failure(self, message: str) -> None:
-        number = self._store.add("failures", 1)
-        self._store.set(f"failure/{number}", json.dumps([self.launch.rank, message]))
+        said = f"{self._myself} failed: {message}"
+        self._store.compare_set("failure", "", json.dumps([self.launch.rank, said]))  # the first, which is the cause
         if self.serves_store and self._store.add("explainers", 1) == 1:
             # gloo shows the others a closed connection only when this process ends, with the store: tell them now
-            self._store.set("findings", f"rank {self.launch.rank} failed: {message}")
+            self._store.set("findings", said)
             self._call_all(_ROLL)
-
-    def failures(self) -> dict[int, str]:
-        """The messages of all ranks that called fail()."""
-        keys = [f"failure/{n + 1}" for n in range(self._store.add("failures", 0))]
-        found: dict[int, str] = {}
-        for key in keys:
-            if self._store.check([key]):
-                rank, message = json.loads(self._store.get(key))
-                found.setdefault(rank, message)
-        return found
 
     def explain(self, error: BaseException) -> LaunchError:
         """What a failed or timed-out collective means: the ranks that failed or died, as far as it can be known.
@@ -294,29 +258,21 @@ class Rendezvous(Meeting):
             self.judged.wait(2 * self._answer_s)  # a watchdog that finds a hang ends this process, and knows more
             symptom = (_SOURCE_LINE.sub("", str(error)).splitlines() or [""])[0].split(". ")[0]
             seen = f"{type(error).__name__}: {symptom}"
-            try:
-                known = self._store_lost or self._heard
-                text = self._last_word() if known else bounded(lambda: self._diagnose(seen), 4 * self._answer_s)
-            except (RuntimeError, LaunchError):
-                self._store_lost = True
-                text = self._last_word()
+            text = self._heard
+            if not text and not self._store_lost:
+                try:
+                    text = bounded(lambda: self._diagnose(seen), 4 * self._answer_s)
+                except (RuntimeError, LaunchError):
+                    self._store_lost = True
+            text = text or self._heard or self._store_gone()
             if self._store_lost:  # with the rank that served it
                 self.speaks = self.launch.task == 1
             kind = LaunchError if self._reported else LostRankError
             self._explained = kind(f"{self._myself}: {text}. Seen here as {seen}")
         return self._explained
 
-    def _last_word(self) -> str:
-        """What is known without the store."""
-        return self._heard or self._store_gone()
-
     def _store_gone(self) -> str:
-        if self.launch.store_served:
-            return f"the launcher's store at {self._address} is gone: the launcher ended; look at its output"
-        return (
-            f"rank {self.server}, which serves the store at {self._address}, is gone: it died or was stopped; look at "
-            f"its output"
-        )
+        return f"{self._store_name} is gone, and with it the store: it died, ended or was stopped; look at its output"
 
     def _diagnose(self, seen: str) -> str:
         if self.launch.world_size == 1:
@@ -330,32 +286,39 @@ class Rendezvous(Meeting):
         return self._findings()
 
     def _findings(self) -> str:
-        """What the rank that called the roll found, or what failed ranks said themselves."""
-        failed = {rank: text for rank, text in self.failures().items() if rank != self.launch.rank}
-        if failed:
-            self._reported = True
-            return "; ".join(f"rank {rank} ({self._place(rank)}) failed: {text}" for rank, text in failed.items())
+        """What the rank that called the roll found, or what the first rank that failed said itself."""
+        if self._store.check(["failure"]):
+            rank, said = json.loads(self._store.get("failure"))
+            if rank != self.launch.rank:
+                self._reported = True
+                return str(said)
         findings: bytes = self._store.get("findings")
         return findings.decode()
 
     def _call_roll(self, seen: str) -> str:
-        """Ask every rank for a sign of life, and where it is in the code."""
-        ranks, deadline = range(self.launch.world_size), self._clock() + self._answer_s
+        """Ask every rank for a sign of life, and what it does."""
+        ranks, deadline = range(self.launch.world_size), self.clock() + self._answer_s
         self._call_all(_ROLL)
         self._poll([f"answer/{rank}" for rank in ranks], deadline)
-        dead = self._without_key("answer")
+        dead = self.ranks_without("answer", _SHOWN)
         self._absentees = len(dead)
         if dead:
-            places = list_places([(rank, self._place(rank)) for rank in dead])
+            places = list_places([(rank, self._where(rank)) for rank in dead])
             return f"no sign of life from rank {compress_ranks(dead)}: died or was killed ({places})"
-        where: dict[str, list[int]] = {}
-        for rank, answer in zip(ranks, self._values([f"answer/{rank}" for rank in ranks]), strict=True):
-            where.setdefault(answer.decode(), []).append(rank)
-        gone = where.pop(_LEFT, [])
-        found = [f"rank {compress_ranks(at)} in {place}" for place, at in _earliest(where).items()]
-        found += [f"rank {compress_ranks(gone)} ended"] if gone else []
+        answers = [json.loads(answer) for answer in self.values([f"answer/{rank}" for rank in ranks])]
+        # Those in a later step than others wait for them.
+        first = min((step for step, _ in answers if step), default=0)
+        at: dict[str, list[int]] = {}
+        for rank, (step, place) in enumerate(answers):
+            if step <= first:
+                at.setdefault(place, []).append(rank)
+        found = [f"rank {compress_ranks(of)} {place}" for place, of in list(at.items())[:_SHOWN]]
         # The others may only have stopped because this rank called.
-        return f"no rank died; {', '.join(found[:_SHOWN])}; rank {self.launch.rank} was the first to see {seen}"
+        return f"no rank died; {', '.join(found)}; rank {self.launch.rank} was the first to see {seen}"
+
+    def _where(self, rank: int) -> str:
+        task = int(self._store.get(f"task/{rank}")) if self._renumbered else rank
+        return self.places[rank] + (f", task {task}" if task != rank else "")
 
     def _watch(self) -> None:
         """Start the thread that answers roll calls."""
@@ -384,9 +347,9 @@ class Rendezvous(Meeting):
 
     def _answer(self, call: str) -> None:
         if call == _ROLL:
-            number, name = self.doing
-            where = f"{number}{_STEP}{name}" if number else position(threading.main_thread().ident)
-            self._store.set(f"answer/{self.launch.rank}", where)
+            state, (step, name) = FlightState.read(self.flight.buffer), self.doing
+            where = name or (state.where if state else "an unknown place")
+            self._store.set(f"answer/{self.launch.rank}", json.dumps([step, f"in {where}"]))
             self._sound_alarm()
         elif self.on_inquiry is not None:
             self.on_inquiry(self._call)
@@ -434,26 +397,32 @@ class Rendezvous(Meeting):
         self._deaf.set()
         if self._watcher is not None and not self._store_lost:
             self._watcher.join(timeout=ANSWER_S)
-        if self.flight_file is not None:
-            self.flight_file.close()
+        self.flight_file.close()
 
     def _write_left(self) -> None:
         launch = self.launch
         if launch.world_size == 1:
             return
         # First the answer: a roll call must not wait for this rank longer than this rank stays to serve the store.
-        self._store.set(f"answer/{launch.rank}", _LEFT)
+        self._store.set(f"answer/{launch.rank}", json.dumps([0, "has ended"]))
         self._deaf.set()
-        deadline = self._clock() + _LINGER_S + self._held_s
+        deadline = self.clock() + _LINGER_S + self._held_s
         gone = self._store.add("left", 1)
-        while self.serves_store and gone < launch.world_size - self._absentees and self._clock() < deadline:
-            self._sleep(0.02)
+        while self.serves_store and gone < launch.world_size - self._absentees and self.clock() < deadline:
+            self.sleep(0.02)
             gone = self._store.add("left", 0)
 
 
-def _earliest(where: dict[str, list[int]]) -> dict[str, list[int]]:
-    """Places of ranks, without those who are in a later step than others: they wait for them."""
-    steps = {place: place.split(_STEP) for place in where if _STEP in place}
-    first = min((int(number) for number, _ in steps.values()), default=0)
-    late = [place for place, (number, _) in steps.items() if int(number) > first]
-    return {steps.get(place, [place])[-1]: ranks for place, ranks in where.items() if place not in late}
+def connect(
+    launch: Launch, timeout: timedelta = timedelta(minutes=10), backend: str | None = None,
+    placing: Placing = AS_LAUNCHED, alike: Alike | None = None,
+) -> Rendezvous:  # fmt: skip
+    """Bring all processes together and initialise torch.distributed. The rendezvous is a context manager.
+
+    `backend` None takes nccl (which is RCCL on ROCm) where there is a device and gloo elsewhere; `timeout` holds for
+    the meeting and for every collective after it. `placing` says which ranks the processes of a node take: from then on
+    the rendezvous's own `launch` counts. `alike` is what all ranks must have alike. Raises LaunchError that names the
+    ranks that did not come, or those that have something else and what it is.
+    """
+    device = select_device(launch, backend, check_devices(placing))
+    return Rendezvous(launch, device, timeout, placing, alike=alike or {}).join()

@@ -18,13 +18,6 @@ import torch
 
 from megatron.errors import LaunchError
 
-# Frames of waiting itself, which say nothing about where a rank is.
-_NOT_SHOWN = (
-    os.path.dirname(torch.__file__) + os.sep,
-    str(threading.__file__),
-    __file__,
-    *(os.path.join(os.path.dirname(__file__), name) for name in ("meeting.py", "rendezvous.py")),
-)
 _OWN_THREADS = ("bounded", "rendezvous", "watchdog")
 
 
@@ -59,34 +52,22 @@ def bounded(
     return value
 
 
-def position(thread: int | None) -> str:
-    """Function, file and line of our own or the user's code in which a thread is."""
-    frame = sys._current_frames().get(thread) if thread is not None else None
-    while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_SHOWN):
-        frame = frame.f_back
-    if frame is None:
-        return "an unknown place"
-    return f"{frame.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
-
-
-def python_stacks(limit: int = 2900) -> str:
-    """Where all threads of this process are: the main thread's frames, one a line and the innermost last, and after an
-    empty line one line for each other thread. Of a text longer than `limit` the outer frames are left out."""
-    frames = sys._current_frames()
-    main, here = threading.main_thread().ident, threading.get_ident()
-    walk = traceback.walk_stack(frames[main]) if main in frames else ()
-    lines = [_frame(frame, line) for frame, line in walk][::-1]
-    others = [
-        f"thread {thread.name}: {_frame(frames[thread.ident], frames[thread.ident].f_lineno)}"
-        for thread in threading.enumerate()
-        if thread.ident in frames and thread.ident not in (main, here) and thread.name not in _OWN_THREADS
-    ][:8]
-    tail = "\n\n" + "\n".join(others) if others else ""
-    left_out = 0
-    while len(lines) > 1 and sum(len(line) + 1 for line in lines) + len(tail) + 40 > limit:
-        del lines[0]
-        left_out += 1
-    return "\n".join([f"({left_out} outer frames)", *lines] if left_out else lines) + tail
+def python_stacks(limit: int) -> str:
+    """Where the threads of this process are: the main thread's frames, one a line and the innermost last, and after an
+    empty line one line for each other thread. Of more than `limit` characters other threads and outer frames are left
+    out."""
+    main: list[str] = []
+    others = []
+    for thread in threading.enumerate():
+        frame = sys._current_frames().get(thread.ident or 0)
+        if frame is not None and thread is threading.main_thread():
+            main = [_frame(*at) for at in traceback.walk_stack(frame)][::-1]
+        elif frame is not None and thread.name not in _OWN_THREADS:
+            others.append(f"thread {thread.name}: {_frame(frame, frame.f_lineno)}")
+    text, more = "\n".join(main), "\n".join(["\n", *others])
+    if len(text) > limit:
+        return f"(outer frames)...{text[-limit:]}"
+    return text + more if others and len(text + more) <= limit else text
 
 
 def _frame(frame: Any, line: int) -> str:
@@ -112,13 +93,13 @@ def device_identity(device: torch.device) -> str:
     """What tells this device from the others of its node; "" for the CPU or where torch does not know."""
     if device.type == "cpu":
         return ""
-    properties = torch.cuda.get_device_properties(device)
     if not torch.version.hip:
-        return str(getattr(properties, "uuid", ""))  # parts of one card share its bus address but not the uuid
+        # Parts of one card share its bus address but not the uuid.
+        return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
     # The dies of an MI250X have one bus address each. The parts of a divided MI300 share theirs; where a process sees
     # several of them, the number tells them apart.
-    address = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    return "" if address[1] is None else ":".join(str(part) for part in (*address, device.index))
+    address = bus_address(device)
+    return f"{address}:{device.index}" if address else ""
 
 
 def bus_address(device: torch.device) -> tuple[int, ...]:

@@ -215,7 +215,6 @@ class Topology:
         """The view of `rank` on `layout`. Without `new_group` nothing communicates: for planning and tests."""
         t, d, p = layout.coordinates(rank)
         recorder = flight or FlightRecorder()
-        recorder.set_layout(layout.tensor, layout.pipeline, layout.data)
 
         def group(kind: str, ranks: Sequence[int]) -> Group:
             handle = new_group(ranks) if new_group is not None and len(ranks) > 1 else None

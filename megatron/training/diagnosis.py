@@ -10,24 +10,24 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 
 from megatron.data.batch import MicroBatch
-from megatron.data.sampler import sample_order
-from megatron.errors import DataError
+from megatron.engine.engine import StepResult
+from megatron.errors import TrainingError
 from megatron.parallel import collectives
 from megatron.parallel.sharding import sharding_of
-from megatron.parallel.topology import Topology
-
-if TYPE_CHECKING:
-    from megatron.training.run import Run
+from megatron.training.run import Run
+from megatron.training.skips import StepUnderWay
 
 Key = tuple[int, ...]
-_LARGEST = torch.finfo(torch.float32).max
+_ABSENT = (torch.iinfo(torch.int64).max,) * 4  # the key of a rank that has found nothing
+_NOTHING = (
+    "none on any rank: when the step was run again every value was finite. What does not repeat itself is a fault "
+    "of memory, of a device or of a race: look at the health of the nodes"
+)
 
 
 class Phase(enum.IntEnum):
@@ -49,44 +49,30 @@ class _Finding:
     tensor: int = 0  # its address: several modules look at one tensor
 
 
-class _Looks:
-    """What the looks at weights, activations and gradients on this rank found."""
-
-    def __init__(self) -> None:
-        self.first: _Finding | None = None
-        self._count = 0
-
-    def look(
-        self, x: torch.Tensor, phase: Phase, micro_batch: int, place: int, text: str, behind: bool = False
-    ) -> None:
-        """Keep what is wrong with `x`, if it comes before what was found. `behind`: another module's look at the same
-        tensor says more."""
-        self._count += 1
-        x = x.detach()  # otherwise the look were a part of the graph, which a second computation does not find again
-        if not x.is_floating_point() or bool(torch.isfinite(x).all()):
-            return
-        first, address = self.first, x.data_ptr()
-        key = (int(phase), micro_batch, place, self._count)
-        if first is not None and behind and first.key[:-1] == key[:-1] and first.tensor == address:
-            self.first = _Finding(first.key, _described(x, text), address)
-        elif first is None or key < first.key:
-            self.first = _Finding(key, _described(x, text), address)
-
-
-def _described(x: torch.Tensor, text: str) -> str:
-    bad = x[~torch.isfinite(x)]
-    return f"{text}: {bad.numel()} of {x.numel()} values are not finite, the first is {float(bad[0])}"
-
-
 class _Tracer:
-    """Looks at what enters and leaves every module of the chunks, and at the gradients of both."""
+    """Looks at weights, at what enters and leaves every module of the chunks, and at the gradients of these."""
 
     def __init__(self, run: Run, micro_batches: Sequence[MicroBatch]) -> None:
-        self.looks = _Looks()
+        self.first: _Finding | None = None
+        self._count = 0
         self._micro_batches = list(micro_batches)
         self._last_stage = run.executor.last_stage
         self._now: tuple[int, int, str] | None = None  # micro-batch, stage, its samples; None between forward passes
         self._size = run.config.batch.micro_batch_size
+
+    def look(self, x: torch.Tensor, phase: Phase, micro_batch: int, place: int, text: str) -> None:
+        """Keep what is wrong with `x`, if it comes before what was found. Of several looks at one gradient the last,
+        behind the module, says the most."""
+        self._count += 1
+        x = x.detach()  # otherwise the look were a part of the graph, which a second computation does not find again
+        if not x.is_floating_point() or bool(torch.isfinite(x).all()):
+            return
+        bad, first, address = x[~torch.isfinite(x)], self.first, x.data_ptr()
+        text = f"{text}: {bad.numel()} of {x.numel()} values are not finite, the first is {float(bad[0])}"
+        key = (int(phase), micro_batch, place, self._count)
+        again = first is not None and phase is Phase.BACKWARD and (first.key[:-1], first.tensor) == (key[:-1], address)
+        if first is None or again or key < first.key:
+            self.first = _Finding(first.key if first is not None and again else key, text, address)
 
     @contextlib.contextmanager
     def installed(self, run: Run) -> Iterator[None]:
@@ -105,12 +91,15 @@ class _Tracer:
             for handle in handles:
                 handle.remove()
 
+    def samples(self, batch: MicroBatch) -> str:
+        """The samples of a micro-batch, by their numbers."""
+        return f"samples {batch.first_sample} to {batch.first_sample + self._size - 1}"
+
     def _run(
         self, stage: int, chunk: Callable[..., torch.Tensor], batch: MicroBatch, hidden: torch.Tensor | None
     ) -> torch.Tensor:
         index = next(i for i, one in enumerate(self._micro_batches) if one is batch)
-        first = batch.first_sample
-        self._now = (index, stage, f"samples {first} to {first + self._size - 1}")
+        self._now = (index, stage, self.samples(batch))
         try:
             if hidden is not None:
                 self._watch(hidden, f"the message from stage {stage - 1}", f"the input of stage {stage}")
@@ -122,24 +111,25 @@ class _Tracer:
             self._now = None
 
     def _before(self, name: str, _: Any, inputs: tuple[Any, ...]) -> None:
-        for x in _tensors(inputs):
+        for x in inputs:
             self._watch(x, f"the input of {name}", f"{name}, the gradient of its input")
 
     def _after(self, name: str, _: Any, __: Any, outputs: Any) -> None:
-        for x in _tensors(outputs):
+        for x in outputs if isinstance(outputs, tuple | list) else (outputs,):
             self._watch(x, f"{name}, its output", f"the gradient of the output of {name}")
 
-    def _watch(self, x: torch.Tensor, forward: str, backward: str) -> None:
-        if self._now is None:  # a layer is computed a second time, within a backward pass
+    def _watch(self, x: Any, forward: str, backward: str) -> None:
+        # Without a micro-batch a layer is computed a second time, within a backward pass.
+        if self._now is None or not isinstance(x, torch.Tensor):
             return
         index, stage, samples = self._now
-        self.looks.look(x, Phase.FORWARD, index, stage, f"forward pass of {samples}, {forward}")
+        self.look(x, Phase.FORWARD, index, stage, f"forward pass of {samples}, {forward}")
         if x.requires_grad and not isinstance(x, torch.nn.Parameter):  # a bias's sum is looked at
             text = f"backward pass of {samples}, {backward}"
             x.register_hook(partial(self._gradient, index, -stage, text))
 
     def _gradient(self, index: int, place: int, text: str, gradient: torch.Tensor) -> None:
-        self.looks.look(gradient, Phase.BACKWARD, index, place, text, behind=True)
+        self.look(gradient, Phase.BACKWARD, index, place, text)
 
 
 def diagnose(
@@ -154,112 +144,61 @@ def diagnose(
     """
     run.engine.wait_for_weights()
     tracer = _Tracer(run, micro_batches)
-    looks = tracer.looks
-    _look_at_weights(run, looks)
+    for stage, chunk in run.chunks.items():
+        for p in chunk.parameters():
+            tracer.look(p, Phase.WEIGHT, 0, int(stage), f"weight {sharding_of(p).name}")
     with tracer.installed(run):
         losses = run.executor.train(micro_batches, loss_scale=loss_scale, loss_weights=loss_weights)
     for index, (loss, batch) in enumerate(zip(losses, micro_batches, strict=False)):
-        samples = f"samples {batch.first_sample} to {batch.first_sample + run.config.batch.micro_batch_size - 1}"
-        text = f"forward pass of {samples}, the loss, behind the output layer"
-        looks.look(loss, Phase.FORWARD, index, run.executor.last_stage, text)
-    largest = _look_at_gradients(run, looks)
+        text = f"forward pass of {tracer.samples(batch)}, the loss, behind the output layer"
+        tracer.look(loss, Phase.FORWARD, index, run.executor.last_stage, text)
+    for stage, chunk in run.chunks.items():
+        for p in chunk.parameters():
+            # The norm is infinite, too, where a square is beyond the range of fp32.
+            text = f"gradient of {sharding_of(p).name}, summed over its micro-batches and squared in fp32"
+            tracer.look(run.engine.gradient(p).float().square(), Phase.GRADIENT, 0, -int(stage), text)
     run.engine.clear_gradients()
-    found = looks.first
-    if found is not None and found.key[0] in (Phase.FORWARD, Phase.BACKWARD):
-        found = _Finding(found.key, found.text + _source(run, micro_batches[found.key[1]]))
-    rank = first_rank(run.topology, None if found is None else found.key)
-    if rank is None:
-        return _nothing_found(run.topology, largest)
-    return _from(run.topology, rank, found.text if found is not None else "")
+    found = tracer.first or _Finding(_ABSENT, "")
+    keys = collectives.gather_first(torch.tensor([found.key]), run.topology.world).tolist()
+    if min(keys) == list(_ABSENT):
+        return _NOTHING
+    rank, said = keys.index(min(keys)), f"rank {run.topology.rank} ({socket.gethostname()}:{run.topology.device})"
+    return str(collectives.broadcast_object(f"{said}, {found.text}", run.topology.world, rank))
 
 
 def named_modules(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """The modules of a chunk, without lists of modules; layers are numbered over the whole model."""
     for name, module in chunk.named_modules():
         parts = name.split(".")
-        if not name or isinstance(module, torch.nn.ModuleList):
-            continue
-        if parts[0] == "layers":
-            layer = chunk.get_submodule(".".join(parts[:2]))
-            parts[1] = str(getattr(layer, "index", parts[1]))
-        yield ".".join(parts), module
+        if parts[0] == "layers" and len(parts) > 1:
+            parts[1] = str(getattr(chunk.get_submodule(".".join(parts[:2])), "index", parts[1]))
+        if name and not isinstance(module, torch.nn.ModuleList):
+            yield ".".join(parts), module
 
 
-def first_rank(topology: Topology, key: Key | None) -> int | None:
-    """The rank with the smallest key, of those that have one; None where nobody has. All ranks call it.
+def check_step(run: Run, under_way: StepUnderWay, result: StepResult) -> None:
+    """Count the step that gave `result` as skipped or not. All ranks call it.
 
-    Component by component, so that the cost does not grow with the number of ranks.
+    Raises TrainingError on every rank, which names the first bad value, when too many are skipped in a row.
     """
-    length, absent = len(Phase), torch.iinfo(torch.int64).max
-    mine = None if key is None else (*key, topology.rank)
-    for i in range(length + 1):
-        value = torch.tensor(absent if mine is None else mine[i], dtype=torch.int64)
-        smallest = int(collectives.all_reduce(value, topology.world, dist.ReduceOp.MIN))
-        if smallest == absent:
-            return None
-        if mine is not None and mine[i] != smallest:
-            mine = None
-    return smallest
-
-
-def _from(topology: Topology, rank: int, text: str) -> str:
-    """What `rank` has to say, on all ranks, with its name before it."""
-    said = f"rank {topology.rank} ({socket.gethostname()}:{topology.device}), {text}"
-    return str(collectives.broadcast_object(said, topology.world, rank))
-
-
-def _look_at_weights(run: Run, looks: _Looks) -> None:
-    for stage, chunk in run.chunks.items():
-        for p in chunk.parameters():
-            looks.look(p.detach(), Phase.WEIGHT, 0, int(stage), f"weight {sharding_of(p).name}")
-
-
-def _look_at_gradients(run: Run, looks: _Looks) -> tuple[float, float, str]:
-    """Look at the sums of this rank; (sum of their squares, largest absolute value, its parameter)."""
-    squares, largest, name = 0.0, -1.0, ""
-    for stage, chunk in run.chunks.items():
-        for p in chunk.parameters():
-            total, own = run.engine.gradient(p), sharding_of(p).name
-            looks.look(total, Phase.GRADIENT, 0, -int(stage), f"gradient of {own}, summed over its micro-batches")
-            squares += float(total.double().square().sum())
-            most = float(total.abs().max()) if total.numel() else 0.0
-            if most > largest:
-                largest, name = most, own
-    return squares, largest, name
-
-
-def _nothing_found(topology: Topology, largest: tuple[float, float, str]) -> str:
-    """Every value on every rank was finite."""
-    squares, most, name = largest
-    total = torch.tensor(squares, dtype=torch.float64)
-    collectives.all_reduce(total, topology.world)
-    if float(total) > _LARGEST:
-        peak = torch.tensor(most, dtype=torch.float64)
-        peak = collectives.all_reduce(peak, topology.world, dist.ReduceOp.MAX)
-        rank = first_rank(topology, (0, 0, 0, 0) if most == float(peak) else None)
-        assert rank is not None, "one rank has the largest value"
-        text = f"gradient of {name}: with values up to {most:.3g} the sum of all squares is out of fp32's range"
-        return _from(topology, rank, text)
-    return (
-        "none on any rank: when the step was run again every value was finite. What does not repeat itself is a fault "
-        "of memory, of a device or of a race: look at the health of the nodes"
+    skips, step = run.skips, under_way.iteration
+    over = skips.are_too_many(under_way, result)
+    if result.skipped and not skips.scale_falls:
+        run.reporter.say(
+            f"WARNING: iteration {step} is skipped: loss or gradients are not finite ({skips.consecutive} in a row)"
+        )
+    if not over or skips.first is None:
+        return
+    again = skips.first
+    run.reporter.say(f"iteration {again.iteration} is run again, to find where values cease to be finite")
+    run.engine.clear_gradients()  # of the step that follows: its passes may be on their way
+    found = diagnose(run, again.micro_batches, skips.scale, again.weights)
+    first = step - skips.consecutive + 1
+    of_scale = f", the first at the loss scale {skips.scale:g}" if skips.scale_falls else ""
+    run.reporter.metrics.write("not_finite", iteration=again.iteration, skipped_since=first, first=found)
+    raise TrainingError(
+        f"loss or gradients were not finite in {skips.consecutive} steps in a row, {first} to {step} "
+        f"(--max-consecutive-skips {skips.limit}); no weight moved since. The first bad value of step "
+        f"{again.iteration}{of_scale}: {found}. Go back to an earlier checkpoint with --load-tag, leave the data out, "
+        f"lower --lr, or take the node out of the job"
     )
-
-
-def _source(run: Run, batch: MicroBatch) -> str:
-    """Where the first sample of a micro-batch is from."""
-    dataset = run.datasets.train
-    if dataset is None:
-        return ""
-    try:
-        order = sample_order(run.config.data.dataloader_type, len(dataset), run.progress.left_out)
-        (index,) = order.indices(np.array([batch.first_sample], np.int64)).tolist()
-        return f" (sample {batch.first_sample} starts at {dataset.where(index)})"
-    except (DataError, IndexError, OSError):
-        return ""
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    for x in value if isinstance(value, tuple | list) else (value,):
-        if isinstance(x, torch.Tensor) and x.is_floating_point():
-            yield x

@@ -14,10 +14,12 @@ from megatron.data.gpt_dataset import TokenDataset
 from megatron.errors import TrainingError
 from megatron.parallel import collectives
 from megatron.training.devices import peak_memory_bytes, reserved_memory_bytes
+from megatron.training.diagnosis import check_step
 from megatron.training.evaluate import mean_loss
 from megatron.training.metrics import StepRecord, TokenWeights, local_loss
 from megatron.training.rollback import roll_back
-from megatron.training.run import Run, StepUnderWay
+from megatron.training.run import Run
+from megatron.training.skips import StepUnderWay
 from megatron.training.spikes import Spike
 from megatron.training.stopping import Stop
 from megatron.training.streams import open_stream
@@ -197,7 +199,7 @@ def finish_step(run: Run) -> StepRecord | None:
     if under_way is None:
         return None
     result = run.engine.finish_step()
-    run.skips.after_step(run, under_way, result)
+    check_step(run, under_way, result)
     run.progress.count(under_way.samples, run.config.model.seq_length, skipped=result.skipped)
     step = StepRecord(
         under_way.iteration, under_way.consumed_samples, under_way.consumed_tokens, under_way.samples,

@@ -2,14 +2,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from megatron.config import Config
-from megatron.data.batch import MicroBatch
 from megatron.data.datasets import Datasets
 from megatron.data.ledger import Ledger
 from megatron.data.tokenizer import Tokenizer
@@ -18,13 +16,13 @@ from megatron.engine.lr import LearningRateSchedule, WeightDecaySchedule
 from megatron.parallel.topology import Topology
 from megatron.pipeline.executor import Executor
 from megatron.training.agreement import Agreement
-from megatron.training.metrics import Interval, TokenWeights
+from megatron.training.metrics import Interval
 from megatron.training.micro_batches import BatchSchedule
 from megatron.training.profiling import Profiler
 from megatron.training.progress import Progress
 from megatron.training.reporter import Reporter
 from megatron.training.saving import Saves
-from megatron.training.skips import SkipRules
+from megatron.training.skips import SkipRules, StepUnderWay
 from megatron.training.spikes import SpikeRule
 from megatron.training.stopping import StopRules
 from megatron.training.stragglers import Stragglers
@@ -32,26 +30,6 @@ from megatron.training.streams import Stream
 from megatron.training.timers import Stopwatch, Timers
 from megatron.training.walltime import WallTime
 from megatron.training.watchdog import Watchdog
-
-
-@dataclass(frozen=True)
-class StepUnderWay:
-    """A step that the device may not have done yet: what is needed to count it when its figures are here.
-
-    iteration, consumed_..., samples    as of the end of the step; `samples` are its own
-    loss                                this rank's part of the mean loss, see local_loss
-    micro_batches, losses, weights      of this rank, to find out why it is skipped
-    """
-
-    iteration: int
-    consumed_samples: int
-    consumed_tokens: int
-    samples: int
-    learning_rate: float
-    loss: torch.Tensor | None
-    micro_batches: Sequence[MicroBatch]
-    losses: Sequence[torch.Tensor]
-    weights: TokenWeights | None
 
 
 @dataclass

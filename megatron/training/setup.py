@@ -34,9 +34,9 @@ from megatron.model.gpt import build_chunks
 from megatron.model.size import model_flops_per_token, total_parameters
 from megatron.parallel.environment import TRACE_FILE, Variables
 from megatron.parallel.group_check import check_groups
-from megatron.parallel.launch import Launch, connect, detect_launch
+from megatron.parallel.launch import Launch, detect_launch
 from megatron.parallel.placing import Placing, RankPlan
-from megatron.parallel.rendezvous import Rendezvous
+from megatron.parallel.rendezvous import Rendezvous, connect
 from megatron.parallel.topology import DEFAULT_ORDER, Topology
 from megatron.training import devices
 from megatron.training.agreement import Agreement
@@ -255,7 +255,7 @@ def assemble(
         saves=saves,
         wall_time=wall_time,
         timers=Timers(topology, config.logging.timing_log_level),
-        stragglers=Stragglers(topology, topology.flight, places) if config.logging.straggler_report else None,
+        stragglers=Stragglers(topology, places) if config.logging.straggler_report else None,
         profiler=Profiler(config, topology.rank),
         accounted_iteration=progress.iteration,
     )
@@ -280,7 +280,7 @@ def build_watchdog(config: Config, topology: Topology, rendezvous: Rendezvous) -
     folder = path.parent if path is not None else None
     # What is done for the first time may take as long as torch waits, nearly: to name who is waited for is better.
     first_s = 60 * _FIRST_SHARE * config.parallel.distributed_timeout_minutes
-    return Watchdog(rendezvous.flight, rendezvous, topology, config.training.hang_timeout, folder, first_s)
+    return Watchdog(rendezvous, topology, config.training.hang_timeout, folder, first_s)
 
 
 def run_saves(

@@ -11,21 +11,10 @@ import torch
 
 from megatron.parallel import collectives
 from megatron.parallel.device_calls import DeviceCalls
-from megatron.parallel.flight import FlightRecorder
 from megatron.parallel.topology import Layout, Topology
 
 SLOW = 1.05  # so many times the median of its stage is slow
-_SHOWN = 5
-
-
-@dataclass(frozen=True)
-class Slow:
-    """A rank, or a node: its computing time for a step, and that over the median of the ranks of its stage."""
-
-    name: str
-    rank: int
-    seconds: float
-    ratio: float
+_SHOWN = 8  # ranks: those of a node
 
 
 @dataclass(frozen=True)
@@ -40,23 +29,19 @@ class StragglerReport:
 
 class Stragglers:
     """Each rank's own computing time: in forward and backward passes, without what it waits in collectives and for
-    messages there. On a device it is taken from events in its stream.
+    messages there. On a GPU it is taken from events in its stream.
 
     places  "node:device" of every rank; only rank 0 needs them
     """
 
-    def __init__(self, topology: Topology, recorder: FlightRecorder, places: Sequence[str] = ()) -> None:
-        self._topology, self._recorder, self._places = topology, recorder, places
-        if topology.device.type == "cuda":
-            recorder.meter = DeviceCalls.on_cuda(timed=True)
-        self._before = self._computed_s()
+    def __init__(self, topology: Topology, places: Sequence[str] = ()) -> None:
+        self._topology, self._places = topology, places
+        self._meter = topology.flight.meter = DeviceCalls.of(topology.device, timed=True)
+        self._before = 0.0
 
     def _computed_s(self) -> float:
-        meter = self._recorder.meter
-        if not isinstance(meter, DeviceCalls):
-            return self._recorder.computed_s
-        meter.settle()
-        return meter.computed_s
+        self._meter.settle()
+        return self._meter.computed_s
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -76,55 +61,25 @@ class Stragglers:
 
 def summarise(seconds: Sequence[float], layout: Layout, places: Sequence[str] = ()) -> StragglerReport:
     """Compare the computing times [world] with those of the same pipeline stage."""
-    per_stage = layout.tensor * layout.data
     stages = [layout.coordinates(rank)[2] for rank in range(len(seconds))]
     of_stage: list[list[float]] = [[] for _ in range(layout.pipeline)]
     for stage, own in zip(stages, seconds, strict=True):
         of_stage[stage].append(own)
     medians = [statistics.median(times) for times in of_stage]
-    ranks = []
-    for rank, own in enumerate(seconds):
-        median = medians[stages[rank]]
-        place = f" ({places[rank]})" if rank < len(places) else ""
-        ranks.append(Slow(f"rank {rank}{place}", rank, own, own / median if median > 0 else 1.0))
-    slow = sorted((one for one in ranks if one.ratio >= SLOW), key=lambda one: -one.ratio)
-    last = max(ranks, key=lambda one: one.seconds)
-    lines = [
-        f" computing time of a step over ranks: min {1000 * min(seconds):.1f} ms, median "
-        f"{1000 * statistics.median(seconds):.1f} ms, max {1000 * last.seconds:.1f} ms ({last.name})"
+    slow: list[dict[str, Any]] = [
+        {"rank": rank, "place": places[rank] if rank < len(places) else None, "ms": 1000 * own, "ratio": own / median}
+        for rank, (own, median) in enumerate(zip(seconds, (medians[stage] for stage in stages), strict=True))
+        if own >= SLOW * median > 0
     ]
-    nodes = _slow_nodes(ranks, places)
-    if per_stage == 1 and layout.world_size > 1:
-        lines.append("   no rank has another one of its stage to be compared with")
-    elif slow:
-        shown = ", ".join(f"{one.name} {1000 * one.seconds:.1f} ms, {one.ratio:.2f}x" for one in slow[:_SHOWN])
+    slow.sort(key=lambda one: -one["ratio"])
+    low, middle, high = 1000 * min(seconds), 1000 * statistics.median(seconds), 1000 * max(seconds)
+    lines = [
+        f" computing time of a step over ranks: min {low:.1f} ms, median {middle:.1f} ms, max {high:.1f} ms (rank "
+        f"{seconds.index(max(seconds))})"
+    ]
+    if slow:
+        shown = [f"rank {one['rank']} ({one['place']}) {one['ms']:.1f} ms, {one['ratio']:.2f}x" for one in slow]
         more = f", and {len(slow) - _SHOWN} more" if len(slow) > _SHOWN else ""
-        lines.append(f"   slower than the median of their stage: {shown}{more}")
-        if nodes:
-            shown = ", ".join(f"{one.name} {one.ratio:.2f}x" for one in nodes[:_SHOWN])
-            lines.append(f"   nodes whose ranks are slow together: {shown}")
-    record = {
-        "min_ms": 1000 * min(seconds),
-        "median_ms": 1000 * statistics.median(seconds),
-        "max_ms": 1000 * last.seconds,
-        "slow": [{"rank": one.rank, "place": places[one.rank] if one.rank < len(places) else None,
-                  "ms": 1000 * one.seconds, "ratio": one.ratio} for one in slow[:64]],
-        "slow_ranks": len(slow),
-        "slow_nodes": [{"node": one.name, "ratio": one.ratio} for one in nodes[:64]],
-    }  # fmt: skip
+        lines.append(f"   slower than the median of their stage: {', '.join(shown[:_SHOWN])}{more}")
+    record = {"min_ms": low, "median_ms": middle, "max_ms": high, "slow": slow[:64], "slow_ranks": len(slow)}
     return StragglerReport(lines, record)
-
-
-def _slow_nodes(ranks: Sequence[Slow], places: Sequence[str]) -> list[Slow]:
-    """Nodes of several ranks, where another node exists, of which half or more are slow."""
-    of: dict[str, list[Slow]] = {}
-    for one, place in zip(ranks, places, strict=False):
-        of.setdefault(place.partition(":")[0], []).append(one)
-    if len(of) < 2:
-        return []
-    found = []
-    for node, members in of.items():
-        ratio = statistics.median(one.ratio for one in members)
-        if len(members) > 1 and ratio >= SLOW:
-            found.append(Slow(f"node {node}", members[0].rank, 0.0, ratio))
-    return sorted(found, key=lambda one: -one.ratio)

@@ -52,11 +52,12 @@ def be_patient(patch: pytest.MonkeyPatch) -> None:
     """Limits by the real clock, for hosts that never answer, become limits for what hangs."""
     for module in (meeting, rendezvous):
         patch.setattr(module, "ANSWER_S", ANSWER_S)
-    patch.setattr(meeting, "_CLAIM_S", ANSWER_S)
     patch.setattr(rendezvous, "_LINGER_S", LINGER_S)
 
 
-def patient_connection(launch: Launch, survivors: Sequence[int] = (), placing: Placing | None = None) -> Rendezvous:
+def patient_connection(
+    launch: Launch, survivors: Sequence[int] = (), placing: Placing = meeting.AS_LAUNCHED
+) -> Rendezvous:
     """Of a process that ends with its case: a roll call is over when the survivors have answered it, and the rank with
     the store waits no longer when they have left."""
     be_patient(pytest.MonkeyPatch())
@@ -66,7 +67,7 @@ def patient_connection(launch: Launch, survivors: Sequence[int] = (), placing: P
     clock = Patience(
         lambda: bool(keys and met) and met[0].store.check(keys), lambda: met[0].store.add("left", 0) >= count
     )
-    return Rendezvous.join(launch, torch.device("cpu"), LONG, placing, clock, clock.sleep)
+    return Rendezvous(launch, torch.device("cpu"), LONG, placing, clock, clock.sleep).join()
 
 
 class Apart(Rendezvous):
@@ -106,8 +107,8 @@ def ranks_in_threads(
             job=f"test.{os.getpid()}.{port}", launcher="torchrun", **{"local_world_size": size, **launch},
         )  # fmt: skip
         try:
-            own = alike[thread] if alike else None
-            joined = kind.join(described, torch.device("cpu"), LONG, None, clock, clock.sleep, own)
+            own = (alike[thread] if alike else None) or {}
+            joined = kind(described, torch.device("cpu"), LONG, meeting.AS_LAUNCHED, clock, clock.sleep, own).join()
             try:
                 found[thread] = step(joined)  # type: ignore[arg-type]
             finally:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.errors import LaunchError
-from megatron.parallel.hello import collected_notices, make_hello, place
+from megatron.parallel.hello import make_hello, place
 from megatron.parallel.launch import Launch, select_device
 from megatron.parallel.placing import (
     Assignment,
@@ -225,11 +225,8 @@ def test_a_hello_of_a_process_on_a_device(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2})
     for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
-    launch = Launch(rank=4, local_rank=4, local_world_size=8, world_size=8, node="n1", notices=("MASTER_ADDR",))
+    launch = Launch(rank=4, local_rank=4, local_world_size=8, world_size=8, node="n1")
     hello = make_hello(launch, torch.device("cuda", 6), "nccl", FRONTIER)
     assert (hello["number"], hello["address"], hello["device"]) == (6, (0, BUSES[6], 0), "cuda:6")
     assert hello["near"] == (4,) and place(hello) == "n1:cuda:6"
     assert place({**hello, "device": "cuda:0"}) == "n1:cuda:0 (device 6)"
-    (notice,) = collected_notices([hello, {**hello, "notices": []}])
-    assert all(part in notice for part in ("MASTER_ADDR", "task 0", "n1:cuda:6"))
-    assert collected_notices([hello, hello]) == ["MASTER_ADDR"]

@@ -22,9 +22,9 @@ from megatron.errors import LaunchError
 from megatron.parallel import flight
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.flight import FlightState
-from megatron.parallel.launch import connect, detect_launch
+from megatron.parallel.launch import detect_launch
 from megatron.parallel.processes import STOPPED, process_state
-from megatron.parallel.rendezvous import Rendezvous
+from megatron.parallel.rendezvous import Rendezvous, connect
 from megatron.parallel.topology import Topology
 from megatron.pipeline.executor import Executor
 from megatron.training import watchdog
@@ -121,7 +121,7 @@ class Time:
 
         def noting(plain: Callable[..., Any]) -> Callable[..., Any]:
             def entering(*args: Any) -> Any:
-                result, state = plain(*args), FlightState.read(bytes(recorder.buffer))
+                result, state = plain(*args), FlightState.read(recorder.buffer)
                 if state is not None and there(state):
                     self.board.mark("there")
                 return result
@@ -166,6 +166,8 @@ def train(
 ) -> str:
     """Returns "done" only where nothing hung. On several nodes the ranks share no flight file."""
     torch.set_num_threads(1)
+    with open(Path(folder) / f"output_{rank}", "wb") as output:
+        os.dup2(output.fileno(), 2)
     here = size // nodes
     os.environ.update(SLURMD_NODENAME=f"node{rank // here}", LOCAL_RANK=str(rank % here), LOCAL_WORLD_SIZE=str(here))
     # For an answer that comes, a time limit that only a hang exceeds; for one that never comes, a short one.
@@ -204,12 +206,12 @@ def steps(
     toy = Toy(topology, hang if victim and way in WAYS else None, victim and way == "skip")
     toy.run(0)
     if real:
-        limit_s, watch = 3.0, Watchdog(recorder, meeting, topology, 3.0, folder)
+        limit_s, watch = 3.0, Watchdog(meeting, topology, 3.0, folder)
     else:
         limit_s, clock = 30.0, Time(board, victims, way)
         if not victim or way == "skip":
             clock.note_when_there(recorder, there)
-        watch = Watchdog(recorder, meeting, topology, limit_s, folder, clock=clock, sleep=clock.sleep)
+        watch = Watchdog(meeting, topology, limit_s, folder, clock=clock, sleep=clock.sleep)
     end_lost_node(board, victims, here)
     watch.start()
     watch.patient = False

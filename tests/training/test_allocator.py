@@ -103,7 +103,8 @@ def test_a_preloaded_allocator_is_left_alone(tmp_path: Path) -> None:
 RANK_0 = """
 import torch
 from megatron.config import parse_args
-from megatron.parallel.launch import connect, detect_launch
+from megatron.parallel.launch import detect_launch
+from megatron.parallel.rendezvous import connect
 from megatron.training.devices import peak_memory_bytes
 from megatron.training.setup import set_up_host
 cpu = torch.device("cpu")

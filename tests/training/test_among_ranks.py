@@ -21,7 +21,7 @@ from megatron.data.batch import MicroBatch
 from megatron.errors import ConfigError
 from megatron.kernels import choose, library
 from megatron.model.gpt import build_chunks
-from megatron.parallel import flight
+from megatron.parallel import device_calls
 from megatron.parallel.collectives import all_reduce
 from megatron.parallel.topology import DEFAULT_ORDER, Layout, Topology
 from megatron.pipeline.executor import Executor
@@ -156,7 +156,7 @@ def stragglers(topology: Topology, folder: str) -> Any:
     """Ranks 1 and 3 are slow in every forward pass; 0 and 2 wait for them in a collective of the same pass."""
     plain, now, slow = dist.all_reduce, [0.0], topology.rank % 2 == 1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flight, "_clock", lambda: now[0])
+        patch.setattr(device_calls, "_clock", lambda: now[0])
 
         def wait_and_reduce(*args: Any, **kwargs: Any) -> Any:
             now[0] += 0.0 if slow else 0.029
@@ -170,7 +170,7 @@ def stragglers(topology: Topology, folder: str) -> Any:
             return torch.zeros((), requires_grad=True) * 1.0
 
         executor = Executor(topology, {0: chunk}, "1f1b", 1, (1,), torch.float32)
-        measured = Stragglers(topology, topology.flight, ["a:cpu", "b:cpu", "c:cpu", "d:cpu"])
+        measured = Stragglers(topology, ["a:cpu", "b:cpu", "c:cpu", "d:cpu"])
         with measured.paused():  # not counted, however long it takes
             executor.train([0, 1])
             executor.train([0, 1])

@@ -75,13 +75,13 @@ def test_a_run_whose_last_save_failed_ends_with_an_error_and_keeps_the_old_check
 def run_and_give_up(rank: int, fields: dict[str, Any]) -> str:
     """The third step cannot be taken, on any rank."""
     from megatron.errors import TrainingError
-    from megatron.training.skips import SkipRules
+    from megatron.training import loop
 
-    def after_step(self: SkipRules, run: Any, under_way: Any, *_: Any) -> None:
+    def check_step(run: Any, under_way: Any, *_: Any) -> None:
         if under_way.iteration == 3:
             raise TrainingError("NaN")
 
-    SkipRules.after_step = after_step  # type: ignore[method-assign, assignment]
+    loop.check_step = check_step
     with pytest.raises(TrainingError) as caught:
         run(rank, {**SMALL, **fields})
     return str(caught.value)

@@ -16,20 +16,12 @@ def test_ranks_are_compared_with_those_of_their_stage() -> None:
     assert [one["ratio"] for one in slow] == [1.5, 1.1]
     figures = ("rank 2", "n0:cuda:2", "1500.0", "1.50x", "rank 7", "n1:cuda:3", "2200.0", "1.10x")
     assert all(figure in result.lines[1] for figure in figures)
-    assert result.record["slow_nodes"] == []
 
 
 def test_stages_are_told_apart_in_any_order_of_ranks() -> None:
     """Every second rank is of the second stage, which does twice the work."""
     result = summarise([1.0, 2.0, 1.0, 2.0, 1.0, 3.0], Layout(pipeline=2, data=3, order="pp-dp-tp"))
     assert [(one["rank"], one["ratio"]) for one in result.record["slow"]] == [(5, 1.5)]
-
-
-def test_a_slow_node_is_named_as_one() -> None:
-    layout = Layout(data=6)
-    places = [f"n{rank // 2}:cpu" for rank in range(6)]
-    result = summarise([1.0, 1.0, 1.0, 1.0, 1.2, 1.2], layout, places)
-    assert result.record["slow_nodes"] == [{"node": "node n2", "ratio": 1.2}]
 
 
 def test_without_peers_nothing_is_said_about_slowness() -> None:

@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from megatron.config import Config
 from megatron.parallel import collectives
-from megatron.parallel.launch import Launch, connect
+from megatron.parallel.launch import Launch
 from megatron.parallel.processes import environment
+from megatron.parallel.rendezvous import connect
 from megatron.parallel.topology import Group
 from megatron.planner.calibration.compute import compute_tasks
 from megatron.planner.calibration.host import HostSeconds, host_seconds
