@@ -104,7 +104,7 @@ def _search(setup: Setup) -> int:
     _say(f"{len(found.candidates):,} layouts of {setup.space.combinations:,} combinations, searched by "
          f"{setup.searched_by}; {setup.out}")  # fmt: skip
     search = Search(setup, found, _say)
-    allocation_s: Callable[[], float | None] = slurm_time_left_s if setup.place.launcher == "slurm" else lambda: None
+    allocation_s = slurm_time_left_s() if setup.place.launcher == "slurm" else None
     runner = Runner(setup.place, _say, left_s=time_left(setup.walltime_s, allocation_s, _RESERVE_S))
     why = runner.run(search) or search.why
     goes_on = why not in (EXHAUSTED, BUDGET)
@@ -131,10 +131,6 @@ def _report(setup: Setup, search: Search) -> None:
         _say(f"wrote {path}")
     if search.ranked:
         _say(f"the best: {found.command()}")
-    if setup.args.update_cluster is not None:
-        assert setup.cluster is not None, "make_setup asks for it"
-        runs = [setup.out / f"trials/{one.runs[-1].number:04}" / METRICS for one in search.ranked]
-        _say(report.update_cluster(setup.cluster, runs, setup.args.update_cluster, setup.warm_up))
 
 
 # -- a search ----------------------------------------------------------------------------------------------------------
