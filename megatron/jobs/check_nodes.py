@@ -34,7 +34,7 @@ from megatron.parallel.meeting import Meeting, batches
 from megatron.parallel.nodelist import expand_counts, expand_hosts
 from megatron.parallel.placing import VISIBLE, Placing
 from megatron.parallel.report import bounded, host_name_is_local, without_dns
-from megatron.planner.calibration.tasks import Partners, finish, seconds_per_call
+from megatron.planner.calibration.tasks import finish, seconds_per_call
 from megatron.planner.cluster import Band, Cluster, load_cluster
 
 TOO_FEW = 4
@@ -87,7 +87,7 @@ def speeds(device: torch.device) -> dict[str, float]:
     target = torch.empty_like(source)
 
     def best(work: Callable[[], Any]) -> float:
-        return min(seconds_per_call(work, device, 0.6, Partners(), False))
+        return min(seconds_per_call(work, device, 0.6))
 
     return {
         "product": 2 * size**3 / best(lambda: torch.mm(a, b, out=out)) / 1e12,

@@ -23,7 +23,7 @@ from megatron.kernels.choose import choose_fusions
 from megatron.kernels.library import available
 from megatron.kernels.ops.optimizer import scale_and_norm_
 from megatron.kernels.work import Attention, Memory, Product
-from megatron.planner.calibration.tasks import TERA, Make, Task, Work
+from megatron.planner.calibration.tasks import Make, Task, Work
 from megatron.planner.rates import BACKWARD_OPERATIONS
 from megatron.planner.recorder import Call, Calls, calls
 from megatron.planner.tensors import is_empty
@@ -127,7 +127,7 @@ def _products(dtype_name: str, device: torch.device, listed: Sequence[Calls]) ->
         if isinstance(work, Product) and work.batch == 1:
             a, b = [x for x in operators[0][1] if isinstance(x, torch.Tensor)][-2:]
             product = torch.mm, (a, b), {"out": a.new_empty(work.m, work.n)}
-            yield Task(f"products.{dtype_name}", work[:3], _in_turn([product], device), work.flops, TERA)
+            yield Task(f"products.{dtype_name}", work[:3], _in_turn([product], device), work.flops / 1e12)
 
 
 def _attention(dtype_name: str, device: torch.device, listed: Sequence[Calls]) -> Iterator[Task]:
@@ -136,7 +136,7 @@ def _attention(dtype_name: str, device: torch.device, listed: Sequence[Calls]) -
         if isinstance(work, Attention):
             direction, more = ("backward", BACKWARD_OPERATIONS) if work.backward else ("forward", 1.0)
             figure, flops = f"attention.{dtype_name}.{direction}", work._replace(backward=False).flops / 2 * more
-            yield Task(figure, (work.seq, work.head_dim), _in_turn(operators, device), flops, TERA)
+            yield Task(figure, (work.seq, work.head_dim), _in_turn(operators, device), flops / 1e12)
 
 
 def _kernels(device: torch.device, listed: Sequence[Calls]) -> Iterator[Task]:
@@ -149,7 +149,7 @@ def _kernels(device: torch.device, listed: Sequence[Calls]) -> Iterator[Task]:
         least = _LEAST_SHARE * max(work.bytes for work, _ in found)
         large = {work: call for work, call in found.items() if work[0].bytes >= least}
         size, count = sum(work.bytes for work, _ in large), sum(work.kernels for work, _ in large)
-        yield Task(f"memory.{kind}", (size / count,), _in_turn([*large.values()], device), float(size))
+        yield Task(f"memory.{kind}", (size / count,), _in_turn([*large.values()], device), size / 1e9)
 
 
 # -- the optimizer -----------------------------------------------------------------------------------------------------
@@ -180,4 +180,4 @@ def _updates(config: Config, device: torch.device) -> Iterator[Task]:
 
         return run
 
-    yield Task("update_gb_per_s", (), work, elements * bytes_per_element(config, device.type))
+    yield Task("update_gb_per_s", (), work, elements * bytes_per_element(config, device.type) / 1e9)

@@ -1,19 +1,17 @@
 """Correct the description of a machine by runs on it: the times of their parts against the estimate of the same steps.
 
-A run's passes take C + M seconds by the estimate, computations and bubble and messages, and T by its timers; the rest
-of a step takes R' where the estimate says R. Factors of computing and of messages are the least squares of
-T = a C + b M where runs tell the two apart, else a = b = T / (C + M); the factor of the rest makes R be R'.
-Of many short runs some are disturbed by others on the machine: medians and Huber's weights keep these from deciding,
-and what explains the runs (two factors of the passes, one of them, one of everything) has to foretell those that it
-was not fitted to.
-Rates are divided by their factor and seconds multiplied, so that the estimate of the same runs comes out as measured.
+By the estimate a run's passes compute for C seconds, bubbles included, and send for M; by its timers they take T. Where
+several runs tell the two apart, the factors of computing and of messages are those of T = a C + b M, else a = b =
+T / (C + M). What follows the passes has a factor of its own. All are medians, so that runs which something disturbed do
+not decide. Rates are divided by their factor and seconds multiplied.
 """
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,18 +22,14 @@ from megatron.errors import ConfigError, DataError
 from megatron.metrics_file import read_records
 from megatron.planner.cluster import Cluster
 from megatron.planner.compute import Figure, assumed_figures
+from megatron.planner.table import Table
 from megatron.planner.timing import Estimate, estimate
 
-WARM_UP = 3
-"""Steps that are left out: the first one overlaps nothing, and memory finds its place."""
-LEAST_STEPS = 3
-_APART = 0.05
-"""By so much the shares of messages in the passes of two runs differ at least to tell their factor from computing's."""
-_FACTORS = (0.02, 50.0)
-_ENOUGH = 4
-"""Runs from which on the ways to explain them are compared."""
-_HUBER = 1.345  # of the residuals' scale: 95 % as good as least squares where nothing is disturbed
-_NOISE = 0.005  # residuals below it are not told apart
+WARM_UP, LEAST_STEPS = 3, 3
+"""Steps that are left out (the first one overlaps nothing, memory finds its place), and how many are needed after."""
+_APART = 0.05  # least difference of the shares of messages in two runs that tell the factors apart
+_BETTER = 0.5  # of the errors of one factor: two are believed where they leave less
+_LEAST, _MOST = 0.02, 50.0  # of a factor
 
 
 class Run(NamedTuple):
@@ -52,47 +46,48 @@ class Run(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """By which measured seconds differ from estimated ones."""
+    """Measured over estimated seconds: of computations, of messages, of the optimizer and the host."""
 
     compute: float
     messages: float
     rest: float
-    runs: int
 
 
 class Refined(NamedTuple):
-    """A run before and after, seconds of a step by the estimate."""
+    """A corrected machine, and how far estimates are from its runs before and after. left_out: why others are not
+    used."""
 
-    run: Run
-    before: float
-    after: float
-
-
-class Outcome(NamedTuple):
+    cluster: Cluster
     factors: Factors
-    runs: tuple[Refined, ...]
+    errors: Table
+    left_out: tuple[str, ...]
 
 
-def refined(cluster: Cluster, paths: Sequence[Path], warm_up: int = WARM_UP) -> tuple[Cluster, Outcome]:
-    """The description with corrected figures, and what was found. Raises DataError for a file that is no metrics file
-    or has too few steps, ConfigError for a run that does not fit on the machine."""
-    return refined_by(cluster, [read_run(path, warm_up) for path in paths])
-
-
-def refined_by(cluster: Cluster, runs: Sequence[Run]) -> tuple[Cluster, Outcome]:
-    """The same by runs that were read. Raises ConfigError for a run that does not fit on the machine."""
+def refined(cluster: Cluster, paths: Sequence[Path]) -> Refined:
+    """Correct a machine by metrics files, or folders with one. Raises DataError where none of them can be used, and
+    ConfigError for a run that does not fit on the machine."""
+    runs, left_out = list[Run](), list[str]()
+    for path in paths:
+        try:
+            runs.append(read_run(path))
+        except DataError as error:
+            left_out.append(str(error))
+    if not runs:
+        raise DataError(left_out[0])
     before = [estimate(run.config, cluster) for run in runs]
     factors = fit(runs, before)
-    dtypes = {run.config.precision.dtype_name for run in runs}
-    corrected = correct(cluster, factors, dtypes)
+    corrected = correct(cluster, factors, {run.config.precision.dtype_name for run in runs})
     after = [estimate(run.config, corrected) for run in runs]
-    rows = tuple(Refined(r, b.seconds, a.seconds) for r, b, a in zip(runs, before, after, strict=True))
-    return corrected, Outcome(factors, rows)
+    rows = [
+        (run.name, f"{1e3 * run.seconds:.1f}", *(f"{100 * (e.seconds / run.seconds - 1):+.1f} %" for e in estimates))
+        for run, *estimates in zip(runs, before, after, strict=True)
+    ]
+    return Refined(corrected, factors, Table("", ("run", "ms a step", "estimate before", "after"), rows),
+                   tuple(left_out))  # fmt: skip
 
 
-def read_run(path: Path, warm_up: int = WARM_UP) -> Run:
-    """What a metrics file, or the one in a run's folder, says of its last start, without the first `warm_up` steps.
-    Raises DataError."""
+def read_run(path: Path) -> Run:
+    """Read the last start of a metrics file, or of the one in a folder, without its first steps. Raises DataError."""
     path = path / "metrics.jsonl" if path.is_dir() else path
     records = read_records(path)
     starts = [i for i, record in enumerate(records) if record["event"] == "start"]
@@ -105,16 +100,15 @@ def read_run(path: Path, warm_up: int = WARM_UP) -> Run:
         raise DataError(f"{path}: the settings in its record of the start cannot be read: {error}") from error
     # Of a batch that ramps up, the steps with the full one.
     steps = [
-        r for r in records if r["event"] == "iteration" and r["iteration"] > start["iteration"] + warm_up
+        r for r in records if r["event"] == "iteration" and r["iteration"] > start["iteration"] + WARM_UP
         and r.get("global_batch_size") == config.batch.global_batch_size and r.get("step_time_s")
         and not r.get("skipped")
     ]  # fmt: skip
     if len(steps) < LEAST_STEPS:
         raise DataError(
-            f"{path}: {len(steps)} record(s) of steps with the full batch after the first {warm_up}: at least "
+            f"{path}: {len(steps)} record(s) of steps with the full batch after the first {WARM_UP}: at least "
             f"{LEAST_STEPS} are needed: run about 20 steps with --log-interval 1 --timing-log-level 1"
         )
-    seconds = statistics.median(r["step_time_s"] for r in steps)
     try:
         passes = statistics.median(r["times_ms"]["forward-backward"]["max"] for r in steps) / 1e3
         if not 0 < passes < math.inf:
@@ -123,6 +117,7 @@ def read_run(path: Path, warm_up: int = WARM_UP) -> Run:
         raise DataError(
             f"{path}: no times of the parts of a step that can be used ({error!r}): run with --timing-log-level 1"
         ) from error
+    seconds = statistics.median(r["step_time_s"] for r in steps)
     return Run(f"{path.parent.name}/{path.name}", config, passes, max(seconds - passes, 0.0))
 
 
@@ -132,94 +127,45 @@ def messages_s(found: Estimate) -> float:
 
 
 def fit(runs: Sequence[Run], estimates: Sequence[Estimate]) -> Factors:
-    """The factors of these runs.
-
-    Of several ways to explain them that one is taken which foretells best the step of a run that it was not fitted to;
-    of few runs the first that is possible.
-    """
-    after = [(e.parts["data-parallel"], e.seconds - e.run.makespan) for e in estimates]
-    parts = np.array([
-        (e.run.makespan - messages_s(e), messages_s(e), exposed, rest - exposed)
-        for e, (exposed, rest) in zip(estimates, after, strict=True)
-    ])  # fmt: skip
-    took = np.array([(run.passes, run.rest) for run in runs])
-    ways = [way for way in (_apart, _together, _whole) if way(parts, took) is not None]
-    best = min(ways, key=lambda way: _error(parts, took, way)) if len(runs) >= _ENOUGH else ways[0]
-    found = best(parts, took)
-    assert found is not None, "it is possible"
-    compute, sent, _, rest = (min(max(factor, _FACTORS[0]), _FACTORS[1]) for factor in found)
-    return Factors(compute, sent, rest, len(runs))
+    """The factors of these runs, whose estimates are in the same order."""
+    sent = np.array([messages_s(e) for e in estimates])
+    computed = np.array([e.run.makespan for e in estimates]) - sent
+    exposed = np.array([e.parts["data-parallel"] for e in estimates])  # messages after the passes
+    other = np.array([e.seconds - e.run.makespan for e in estimates]) - exposed
+    passes, after = np.array([(run.passes, run.rest) for run in runs]).T
+    one = float(np.median(passes / (computed + sent)))
+    compute, messages = _apart(computed, sent, passes, one) or (one, one)
+    rest = float(np.median((after - messages * exposed) / other))
+    if rest < _LEAST:  # its messages alone would take longer: one factor of everything
+        compute = messages = rest = float(np.median((passes + after) / (computed + sent + exposed + other)))
+    return Factors(*(min(max(factor, _LEAST), _MOST) for factor in (compute, messages, rest)))
 
 
-# Seconds of each run: by the estimate of computations and of messages in the passes, of messages after them, of the
-# rest; and what the passes and what follows them took. A way to explain these finds a factor of each of the four, or
-# None.
-_Found = tuple[float, float, float, float] | None
-_Way = Callable[[Any, Any], _Found]
-
-
-def _apart(parts: Any, took: Any) -> _Found:
-    """A factor of computations and one of messages by the passes of runs whose shares of messages differ: least squares
-    relative to what each run took, with Huber's weights (Huber 1964), found by weighting again until nothing moves."""
-    shares = parts[:, 1] / parts[:, :2].sum(1)
-    if shares.max() - shares.min() < _APART:
+def _apart(computed: Any, sent: Any, passes: Any, one: float) -> tuple[float, float] | None:
+    """Factors of computing and of messages as medians over pairs of runs whose shares of messages differ (Theil 1950,
+    Sen 1968); None where they do not explain the passes much better than `one` factor does."""
+    shares = sent / (computed + sent)
+    found = [
+        np.linalg.solve([[computed[i], sent[i]], [computed[j], sent[j]]], [passes[i], passes[j]])
+        for i, j in itertools.combinations(range(len(passes)), 2) if abs(shares[i] - shares[j]) >= _APART
+    ]  # fmt: skip
+    if len(passes) < 3 or not found:
         return None
-    table = parts[:, :2] / took[:, :1]
-    weights, found = np.ones(len(table)), np.zeros(2)
-    for _ in range(30):
-        root, last = np.sqrt(weights), found
-        found = np.linalg.lstsq(table * root[:, None], root, rcond=None)[0]
-        residuals = np.abs(1 - table @ found)
-        scale = max(float(np.median(residuals)) / 0.6745, _NOISE)
-        weights = np.minimum(1.0, _HUBER * scale / np.maximum(residuals, 1e-12))
-        if np.allclose(found, last, rtol=1e-9):
-            break
-    return _with_rest(parts, took, *map(float, found)) if min(found) > 0 else None
-
-
-def _together(parts: Any, took: Any) -> _Found:
-    """One factor of the passes."""
-    factor = _median(took[:, 0] / parts[:, :2].sum(1))
-    return _with_rest(parts, took, factor, factor)
-
-
-def _with_rest(parts: Any, took: Any, compute: float, sent: float) -> _Found:
-    """With the factor of what follows the passes beside messages; None where messages alone would take longer."""
-    rest = float(np.median((took[:, 1] - sent * parts[:, 2]) / parts[:, 3]))
-    return (compute, sent, sent, rest) if rest > _FACTORS[0] else None
-
-
-def _whole(parts: Any, took: Any) -> _Found:
-    """One factor of everything."""
-    factor = _median(took.sum(1) / parts.sum(1))
-    return factor, factor, factor, factor
-
-
-def _median(ratios: Any) -> float:
-    """As far from the ratios below it as from those above, as factors."""
-    return float(np.exp(np.median(np.log(ratios))))
-
-
-def _error(parts: Any, took: Any, way: _Way) -> float:
-    """How far off the steps of runs are that are left out, as log of a factor in the median."""
-    off = []
-    for i in range(len(parts)):
-        found = way(np.delete(parts, i, 0), np.delete(took, i, 0))
-        off.append(math.inf if found is None else abs(math.log(parts[i] @ found / took[i].sum())))
-    return statistics.median(off)
+    a, b = map(float, np.median(found, axis=0))
+    errors = [float(np.median(abs(explained / passes - 1))) for explained in
+              (a * computed + b * sent, one * (computed + sent))]  # fmt: skip
+    return (a, b) if min(a, b) > 0 and errors[0] < _BETTER * errors[1] else None
 
 
 def correct(cluster: Cluster, factors: Factors, dtypes: set[str]) -> Cluster:
-    """The machine with its figures corrected. Figures that were assumed because the file has none are in it then."""
-    known = cluster.compute.figures
+    """The machine with its figures corrected, and with those of these dtypes that were assumed because it has none."""
     peaks = {dtype: peak for dtype, peak in cluster.peak_tflops.items() if dtype in dtypes}
-    figures = {**assumed_figures(peaks), **known}
-    found = [_corrected(figure, factors) for figure in figures.values()]
-    b = 1 / factors.messages
+    figures = {**assumed_figures(peaks), **cluster.compute.figures}
+    faster = 1 / factors.messages
     return dataclasses.replace(
-        cluster, compute=cluster.compute.with_figures(found),
-        links={pair: w * b for pair, w in cluster.links.items()}, nic_gb_per_s=cluster.nic_gb_per_s * b,
-        collective_gb_per_s={key: w * b for key, w in cluster.collective_gb_per_s.items()},
+        cluster, compute=cluster.compute.with_figures(_corrected(figure, factors) for figure in figures.values()),
+        links={pair: w * faster for pair, w in cluster.links.items()}, nic_gb_per_s=cluster.nic_gb_per_s * faster,
+        collective_gb_per_s={key: w * faster for key, w in cluster.collective_gb_per_s.items()},
     )  # fmt: skip
 
 
@@ -231,19 +177,5 @@ def _corrected(figure: Figure, factors: Factors) -> Figure:
     which = "messages" if figure.name.startswith(_OF_MESSAGES) else "rest" if figure.name in _OF_REST else "compute"
     factor: float = getattr(factors, which)
     is_rate = figure.name.startswith(("products.", "attention.", "memory.", "update_"))
-    source = f"{figure.source}; seconds times {factor:.3f} by the step times of {factors.runs} run(s)"
+    source = f"{figure.source}; seconds times {factor:.3f} by the step times of runs"
     return dataclasses.replace(figure.scaled(1 / factor if is_rate else factor), source=source)
-
-
-def render(outcome: Outcome) -> str:
-    """The factors and each run before and after, as text."""
-    f = outcome.factors
-    lines = [
-        f"seconds times {f.compute:.3f} for computations, {f.messages:.3f} for messages, {f.rest:.3f} for optimizer "
-        f"and host ({f.runs} run(s))",
-        f"{'run':40s} {'measured':>10s} {'before':>18s} {'after':>18s}   (ms per step)",
-    ]
-    for run, before, after in outcome.runs:
-        cells = (f"{1e3 * s:9.1f} {100 * (s / run.seconds - 1):+6.1f} %" for s in (before, after))
-        lines.append(f"{run.name[-40:]:40s} {1e3 * run.seconds:10.1f} {'  '.join(cells)}")
-    return "\n".join(lines)
