@@ -44,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     usage = "%(prog)s KIND [options] [-- flags of pretrain_gpt.py for every point]"
     parser = Parser(description=__doc__, usage=usage)
     parser.add_argument("kind", choices=tuple(KINDS), help="what varies")
-    add_preset(parser, more=", or 22b, 175b, 1t, 1.4b with --recipe (default 175b)")
+    add_preset(parser, more=", or 22b, 175b, 1t with --recipe (default 175b)")
     parser.set_defaults(preset="175b")
     parser.add_argument("--recipe", choices=("paper", "frontier"), default="paper", help="default paper")
     parser.add_argument("--values", type=_numbers, default=(), metavar="N,N", help="of what varies (default: by model)")

@@ -85,7 +85,7 @@ class Experiment:
         return None
 
     def _claimed(self, point: Point) -> Job | None:
-        """The job of a point that nobody else measures now, or has measured meanwhile."""
+        """The job of a point that nobody else measures now."""
         folder, cost = self.root / point.name, self.costs[point.name]
         claim = FolderClaim(folder, f"point {folder}")
         try:
@@ -94,11 +94,6 @@ class Experiment:
             self._postpone(point, str(error))
             return None
         self._to_do.remove(point)
-        if state_of(folder, point)[0] == "done":
-            claim.release()
-            self.skipped.append(point.name)
-            self.say(f"{point.name}: done meanwhile by another run")
-            return None
         self._claims[point.name] = claim
         limit = self.limit_s or (_LIMIT_S if cost.total_s is None else SLACK * cost.total_s + START_UP_S)
         return Job(point.name, folder, point.description(), point.flags, point.world, point.nodes, point.steps, limit,

@@ -6,11 +6,10 @@ Every point is resolved by pretrain_gpt.py's own parser, so that a contradiction
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from megatron.config import Config, parse_args
-from megatron.config.presets import PRESETS
 from megatron.errors import ConfigError
 from megatron.jobs.runner import START_UP_S
 from megatron.model.formulas import paper_flops
@@ -27,38 +26,35 @@ _PAPER_VOCABULARY_MULTIPLE = 1024  # GPT-2's 50,257 entries become 51,200, whate
 _WARM_UP_DEPTHS = 4  # micro-batches per stage in a step of the warm-up
 
 
-@dataclass(frozen=True)
-class Kind:
-    """An experiment. varies: the size that does; values: its defaults, of the models in `own` others. Of a sweep's
-    points, for the paper's models: batch (pp-bubble: micro-batches of each stage), and replicas."""
+class Kind(NamedTuple):
+    """An experiment. varies: the size that does; values: its defaults. Of a sweep's points, for the paper's models:
+    batch (pp-bubble: micro-batches of each stage), and replicas."""
 
-    report_kind: str
     parameter: str
     varies: str
     values: tuple[int, ...]
-    own: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     batch: int = 0
     replicas: int = 1
 
 
-_OF_THE_PAPER, _STAGES = {"1t": (1, 2, 3, 4, 6)}, {"1.4b": (1, 2, 4, 8, 24)}
+_REPLICAS_OF_1T = (1, 2, 3, 4, 6)
 KINDS: Mapping[str, Kind] = {
-    "weak": Kind("weak", "replicas", "dp", (1, 2, 4, 8, 16), _OF_THE_PAPER),  # of the paper's replicas
-    "strong": Kind("strong", "replicas", "dp", (1, 2, 4, 8, 16), _OF_THE_PAPER),
-    "tp": Kind("sweep", "tensor-parallel size", "tp", (1, 2, 4, 8, 16), {"1.4b": (1, 2, 4, 8)}, batch=128),
-    "pp": Kind("sweep", "pipeline-parallel size, batch fixed", "pp", (8, 16, 24, 48), _STAGES, batch=128),
-    "pp-bubble": Kind("sweep", "pipeline-parallel size, bubble fixed", "pp", (8, 16, 24, 48), _STAGES, batch=16),
-    "batch": Kind("sweep", "global batch size", "batch", (8, 16, 32, 64, 128, 256, 640)),
+    "weak": Kind("replicas", "dp", (1, 2, 4, 8, 16)),  # of the paper's replicas
+    "strong": Kind("replicas", "dp", (1, 2, 4, 8, 16)),
+    "tp": Kind("tensor-parallel size", "tp", (1, 2, 4, 8, 16), 128),
+    "pp": Kind("pipeline-parallel size, batch fixed", "pp", (8, 16, 24, 48), 128),
+    "pp-bubble": Kind("pipeline-parallel size, bubble fixed", "pp", (8, 16, 24, 48), 16),
+    "batch": Kind("global batch size", "batch", (8, 16, 32, 64, 128, 256, 640)),
     # Two replicas, which share the optimizer's states: on the 8 GCDs of one, a micro-batch of 8 does not fit.
-    "micro-batch": Kind("sweep", "micro-batch size", "mbs", (1, 2, 4, 8), batch=512, replicas=2),
-}  # fmt: skip
+    "micro-batch": Kind("micro-batch size", "mbs", (1, 2, 4, 8), 512, 2),
+}
 
 
 @dataclass(frozen=True)
 class Request:
     """What is asked for.
 
-    model       22b, 175b, 1t, 1.4b, or the name of any preset
+    model       22b, 175b, 1t (the paper's models), or the name of any preset
     recipe      paper: the preset as published, in fp16; frontier: the preset's improved form
     values      of what varies; empty for the kind's own
     batch       weak: per replica; strong: in all; pp-bubble: per pipeline stage; else of every point. None: the
@@ -80,7 +76,7 @@ class Request:
     @property
     def of_the_paper(self) -> bool:
         """Whether it is one of the paper's models, of which there are two recipes."""
-        return self.model == "1.4b" or published_by_name(self.model) is not None
+        return published_by_name(self.model) is not None
 
     @property
     def experiment(self) -> str:
@@ -103,7 +99,7 @@ class Point:
     """One run of an experiment. `config` is None and `problem` says why where its settings contradict each other.
 
     flags     of pretrain_gpt.py, without the place of the metrics file
-    world     processes; nodes x tasks_per_node
+    world     processes
     """
 
     name: str
@@ -111,7 +107,6 @@ class Point:
     value: int
     world: int
     nodes: int
-    tasks_per_node: int
     flags: tuple[str, ...]
     config: Config | None = None
     problem: str | None = None
@@ -122,35 +117,28 @@ class Point:
         return self.request.warm_up + self.request.iterations
 
     def description(self) -> dict[str, Any]:
-        """Content of point.json: what was varied, and the settings that the report groups by."""
+        """Content of point.json: what was varied, and all settings."""
         kind, request = KINDS[self.request.kind], self.request
-        settings = {} if self.config is None else self.config.to_dict()
         return {
-            "name": self.name, "experiment": request.experiment, "kind": kind.report_kind,
-            "parameter": kind.parameter, "value": self.value, "model": request.model, "recipe": request.recipe,
-            "nodes": self.nodes, "world": self.world, "tasks_per_node": self.tasks_per_node,
-            "iterations": request.iterations, "warm_up": request.warm_up, "flags": list(self.flags),
-            "settings": {**settings, "world_size": self.world},
+            "name": self.name, "experiment": request.experiment, "parameter": kind.parameter, "value": self.value,
+            "kind": request.kind if kind.varies == "dp" else "sweep", "world": self.world, "nodes": self.nodes,
+            "warm_up": request.warm_up, "flags": list(self.flags),
+            "settings": self.config.to_dict() if self.config else {},
         }  # fmt: skip
 
 
 def plan(request: Request) -> list[Point]:
-    """The points of a request, in the order of what varies. Raises ConfigError for a request that makes no sense."""
-    if not request.of_the_paper and request.model not in PRESETS:
-        known = ", ".join(PRESETS)
-        raise ConfigError(f"model '{request.model}' is unknown: use 22b, 175b, 1t, 1.4b or a preset: {known}")
+    """The points of a request, in the order of what varies. Raises ConfigError for flags that contradict themselves."""
     base = _resolved([*request.recipe_flags, *request.flags], None)
-    if request.kind in ("weak", "strong") and request.batch is None and request.model == "1.4b":
-        raise ConfigError("no batch is published for the 1.4B model: give --batch")
     return [_point(request, base, value) for value in request.values or _default_values(request, base)]
 
 
 def _default_values(request: Request, base: Config) -> tuple[int, ...]:
     """The kind's values; replicas so many that the GCDs are the paper's, whatever a replica of the recipe takes."""
     kind, known = KINDS[request.kind], _paper(base)
-    values = kind.own.get(request.model, kind.values)
     if kind.varies != "dp" or known is None:
-        return values
+        return kind.values
+    values = _REPLICAS_OF_1T if request.model == "1t" else kind.values
     gcds, mine = [known.replica_gcds * value for value in values], _replica_gcds(base)
     return tuple(n // mine for n in gcds if n % mine == 0) or (1,)
 
@@ -217,7 +205,7 @@ def _point(request: Request, base: Config, value: int) -> Point:
             problem = " ".join(str(error).split())
     # A folder's name that sorts by what varies.
     name = f"gcds-{world:05d}" if request.kind in ("weak", "strong") else f"{request.kind}-{value:05d}"
-    return Point(name, request, value, world, -(-world // tasks), tasks, tuple(flags), config, problem)
+    return Point(name, request, value, world, world // tasks, tuple(flags), config, problem)
 
 
 def _warm_up(request: Request, batch: int, step: int, stages: int) -> tuple[str, ...]:
