@@ -116,7 +116,7 @@ GB are 10^9 bytes, GiB 2^30; bandwidths are for each direction."""
 
 def refine(args: argparse.Namespace, flags: list[str]) -> None:
     """Correct a description by runs. Raises MegatronError."""
-    from megatron.planner.calibration.refine import refined
+    from megatron.jobs.refine import refined
     from megatron.planner.cluster import load_cluster
     from megatron.planner.cluster_write import write_cluster
     from megatron.planner.table import print_table

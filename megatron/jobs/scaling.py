@@ -28,7 +28,8 @@ _PLAUSIBLE_PART_OF_PEAK = 0.9  # no training run comes near, beyond it the figur
 class Line:
     """A record of a metrics file, under its names, of the `steps` steps that it stands for; step_time_s is their mean.
 
-    time: when it was written, in seconds since 1970.
+    time: when it was written, in seconds since 1970; times_ms: of the parts of a step, of the fastest and the slowest
+    rank.
     """
 
     iteration: int
@@ -42,6 +43,7 @@ class Line:
     skipped: int | None = None
     nan: int | None = None
     time: float | None = None
+    times_ms: Mapping[str, Any] | None = None
 
     @property
     def step_s(self) -> float:
@@ -198,16 +200,13 @@ def figures(run: MeasuredRun, judge: Judge | None = None) -> Figures:
     found = Figures(run, sum(line.skipped or 0 for line in run.lines), sum(line.nan or 0 for line in run.lines), memory)
     if not run.lines:
         return found
-    first = run.start_iteration + (run.point.get("warm_up", 1) if judge.warm_up is None else judge.warm_up)
-    full = max(line.global_batch_size for line in run.lines)
-    after = [line for line in run.lines if line.iteration - line.steps >= first and line.global_batch_size == full]
-    steady = [line for line in after if not line.skipped and not line.nan]
+    steady = steady_lines(run, judge.warm_up)
     if not steady:
-        steps = sum(line.steps for line in run.lines)
-        why = (f"{found.skipped} of {steps} steps were skipped, {found.nan} had a loss that is not finite" if after
-               else f"the run has {steps}, none after the warm-up with its full batch")  # fmt: skip
-        return replace(found, problems=() if not after and run.failure else (f"no steady step: {why}",))
-    times = [line.step_s for line in steady]
+        why = (f"no steady step: of {sum(line.steps for line in run.lines)} steps {found.skipped} were skipped, "
+               f"{found.nan} had a loss that is not finite, and none of the others is after the warm-up with the full "
+               "batch")  # fmt: skip
+        return replace(found, problems=() if run.failure else (why,))
+    times, full = [line.step_s for line in steady], steady[0].global_batch_size
     step_s, sequence = statistics.median(times), run.get("seq_length")
     tokens = full * sequence / step_s if sequence else None
 
@@ -238,6 +237,14 @@ def figures(run: MeasuredRun, judge: Judge | None = None) -> Figures:
         hfu=hardware / peak if hardware and peak else None,
         problems=tuple(problems), notes=tuple(text for text, holds in notes.items() if holds),
     )  # fmt: skip
+
+
+def steady_lines(run: MeasuredRun, warm_up: int | None = None) -> list[Line]:
+    """The lines of a run's steady steps; warm_up: how many do not count, None: as its point says, else 1."""
+    first = run.start_iteration + (run.point.get("warm_up", 1) if warm_up is None else warm_up)
+    full = max((line.global_batch_size for line in run.lines), default=0)
+    return [line for line in run.lines if line.iteration - line.steps >= first and line.global_batch_size == full
+            and not line.skipped and not line.nan]  # fmt: skip
 
 
 def _contradictions(run: MeasuredRun) -> Iterator[str]:

@@ -14,7 +14,7 @@ import pytest
 
 from megatron.config import Config
 from megatron.errors import DataError
-from megatron.planner.calibration.refine import Run, correct, fit, messages_s, read_run, refined
+from megatron.jobs.refine import Run, correct, fit, messages_s, read_run, refined
 from megatron.planner.cluster import load_cluster
 from megatron.planner.timing import Estimate, estimate
 

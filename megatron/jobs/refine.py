@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron.config import Config
 from megatron.errors import ConfigError, DataError
-from megatron.metrics_file import read_records
+from megatron.jobs import scaling
 from megatron.planner.cluster import Cluster
 from megatron.planner.compute import Figure, assumed_figures
 from megatron.planner.table import Table
@@ -87,38 +87,27 @@ def refined(cluster: Cluster, paths: Sequence[Path]) -> Refined:
 
 
 def read_run(path: Path) -> Run:
-    """Read the last start of a metrics file, or of the one in a folder, without its first steps. Raises DataError."""
-    path = path / "metrics.jsonl" if path.is_dir() else path
-    records = read_records(path)
-    starts = [i for i, record in enumerate(records) if record["event"] == "start"]
-    if not starts:
-        raise DataError(f"{path}: it has no record of a start: give the metrics.jsonl of a run (--metrics-file)")
-    start, records = records[starts[-1]], records[starts[-1] :]
-    try:
-        config = Config.from_dict(start["config"])
-    except (KeyError, ConfigError) as error:
-        raise DataError(f"{path}: the settings in its record of the start cannot be read: {error}") from error
-    # Of a batch that ramps up, the steps with the full one.
-    steps = [
-        r for r in records if r["event"] == "iteration" and r["iteration"] > start["iteration"] + WARM_UP
-        and r.get("global_batch_size") == config.batch.global_batch_size and r.get("step_time_s")
-        and not r.get("skipped")
-    ]  # fmt: skip
+    """Read the last start in a metrics file, or in the one of a folder, without its first steps. Raises DataError."""
+    found = scaling.read_run(path)
+    steps = scaling.steady_lines(found, WARM_UP)
     if len(steps) < LEAST_STEPS:
         raise DataError(
             f"{path}: {len(steps)} record(s) of steps with the full batch after the first {WARM_UP}: at least "
             f"{LEAST_STEPS} are needed: run about 20 steps with --log-interval 1 --timing-log-level 1"
         )
     try:
-        passes = statistics.median(r["times_ms"]["forward-backward"]["max"] for r in steps) / 1e3
+        config = Config.from_dict(dict(found.settings))
+        passes = statistics.median((step.times_ms or {})["forward-backward"]["max"] for step in steps) / 1e3
         if not 0 < passes < math.inf:
             raise ValueError(f"{passes} s of forward and backward")
+    except ConfigError as error:
+        raise DataError(f"{path}: the settings in its record of the start cannot be read: {error}") from error
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
             f"{path}: no times of the parts of a step that can be used ({error!r}): run with --timing-log-level 1"
         ) from error
-    seconds = statistics.median(r["step_time_s"] for r in steps)
-    return Run(f"{path.parent.name}/{path.name}", config, passes, max(seconds - passes, 0.0))
+    seconds = statistics.median(step.step_s for step in steps)
+    return Run(f"{found.path.parent.name}/{found.path.name}", config, passes, max(seconds - passes, 0.0))
 
 
 def messages_s(found: Estimate) -> float:
