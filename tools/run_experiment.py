@@ -142,7 +142,7 @@ def run(args: argparse.Namespace, points: list[Point], costs: dict[str, Cost], r
         hosts = tuple(read_text(args.hosts_file, 1 << 24, error=ConfigError).split())
     found = Experiment(root, points, costs, args.limit, args.retry_failed, _say)
     place = Place(args.launcher, hosts, 1 if args.one_at_a_time else len(hosts))
-    found.run(Runner(place, _say, left_s=time_left(None, slurm_time_left_s())))
+    found.run(Runner(place, _say, left_s=time_left(None, slurm_time_left_s)))
     summary(found, root)
     if found.out_of_time:
         return 3 if found.resumable else 4

@@ -108,10 +108,9 @@ def _add_place(group: argparse._ArgumentGroup) -> None:
 def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--out", type=Path, metavar="DIR", help="of the journal, the trials and the report (default "
                        "runs/tune-<space> in this clone)")  # fmt: skip
-    instead = group.add_mutually_exclusive_group()
-    instead.add_argument("--dry-run", action="store_true", help="show the layouts, the planner's best and the most "
-                         "that it may cost; run nothing")  # fmt: skip
-    instead.add_argument("--report-only", action="store_true", help="write the report of what was tried; run nothing")
+    group.add_argument("--dry-run", action="store_true", help="show the layouts, the planner's best and the most that "
+                       "it may cost; run nothing")  # fmt: skip
+    group.add_argument("--report-only", action="store_true", help="write the report of what was tried; run nothing")
     group.add_argument("--list-spaces", action="store_true", help="show the ready spaces")
 
 

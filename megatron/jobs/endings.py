@@ -24,6 +24,8 @@ _MEMORY = re.compile(
     r"HSA_STATUS_ERROR_OUT_OF_RESOURCES",
     re.IGNORECASE | re.MULTILINE,
 )
+# What else fails for want of memory, where there is a limit: the stack of a thread, a library that is mapped.
+_MEMORY_WITH_LIMIT = re.compile(r"can't start new thread|pthread_create failed|failed to map segment")
 _HANG = re.compile(r"the job hangs: .*")
 # The last two: of a node that died without Slurm knowing it yet. srun then kills the tasks of the other nodes.
 _NODE = re.compile(
@@ -48,18 +50,20 @@ class Ending:
     reason: str
 
 
-def ending(exit_codes: int | Iterable[int] | None, logs: Sequence[Path]) -> Ending:
+def ending(exit_codes: int | Iterable[int] | None, logs: Sequence[Path], *, limited: bool = False) -> Ending:
     """Why a run ended before its end.
 
     exit_codes  of its launcher or of each of its processes; None: it did not end by itself
     logs        those that say most first; of each the end is read. A launcher's words (srun) may be in any of them
+    limited     whether its processes were given a memory limit
     """
     tails = [_tail(path) for path in logs]
     code = _cause(exit_codes, tails)
     line = _telling_line(tails)
-    found = next((said for tail in tails if (said := _line_of(_MEMORY, tail))), None)
-    if found is not None:
-        return Ending(OUT_OF_MEMORY, f"out of memory: {found}")
+    for pattern in (_MEMORY, _MEMORY_WITH_LIMIT) if limited else (_MEMORY,):
+        found = next((said for tail in tails if (said := _line_of(pattern, tail))), None)
+        if found is not None:
+            return Ending(OUT_OF_MEMORY, f"out of memory: {found}")
     for kind, how, pattern in ((HANG, "", _HANG), (LOST_RANK, "a node was lost: ", _NODE)):
         found = next((match.group() for tail in tails if (match := pattern.search(tail))), None)
         if found is not None:

@@ -382,13 +382,13 @@ def _disk(job: Job) -> Iterator[None]:
 
 
 def time_left(
-    walltime_s: float | None, allocation_s: float | None, reserve_s: float = 0.0,
+    walltime_s: float | None, allocation_s: Callable[[], float | None], reserve_s: float = 0.0,
     clock: Callable[[], float] = time.monotonic,
 ) -> Callable[[], float | None]:  # fmt: skip
     """Count down from now: `walltime_s`, or what is left of the allocation less a reserve for the end, whichever is
     less; None where both are unknown."""
-    begun = clock()
-    limits = [walltime_s, None if allocation_s is None else allocation_s - reserve_s]
+    begun, left_s = clock(), allocation_s()
+    limits = [walltime_s, None if left_s is None else left_s - reserve_s]
     known = [limit for limit in limits if limit is not None]
     return lambda: begun + min(known) - clock() if known else None
 

@@ -197,41 +197,31 @@ def as_csv(everything: Sequence[Series]) -> str:
 
 
 def draw(everything: Sequence[Series], path: Path) -> bool:
-    """Efficiency of weak and strong scaling with the published points, throughput of each sweep; bars are the range of
-    the steady steps. False where there is nothing to draw. Raises ConfigError without matplotlib, or where the file
+    """Draw efficiency of weak and strong scaling with the published point, throughput of each sweep; bars are the range
+    of the steady steps. False where there is nothing to draw. Raises ConfigError without matplotlib, or where the file
     cannot be written."""
     plot = pyplot(instead="give --no-plots")
-    panels: dict[tuple[str, str], list[Series]] = {}
-    for series in everything:
-        if series.kind == SWEEP or series.base is not None:
-            panels.setdefault((series.kind, series.parameter), []).append(series)
-    if not panels:
+    shown = [series for series in everything if series.kind == SWEEP or series.base is not None]
+    if not shown:
         return False
-    figure, row = plot.subplots(1, len(panels), figsize=(5.4 * len(panels), 4.4), layout="constrained", squeeze=False)
-    for axes, ((kind, parameter), found) in zip(row[0], panels.items(), strict=True):
-        sweep, device = kind == SWEEP, found[0].device
-        axes.set_title(f"against {parameter}" if sweep else f"{kind} scaling", fontsize=11)
-        axes.set_xlabel(parameter if sweep else f"{device}s")
-        axes.set_ylabel(f"tokens/s per {device}" if sweep else "efficiency")
+    figure, row = plot.subplots(1, len(shown), figsize=(5.4 * len(shown), 4.4), layout="constrained", squeeze=False)
+    for axes, series in zip(row[0], shown, strict=True):
+        sweep = series.kind == SWEEP
+        axes.set_title(series.name, fontsize=11)
+        axes.set_xlabel(series.parameter if sweep else f"{series.device}s")
+        axes.set_ylabel(f"tokens/s per {series.device}" if sweep else f"efficiency of {series.kind} scaling")
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
-        for series in found:
-            _curve(axes, series)
+        points = [(series.value(m), throughput(m) if sweep else series.efficiency(m))
+                  for m in series.members if m.valid]  # fmt: skip
+        known = [(x, y[1], y[1] - y[0], y[2] - y[1] if y[2] < math.inf else 0.0) for x, y in points if x and y]
+        xs, ys, *bars = zip(*known, strict=True) if known else ((), (), (), ())
+        axes.errorbar(xs, ys, bars, fmt="o-", capsize=3, label=series.name)
+        target = getattr(series.published, series.kind, None)
+        if target is not None:
+            axes.plot(*target, "*", markersize=12, markeredgecolor="black", label=f"published: {100 * target[1]:.4g} %")
         tidy(axes)
         axes.set_ylim(0, None)
         axes.legend(frameon=False, fontsize=8, loc="lower left")
     save(figure, path)
     return True
-
-
-def _curve(axes: Any, series: Series) -> None:
-    points = [(series.value(m), throughput(m) if series.kind == SWEEP else series.efficiency(m))
-              for m in series.members if m.valid]  # fmt: skip
-    known = [(x, y[1], y[1] - y[0], y[2] - y[1] if y[2] < math.inf else 0.0) for x, y in points if x and y]
-    xs, ys, *bars = zip(*known, strict=True) if known else ((), (), (), ())
-    axes.errorbar(xs, ys, bars, fmt="o-", capsize=3, label=series.name)
-    paper = series.published
-    target = None if paper is None or series.kind == SWEEP else paper.weak if series.kind == WEAK else paper.strong
-    if paper is not None and target is not None:
-        label = f"published, {paper.name}: {100 * target[1]:.4g} %"
-        axes.plot([target[0]], [target[1]], "*", markersize=12, markeredgecolor="black", label=label)

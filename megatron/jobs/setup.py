@@ -71,6 +71,8 @@ class Setup:
 
 def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
     """Raises ConfigError for what contradicts itself, or cannot be had here."""
+    if args.dry_run and args.report_only:
+        raise ConfigError("--dry-run beside --report-only: give one of them")
     if args.space is None:
         raise ConfigError("--space FILE|NAME: say which space is searched; --list-spaces shows the ready ones")
     space = load_space(args.space)

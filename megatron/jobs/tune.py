@@ -104,7 +104,7 @@ def _search(setup: Setup) -> int:
     _say(f"{len(found.candidates):,} layouts of {setup.space.combinations:,} combinations, searched by "
          f"{setup.searched_by}; {setup.out}")  # fmt: skip
     search = Search(setup, found, _say)
-    allocation_s = slurm_time_left_s() if setup.place.launcher == "slurm" else None
+    allocation_s: Callable[[], float | None] = slurm_time_left_s if setup.place.launcher == "slurm" else lambda: None
     runner = Runner(setup.place, _say, left_s=time_left(setup.walltime_s, allocation_s, _RESERVE_S))
     why = runner.run(search) or search.why
     goes_on = why not in (EXHAUSTED, BUDGET)

@@ -230,11 +230,11 @@ def test_time_that_is_up_stops_what_runs(tmp_path: Path, programs: Callable[[str
 
 def test_time_left_is_that_of_whatever_ends_first() -> None:
     clock = VirtualClock(5.0)
-    left = time_left(1000.0, 100.0, reserve_s=30.0, clock=clock)
+    left = time_left(1000.0, lambda: 100.0, reserve_s=30.0, clock=clock)
     assert left() == 70.0
     clock.advance(81.0)
     assert left() == -11.0
-    assert time_left(50.0, None, clock=clock)() == 50.0 and time_left(None, None)() is None
+    assert time_left(50.0, lambda: None, clock=clock)() == 50.0 and time_left(None, lambda: None)() is None
 
 
 # -- as steps of a job -------------------------------------------------------------------------------------------------
