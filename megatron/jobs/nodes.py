@@ -5,6 +5,7 @@ SlurmdTimeout (minutes), it offers the node to every step. So a node in question
 """
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -13,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 _ANSWER_S = 60.0  # for a node to start a task that only prints its name
-_AT_ONCE = 32  # nodes that are asked at the same time, each by a step of its own
 
 
 class Nodes:
@@ -78,22 +78,18 @@ class Inquiry:
             self.dead = dead
 
     def answers(self, hosts: Sequence[str]) -> set[str]:
-        """Nodes that start a task which prints their name, beside all that runs there. Raises OSError."""
-        found = set[str]()
-        for begin in range(0, len(hosts), _AT_ONCE):
-            probes = [_probe(host) for host in hosts[begin : begin + _AT_ONCE]]
-            deadline = time.monotonic() + _ANSWER_S
-            for probe in probes:
-                try:
-                    said = probe.communicate(timeout=max(0.1, deadline - time.monotonic()))[0]
-                except subprocess.TimeoutExpired as error:
-                    said = error.output or b""
-                    probe.kill()
-                found.update(re.findall(r"^answers (\S+)$", said.decode(errors="replace"), re.MULTILINE))
+        """Nodes that start a task which prints their name, each in a step of its own beside all that runs there. Raises
+        OSError."""
+        words = ["srun", "-N", "1", "-n", "1", "-c", "1", "--overlap", "--time=3", "--job-name=nodes", "-w"]
+        probes = [
+            subprocess.Popen([*words, host, "bash", "-c", 'echo "answers $SLURMD_NODENAME"'], stdin=subprocess.DEVNULL,
+                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+            for host in hosts
+        ]  # fmt: skip
+        found, deadline = set[str](), time.monotonic() + _ANSWER_S
+        for probe in probes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                said = probe.communicate(timeout=max(0.1, deadline - time.monotonic()))[0]
+                found.update(re.findall(r"^answers (\S+)$", said, re.MULTILINE))
+            probe.kill()
         return found
-
-
-def _probe(host: str) -> subprocess.Popen[bytes]:
-    command = ["srun", "-N", "1", "-n", "1", "-c", "1", "--overlap", "--time=3", "--job-name=nodes", "-w", host,
-               "bash", "-c", 'echo "answers $SLURMD_NODENAME"']  # fmt: skip
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

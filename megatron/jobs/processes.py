@@ -79,15 +79,14 @@ class Run:
     """The processes of a run: those of all ranks, or a launcher. step: its name under Slurm.
 
     exit_codes  once it has ended: of the processes that ended by themselves, before others were ended by force
-    port        reserved for these processes; send: signals a session, given its leader's process id and the signal
+    alive, port  kept open until then: the pipe that tells the launcher that its starter lives, the reserved port
     """
 
     def __init__(
         self, processes: Sequence[subprocess.Popen[bytes]], *, step: str | None = None, alive: int | None = None,
-        grace_s: float = GRACE_S, port: socket.socket | None = None, clock: Callable[[], float] = time.monotonic,
-        send: Callable[[int, int], None] = os.killpg,
+        port: socket.socket | None = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.processes, self._step, self._grace_s, self._clock, self._send = processes, step, grace_s, clock, send
+        self.processes, self._step, self._clock = processes, step, clock
         self._held = contextlib.ExitStack()
         if alive is not None:
             self._held.callback(os.close, alive)
@@ -113,7 +112,7 @@ class Run:
         if self._failed_at is None and any(ended):
             self._failed_at = now
         if self._stopped_at is None and self._failed_at is not None and now > self._failed_at + _PEERS_S:
-            self._own, self._stopped_at = ended, now - self._grace_s
+            self._own, self._stopped_at = ended, now - GRACE_S
             self._press(now)
         elif self._asked_at is not None and now > self._asked_at + _ASK_AGAIN_S:
             self._press(now)
@@ -140,11 +139,11 @@ class Run:
         that: without an srun they would go on."""
         assert self._stopped_at is not None, "nobody is asked to end before"
         waited, first, self._asked_at = now - self._stopped_at, self._asked_at is None, now
-        force = waited >= self._grace_s
+        force = waited >= GRACE_S
         number = signal.SIGKILL if force else signal.SIGTERM
         if not first or force:
             self._tell(number)
-        if self._step is None or not force or waited >= 2 * self._grace_s:
+        if self._step is None or not force or waited >= 2 * GRACE_S:
             self._signal(number)
 
     def _tell(self, number: signal.Signals) -> None:
@@ -155,7 +154,7 @@ class Run:
         """Signal the whole session of every process."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                self._send(process.pid, number)
+                os.killpg(process.pid, number)
 
 
 def training_command(flags: Sequence[str]) -> list[str]:

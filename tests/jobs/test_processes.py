@@ -36,8 +36,9 @@ class Ranks:
             self.sent.append((round(self.clock()) - 1000, to, name))
 
         monkeypatch.setattr(launch, "_tell_step", lambda name, number: send(name, number))
-        self.run = Run([process(rank) for rank in range(count)], step=step, grace_s=60.0, clock=self.clock,
-                       send=lambda pid, number: send(pid, signal.Signals(number).name[3:]))  # fmt: skip
+        monkeypatch.setattr(launch, "GRACE_S", 60.0)
+        monkeypatch.setattr(os, "killpg", lambda pid, number: send(pid, signal.Signals(number).name[3:]))
+        self.run = Run([process(rank) for rank in range(count)], step=step, clock=self.clock)
 
     def look_for(self, seconds: int) -> bool:
         """Poll every second; whether it has ended."""
