@@ -143,7 +143,8 @@ def state_of(folder: Path, point: Point) -> tuple[str, str]:
 
 
 _HEADS = (
-    "point", "nodes", "GCDs", "TPxPPxDP", "micro", "batch", "bubble", "s/step", "time", "node-hours", "state",
+    "point", "nodes", "GCDs", "TPxPPxDP", "micro", "batch", "bubble", "s/step", "time", "longest job", "node-hours",
+    "state",
 )  # fmt: skip
 
 
@@ -155,47 +156,43 @@ def table(points: Sequence[Point], costs: Mapping[str, Cost], root: Path) -> Tab
 
 
 def _row(point: Point, cost: Cost, state: str) -> tuple[str, ...]:
-    head, config = (point.name, f"{point.nodes}", f"{point.world:,}"), point.config
-    if config is None:
-        return (*head, *[""] * (len(_HEADS) - 4), state)
-    parallel, batch = config.parallel, config.batch
-    times = ["", "", ""]
+    sizes, times, config = [""] * 4, [""] * 4, point.config
+    if config is not None:
+        parallel, batch = config.parallel, config.batch
+        sizes = [
+            f"{parallel.tensor_model_parallel_size}x{parallel.pipeline_model_parallel_size}x"
+            f"{parallel.data_parallel_size}", f"{batch.micro_batch_size}", f"{batch.global_batch_size:,}",
+            f"{100 * bubble_of(config):.1f} %",
+        ]  # fmt: skip
     if cost.total_s is not None:
-        hours = point.nodes * cost.total_s / 3600
-        times = [f"{cost.iteration_s or 0.0:,.0f}", show_duration(cost.total_s), f"{hours:,.1f}"]
-    return (
-        *head, f"{parallel.tensor_model_parallel_size}x{parallel.pipeline_model_parallel_size}x"
-        f"{parallel.data_parallel_size}", f"{batch.micro_batch_size}", f"{batch.global_batch_size:,}",
-        f"{100 * bubble_of(config):.1f} %", *times, state,
-    )  # fmt: skip
+        longest = "" if cost.limit_h is None else f"{cost.limit_h:g} h" + ("" if cost.fits_alone else ": too short")
+        times = [f"{cost.iteration_s or 0.0:,.0f}", show_duration(cost.total_s), longest,
+                 f"{point.nodes * cost.total_s / 3600:,.1f}"]  # fmt: skip
+    return point.name, f"{point.nodes}", f"{point.world:,}", *sizes, *times, state
 
 
 def remarks(points: Sequence[Point], costs: Mapping[str, Cost], nodes: int, cluster: Cluster | None,
             side_by_side: bool = True, partition: str | None = None) -> list[str]:  # fmt: skip
-    """Why points are refused, which outlast a job of their own size, and what one allocation of `nodes` nodes takes
-    for all, beside a job for each."""
+    """Why points are refused, and what one allocation of `nodes` nodes takes for all, beside a job for each."""
     lines = [f"{p.name} is refused: {p.problem}" for p in points if p.problem]
     for point in points:
-        cost = costs[point.name]
-        if not cost.fits_alone:
-            queue = f", in partition {cost.queue}" if cost.queue else ""
-            lines.append(f"{point.name}: about {show_duration(cost.total_s or 0.0)}, but a job of {point.nodes} "
-                         f"node(s) may last {cost.limit_h:g} h: run it in a larger allocation beside others{queue}, "
-                         "or with fewer iterations")  # fmt: skip
+        if not costs[point.name].fits_alone:
+            queue = costs[point.name].queue
+            lines.append(f"{point.name} needs a larger allocation, beside others, or "
+                         + (f"partition {queue}" if queue else "fewer iterations"))  # fmt: skip
     known = [(p, t) for p in points if (t := costs[p.name].total_s) is not None]
     if not known:
         return [*lines, "no time is published for this model: give --tflops to estimate times"]
-    inside = [(p.nodes, t) for p, t in known if p.nodes <= nodes]
-    least_s = least_time_s(inside, nodes, side_by_side)
+    least_s = least_time_s([(p.nodes, t) for p, t in known if p.nodes <= nodes], nodes, side_by_side)
     limit = f" (longest job on so many nodes: {cluster.wall_limit_hours(nodes, partition):g} h)" if cluster else ""
-    lines += [
+    left_out = ", ".join(p.name for p in points if p.nodes > nodes)
+    return [
+        *lines,
         f"one allocation of {nodes} node(s), {'side by side' if side_by_side else 'one after another'}: at least "
         f"{show_duration(least_s)}, {nodes * least_s / 3600:,.1f} node-hours{limit}; where it ends before, the same "
-        "command goes on",
+        "command goes on" + (f"; too large for it: {left_out}" if left_out else ""),
         f"a job for each point: {sum(p.nodes * t for p, t in known) / 3600:,.1f} node-hours",
     ]
-    left_out = [p.name for p in points if p.nodes > nodes]
-    return [*lines, f"too large for it: {', '.join(left_out)}"] if left_out else lines
 
 
 def least_time_s(points: Sequence[tuple[int, float]], nodes: int, side_by_side: bool = True) -> float:

@@ -114,33 +114,26 @@ def read_run(path: str | Path) -> MeasuredRun:
     records = read_records(file) if file.exists() or not point else []
     if not (records or point or path.is_dir()):
         raise DataError(f"{path}: no metrics records in it: give folders of runs, or metrics files")
-    run = _run(file, records, point)
-    check_kinds(run.settings, SETTINGS, path)
-    failure = result.get("reason") if result.get("status") not in (None, "done") else None
-    if failure is None and not run.lines:
-        failure = "not run yet" if not result and not file.exists() else "no iteration was logged"
-    return replace(run, failure=failure)
-
-
-def _run(path: Path, records: list[dict[str, Any]], point: dict[str, Any]) -> MeasuredRun:
-    """Make a run of the records from the last start on."""
     starts = [at for at, record in enumerate(records) if record["event"] == "start"]
     records = records[starts[-1] :] if starts else records
     start: dict[str, Any] = records[0] if starts else {}
-    layout = start.get("layout") or {}
-    settings = {**point.get("settings", {}), **(start.get("config") or {})}
-    sizes = {"world_size": layout.get("world"), "data_parallel_size": layout.get("data")}
-    settings |= {name: size for name, size in sizes.items() if size}
+    sizes = {"world_size": "world", "data_parallel_size": "data"}
+    layout = {name: (start.get("layout") or {}).get(short) for name, short in sizes.items()}
+    settings = {**point.get("settings", {}), **(start.get("config") or {}), **{k: v for k, v in layout.items() if v}}
+    check_kinds(settings, SETTINGS, path)
     first, lines = int(start.get("iteration") or 0), list[Line]()
     names = {each.name for each in fields(Line)} - {"steps"}
     for record in records:
         if record["event"] == "iteration" and record.get("step_time_s") and record.get("global_batch_size"):
             steps = max(1, record["iteration"] - (lines[-1].iteration if lines else first))
             lines.append(Line(steps=steps, **{key: record[key] for key in names & record.keys()}))
-    ends = [record for record in records if record["event"] == "end"]
-    name = point.get("name") or (path.parent.name if path.name == METRICS else path.stem)
-    finished = bool(ends) and ends[-1].get("reason") == "done"
-    return MeasuredRun(name, path, settings, tuple(lines), first, start.get("device") or "", point, finished=finished)
+    failure = result.get("reason") if result.get("status") not in (None, "done") else None
+    if failure is None and not lines:
+        failure = "no iteration was logged" if result or file.exists() else "not run yet"
+    ends = [record.get("reason") for record in records if record["event"] == "end"]
+    name = point.get("name") or (file.parent.name if file.name == METRICS else file.stem)
+    return MeasuredRun(name, file, settings, tuple(lines), first, start.get("device") or "", point, failure,
+                       ends[-1:] == ["done"])  # fmt: skip
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
