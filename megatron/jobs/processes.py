@@ -180,12 +180,8 @@ def start_here(
         (folder / TASKS).mkdir(exist_ok=True)
     try:
         for rank in range(count):
-            with open(folder / (f"{TASKS}/task_{rank}.err" if rank else LOG), "wb") as file:
-                started = subprocess.Popen(
-                    [*tether, *command], env=environment(os.environ, rank, count, str(port.getsockname()[1])),
-                    stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-                )  # fmt: skip
-            processes.append(started)
+            env = environment(os.environ, rank, count, str(port.getsockname()[1]))
+            processes.append(_spawn([*tether, *command], env, folder / (f"{TASKS}/task_{rank}.err" if rank else LOG)))
     except BaseException:
         Run(processes, port=port).kill()
         raise
@@ -199,11 +195,8 @@ def start_step(
     listening, alive = os.pipe()
     told = {"ALIVE": str(listening), "STEP": step.name, "TELL_STEP": _TELL_STEP}
     try:
-        with open(folder / LOG, "wb") as file:
-            process = subprocess.Popen(
-                command, env={**step_environment(os.environ, step, folder / TASKS), **told}, stdin=subprocess.DEVNULL,
-                stdout=file, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=(listening,),
-            )  # fmt: skip
+        env = {**step_environment(os.environ, step, folder / TASKS), **told}
+        process = _spawn(command, env, folder / LOG, (listening,))
     except BaseException:
         os.close(alive)
         raise
@@ -234,7 +227,14 @@ def logs_of(folder: Path, most: int = 256) -> list[Path]:
 
 def _tell_step(name: str, number: str) -> subprocess.Popen[bytes]:
     """Have Slurm send a signal to a step of this job, without waiting for that."""
-    return subprocess.Popen(
-        ["timeout", "30", "bash", "-c", _TELL_STEP, "tell", number], env={**os.environ, "STEP": name},
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+    command = ["timeout", "30", "bash", "-c", _TELL_STEP, "tell", number]
+    return _spawn(command, {**os.environ, "STEP": name}, Path(os.devnull))
+
+
+def _spawn(
+    command: Sequence[str], env: Mapping[str, str], log: Path, keep: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Start a process in a session of its own, which writes to a log; `keep`: files that it inherits."""
+    with open(log, "wb") as file:
+        return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+                                start_new_session=True, pass_fds=keep)  # fmt: skip
