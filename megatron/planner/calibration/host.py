@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -47,12 +48,12 @@ def host_seconds(config: Config, device: torch.device, seconds: float) -> HostSe
     """
     few, many = (_times(tiny(config, layers), device, seconds / 2) for layers in (FEW, MANY))
     forward, backward = (max(0.0, many[i] - few[i]) / (MANY - FEW) for i in (0, 1))
-    return HostSeconds(forward, backward, max(0.0, few[2] - FEW * (forward + backward)), few[3])
+    return HostSeconds(forward, backward, max(0.0, few[3] - FEW * (forward + backward)), few[4])
 
 
 def _times(config: Config, device: torch.device, seconds: float) -> list[float]:
-    """Median seconds of a forward and a backward pass, of a micro-batch by the executor, and of the optimizer's
-    step."""
+    """Median seconds of a forward and a backward pass, of forgetting its gradients, of a micro-batch by the executor,
+    and of the optimizer's step."""
     topology = Topology.from_layout(Layout(1, 1, 1), 0, device=device)
     chunks = build_chunks(config, topology)
     engine = Engine(config, topology, chunks)
@@ -62,18 +63,16 @@ def _times(config: Config, device: torch.device, seconds: float) -> list[float]:
         tokens=tokens, labels=tokens, loss_mask=torch.ones(1, SEQUENCE, device=device),
         position_ids=torch.arange(SEQUENCE, device=device).unsqueeze(0), cu_seqlens=None, first_sample=0,
     )  # fmt: skip
-    begin, found = time.perf_counter(), list[list[float]]()
-    while time.perf_counter() - begin < seconds or len(found) < 5:
-        at = [time.perf_counter()]
-        loss = chunk(batch, None, late_loss=True)
-        at.append(time.perf_counter())
-        loss.backward()
-        at.append(time.perf_counter())
-        engine.clear_gradients()
-        at.append(time.perf_counter())
-        executor.train([batch], loss_scale=engine.loss_scale)
-        at.append(time.perf_counter())
-        engine.step(1e-4)
-        at.append(time.perf_counter())
-        found.append([at[1] - at[0], at[2] - at[1], at[4] - at[3], at[5] - at[4]])
-    return [statistics.median(column) for column in zip(*found[1:], strict=True)]  # the first is a warm-up
+    passed = list[torch.Tensor]()
+    pieces: tuple[Callable[[], object], ...] = (
+        lambda: passed.append(chunk(batch, None, late_loss=True)), lambda: passed.pop().backward(),
+        engine.clear_gradients, lambda: executor.train([batch], loss_scale=engine.loss_scale),
+        lambda: engine.step(1e-4),
+    )  # fmt: skip
+    begin, found = time.perf_counter(), [list[float]() for _ in pieces]
+    while time.perf_counter() - begin < seconds or len(found[0]) < 5:
+        for piece, took in zip(pieces, found, strict=True):
+            start = time.perf_counter()
+            piece()
+            took.append(time.perf_counter() - start)
+    return [statistics.median(took[1:]) for took in found]  # the first is a warm-up

@@ -159,11 +159,10 @@ def _overheads(found: Found) -> dict[str, float]:
 
 
 def _peaks(found: Found) -> dict[str, float]:
-    """Peaks by dtype: of a GPU what is published, else the fastest product that was measured."""
+    """Peaks of the formats that were measured: of a GPU what is published, else the fastest product."""
     rows = {dtype: found.points.get(f"products.{dtype}") for dtype in DTYPES}
-    best = {dtype: max(row[-1] for row in points) for dtype, points in rows.items() if points}
-    known = {dtype: peak_tflops(found.device, dtype) for dtype in DTYPES}
-    return best | {dtype: peak for dtype, peak in known.items() if peak is not None}
+    return {dtype: peak_tflops(found.device, dtype) or max(row[-1] for row in points)
+            for dtype, points in rows.items() if points}  # fmt: skip
 
 
 def _gb_per_s(found: Found, nodes: int) -> float:
