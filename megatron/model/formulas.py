@@ -10,10 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megatron.config.model import ModelConfig
+from megatron.config.model import ModelConfig
 
 _TERA = 1e12
 
