@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -76,22 +75,16 @@ class Step:
 
 
 class Run:
-    """The processes of a run: those of all ranks, or a launcher. step: its name under Slurm.
+    """The processes of a run: those of all ranks, or a launcher.
 
+    step        its name under Slurm
+    held        closed at its end: the reserved port, the pipe that tells the launcher that its starter lives
     exit_codes  once it has ended: of the processes that ended by themselves, before others were ended by force
-    alive, port  kept open until then: the pipe that tells the launcher that its starter lives, the reserved port
     """
 
-    def __init__(
-        self, processes: Sequence[subprocess.Popen[bytes]], *, step: str | None = None, alive: int | None = None,
-        port: socket.socket | None = None, clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.processes, self._step, self._clock = processes, step, clock
-        self._held = contextlib.ExitStack()
-        if alive is not None:
-            self._held.callback(os.close, alive)
-        if port is not None:
-            self._held.enter_context(port)
+    def __init__(self, step: str | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.processes, self._step, self._clock = list[subprocess.Popen[bytes]](), step, clock
+        self.held = contextlib.ExitStack()
         self.exit_codes: list[int] | None = None
         self._own: list[int] = []
         self._failed_at: float | None = None
@@ -106,13 +99,13 @@ class Run:
         if self.exit_codes is None and None not in codes:
             self.exit_codes = self._own or ended
             self._signal(signal.SIGKILL)  # what they had started
-            self._held.close()
+            self.held.close()
         if self.exit_codes is not None:
             return True
         if self._failed_at is None and any(ended):
             self._failed_at = now
         if self._stopped_at is None and self._failed_at is not None and now > self._failed_at + _PEERS_S:
-            self._own, self._stopped_at = ended, now - GRACE_S
+            self._own, self._stopped_at = ended, now - 2 * GRACE_S
             self._press(now)
         elif self._asked_at is not None and now > self._asked_at + _ASK_AGAIN_S:
             self._press(now)
@@ -132,7 +125,7 @@ class Run:
             for process in self.processes:
                 with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel: nobody can end it
                     process.wait(10.0)
-            self._held.close()
+            self.held.close()
 
     def _press(self, now: float) -> None:
         """Ask for the end, after the grace by force. Of a step first its tasks are killed and srun as long again after
@@ -174,35 +167,38 @@ def start_here(
 
     They live as long as the thread that calls this, which is to be the main one.
     """
-    port, processes = reserve_port(), list[subprocess.Popen[bytes]]()
+    run = Run(clock=clock)
+    port = run.held.enter_context(reserve_port()).getsockname()[1]
     tether = [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid())]
     if count > 1:
         (folder / TASKS).mkdir(exist_ok=True)
     try:
         for rank in range(count):
-            env = environment(os.environ, rank, count, str(port.getsockname()[1]))
-            processes.append(_spawn([*tether, *command], env, folder / (f"{TASKS}/task_{rank}.err" if rank else LOG)))
+            env, log = environment(os.environ, rank, count, str(port)), f"{TASKS}/task_{rank}.err" if rank else LOG
+            run.processes.append(_spawn([*tether, *command], env, folder / log))
     except BaseException:
-        Run(processes, port=port).kill()
+        run.kill()
         raise
-    return Run(processes, port=port, clock=clock)
+    return run
 
 
 def start_step(
     command: Sequence[str], step: Step, folder: Path, clock: Callable[[], float] = time.monotonic
 ) -> Run:
     """Start a job step on its hosts. What tasks print goes to LOG in the folder, their errors to TASKS/task_N.err."""
+    run = Run(step.name, clock)
     listening, alive = os.pipe()
+    run.held.callback(os.close, alive)
     told = {"ALIVE": str(listening), "STEP": step.name, "TELL_STEP": _TELL_STEP}
     try:
         env = {**step_environment(os.environ, step, folder / TASKS), **told}
-        process = _spawn(command, env, folder / LOG, (listening,))
+        run.processes.append(_spawn(command, env, folder / LOG, (listening,)))
     except BaseException:
-        os.close(alive)
+        run.held.close()
         raise
     finally:
         os.close(listening)
-    return Run([process], step=step.name, alive=alive, clock=clock)
+    return run
 
 
 def step_environment(environ: Mapping[str, str], step: Step, tasks: Path) -> dict[str, str]:

@@ -38,7 +38,8 @@ class Ranks:
         monkeypatch.setattr(launch, "_tell_step", lambda name, number: send(name, number))
         monkeypatch.setattr(launch, "GRACE_S", 60.0)
         monkeypatch.setattr(os, "killpg", lambda pid, number: send(pid, signal.Signals(number).name[3:]))
-        self.run = Run([process(rank) for rank in range(count)], step=step, clock=self.clock)
+        self.run = Run(step, self.clock)
+        self.run.processes += [process(rank) for rank in range(count)]
 
     def look_for(self, seconds: int) -> bool:
         """Poll every second; whether it has ended."""
