@@ -28,7 +28,8 @@ _PLAUSIBLE_PART_OF_PEAK = 0.9  # no training run comes near, beyond it the figur
 class Line:
     """A record of a metrics file, under its names, of the `steps` steps that it stands for; step_time_s is their mean.
 
-    times_ms: of the parts of a step, of the fastest and the slowest rank.
+    time: when it was written, in seconds since 1970; times_ms: of the parts of a step, of the fastest and the slowest
+    rank.
     """
 
     iteration: int
@@ -41,6 +42,7 @@ class Line:
     memory_bytes: int | None = None
     skipped: int | None = None
     nan: int | None = None
+    time: float | None = None
     times_ms: Mapping[str, Any] | None = None
 
     @property
@@ -210,7 +212,7 @@ def figures(run: MeasuredRun, judge: Judge | None = None) -> Figures:
     model, hardware = stated("model_tflops"), stated("hardware_tflops")
     measured = (value for name, value in _MEASURED_GEMM_TFLOPS.items() if name in run.device and dtype != "float32")
     ceiling = next(measured, math.inf if peak is None else _PLAUSIBLE_PART_OF_PEAK * peak)
-    highest, problems = max(model or 0.0, hardware or 0.0), list(itertools.islice(_miscounted(run), 1))
+    highest, problems = max(model or 0.0, hardware or 0.0), list(itertools.islice(_contradictions(run), 1))
     if highest > ceiling:
         problems.append(f"{highest:.4g} TFLOP/s per device are more than {ceiling:.4g}, which no training reaches: "
                         f"the best product measured on it, or {_PLAUSIBLE_PART_OF_PEAK:g} of its peak")  # fmt: skip
@@ -238,13 +240,20 @@ def steady_lines(run: MeasuredRun, warm_up: int | None = None) -> list[Line]:
             and not line.skipped and not line.nan]  # fmt: skip
 
 
-def _miscounted(run: MeasuredRun) -> Iterator[str]:
-    """Lines whose samples do not agree with the line before."""
+def _contradictions(run: MeasuredRun) -> Iterator[str]:
+    """Samples or times that do not agree with the line before."""
     for before, line in itertools.pairwise(run.lines):
-        if before.consumed_samples is None or line.consumed_samples is None:
-            continue
-        counted, expected = line.consumed_samples - before.consumed_samples, line.global_batch_size * line.steps
+        counted, expected = _between(before, line, "consumed_samples"), line.global_batch_size * line.steps
         ramp = run.get("rampup_batch_size") and line.steps > 1  # the batch of steps between two lines is not known
-        if counted != expected and not ramp:
+        if counted not in (None, expected) and not ramp:
             yield (f"iteration {line.iteration}: {counted} samples were counted since iteration {before.iteration}, "
                    f"but {line.steps} step(s) of {line.global_batch_size} take {expected}")  # fmt: skip
+        passed, took = _between(before, line, "time"), line.step_s * line.steps
+        if passed is not None and took > 1.05 * passed + 1.0:  # what reading clocks may explain
+            yield (f"iteration {line.iteration}: says {took:.4g} s, but the clock moved by {passed:.4g} s since "
+                   f"iteration {before.iteration}")  # fmt: skip
+
+
+def _between(before: Line, line: Line, name: str) -> float | None:
+    old, new = getattr(before, name), getattr(line, name)
+    return None if old is None or new is None else new - old

@@ -83,6 +83,10 @@ def test_skipped_steps_are_counted_and_left_out(tmp_path: Path) -> None:
     assert not found.valid and found.step_s is None and found.skipped == 4
 
 
+def longer_than_the_clock_says(written: Records) -> None:
+    written[3]["time"] = 1e9 + 845.0
+
+
 def counted_four_times(written: Records) -> None:
     for record in written[1:-1]:
         record["consumed_samples"] *= 4
@@ -96,6 +100,7 @@ def four_times_too_fast(written: Records) -> None:
 
 @pytest.mark.parametrize(("spoil", "figures_"), [
     (counted_four_times, (2560, 640)), (four_times_too_fast, (115.3,)),
+    (longer_than_the_clock_says, (420, 5)),
 ])  # fmt: skip
 def test_contradictions_make_a_run_invalid(
     tmp_path: Path, spoil: Callable[[Records], None], figures_: tuple[float, ...]
