@@ -45,7 +45,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--minutes", type=real(60), default=1.0, metavar="M", help="of measuring, about (default 1)")
     parser.add_argument("--name", metavar="NAME", help="of the machine; default: the file's")
-    parser.add_argument("--refine", nargs="+", type=Path, metavar="METRICS", help="metrics files of runs on it")
+    parser.add_argument("--refine", nargs="+", type=Path, metavar="METRICS",
+                        help="metrics files of runs on it, or their folders: those of tools/tune.py's trials")
     parser.add_argument("--cluster", metavar="NAME|FILE", help="with --refine: the description to correct")
     return parser
 
@@ -67,8 +68,7 @@ def calibrate(args: argparse.Namespace, flags: list[str], argv: Sequence[str]) -
     if not launched and count > 1:
         start(count, argv)
         return
-    from megatron.planner.calibration.machine import machine
-    from megatron.planner.calibration.session import run
+    from megatron.planner.calibration.machine import machine, run
     from megatron.planner.cluster_write import write_cluster
 
     found = run(config, launch, 60 * args.minutes)
@@ -116,17 +116,25 @@ GB are 10^9 bytes, GiB 2^30; bandwidths are for each direction."""
 
 def refine(args: argparse.Namespace, flags: list[str]) -> None:
     """Correct a description by runs. Raises MegatronError."""
-    from megatron.planner.calibration.refine import refined, render
+    from megatron.jobs.refine import refined
     from megatron.planner.cluster import load_cluster
     from megatron.planner.cluster_write import write_cluster
+    from megatron.planner.table import print_table
 
     if args.cluster is None:
         raise ConfigError("--refine needs --cluster: the description that it corrects")
     if flags:
         raise ConfigError(f"{flags[0]} means nothing beside --refine: the metrics files say what ran; remove it")
-    cluster, runs = refined(load_cluster(args.cluster), args.refine)
-    write_cluster(cluster, args.output, _HEADING)
-    print(render(runs))
+    cluster = load_cluster(args.cluster)
+    if args.output.exists() and args.output.samefile(cluster.path):
+        raise ConfigError(f"-o {args.output} is the description that is corrected: choose another file")
+    found = refined(cluster, args.refine)
+    write_cluster(found.cluster, args.output, _HEADING)
+    print_table(found.errors)
+    for why in found.left_out:
+        print(f"left out: {why}")
+    print("seconds times {:.3f} for computations, {:.3f} for messages, {:.3f} for optimizer and host".format(
+        *found.factors))  # fmt: skip
     print(f"{args.output}: {args.cluster}, corrected")
 
 

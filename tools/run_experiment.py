@@ -44,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     usage = "%(prog)s KIND [options] [-- flags of pretrain_gpt.py for every point]"
     parser = Parser(description=__doc__, usage=usage)
     parser.add_argument("kind", choices=tuple(KINDS), help="what varies")
-    add_preset(parser, more=", or 22b, 175b, 1t, 1.4b with --recipe (default 175b)")
+    add_preset(parser, more=", or 22b, 175b, 1t with --recipe (default 175b)")
     parser.set_defaults(preset="175b")
     parser.add_argument("--recipe", choices=("paper", "frontier"), default="paper", help="default paper")
     parser.add_argument("--values", type=_numbers, default=(), metavar="N,N", help="of what varies (default: by model)")
@@ -106,9 +106,9 @@ def list_jobs(args: argparse.Namespace, points: list[Point], costs: dict[str, Co
               root: Path) -> None:  # fmt: skip
     """Print what a job of its own needs for each point that is still to run; a dash: the default partition."""
     for point in points:
-        if point.problem is None and state_of(root / point.name, point) in ("", "interrupted"):
+        if state_of(root / point.name, point)[0] in ("", "interrupted"):
             own = costs[point.name]
-            partition = own.queue if own.fits_alone() is False and own.queue else args.partition
+            partition = args.partition if own.fits_alone else own.queue or args.partition
             print(point.name, point.nodes, longest_job(cluster, point.nodes, partition), partition or "-")
 
 
@@ -124,12 +124,9 @@ def chosen(points: list[Point], names: Sequence[str] | None) -> list[Point]:
 def dry_run(args: argparse.Namespace, points: list[Point], costs: dict[str, Cost], cluster: Cluster | None,
             root: Path) -> None:  # fmt: skip
     """Print the table of points and what there is to say about them."""
-    states = {p.name: state_of(root / p.name, p) for p in points if p.problem is None}
-    print_table(experiment.table(points, costs, states))
+    print_table(experiment.table(points, costs, root))
     nodes = args.nodes or max(p.nodes for p in points)
-    lines = experiment.remarks(points, costs)
-    lines += experiment.budget(points, costs, nodes, cluster, not args.one_at_a_time, args.partition)
-    for line in lines:
+    for line in experiment.remarks(points, costs, nodes, cluster, not args.one_at_a_time, args.partition):
         print(f"- {line}")
 
 

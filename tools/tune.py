@@ -85,9 +85,6 @@ def _add_trials(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--stall", type=_SECONDS, metavar="SECONDS",
                        help="without a new step, after which a trial counts "
                        "as hanging (default: by its steps before)")  # fmt: skip
-    group.add_argument("--memory-limit", type=real(1e6), metavar="GIB",
-                       help="that a process of a trial may allocate on "
-                       "its host: one that needs more ends alone (for CPU machines; default: no limit)")  # fmt: skip
 
 
 def _add_place(group: argparse._ArgumentGroup) -> None:
@@ -114,8 +111,6 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--dry-run", action="store_true", help="show the layouts, the planner's best and the most that "
                        "it may cost; run nothing")  # fmt: skip
     group.add_argument("--report-only", action="store_true", help="write the report of what was tried; run nothing")
-    group.add_argument("--update-cluster", type=Path, metavar="FILE", help="at the end write --cluster's description, "
-                       "corrected by what was measured, to this file")  # fmt: skip
     group.add_argument("--list-spaces", action="store_true", help="show the ready spaces")
 
 

@@ -10,7 +10,7 @@
 # Arguments go to tools/run_experiment.py; flags of pretrain_gpt.py come after --.
 #
 # Settings, from the environment:
-#   MODEL        22b, 175b, 1t, 1.4b, or any preset     RECIPE      paper or frontier
+#   MODEL        22b, 175b, 1t, or any preset           RECIPE      paper or frontier
 #   VALUES       of what varies, such as "1 2 4": replicas in weak and strong scaling
 #   BATCH        sequences: weak per replica, strong in all, pp-bubble per stage, else of every point
 #   ITERATIONS   measured steps of each point           WARM_UP     steps before them
@@ -31,7 +31,7 @@ source "$MEGATRON_ROOT/examples/frontier/allocation.sh" || exit 2
 experiment() {
     local kind=$1 recipe=
     shift
-    case $MODEL in 22b | 175b | 1t | 1.4b) recipe=-$RECIPE ;; esac
+    case $MODEL in 22b | 175b | 1t) recipe=-$RECIPE ;; esac
     local flags=(--preset "$MODEL" --recipe "$RECIPE" --iterations "$ITERATIONS" --warm-up "$WARM_UP")
     flags+=(--launcher "$LAUNCHER" --out "$(results)/$kind-$MODEL$recipe")
     [[ -z ${VALUES:-} ]] || flags+=(--values "$VALUES")

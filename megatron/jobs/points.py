@@ -6,18 +6,17 @@ Every point is resolved by pretrain_gpt.py's own parser, so that a contradiction
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from megatron.config import Config, parse_args
-from megatron.config.presets import PRESETS
 from megatron.errors import ConfigError
 from megatron.jobs.runner import START_UP_S
 from megatron.model.formulas import paper_flops
 from megatron.planner.cluster import Cluster
 from megatron.planner.published import Published, published, published_by_name
 
-DATA_FLAGS = ("--data-path", "--train-data-path", "--data-file-list", "--mock-data")
+_DATA_FLAGS = {"--data-path", "--train-data-path", "--data-file-list", "--mock-data"}
 # The paper's runs: fp16, ranks in Megatron's order on devices 0, 1, ... The first loss scale is lower than Megatron's
 # 2^32, from which the first steps, and so all of these short runs, would overflow and be skipped.
 _PAPER_FLAGS = (
@@ -27,38 +26,35 @@ _PAPER_VOCABULARY_MULTIPLE = 1024  # GPT-2's 50,257 entries become 51,200, whate
 _WARM_UP_DEPTHS = 4  # micro-batches per stage in a step of the warm-up
 
 
-@dataclass(frozen=True)
-class Kind:
-    """An experiment. varies: the size that does; values: its defaults, of the models in `own` others. Of a sweep's
-    points, for the paper's models: batch (pp-bubble: micro-batches of each stage), and replicas."""
+class Kind(NamedTuple):
+    """An experiment. varies: the size that does; values: its defaults. Of a sweep's points, for the paper's models:
+    batch (pp-bubble: micro-batches of each stage), and replicas."""
 
-    report_kind: str
     parameter: str
     varies: str
     values: tuple[int, ...]
-    own: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     batch: int = 0
     replicas: int = 1
 
 
-_OF_THE_PAPER, _STAGES = {"1t": (1, 2, 3, 4, 6)}, {"1.4b": (1, 2, 4, 8, 24)}
+_REPLICAS_OF_1T = (1, 2, 3, 4, 6)
 KINDS: Mapping[str, Kind] = {
-    "weak": Kind("weak", "replicas", "dp", (1, 2, 4, 8, 16), _OF_THE_PAPER),  # of the paper's replicas
-    "strong": Kind("strong", "replicas", "dp", (1, 2, 4, 8, 16), _OF_THE_PAPER),
-    "tp": Kind("sweep", "tensor-parallel size", "tp", (1, 2, 4, 8, 16), {"1.4b": (1, 2, 4, 8)}, batch=128),
-    "pp": Kind("sweep", "pipeline-parallel size, batch fixed", "pp", (8, 16, 24, 48), _STAGES, batch=128),
-    "pp-bubble": Kind("sweep", "pipeline-parallel size, bubble fixed", "pp", (8, 16, 24, 48), _STAGES, batch=16),
-    "batch": Kind("sweep", "global batch size", "batch", (8, 16, 32, 64, 128, 256, 640)),
+    "weak": Kind("replicas", "dp", (1, 2, 4, 8, 16)),  # of the paper's replicas
+    "strong": Kind("replicas", "dp", (1, 2, 4, 8, 16)),
+    "tp": Kind("tensor-parallel size", "tp", (1, 2, 4, 8, 16), 128),
+    "pp": Kind("pipeline-parallel size, batch fixed", "pp", (8, 16, 24, 48), 128),
+    "pp-bubble": Kind("pipeline-parallel size, bubble fixed", "pp", (8, 16, 24, 48), 16),
+    "batch": Kind("global batch size", "batch", (8, 16, 32, 64, 128, 256, 640)),
     # Two replicas, which share the optimizer's states: on the 8 GCDs of one, a micro-batch of 8 does not fit.
-    "micro-batch": Kind("sweep", "micro-batch size", "mbs", (1, 2, 4, 8), batch=512, replicas=2),
-}  # fmt: skip
+    "micro-batch": Kind("micro-batch size", "mbs", (1, 2, 4, 8), 512, 2),
+}
 
 
 @dataclass(frozen=True)
 class Request:
     """What is asked for.
 
-    model       22b, 175b, 1t, 1.4b, or the name of any preset
+    model       22b, 175b, 1t (the paper's models), or the name of any preset
     recipe      paper: the preset as published, in fp16; frontier: the preset's improved form
     values      of what varies; empty for the kind's own
     batch       weak: per replica; strong: in all; pp-bubble: per pipeline stage; else of every point. None: the
@@ -78,10 +74,24 @@ class Request:
     flags: tuple[str, ...] = ()
 
     @property
+    def of_the_paper(self) -> bool:
+        """Whether it is one of the paper's models, of which there are two recipes."""
+        return published_by_name(self.model) is not None
+
+    @property
     def experiment(self) -> str:
         """Its name, also of its folder: 'weak-175b-paper'."""
-        recipe = f"-{self.recipe}" if _ours(self.model) else ""
-        return f"{self.kind}-{self.model}{recipe}"
+        return f"{self.kind}-{self.model}" + (f"-{self.recipe}" if self.of_the_paper else "")
+
+    @property
+    def recipe_flags(self) -> tuple[str, ...]:
+        """Flags of the model, and made-up tokens unless the request's flags name data."""
+        data = () if _DATA_FLAGS & _names(self.flags) else ("--mock-data",)
+        if not self.of_the_paper:
+            return ("--preset", self.model, *data)
+        if self.recipe == "frontier":
+            return ("--preset", f"gpt-{self.model}-frontier", *data)
+        return ("--preset", f"gpt-{self.model}", *_PAPER_FLAGS, *data)
 
 
 @dataclass(frozen=True)
@@ -89,7 +99,7 @@ class Point:
     """One run of an experiment. `config` is None and `problem` says why where its settings contradict each other.
 
     flags     of pretrain_gpt.py, without the place of the metrics file
-    world     processes; nodes x tasks_per_node
+    world     processes
     """
 
     name: str
@@ -97,75 +107,38 @@ class Point:
     value: int
     world: int
     nodes: int
-    tasks_per_node: int
     flags: tuple[str, ...]
     config: Config | None = None
     problem: str | None = None
 
+    @property
+    def steps(self) -> int:
+        """Steps of the run."""
+        return self.request.warm_up + self.request.iterations
+
     def description(self) -> dict[str, Any]:
-        """What goes into point.json: what was varied, and the settings that the report groups by."""
+        """Content of point.json: what was varied, and all settings."""
         kind, request = KINDS[self.request.kind], self.request
-        settings = {} if self.config is None else {name: self.config.get(name) for name in _SETTINGS}
-        settings["world_size"] = self.world
         return {
-            "name": self.name, "experiment": request.experiment, "kind": kind.report_kind,
-            "parameter": kind.parameter, "value": self.value, "model": request.model, "recipe": request.recipe,
-            "nodes": self.nodes, "world": self.world, "tasks_per_node": self.tasks_per_node,
-            "iterations": request.iterations, "warm_up": request.warm_up, "flags": list(self.flags),
-            "settings": settings,
+            "name": self.name, "experiment": request.experiment, "parameter": kind.parameter, "value": self.value,
+            "kind": request.kind if kind.varies == "dp" else "sweep", "world": self.world, "nodes": self.nodes,
+            "warm_up": request.warm_up, "flags": list(self.flags),
+            "settings": self.config.to_dict() if self.config else {},
         }  # fmt: skip
 
 
-_SETTINGS = (
-    "num_layers", "hidden_size", "seq_length", "tensor_model_parallel_size", "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size", "data_parallel_size", "micro_batch_size", "global_batch_size",
-    "recompute_granularity", "fp16", "bf16",
-)  # fmt: skip
-
-
-def _ours(model: str) -> bool:
-    """Whether it is one of the paper's models, of which there are two recipes; else a preset's name."""
-    return model == "1.4b" or published_by_name(model) is not None
-
-
-def recipe_flags(model: str, recipe: str) -> tuple[str, ...]:
-    """The flags of a model's recipe. Raises ConfigError for an unknown recipe.
-
-    >>> recipe_flags("175b", "frontier"), recipe_flags("tiny", "paper")
-    (('--preset', 'gpt-175b-frontier'), ('--preset', 'tiny'))
-    """
-    if recipe not in ("paper", "frontier"):
-        raise ConfigError(f"recipe '{recipe}' is unknown: use paper or frontier")
-    if not _ours(model):
-        return ("--preset", model)
-    return ("--preset", f"gpt-{model}", *_PAPER_FLAGS) if recipe == "paper" else ("--preset", f"gpt-{model}-frontier")
-
-
 def plan(request: Request) -> list[Point]:
-    """The points of a request, in the order of what varies. Raises ConfigError for a request that makes no sense."""
-    if request.kind not in KINDS:
-        raise ConfigError(f"experiment '{request.kind}' is unknown: use one of {', '.join(KINDS)}")
-    for what, least in (("iterations", 1), ("warm_up", 0), ("tasks_per_node", 1)):
-        if getattr(request, what) < least:
-            raise ConfigError(f"{what.replace('_', '-')} {getattr(request, what)}: at least {least} is needed")
-    if not _ours(request.model) and request.model not in PRESETS:
-        known = ", ".join(PRESETS)
-        raise ConfigError(f"model '{request.model}' is unknown: use 22b, 175b, 1t, 1.4b or a preset: {known}")
-    base = _resolved([*recipe_flags(request.model, request.recipe), *_data(request), *request.flags], None)
-    values = request.values or _default_values(request, base)
-    if any(value < 1 for value in values):
-        raise ConfigError(f"{KINDS[request.kind].parameter}: {min(values)} is not at least 1")
-    if request.kind in ("weak", "strong") and request.batch is None and request.model == "1.4b":
-        raise ConfigError("no batch is published for the 1.4B model: give --batch")
-    return [_point(request, base, value) for value in dict.fromkeys(values)]
+    """The points of a request, in the order of what varies. Raises ConfigError for flags that contradict themselves."""
+    base = _resolved([*request.recipe_flags, *request.flags], None)
+    return [_point(request, base, value) for value in request.values or _default_values(request, base)]
 
 
 def _default_values(request: Request, base: Config) -> tuple[int, ...]:
     """The kind's values; replicas so many that the GCDs are the paper's, whatever a replica of the recipe takes."""
     kind, known = KINDS[request.kind], _paper(base)
-    values = kind.own.get(request.model, kind.values)
-    if request.kind not in ("weak", "strong") or known is None:
-        return values
+    if kind.varies != "dp" or known is None:
+        return kind.values
+    values = _REPLICAS_OF_1T if request.model == "1t" else kind.values
     gcds, mine = [known.replica_gcds * value for value in values], _replica_gcds(base)
     return tuple(n // mine for n in gcds if n % mine == 0) or (1,)
 
@@ -178,15 +151,13 @@ def _paper(base: Config) -> Published | None:
     return published(base.model.num_layers, base.model.hidden_size)
 
 
-def _data(request: Request) -> tuple[str, ...]:
-    """Made-up tokens unless the flags name data; enough of a run for the parser."""
-    chosen = any(flag.split("=")[0] in DATA_FLAGS for flag in request.flags)
-    return () if chosen else ("--mock-data",)
+def _names(flags: Sequence[str]) -> set[str]:
+    return {flag.split("=")[0] for flag in flags}
 
 
 def _resolved(flags: Sequence[str], world: int | None) -> Config:
     """As pretrain_gpt.py would resolve these flags on so many processes; None: one replica. Raises ConfigError."""
-    length = () if any(flag.split("=")[0] == "--train-iters" for flag in flags) else ("--train-iters", "1")
+    length = () if "--train-iters" in _names(flags) else ("--train-iters", "1")
     return parse_args([*flags, *length], world)
 
 
@@ -194,8 +165,8 @@ def _sizes(request: Request, base: Config, value: int) -> dict[str, int]:
     """tp, pp, mbs, dp and batch of a point."""
     kind, own, known = KINDS[request.kind], base.batch.global_batch_size, _paper(base)
     found = {"tp": base.parallel.tensor_model_parallel_size, "pp": base.parallel.pipeline_model_parallel_size,
-             "mbs": base.batch.micro_batch_size, "dp": kind.replicas if _ours(request.model) else 1}  # fmt: skip
-    batch = request.batch or (kind.batch if _ours(request.model) else own)
+             "mbs": base.batch.micro_batch_size, "dp": kind.replicas if request.of_the_paper else 1}  # fmt: skip
+    batch = request.batch or (kind.batch if request.of_the_paper else own)
     if request.kind == "weak":
         each = request.batch or own
         if known is not None and request.batch is None:
@@ -215,14 +186,15 @@ def _point(request: Request, base: Config, value: int) -> Point:
     world = tensor * pipeline * sizes["dp"]
     tasks = min(world, request.tasks_per_node)
     flags = [
-        *recipe_flags(request.model, request.recipe), *_data(request),
+        *request.recipe_flags,
         "--tensor-model-parallel-size", str(tensor), "--pipeline-model-parallel-size", str(pipeline),
         "--micro-batch-size", str(micro), "--global-batch-size", str(batch),
-        *_vocabulary(request, tensor),
         *_warm_up(request, batch, micro * sizes["dp"], pipeline),
         "--train-iters", str(request.warm_up + request.iterations), "--log-interval", "1", "--eval-iters", "0",
-        *request.flags,
     ]  # fmt: skip
+    if request.of_the_paper and request.recipe == "paper":
+        flags += ["--make-vocab-size-divisible-by", str(max(1, _PAPER_VOCABULARY_MULTIPLE // tensor))]
+    flags += request.flags
     config, problem = None, None
     if world % tasks:
         problem = f"{world} processes do not fill nodes of {tasks}: choose TP x PP x replicas as a multiple of {tasks}"
@@ -233,7 +205,7 @@ def _point(request: Request, base: Config, value: int) -> Point:
             problem = " ".join(str(error).split())
     # A folder's name that sorts by what varies.
     name = f"gcds-{world:05d}" if request.kind in ("weak", "strong") else f"{request.kind}-{value:05d}"
-    return Point(name, request, value, world, -(-world // tasks), tasks, tuple(flags), config, problem)
+    return Point(name, request, value, world, world // tasks, tuple(flags), config, problem)
 
 
 def _warm_up(request: Request, batch: int, step: int, stages: int) -> tuple[str, ...]:
@@ -245,12 +217,6 @@ def _warm_up(request: Request, batch: int, step: int, stages: int) -> tuple[str,
     return ("--rampup-batch-size", str(small), str(batch - small), str(request.warm_up * small))
 
 
-def _vocabulary(request: Request, tensor: int) -> tuple[str, ...]:
-    if request.recipe != "paper" or not _ours(request.model):
-        return ()
-    return ("--make-vocab-size-divisible-by", str(max(1, _PAPER_VOCABULARY_MULTIPLE // tensor)))
-
-
 # -- what a point costs ------------------------------------------------------------------------------------------------
 
 
@@ -258,19 +224,25 @@ def _vocabulary(request: Request, tensor: int) -> tuple[str, ...]:
 class Cost:
     """iteration_s, total_s: of the full batch, and of the whole point with its warm-up and start-up; None: unknown.
 
-    bubble: part of a step in which a stage waits, (p - 1) / (v m + p - 1). limit_h: longest job on so many nodes;
-    queue: a partition that would let such a job last long enough, where the default one does not.
+    limit_h: longest job on so many nodes; queue: a partition that would let such a job last long enough, where the
+    default one does not.
     """
 
-    iteration_s: float | None
-    total_s: float | None
-    bubble: float | None
-    limit_h: float | None
+    iteration_s: float | None = None
+    total_s: float | None = None
+    limit_h: float | None = None
     queue: str | None = None
 
-    def fits_alone(self) -> bool | None:
-        """Whether a job of just this point's nodes may last long enough."""
-        return None if self.total_s is None or self.limit_h is None else self.total_s <= 3600 * self.limit_h
+    @property
+    def fits_alone(self) -> bool:
+        """Whether a job of just this point's nodes may last long enough, as far as is known."""
+        return self.total_s is None or self.limit_h is None or self.total_s <= 3600 * self.limit_h
+
+
+def bubble_of(config: Config) -> float:
+    """Part of a step in which a stage waits: (p - 1) / (v m + p - 1)."""
+    waits = config.parallel.pipeline_model_parallel_size - 1
+    return waits / (config.parallel.virtual_pipeline_model_parallel_size * config.num_micro_batches() + waits)
 
 
 def cost(
@@ -282,29 +254,19 @@ def cost(
     """
     limit = cluster.wall_limit_hours(point.nodes, partition) if cluster is not None else None
     config = point.config
-    if config is None:
-        return Cost(None, None, None, limit)
-    stages, micro_batches = config.parallel.pipeline_model_parallel_size, config.num_micro_batches()
-    chunks = config.parallel.virtual_pipeline_model_parallel_size
-    bubble = (stages - 1) / (chunks * micro_batches + stages - 1)
-    known = _paper(config)
+    known = _paper(config) if config is not None else None
     rate = tflops or (known.tflops if known else None)
-    if rate is None:
-        return Cost(None, None, bubble, limit)
-    vocabulary = config.model.padded_vocab_size(config.parallel.tensor_model_parallel_size)
-    per_sample = paper_flops(
-        1, config.model.seq_length, config.model.num_layers, config.model.hidden_size, vocabulary
-    )
+    if config is None or rate is None:
+        return Cost(limit_h=limit)
+    model, batch, ramp = config.model, config.batch.global_batch_size, config.batch.rampup_batch_size
+    vocabulary = model.padded_vocab_size(config.parallel.tensor_model_parallel_size)
+    flops = paper_flops(1, model.seq_length, model.num_layers, model.hidden_size, vocabulary)
     # The published rate is that of a nearly full pipeline: a larger bubble makes a step longer.
-    sample_s = per_sample / (rate * 1e12 * point.world)
-    iteration_s = sample_s * config.batch.global_batch_size / (1 - bubble)
-    ramp = config.batch.rampup_batch_size
-    small = ramp[0] if ramp else config.batch.global_batch_size
-    warm_up_s = point.request.warm_up * sample_s * small / (1 - bubble)
-    total_s = START_UP_S + warm_up_s + point.request.iterations * iteration_s
+    sample_s = flops / (rate * 1e12 * point.world) / (1 - bubble_of(config))
+    samples = point.request.iterations * batch + point.request.warm_up * (ramp[0] if ramp else batch)
+    total_s = START_UP_S + sample_s * samples
     longer = (
-        queue.name
-        for queue in (cluster.partitions if cluster is not None else ())
+        queue.name for queue in (cluster.partitions if cluster is not None else ())
         if (queue.max_nodes or point.nodes) >= point.nodes and 3600 * (queue.max_hours or 0) >= total_s
-    )
-    return Cost(iteration_s, total_s, bubble, limit, next(longer, None))
+    )  # fmt: skip
+    return Cost(sample_s * batch, total_s, limit, next(longer, None))

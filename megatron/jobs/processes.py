@@ -1,15 +1,13 @@
 """Starts the processes of one run, on this machine or as a step of a Slurm job, and ends them, whatever they do.
 
-Nothing here waits: whoever started a Run asks it now and then (poll), which also sends the signals that are due. A
-run's processes are in sessions of their own, and none outlives the process that started it, however that ends.
+Nothing here waits: whoever started a Run polls it, which also sends the signals that are due. A run's processes are in
+sessions of their own, and none outlives the process that started it, however that ends.
 """
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,15 +20,15 @@ from megatron.parallel.processes import environment, reserve_port
 ROOT = Path(__file__).resolve().parents[2]
 LOG, TASKS = "train.log", "tasks"
 GRACE_S = 15.0
-"""From a polite signal to force: a short run has nothing to save."""
+"""From SIGTERM to SIGKILL: a short run has nothing to save."""
 _ASK_AGAIN_S = 5.0
-_WAIT_S = 60  # that the tasks of a step have to end when one has
+_WAIT_S = 60  # for the tasks of a step to end when one has
 _PEERS_S = 20.0  # ranks end by themselves when one is lost, and say who it was
-_FIRST_PORT, _PORTS, _USER_PORTS = 3442, 1000, (1024, 65536)
+_FIRST_PORT, _PORTS = 3442, range(1024, 65536)
 _TETHER = Path(__file__).with_name("tether.py")
 
-# Has Slurm signal the step that is called STEP. An srun that is to end while its tasks start asks Slurm once to kill
-# them; where they are not there yet that is lost, and from then on srun waits for them, whatever it is told.
+# Makes Slurm signal the step called STEP. When an srun is to end while its tasks start it asks Slurm once to kill them;
+# where they are not there yet that is lost, and from then on srun waits for them, whatever it is told.
 _TELL_STEP = """
 for id in $(squeue -h -s -j "$SLURM_JOB_ID" -o "%i %j" | awk -v name="$STEP" '$2 == name { print $1 }'); do
     scancel -s "$1" "$id"
@@ -54,14 +52,7 @@ PYTHON=${POINT_PYTHON:-$PYTHON}; CODE=${POINT_CODE:-$CODE}
 watch=$!
 disown "$watch"
 code=0
-if [[ -n ${MEMORY_LIMIT:-} ]]; then
-    backend=()
-    [[ $DEVICE != cpu ]] || backend=(--distributed-backend gloo)
-    launch "$CODE/megatron/jobs/tether.py" 0 "$MEMORY_LIMIT" "$PYTHON" -u "$CODE/pretrain_gpt.py" \\
-        ${backend[@]+"${backend[@]}"} "$@" || code=$?
-else
-    launch_training "$@" || code=$?
-fi
+launch_training "$@" || code=$?
 kill -KILL "$watch" 2>/dev/null
 exit "$code"
 """
@@ -71,10 +62,9 @@ exit "$code"
 class Step:
     """A job step of a run under Slurm.
 
-    name    by which squeue knows it, other than that of every other step that is running
-    turn    how many runs were started before, which gives it a port of its own
-    limit_s after which Slurm itself ends it, should its starter not
-    memory_limit_bytes  of each task; None: without one
+    name     for squeue; no other running step may have it
+    turn     how many runs were started before, which gives it a port of its own
+    limit_s  after which Slurm itself ends it, should its starter not
     """
 
     name: str
@@ -82,194 +72,165 @@ class Step:
     tasks_per_node: int
     turn: int
     limit_s: float
-    memory_limit_bytes: int | None = None
 
 
 class Run:
-    """The processes of a run: those of all ranks, or a launcher. step: its name under Slurm.
+    """The processes of a run: those of all ranks, or a launcher.
 
-    exit_codes  once it has ended: those that processes ended with by themselves, not those that force gave them
-    send        signals a session: (process id of its leader, signal)
+    step        its name under Slurm
+    held        closed at its end: the reserved port, the pipe that tells the launcher that its starter lives
+    exit_codes  once it has ended: of the processes that ended by themselves, before others were ended by force
     """
 
-    def __init__(
-        self, processes: Sequence[subprocess.Popen[bytes]], *, step: str | None = None, alive: int | None = None,
-        grace_s: float = GRACE_S, port: socket.socket | None = None, clock: Callable[[], float] = time.monotonic,
-        send: Callable[[int, int], None] = os.killpg,
-    ) -> None:
-        self.processes, self._step, self._alive, self._grace_s = list(processes), step, alive, grace_s
-        self._port = port  # kept for the store of these processes
-        self._clock, self._send = clock, send
+    def __init__(self, step: str | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.processes, self._step, self._clock = list[subprocess.Popen[bytes]](), step, clock
+        self.held = contextlib.ExitStack()
         self.exit_codes: list[int] | None = None
         self._own: list[int] = []
         self._failed_at: float | None = None
         self._stopped_at: float | None = None
-        self._asked_at = 0.0
-        self._force = 0
+        self._asked_at: float | None = None
         self._helpers: list[subprocess.Popen[bytes]] = []
 
     def poll(self) -> bool:
         """Whether it has ended. Sends what is due: to ranks whose peer is lost, to those that were asked to end."""
         codes, now = [process.poll() for process in self.processes], self._clock()
+        ended = [code for code in codes if code is not None]
         if self.exit_codes is None and None not in codes:
-            self.exit_codes = self._own or [code for code in codes if code is not None]
+            self.exit_codes = self._own or ended
             self._signal(signal.SIGKILL)  # what they had started
-            self._release()
+            self.held.close()
         if self.exit_codes is not None:
             return True
-        if self._failed_at is None and any(codes):
+        if self._failed_at is None and any(ended):
             self._failed_at = now
         if self._stopped_at is None and self._failed_at is not None and now > self._failed_at + _PEERS_S:
-            self._own = [code for code in codes if code is not None]
-            self._force_now(now)
-        if self._stopped_at is not None and now > self._stopped_at + (self._force + 1) * self._grace_s:
-            self._by_force()
-        elif self._stopped_at is not None and not self._force and now > self._asked_at + _ASK_AGAIN_S:
-            self._ask()
+            self._own, self._stopped_at = ended, now - 2 * GRACE_S
+            self._press(now)
+        elif self._asked_at is not None and now > self._asked_at + _ASK_AGAIN_S:
+            self._press(now)
         return False
 
     def stop(self) -> None:
         """Ask it to end; from then on `poll` ends it by force when it does not. Harmless when called twice."""
         if self._stopped_at is None and self.exit_codes is None:
             self._stopped_at = self._clock()
-            self._ask()
-
-    def _ask(self) -> None:
-        self._asked_at, again = self._clock(), self._asked_at > 0
-        self._signal(signal.SIGTERM)
-        if again and self._step is not None:
-            self._helpers.append(_tell_step(self._step, "TERM"))
+            self._press(self._stopped_at)
 
     def kill(self) -> None:
         """End it at once. Waits for its processes, which cannot refuse."""
         if self.exit_codes is None:
-            self._by_force(at_once=True)
+            self._tell(signal.SIGKILL)
+            self._signal(signal.SIGKILL)
             for process in self.processes:
                 with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel: nobody can end it
                     process.wait(10.0)
-            self._release()
+            self.held.close()
 
-    def memory_bytes(self) -> int:
-        """Private writable memory of the largest of its processes here, which RLIMIT_DATA counts (VmData)."""
-        sizes = [0]
-        for process in self.processes:
-            with contextlib.suppress(OSError):
-                found = re.search(r"^VmData:\s*(\d+) kB", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
-                sizes.append(1024 * int(found[1]) if found else 0)
-        return max(sizes)
+    def _press(self, now: float) -> None:
+        """Ask for the end, after the grace by force. Of a step first its tasks are killed and srun as long again after
+        that: without an srun they would go on."""
+        assert self._stopped_at is not None, "nobody is asked to end before"
+        waited, first, self._asked_at = now - self._stopped_at, self._asked_at is None, now
+        force = waited >= GRACE_S
+        number = signal.SIGKILL if force else signal.SIGTERM
+        if not first or force:
+            self._tell(number)
+        if self._step is None or not force or waited >= 2 * GRACE_S:
+            self._signal(number)
 
-    def _force_now(self, now: float) -> None:
-        self._stopped_at = now - self._grace_s
-        self._by_force()
-
-    def _by_force(self, at_once: bool = False) -> None:
-        """First the tasks: a step whose srun is gone would go on. Then the launcher too."""
-        self._force += 1
+    def _tell(self, number: signal.Signals) -> None:
         if self._step is not None:
-            self._helpers.append(_tell_step(self._step, "KILL"))
-        if self._step is None or at_once or self._force > 1:
-            self._signal(signal.SIGKILL)
+            self._helpers.append(_tell_step(self._step, number.name[3:]))
 
     def _signal(self, number: int) -> None:
-        """To the whole session of every process."""
+        """Signal the whole session of every process."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                self._send(process.pid, number)
-
-    def _release(self) -> None:
-        if self._alive is not None:
-            os.close(self._alive)
-            self._alive = None
-        if self._port is not None:
-            self._port.close()
-            self._port = None
+                os.killpg(process.pid, number)
 
 
 def training_command(flags: Sequence[str]) -> list[str]:
-    """Of each rank on this machine."""
+    """Command line of each rank on this machine."""
     return [sys.executable, "-u", str(ROOT / "pretrain_gpt.py"), *flags]
 
 
 def slurm_command(flags: Sequence[str]) -> list[str]:
-    """Of the launcher of a step."""
+    """Command line of the launcher of a step."""
     return ["bash", "-c", _SLURM_LAUNCH, "launch", *flags]
 
 
 def start_here(
-    command: Sequence[str], count: int, folder: Path, *, environ: Mapping[str, str] = os.environ,
-    memory_limit_bytes: int | None = None, clock: Callable[[], float] = time.monotonic,
+    command: Sequence[str], count: int, folder: Path, clock: Callable[[], float] = time.monotonic
 ) -> Run:
     """Start `count` ranks on this machine. The first writes to LOG in the folder, the others to TASKS/task_N.err.
 
     They live as long as the thread that calls this, which is to be the main one.
     """
-    port, processes = reserve_port(), list[subprocess.Popen[bytes]]()
-    tether = [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid()), str(memory_limit_bytes or 0)]
+    run = Run(clock=clock)
+    port = run.held.enter_context(reserve_port()).getsockname()[1]
+    tether = [sys.executable, "-I", "-S", str(_TETHER), str(os.getpid())]
     if count > 1:
         (folder / TASKS).mkdir(exist_ok=True)
     try:
         for rank in range(count):
-            with open(folder / (f"{TASKS}/task_{rank}.err" if rank else LOG), "wb") as file:
-                started = subprocess.Popen(
-                    [*tether, *command], env=environment(environ, rank, count, str(port.getsockname()[1])),
-                    stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-                )  # fmt: skip
-            processes.append(started)
+            env, log = environment(os.environ, rank, count, str(port)), f"{TASKS}/task_{rank}.err" if rank else LOG
+            run.processes.append(_spawn([*tether, *command], env, folder / log))
     except BaseException:
-        Run(processes, port=port).kill()
+        run.kill()
         raise
-    return Run(processes, port=port, clock=clock)
+    return run
 
 
 def start_step(
-    command: Sequence[str], step: Step, folder: Path, *, environ: Mapping[str, str] = os.environ,
-    clock: Callable[[], float] = time.monotonic,
+    command: Sequence[str], step: Step, folder: Path, clock: Callable[[], float] = time.monotonic
 ) -> Run:
     """Start a job step on its hosts. What tasks print goes to LOG in the folder, their errors to TASKS/task_N.err."""
+    run = Run(step.name, clock)
     listening, alive = os.pipe()
+    run.held.callback(os.close, alive)
     told = {"ALIVE": str(listening), "STEP": step.name, "TELL_STEP": _TELL_STEP}
     try:
-        with open(folder / LOG, "wb") as file:
-            process = subprocess.Popen(
-                command, env={**step_environment(environ, step, folder / TASKS), **told}, stdin=subprocess.DEVNULL,
-                stdout=file, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=(listening,),
-            )  # fmt: skip
+        env = {**step_environment(os.environ, step, folder / TASKS), **told}
+        run.processes.append(_spawn(command, env, folder / LOG, (listening,)))
     except BaseException:
-        os.close(alive)
+        run.held.close()
         raise
     finally:
         os.close(listening)
-    return Run([process], step=step.name, alive=alive, clock=clock)
+    return run
 
 
 def step_environment(environ: Mapping[str, str], step: Step, tasks: Path) -> dict[str, str]:
     """What job.sh is to read for a step."""
-    kept = {k: v for k, v in environ.items() if k not in ("MASTER_ADDR", "MEMORY_LIMIT")}
+    kept = {name: value for name, value in environ.items() if name != "MASTER_ADDR"}
     minutes = -(-int(step.limit_s + GRACE_S) // 60)
-    limit = {} if step.memory_limit_bytes is None else {"MEMORY_LIMIT": str(step.memory_limit_bytes)}
-    return kept | limit | {
+    first = int(kept.get("MASTER_PORT") or _FIRST_PORT) - _PORTS.start
+    return kept | {
         "SRUN_WAIT": str(_WAIT_S),
         "SRUN_FLAGS": f"{kept.get('SRUN_FLAGS', '')} --time={minutes} --job-name={step.name}".strip(),
         "MEGATRON_ROOT": kept.get("MEGATRON_ROOT") or str(ROOT), "NODES": str(len(step.hosts)),
         "HOSTS": ",".join(step.hosts), "TASKS_PER_NODE": str(step.tasks_per_node), "LOGS": str(tasks), "REQUEUE": "0",
-        "MASTER_PORT": str(_port(int(kept.get("MASTER_PORT") or _FIRST_PORT), step.turn)),
+        # Another port than those of the steps before it.
+        "MASTER_PORT": str(_PORTS[(first + step.turn) % len(_PORTS)]),
     }  # fmt: skip
 
 
-def _port(first: int, turn: int) -> int:
-    """Of a step: another one than those of the steps before it."""
-    least, end = _USER_PORTS
-    return least + (first + turn % _PORTS - least) % (end - least)
-
-
 def logs_of(folder: Path, most: int = 256) -> list[Path]:
-    """What a run may have said about its end."""
+    """Files in which a run may have said why it ended."""
     return [folder / LOG, *sorted((folder / TASKS).glob("*.err"))[:most]]
 
 
 def _tell_step(name: str, number: str) -> subprocess.Popen[bytes]:
     """Have Slurm send a signal to a step of this job, without waiting for that."""
-    return subprocess.Popen(
-        ["timeout", "30", "bash", "-c", _TELL_STEP, "tell", number], env={**os.environ, "STEP": name},
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+    command = ["timeout", "30", "bash", "-c", _TELL_STEP, "tell", number]
+    return _spawn(command, {**os.environ, "STEP": name}, Path(os.devnull))
+
+
+def _spawn(
+    command: Sequence[str], env: Mapping[str, str], log: Path, keep: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    """Start a process in a session of its own, which writes to a log; `keep`: files that it inherits."""
+    with open(log, "wb") as file:
+        return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+                                start_new_session=True, pass_fds=keep)  # fmt: skip

@@ -15,14 +15,12 @@ from typing import Any
 
 from megatron.config.command_line import parse_args, parse_plan, scan
 from megatron.drawing import pyplot, save
-from megatron.errors import ConfigError, MegatronError
+from megatron.errors import ConfigError
 from megatron.jobs.candidates import GIB, Enumeration
 from megatron.jobs.layouts import CONFIRM, Layout, Trial, cost, layouts_of, noise_of, ranked, within_noise, written
 from megatron.jobs.result import Result
 from megatron.jobs.setup import Setup
 from megatron.jobs.space import value_text
-from megatron.planner.cluster import Cluster
-from megatron.planner.cluster_write import write_cluster
 from megatron.planner.search.script import Origin, site_script
 from megatron.planner.table import Table
 from megatron.untrusted import write_text
@@ -261,25 +259,3 @@ def rejections(found: Enumeration) -> Table:
     counted = sorted(found.rejections.items(), key=lambda item: -item[1][0])
     rows = [(f"{count:,}", reason, example) for reason, (count, example) in counted]
     return Table("Combinations that are no layouts", ("how many", "why", "for example"), rows)
-
-
-def update_cluster(cluster: Cluster, metrics: Sequence[Path], out: Path, warm_up: int) -> str:
-    """Write the machine with its figures corrected by these runs into `out`; says what came of that. Raises ConfigError
-    for a file that cannot be written."""
-    from megatron.planner.calibration.refine import read_run, refined_by, render
-
-    if out.exists() and Path(cluster.path).exists() and Path(cluster.path).samefile(out):
-        raise ConfigError(f"--update-cluster {out}: it is the description that the predictions of this search rest on: "
-                          "choose another file")  # fmt: skip
-    runs, left_out = [], list[str]()
-    for path in metrics:
-        try:
-            runs.append(read_run(path, warm_up))
-        except MegatronError as error:
-            left_out.append(f"left out: {error}")
-    if not runs:
-        return "\n".join([f"--update-cluster {out}: not written, for no trial can be used", *left_out[:5]])
-    corrected, outcome = refined_by(cluster, runs)
-    write_cluster(corrected, out, "Figures corrected by the step times of trials of tools/tune.py; [sources] say by "
-                  "which factors.")  # fmt: skip
-    return "\n".join([render(outcome), *left_out[:5], f"{out}: {cluster.name}, corrected by {len(runs)} layout(s)"])

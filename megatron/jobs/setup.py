@@ -1,4 +1,4 @@
-"""What the words of tools/tune.py ask for: the space, the machine, where trials run, and what names the search."""
+"""What the command line of tools/tune.py asks for: the space, the machine, and where trials run."""
 from __future__ import annotations
 
 import argparse
@@ -16,17 +16,18 @@ from megatron.jobs.processes import ROOT
 from megatron.jobs.runner import SLACK, START_UP_S, Place
 from megatron.jobs.search import find_search
 from megatron.jobs.space import Space, load_space
+from megatron.parallel.processes import gpus_here
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.search.command import headroom_bytes
 from megatron.untrusted import read_text
 
-_LIMIT_S = 1800.0  # of a trial of which nobody can say how long it takes
+_LIMIT_S = 1800.0  # of a trial whose time cannot be predicted
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A search and its place. flags: of pretrain_gpt.py after --; tasks: most processes of a node; walltime_s: of this
-    start."""
+    """A search and its place. flags: of pretrain_gpt.py after --; prior: whether the planner's ranking leads it;
+    iterations: measured steps of a trial, after warm_up; walltime_s: of this start."""
 
     args: argparse.Namespace
     space: Space
@@ -75,40 +76,37 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
     if args.space is None:
         raise ConfigError("--space FILE|NAME: say which space is searched; --list-spaces shows the ready ones")
     space = load_space(args.space)
-    spoken = args.hosts_file is not None or args.nodes is not None or os.environ.get("SLURM_JOB_ID")
-    launcher = args.launcher or ("slurm" if spoken else "local")
-    name = os.environ.get("MEGATRON_CLUSTER") or (space.cluster if launcher == "slurm" else "")
-    name = name if args.cluster is None else args.cluster
+    in_job = args.hosts_file is not None or args.nodes is not None or os.environ.get("SLURM_JOB_ID")
+    launcher = args.launcher or ("slurm" if in_job else "local")
+    name = args.cluster
+    if name is None:
+        name = os.environ.get("MEGATRON_CLUSTER") or (space.cluster if launcher == "slurm" else "")
     cluster = None if name in ("", "none") else load_cluster(name)
-    limit = None if args.memory_limit is None else max(1, int(args.memory_limit * GIB))
-    if launcher == "local":
-        hosts: tuple[str, ...] = ()
-        each, nodes, parallel = _processes(args, space, cluster), 1, 1
-    else:
-        hosts, each = _hosts(args), args.tasks_per_node or (cluster.devices_per_node if cluster is not None else 8)
-        nodes = len(hosts) or args.nodes or _most(space, "nodes")
-        if not nodes:
-            raise ConfigError("without --hosts-file: give --nodes N, how many the allocation has")
-        if args.processes is not None:
-            raise ConfigError("--processes is for --launcher local; on nodes --tasks-per-node says how many each has")
-        parallel = args.parallel or nodes
-    capacity = None if cluster is None else cluster.memory_gib * GIB - headroom_bytes(args.headroom, cluster)
     # A login node shows what would be searched without the libraries that search.
-    search = args.search if args.dry_run or args.report_only else find_search(args.search)
+    shows = args.dry_run or args.report_only
+    search = args.search if shows else find_search(args.search)
     prior = not args.no_prior and search != "random"
     if prior and cluster is None:
         raise ConfigError(
             "the planner's ranking needs a described machine: measure this one with 'python tools/calibrate.py -o "
             "machine.toml' and give --cluster machine.toml, or search without the ranking: --no-prior"
         )
-    if args.update_cluster is not None and cluster is None:
-        raise ConfigError("--update-cluster corrects the description of a machine: give it with --cluster")
+    capacity = None if cluster is None else cluster.memory_gib * GIB - headroom_bytes(args.headroom, cluster)
+    if launcher == "local":
+        each, nodes, place = _processes(args, space, cluster), 1, Place(launcher)
+    elif args.processes is not None:
+        raise ConfigError("--processes is for --launcher local; on nodes --tasks-per-node says how many each has")
+    else:
+        hosts, each = _hosts(args, shows), args.tasks_per_node or (cluster.devices_per_node if cluster else 8)
+        nodes = len(hosts) or args.nodes or _most(space, "nodes")
+        place = Place(launcher, hosts, args.parallel or nodes)
+        if not nodes:
+            raise ConfigError("without --hosts-file: give --nodes N, how many the allocation has")
     walltime_s = None if args.walltime is None else duration_s(args.walltime)
     if args.walltime is not None and not walltime_s:
         raise ConfigError(f"--walltime {args.walltime}: a time such as 90 (minutes), 1:30:00 or 1-00:00:00")
     return Setup(
-        args, space, tuple(flags), cluster, Machine(cluster, each, nodes, capacity),
-        Place(launcher, hosts, parallel, limit), search, prior,
+        args, space, tuple(flags), cluster, Machine(cluster, each, nodes, capacity), place, search, prior,
         space.iterations if args.iterations is None else args.iterations,
         space.warm_up if args.warm_up is None else args.warm_up, walltime_s,
         args.out or ROOT / "runs" / f"tune-{space.name}",
@@ -117,28 +115,25 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
 
 def _processes(args: argparse.Namespace, space: Space, cluster: Cluster | None) -> int:
     """Count processes for this machine: its GPUs; without any its cores, or more where the space asks for more."""
-    for name in ("hosts_file", "nodes", "tasks_per_node", "parallel"):
+    for name in ("nodes", "tasks_per_node", "parallel"):
         if getattr(args, name) not in (None, 1):
             raise ConfigError(f"--{name.replace('_', '-')} is for --launcher slurm: on this machine trials run one "
-                              "after another, for they would slow each other down; --processes says on how many "
-                              "devices")  # fmt: skip
+                              "after another; --processes says on how many devices")  # fmt: skip
     if args.processes or cluster is not None:
         return int(args.processes or (cluster.devices_per_node if cluster else 1))
-    from megatron.parallel.processes import gpus_here
-
     return gpus_here() or max(len(os.sched_getaffinity(0)), _most(space, "processes"))
 
 
 def _most(space: Space, name: str) -> int:
-    """The largest number of nodes or processes that a space speaks of by name; 0."""
+    """The largest number of nodes or processes that a space names; 0."""
     found = [value for parameter in space.parameters if parameter.name == name for value in parameter.values]
     text = space.derived[name].text if name in space.derived else ""
     return max((n for n in (*found, int(text) if text.isdigit() else 0) if isinstance(n, int)), default=0)
 
 
-def _hosts(args: argparse.Namespace) -> tuple[str, ...]:
+def _hosts(args: argparse.Namespace, shows: bool) -> tuple[str, ...]:
     if args.hosts_file is None:
-        if args.dry_run or args.report_only:
+        if shows:
             return ()
         raise ConfigError(
             "no nodes: inside an allocation give --hosts-file FILE, as examples/frontier/tune.sbatch does; --launcher "

@@ -131,10 +131,6 @@ def _report(setup: Setup, search: Search) -> None:
         _say(f"wrote {path}")
     if search.ranked:
         _say(f"the best: {found.command()}")
-    if setup.args.update_cluster is not None:
-        assert setup.cluster is not None, "make_setup asks for it"
-        runs = [setup.out / f"trials/{one.runs[-1].number:04}" / METRICS for one in search.ranked]
-        _say(report.update_cluster(setup.cluster, runs, setup.args.update_cluster, setup.warm_up))
 
 
 # -- a search ----------------------------------------------------------------------------------------------------------

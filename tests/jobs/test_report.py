@@ -1,28 +1,19 @@
-"""The report of a search: its figures, its files as their users read them, and the machine corrected by it."""
+"""The report of a search: its figures, and its files as their users read them."""
 from __future__ import annotations
 
 import csv
-import json
-import random
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megatron.config import Config
 from megatron.config.command_line import parse_args, parse_plan
 from megatron.errors import ConfigError
 from megatron.jobs.endings import Ending
-from megatron.jobs.report import Report, update_cluster
-from megatron.planner.cluster import load_cluster
-from megatron.planner.cluster_write import write_cluster
-from megatron.planner.timing import estimate
+from megatron.jobs.report import Report
 from tests.helpers.preflight import accepted
 from tests.jobs.made import Made, no_files, search, setup, truth
-
-FRONTIER = load_cluster("frontier")
 
 
 @pytest.fixture(autouse=True)
@@ -142,56 +133,3 @@ def test_under_slurm_devices_are_bound_and_the_job_script_passes_the_preflight_c
     )
     assert "#SBATCH -N 16" in files["best.sbatch"].read_text()
     assert accepted(files["best.sbatch"], tmp_path).tasks == 128
-
-
-# -- the machine corrected ---------------------------------------------------------------------------------------------
-
-SIZES: dict[str, Any] = dict(
-    num_layers=8, hidden_size=2048, num_attention_heads=16, seq_length=2048, vocab_size=50257, global_batch_size=16,
-    fp16=True, world_size=8,
-)
-LAYOUTS = [
-    Config.create(**SIZES, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, micro_batch_size=mbs)
-    for tp, pp, mbs in ((1, 1, 1), (2, 1, 1), (4, 1, 2), (8, 1, 2), (2, 2, 1), (2, 4, 1), (4, 2, 2), (1, 2, 1))
-]
-
-
-def write_run(folder: Path, config: Config, factor: float, steps: int = 4, warm_up: int = 2) -> Path:
-    """A short trial whose steps take `factor` times the estimate's, the first ones much longer."""
-    found, records = estimate(config, FRONTIER), list[dict[str, Any]]()
-    records.append({"event": "start", "iteration": 0, "config": config.to_dict()})
-    for i in range(1, warm_up + steps + 1):
-        slow = factor * (9.0 if i <= warm_up else 1.0)
-        records.append({
-            "event": "iteration", "iteration": i, "step_time_s": slow * found.seconds, "skipped": 0,
-            "global_batch_size": config.batch.global_batch_size,
-            "times_ms": {"forward-backward": {"max": 1e3 * slow * found.run.makespan}},
-        })  # fmt: skip
-    folder.mkdir(parents=True)
-    path = folder / "metrics.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-def test_predictions_with_the_new_description_are_what_was_measured(tmp_path: Path) -> None:
-    chance = random.Random(3)
-    paths = [write_run(tmp_path / f"{i}", config, 1.3 * chance.uniform(0.99, 1.01)) for i, config in enumerate(LAYOUTS)]
-    short = write_run(tmp_path / "short", LAYOUTS[1], 1.3, steps=2)
-    out = tmp_path / "new" / "machine.toml"
-    text = update_cluster(FRONTIER, [*paths, short, tmp_path / "gone.jsonl"], out, warm_up=2)
-    corrected = load_cluster(str(out))
-    for config in LAYOUTS:
-        assert estimate(config, corrected).seconds == pytest.approx(1.3 * estimate(config, FRONTIER).seconds, rel=0.03)
-    assert corrected.name == "frontier", "the launch scripts know it by its name"
-    assert all(name in text for name in ("short", "gone.jsonl", "8 layout"))
-    assert "not written" in update_cluster(FRONTIER, [short], tmp_path / "none.toml", warm_up=2)
-    assert not (tmp_path / "none.toml").exists()
-
-
-def test_the_description_that_the_search_rests_on_is_not_overwritten(tmp_path: Path) -> None:
-    machine = tmp_path / "machine.toml"
-    write_cluster(FRONTIER, machine)
-    text, path = machine.read_text(), write_run(tmp_path / "run", LAYOUTS[0], 1.3)
-    with pytest.raises(ConfigError, match="machine.toml"):
-        update_cluster(load_cluster(str(machine)), [path], machine, warm_up=2)
-    assert machine.read_text() == text

@@ -22,7 +22,6 @@ from tests.helpers.clock import VirtualClock
 from tests.jobs.waiting import Lifeline
 
 pytestmark = pytest.mark.slow
-GIB = 2**30
 STEP = '{"event": "iteration", "iteration": %d, "step_time_s": 1.0}'
 END = '{"event": "end", "iteration": 3, "reason": "done"}'
 
@@ -57,7 +56,7 @@ class Jobs:
         return end
 
 
-def run(source: Jobs, hosts: Sequence[str] = (), pass_s: float = 0.0, memory: int | None = None,
+def run(source: Jobs, hosts: Sequence[str] = (), pass_s: float = 0.0,
         say: Callable[[str], object] = lambda text: None, **more: Callable[[], float]) -> str:  # fmt: skip
     """By a clock of its own, of which `pass_s` pass between two looks, and little real time."""
     clock = VirtualClock()
@@ -66,7 +65,7 @@ def run(source: Jobs, hosts: Sequence[str] = (), pass_s: float = 0.0, memory: in
         clock.advance(pass_s)
         os.sched_yield()
 
-    place = Place("slurm" if hosts else "local", tuple(hosts), 2 if hosts else 1, memory)
+    place = Place("slurm" if hosts else "local", tuple(hosts), 2 if hosts else 1)
     return Runner(place, say, clock=clock, sleep=sleep, **more).run(source)
 
 
@@ -153,17 +152,6 @@ def test_a_rank_that_is_killed_does_not_leave_the_other(
     assert source.end.why is not None and source.end.why.kind == OUT_OF_MEMORY
 
 
-def test_what_stands_still_at_its_memory_limit_is_out_of_memory(
-    tmp_path: Path, programs: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(running.Run, "memory_bytes", lambda self: GIB // 4)
-    programs("while True: signal.pause()")
-    source = Jobs(job(tmp_path, limit_s=20.0))
-    run(source, pass_s=4.0, memory=GIB // 4)
-    why = source.end.why
-    assert why is not None and why.kind == OUT_OF_MEMORY and "0.25 GiB" in why.reason
-
-
 def test_before_the_first_step_there_is_the_whole_limit(tmp_path: Path) -> None:
     watch, folder = running.Watch(job(tmp_path, limit_s=1000.0, stall_s=30.0), 0.0), tmp_path / "a"
     folder.mkdir()
@@ -172,9 +160,6 @@ def test_before_the_first_step_there_is_the_whole_limit(tmp_path: Path) -> None:
     assert watch.look(905.0) is None and watch.look(910.0) is None
     ends = [watch.look(float(now)) for now in range(915, 945, 5)]
     assert ends[-1] is not None and ends[-1].kind == HANG
-    # A whole job may have been suspended: one pause counts for little.
-    fresh = running.Watch(job(tmp_path, limit_s=1000.0, stall_s=30.0), 0.0)
-    assert fresh.look(1.0) is None and fresh.look(5000.0) is None
 
 
 def test_a_crash_is_told_in_the_programs_words(tmp_path: Path, programs: Callable[[str], None]) -> None:
@@ -243,14 +228,13 @@ def test_time_that_is_up_stops_what_runs(tmp_path: Path, programs: Callable[[str
     assert run(source, left_s=lambda: 0.0) == TIME and source.end.interrupted == TIME
 
 
-def test_time_is_asked_of_the_allocation_now_and_then() -> None:
-    clock, answers = VirtualClock(), [100.0, None, 20.0]
-    left = time_left(1000.0, lambda: answers.pop(0), reserve_s=30.0, clock=clock)
-    assert left() == left() == 70.0 and len(answers) == 2
-    clock.advance(31.0)
-    assert left() == 39.0, "where nobody answers the answer before holds"
-    clock.advance(31.0)
-    assert left() == -10.0 and time_left(None, lambda: None)() is None
+def test_time_left_is_that_of_whatever_ends_first() -> None:
+    clock = VirtualClock(5.0)
+    left = time_left(1000.0, lambda: 100.0, reserve_s=30.0, clock=clock)
+    assert left() == 70.0
+    clock.advance(81.0)
+    assert left() == -11.0
+    assert time_left(50.0, lambda: None, clock=clock)() == 50.0 and time_left(None, lambda: None)() is None
 
 
 # -- as steps of a job -------------------------------------------------------------------------------------------------
@@ -268,27 +252,12 @@ def test_nodes_are_disjoint_and_come_back(tmp_path: Path, steps: Callable[[str],
     assert [told[name][-1] for name in "abc"] == [f"--job-name={name}-{os.getpid()}" for name in "abc"]
 
 
-@pytest.mark.parametrize(("taken", "starts"), [(1, 2), (9, 3)])
-def test_a_port_that_another_program_has_is_no_fault_of_the_layout(
-    tmp_path: Path, steps: Callable[[str], None], taken: int, starts: int
-) -> None:
-    ports = tmp_path / "ports"
-    steps(f"""echo "$MASTER_PORT" >> {ports}; (($(wc -l < {ports}) <= {taken})) || exit 3
-        echo "LaunchError: rank 0 on node n1 cannot serve port $MASTER_PORT, perhaps because ..." >&2; exit 2""")
-    source = Jobs(job(tmp_path))
-    run(source, hosts=["n1"])
-    why = source.end.why
-    assert why is not None and why.kind == CRASH and (why.reason == "exit code 3") == (taken == 1)
-    tried = ports.read_text().split()
-    assert len(tried) == len(set(tried)) == starts
-
-
 def test_what_ends_with_its_allocation_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A squeue that says what it says of a job that was cancelled, of one that runs, and nothing; it heeds filters of
     somebody's shell."""
     monkeypatch.setattr(running, "slurm_command", lambda flags: ["bash", "-c", "exit 143"])
     monkeypatch.setattr(running, "Inquiry", Asked)
-    monkeypatch.setattr(Asked, "dead", {})
+    monkeypatch.setattr(Asked, "dead", [])
     monkeypatch.setenv("SQUEUE_STATES", "PENDING")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     squeue = tmp_path / "bin/squeue"
@@ -306,12 +275,12 @@ def test_what_ends_with_its_allocation_is_interrupted(tmp_path: Path, monkeypatc
 
 
 class Asked:
-    """In the place of an inquiry about nodes. `dead` is what is wrong with nodes."""
+    """In the place of an inquiry about nodes. `dead`: those that are; None: all."""
 
-    dead: dict[str, str] | None = None
+    dead: list[str] | None = None
 
     def __init__(self, hosts: Sequence[str]) -> None:
-        self.dead = dict.fromkeys(hosts, "is down") if Asked.dead is None else Asked.dead
+        self.dead = list(hosts) if Asked.dead is None else Asked.dead
 
 
 def test_what_a_node_took_along_runs_again_on_others_twice(
@@ -325,14 +294,14 @@ def test_what_a_node_took_along_runs_again_on_others_twice(
     source = Jobs(job(tmp_path), again=True)
     run(source, hosts=hosts, say=said.append)
     assert [end.hosts for end in source.ends] == [("n1",), ("n2",), ("n3",)] and len(said) == 3
-    assert [end.interrupted for end in source.ends] == ["n1 is down", "n2 is down", ""]
+    assert ["n1" in source.ends[0].interrupted, "n2" in source.ends[1].interrupted] == [True, True]
     why = source.ends[-1].why
-    assert why is not None and why.kind == LOST_RANK and "n3 is down" in why.reason
+    assert why is not None and why.kind == LOST_RANK and "n3" in why.reason and not source.ends[2].interrupted
     steps("echo 'torch.OutOfMemoryError: HIP out of memory' >&2; exit 1")
     source = Jobs(job(tmp_path))
     run(source, hosts=hosts)
     assert source.end.why is not None and source.end.why.kind == OUT_OF_MEMORY and not source.end.interrupted
-    monkeypatch.setattr(Asked, "dead", {})
+    monkeypatch.setattr(Asked, "dead", [])
     steps("exit 75")
     source = Jobs(dataclasses.replace(job(tmp_path)))
     run(source, hosts=hosts)

@@ -13,6 +13,8 @@ import pytest
 
 from megatron.data.folder_claim import FolderClaim
 from megatron.errors import ConfigError
+from megatron.jobs import runner as running
+from megatron.jobs import setup as own_setup
 from megatron.jobs import tune as module
 from megatron.jobs.candidates import GIB, Candidate
 from megatron.jobs.endings import OUT_OF_MEMORY, Ending
@@ -21,7 +23,6 @@ from megatron.jobs.result import DONE, FAILED
 from megatron.jobs.runner import TIME
 from megatron.jobs.setup import make_setup
 from megatron.jobs.tune import BUDGET, EXHAUSTED, NODES, Search
-from megatron.parallel import processes
 from tests.jobs.made import Made, candidates_of, no_files, search, setup, truth
 from tools import tune
 
@@ -242,7 +243,7 @@ def words(space: Path, tmp_path: Path) -> list[str]:
 @pytest.fixture(autouse=True)
 def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Outside of a job, on a machine without GPUs: another process is asked for those."""
-    monkeypatch.setattr(processes, "gpus_here", lambda: 0)
+    monkeypatch.setattr(own_setup, "gpus_here", lambda: 0)
     for name in ("SLURM_JOB_ID", "MEGATRON_CLUSTER"):
         monkeypatch.delenv(name, raising=False)
 
@@ -288,7 +289,6 @@ def test_a_dry_run_says_which_flags_win_and_counts_all_trials(
     (("--space", "paper-175b", "--hosts-file", "/nowhere"), "/nowhere"),
     (("--space", "two-cores", "--no-prior", "--launcher", "slurm", "--report-only"), "--nodes"),
     (("--space", "two-cores", "--no-prior", "--report-only"), "no trials"),
-    (("--space", "two-cores", "--no-prior", "--update-cluster", "x.toml"), "--update-cluster"),
     (("--space", "two-cores", "--no-prior", "--dry-run", "--report-only"), "--report-only"),
     (("--space", "two-cores", "--cluster", "frontier", "--headroom", "200%"), "--headroom 200%"),
     (("--space", "two-cores", "--no-prior", "--dry-run", "--", "--train-iters", "5"), "--iterations"),
@@ -326,7 +326,7 @@ def test_processes_that_a_space_names_may_share_cores(
 ) -> None:
     space.write_text(SPACE.replace('processes = "1"', f'processes = "{said}"'))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(processes, "gpus_here", lambda: gpus)
+    monkeypatch.setattr(own_setup, "gpus_here", lambda: gpus)
     args = tune.build_parser().parse_args(["--space", str(space), "--no-prior", "--dry-run"])
     assert make_setup(args, []).machine.processes_per_node == found
 
@@ -360,14 +360,14 @@ def test_one_tuner_at_a_time_and_a_failing_report_does_not_keep_it_from_going_on
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails(*_args: object) -> int:
-        raise ConfigError("--update-cluster x.toml: it cannot be written")
+        raise ConfigError("--out x: it cannot be written")
 
     monkeypatch.setattr(module, "Runner", Ends)
     monkeypatch.setattr(module, "_report", fails)
     for why, code in ((TIME, 4), ("", 2)):
         monkeypatch.setattr(Ends, "why", why)
         found, text = call(capsys, *words)
-        assert found == code and "--update-cluster x.toml" in text
+        assert found == code and "--out x" in text
     claim = FolderClaim(tmp_path / "out", "the folder")
     claim.take(print)
     found, text = call(capsys, *words)
@@ -384,11 +384,14 @@ def test_a_search_of_real_trials_goes_on_where_it_ended_and_names_the_best(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """pretrain_gpt.py twice: one layout runs out of the memory that it may take, the other has figures."""
+    command = running.training_command
+    limited = ["bash", "-c", 'ulimit -d 1048576; exec "$@"', "limited"]
+    monkeypatch.setattr(running, "training_command", lambda flags: [*limited, *command(flags)])
     monkeypatch.setattr("megatron.jobs.report.Report._draw", lambda *_: [])  # test_report.py has the pictures
     out = tmp_path / "out"
-    code, text = call(capsys, *words, "--max-trials", "1", "--memory-limit", "1")
+    code, text = call(capsys, *words, "--max-trials", "1")
     assert code == 1 and OUT_OF_MEMORY in text and not (out / "report/best.txt").exists(), text
-    code, text = call(capsys, *words, "--memory-limit", "1")
+    code, text = call(capsys, *words)
     first, second = results(out)
     assert code == 0 and (first["status"], first["kind"]) == (FAILED, OUT_OF_MEMORY) and second["status"] == DONE, text
     lines = map(json.loads, (out / "trials/0002/metrics.jsonl").read_text().splitlines())
@@ -399,7 +402,7 @@ def test_a_search_of_real_trials_goes_on_where_it_ended_and_names_the_best(
     assert "--micro-batch-size 2" in best and "--hidden-size 32" in best and best.strip() in text
     # Once more: nothing is left, nothing is run, the report is written again.
     (out / "report/best.txt").unlink()
-    code, text = call(capsys, *words, "--memory-limit", "1")
+    code, text = call(capsys, *words)
     assert code == 0 and results(out) == [first, second] and (out / "report/best.txt").exists(), text
     assert not list(out.glob("trials/*/attempt-*"))
 

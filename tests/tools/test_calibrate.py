@@ -1,6 +1,7 @@
 """tools/calibrate.py: a small real calibration, and what it refuses."""
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from megatron.config.command_line import parse_plan
 from megatron.planner.cluster_file import read_cluster
 from megatron.planner.timing import estimate
-from tests.helpers.launching import launch
+from tests.helpers.launching import ROOT, launch
 from tests.helpers.processes import LIMIT_S
 from tools import plan
 from tools.calibrate import main
@@ -61,6 +62,16 @@ def test_what_is_refused(
     error = capsys.readouterr().err
     assert says in error and "Traceback" not in error
     assert not (tmp_path / "x.toml").exists()
+
+
+def test_the_description_that_is_corrected_is_not_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = tmp_path / "machine.toml"
+    shutil.copy(ROOT / "examples/local/two-cores.toml", machine)
+    text = machine.read_text()
+    assert main(["--refine", str(tmp_path / "run"), "--cluster", str(machine), "-o", str(machine)]) == 2
+    assert str(machine) in capsys.readouterr().err and machine.read_text() == text
 
 
 @pytest.mark.slow

@@ -46,12 +46,11 @@ def test_figures_are_those_of_the_steady_steps(tmp_path: Path) -> None:
     assert found.spread == (430.0 - 410.0) / 420.0
     assert found.tokens_per_s == 1280 * SEQUENCE / 420.0
     assert found.tokens_per_s_per_device == 1280 * SEQUENCE / 420.0 / 16
-    assert (found.memory_bytes, found.memory_rank) == (44 * 2**30, 16 - 4)  # the most, and the rank that held that
+    assert found.memory_bytes == 44 * 2**30
     expected = paper_flops("22b", 1280) / 420.0 / 16 / 1e12
-    assert found.paper_tflops == pytest.approx(expected, rel=1e-12)
     assert found.hardware_tflops == pytest.approx(expected, rel=1e-12)
     assert found.model_tflops == pytest.approx(0.75 * expected, rel=1e-12)
-    assert found.paper_hfu == pytest.approx(expected / 191.5, rel=1e-12)
+    assert found.hfu == pytest.approx(expected / 191.5, rel=1e-12)
 
 
 @pytest.mark.parametrize(("model", "layout", "batch", "tflops", "percent"), [
@@ -63,8 +62,8 @@ def test_published_throughput_gives_published_percentage(
     """The percentages of the paper are of 191.5; theirs are rounded to two decimals, the TFLOP/s to one."""
     step_s = paper_flops(model, batch) / (layout[0] * layout[1] * tflops * 1e12)
     found = measure(tmp_path / "run", records(settings(model, *layout, 1, batch), [step_s] * 4))
-    assert found.paper_tflops == pytest.approx(tflops, rel=1e-9)
-    assert found.paper_hfu is not None and abs(100 * found.paper_hfu - percent) < 100 * 0.05 / 191.5 + 0.005
+    assert found.hardware_tflops == pytest.approx(tflops, rel=1e-9)
+    assert found.hfu is not None and abs(100 * found.hfu - percent) < 100 * 0.05 / 191.5 + 0.005
 
 
 def test_warm_up_and_smaller_batches_do_not_count(tmp_path: Path) -> None:
@@ -84,9 +83,8 @@ def test_skipped_steps_are_counted_and_left_out(tmp_path: Path) -> None:
     assert not found.valid and found.step_s is None and found.skipped == 4
 
 
-def change(number: int, **values: Any) -> Callable[[Records], None]:
-    """Change the record of an iteration."""
-    return lambda written: written[number].update(values)
+def longer_than_the_clock_says(written: Records) -> None:
+    written[3]["time"] = 1e9 + 845.0
 
 
 def counted_four_times(written: Records) -> None:
@@ -100,19 +98,9 @@ def four_times_too_fast(written: Records) -> None:
     written[:] = records(config, [0.25 * r["step_time_s"] for r in written[1:-1]])
 
 
-def scale_falls(written: Records) -> None:
-    for record, scale in zip(written[1:-1], (2.0**32, 2.0**31, 2.0**30, 2.0**29), strict=True):
-        record["loss_scale"] = scale
-
-
-def no_gradients(written: Records) -> None:
-    for record in written[1:-1]:
-        record["grad_norm"] = 0.0
-
-
 @pytest.mark.parametrize(("spoil", "figures_"), [
-    (counted_four_times, (2560, 640)), (four_times_too_fast, (115.3,)), (scale_falls, (4.29497e09, 2.14748e09)),
-    (no_gradients, (0, 4)), (change(3, time=1e9 + 845.0), (420, 5)), (change(3, time=1e9 + 5000.0), (2,)),
+    (counted_four_times, (2560, 640)), (four_times_too_fast, (115.3,)),
+    (longer_than_the_clock_says, (420, 5)),
 ])  # fmt: skip
 def test_contradictions_make_a_run_invalid(
     tmp_path: Path, spoil: Callable[[Records], None], figures_: tuple[float, ...]
@@ -124,32 +112,13 @@ def test_contradictions_make_a_run_invalid(
     found = measure(tmp_path / "bad", written)
     said = {float(number) for number in NUMBER.findall(" / ".join(found.problems))}
     assert not found.valid and said >= {*figures_}, found.problems
-    assert tool().main([str(tmp_path / "bad"), "--strict"]) == 1
-    assert tool().main([str(tmp_path / "good"), "--strict"]) == 0
-
-
-def test_a_counted_skip_explains_a_falling_loss_scale(tmp_path: Path) -> None:
-    """Whether the line shows the scale of before or of after the skipped step."""
-    for skipped in (2, 3):
-        written = records(settings("22b", 1, 8, 1, 640), [420.0] * 5, skipped=[skipped])
-        for record in written[3:-1]:
-            record["loss_scale"] = 2048.0
-        assert measure(tmp_path / str(skipped), written).valid
-
-
-def test_a_checkpoint_explains_time_between_steps(tmp_path: Path) -> None:
-    written = records(settings("22b", 1, 8, 1, 640), [420.0] * 4)
-    for record in written[3:]:
-        record["time"] += 2000.0
-    written.insert(3, {"event": "checkpoint", "time": written[2]["time"] + 100.0})
-    assert measure(tmp_path / "run", written).valid
 
 
 def test_a_peak_can_be_given(tmp_path: Path) -> None:
     written = records(settings("22b", 1, 8, 1, 640), [420.0] * 4, device="some accelerator")
     assert measure(tmp_path / "a", written).valid and measure(tmp_path / "b", written).hfu is None
     assert "0.9" in measure(tmp_path / "d", written, peak_tflops=75.0).problems[0]
-    assert measure(tmp_path / "e", written, peak_tflops=100.0).paper_hfu == pytest.approx(
+    assert measure(tmp_path / "e", written, peak_tflops=100.0).hfu == pytest.approx(
         paper_flops("22b", 640) / 420 / 8 / 1e14, rel=1e-12
     )
 
@@ -218,14 +187,13 @@ def test_no_run_is_better_within_the_spread(tmp_path: Path, times: dict[int, lis
 
 
 def test_an_efficiency_has_the_ends_of_the_spread(tmp_path: Path) -> None:
-    """By the slowest step of one against the fastest of the other; none is "slower" whose ends hold 100 %."""
+    """By the slowest step of one against the fastest of the other."""
     for replicas, steps in ((1, [424.0, 420.0, 428.0]), (2, [426.0, 421.0, 430.0]), (4, [500.0, 490.0, 510.0])):
         config = settings("175b", 4, 16, replicas, 640 * replicas)
         write(tmp_path / str(replicas), records(config, [900.0, *steps]))
     (series,) = compare([figures(run) for run in find_runs([tmp_path])])
-    _, second, third = series.members
+    _, second, _ = series.members
     assert series.efficiency(second) == pytest.approx((420 / 430, 424 / 426, 428 / 421))
-    assert series.remarks(second) and series.remarks(third) == []
 
 
 @pytest.mark.parametrize("above", [".", "attempt-3", "attempt-3/runs"])
@@ -281,23 +249,21 @@ def test_report_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert float(row["published_hfu"]) == 0.3614 and row["state"] == "valid"
     failed = rows["tp-22b-paper", "tp-00001"]
     assert (failed["state"], failed["step_s"], failed["remarks"]) == ("failed", "", "OutOfMemory")
-    assert (row["memory_bytes"], row["memory_rank"]) == (str(44 * 2**30), "1020")
-    text = (out / "report.md").read_text()
-    tables = [line for line in text.splitlines() if line.startswith("|")]
-    assert len({line.count("|") for line in tables[:3]}) == 1  # head, rule and row of the first table
-    assert "- tp-00001: OutOfMemory" in text and "efficiency against 64 GCDs" in text
-    assert "![scaling.png](scaling.png)" in text and (out / "scaling.png").read_bytes().startswith(b"\x89PNG")
+    assert row["memory_bytes"] == str(44 * 2**30)
+    assert "tp-00001: OutOfMemory" in printed and "efficiency against 64 GCDs" in printed
+    assert (out / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
 RUN = records(settings("22b", 1, 8, 1, 640), [420.0] * 4)
 
 
 @pytest.mark.parametrize("arguments_", [
-    ["{tmp}/nothing"], ["{tmp}/text.log"], ["{tmp}/run", "--out", "{tmp}/text.log"], ["{tmp}/forged"],
+    ["{tmp}/nothing"], ["{tmp}/empty"], ["{tmp}/text.log"], ["{tmp}/run", "--out", "{tmp}/text.log"], ["{tmp}/forged"],
     ["{tmp}/sizes"], ["{tmp}/point"],
 ])  # fmt: skip
 def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments_: list[str]) -> None:
     (tmp_path / "text.log").write_text("nothing of interest\n")
+    (tmp_path / "empty").mkdir()
     write(tmp_path / "run", RUN)
     for name, change in (("forged", {"step_time_s": "fast"}), ("sizes", {"config": {"num_layers": [2]}})):
         write(tmp_path / name, [{**r, **{k: v for k, v in change.items() if k in r}} for r in RUN])
@@ -311,11 +277,9 @@ def test_bad_flags(flags: list[str]) -> None:
     assert tool().main(["x", *flags]) == 2
 
 
-@pytest.mark.parametrize("written", [None, RUN[:1], RUN[:2]], ids=["no run", "no step", "no step after the warm-up"])
-def test_nothing_to_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], written: Records | None) -> None:
-    if written is not None:
-        write(tmp_path / "run", written)
+@pytest.mark.parametrize("written", [RUN[:1], RUN[:2]], ids=["no step", "no step after the warm-up"])
+def test_nothing_to_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], written: Records) -> None:
+    write(tmp_path / "run", written)
     assert tool().main([str(tmp_path)]) == 1
     shown = capsys.readouterr()
-    assert shown.err.startswith("error: ") and (str(tmp_path) if written is None else "1 run") in shown.err
-    assert (written is None) == (shown.out == "")
+    assert shown.err.startswith("error: ") and "1 run" in shown.err and shown.out

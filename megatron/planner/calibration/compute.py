@@ -23,7 +23,7 @@ from megatron.kernels.choose import choose_fusions
 from megatron.kernels.library import available
 from megatron.kernels.ops.optimizer import scale_and_norm_
 from megatron.kernels.work import Attention, Memory, Product
-from megatron.planner.calibration.tasks import TERA, Make, Task, Work
+from megatron.planner.calibration.tasks import Make, Task, Work
 from megatron.planner.rates import BACKWARD_OPERATIONS
 from megatron.planner.recorder import Call, Calls, calls
 from megatron.planner.tensors import is_empty
@@ -41,18 +41,18 @@ _VALUES = 99_991  # different ones in a tensor: a GPU's clock depends on what it
 
 
 def compute_tasks(config: Config, device: torch.device, tensor_sizes: tuple[int, ...] = (1,)) -> list[Task]:
-    """All tasks of one device, for the shapes of a model cut over these tensor-parallel sizes."""
-    dtype_name, s = config.precision.dtype_name, config.model.seq_length
+    """All tasks of one device, for the shapes of a model cut over these tensor-parallel sizes; attention also for
+    sequences of other lengths."""
     found: dict[tuple[str, tuple[float, ...]], Task] = {}
-    tasks: list[Iterator[Task]] = []
+    s = config.model.seq_length
     for tensor_size, micro_batch in itertools.product(tensor_sizes, MICRO_BATCHES):
-        listed = _calls(config, device, tensor_size, micro_batch, s)
-        tasks += [_products(dtype_name, device, listed), _kernels(device, listed)]
-    for seq in sorted({max(64, s // 4), max(64, s // 2), s, 2 * s}):
-        tasks.append(_attention(dtype_name, device, _calls(config, device, 1, 1, seq, ("layer",))))
-    for task in itertools.chain(*tasks):
-        found.setdefault((task.figure, task.place), task)
-    return [*found.values(), *_updates(config, device)]
+        for task in _tasks(config, device, _calls(config, device, tensor_size, micro_batch, s)):
+            found.setdefault((task.figure, task.place), task)
+    for seq in (max(64, s // 4), max(64, s // 2), 2 * s):
+        for task in _tasks(config, device, _calls(config, device, 1, 1, seq, ("layer",))):
+            if task.figure.startswith("attention."):
+                found.setdefault((task.figure, task.place), task)
+    return [*found.values(), _update(config, device)]
 
 
 def _calls(
@@ -121,41 +121,35 @@ def _in_turn(operators: Sequence[Call], device: torch.device) -> Make:
 # -- figures -----------------------------------------------------------------------------------------------------------
 
 
-def _products(dtype_name: str, device: torch.device, listed: Sequence[Calls]) -> Iterator[Task]:
-    """Multiply into a matrix that is there: what an operator does with its result beside is no part of a product."""
+def _tasks(config: Config, device: torch.device, listed: Sequence[Calls]) -> Iterator[Task]:
+    """Tasks of what a model lists: its products and attention one by one, its memory-bound kernels of a kind together,
+    each once, by their mean size."""
+    dtype_name, kinds = config.precision.dtype_name, dict[str, dict[Any, Call]]()
     for work, operators in listed:
         if isinstance(work, Product) and work.batch == 1:
+            # Into a matrix that is there: what an operator does with its result beside is no part of a product.
             a, b = [x for x in operators[0][1] if isinstance(x, torch.Tensor)][-2:]
             product = torch.mm, (a, b), {"out": a.new_empty(work.m, work.n)}
-            yield Task(f"products.{dtype_name}", work[:3], _in_turn([product], device), work.flops, TERA)
-
-
-def _attention(dtype_name: str, device: torch.device, listed: Sequence[Calls]) -> Iterator[Task]:
-    """Rates as planner/rates.py counts: half of all pairs, and so many more in the backward pass."""
-    for work, operators in listed:
-        if isinstance(work, Attention):
+            yield Task(f"products.{dtype_name}", work[:3], _in_turn([product], device), work.flops / 1e12)
+        elif isinstance(work, Attention):
+            # As planner/rates.py counts: half of all pairs, and so many more in the backward pass.
             direction, more = ("backward", BACKWARD_OPERATIONS) if work.backward else ("forward", 1.0)
-            figure, flops = f"attention.{dtype_name}.{direction}", work._replace(backward=False).flops / 2 * more
-            yield Task(figure, (work.seq, work.head_dim), _in_turn(operators, device), flops, TERA)
-
-
-def _kernels(device: torch.device, listed: Sequence[Calls]) -> Iterator[Task]:
-    """All memory-bound kernels of a kind together, each once, by their mean size."""
-    kinds: dict[str, dict[Any, Call]] = {}
-    for work, operators in listed:
-        if isinstance(work, Memory):
+            tera = work._replace(backward=False).flops / 2 * more / 1e12
+            yield Task(f"attention.{dtype_name}.{direction}", (work.seq, work.head_dim), _in_turn(operators, device),
+                       tera)  # fmt: skip
+        elif isinstance(work, Memory):
             kinds.setdefault(work.kind, {})[work, operators[0][0]] = operators[0]
     for kind, found in kinds.items():
         least = _LEAST_SHARE * max(work.bytes for work, _ in found)
         large = {work: call for work, call in found.items() if work[0].bytes >= least}
         size, count = sum(work.bytes for work, _ in large), sum(work.kernels for work, _ in large)
-        yield Task(f"memory.{kind}", (size / count,), _in_turn([*large.values()], device), float(size))
+        yield Task(f"memory.{kind}", (size / count,), _in_turn([*large.values()], device), size / 1e9)
 
 
 # -- the optimizer -----------------------------------------------------------------------------------------------------
 
 
-def _updates(config: Config, device: torch.device) -> Iterator[Task]:
+def _update(config: Config, device: torch.device) -> Task:
     """Norm of the gradients and AdamW over the elements of a layer or more."""
     elements = max(1 << 20, min(12 * config.model.hidden_size**2, 1 << 24))
     dtype_name, kernels = config.precision.dtype_name, config.kernels
@@ -180,4 +174,4 @@ def _updates(config: Config, device: torch.device) -> Iterator[Task]:
 
         return run
 
-    yield Task("update_gb_per_s", (), work, elements * bytes_per_element(config, device.type))
+    return Task("update_gb_per_s", (), work, elements * bytes_per_element(config, device.type) / 1e9)

@@ -1,4 +1,4 @@
-"""What Python and torch take for a layer's pass and for a step, beside the work on the data: tiny models tell."""
+"""Seconds that Python and torch take for a layer's pass and for a step, beside the work on the data, by tiny models."""
 from __future__ import annotations
 
 import statistics
@@ -24,7 +24,7 @@ _KIND = (
 
 
 class HostSeconds(NamedTuple):
-    """Of one layer's pass forward and backward, of a micro-batch without layers, and of the rest of a step."""
+    """Seconds of one layer's forward and backward pass, of a micro-batch without layers, and of the rest of a step."""
 
     forward: float
     backward: float
@@ -42,50 +42,37 @@ def tiny(config: Config, layers: int) -> Config:
 
 
 def host_seconds(config: Config, device: torch.device, seconds: float) -> HostSeconds:
-    """Measured in a process that is alone in its job; takes about `seconds`.
+    """Measure in a process that is alone in its job, for about `seconds`.
 
     On a GPU these are the times after which the host may go on, without those of the device.
     """
     few, many = (_times(tiny(config, layers), device, seconds / 2) for layers in (FEW, MANY))
     forward, backward = (max(0.0, many[i] - few[i]) / (MANY - FEW) for i in (0, 1))
-    return HostSeconds(forward, backward, max(0.0, few[2] - few[3] - FEW * (forward + backward)), max(0.0, few[3]))
+    return HostSeconds(forward, backward, max(0.0, few[3] - FEW * (forward + backward)), few[4])
 
 
 def _times(config: Config, device: torch.device, seconds: float) -> list[float]:
-    """Seconds of a forward and a backward pass, of a whole step, and of the optimizer's part of it."""
+    """Median seconds of a forward and a backward pass, of forgetting its gradients, of a micro-batch by the executor,
+    and of the optimizer's step."""
     topology = Topology.from_layout(Layout(1, 1, 1), 0, device=device)
     chunks = build_chunks(config, topology)
     engine = Engine(config, topology, chunks)
-    chunks.train()
-    executor = build_executor(config, topology, chunks, engine)
-    batch, chunk = _batch(device), next(iter(chunks.values()))
-
-    def whole() -> None:
-        executor.train([batch], loss_scale=engine.loss_scale)
-        engine.step(1e-4)
-
-    begin, found = time.perf_counter(), [list[float]() for _ in range(4)]
-    while time.perf_counter() - begin < seconds or len(found[0]) < 5:
-        found[2].append(_seconds(whole))
-        executor.train([batch], loss_scale=engine.loss_scale)
-        found[3].append(_seconds(lambda: engine.step(1e-4)))
-        start = time.perf_counter()
-        loss = chunk(batch, None, late_loss=True)
-        found[0].append(time.perf_counter() - start)
-        found[1].append(_seconds(loss.backward))
-        engine.clear_gradients()
-    return [statistics.median(values[1:]) for values in found]  # the first is a warm-up
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
-
-
-def _batch(device: torch.device) -> MicroBatch:
+    executor, chunk = build_executor(config, topology, chunks, engine), next(iter(chunks.values())).train()
     tokens = torch.zeros(1, SEQUENCE, dtype=torch.long, device=device)
-    return MicroBatch(
+    batch = MicroBatch(
         tokens=tokens, labels=tokens, loss_mask=torch.ones(1, SEQUENCE, device=device),
         position_ids=torch.arange(SEQUENCE, device=device).unsqueeze(0), cu_seqlens=None, first_sample=0,
     )  # fmt: skip
+    passed = list[torch.Tensor]()
+    pieces: tuple[Callable[[], object], ...] = (
+        lambda: passed.append(chunk(batch, None, late_loss=True)), lambda: passed.pop().backward(),
+        engine.clear_gradients, lambda: executor.train([batch], loss_scale=engine.loss_scale),
+        lambda: engine.step(1e-4),
+    )  # fmt: skip
+    begin, found = time.perf_counter(), [list[float]() for _ in pieces]
+    while time.perf_counter() - begin < seconds or len(found[0]) < 5:
+        for piece, took in zip(pieces, found, strict=True):
+            start = time.perf_counter()
+            piece()
+            took.append(time.perf_counter() - start)
+    return [statistics.median(took[1:]) for took in found]  # the first is a warm-up

@@ -1,89 +1,172 @@
-"""The description of a machine out of what was measured on it."""
+"""One process's part of a calibration: measure together with the others; the first one describes the machine."""
 from __future__ import annotations
 
 import datetime
+import os
 import platform
+import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
+from megatron.config import Config
 from megatron.model.formulas import peak_tflops
-from megatron.planner.calibration.session import Found
+from megatron.parallel import collectives
+from megatron.parallel.launch import Launch
+from megatron.parallel.processes import environment
+from megatron.parallel.rendezvous import connect
+from megatron.parallel.topology import Group
+from megatron.planner.calibration.compute import compute_tasks
+from megatron.planner.calibration.host import HostSeconds, host_seconds
+from megatron.planner.calibration.messages import kinds_of_groups, message_tasks, open_groups
+from megatron.planner.calibration.tasks import measure
 from megatron.planner.cluster import Cluster, Queue
 from megatron.planner.compute import ASSUMED, DTYPES, MEASURED, Compute, Figure
+from megatron.training.setup import set_up_host
 
-KERNEL_S = {"cpu": 1e-6, "cuda": 4e-6}
-_KERNEL = (
-    "assumed: least time of an operator on a CPU, or of a small kernel on a GPU; measured overheads of layers hold the "
-    "operators' own, so that it only keeps tiny work from taking no time"
-)
+_HOST_SHARE, _COMPUTE_SHARE = 0.1, 0.6
+"""Shares of the time for what the host does, and of the rest for computations where there are messages."""
+_TIMEOUT = datetime.timedelta(minutes=5)
+_KERNEL_S = {"cpu": 1e-6, "cuda": 4e-6}
+_KERNEL = "assumed: least time of an operator on a CPU, or of a small kernel on a GPU"
+
+Points = dict[str, list[list[float]]]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What processes measured. points: by figure; the rest says on what.
+
+    threads  of each process; cores: of a node that the processes may use; memory_gib: of a device, or of a CPU node
+    """
+
+    points: Points
+    host: HostSeconds
+    device: str
+    device_type: str
+    nodes: int
+    per_node: int
+    threads: int
+    cores: int
+    memory_gib: float
+
+
+def run(config: Config, launch: Launch, seconds: float) -> Found | None:
+    """Measure for about `seconds`; the first rank returns what was found, the others None. All ranks call it. Raises
+    MegatronError."""
+    together = (1 - _HOST_SHARE) * seconds
+    with connect(launch, _TIMEOUT, config.parallel.distributed_backend) as rendezvous:
+        launch, device = rendezvous.launch, rendezvous.device
+        set_up_host(config, device, launch)
+        points = _points(config, launch, device, together)
+    if launch.rank:
+        return None
+    # Once the job of all processes has ended, as a job of one.
+    os.environ.update(environment({}, 0, 1, "0"))
+    host = host_seconds(config, device, seconds - together)
+    if device.type == "cuda":
+        name, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
+    else:
+        name, memory = platform.machine(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Found(
+        points, host, name, device.type, launch.world_size // launch.local_world_size, launch.local_world_size,
+        torch.get_num_threads(), len(os.sched_getaffinity(0)), memory / 2**30,
+    )  # fmt: skip
+
+
+def _points(config: Config, launch: Launch, device: torch.device, seconds: float) -> Points:
+    """On the first rank the points of all figures: of what each process does by itself the mean, of messages the
+    slowest process."""
+    world = Group(tuple(range(launch.world_size)), launch.rank, dist.group.WORLD)
+    per_node, cores = launch.local_world_size, len(os.sched_getaffinity(0))
+    on_cpu = device.type == "cpu"
+    tasks = compute_tasks(config, device, _tensor_sizes(config, per_node))
+    # More processes than cores would wait for each other: one for each core measures.
+    active = not on_cpu or launch.local_rank < cores
+    own = measure(tasks, device, seconds * (_COMPUTE_SHARE if world.size > 1 else 1.0)) if active else None
+
+    def largest(value: float) -> float:
+        found = torch.tensor([value], dtype=torch.float64, device=device)
+        return float(collectives.all_reduce(found, world, op=dist.ReduceOp.MAX).item())
+
+    groups = open_groups(kinds_of_groups(world.size, per_node), world.size, launch.rank)
+    messages = list(message_tasks(groups, device))
+    sent = measure(messages, device, seconds * (1 - _COMPUTE_SHARE), largest)
+    # Where processes share cores, copies and sums do: the clock of a step expects the seconds of a core of one's own.
+    share = max(1.0, per_node / cores) if on_cpu else 1.0
+    every = collectives.gather_objects((own, sent), world, everywhere=False)
+    seconds_of = [*map(statistics.mean, zip(*(own for own, _ in every if own is not None), strict=True)),
+                  *(max(values) / share for values in zip(*(sent for _, sent in every), strict=True))]  # fmt: skip
+    points: Points = {}
+    for task, value in zip([*tasks, *messages] if every else [], seconds_of, strict=True):
+        points.setdefault(task.figure, []).append([*task.place, float(f"{task.value(value):.5g}")])
+    return points
+
+
+def _tensor_sizes(config: Config, per_node: int) -> tuple[int, ...]:
+    """Powers of two within a node by which heads and MLP divide."""
+    model = config.model
+    divided = (model.num_attention_heads, model.num_key_value_heads, model.ffn_hidden_size)
+    sizes = [1 << i for i in range(per_node.bit_length())]
+    return tuple(t for t in sizes if all(n % t == 0 for n in divided))
+
+
+# -- the description ---------------------------------------------------------------------------------------------------
 
 
 def machine(found: Found, name: str, argv: Sequence[str]) -> Cluster:
+    """Describe the machine by what was measured on it, over the shapes of a model with the flags `argv`."""
     text = (
         f"measured on {platform.node()} on {datetime.date.today().isoformat()} by tools/calibrate.py, "
         f"{found.nodes * found.per_node} process(es) of {found.threads} thread(s), torch {torch.__version__}, "
         f"over the shapes of: {' '.join(argv)}"
     )
+    on_cpu, devices = found.device_type == "cpu", range(found.per_node)
+    points = found.points | {name: [[float(f"{value:.4g}")]] for name, value in _overheads(found).items()}
     figures = [
-        Figure(name, tuple(tuple(float(v) for v in row) for row in rows), MEASURED, text)
-        for name, rows in found.points.items()
+        Figure(name, tuple(tuple(map(float, row)) for row in rows), MEASURED, text) for name, rows in points.items()
     ]
-    figures += [Figure(name, ((value,),), MEASURED, text) for name, value in _scalars(found).items()]
-    figures.append(Figure("kernel_s", ((KERNEL_S[found.device_type],),), ASSUMED, _KERNEL, 0.5, 3.0))
-    devices = range(found.per_node)
-    link, network = _gb_per_s(found, 1), _gb_per_s(found, 2)
-    core = max(1, found.cores // found.per_node)
+    figures.append(Figure("kernel_s", ((_KERNEL_S[found.device_type],),), ASSUMED, _KERNEL, 0.5, 3.0))
+    link, core = _gb_per_s(found, 1), max(1, found.cores // found.per_node)
     return Cluster(
         name=name, title=f"{platform.node()}: {found.nodes} node(s) of {found.per_node} x {found.device}",
         nodes=found.nodes, group_nodes=1, device=found.device, devices_per_node=found.per_node,
-        memory_gib=round(found.memory_gib / (found.per_node if found.device_type == "cpu" else 1), 2),
+        memory_gib=round(found.memory_gib / (found.per_node if on_cpu else 1), 2),
         peak_tflops=_peaks(found), links={(a, b): link for a in devices for b in devices if a < b},
-        nics=("network",), nic_gb_per_s=network, nic_on_device=(0,), nic_of_device=(0,) * found.per_node,
+        nics=("network",), nic_gb_per_s=_gb_per_s(found, 2), nic_on_device=(0,), nic_of_device=(0,) * found.per_node,
         cores_of_device=tuple((min(i * core, found.cores - 1), min(i * core, found.cores - 1)) for i in devices),
         numa_of_device=(0,) * found.per_node, reserved_cores=(), cpus_per_task=core, local_order=tuple(devices),
         device_orders=(tuple(devices),), collective_gb_per_s={}, bands={}, wall_limits=(),
         partitions=(Queue("none"),), qos=(Queue("normal"),), nvme_path="", nvme_constraint="", startup_s={},
-        sources=_sources(found, text), device_type=found.device_type, compute=Compute({f.name: f for f in figures}),
-        shared_cores=found.cores if found.device_type == "cpu" else None,
+        sources={**dict.fromkeys(("device", "links", "nics", "compute"), text), "compute_kernel_s": _KERNEL,
+                 "cores": "assumed: cores in the order of processes"},
+        device_type=found.device_type, compute=Compute({f.name: f for f in figures}),
+        shared_cores=found.cores if on_cpu else None,
     )  # fmt: skip
 
 
-def _scalars(found: Found) -> dict[str, float]:
+def _overheads(found: Found) -> dict[str, float]:
+    """Seconds of the host; of a GPU only those of a step: there it runs ahead of the device, and the rest is not
+    seen."""
     host = found.host
-    scalars = {"step_overhead_s": host.step, "update_gb_per_s": found.points["update_gb_per_s"][0][-1]}
-    if found.device_type == "cpu":  # on a GPU the host runs ahead of the device, and nothing of this is seen
-        scalars |= {
-            "layer_overhead_s": host.forward, "layer_forward_overhead_s": host.forward,
-            "layer_backward_overhead_s": host.backward, "instruction_overhead_s": host.micro_batch / 2,
-        }
-    return {name: float(f"{value:.4g}") for name, value in scalars.items()}
+    if found.device_type != "cpu":
+        return {"step_overhead_s": host.step}
+    return {
+        "step_overhead_s": host.step, "layer_overhead_s": host.forward, "layer_forward_overhead_s": host.forward,
+        "layer_backward_overhead_s": host.backward, "instruction_overhead_s": host.micro_batch / 2,
+    }  # fmt: skip
 
 
 def _peaks(found: Found) -> dict[str, float]:
-    """Of a GPU what is published; of a CPU the fastest product that was measured, which utilisation then refers to."""
-    best = {
-        dtype: max(row[-1] for row in found.points[f"products.{dtype}"])
-        for dtype in DTYPES if f"products.{dtype}" in found.points
-    }  # fmt: skip
-    if found.device_type == "cpu":
-        return best
-    known = {dtype: peak_tflops(found.device, dtype) for dtype in DTYPES}
-    return {**best, **{dtype: peak for dtype, peak in known.items() if peak is not None}}
+    """Peaks of the formats that were measured: of a GPU what is published, else the fastest product."""
+    rows = {dtype: found.points.get(f"products.{dtype}") for dtype in DTYPES}
+    return {dtype: peak_tflops(found.device, dtype) or max(row[-1] for row in points)
+            for dtype, points in rows.items() if points}  # fmt: skip
 
 
 def _gb_per_s(found: Found, nodes: int) -> float:
-    """Of the largest messages within a node (1) or between nodes (2); 1 where there were none."""
+    """Bandwidth by the largest messages within a node (1) or between nodes (2); 1 where there were none."""
     rows = [row for row in found.points.get("messages", ()) if row[0] == nodes]
     return float(f"{rows[-1][1] / rows[-1][2] / 1e9:.4g}") if rows else 1.0
-
-
-def _sources(found: Found, text: str) -> dict[str, str]:
-    one = "no message crossed it: there was one node, or one process"
-    memory = "all of the node's, in equal parts" if found.device_type == "cpu" else "the device's"
-    return {
-        "device": f"memory: {memory}. Peak: of a CPU the fastest product measured, of a known GPU what is published",
-        "links": f"{text}: largest message between neighbours" if found.per_node > 1 else one,
-        "nics": f"{text}: largest message between nodes, all at once" if found.nodes > 1 else one,
-        "cores": "assumed: cores in the order of processes", "compute": text, "compute_kernel_s": _KERNEL,
-    }

@@ -1,14 +1,12 @@
 """What messages take: collectives and messages between neighbours, by size and by where the ranks are.
 
-Groups are those of a layout: ranks a stride apart, all groups of a kind at once, as in a run. Where ranks share cores,
-their copies and sums do too: seconds are given as if each had a core of its own, which is what the clock of a step
-expects (`shared_cores` in planner/cluster.py).
+Groups are those of a layout: ranks a stride apart, all groups of a kind at once, as in a run.
 """
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +14,7 @@ import torch.distributed as dist
 from megatron.parallel import collectives
 from megatron.parallel.topology import Group
 from megatron.planner.calibration.tasks import Make, Task, Work
+from megatron.planner.compute import KINDS
 
 SIZES = {
     "cpu": (1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24),
@@ -39,11 +38,9 @@ def kinds_of_groups(world: int, per_node: int) -> list[Kind]:
     of ranks that have the same place on each node."""
     found = []
     powers = [1 << i for i in range(world.bit_length())]
-    for ranks in (p for p in powers if 2 <= p <= world):
-        for stride in (p for p in powers if p * ranks <= world):
-            span = stride * ranks
-            if world % span or (span > per_node and stride not in (1, per_node)):
-                continue
+    for ranks, stride in itertools.product(powers[1:], powers):
+        span = stride * ranks
+        if span <= world and world % span == 0 and (span <= per_node or stride in (1, per_node)):
             nodes = 1 if span <= per_node else (ranks if stride >= per_node else -(-span // per_node))
             found.append(Kind(stride, ranks, nodes))
     return found
@@ -67,54 +64,28 @@ def open_groups(kinds: list[Kind], world: int, rank: int) -> dict[Kind, Group]:
     return found
 
 
-def message_tasks(groups: dict[Kind, Group], device: torch.device, share: float) -> Iterator[Task]:
+def message_tasks(groups: dict[Kind, Group], device: torch.device) -> Iterator[Task]:
     """All collectives and messages of this rank.
-
-    share  processes for each core, at least 1: by this seconds are divided
 
     On a CPU each follows a product, as in a step: the cores are busy when it begins, ranks do not come at the same
     moment, and what it sends is in no cache. Measured alone, messages took a third of the time.
     """
-    sizes = SIZES[device.type]
     before = _product if device.type == "cpu" else None
-    for kind, group in groups.items():
-        for name in ("all_reduce", "all_gather", "reduce_scatter", "reduce"):
-            for size in sizes:
-                place = (kind.stride, kind.ranks, kind.nodes, size)
-                make, calls = _collective(name, group, size, device), kind.ranks if name == "reduce" else 1
-                yield Task(
-                    f"collectives.{name}", place, _after(before, make), calls=calls, share=share, together=True,
-                    before=before,
-                )  # fmt: skip
     pairs = sorted((k for k in groups if k.ranks == 2), key=lambda k: k.stride)
-    within, across = [k for k in pairs if k.nodes == 1], [k for k in pairs if k.nodes > 1]
-    for number, found in ((1, within[:1]), (2, across[-1:])):
-        for kind in found:
-            for size in sizes:
-                make = _after(before, _message(groups[kind], size, device))
-                yield Task("messages", (number, size), make, calls=2, share=share, together=True, before=before)
+    # Between the nearest ranks of a node, and between the farthest that are on two.
+    neighbours = [k for k in pairs if k.nodes == 1][:1] + [k for k in pairs if k.nodes > 1][-1:]
+    sizes = SIZES[device.type]
+    for (kind, group), name, size in itertools.product(groups.items(), KINDS, sizes):
+        calls = kind.ranks if name == "reduce" else 1
+        yield Task(f"collectives.{name}", (*kind, size), _collective(name, group, size, device), None, calls, before)
+    for kind, size in itertools.product(neighbours, sizes):
+        yield Task("messages", (kind.nodes, size), _message(groups[kind], size, device), None, 2, before)
 
 
 def _product() -> Work:
     """Some milliseconds of a CPU's core."""
     a, b, out = torch.ones(3, _SIDE, _SIDE).unbind()
     return lambda: torch.mm(a, b, out=out)
-
-
-def _after(first: Make | None, second: Make) -> Make:
-    if first is None:
-        return second
-
-    def make() -> Work:
-        one, other = first(), second()
-
-        def run() -> None:
-            one()
-            other()
-
-        return run
-
-    return make
 
 
 def _in_turn(device: torch.device, size: int) -> Iterator[torch.Tensor]:
@@ -148,13 +119,12 @@ def _message(group: Group, size: int, device: torch.device) -> Make:
 
     def make() -> Work:
         tensors, peer = _in_turn(device, size), group.ranks[1 - group.rank]
-        calls: list[Callable[..., Any]] = [dist.send, dist.recv]
-        first, second = calls if group.is_first else calls[::-1]
+        calls = (dist.send, dist.recv) if group.is_first else (dist.recv, dist.send)
 
         def run() -> None:
             x = next(tensors)
-            first(x, peer, group=group.handle)
-            second(x, peer, group=group.handle)
+            for call in calls:
+                call(x, peer, group=group.handle)
 
         return run
 

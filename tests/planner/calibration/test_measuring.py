@@ -12,10 +12,9 @@ from megatron.kernels.work import Product
 from megatron.planner.calibration import tasks
 from megatron.planner.calibration.compute import compute_tasks
 from megatron.planner.calibration.host import HostSeconds, tiny
-from megatron.planner.calibration.machine import machine
+from megatron.planner.calibration.machine import Found, machine
 from megatron.planner.calibration.messages import Kind, kinds_of_groups, members
-from megatron.planner.calibration.session import Found
-from megatron.planner.calibration.tasks import GIGA, TERA, Task, measure
+from megatron.planner.calibration.tasks import Task, measure
 from megatron.planner.cluster_file import read_cluster
 from megatron.planner.cluster_write import write_cluster
 from megatron.planner.rates import Rates
@@ -30,10 +29,9 @@ MODEL: dict[str, Any] = dict(
 )
 
 
-def test_a_point_is_a_rate_or_the_seconds_of_a_core_of_its_own() -> None:
-    assert Task("products.float32", (1, 2, 3), lambda: lambda: None, 6e12, TERA).value(2.0) == 3.0
-    assert Task("memory.copy", (8,), lambda: lambda: None, 6e9, GIGA).value(2.0) == 3.0
-    assert Task("messages", (1, 8), lambda: lambda: None, share=2.0).value(3.0) == 1.5
+def test_a_point_is_a_rate_or_seconds() -> None:
+    assert Task("products.float32", (1, 2, 3), lambda: lambda: None, 6.0).value(2.0) == 3.0
+    assert Task("messages", (1, 8), lambda: lambda: None).value(3.0) == 3.0
 
 
 def test_the_median_of_all_rounds_counts_and_pieces_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,39 +43,34 @@ def test_the_median_of_all_rounds_counts_and_pieces_are_counted(monkeypatch: pyt
 
 
 def test_what_comes_before_a_message_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    both, before = (lambda: None), (lambda: None)
-    monkeypatch.setattr(
-        tasks, "_elapsed", lambda work, calls, *_: calls * (5e-3 if work is both else 3e-3)
-    )
-    task = Task("a", (), lambda: both, calls=2, before=lambda: before)
+    done = list[str]()
+    costs = {"before": 3e-3, "message": 2e-3}
+
+    def elapsed(work: tasks.Work, calls: int, *_: object) -> float:
+        done.clear()
+        work()
+        return calls * sum(costs[name] for name in done)
+
+    monkeypatch.setattr(tasks, "_elapsed", elapsed)
+    task = Task("a", (), lambda: lambda: done.append("message"), calls=2, before=lambda: lambda: done.append("before"))
     assert measure([task], CPU, 1.0, clock=VirtualClock()) == pytest.approx([1e-3])
 
 
 def test_measuring_ends_by_the_clock_once_all_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits by this process's clock or a partner's: one pass over all, then no more than the next task's memory."""
 
-    class Late(tasks.Partners):
-        def largest(self, value: float) -> float:
-            return 100.0  # another process is late
-
-    def measured(partners: tasks.Partners, step_s: float) -> list[int]:
+    def measured(largest: tasks.Largest | None, step_s: float) -> list[int]:
         made, clock = list[int](), VirtualClock()
 
         def task(i: int) -> Task:
             return Task("a", (i,), lambda: made.append(i) or clock.advance(step_s) or (lambda: None))
 
-        assert measure([task(0), task(1)], CPU, 2.0, partners, clock=clock) == [1.0, 1.0]
+        assert measure([task(0), task(1)], CPU, 2.0, largest, clock=clock) == [1.0, 1.0]
         return made
 
     monkeypatch.setattr(tasks, "_elapsed", lambda *_: 1.0)
-    assert measured(Late(), 0.0) == measured(tasks.Partners(), 1.0) == [0, 1, 0]
-    assert measured(tasks.Partners(), 0.1) == [0, 1] * tasks.PASSES
-
-
-def test_a_process_beyond_the_cores_takes_part_in_messages_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "_elapsed", lambda *_: 1.0)
-    alone, together = Task("a", (), lambda: lambda: None), Task("b", (), lambda: lambda: None, together=True)
-    assert measure([alone, together], CPU, 1.0, active=False, clock=VirtualClock()) == [float("inf"), 1.0]
+    assert measured(lambda value: 100.0, 0.0) == measured(None, 1.0) == [0, 1, 0]  # another process is late; this one
+    assert measured(None, 0.1) == [0, 1] * tasks.PASSES
 
 
 def test_groups_of_ranks() -> None:
