@@ -95,14 +95,12 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
     capacity = None if cluster is None else cluster.memory_gib * GIB - headroom_bytes(args.headroom, cluster)
     # A login node shows what would be searched without the libraries that search.
     search = args.search if args.dry_run or args.report_only else find_search(args.search)
-    prior = not args.no_prior and search != "random"
+    prior = not args.no_prior
     if prior and cluster is None:
         raise ConfigError(
             "the planner's ranking needs a described machine: measure this one with 'python tools/calibrate.py -o "
             "machine.toml' and give --cluster machine.toml, or search without the ranking: --no-prior"
         )
-    if args.update_cluster is not None and cluster is None:
-        raise ConfigError("--update-cluster corrects the description of a machine: give it with --cluster")
     walltime_s = None if args.walltime is None else duration_s(args.walltime)
     if args.walltime is not None and not walltime_s:
         raise ConfigError(f"--walltime {args.walltime}: a time such as 90 (minutes), 1:30:00 or 1-00:00:00")
