@@ -6,10 +6,11 @@ refuse nothing after it was paid for.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -111,12 +112,15 @@ def enumerate_candidates(
         raise ConfigError(f"{each} processes on each of {machine.max_nodes} node(s), but a node of {cluster.name} has "
                           f"{cluster.devices_per_node} devices: describe the machine that trials run on with "
                           "--cluster")  # fmt: skip
-    draw, total = random.Random(seed), space.combinations
-    numbers = range(total) if total <= most else sorted({draw.randrange(total) for _ in range(most)})
-    found, seen, common = Enumeration(looked=len(numbers)), dict[str, str](), _common_flags(space, flags)
-    varied = [p.name for p in space.parameters if len(p.values) > 1] or [p.name for p in space.parameters]
-    for number in numbers:
-        values = space.combination(number)
+    found, seen, common, draw = Enumeration(), dict[str, str](), _common_flags(space, flags), random.Random(seed)
+    combinations: Iterable[tuple[Value, ...]] = itertools.product(*(p.values for p in space.parameters))
+    if space.combinations > most:
+        combinations = {tuple(draw.choice(p.values) for p in space.parameters): None for _ in range(most)}
+    names = [p.name for p in space.parameters]
+    varied = [p.name for p in space.parameters if len(p.values) > 1] or names
+    for combination in combinations:
+        found.looked += 1
+        values = dict(zip(names, combination, strict=True))
         key = ",".join(f"{name}={write_value(values[name])}" for name in varied)
         try:
             candidate, same = _checked(_Names(space, common, machine, values, key), predict)

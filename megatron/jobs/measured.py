@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from megatron.jobs.candidates import Candidate
 from megatron.jobs.endings import LOST_RANK, OUT_OF_MEMORY
-from megatron.jobs.result import DONE, Result
+from megatron.jobs.result import Result
 
 OBJECTIVES = ("tokens_per_s", "node_hours")
 CONFIRM = "confirm"
@@ -29,7 +29,7 @@ _FURTHEST = math.log(1.25)  # whatever the noise: what is further behind is no r
 
 @dataclass(frozen=True)
 class Trial:
-    """One candidate that was run, or is to be run (result None).
+    """One candidate that was run, runs, or is to be run again.
 
     number  from 1 on, in the order in which they were proposed; by: what proposed it (planner, optuna, ..., confirm)
     """
@@ -37,12 +37,7 @@ class Trial:
     number: int
     candidate: Candidate
     by: str
-    result: Result | None = None
-
-    @property
-    def step_s(self) -> float | None:
-        """None without valid figures."""
-        return self.result.step_s if self.result is not None and self.result.status == DONE else None
+    result: Result = Result()
 
 
 @dataclass(frozen=True)
@@ -86,13 +81,13 @@ def measured(trials: Iterable[Trial], objective: str) -> list[Measured]:
     """Group all trials that have ended: each layout once, in the order of their first ones."""
     by_key: dict[str, list[Trial]] = {}
     for trial in sorted(trials, key=lambda trial: trial.number):
-        if trial.result is not None:
+        if trial.result.status:
             by_key.setdefault(trial.candidate.key, []).append(trial)
     found = list[Measured]()
     for own in by_key.values():
-        steps = tuple(trial.step_s for trial in own if trial.step_s is not None)
-        bad = tuple(t for t in own if t.result and t.step_s is None and t.result.kind != LOST_RANK)
-        full = any(t.result and t.result.kind == OUT_OF_MEMORY for t in bad)
+        steps = tuple(trial.result.step_s for trial in own if trial.result.step_s)
+        bad = tuple(trial for trial in own if not trial.result.step_s and trial.result.kind != LOST_RANK)
+        full = any(trial.result.kind == OUT_OF_MEMORY for trial in bad)
         good = len(steps) > len(bad) and not full
         cost = own[0].candidate.cost(statistics.median(steps), objective) if good else math.inf
         found.append(Measured(own[0].candidate, tuple(own), steps, bad, cost))
@@ -120,7 +115,7 @@ def noise_of(layouts: Iterable[Measured]) -> float:
             squares += statistics.variance(map(math.log, one.steps)) * (len(one.steps) - 1)
             free += len(one.steps) - 1
         # The error of the median of n normal steps is, within a tenth for 3 to 10 of them, 1.25 of their range over n.
-        errors += [1.25 * t.result.spread / t.result.steady for t in one.trials if t.result and t.result.spread]
+        errors += [1.25 * t.result.spread / t.result.steady for t in one.trials if t.result.spread]
     believed = _SCATTER**2 + (statistics.median(errors) if errors else 0.0) ** 2
     return math.sqrt((_WORTH * believed + squares) / (_WORTH + free))
 
@@ -148,26 +143,19 @@ def in_turn(trials: Sequence[Trial], objective: str) -> list[Candidate]:
     doubt = rivals(known, noise_of(measured(trials, objective)))
     if not doubt:
         return []
-    under_way = Counter(trial.candidate.key for trial in trials if trial.result is None and trial.by == CONFIRM)
+    under_way = Counter(trial.candidate.key for trial in trials if trial.by == CONFIRM and not trial.result.status)
     counts = [(len(one.steps) + under_way[one.candidate.key], one.candidate) for one in (known[0], *doubt)]
     least = min(count for count, _ in counts)
     return [candidate for count, candidate in counts if count == least]
 
 
-def ruled_out(candidates: Sequence[Candidate], trials: Iterable[Trial]) -> set[int]:
+def ruled_out(candidates: Sequence[Candidate], trials: Sequence[Trial]) -> set[int]:
     """Indices of candidates that need, by the planner, no less memory than one that ran out of it.
 
     The planner's figures are not exact: a trial that ran out is no argument where another one fitted that should need
-    as much or more. On a CPU node all processes share its memory, so that a trial is compared only with candidates of
-    as many processes a node or more.
+    as much or more.
     """
-
-    def covers(more: Candidate, less: Candidate) -> bool:
-        return (more.memory_bytes or 0.0) >= (less.memory_bytes or math.inf) and (
-            more.processes * less.nodes >= less.processes * more.nodes)  # fmt: skip
-
-    ended = [(trial.result, trial.candidate) for trial in trials if trial.result is not None]
-    fitted = [candidate for result, candidate in ended if result.step_s is not None]
-    limits = [candidate for result, candidate in ended
-              if result.kind == OUT_OF_MEMORY and not any(covers(fits, candidate) for fits in fitted)]  # fmt: skip
-    return {c.index for c in candidates if any(covers(c, limit) for limit in limits)}
+    fitted = max((t.candidate.memory_bytes or 0.0 for t in trials if t.result.step_s), default=0.0)
+    full = [t.candidate.memory_bytes or math.inf for t in trials if t.result.kind == OUT_OF_MEMORY]
+    least = min((need for need in full if need > fitted), default=math.inf)
+    return {c.index for c in candidates if c.memory_bytes and c.memory_bytes >= least}

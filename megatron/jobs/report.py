@@ -30,7 +30,7 @@ class Report:
 
     def summary(self) -> list[str]:
         """Say in sentences what came of it. No layout is called better than another within the noise."""
-        kinds = Counter(t.result.said for t in self._trials if t.result is not None and t.step_s is None)
+        kinds = Counter(t.result.said for t in self._trials if t.result.status and not t.result.step_s)
         again, lines = sum(trial.by == CONFIRM for trial in self._trials), list[str]()
         if self.ranked:
             best, noise = self.ranked[0], noise_of(self._layouts)
@@ -73,11 +73,11 @@ class Report:
         rows = [
             (one.numbers.partition(" ")[2], one.candidate.key, written(one.cost, self._objective), one.spread,
              f"{one.step_s:.4g}", f"{one.candidate.step_s or 0:.4g}",
-             f"{max(t.result.memory_bytes or 0 for t in one.trials if t.result) / GIB:.2f}", one.trials[0].by)
+             f"{max(t.result.memory_bytes or 0 for t in one.trials) / GIB:.2f}", one.trials[0].by)
             for one in self.ranked
         ]  # fmt: skip
         for trial in self._trials:
-            if trial.result is not None and trial.step_s is None:
+            if trial.result.status and not trial.result.step_s:
                 reason = " ".join((trial.result.reason or "").split()).replace("|", "/")
                 rows.append((str(trial.number), trial.candidate.key, trial.result.said, reason, "", "", "", trial.by))
         heads = ("trials", "layout", "value", "measured", "s/step", "planner's s/step", "GiB", "chosen by")
@@ -92,8 +92,8 @@ class Report:
         hours = self._objective == "node_hours"
         study = optuna.create_study(direction="minimize" if hours else "maximize")
         for trial in self._trials:
-            if trial.step_s is not None:
-                cost = trial.candidate.cost(trial.step_s, self._objective)
+            if trial.result.step_s:
+                cost = trial.candidate.cost(trial.result.step_s, self._objective)
                 study.add_trial(optuna.trial.create_trial(value=cost * 1e9 / 3600 if hours else 1 / cost))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Optuna calls it experimental

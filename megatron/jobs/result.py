@@ -18,15 +18,15 @@ DONE, FAILED, INVALID = "done", "failed", "invalid"
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a trial. Figures are None where there are none.
+    """What came of a trial; without a status it has not ended. Figures are None where there are no valid ones.
 
-    kind, reason    of a failure (endings.py), or why the figures are invalid
+    kind, reason    of a failure (endings.py); why figures are invalid
     step_s          median of the steady steps; spread: (slowest - fastest) / median; steady: how many they are
     memory_bytes    most that any rank held
     notes           worth knowing of valid figures
     """
 
-    status: str
+    status: str = ""
     kind: str | None = None
     reason: str | None = None
     step_s: float | None = None
@@ -53,8 +53,10 @@ def read_result(metrics: Path, asked: Config, warm_up: int) -> Result:
     problems = [*found.problems, *_contradictions(found, asked)]
     problems += [] if starts == 1 else [f"{starts} runs wrote to the metrics file"]
     problems += [] if problems or found.step_s else ["no steady step"]
-    return Result(INVALID if problems else DONE, None, "; ".join(problems) or None, found.step_s, found.spread,
-                  found.steady, found.tokens_per_s, found.memory_bytes, "; ".join(found.notes))  # fmt: skip
+    if problems:
+        return Result(INVALID, None, "; ".join(problems))
+    return Result(DONE, None, None, found.step_s, found.spread, found.steady, found.tokens_per_s, found.memory_bytes,
+                  "; ".join(found.notes))  # fmt: skip
 
 
 def _contradictions(found: Figures, asked: Config) -> Iterator[str]:

@@ -76,8 +76,7 @@ class Parameter:
 class Space:
     """A space file, read and checked; `load_space` makes one.
 
-    parameters   all that varies, with the variables, in the order of the file; combinations are numbered along them,
-                 the last one fastest
+    parameters   all that varies, with the variables, in the order of the file
     variables    names of those that are no flags and stand in expressions only
     flags        of pretrain_gpt.py that all layouts have
     derived      name -> what it is
@@ -108,14 +107,6 @@ class Space:
     def combinations(self) -> int:
         """Count of all combinations of values, whether they make a layout or not."""
         return math.prod(len(parameter.values) for parameter in self.parameters)
-
-    def combination(self, number: int) -> dict[str, Value]:
-        """The values of one combination, by parameter."""
-        found: dict[str, Value] = {}
-        for parameter in reversed(self.parameters):
-            number, place = divmod(number, len(parameter.values))
-            found[parameter.name] = parameter.values[place]
-        return dict(reversed(found.items()))
 
     def digest(self) -> str:
         """The same for spaces that mean the same layouts in the same order, whatever their titles and reasons are."""
@@ -230,25 +221,20 @@ def load_space(name_or_path: str) -> Space:
         scanned = scan(flags)
         raise_problems(scanned.problems)
         said = {setting: f"flags has {written}" for setting, written in settings_of_flags(scanned.flags).items()}
-    parameters, derived, constraints = list[Parameter](), dict[str, Expression](), dict[str, Expression]()
-    for key, given in file["parameters"].items():
-        with _at(path, f"[parameters] {key}"):
-            parameters.append(_parameter(_named(key, said), given))
-    for key, given in file["variables"].items():
-        with _at(path, f"[variables] {key}"):
-            if _is_known(key):
-                raise ConfigError("is a flag or a short name: put it into [parameters]")
-            parameters.append(_parameter(key, given))
-    for key, given in file["derived"].items():
-        with _at(path, f"[derived] {key}"):
-            derived[_named(key, said)] = _expression(given, file["variables"])
-    for key, given in file["constraints"].items():
-        with _at(path, f"[constraints] '{key}'"):
-            constraints[key] = _expression(given, file["variables"])
-    if not parameters:
+    found: dict[str, dict[str, Any]] = {"parameters": {}, "variables": {}, "derived": {}, "constraints": {}}
+    for table, entries in found.items():
+        for key, given in file[table].items():
+            with _at(path, f"[{table}] {key}"):
+                name = _named(key, said) if table in ("parameters", "derived") else key
+                if table in ("parameters", "variables"):
+                    entries[name] = _parameter(name, given, table == "parameters")
+                else:
+                    entries[name] = _expression(given, file["variables"])
+    if not found["parameters"]:
         raise ConfigError(f"{path}: [parameters]: nothing varies: give at least one, such as tp = [1, 2, 4]")
     return Space(path.stem, file["title"] or path.stem, file["source"], str(path), file["cluster"], flags,
-                 tuple(parameters), frozenset(file["variables"]), derived, constraints, **trial)  # fmt: skip
+                 (*found["parameters"].values(), *found["variables"].values()), frozenset(found["variables"]),
+                 found["derived"], found["constraints"], **trial)  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -279,17 +265,12 @@ def _named(key: str, said: dict[str, str]) -> str:
     return name
 
 
-def _is_known(key: str) -> bool:
-    try:
-        return bool(meaning(key))
-    except ConfigError:
-        return False
-
-
-def _parameter(name: str, given: Any) -> Parameter:
+def _parameter(name: str, given: Any, is_flag: bool) -> Parameter:
     if not isinstance(given, list) or not given:
         raise ConfigError(f"expected values such as [1, 2, 4], got {given!r}")
-    read = given if not _is_known(name) else [read_value(name, value) for value in given]
+    if not is_flag and (name in _SHORT or name in all_options()):
+        raise ConfigError("is a flag or a short name: put it into [parameters]")
+    read = [read_value(name, value) for value in given] if is_flag else given
     values = tuple({write_value(value): value for value in read}.values())
     numbers = tuple(sorted(value for value in values if isinstance(value, int | float)))
     ordered = len(numbers) == len(values)

@@ -138,9 +138,9 @@ class Search:
         for folder in folders:
             self._read(folder, by_key)
         if self.trials:
-            ended = sum(trial.result is not None for trial in self.trials.values())
+            ended = sum(bool(trial.result.status) for trial in self.trials.values())
             say(f"going on: {ended} of {len(self.trials)} trials have ended")
-        self._waiting = [trial for trial in self.trials.values() if trial.result is None]
+        self._waiting = [trial for trial in self.trials.values() if not trial.result.status]
 
     @property
     def ranked(self) -> list[Measured]:
@@ -165,11 +165,11 @@ class Search:
             raise ConfigError(f"{folder}: trial {trial.number}, {candidate.key}, ran with other settings ({differ}): "
                               "go on with the machine, the nodes and the version that it began with, or give another "
                               "--out")  # fmt: skip
-        found = self._figures(job) if complete else None
+        found = self._figures(job) if complete else Result()
         if result.get("status") == FAILED:
             found = Result(FAILED, result.get("kind"), result.get("reason"))
-        again = self._setup.args.retry_failed and found is not None and found.status != DONE
-        self.trials[trial.number] = dataclasses.replace(trial, result=None if again else found)
+        again = self._setup.args.retry_failed and found.status != DONE
+        self.trials[trial.number] = dataclasses.replace(trial, result=Result() if again else found)
 
     # -- what is next --------------------------------------------------------------------------------------------------
 
@@ -199,7 +199,7 @@ class Search:
     def _choose(self, runner: Runner) -> Trial | None:
         """The trial that is to be started next; None: none, and `why` says what that is the end of."""
         args, trials, number = self._setup.args, list(self.trials.values()), max([self._last, *self.trials]) + 1
-        searched = [t.number for t in trials if t.by != CONFIRM and (t.result or t.number in self._running)]
+        searched = [t.number for t in trials if t.by != CONFIRM and (t.result.status or t.number in self._running)]
         over = args.max_trials is not None and len(searched) >= args.max_trials
         self.why, lacking = BUDGET if over else EXHAUSTED, False
         waiting = [trial for trial in self._waiting if trial.by == CONFIRM or not over]
@@ -228,7 +228,7 @@ class Search:
 
     def _history(self) -> History:
         """All that the next proposal depends on."""
-        candidates, trials = self.found.candidates, self.trials.values()
+        candidates, trials = self.found.candidates, list(self.trials.values())
         layouts = measured(trials, self._objective)
         # A lost rank says nothing of the layout.
         seen = {one.candidate.index: math.log(one.cost) if one.cost < math.inf else None for one in layouts
@@ -272,13 +272,13 @@ class Search:
         self._took_s.append(end.ended - end.started)
         self.done += 1
         said, best = f"{result.said}: {result.reason}; {end.job.folder}", self.ranked
-        if trial.step_s is not None:
-            said = written(trial.candidate.cost(trial.step_s, self._objective), self._objective)
+        if result.step_s:
+            said = written(trial.candidate.cost(result.step_s, self._objective), self._objective)
         if best:
             noise = noise_of(measured(self.trials.values(), self._objective))
             near = "".join(f", {one.numbers} within the noise" for one in rivals(best, noise))
             said += f"; best so far: {best[0].numbers} ({best[0].spread}){near}"
-        self._say(f"{head}: {said}; {sum(t.result is not None for t in self.trials.values())} trials have ended")
+        self._say(f"{head}: {said}; {sum(bool(t.result.status) for t in self.trials.values())} trials have ended")
 
 
 def _check_identity(setup: Setup) -> None:

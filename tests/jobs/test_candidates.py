@@ -70,6 +70,12 @@ def test_every_combination_is_put_to_the_parser(
     assert all(c.tokens == config_of(c).batch.global_batch_size * 64 for c in found.candidates)
 
 
+def test_combinations_are_the_product_in_order(read: Read) -> None:
+    found = found_of(read("[parameters]\ntp = [1, 2]\nseed = [4, 1, 2]\nnum-workers = [0, 1]"))
+    values = [tuple(c.values.values()) for c in found.candidates]
+    assert values == [(tp, seed, workers) for tp in (1, 2) for seed in (1, 2, 4) for workers in (0, 1)]
+
+
 def test_chunks_are_of_a_pipeline_rank(read: Read) -> None:
     found = found_of(read("[parameters]\npp = [1, 2, 4]\nchunks = [1, 2, 3, 4]\n[derived]\ngbs = '8'"))
     layouts = {(c.values["pp"], c.values["chunks"]): config_of(c).parallel for c in found.candidates}
@@ -159,7 +165,8 @@ def test_flags_that_cannot_be(read: Read, flags: str, words: list[str]) -> None:
     ("tp > tp // 0", ["'[constraints] a'", "tp // 0"]), ("chunks > 1", ["chunks"]), ("gbs > 1", ["[derived] gbs"]),
 ])  # fmt: skip
 def test_an_expression_without_a_value_is_named_with_its_place(read: Read, rule: str, words: list[str]) -> None:
-    space = read(f"[parameters]\ntp = [1, 2]\n[derived]\ngbs = 'mbs + seed'\nseed = 'gbs'\n[constraints]\na = '{rule}'")
+    derived = "[derived]\ngbs = 'mbs + seed'\nseed = 'gbs'"
+    space = read(f"[parameters]\ntp = [1, 2]\n{derived}\n[constraints]\na = '{rule}'")
     with pytest.raises(ConfigError) as found:
         found_of(space)
     assert all(word in str(found.value).replace("[constraints] 'a'", "'[constraints] a'") for word in words), found.value

@@ -22,7 +22,7 @@ from megatron.jobs.measured import (
     ruled_out,
     within_noise,
 )
-from megatron.jobs.result import DONE, FAILED, INVALID, Result
+from megatron.jobs.result import DONE, FAILED, Result
 
 RATE = "tokens_per_s"
 CANDIDATES = [Candidate(i, f"k={i}", {"k": i}, Layout(8, 1), (), 1, 1000) for i in range(8)]
@@ -30,7 +30,7 @@ CANDIDATES = [Candidate(i, f"k={i}", {"k": i}, Layout(8, 1), (), 1, 1000) for i 
 
 def trial(number: int, k: int, outcome: float | str | None, spread: float | None = None) -> Trial:
     """Of layout k: with this step time, with this failure, or without an end. More than eight confirm."""
-    result = None if outcome is None else Result(FAILED, outcome, "why") if isinstance(outcome, str) else Result(
+    result = Result() if outcome is None else Result(FAILED, outcome, "why") if isinstance(outcome, str) else Result(
         DONE, step_s=outcome, spread=spread, steady=4)  # fmt: skip
     return Trial(number, CANDIDATES[k], CONFIRM if number > 8 else "x", result)
 
@@ -130,19 +130,17 @@ def test_three_more_measurements_name_better_layouts() -> None:
 def test_ruling_out_against_its_definition() -> None:
     chance = random.Random(7)
     for _ in range(200):
-        candidates = [Candidate(i, f"{i}", {}, Layout(chance.choice([2, 4]), 1), (), 1, 1,
-                                chance.choice([None, *range(1, 6)])) for i in range(12)]  # fmt: skip
+        candidates = [Candidate(i, f"{i}", {}, Layout(4, 1), (), 1, 1, chance.choice([None, *range(1, 6)]))
+                      for i in range(12)]  # fmt: skip
         ended = []
         for number, candidate in enumerate(chance.sample(candidates, 5), 1):
-            result = chance.choice([Result(FAILED, OUT_OF_MEMORY), Result(FAILED, "hang"), Result(DONE, step_s=1.0),
-                                    Result(INVALID, step_s=1.0)])  # fmt: skip
+            result = chance.choice([Result(FAILED, OUT_OF_MEMORY), Result(FAILED, "hang"), Result(DONE, step_s=1.0)])
             ended.append(Trial(number, candidate, "x", result))
 
         def no_less(a: Candidate, b: Candidate) -> bool:
-            return (None not in (a.memory_bytes, b.memory_bytes) and (a.memory_bytes or 0) >= (b.memory_bytes or 0)
-                    and a.processes >= b.processes)  # fmt: skip
+            return None not in (a.memory_bytes, b.memory_bytes) and (a.memory_bytes or 0) >= (b.memory_bytes or 0)
 
-        fitted = [t.candidate for t in ended if t.result and t.result.status in (DONE, INVALID)]
-        failed = [t.candidate for t in ended if t.result and t.result.kind == OUT_OF_MEMORY]
+        fitted = [t.candidate for t in ended if t.result.status == DONE]
+        failed = [t.candidate for t in ended if t.result.kind == OUT_OF_MEMORY]
         valid = [f for f in failed if not any(no_less(fits, f) for fits in fitted)]
         assert ruled_out(candidates, ended) == {c.index for c in candidates if any(no_less(c, f) for f in valid)}

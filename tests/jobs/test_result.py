@@ -35,8 +35,8 @@ def records(times: tuple[float, ...] = TIMES) -> Records:
         found.append({
             "event": "iteration", "time": clock, "iteration": i, "consumed_samples": BATCH * i,
             "global_batch_size": BATCH, "step_time_s": step_s, "samples_per_s": BATCH / step_s,
-            "tokens_per_s_per_device": BATCH * SEQUENCE / step_s / WORLD, "memory_bytes": 1000 + i, "memory_rank": 0, "skipped": 0, "nan": 0,
-            "loss_scale": 1.0, "grad_norm": 1.0,
+            "tokens_per_s_per_device": BATCH * SEQUENCE / step_s / WORLD, "memory_bytes": 1000 + i, "memory_rank": 0,
+            "skipped": 0, "nan": 0, "loss_scale": 1.0, "grad_norm": 1.0,
         })  # fmt: skip
     found.append({"event": "end", "time": clock, "iteration": len(times), "reason": "done"})
     return found

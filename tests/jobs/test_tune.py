@@ -47,7 +47,7 @@ Told = list[tuple[int, str, str, float | None]]
 
 
 def told(found: Search) -> Told:
-    return [(t.number, t.candidate.key, t.by, t.step_s) for _, t in sorted(found.trials.items())]
+    return [(t.number, t.candidate.key, t.by, t.result.step_s) for _, t in sorted(found.trials.items())]
 
 
 def again(found: Search) -> list[int]:
@@ -118,7 +118,7 @@ def test_what_was_complete_though_nobody_noted_it_counts(tmp_path: Path) -> None
     search(own)
     (own.out / "trials/0003/result.json").unlink()
     found, why = search(own, runner := Made())
-    assert runner.log == [] and why == BUDGET and found.trials[3].step_s is not None
+    assert runner.log == [] and why == BUDGET and found.trials[3].result.step_s
 
 
 @pytest.mark.usefixtures("made")
@@ -161,7 +161,7 @@ def test_failed_trials_run_again_where_the_budget_has_room(tmp_path: Path) -> No
     found, why = search(setup(tmp_path, "--max-trials", "4", "--retry-failed"), runner := Made())
     assert why == BUDGET and runner.log == [("start", 2), ("end", 2)]
     found, _ = search(setup(tmp_path, "--max-trials", "5", "--retry-failed"), runner := Made())
-    assert runner.log == [("start", 4), ("end", 4)] and all(trial.step_s for trial in found.trials.values())
+    assert runner.log == [("start", 4), ("end", 4)] and all(trial.result.step_s for trial in found.trials.values())
 
 
 @pytest.mark.usefixtures("made")
@@ -192,7 +192,7 @@ def test_what_a_dead_node_ended_runs_again_and_too_few_nodes_are_another_start_s
     found, why = search(setup(tmp_path / "few", "--confirm", "2"), runner, larger)
     assert why == NODES and 3 <= found.done < 12
     found, why = search(setup(tmp_path / "few", "--confirm", "2"), Made(hosts=("n1", "n2", "n3")), larger)
-    assert why == EXHAUSTED and sum(t.by != CONFIRM and t.result is not None for t in found.trials.values()) == 12
+    assert why == EXHAUSTED and sum(t.by != CONFIRM and bool(t.result.status) for t in found.trials.values()) == 12
 
 
 @pytest.mark.usefixtures("made")
