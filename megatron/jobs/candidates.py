@@ -22,7 +22,7 @@ from megatron.config.resolve import resolve
 from megatron.config.settings import raise_problems
 from megatron.errors import ConfigError
 from megatron.jobs.expressions import Expression
-from megatron.jobs.space import CHUNK, SETTING, Space, Value, decided, flags_of, is_of_model, settings_of_flags
+from megatron.jobs.space import CHUNK, DECIDES, SETTING, Space, Value, flags_of, settings_of_flags
 from megatron.planner.cluster import CLUSTERS, Cluster
 from megatron.planner.memory import memory_of_ranks
 from megatron.planner.search.places import worthwhile_placements
@@ -140,8 +140,8 @@ def _common_flags(space: Space, flags: Sequence[str]) -> tuple[str, ...]:
     raise_problems(scanned.problems)
     said, words = settings_of_flags(scanned.flags), list[str]()
     for name in space.named:
-        if decided(name) in said:
-            raise ConfigError(f"{said[decided(name)]} contradicts {name} of {space.path}: leave the flag out")
+        if (setting := DECIDES.get(name, name)) in said:
+            raise ConfigError(f"{said[setting]} contradicts {name} of {space.path}: leave the flag out")
     for spelling, values in scan(space.flags).flags.items():
         settings = settings_of_flags({spelling: values}).keys()
         if not said.keys() & (settings | (_PRECISION if settings & _PRECISION else set())):
@@ -181,8 +181,9 @@ class _Names(dict[str, Any]):
     def __init__(
         self, space: Space, flags: tuple[str, ...], machine: Machine, values: Mapping[str, Value], key: str
     ) -> None:
-        sizes = [word for name, value in values.items() if is_of_model(name) for word in flags_of(name, value)]
-        super().__init__({**_settings((*flags, *sizes)), **values})
+        others = values.keys() - space.variables - DECIDES.keys()  # which the model's sizes may follow from
+        words = [word for name in sorted(others) for word in flags_of(name, values[name])]
+        super().__init__({**_settings((*flags, *words)), **values})
         self.space, self.common, self.machine, self.varied, self.key = space, flags, machine, values, key
         for name in space.derived:
             self.pop(name, None)

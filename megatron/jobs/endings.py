@@ -45,10 +45,10 @@ class Ending:
     reason: str
 
 
-def ending(exit_codes: int | Iterable[int] | None, logs: Sequence[Path], *, limited: bool = False) -> Ending:
+def ending(exit_codes: Iterable[int] | None, logs: Sequence[Path], *, limited: bool = False) -> Ending:
     """Why a run ended before its end.
 
-    exit_codes  of its launcher or of each of its processes; None: it did not end by itself
+    exit_codes  of its launcher, or of each of its processes; None: it did not end by itself
     logs        those that say most first; of each the end is read. A launcher's words (srun) may be in any of them
     limited     whether its processes were given a memory limit
     """
@@ -98,14 +98,13 @@ def cause(exit_codes: Iterable[int] | None) -> int | None:
     return min(exit_codes or (), key=_precedence, default=None)
 
 
-def _cause(exit_codes: int | Iterable[int] | None, tails: Sequence[str]) -> int | None:
+def _cause(exit_codes: Iterable[int] | None, tails: Sequence[str]) -> int | None:
     """srun gives the highest code of its tasks only; what it says of each is in its log."""
-    given = [exit_codes] if isinstance(exit_codes, int) else list(exit_codes or ())
     own = [tail[: forced.start()] if (forced := _SRUN_FORCE.search(tail)) else tail for tail in tails]
     of_tasks = [code for tail in own for said in _SRUN.findall(tail) if (code := _srun_code(said)) is not None]
     if own != list(tails) and not of_tasks:
         of_tasks = [0]  # which srun does not tell of
-    return cause(of_tasks or given) if exit_codes is not None else None
+    return cause(of_tasks or exit_codes) if exit_codes is not None else None
 
 
 def _srun_code(said: str) -> int | None:

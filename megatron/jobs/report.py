@@ -62,7 +62,7 @@ class Report:
             try:
                 files.append(self._picture(folder / "trajectory.png"))
                 parts.append("![trajectory](trajectory.png)")
-            except (ConfigError, ImportError) as error:
+            except (ConfigError, ImportError, RuntimeError, ValueError) as error:
                 parts.append(f"No picture: {error}")
         parts[1:1] = ["\n".join(f"- {line}" for line in self.summary())]
         text = "\n\n".join([*parts, self._table().markdown()]) + "\n"
@@ -114,10 +114,3 @@ class Report:
             words += ["-c", str(cluster.cpus_per_task)]
             words += ["--gpus-per-task=1", "--gpu-bind=closest"] if cluster.device_type == "cuda" else []
         return shlex.join([*words, "python", "-u", *program])
-
-
-def rejections(found: Enumeration) -> Table:
-    """Why combinations are no layouts, the commonest reason first."""
-    counted = sorted(found.rejections.items(), key=lambda item: -item[1][0])
-    rows = [(f"{count:,}", reason, example) for reason, (count, example) in counted]
-    return Table("Combinations that are no layouts", ("how many", "why", "for example"), rows)

@@ -22,7 +22,7 @@ from typing import Any
 from megatron.config.command_line import OWN_FLAGS, flag_table, read_settings, scan
 from megatron.config.layout import DIMENSIONS, parse_layout, recompute_settings, write_value
 from megatron.config.option import Option
-from megatron.config.settings import all_options, did_you_mean, raise_problems, section_of
+from megatron.config.settings import all_options, did_you_mean, raise_problems
 from megatron.errors import ConfigError
 from megatron.jobs.expressions import Expression, parse_expression
 from megatron.untrusted import read_toml
@@ -46,8 +46,9 @@ SETTING = {
 }  # fmt: skip
 """The setting that a short name is another name of."""
 _SHORT_OF = {setting: name for name, setting in SETTING.items()}
-_DECIDES = {**SETTING, "chunks": CHUNK, "schedule": "enable_zbh1_pipeline", "recompute": "recompute_granularity",
+DECIDES = {**SETTING, "chunks": CHUNK, "schedule": "enable_zbh1_pipeline", "recompute": "recompute_granularity",
             "nodes": "world_size", "processes": "world_size"}  # fmt: skip
+"""The setting that nothing else may say beside a short name."""
 # Patterns of recomputation as values.
 _WHOLE = {"selective": "selective:core_attn", "full": "full:uniform:1", "full:uniform": "full:uniform:1",
           "full:block": "full:block:1"}  # fmt: skip
@@ -87,7 +88,6 @@ class Space:
 
     name: str
     title: str
-    source: str
     path: str
     cluster: str
     flags: tuple[str, ...]
@@ -124,16 +124,6 @@ def meaning(name: str) -> str:
         hint = did_you_mean(plain, [*_SHORT, *all_options()])
         raise ConfigError(f"'{name}' is no setting{hint}; short names are {', '.join(_SHORT)}")
     return _SHORT.get(plain) or _SHORT_OF.get(plain, plain)
-
-
-def decided(name: str) -> str:
-    """The setting that a name decides, which nothing else may say."""
-    return _DECIDES.get(name, name)
-
-
-def is_of_model(name: str) -> bool:
-    """Whether settings that expressions may ask for follow from it."""
-    return name == "preset" or (name in all_options() and section_of(name) == "model")
 
 
 def read_value(name: str, given: Any) -> Value:
@@ -232,7 +222,7 @@ def load_space(name_or_path: str) -> Space:
                     entries[name] = _expression(given, file["variables"])
     if not found["parameters"]:
         raise ConfigError(f"{path}: [parameters]: nothing varies: give at least one, such as tp = [1, 2, 4]")
-    return Space(path.stem, file["title"] or path.stem, file["source"], str(path), file["cluster"], flags,
+    return Space(path.stem, file["title"] or path.stem, str(path), file["cluster"], flags,
                  (*found["parameters"].values(), *found["variables"].values()), frozenset(found["variables"]),
                  found["derived"], found["constraints"], **trial)  # fmt: skip
 
@@ -259,9 +249,10 @@ def _named(key: str, said: dict[str, str]) -> str:
     name = meaning(key)
     if name in _REFUSED:
         raise ConfigError(f"{key} {_NO_PLACE}")
-    if decided(name) in said:
-        raise ConfigError(f"{said[decided(name)]}, which says the same: leave one out")
-    said[decided(name)] = f"{key} is there"
+    setting = DECIDES.get(name, name)
+    if setting in said:
+        raise ConfigError(f"{said[setting]}, which says the same: leave one out")
+    said[setting] = f"{key} is there"
     return name
 
 

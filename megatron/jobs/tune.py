@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron.config.command_line import parse_args
 from megatron.config.duration import show_duration
 from megatron.data.folder_claim import FolderClaim
-from megatron.errors import ConfigError, DataError, MegatronError
+from megatron.errors import ConfigError, DataError
 from megatron.jobs.candidates import GIB, Candidate, Enumeration, enumerate_candidates, trial_flags
 from megatron.jobs.endings import CRASH
 from megatron.jobs.measured import (
@@ -31,7 +31,7 @@ from megatron.jobs.measured import (
     ruled_out,
     written,
 )
-from megatron.jobs.report import Report, rejections
+from megatron.jobs.report import Report
 from megatron.jobs.result import DONE, FAILED, Result, read_result
 from megatron.jobs.runner import TIME, End, Job, Runner, is_complete, slurm_time_left_s, time_left, write_json
 from megatron.jobs.scaling import METRICS, POINT, RESULT
@@ -90,13 +90,7 @@ def _search(setup: Setup, found: Enumeration) -> int:
     goes_on = why not in (EXHAUSTED, BUDGET)
     _say(f"{'interrupted by ' if runner.signal else ''}{why}: {search.done} trial(s) ended in this start"
          + (f"; the same command goes on from {setup.out}" if goes_on else ""))  # fmt: skip
-    has_best = False
-    try:
-        has_best = _report(setup, search)
-    except (MegatronError, OSError) as error:
-        if not goes_on:
-            raise
-        _say(f"error: {error}")  # which is no reason not to go on
+    has_best = _report(setup, search)
     if goes_on:
         return 4 if why == TIME and not search.done else 3
     return 0 if has_best else 1
@@ -303,7 +297,9 @@ def _dry_run(setup: Setup, found: Enumeration) -> None:
     looked = "" if found.looked == space.combinations else f", of which {found.looked:,} were looked at (a sample)"
     print(f"{space.name}: {space.title}\n{space.combinations:,} combinations{looked}: {len(candidates):,} layouts can "
           f"be tried on {setup.machine.max_nodes} node(s) of {setup.machine.processes_per_node} process(es)")
-    print_table(rejections(found))
+    counted = sorted(found.rejections.items(), key=lambda item: -item[1][0])
+    rows = [(f"{count:,}", reason, example) for reason, (count, example) in counted]
+    print_table(Table("Combinations that are no layouts", ("how many", "why", "for example"), rows))
     if not candidates:
         print("Nothing can be tried: the table above says why.")
         return

@@ -61,7 +61,7 @@ def test_a_whole_file(read: Write) -> None:
         ("num_layers_per_virtual_pipeline_stage", (2, None, 1), False), ("accumulation", (4, 8, 12), True),
     ]  # fmt: skip
     assert space.variables == {"accumulation"} and space.flags == ("--preset", "tiny", "--num-layers", "8")
-    assert (space.title, space.source, space.cluster, space.name) == ("A space", "somewhere", "frontier", "space")
+    assert (space.title, space.cluster, space.name) == ("A space", "frontier", "space")
     assert {name: e.text for name, e in space.derived.items()} == {"gbs": "mbs * dp * accumulation", "processes": "4"}
     assert space.constraints["node"].text == "tp <= 2"
     assert (space.iterations, space.warm_up) == (7, 0)

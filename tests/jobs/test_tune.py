@@ -359,18 +359,7 @@ def test_exit_codes_of_what_has_no_best(
     assert call(capsys, *words)[0] == code
 
 
-def test_one_tuner_at_a_time_and_a_failing_report_does_not_keep_it_from_going_on(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fails(*_args: object) -> int:
-        raise ConfigError("report: it cannot be written")
-
-    monkeypatch.setattr(module, "Runner", Ends)
-    monkeypatch.setattr(module, "_report", fails)
-    for why, code in ((TIME, 4), ("", 2)):
-        monkeypatch.setattr(Ends, "why", why)
-        found, text = call(capsys, *words)
-        assert found == code and "report: it cannot be written" in text
+def test_one_tuner_at_a_time(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     claim = FolderClaim(tmp_path / "out", "the folder")
     claim.take(print)
     found, text = call(capsys, *words)
