@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from megatron.jobs.candidates import Candidate
 from megatron.jobs.endings import LOST_RANK, OUT_OF_MEMORY
-from megatron.jobs.result import Result
+from megatron.jobs.result import RUNNING, Result
 
 OBJECTIVES = ("tokens_per_s", "node_hours")
 CONFIRM = "confirm"
@@ -37,7 +37,7 @@ class Trial:
     number: int
     candidate: Candidate
     by: str
-    result: Result = Result()
+    result: Result = RUNNING
 
 
 @dataclass(frozen=True)

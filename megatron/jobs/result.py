@@ -42,6 +42,9 @@ class Result:
         return self.kind or self.status
 
 
+RUNNING = Result()
+
+
 def read_result(metrics: Path, asked: Config, warm_up: int) -> Result:
     """Read the result of a run that has done all its steps. One with anything in it that contradicts itself, or the
     settings that were asked for, is INVALID and says what."""

@@ -32,7 +32,7 @@ from megatron.jobs.measured import (
     written,
 )
 from megatron.jobs.report import Report
-from megatron.jobs.result import DONE, FAILED, Result, read_result
+from megatron.jobs.result import DONE, FAILED, RUNNING, Result, read_result
 from megatron.jobs.runner import TIME, End, Job, Runner, is_complete, slurm_time_left_s, time_left, write_json
 from megatron.jobs.scaling import METRICS, POINT, RESULT
 from megatron.jobs.search import History, propose
@@ -159,11 +159,11 @@ class Search:
             raise ConfigError(f"{folder}: trial {trial.number}, {candidate.key}, ran with other settings ({differ}): "
                               "go on with the machine, the nodes and the version that it began with, or give another "
                               "--out")  # fmt: skip
-        found = self._figures(job) if complete else Result()
+        found = self._figures(job) if complete else RUNNING
         if result.get("status") == FAILED:
             found = Result(FAILED, result.get("kind"), result.get("reason"))
         again = self._setup.args.retry_failed and found.status != DONE
-        self.trials[trial.number] = dataclasses.replace(trial, result=Result() if again else found)
+        self.trials[trial.number] = dataclasses.replace(trial, result=RUNNING if again else found)
 
     # -- what is next --------------------------------------------------------------------------------------------------
 

@@ -161,15 +161,15 @@ def test_flags_that_cannot_be(read: Read, flags: str, words: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("rule", "words"), [
-    ("tp.x", ["'[constraints] a'", "tp.x"]), ("64 % tp", ["'[constraints] a'", "neither true nor false"]),
-    ("tp > tp // 0", ["'[constraints] a'", "tp // 0"]), ("chunks > 1", ["chunks"]), ("gbs > 1", ["[derived] gbs"]),
+    ("tp.x", ["[constraints] 'a'", "tp.x"]), ("64 % tp", ["[constraints] 'a'", "neither true nor false"]),
+    ("tp > tp // 0", ["[constraints] 'a'", "tp // 0"]), ("chunks > 1", ["chunks"]), ("gbs > 1", ["[derived] gbs"]),
 ])  # fmt: skip
 def test_an_expression_without_a_value_is_named_with_its_place(read: Read, rule: str, words: list[str]) -> None:
     derived = "[derived]\ngbs = 'mbs + seed'\nseed = 'gbs'"
     space = read(f"[parameters]\ntp = [1, 2]\n{derived}\n[constraints]\na = '{rule}'")
     with pytest.raises(ConfigError) as found:
         found_of(space)
-    assert all(word in str(found.value).replace("[constraints] 'a'", "'[constraints] a'") for word in words), found.value
+    assert all(word in str(found.value) for word in ["space.toml", *words]), found.value
 
 
 def test_a_derived_value_that_a_flag_cannot_have_is_a_reason(read: Read) -> None:
