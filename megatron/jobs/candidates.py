@@ -274,10 +274,8 @@ def _checked(names: _Names, predict: bool) -> tuple[Candidate, str]:
     layout, settings = layout_of(config), config.to_dict()
     tokens = layout.batch * config.model.seq_length
     found = Candidate(0, names.key, names.varied, layout, (*flags, *placed), nodes, tokens, memory, step_s)
-    # What makes no difference to one replica, or in a direction of one rank.
-    sizes = {"tp": layout.tp, "pp": layout.pp, "dp": layout.replicas}
-    settings["zero_stage"] = settings["zero_stage"] if layout.replicas > 1 else None
-    settings["rank_order"] = [name for name in layout.rank_order.split("-") if sizes.get(name, 1) > 1]
+    if not layout.has_choice("zero"):
+        settings["zero_stage"] = None
     return found, json.dumps([settings, placed], sort_keys=True, default=str)
 
 

@@ -150,7 +150,8 @@ def flags_of(name: str, value: Any) -> list[str]:
     if name in ("nodes", "processes"):
         settings = {}
     elif name == "recompute":
-        settings = recompute_settings(value)
+        chosen = {setting: own for setting, own in recompute_settings(value).items() if own is not None}
+        settings = chosen or {"recompute_granularity": None}
     elif name == "schedule":
         settings = {"enable_zbh1_pipeline": value == "zb-h1"}
     return [word for setting, own in settings.items() for word in _words(all_options()[setting], own)]

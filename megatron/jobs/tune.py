@@ -142,8 +142,7 @@ class Search:
         return ranked(self.trials.values(), self._objective)
 
     def _read(self, folder: Path, by_key: dict[str, Candidate]) -> None:
-        """Take over a trial of an earlier start. Raises ConfigError for a file that no tuner wrote, and for a trial
-        that would run with other flags now."""
+        """Take over a trial of an earlier start. Raises ConfigError for a file that no tuner wrote."""
         try:
             point, result = read_beside(folder / POINT, _KINDS), read_beside(folder / RESULT, _KINDS)
             complete = is_complete(folder, self._setup.steps)
@@ -153,13 +152,7 @@ class Search:
         if candidate is None:  # killed before it was written, or none here, such as with fewer nodes
             return
         trial = Trial(int(folder.name), candidate, point.get("by", ""))
-        job = self._job(trial)
-        if point.get("flags") != job.flags or point.get("world") != job.processes:
-            differ = " ".join(sorted({*map(str, point.get("flags") or ())} ^ {*job.flags}))
-            raise ConfigError(f"{folder}: trial {trial.number}, {candidate.key}, ran with other settings ({differ}): "
-                              "go on with the machine, the nodes and the version that it began with, or give another "
-                              "--out")  # fmt: skip
-        found = self._figures(job) if complete else RUNNING
+        found = self._figures(self._job(trial)) if complete else RUNNING
         if result.get("status") == FAILED:
             found = Result(FAILED, result.get("kind"), result.get("reason"))
         again = self._setup.args.retry_failed and found.status != DONE
@@ -307,8 +300,9 @@ def _dry_run(setup: Setup, found: Enumeration) -> None:
     print_table(Table(
         "the first of them, by the planner where it knows the machine; none of it measured",
         ("layout", "nodes", "tokens a step", "GiB", "s/step", "value"),
-        [(c.key, f"{c.nodes:,}", f"{c.tokens:,}", f"{(c.memory_bytes or 0) / GIB:.2f}", f"{c.step_s or 0:.3g}",
-          written(c.cost(c.step_s, args.objective), args.objective) if c.step_s else "") for c in first[:_SHOWN]],
+        [(c.key, f"{c.nodes:,}", f"{c.tokens:,}", *(
+            (f"{(c.memory_bytes or 0) / GIB:.2f}", f"{c.step_s:.3g}", written(c.cost(c.step_s, args.objective), args.objective))
+            if c.step_s else ("", "", ""))) for c in first[:_SHOWN]],
     ))  # fmt: skip
     print("a trial of the first is, on each of its processes:\n    pretrain_gpt.py "
           + shlex.join(trial_flags(first[0].flags, setup.steps)))  # fmt: skip
