@@ -300,9 +300,9 @@ def _dry_run(setup: Setup, found: Enumeration) -> None:
     print_table(Table(
         "the first of them, by the planner where it knows the machine; none of it measured",
         ("layout", "nodes", "tokens a step", "GiB", "s/step", "value"),
-        [(c.key, f"{c.nodes:,}", f"{c.tokens:,}", *(
-            (f"{(c.memory_bytes or 0) / GIB:.2f}", f"{c.step_s:.3g}", written(c.cost(c.step_s, args.objective), args.objective))
-            if c.step_s else ("", "", ""))) for c in first[:_SHOWN]],
+        [(c.key, f"{c.nodes:,}", f"{c.tokens:,}", f"{c.memory_bytes / GIB:.2f}" if c.memory_bytes else "",
+          f"{c.step_s:.3g}" if c.step_s else "",
+          written(c.cost(c.step_s, args.objective), args.objective) if c.step_s else "") for c in first[:_SHOWN]],
     ))  # fmt: skip
     print("a trial of the first is, on each of its processes:\n    pretrain_gpt.py "
           + shlex.join(trial_flags(first[0].flags, setup.steps)))  # fmt: skip

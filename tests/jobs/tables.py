@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -94,3 +95,13 @@ def trials_to_good(search: str, known: Table, trials: int, prior: Sequence[float
     """Trials until one within 3 % of the best; one more than `trials` if there is none."""
     found = play(search, known, trials, prior, seed, until=known.good)
     return len(found) if known.good(found[-1][0]) else trials + 1
+
+
+def trials_by_chance(known: Table, seed: int) -> int:
+    """The same of draws without any search."""
+    left = list(range(len(known.candidates)))
+    for count in itertools.count():
+        if known.good(drawn := random.Random(f"{seed} {count}").choice(left)):
+            return count + 1
+        left.remove(drawn)
+    raise AssertionError("one is good")
