@@ -8,9 +8,8 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import random
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from megatron.planner.search.tables import first_problem
 from megatron.planner.timing import estimate
 
 GIB = 2**30
-_MOST = 50_000  # combinations that are looked at, of a larger space a sample
+_MOST = 50_000  # combinations, each of which takes about a millisecond
 _DATA = {"data_path", "data_file_list", "train_data_path", "mock_data"}
 _PRECISION = {"fp16", "bf16", "initial_loss_scale"}
 # From Megatron's first loss scale, 2^32, the first steps in fp16 overflow and are skipped, which are all of a trial's.
@@ -82,29 +81,25 @@ class Machine:
 
 @dataclass
 class Enumeration:
-    """candidates in the order of the space's combinations; rejections: reason -> (how many, an example) of the others;
-    looked: how many combinations were, of a space with more than that at random."""
+    """candidates in the order of the space's combinations; rejections: reason -> (how many, an example) of the
+    others."""
 
     candidates: list[Candidate] = field(default_factory=list)
     rejections: dict[str, tuple[int, str]] = field(default_factory=dict)
-    looked: int = 0
 
 
 class Rejected(Exception):
     """A combination that makes no layout: (reason, the case at hand)."""
 
 
-def enumerate_candidates(
-    space: Space, flags: Sequence[str], machine: Machine, *, predict: bool, seed: int = 0, most: int = _MOST
-) -> Enumeration:
+def enumerate_candidates(space: Space, flags: Sequence[str], machine: Machine, *, predict: bool) -> Enumeration:
     """Every layout of a space that runs on this machine; of those that run the same the first.
 
     flags    of the command line, which win over the space's
     predict  ask the planner for the time of a step, on the best placement
-    most     combinations that are looked at, drawn by `seed`
 
-    Raises ConfigError for flags that cannot be, for an expression that has no value, and for a machine that does not go
-    with its description.
+    Raises ConfigError for flags that cannot be, for an expression that has no value, for more combinations than can be
+    looked at, and for a machine that does not go with its description.
     """
     cluster, each = machine.cluster, machine.processes_per_node
     if cluster is not None and (each > cluster.devices_per_node or (machine.max_nodes > 1
@@ -112,14 +107,13 @@ def enumerate_candidates(
         raise ConfigError(f"{each} processes on each of {machine.max_nodes} node(s), but a node of {cluster.name} has "
                           f"{cluster.devices_per_node} devices: describe the machine that trials run on with "
                           "--cluster")  # fmt: skip
-    found, seen, common, draw = Enumeration(), dict[str, str](), _common_flags(space, flags), random.Random(seed)
-    combinations: Iterable[tuple[Value, ...]] = itertools.product(*(p.values for p in space.parameters))
-    if space.combinations > most:
-        combinations = {tuple(draw.choice(p.values) for p in space.parameters): None for _ in range(most)}
+    if space.combinations > _MOST:
+        raise ConfigError(f"{space.path}: {space.combinations:,} combinations are more than {_MOST:,}, which can be "
+                          "looked at one by one: leave out parameters or values")  # fmt: skip
+    found, seen, common = Enumeration(), dict[str, str](), _common_flags(space, flags)
     names = [p.name for p in space.parameters]
     varied = [p.name for p in space.parameters if len(p.values) > 1] or names
-    for combination in combinations:
-        found.looked += 1
+    for combination in itertools.product(*(p.values for p in space.parameters)):
         values = dict(zip(names, combination, strict=True))
         key = ",".join(f"{name}={write_value(values[name])}" for name in varied)
         try:

@@ -59,8 +59,7 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
     setup = make_setup(args, flags)
     if args.report_only and not any((setup.out / "trials").glob("*")):
         raise ConfigError(f"--report-only: {setup.out} has no trials to report on")
-    found = enumerate_candidates(setup.space, setup.flags, setup.machine, predict=setup.cluster is not None,
-                                 seed=args.seed)  # fmt: skip
+    found = enumerate_candidates(setup.space, setup.flags, setup.machine, predict=setup.cluster is not None)
     if args.dry_run:
         _dry_run(setup, found)
         return 0
@@ -287,8 +286,7 @@ def _check_identity(setup: Setup) -> None:
 def _dry_run(setup: Setup, found: Enumeration) -> None:
     """Print which layouts there are, what the planner says of them, and what they may cost."""
     space, args, candidates = setup.space, setup.args, found.candidates
-    looked = "" if found.looked == space.combinations else f", of which {found.looked:,} were looked at (a sample)"
-    print(f"{space.name}: {space.title}\n{space.combinations:,} combinations{looked}: {len(candidates):,} layouts can "
+    print(f"{space.name}: {space.title}\n{space.combinations:,} combinations: {len(candidates):,} layouts can "
           f"be tried on {setup.machine.max_nodes} node(s) of {setup.machine.processes_per_node} process(es)")
     counted = sorted(found.rejections.items(), key=lambda item: -item[1][0])
     rows = [(f"{count:,}", reason, example) for reason, (count, example) in counted]
