@@ -21,7 +21,7 @@ from megatron.config.resolve import resolve
 from megatron.config.settings import raise_problems
 from megatron.errors import ConfigError
 from megatron.jobs.expressions import Expression
-from megatron.jobs.space import CHUNK, DECIDES, SETTING, Space, Value, flags_of, settings_of_flags
+from megatron.jobs.space import CHUNK, DECIDES, SETTING, Space, Value, flags_of, read_value, settings_of_flags
 from megatron.planner.cluster import CLUSTERS, Cluster
 from megatron.planner.memory import memory_of_ranks
 from megatron.planner.search.places import worthwhile_placements
@@ -187,6 +187,10 @@ class _Names(dict[str, Any]):
         if name in self.space.derived:
             found = self.evaluate(f"[derived] {name}", self.space.derived[name])
             found = int(found) if isinstance(found, float) and not found % 1 else found
+            try:
+                found = read_value(name, found) if name in DECIDES or found is not None else None
+            except ConfigError as error:
+                raise Rejected(f"refused: {name}", str(error)) from None
         elif name == "processes":
             known = "nodes" in self or "nodes" in self.space.derived
             found = (self["nodes"] if known else self.machine.max_nodes) * each
@@ -251,8 +255,6 @@ def _checked(names: _Names, predict: bool) -> tuple[Candidate, str]:
         if not holds:
             raise Rejected(reason, rule.text)
     processes, each = names["processes"], machine.processes_per_node
-    if type(processes) is not int or processes < 1:
-        raise Rejected("processes are no whole number of at least 1", f"they are {processes}")
     nodes, most = -(-processes // each), machine.max_nodes
     most = most if machine.cluster is None else min(most, machine.cluster.nodes)
     if nodes > most:

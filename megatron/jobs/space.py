@@ -138,8 +138,9 @@ def read_value(name: str, given: Any) -> Value:
         return read_value("nodes", given)
     option = all_options().get(name)
     value = None if text.lower() == "none" and not (option and "none" in (option.choices or ())) else given
-    raise_problems(read_settings(flags_of(name, value)).problems)
-    return value
+    found = read_settings(flags_of(name, value))
+    raise_problems(found.problems)
+    return value if option is None or option.many else found.given.get(name, value)
 
 
 def flags_of(name: str, value: Any) -> list[str]:

@@ -71,6 +71,11 @@ def test_every_combination_is_put_to_the_parser(
     assert all(c.tokens == config_of(c).batch.global_batch_size * 64 for c in found.candidates)
 
 
+def test_a_size_may_be_written_as_a_word(read: Read) -> None:
+    space = read("[parameters]\nnum-layers = ['8', 12]\npp = [2]\nchunks = [2]", ONE.replace("--num-layers 8 ", ""))
+    assert [c.values["num_layers"] for c in found_of(space, "--global-batch-size 8").candidates] == [8, 12]
+
+
 def test_combinations_are_the_product_in_order(read: Read) -> None:
     found = found_of(read("[parameters]\ntp = [1, 2]\nseed = [4, 1, 2]\nnum-workers = [0, 1]"))
     values = [tuple(c.values.values()) for c in found.candidates]
@@ -184,6 +189,13 @@ def test_a_derived_value_that_a_flag_cannot_have_is_a_reason(read: Read) -> None
     first, second = (example for _, example in found.rejections.values())
     assert "tp=1" in first and "0.5" in first
     assert "tp=2" in second and "seed" in second and "-1" in second
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "0.5", "'a'", "none", "[1, 2]"])
+def test_a_derived_size_that_is_none_leaves_nothing_and_ends_well(read: Read, value: str) -> None:
+    for name in ("pp", "tp", "nodes", "processes", "mbs"):
+        found = found_of(read(f"[parameters]\nchunks = [1, 2]\n[derived]\n{name} = \"{value}\"", MODEL))
+        assert not found.candidates and found.rejections
 
 
 def test_what_runs_the_same_is_one(read: Read) -> None:
