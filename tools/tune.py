@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.config.command_line import add_preset, split_at_dashes, with_preset
 from megatron.config.option import MOST_PROCESSES, Parser, real, whole
 from megatron.jobs import tune
-from megatron.jobs.layouts import OBJECTIVES
+from megatron.jobs.measured import OBJECTIVES
 from megatron.jobs.search import SEARCHES
 from megatron.training.failures import as_tool
 
@@ -39,7 +39,7 @@ same command goes on. 4: out of time before any trial ended."""
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     width = max(map(len, SEARCHES))
-    searches = "\n".join(f"  {name:{width}}  {text}" for name, (text, _) in SEARCHES.items())
+    searches = "\n".join(f"  {name:{width}}  {text}" for name, text in SEARCHES.items())
     parser = Parser(
         description=__doc__, epilog=EPILOG.format(searches=searches),
         usage="%(prog)s --space FILE|NAME [options] [-- flags of pretrain_gpt.py]",
@@ -106,7 +106,7 @@ def _add_place(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--out", type=Path, metavar="DIR", help="of the journal, the trials and the report (default "
+    group.add_argument("--out", type=Path, metavar="DIR", help="of the trials and the report (default "
                        "runs/tune-<space> in this clone)")  # fmt: skip
     group.add_argument("--dry-run", action="store_true", help="show the layouts, the planner's best and the most that "
                        "it may cost; run nothing")  # fmt: skip

@@ -18,20 +18,14 @@ _TAIL_BYTES = 100_000
 _SHOWN = 200  # characters of a line
 
 # HIP, CUDA, srun and slurmstepd, not the name of a folder; torch; BLAS; torch on a CPU and errno ENOMEM; C++; Python.
-_MEMORY = re.compile(
+_MEMORY = (
     r"(?<![\w/.-])(?:out[ _]of[ _]memory|oom[-_]kill)|(?-i:OutOfMemory)|BLAS_STATUS_ALLOC_FAILED|"
-    r"can(?:no|')t allocate memory|not enough memory: you tried|std::bad_alloc|^MemoryError\b|"
-    r"HSA_STATUS_ERROR_OUT_OF_RESOURCES",
-    re.IGNORECASE | re.MULTILINE,
+    r"can(?:no|')t allocate memory|not enough memory: you tried|std::bad_alloc|\bMemoryError\b|"
+    r"HSA_STATUS_ERROR_OUT_OF_RESOURCES"
 )
 # What else fails for want of memory, where there is a limit: the stack of a thread, a library that is mapped.
-_MEMORY_WITH_LIMIT = re.compile(r"can't start new thread|pthread_create failed|failed to map segment")
-_HANG = re.compile(r"the job hangs: .*")
 # The last two: of a node that died without Slurm knowing it yet. srun then kills the tasks of the other nodes.
-_NODE = re.compile(
-    r"^.*(?:node failure|NODE_FAIL|DUE TO NODE FAIL|io error with slurmstepd on node|launch for \S+ failed on node).*$",
-    re.IGNORECASE | re.MULTILINE,
-)  # fmt: skip
+_NODE = "node failure|NODE_FAIL|DUE TO NODE FAIL|io error with slurmstepd on node|launch for \\S+ failed on node"
 _ERROR = re.compile(r"^\s*(?:\[[\w:]+\]:?\s*)?(?:error:|ERROR:|[\w.]*Error\b:?)\s*\S.*$", re.MULTILINE)
 _FOLLOWS = re.compile(r"LostRankError|DistBackendError|DistNetworkError|ConnectionError|Connection (?:reset|closed)")
 _NO_REFUSAL = re.compile(r"(?:Launch|Training|Kernel)Error")  # the user's to mend too, but not of the settings
@@ -50,41 +44,34 @@ class Ending:
     reason: str
 
 
-def ending(exit_codes: int | Iterable[int] | None, logs: Sequence[Path], *, limited: bool = False) -> Ending:
+def ending(exit_codes: Iterable[int] | None, logs: Sequence[Path]) -> Ending:
     """Why a run ended before its end.
 
-    exit_codes  of its launcher or of each of its processes; None: it did not end by itself
+    exit_codes  of its launcher, or of each of its processes; None: it did not end by itself
     logs        those that say most first; of each the end is read. A launcher's words (srun) may be in any of them
-    limited     whether its processes were given a memory limit
     """
     tails = [_tail(path) for path in logs]
-    code = _cause(exit_codes, tails)
     line = _telling_line(tails)
-    for pattern in (_MEMORY, _MEMORY_WITH_LIMIT) if limited else (_MEMORY,):
-        found = next((said for tail in tails if (said := _line_of(pattern, tail))), None)
-        if found is not None:
-            return Ending(OUT_OF_MEMORY, f"out of memory: {found}")
-    for kind, how, pattern in ((HANG, "", _HANG), (LOST_RANK, "a node was lost: ", _NODE)):
-        found = next((match.group() for tail in tails if (match := pattern.search(tail))), None)
-        if found is not None:
-            return Ending(kind, how + found.strip()[:_SHOWN])
+    for kind, how, words in (
+        (OUT_OF_MEMORY, "out of memory: ", _MEMORY),
+        (HANG, "", "the job hangs: "), (LOST_RANK, "a node was lost: ", _NODE),
+    ):  # fmt: skip
+        pattern = re.compile(rf"^.*(?:{words}).*$", re.IGNORECASE | re.MULTILINE)
+        for found in filter(None, map(pattern.search, tails)):
+            return Ending(kind, how + found.group().strip()[:_SHOWN])
+    code = _cause(exit_codes, tails)
+    kind, how = CRASH, f"exit code {code}"
     if code in _KILLED:
-        return Ending(OUT_OF_MEMORY, _with("killed, probably by the kernel's out-of-memory killer", line))
-    if code == EXIT_USER_ERROR and not _NO_REFUSAL.match(line):
-        return Ending(REFUSED, _with("refused", line))
-    if code == EXIT_LOST_RANK:
-        return Ending(LOST_RANK, _with("a rank died or hung", line))
-    return Ending(CRASH, _with({0: "ended early", None: "did not end"}.get(code, _code(code)), line))
-
-
-def _with(how: str, line: str) -> str:
-    return f"{how}: {line}" if line else how
-
-
-def _code(code: int | None) -> str:
-    if code is not None and (code < 0 or code > 128):
-        return f"ended by signal {-code if code < 0 else code - 128}"
-    return f"exit code {code}"
+        kind, how = OUT_OF_MEMORY, "killed, probably by the kernel's out-of-memory killer"
+    elif code == EXIT_USER_ERROR and not _NO_REFUSAL.match(line):
+        kind, how = REFUSED, "refused"
+    elif code == EXIT_LOST_RANK:
+        kind, how = LOST_RANK, "a rank died or hung"
+    elif not code:
+        how = "ended early" if code == 0 else "did not end"
+    elif code < 0 or code > 128:
+        how = f"ended by signal {-code if code < 0 else code - 128}"
+    return Ending(kind, f"{how}: {line}" if line else how)
 
 
 def _tail(path: Path) -> str:
@@ -94,15 +81,6 @@ def _tail(path: Path) -> str:
             return file.read().decode(errors="replace")
     except OSError:
         return ""
-
-
-def _line_of(pattern: re.Pattern[str], text: str) -> str | None:
-    """The line with the first match."""
-    found = pattern.search(text)
-    if found is None:
-        return None
-    begin, end = text.rfind("\n", 0, found.start()) + 1, text.find("\n", found.end())
-    return text[begin : end if end >= 0 else None].strip()[:_SHOWN]
 
 
 def _telling_line(tails: Sequence[str]) -> str:
@@ -118,14 +96,13 @@ def cause(exit_codes: Iterable[int] | None) -> int | None:
     return min(exit_codes or (), key=_precedence, default=None)
 
 
-def _cause(exit_codes: int | Iterable[int] | None, tails: Sequence[str]) -> int | None:
+def _cause(exit_codes: Iterable[int] | None, tails: Sequence[str]) -> int | None:
     """srun gives the highest code of its tasks only; what it says of each is in its log."""
-    given = [exit_codes] if isinstance(exit_codes, int) else list(exit_codes or ())
     own = [tail[: forced.start()] if (forced := _SRUN_FORCE.search(tail)) else tail for tail in tails]
     of_tasks = [code for tail in own for said in _SRUN.findall(tail) if (code := _srun_code(said)) is not None]
     if own != list(tails) and not of_tasks:
         of_tasks = [0]  # which srun does not tell of
-    return cause(of_tasks or given) if exit_codes is not None else None
+    return cause(of_tasks or exit_codes) if exit_codes is not None else None
 
 
 def _srun_code(said: str) -> int | None:

@@ -1,100 +1,91 @@
 """Expressions of a space file, such as `mbs * dp * accumulation` and `tp * pp <= 64`: a small part of Python's.
 
-They are checked by Python's `ast` before Python works them out, so that a file can compute and do nothing else, and
-always ends.
+Python's `ast` reads them. They are evaluated here, node by node, so that a file can compute and do nothing else.
 """
 from __future__ import annotations
 
 import ast
-import warnings
-from collections import ChainMap
-from collections.abc import Callable, Mapping, MutableMapping
+import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import CodeType
-from typing import Any, cast
+from typing import Any
 
-_LONGEST = 1000  # characters
-_FUNCTIONS: Mapping[str, Callable[..., Any]] = {"min": min, "max": max}
-_CONSTANTS = {"true": True, "false": False, "none": None}
-RESERVED = frozenset({*_FUNCTIONS, *_CONSTANTS})
-"""Names that mean something in every expression."""
-_ALLOWED = (
-    ast.Constant, ast.Name, ast.Tuple, ast.List, ast.BoolOp, ast.IfExp, ast.UnaryOp, ast.BinOp, ast.Compare, ast.Call,
-    ast.expr_context, ast.boolop, ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.USub, ast.Not, ast.Lt,
-    ast.LtE, ast.Gt, ast.GtE, ast.Eq, ast.NotEq, ast.In, ast.NotIn,
-)  # fmt: skip
-_NUMBER = "(number)"  # a name that no file can write
+_KNOWN: Mapping[str, Any] = {"true": True, "false": False, "none": None}
+_FUNCTIONS = {"min": min, "max": max}
+_OPERATORS = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Lt: operator.lt, ast.LtE: operator.le,
+    ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Eq: operator.eq, ast.NotEq: operator.ne,
+    ast.In: lambda item, items: item in items, ast.NotIn: lambda item, items: item not in items,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Expression:
-    """A checked expression; make one with `parse_expression`."""
+    """An expression and the names in it; make one with `parse_expression`."""
 
     text: str
     names: frozenset[str]
-    code: CodeType
+    tree: ast.expr
 
     def value(self, values: Mapping[str, Any]) -> Any:
-        """Its value with these values of names; `and`, `or` and `if` look at no more than Python's do. Raises
-        ValueError where it has none, such as after a division by zero."""
-        known = ChainMap({**_FUNCTIONS, _NUMBER: _number}, cast(MutableMapping[str, Any], values))
+        """Evaluate with these values of names; `and`, `or` and `if` look at no more than Python's do. Raises ValueError
+        for what is not offered, and where there is no value, such as after a division by zero."""
         try:
-            return eval(self.code, {"__builtins__": {}}, known)
-        except (ArithmeticError, LookupError, NameError, TypeError) as error:
+            return _value(self.tree, values)
+        except (ArithmeticError, LookupError, TypeError, RecursionError) as error:
             raise ValueError(f"no value: {error}") from None
 
 
-def _number(value: Any) -> Any:
-    if not isinstance(value, int | float):
-        raise TypeError(f"{value!r}: only numbers can be computed with")
-    return value
-
-
-class _Meaning(ast.NodeTransformer):
-    """Constants for their names; arithmetic with numbers alone, for a text times a number may fill the memory."""
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return ast.Constant(_CONSTANTS[node.id]) if node.id in _CONSTANTS else node
-
-    def visit_Constant(self, node: ast.Constant) -> ast.expr:
-        return ast.Constant(None) if node.value == "none" else node  # a flag that is not given
-
-    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
-        return ast.BinOp(self._numeric(node.left), node.op, self._numeric(node.right))
-
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
-        inner = self._numeric(node.operand) if isinstance(node.op, ast.USub) else self.visit(node.operand)
-        return ast.UnaryOp(node.op, inner)
-
-    def _numeric(self, node: ast.expr) -> ast.expr:
-        return ast.Call(ast.Name(_NUMBER, ast.Load()), [self.visit(node)], [])
-
-
 def parse_expression(text: str) -> Expression:
-    """Raises ValueError for what is no expression of names, numbers, 'words', lists, + - * / // %, comparisons, in,
-    and, or, not, A if B else C, min() and max().
+    """Offered are names, numbers, 'words', lists, + - * / // %, comparisons, in, and, or, not, A if B else C, min() and
+    max(). Raises ValueError for what is no expression of Python.
 
     >>> parse_expression("max(1, 1024 // tp)").value({"tp": 8})
     128
     """
-    if len(text) > _LONGEST:
-        raise ValueError(f"it has {len(text):,} characters: at most {_LONGEST:,} are read")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the parser, about `1or 2` and the like
-            tree = ast.parse(text.strip(), mode="eval")
-            nodes = list(ast.walk(tree.body))
-            called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
-            for node in nodes:
-                call = not isinstance(node, ast.Call) or (ast.unparse(node.func) in _FUNCTIONS and len(node.args) > 1
-                                                          and not node.keywords)  # fmt: skip
-                constant = not isinstance(node, ast.Constant) or type(node.value) in (int, float, str, bool)
-                name = not isinstance(node, ast.Name) or node.id not in _FUNCTIONS or id(node) in called
-                if not (isinstance(node, _ALLOWED) and call and constant and name):
-                    raise ValueError("there are names, numbers, 'words', lists, + - * / // %, comparisons, in, and, "
-                                     f"or, not, A if B else C, min() and max(), not '{ast.unparse(node)}'")  # fmt: skip
-            names = {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in called}
-            code = compile(ast.fix_missing_locations(_Meaning().visit(tree)), "<expression>", "eval")
+        tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"it cannot be read: {getattr(error, 'msg', error)}") from None
-    return Expression(text.strip(), frozenset(names - _CONSTANTS.keys()), code)
+        raise ValueError(f"'{text}' cannot be read: {getattr(error, 'msg', error)}") from None
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return Expression(text.strip(), frozenset(names - _KNOWN.keys() - _FUNCTIONS.keys()), tree)
+
+
+def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
+    match node:
+        case ast.Constant(value=int() | float() | str()):
+            return None if node.value == "none" else node.value  # a flag that is not given
+        case ast.Name():
+            return _KNOWN[node.id] if node.id in _KNOWN else values[node.id]
+        case ast.List() | ast.Tuple():
+            return [_value(item, values) for item in node.elts]
+        case ast.UnaryOp(op=ast.Not()):
+            return not _value(node.operand, values)
+        case ast.UnaryOp(op=ast.USub()):
+            return -_value(node.operand, values)
+        case ast.BinOp() if type(node.op) in _OPERATORS:
+            sides = _value(node.left, values), _value(node.right, values)
+            if not all(isinstance(side, int | float) for side in sides):  # a text times a number may fill the memory
+                raise TypeError(f"{sides[0]!r} and {sides[1]!r}: only numbers can be computed with")
+            return _OPERATORS[type(node.op)](*sides)
+        case ast.BoolOp():
+            found = None
+            for part in node.values:
+                found = _value(part, values)
+                if bool(found) is isinstance(node.op, ast.Or):
+                    break
+            return found
+        case ast.IfExp():
+            return _value(node.body if _value(node.test, values) else node.orelse, values)
+        case ast.Compare() if _OPERATORS.keys() >= set(map(type, node.ops)):
+            left = _value(node.left, values)
+            for kind, item in zip(node.ops, node.comparators, strict=True):
+                right = _value(item, values)
+                if not _OPERATORS[type(kind)](left, right):
+                    return False
+                left = right
+            return True
+        case ast.Call(func=ast.Name(id="min" | "max" as name), keywords=[]) if len(node.args) > 1:
+            return _FUNCTIONS[name](_value(argument, values) for argument in node.args)
+    raise ValueError(f"'{ast.unparse(node)}' is not offered")

@@ -3,30 +3,27 @@ that a search that was killed goes on as if it had not been. Optuna and DeepHype
 from __future__ import annotations
 
 import logging
-import math
+import operator
 import random
 import statistics
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 from megatron.errors import ConfigError
 from megatron.jobs.candidates import Candidate
 from megatron.jobs.space import Parameter
 
-SEARCHES: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "auto": ("deephyper where it is installed, optuna otherwise", ()),
-    "deephyper": ("DeepHyper's centralised Bayesian optimisation, as in the paper", ("deephyper", "sklearn")),
-    "optuna": ("Optuna's tree-structured Parzen estimator", ("optuna",)),
-    "random": ("any layout, all alike", ()),
-    "exhaustive": ("every layout, the planner's best first", ()),
+SEARCHES: Mapping[str, str] = {
+    "auto": "deephyper where it is installed, optuna otherwise",
+    "deephyper": "DeepHyper's centralised Bayesian optimisation, as in the paper",
+    "optuna": "Optuna's tree-structured Parzen estimator",
 }
-"""What --search takes: a sentence for each, and the libraries that it needs."""
+"""What --search takes: a sentence for each."""
 _FIRST = 4  # trials of the planner's best, or at random, before anything is learnt
-_NEAR = math.log(1.25)
-_FAILURE = math.log(1.5)  # more than expected: what a failure counts as
+_FAILURE = 0.405  # log(1.5): half more than expected is what a failure counts as
+_NEAR = 0.223  # log(1.25)
 _RIDGE = 0.1  # (16 % / 0.5)^2: costs scatter by 16 % about a prior whose slope is 1 +- 0.5
 _KAPPA, _TREES = 1.5, 100
 
@@ -48,9 +45,9 @@ class History:
     prior: Sequence[float] | None = None
 
     def places(self, index: int) -> tuple[int, ...]:
-        """Of a candidate's values among those of each parameter. Python takes 1, 1.0 and True for the same."""
+        """Of a candidate's values among those of each parameter."""
         values = self.candidates[index].values
-        return tuple([repr(v) for v in p.values].index(repr(values[p.name])) for p in self.parameters)
+        return tuple(p.values.index(values[p.name]) for p in self.parameters)
 
     def expected(self) -> list[float]:
         """log(cost) of each candidate by the planner, as far as the measured ones bear it out: level + slope x prior,
@@ -75,22 +72,19 @@ class History:
 def find_search(name: str) -> str:
     """The search of a name in SEARCHES; which one "auto" becomes. Raises ConfigError where its library is missing or
     another version."""
-    if name == "auto":
-        try:
-            return find_search("deephyper")
-        except ConfigError:
-            return find_search("optuna")
-    extra = "deephyper" if name == "deephyper" else "tune"
-    install = f"pip install --upgrade 'megatron-frontier[{extra}]', or --search exhaustive or random"
-    if lacking := [library for library in SEARCHES[name][1] if find_spec(library) is None]:
-        raise ConfigError(f"--search {name} needs {' and '.join(lacking)}, which this Python does not have: {install}")
     try:
-        if name == "deephyper":
+        if name == "optuna":
+            import optuna  # noqa: F401
+        else:
             import deephyper.hpo  # noqa: F401
+            import sklearn  # noqa: F401
+        return "optuna" if name == "optuna" else "deephyper"
     except ImportError as error:
-        raise ConfigError(f"--search {name}: what it needs is installed, but of another version ({error}): {install}"
-                          ) from None  # fmt: skip
-    return name
+        if name == "auto":
+            return find_search("optuna")
+        extra = "tune" if name == "optuna" else name
+        raise ConfigError(f"--search {name} needs a library that this Python does not have, or in another version "
+                          f"({error}): pip install --upgrade 'megatron-frontier[{extra}]'") from None  # fmt: skip
 
 
 def propose(search: str, seed: int, history: History, count: int) -> tuple[int, str]:
@@ -99,22 +93,18 @@ def propose(search: str, seed: int, history: History, count: int) -> tuple[int, 
     count  proposals made so far: seeds what is random
     """
     prior, chance = history.prior, random.Random(f"{seed} {count}")
-    tried = len(history.seen.keys() | history.pending)
-    begins = tried < _FIRST or all(cost is None for cost in history.seen.values())
-    if search == "exhaustive" or (prior is not None and begins and search != "random"):
-        failed = [history.places(index) for index, cost in history.seen.items() if cost is None]
-        failed = [] if search == "exhaustive" else failed
-
-        def belief(index: int) -> tuple[float, int]:
-            """By the planner, and for each failure that differs in one value alone a quarter more."""
-            at = history.places(index) if failed else ()
-            near = sum(sum(a != b for a, b in zip(at, other, strict=True)) < 2 for other in failed)
-            return (prior[index] if prior is not None else 0.0) + near * _NEAR, index
-
-        return min(history.open, key=belief), "planner" if prior is not None else search
-    if search == "random" or begins:
+    failed = [history.places(index) for index, cost in history.seen.items() if cost is None]
+    if len(history.seen.keys() | history.pending) >= _FIRST and len(failed) < len(history.seen):
+        return (_deephyper if search == "deephyper" else _optuna)(history, chance), search
+    if prior is None:
         return chance.choice(history.open), "random"
-    return (_deephyper if search == "deephyper" else _optuna)(history, chance), search
+
+    def belief(index: int) -> float:
+        """By the planner, and for each failure that differs in one value alone a quarter more."""
+        near = [other for other in failed if sum(map(operator.ne, history.places(index), other)) < 2]
+        return prior[index] + len(near) * _NEAR
+
+    return min(history.open, key=belief), "planner"
 
 
 def _optuna(history: History, chance: random.Random) -> int:
@@ -123,13 +113,13 @@ def _optuna(history: History, chance: random.Random) -> int:
     import optuna
     from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
     distributions: dict[str, BaseDistribution] = {
         p.name: IntDistribution(0, len(p.values) - 1) if p.ordered else CategoricalDistribution(range(len(p.values)))
         for p in history.parameters
     }  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # multivariate is called experimental
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
         sampler = optuna.samplers.TPESampler(seed=chance.getrandbits(31), multivariate=True, n_startup_trials=1)
         study = optuna.create_study(sampler=sampler)
         for index, cost in history.told().items():
@@ -137,9 +127,9 @@ def _optuna(history: History, chance: random.Random) -> int:
             study.add_trial(optuna.trial.create_trial(params=params, distributions=distributions, value=cost))
         asked = study.ask(distributions).params
 
-    def far(index: int) -> tuple[float, int]:
+    def far(index: int) -> float:
         apart = zip(history.parameters, asked.values(), history.places(index), strict=True)
-        return sum(abs(a - b) / max(1, len(p.values) - 1) if p.ordered else a != b for p, a, b in apart), index
+        return sum(abs(a - b) / max(1, len(p.values) - 1) if p.ordered else a != b for p, a, b in apart)
 
     return min(history.open, key=far)
 
@@ -182,8 +172,7 @@ def _deephyper(history: History, chance: random.Random) -> int:
         order = [[p.name for p in history.parameters].index(name) for name in problem.hyperparameter_names]
         keys = [tuple(history.places(i)[n] for n in order) for i in range(len(history.candidates))]
         points = [dict(zip(problem.hyperparameter_names, key, strict=True)) for key in keys]
-        expected = history.expected()
-        predictions = dict(zip(keys, expected, strict=True))
+        predictions = dict(zip(keys, history.expected(), strict=True))
         problem.set_sampling_fn(lambda size: [points[index] for index in sampled])
         # Its threshold of 0.005 for a split takes costs to be spread over 0..1; 10 trees tell their spread badly.
         forest = OnPrediction(_TREES, splitter="random", max_features=1.0, bootstrap=False, min_samples_split=2,

@@ -85,7 +85,7 @@ def make_setup(args: argparse.Namespace, flags: Sequence[str]) -> Setup:
     # A login node shows what would be searched without the libraries that search.
     shows = args.dry_run or args.report_only
     search = args.search if shows else find_search(args.search)
-    prior = not args.no_prior and search != "random"
+    prior = not args.no_prior
     if prior and cluster is None:
         raise ConfigError(
             "the planner's ranking needs a described machine: measure this one with 'python tools/calibrate.py -o "

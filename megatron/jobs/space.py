@@ -6,39 +6,67 @@
     [constraints]  "reason that is shown" = "expression that must hold"
     [trial]        iterations, warm_up
 
-beside title, source, flags and cluster. A name is any flag of pretrain_gpt.py or a short one (names.py).
+beside title, source, flags and cluster. A name is a short one (config/layout.py), processes, preset, or a setting.
 """
 from __future__ import annotations
 
+import ast
+import contextlib
 import hashlib
-import keyword
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.config.command_line import scan
-from megatron.config.settings import did_you_mean, raise_problems
+from megatron.config.command_line import OWN_FLAGS, flag_table, read_settings, scan
+from megatron.config.layout import DIMENSIONS, parse_layout, recompute_settings, write_value
+from megatron.config.option import Option
+from megatron.config.settings import all_options, did_you_mean, raise_problems
 from megatron.errors import ConfigError
-from megatron.jobs.expressions import RESERVED, Expression, parse_expression
-from megatron.jobs.names import READ_ONLY, Value, settings_of_flags, subject
+from megatron.jobs.expressions import Expression, parse_expression
 from megatron.untrusted import read_toml
 
+Value = int | float | str | bool | tuple[int, ...] | None
+"""Value of a parameter. None: the flag is not given."""
 SPACES = Path(__file__).with_name("spaces")
+CHUNK = "num_layers_per_virtual_pipeline_stage"
 _MOST_BYTES = 1 << 22  # of a file
-_MOST = 2**63  # of a number: what any setting can be
 _KEYS: Mapping[str, type] = {
     "title": str, "source": str, "cluster": str, "flags": list, "parameters": dict, "variables": dict, "derived": dict,
     "constraints": dict, "trial": dict,
 }  # fmt: skip
 _TRIAL = {"iterations": 5, "warm_up": 3}
+_DIMENSIONS = {name: dimension.names[0] for dimension in DIMENSIONS for name in dimension.names}
+_SHORT = {**_DIMENSIONS, "processes": "processes", "preset": "preset", "dp": "dp"}
+SETTING = {
+    "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "mbs": "micro_batch_size",
+    "gbs": "global_batch_size", "sp": "sequence_parallel", "zero": "zero_stage", "overlap": "tp_comm_overlap",
+    "order": "rank_order", "devices": "device_order",
+}  # fmt: skip
+"""The setting that a short name is another name of."""
+_SHORT_OF = {setting: name for name, setting in SETTING.items()}
+DECIDES = {**SETTING, "chunks": CHUNK, "schedule": "enable_zbh1_pipeline", "recompute": "recompute_granularity",
+            "nodes": "world_size", "processes": "world_size"}  # fmt: skip
+"""The setting that nothing else may say beside a short name."""
+# Patterns of recomputation as values.
+_WHOLE = {"selective": "selective:core_attn", "full": "full:uniform:1", "full:uniform": "full:uniform:1",
+          "full:block": "full:block:1"}  # fmt: skip
+_NO_PLACE = "has no place in a search: the tuner and its trials decide it (--iterations, --cluster, nodes, processes)"
+# What the tuner or a trial says, what has no one step time, and what would cost a trial time.
+_REFUSED = frozenset((
+    "dp world_size data_parallel_size virtual_pipeline_model_parallel_size cluster deepspeed_config rampup_batch_size "
+    "train_iters train_samples train_tokens exit_interval exit_duration_in_mins skip_train save save_interval "
+    "save_interval_minutes load load_tag finetune lr_warmup_iters lr_warmup_samples lr_decay_samples "
+    "lr_wsd_decay_iters lr_wsd_decay_samples metrics_file log_interval eval_iters timing_log_level master_addr "
+    "master_port local_rank walltime requeue tensorboard_dir wandb_project wandb_exp_name wandb_save_dir profile "
+    "trace_dir straggler_report"
+).split())  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One thing that varies. `values` in the order in which neighbours are alike; ordered: whether that means anything
-    (numbers do, names do not)."""
+    """One thing that varies; ordered: whether neighbouring values are alike (numbers are, names are not)."""
 
     name: str
     values: tuple[Value, ...]
@@ -49,8 +77,7 @@ class Parameter:
 class Space:
     """A space file, read and checked; `load_space` makes one.
 
-    parameters   all that varies, with the variables, in the order of the file; combinations are numbered along them,
-                 the last one fastest
+    parameters   all that varies, with the variables, in the order of the file
     variables    names of those that are no flags and stand in expressions only
     flags        of pretrain_gpt.py that all layouts have
     derived      name -> what it is
@@ -61,7 +88,6 @@ class Space:
 
     name: str
     title: str
-    source: str
     path: str
     cluster: str
     flags: tuple[str, ...]
@@ -73,43 +99,92 @@ class Space:
     warm_up: int
 
     @property
+    def named(self) -> tuple[str, ...]:
+        """Names whose values are flags of a layout."""
+        return (*(p.name for p in self.parameters if p.name not in self.variables), *self.derived)
+
+    @property
     def combinations(self) -> int:
         """Count of all combinations of values, whether they make a layout or not."""
         return math.prod(len(parameter.values) for parameter in self.parameters)
 
-    def combination(self, number: int) -> dict[str, Value]:
-        """The values of one combination, by parameter."""
-        found: dict[str, Value] = {}
-        for parameter in reversed(self.parameters):
-            number, place = divmod(number, len(parameter.values))
-            found[parameter.name] = parameter.values[place]
-        return dict(reversed(found.items()))
-
     def digest(self) -> str:
         """The same for spaces that mean the same layouts in the same order, whatever their titles and reasons are."""
-        meaning = (self.parameters, sorted(self.variables), self.flags,
-                   sorted((name, e.text) for name, e in self.derived.items()),
-                   sorted(e.text for e in self.constraints.values()))  # fmt: skip
-        return hashlib.sha256(repr(meaning).encode()).hexdigest()[:16]
+        rules = [(name, rule.text) for name, rule in self.derived.items()], [e.text for e in self.constraints.values()]
+        return hashlib.sha256(repr((self.parameters, self.flags, rules)).encode()).hexdigest()[:16]
 
 
-def write_key(values: Mapping[str, Value]) -> str:
-    """The name of a combination: tp=2,pp=4,sp=on."""
-    return ",".join(f"{name}={value_text(value)}" for name, value in values.items())
+# -- names and their flags ---------------------------------------------------------------------------------------------
 
 
-def value_text(value: Value) -> str:
-    """Write a value as a user reads it, and no digit less.
+def meaning(name: str) -> str:
+    """The short name, or else the setting, that a name stands for, with or without dashes. Raises ConfigError."""
+    plain = name.lstrip("-").replace("-", "_")
+    if plain not in _SHORT and plain not in all_options():
+        hint = did_you_mean(plain, [*_SHORT, *all_options()])
+        raise ConfigError(f"'{name}' is no setting{hint}; short names are {', '.join(_SHORT)}")
+    return _SHORT.get(plain) or _SHORT_OF.get(plain, plain)
 
-    >>> [value_text(value) for value in (None, True, 4, 0.1, "selective")]
-    ['none', 'on', '4', '0.1', 'selective']
-    """
-    return {None: "none", True: "on", False: "off"}[value] if value is None or isinstance(value, bool) else str(value)
+
+def read_value(name: str, given: Any) -> Value:
+    """The value of a space file as it is kept. Raises ConfigError for what the name's flags do not take."""
+    if type(given) not in (int, float, str, bool):
+        raise ConfigError(f"{given!r} is no value of a flag")
+    text = write_value(given)
+    if name in _DIMENSIONS:
+        value: Value = parse_layout(f"{name}={_WHOLE.get(text, text)}", name)[name][0]
+        return value
+    if name == "processes":
+        return read_value("nodes", given)
+    option = all_options().get(name)
+    value = None if text.lower() == "none" and not (option and "none" in (option.choices or ())) else given
+    found = read_settings(flags_of(name, value))
+    raise_problems(found.problems)
+    return value if option is None or option.many else found.given.get(name, value)
+
+
+def flags_of(name: str, value: Any) -> list[str]:
+    """The flags that give a name this value; for chunks, which depend on the stages, ask for CHUNK."""
+    if name == "preset":
+        return [] if value is None else ["--preset", str(value)]
+    settings = {SETTING.get(name, name): value}
+    if name in ("nodes", "processes"):
+        settings = {}
+    elif name == "recompute":
+        chosen = {setting: own for setting, own in recompute_settings(value).items() if own is not None}
+        settings = chosen or {"recompute_granularity": None}
+    elif name == "schedule":
+        settings = {"enable_zbh1_pipeline": value == "zb-h1"}
+    return [word for setting, own in settings.items() for word in _words(all_options()[setting], own)]
+
+
+def _words(option: Option, value: Any) -> list[str]:
+    if value is None:
+        return [option.flag, "none"] if option.has_none and not option.many else []
+    if option.kind is bool and isinstance(value, bool):
+        return [option.written(value)]
+    words = list(value) if isinstance(value, tuple) else str(value).split() if option.many else [value]
+    return [option.flag, *map(str, words)]
+
+
+def settings_of_flags(flags: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """setting -> flag with its words, of flags as `scan` gives them. Raises ConfigError with all that have no place."""
+    found, problems = dict[str, str](), list[str]()
+    for spelling, words in flags.items():
+        written, names = " ".join([spelling, *words]), flag_table()[spelling].settings
+        if _REFUSED & set(names) or (spelling in OWN_FLAGS and spelling != "--preset"):
+            problems.append(f"{written} {_NO_PLACE}")
+        found |= dict.fromkeys(("preset",) if spelling == "--preset" else names, written)
+    raise_problems(problems)
+    return found
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
 
 
 def known_spaces() -> dict[str, str]:
     """Name -> title of the spaces that come with this package."""
-    return {path.stem: _Reader(path).space().title for path in sorted(SPACES.glob("*.toml"))}
+    return {path.stem: load_space(path.stem).title for path in sorted(SPACES.glob("*.toml"))}
 
 
 def load_space(name_or_path: str) -> Space:
@@ -118,135 +193,87 @@ def load_space(name_or_path: str) -> Space:
     Raises ConfigError for an unknown name, a file that cannot be read, and everything in it that is unknown, cannot be
     read or is said twice; with the file, the table and the key.
     """
-    own = SPACES / f"{name_or_path}.toml"
-    if "/" not in name_or_path and own.is_file():
-        return _Reader(own).space()
-    if Path(name_or_path).is_file():
-        return _Reader(Path(name_or_path)).space()
-    names = sorted(path.stem for path in SPACES.glob("*.toml"))
-    raise ConfigError(f"--space {name_or_path} is neither a file nor a space that is known"
-                      f"{did_you_mean(name_or_path, names)}; known: {', '.join(names)}")  # fmt: skip
+    own, path = SPACES / f"{name_or_path}.toml", Path(name_or_path)
+    if not (own.is_file() or path.is_file()):
+        names = sorted(path.stem for path in SPACES.glob("*.toml"))
+        raise ConfigError(f"--space {name_or_path} is neither a file nor a space that is known"
+                          f"{did_you_mean(name_or_path, names)}; known: {', '.join(names)}")  # fmt: skip
+    path = own if own.is_file() else path
+    file = read_toml(path, _MOST_BYTES, error=ConfigError)
+    with _at(path, "the file"):
+        _check_keys(file, _KEYS)
+    file = {key: kind() for key, kind in _KEYS.items()} | file
+    with _at(path, "[trial]"):
+        _check_keys(file["trial"], dict.fromkeys(_TRIAL, int))
+        trial = _TRIAL | file["trial"]
+        if trial["iterations"] < 1 or trial["warm_up"] < 0:
+            raise ConfigError(f"{trial}: at least 1 of iterations and 0 of warm_up")
+    flags = tuple(map(str, file["flags"]))
+    with _at(path, "flags"):
+        scanned = scan(flags)
+        raise_problems(scanned.problems)
+        said = {setting: f"flags has {written}" for setting, written in settings_of_flags(scanned.flags).items()}
+    found: dict[str, dict[str, Any]] = {"parameters": {}, "variables": {}, "derived": {}, "constraints": {}}
+    for table, entries in found.items():
+        for key, given in file[table].items():
+            with _at(path, f"[{table}] {key}"):
+                name = _named(key, said) if table in ("parameters", "derived") else key
+                if table in ("parameters", "variables"):
+                    entries[name] = _parameter(name, given, table == "parameters")
+                else:
+                    entries[name] = _expression(given, file["variables"])
+    if not found["parameters"]:
+        raise ConfigError(f"{path}: [parameters]: nothing varies: give at least one, such as tp = [1, 2, 4]")
+    return Space(path.stem, file["title"] or path.stem, str(path), file["cluster"], flags,
+                 (*found["parameters"].values(), *found["variables"].values()), frozenset(found["variables"]),
+                 found["derived"], found["constraints"], **trial)  # fmt: skip
 
 
-class _Reader:
-    def __init__(self, path: Path) -> None:
-        self._path, self._file = path, read_toml(path, _MOST_BYTES, error=ConfigError)
-
-    def _error(self, where: str, problem: object) -> ConfigError:
-        return ConfigError(f"{self._path}: {where}: {problem}")
-
-    def _get(self, key: str) -> Any:
-        value, kind = self._file.get(key, _KEYS[key]()), _KEYS[key]
-        if not isinstance(value, kind):
-            what = {"str": "text", "list": 'a list such as ["--bf16"]'}.get(kind.__name__, f"a table [{key}]")
-            raise self._error(key, f"expected {what}, got {value!r}")
-        return value
-
-    def space(self) -> Space:
-        self._known("", self._file, _KEYS)
-        flags = self._flags()
-        variables, derived = frozenset(self._get("variables")), dict(self._expressions("derived"))
-        constraints = dict(self._expressions("constraints"))
-        parameters = [
-            Parameter(name, *self._values(f"[{table}] {key}", given, accept))
-            for table in ("parameters", "variables") for key, given in self._get(table).items()
-            for name, accept in [self._named(table, key)]
-        ]  # fmt: skip
-        if not parameters:
-            raise self._error("[parameters]", "nothing varies: give at least one, such as tp = [1, 2, 4]")
-        trial = self._get("trial")
-        self._known("[trial] ", trial, _TRIAL)
-        for key, value in trial.items():
-            if type(value) is not int or value < (key == "iterations"):
-                raise self._error(f"[trial] {key}", f"expected a whole number, got {value!r}")
-        self._check_once(flags, derived)
-        read = {name for rule in (*derived.values(), *constraints.values()) for name in rule.names}
-        for name in sorted(variables - read):
-            raise self._error(f"[variables] {name}", "stands in no expression, so that it changes nothing")
-        return Space(
-            self._path.stem, self._get("title") or self._path.stem, self._get("source"), str(self._path),
-            self._get("cluster"), flags, tuple(parameters), variables, derived, constraints, **(_TRIAL | trial),
-        )  # fmt: skip
-
-    def _known(self, where: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-        for key in given:
-            if key not in known:
-                raise self._error(where + key, f"is not known here{did_you_mean(key, known)}; known: "
-                                  f"{', '.join(known)}")  # fmt: skip
-
-    def _flags(self) -> tuple[str, ...]:
-        words = [str(word) for word in self._get("flags")]
-        try:
-            scanned = scan(words)
-            raise_problems(scanned.problems)
-            settings_of_flags(scanned.flags)
-        except ConfigError as error:
-            raise self._error("flags", error) from None
-        return tuple(words)
-
-    def _named(self, table: str, key: str) -> tuple[str, Callable[[Any], Value]]:
-        """A parameter's name, and what its values have to be."""
-        where = f"[{table}] {key}"
-        try:
-            meant = subject(key)
-        except ConfigError as error:
-            if table == "parameters":
-                raise self._error(where, error) from None
-            if not key.isidentifier() or keyword.iskeyword(key) or key in RESERVED or key == READ_ONLY:
-                raise self._error(where, "is no name that could stand in an expression") from None
-            return key, _plain
-        if table == "variables":
-            raise self._error(where, "is a flag or a short name: put it into [parameters]")
-        return key.lstrip("-").replace("-", "_"), meant.accept
-
-    def _values(self, where: str, given: Any, accept: Callable[[Any], Value]) -> tuple[tuple[Value, ...], bool]:
-        found = dict[str, Value]()
-        for value in given if isinstance(given, list) else []:
-            try:
-                if isinstance(value, int | float) and not abs(value) <= _MOST:
-                    raise ValueError("is no number that could be used")
-                accepted = accept(value)
-            except (ValueError, OverflowError) as error:
-                raise self._error(where, f"{str(value)[:60]} {error}") from None
-            key = value_text(accepted)  # as reports tell them apart: true and 'on' are one
-            if key in found:
-                raise self._error(where, f"{value} is given twice")
-            found[key] = accepted
-        values = tuple(found.values())
-        if not values:
-            raise self._error(where, f"expected values such as [1, 2, 4], got {given!r}")
-        if not all(value is None or isinstance(value, int | float) for value in values):
-            return values, False
-        # Neighbours are alike; of those that are not given nobody knows.
-        return tuple(sorted(values, key=lambda v: (v is not None, v or 0))), True
-
-    def _expressions(self, table: str) -> Iterator[tuple[str, Expression]]:
-        for key, given in self._get(table).items():
-            where = f"[{table}] {key!r}" if table == "constraints" else f"[{table}] {key}"
-            try:
-                if table == "derived":
-                    subject(key)
-                found = parse_expression(str(given).lower() if isinstance(given, bool) else str(given))
-                for name in found.names - {READ_ONLY, *self._get("variables")}:
-                    subject(name)
-            except (ConfigError, ValueError) as error:
-                raise self._error(where, f"'{given}': {error}") from None
-            yield (key.lstrip("-").replace("-", "_") if table == "derived" else key), found
-
-    def _check_once(self, flags: tuple[str, ...], derived: Mapping[str, Expression]) -> None:
-        """Raises ConfigError for a setting that a parameter, a derived name or a flag says, and another one too."""
-        by = {setting: f"flags has {written}" for setting, written in settings_of_flags(scan(flags).flags).items()}
-        for table, names in (("parameters", self._get("parameters")), ("derived", derived)):
-            for name in names:
-                for setting in subject(name).settings:
-                    if setting in by:
-                        raise self._error(f"[{table}] {name}", f"{by[setting]}, which says the same: leave one out")
-                    by[setting] = f"[{table}] has {name}"
+@contextlib.contextmanager
+def _at(path: Path, where: str) -> Iterator[None]:
+    """Say in which place of a file a mistake is."""
+    try:
+        yield
+    except (ConfigError, ValueError) as error:
+        raise ConfigError(f"{path}: {where}: {error}") from None
 
 
-def _plain(value: Any) -> Value:
-    """Value of a variable. Raises ValueError."""
-    if type(value) not in (int, float, str, bool) or not str(value).isprintable():
-        raise ValueError("is neither a number, nor text on one line, nor true or false")
-    found: Value = value
+def _check_keys(found: Mapping[str, Any], kinds: Mapping[str, type]) -> None:
+    for key, value in found.items():
+        if key not in kinds:
+            raise ConfigError(f"{key} is unknown{did_you_mean(key, kinds)}; known: {', '.join(kinds)}")
+        if type(value) is not kinds[key]:
+            raise ConfigError(f"{key} is {value!r}, but has to be a {kinds[key].__name__}")
+
+
+def _named(key: str, said: dict[str, str]) -> str:
+    """What a key means, of which no setting may be said already. Raises ConfigError."""
+    name = meaning(key)
+    if name in _REFUSED:
+        raise ConfigError(f"{key} {_NO_PLACE}")
+    setting = DECIDES.get(name, name)
+    if setting in said:
+        raise ConfigError(f"{said[setting]}, which says the same: leave one out")
+    said[setting] = f"{key} is there"
+    return name
+
+
+def _parameter(name: str, given: Any, is_flag: bool) -> Parameter:
+    if not isinstance(given, list) or not given:
+        raise ConfigError(f"expected values such as [1, 2, 4], got {given!r}")
+    if not is_flag and (name in _SHORT or name in all_options()):
+        raise ConfigError("is a flag or a short name: put it into [parameters]")
+    read = [read_value(name, value) for value in given] if is_flag else given
+    values = tuple({write_value(value): value for value in read}.values())
+    numbers = tuple(sorted(value for value in values if isinstance(value, int | float)))
+    ordered = len(numbers) == len(values)
+    return Parameter(name, numbers if ordered else values, ordered)
+
+
+def _expression(given: Any, variables: Collection[str]) -> Expression:
+    """An expression in which settings have their short names. Raises ConfigError and ValueError."""
+    found = parse_expression(str(given).lower() if isinstance(given, bool) else str(given))
+    for node in ast.walk(found.tree):
+        if isinstance(node, ast.Name) and node.id in found.names.difference(variables):
+            node.id = meaning(node.id)
     return found

@@ -1,6 +1,7 @@
 """Searches without processes: trials take turns, the truth is a function, nodes are counted."""
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron.jobs import search as searching
 from megatron.jobs import tune as module
 from megatron.jobs.candidates import Candidate, enumerate_candidates
 from megatron.jobs.endings import Ending
@@ -36,13 +38,14 @@ def truth(values: dict[str, Any]) -> float | Ending:
     return 1 + 0.2 * abs(values["mbs"] - 4) + 0.3 * abs(values["seed"] - 1)
 
 
-def setup(folder: Path, *words: str, space: str = SPACE) -> Setup:
-    """Of tools/tune.py in this space."""
+def setup(folder: Path, *words: str, space: str = SPACE, prior: bool = True) -> Setup:
+    """Of tools/tune.py in this space; the planner's ranking is that of the list."""
     path = folder / "made.toml"
     folder.mkdir(exist_ok=True)
     path.write_text(space)
-    usual = f"--space {path} --no-prior --search exhaustive --confirm 0 --out {folder}/out".split()
-    return make_setup(tune.build_parser().parse_args([*usual, *words]), [])
+    usual = f"--space {path} --no-prior --search optuna --confirm 0 --out {folder}/out".split()
+    found = make_setup(tune.build_parser().parse_args([*usual, *words]), [])
+    return dataclasses.replace(found, prior=prior)
 
 
 class Made:
@@ -112,7 +115,7 @@ class Made:
 
 
 def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures are those of the truth, which a made trial leaves in place of metrics."""
+    """Figures are those of the truth, which a made trial leaves in place of metrics; the first trials never end."""
 
     def read(metrics: Path, *_: object) -> Result:
         return Result(DONE, step_s=json.loads((metrics.parent / "figures").read_text()), spread=0.0, steady=5,
@@ -120,12 +123,14 @@ def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(module, "read_result", read)
     monkeypatch.setattr(module, "is_complete", lambda folder, steps: (folder / "figures").exists())
+    monkeypatch.setattr(searching, "_FIRST", 1000)
     monkeypatch.setattr("os.fsync", lambda _: None)
 
 
 def candidates_of(made: Setup, change: Callable[[Candidate], Candidate] = lambda c: c) -> Any:
     found = enumerate_candidates(made.space, [], made.machine, predict=False)
-    found.candidates[:] = map(change, found.candidates)
+    ranked = (dataclasses.replace(c, step_s=1 + 0.001 * c.index) for c in found.candidates)
+    found.candidates[:] = map(change, ranked)
     return found
 
 

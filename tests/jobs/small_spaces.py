@@ -30,9 +30,9 @@ def reasons(found: Enumeration) -> dict[str, int]:
     return {reason: count for reason, (count, _) in found.rejections.items()}
 
 
-def complete(found: Enumeration) -> bool:
+def complete(found: Enumeration, space: Space) -> bool:
     """Every combination is a candidate or was rejected for a reason, with an example."""
     assert all(example for _, example in found.rejections.values())
     assert [c.index for c in found.candidates] == list(range(len(found.candidates)))
     assert len({c.key for c in found.candidates}) == len(found.candidates)
-    return len(found.candidates) + sum(reasons(found).values()) == found.looked
+    return len(found.candidates) + sum(reasons(found).values()) == space.combinations

@@ -3,13 +3,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from megatron.config.layout import Layout
 from megatron.jobs.candidates import Candidate
-from megatron.jobs.names import Value
 from megatron.jobs.search import History, propose
-from megatron.jobs.space import Parameter
+from megatron.jobs.space import Parameter, Value
 
 PARAMETERS = (
     Parameter("tp", (1, 2, 4, 8)),
@@ -46,7 +47,7 @@ def candidates_of(parameters: Sequence[Parameter], keep: Callable[[Values], bool
         named = dict(zip((p.name for p in parameters), values, strict=True))
         if keep(named):
             key = ",".join(f"{name}={value}" for name, value in named.items())
-            found.append(Candidate(len(found), key, named, (), 16, 2, 2048))
+            found.append(Candidate(len(found), key, named, Layout(16, 1), (), 2, 2048))
     return tuple(found)
 
 
@@ -94,3 +95,13 @@ def trials_to_good(search: str, known: Table, trials: int, prior: Sequence[float
     """Trials until one within 3 % of the best; one more than `trials` if there is none."""
     found = play(search, known, trials, prior, seed, until=known.good)
     return len(found) if known.good(found[-1][0]) else trials + 1
+
+
+def trials_by_chance(known: Table, seed: int) -> int:
+    """The same of draws without any search."""
+    left = list(range(len(known.candidates)))
+    for count in itertools.count():
+        if known.good(drawn := random.Random(f"{seed} {count}").choice(left)):
+            return count + 1
+        left.remove(drawn)
+    raise AssertionError("one is good")

@@ -41,7 +41,7 @@ SRUN = "srun: error: node{}: task {}: {}\n"
 ])  # fmt: skip
 def test_one_log(tmp_path: Path, codes: int | None, text: str, kind: str, words: str) -> None:
     (tmp_path / "train.log").write_text(text)
-    found = ending(codes, [tmp_path / "absent", tmp_path / "train.log"])
+    found = ending(None if codes is None else [codes], [tmp_path / "absent", tmp_path / "train.log"])
     assert found.kind == kind and words in found.reason
 
 
@@ -60,9 +60,9 @@ def test_srun_gives_the_highest_code_and_its_log_those_of_the_tasks(tmp_path: Pa
         "DataError: no such file\n" + SRUN.format(1, "0-1,3", "Exited with exit code 75").replace("task ", "tasks ", 1)
         + SRUN.format(2, 2, "Exited with exit code 2")
     )  # fmt: skip
-    assert ending(75, [log]).kind == REFUSED
+    assert ending([75], [log]).kind == REFUSED
     log.write_text(log.read_text() + SRUN.format(2, 9, "Segmentation fault (core dumped)"))
-    assert ending(75, [log]).reason.endswith("signal 11: DataError: no such file")
+    assert ending([75], [log]).reason.endswith("signal 11: DataError: no such file")
 
 
 def test_tasks_that_srun_itself_ends_after_another_one_are_no_cause(tmp_path: Path) -> None:
@@ -70,15 +70,15 @@ def test_tasks_that_srun_itself_ends_after_another_one_are_no_cause(tmp_path: Pa
     log = tmp_path / "srun.err"
     failed, waited = SRUN.format(1, 0, "Exited with exit code 1"), "srun: First task exited 60s ago\n"
     log.write_text(failed + waited + "srun: StepId=7.1 task 0: exited\n" + SRUN.format(2, 1, "Killed"))
-    assert ending(137, [log]).kind == CRASH and ending(137, [log]).reason.endswith("1")
+    assert ending([137], [log]).kind == CRASH and ending([137], [log]).reason.endswith("1")
     log.write_text(waited + SRUN.format(2, 1, "Killed"))
-    assert ending(137, [log]).kind == CRASH, "and not for want of memory"
+    assert ending([137], [log]).kind == CRASH, "and not for want of memory"
 
 
 def test_a_long_log_is_read_at_its_end(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("HIP out of memory\n" + "x" * 200_000 + "\nValueError: bad\n")
-    assert ending(1, [log]).kind == CRASH and "ValueError: bad" in ending(1, [log]).reason
+    assert ending([1], [log]).kind == CRASH and "ValueError: bad" in ending([1], [log]).reason
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_real_programs_at_a_real_limit(tmp_path: Path, program: str) -> None:
     with open(log, "wb") as file:
         limited = ["bash", "-c", 'ulimit -d 524288; exec "$@"', "limited", sys.executable, "-c", program]
         code = subprocess.run(limited, stdout=file, stderr=file, check=False).returncode
-    assert code == 1 and ending(code, [log]).kind == OUT_OF_MEMORY, log.read_text()
+    assert code == 1 and ending([code], [log]).kind == OUT_OF_MEMORY, log.read_text()
 
 
 def test_a_node_that_died_before_slurm_knew_it(tmp_path: Path) -> None:
@@ -106,5 +106,5 @@ def test_a_node_that_died_before_slurm_knew_it(tmp_path: Path) -> None:
     )):  # fmt: skip
         log = tmp_path / f"{number}.log"
         log.write_text(said)
-        found = ending(137, [log])
+        found = ending([137], [log])
         assert found.kind == LOST_RANK and "on node" in found.reason, found

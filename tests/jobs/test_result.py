@@ -24,34 +24,19 @@ ASKED: Config = parse_args(trial_flags(FLAGS, ITERATIONS + WARM_UP), WORLD)
 Records = list[dict[str, Any]]
 
 
-def model_flops_per_sample() -> float:
-    """Of the tiny preset by hand: 4 layers of 64 hidden values, 512 words; a forward pass and twice that."""
-    h, s, layers, vocabulary = 64, SEQUENCE, 4, 512
-    products = 2 * (3 * h * h + h * h + 8 * h * h)  # of a token: QKV, projection, MLP
-    attention = 2 * 2 * s * h
-    return 3.0 * s * (layers * (products + attention) + 2 * h * vocabulary)
-
-
 def records(times: tuple[float, ...] = TIMES) -> Records:
     """Of an undisturbed run."""
-    settings = {name: json.loads(json.dumps(ASKED.get(name))) for name in (
-        "num_layers", "hidden_size", "seq_length", "micro_batch_size", "global_batch_size", "zero_stage", "fp16",
-        "bf16", "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
-        "enable_zbh1_pipeline", "sequence_parallel", "recompute_granularity", "recompute_modules", "recompute_method",
-        "recompute_num_layers", "rank_order",
-    )}  # fmt: skip
+    settings = json.loads(json.dumps(ASKED.to_dict()))
     clock = 1000.0
     found: Records = [{"event": "start", "time": clock, "iteration": 0, "config": settings, "device": "cpu",
                        "layout": {"world": WORLD, "data": 1}}]  # fmt: skip
     for i, step_s in enumerate(times, 1):
         clock += step_s
-        tflops = model_flops_per_sample() * BATCH / step_s / WORLD / 1e12
         found.append({
             "event": "iteration", "time": clock, "iteration": i, "consumed_samples": BATCH * i,
             "global_batch_size": BATCH, "step_time_s": step_s, "samples_per_s": BATCH / step_s,
-            "tokens_per_s_per_device": BATCH * SEQUENCE / step_s / WORLD, "model_tflops": tflops,
-            "hardware_tflops": tflops, "memory_bytes": 1000 + i, "memory_rank": 0, "skipped": 0, "nan": 0,
-            "loss_scale": 1.0, "grad_norm": 1.0,
+            "tokens_per_s_per_device": BATCH * SEQUENCE / step_s / WORLD, "memory_bytes": 1000 + i, "memory_rank": 0,
+            "skipped": 0, "nan": 0, "loss_scale": 1.0, "grad_norm": 1.0,
         })  # fmt: skip
     found.append({"event": "end", "time": clock, "iteration": len(times), "reason": "done"})
     return found
@@ -62,21 +47,19 @@ def write(path: Path, of: Records) -> Path:
     return path
 
 
-def read(folder: Path, of: Records, **more: Any) -> Result:
-    return read_result(write(folder / "metrics.jsonl", of), ASKED, WARM_UP, **more)
+def read(folder: Path, of: Records) -> Result:
+    return read_result(write(folder / "metrics.jsonl", of), ASKED, WARM_UP)
 
 
 def test_figures_are_those_of_the_steady_steps(tmp_path: Path) -> None:
-    result = read(tmp_path, records(), note="ended badly")
+    result = read(tmp_path, records())
     steady = TIMES[WARM_UP:]
     median = statistics.median(steady)
     assert (result.status, result.kind, result.reason) == (DONE, None, None), result
     assert result.step_s == median and result.steady == ITERATIONS
     assert result.spread == pytest.approx((max(steady) - min(steady)) / median)
     assert result.tokens_per_s == pytest.approx(BATCH * SEQUENCE / median)
-    assert result.tokens_per_s_per_device == pytest.approx(BATCH * SEQUENCE / median / WORLD)
-    assert result.model_tflops == pytest.approx(model_flops_per_sample() * BATCH / median / WORLD / 1e12)
-    assert result.memory_bytes == 1000 + len(TIMES) and result.notes == "ended badly"
+    assert result.memory_bytes == 1000 + len(TIMES) and result.notes == ""
 
 
 def change(event: str, number: int, **fields: Any) -> Callable[[Records], Records]:
@@ -87,14 +70,6 @@ def change(event: str, number: int, **fields: Any) -> Callable[[Records], Record
         return [{**record, **fields} if at == chosen else record for at, record in enumerate(of)]
 
     return changed
-
-
-def test_the_vocabulary_is_the_runs(tmp_path: Path) -> None:
-    """A tokenizer adds to the one that was asked for; TFLOP/s are counted with it."""
-    more = 1 + 3.0 * SEQUENCE * 2 * 64 * 100 / model_flops_per_sample()
-    of = [{**r, "model_tflops": r["model_tflops"] * more} if "model_tflops" in r else r for r in records()]
-    assert read(tmp_path, of).status == INVALID
-    assert read(tmp_path, setting("vocab_size", 612)(of)).status == DONE
 
 
 def setting(name: str, value: Any) -> Callable[[Records], Records]:
@@ -109,7 +84,7 @@ def setting(name: str, value: Any) -> Callable[[Records], Records]:
     (change("start", 0, layout={"world": 4, "data": 2}), "4"),
     (lambda of: [{**r, "global_batch_size": 16} if r["event"] == "iteration" else r for r in of], "sequences"),
     (change("iteration", 3, consumed_samples=48), "24"),
-    (change("iteration", 2, model_tflops=1.0), "TFLOP/s"), (change("iteration", 4, step_time_s=40.0), "clock"),
+    (change("iteration", 4, step_time_s=40.0), "clock"),
     (lambda of: [r for r in of if r.get("iteration") != 4], ""),
     (lambda of: [of[0], *of], "2"), (lambda of: of[1:], "0"),
     (lambda of: [{**r, "skipped": int(r["event"] == "iteration")} for r in of], ""),
@@ -124,9 +99,9 @@ def test_what_contradicts_itself_or_what_was_asked_for_is_invalid(
     assert result.status == INVALID and words in str(result.reason), result
 
 
-def test_skipped_steps_and_losses_that_are_not_finite_are_counted_and_left_out(tmp_path: Path) -> None:
+def test_skipped_steps_and_losses_that_are_not_finite_are_left_out(tmp_path: Path) -> None:
     result = read(tmp_path, change("iteration", 3, nan=1)(change("iteration", 0, skipped=1)(records())))
-    assert (result.status, result.skipped, result.nan, result.steady) == (DONE, 1, 1, 3)
+    assert (result.status, result.steady) == (DONE, 3) and "1 step(s) skipped" in result.notes
     assert result.step_s == statistics.median((TIMES[2], TIMES[4], TIMES[5]))
 
 

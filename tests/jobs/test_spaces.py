@@ -12,8 +12,7 @@ import pytest
 from megatron.config import parse_args
 from megatron.config.command_line import parse_plan
 from megatron.jobs.candidates import GIB, Candidate, Enumeration, Machine, enumerate_candidates
-from megatron.jobs.names import Value
-from megatron.jobs.space import load_space
+from megatron.jobs.space import Value, load_space
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.recipes import RECIPES
 

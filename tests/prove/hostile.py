@@ -103,7 +103,7 @@ TARGETS: Sequence[Target] = (
     ("tools/show_schedule.py", "--schedule interleaved --chunks 2", "nothing"),
     ("tools/train_tokenizer.py", "--input {f}/e.txt --output {f}/x.model --vocab-size 300", "texts"),
     ("tools/tune.py", "--space {f}/space.toml --cluster {f}/machine.toml --processes 2 --dry-run", "space"),
-    ("tools/tune.py", "--space {f}/space.toml --no-prior --search exhaustive --processes 2 --out {f}/tune "
+    ("tools/tune.py", "--space {f}/space.toml --no-prior --search optuna --processes 2 --out {f}/tune "
      "--report-only", "searched"),
 )  # fmt: skip
 VARIABLES = (

@@ -110,7 +110,7 @@ def searched(folder: Path) -> None:
     from tests.jobs.test_tune import SPACE
 
     (folder / "space.toml").write_text(SPACE.replace("8192", "64"))
-    words = "--space {f}/space.toml --no-prior --search exhaustive --processes 2 --confirm 0 --max-trials 1"
+    words = "--space {f}/space.toml --no-prior --search optuna --processes 2 --confirm 0 --max-trials 1"
     tool(folder, "tools/tune.py", f"{words} --out {{f}}/tune")
 
 

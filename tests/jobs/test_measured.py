@@ -8,33 +8,50 @@ from collections.abc import Sequence
 
 import pytest
 
+from megatron.config.layout import Layout
 from megatron.jobs.candidates import Candidate
 from megatron.jobs.endings import CRASH, LOST_RANK, OUT_OF_MEMORY
-from megatron.jobs.layouts import CONFIRM, Layout, Trial, in_turn, layouts_of, noise_of, ranked, ruled_out, within_noise
-from megatron.jobs.result import DONE, FAILED, INVALID, Result
+from megatron.jobs.measured import (
+    CONFIRM,
+    Measured,
+    Trial,
+    in_turn,
+    measured,
+    noise_of,
+    ranked,
+    ruled_out,
+    within_noise,
+)
+from megatron.jobs.result import DONE, FAILED, Result
 
 RATE = "tokens_per_s"
-CANDIDATES = [Candidate(i, f"k={i}", {"k": i}, (), 8, 1, 1000) for i in range(8)]
+CANDIDATES = [Candidate(i, f"k={i}", {"k": i}, Layout(8, 1), (), 1, 1000) for i in range(8)]
 
 
 def trial(number: int, k: int, outcome: float | str | None, spread: float | None = None) -> Trial:
     """Of layout k: with this step time, with this failure, or without an end. More than eight confirm."""
-    result = None if outcome is None else Result(FAILED, outcome, "why") if isinstance(outcome, str) else Result(
+    result = Result() if outcome is None else Result(FAILED, outcome, "why") if isinstance(outcome, str) else Result(
         DONE, step_s=outcome, spread=spread, steady=4)  # fmt: skip
     return Trial(number, CANDIDATES[k], CONFIRM if number > 8 else "x", result)
 
 
-def chosen(*trials: Trial, keys: Sequence[str] = tuple(c.key for c in CANDIDATES)) -> str | None:
+def turns(trials: Sequence[Trial]) -> list[str]:
+    return [candidate.key for candidate in in_turn(trials, RATE)]
+
+
+def chosen(*trials: Trial) -> str | None:
     """The first in turn."""
-    return next(iter(in_turn(trials, RATE, keys)), None)
+    return next(iter(turns(trials)), None)
+
+
+def layouts_of(trials: Sequence[Trial]) -> list[Measured]:
+    return measured(trials, RATE)
 
 
 def test_a_layout_has_the_median_of_its_runs() -> None:
     (one,) = layouts_of([trial(9, 0, 1.2, 0.3), trial(1, 0, 1.0, 0.1), trial(10, 0, 1.1), trial(11, 0, LOST_RANK)])
-    assert one.step_s == 1.1 and one.numbers == "trials 1, 9, 10" and not one.failures
-    assert one.apart == pytest.approx(0.2 / 1.1) and one.cost(RATE) == pytest.approx(1.1 / 1000)
-    (single,) = layouts_of([trial(1, 0, 1.0)])
-    assert single.apart is None and single.numbers == "trial 1"
+    assert one.step_s == 1.1 and one.numbers == "trials 1, 9, 10, 11" and not one.failures
+    assert "3 times, 18.2 %" in one.spread and one.cost == pytest.approx(1.1 / 1000)
 
 
 @pytest.mark.parametrize(("outcomes", "valid"), [
@@ -51,12 +68,11 @@ def test_a_layout_that_fails_half_the_time_or_ran_out_of_memory_once_has_no_figu
 def test_the_best_goes_first_then_those_within_reach_that_were_measured_least() -> None:
     once = [trial(1, 0, 1.02), trial(2, 1, 1.0), trial(3, 2, 1.03), trial(4, 3, 1.4)]
     assert chosen(*once) == "k=1"
-    assert in_turn(once, RATE, ["k=0", "k=1", "k=2"]) == ["k=1", "k=0", "k=2"]
+    assert turns(once) == ["k=1", "k=0", "k=2"]
     assert chosen(*once, trial(9, 1, None)) == "k=0", "what runs counts: the next one goes elsewhere"
     assert chosen(*once, trial(9, 1, 1.0)) == "k=0"
     assert chosen(*once, trial(9, 1, 1.0), trial(10, 0, 1.02)) == "k=2"
     assert chosen(*once, trial(9, 1, 1.1)) == "k=0", "now the best, and measured once"
-    assert chosen(*once, keys=["k=2", "k=3"]) == "k=2" and chosen(*once, keys=["k=3"]) is None
     assert chosen(*once, trial(9, 1, CRASH)) == "k=0"
     assert chosen(*once[:1], trial(9, 0, LOST_RANK), *once[1:2]) == "k=1"
 
@@ -83,13 +99,13 @@ def test_noise_is_learnt_from_what_was_repeated() -> None:
 
 
 def test_within_noise_is_two_deviations_of_a_difference() -> None:
-    def pair(behind: float, runs: int) -> tuple[Layout, Layout]:
+    def pair(behind: float, runs: int) -> tuple[Measured, Measured]:
         best, other = layouts_of([trial(8 * k + n + 1, k, 1.0 + behind * k) for k in (0, 1) for n in range(runs)])
         return other, best
 
     for runs, reach in ((1, 2 * 0.02 * math.sqrt(2)), (4, 2 * 0.02 * math.sqrt(0.5))):
-        assert within_noise(*pair(math.expm1(0.99 * reach), runs), 0.02, RATE)
-        assert not within_noise(*pair(math.expm1(1.01 * reach), runs), 0.02, RATE)
+        assert within_noise(*pair(math.expm1(0.99 * reach), runs), 0.02)
+        assert not within_noise(*pair(math.expm1(1.01 * reach), runs), 0.02)
 
 
 def test_three_more_measurements_name_better_layouts() -> None:
@@ -98,13 +114,13 @@ def test_three_more_measurements_name_better_layouts() -> None:
     def regret(confirm: int, seed: int) -> float:
         chance = random.Random(seed)
 
-        def measured(number: int, k: int) -> Trial:
+        def run(number: int, k: int) -> Trial:
             return trial(number, k, (1 + 0.02 * k) * math.exp(chance.gauss(0, 0.03)))
 
-        trials = [measured(k + 1, k) for k in range(8)]
+        trials = [run(k + 1, k) for k in range(8)]
         for number in range(9, 9 + confirm):
             if (key := chosen(*trials)) is not None:
-                trials.append(measured(number, int(key[2:])))
+                trials.append(run(number, int(key[2:])))
         return 0.02 * ranked(trials, RATE)[0].candidate.index
 
     without, three, five = (statistics.mean(regret(n, seed) for seed in range(60)) for n in (0, 3, 5))
@@ -114,19 +130,17 @@ def test_three_more_measurements_name_better_layouts() -> None:
 def test_ruling_out_against_its_definition() -> None:
     chance = random.Random(7)
     for _ in range(200):
-        candidates = [Candidate(i, f"{i}", {}, (), chance.choice([2, 4]), 1, 1, chance.choice([None, *range(1, 6)]))
+        candidates = [Candidate(i, f"{i}", {}, Layout(4, 1), (), 1, 1, chance.choice([None, *range(1, 6)]))
                       for i in range(12)]  # fmt: skip
         ended = []
         for number, candidate in enumerate(chance.sample(candidates, 5), 1):
-            result = chance.choice([Result(FAILED, OUT_OF_MEMORY), Result(FAILED, "hang"), Result(DONE, step_s=1.0),
-                                    Result(INVALID, step_s=1.0)])  # fmt: skip
+            result = chance.choice([Result(FAILED, OUT_OF_MEMORY), Result(FAILED, "hang"), Result(DONE, step_s=1.0)])
             ended.append(Trial(number, candidate, "x", result))
 
         def no_less(a: Candidate, b: Candidate) -> bool:
-            return (None not in (a.memory_bytes, b.memory_bytes) and (a.memory_bytes or 0) >= (b.memory_bytes or 0)
-                    and a.processes >= b.processes)  # fmt: skip
+            return None not in (a.memory_bytes, b.memory_bytes) and (a.memory_bytes or 0) >= (b.memory_bytes or 0)
 
-        fitted = [t.candidate for t in ended if t.result and t.result.status in (DONE, INVALID)]
-        failed = [t.candidate for t in ended if t.result and t.result.kind == OUT_OF_MEMORY]
+        fitted = [t.candidate for t in ended if t.result.status == DONE]
+        failed = [t.candidate for t in ended if t.result.kind == OUT_OF_MEMORY]
         valid = [f for f in failed if not any(no_less(fits, f) for fits in fitted)]
         assert ruled_out(candidates, ended) == {c.index for c in candidates if any(no_less(c, f) for f in valid)}
