@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.option import MOST_WIDTH, Parser, whole
 from megatron.data.indexed_dataset import bin_path
-from megatron.data.prepare.byte_progress import ByteProgress
 from megatron.data.prepare.check import PROBLEMS_PER_KIND
 from megatron.data.prepare.inspect import Inspection, as_json, inspect, plot_lengths
+from megatron.data.prepare.progress import ByteProgress
 from megatron.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megatron.errors import ConfigError
 from megatron.training.failures import as_tool

@@ -18,8 +18,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.option import Parser
-from megatron.data.prepare.byte_progress import ByteProgress
 from megatron.data.prepare.merge import merge, prefixes_in, total_bytes
+from megatron.data.prepare.progress import ByteProgress
 from megatron.training.failures import as_tool
 
 
@@ -32,11 +32,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--inputs", nargs="+", metavar="PREFIX", help="merge these, in this order; paths without .bin and .idx"
     )
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx")
-    parser.add_argument(
-        "--multimodal",
-        action="store_true",
-        help="require modes in all inputs; without this flag they are kept where all inputs have them",
-    )
     return parser
 
 
@@ -49,7 +44,6 @@ def main(argv: Sequence[str]) -> int:
         totals = merge(
             inputs,
             args.output_prefix,
-            require_modes=args.multimodal,
             on_progress=progress.update,
             say=lambda text: progress.say(f"notice: {text}"),
         )

@@ -17,9 +17,9 @@ from typing import BinaryIO
 
 from megatron.data.file_lock import FileLock, flush_directory, flush_to_disk
 from megatron.data.indexed_dataset import token_dtype
-from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.indexed_writer import IndexedDatasetWriter, open_at
 from megatron.data.prepare.encode import BadInput, EncodedBlock, PreprocessOptions
-from megatron.data.prepare.journal import Journal, PartialFolder, describe_job, locked
+from megatron.data.prepare.journal import Journal, PartialFolder, describe_job
 from megatron.data.prepare.pool import encode_blocks
 from megatron.data.prepare.sources import FORMATS, Block, Place, Source, find_sources, read_sources
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
@@ -96,9 +96,17 @@ def preprocess(
     prefix = os.fspath(output_prefix)
     try:
         Path(f"{prefix}_").parent.mkdir(parents=True, exist_ok=True)
-        with locked(prefix, listeners.on_note, _stop_when_asked(listeners)) as lock:
-            run = _Run(prefix, options, sources, lock, listeners)
+        lock = FileLock(Path(f"{prefix}_partial.lock"))
+        if not lock.acquire_from_the_dead(listeners.on_note):
+            raise DataError(
+                f"{prefix}: {lock.describe()} is writing it: wait for its end, or choose another --output-prefix (its "
+                f"lock is {lock.path})"
+            )
+        try:
+            run = _Run(prefix, options, sources, listeners)
             return run.run(tokenizer, workers, on_bad_input, restart, journal_interval_s)
+        finally:
+            lock.release()
     except OSError as error:
         raise DataError(f"{error.filename or prefix}: cannot be written: {error.strerror}") from error
 
@@ -117,14 +125,6 @@ def _check(options: PreprocessOptions, workers: int, on_bad_input: str) -> None:
         raise ConfigError(f"--on-bad-input {on_bad_input}: choose one of {', '.join(ON_BAD_INPUT)}")
 
 
-def _stop_when_asked(listeners: Listeners) -> Callable[[], None]:
-    def poll() -> None:
-        if listeners.should_stop():
-            raise PreprocessStopped("stopped")
-
-    return poll
-
-
 class _WriteError(DataError):
     """What is on disk may not be what was counted: only the journal on disk is to be trusted."""
 
@@ -133,10 +133,9 @@ class _Run:
     """One call of `preprocess`, under the lock."""
 
     def __init__(
-        self, prefix: str, options: PreprocessOptions, sources: Sequence[Source], lock: FileLock, listeners: Listeners
+        self, prefix: str, options: PreprocessOptions, sources: Sequence[Source], listeners: Listeners
     ) -> None:
-        self.prefix, self.options, self.sources, self.lock = prefix, options, sources, lock
-        self.listeners, self.poll = listeners, _stop_when_asked(listeners)
+        self.prefix, self.options, self.sources, self.listeners = prefix, options, sources, listeners
         self.folder = PartialFolder(prefix)
         self.totals = Totals(
             outputs=[f"{prefix}_{key}_{options.level}" for key in options.json_keys],
@@ -160,7 +159,7 @@ class _Run:
             raise self._explained(error) from error
         finally:
             with suppress(OSError):
-                if self.lock.is_ours() and not self.folder.has_journal():  # nothing that could be continued
+                if not self.folder.has_journal():  # nothing that could be continued
                     self.folder.remove()
         return self.totals
 
@@ -191,6 +190,11 @@ class _Run:
             where += f" ({self.place.offset / 1e6:.0f} MB before it are unpacked again)"
         return where
 
+    def poll(self) -> None:
+        """Raise PreprocessStopped when a listener asks for the end."""
+        if self.listeners.should_stop():
+            raise PreprocessStopped("stopped")
+
     def _open_parts(self, stack: ExitStack, tokenizer: Tokenizer) -> None:
         dtype = token_dtype(tokenizer.vocab_size)
         try:
@@ -199,7 +203,7 @@ class _Run:
                 writer = IndexedDatasetWriter(output, dtype, directory=self.folder.path, resume=position)
                 stack.callback(writer.leave)
                 self.writers.append(writer)
-            self.bad_file = _open_at(self.folder.bad_input, self.journal.bad_bytes if self.journal else 0)
+            self.bad_file = open_at(self.folder.bad_input, self.journal.bad_bytes if self.journal else 0)
             stack.callback(_close, self.bad_file)
         except (DataError, OSError) as error:
             if self.journal is None:
@@ -256,8 +260,6 @@ class _Run:
     def _write_journal(self) -> None:
         """Bring everything to disk, then the journal that counts it."""
         try:
-            if not self.lock.is_ours():
-                raise _WriteError(f"{self.lock.path}: {self.lock.describe()} has taken over: it found us stopped")
             positions = tuple(writer.position() for writer in self.writers)
             flush_to_disk(self.bad_file)
             counts = {name: getattr(self.totals, name) for name in COUNTS}
@@ -308,18 +310,6 @@ class _Run:
 
 def _cannot_write(error: OSError, path: Path) -> _WriteError:
     return _WriteError(f"{error.filename or path}: cannot be written: {error.strerror}")
-
-
-def _open_at(path: Path, length: int) -> BinaryIO:
-    """A file that is written to from `length` on; what came after it is gone."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    actual = os.fstat(descriptor).st_size
-    if actual < length:
-        os.close(descriptor)
-        raise DataError(f"{path}: {actual} bytes, but {length} were written: cannot continue")
-    os.ftruncate(descriptor, length)
-    os.lseek(descriptor, length, os.SEEK_SET)
-    return os.fdopen(descriptor, "wb")
 
 
 def _close(file: BinaryIO) -> None:
