@@ -37,8 +37,8 @@ class FolderClaim:
             say(f" note: {self._what} cannot be locked ({error.strerror}): see that nothing else writes there")
             return
         raise ConfigError(
-            f"{self._what} is in use by another run: {self._lock.describe()}. Wait for its end or stop it, or give this "
-            f"run another folder"
+            f"{self._what} is in use by another run: {self._lock.describe()}. Wait for its end or stop it, or give "
+            f"this run another folder"
         )
 
     def release(self) -> None:
