@@ -114,7 +114,7 @@ def test_files_are_megatron_cores(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)
-def test_orders_and_blends_are_megatron_cores(module: ModuleType | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orders_and_blends_are_megatron_cores(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_helpers, "compiled", module)
     golden = json.loads(GOLDEN.read_text())
     found = [our_order(case) for case in orders(len(golden["orders"]))]
