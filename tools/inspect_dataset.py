@@ -12,7 +12,6 @@ The index is always checked as a whole, with --validate all tokens, too. Exit co
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.option import MOST_WIDTH, Parser, whole
 from megatron.data.indexed_dataset import bin_path
-from megatron.data.prepare.inspect import PROBLEMS_PER_KIND, Inspection, as_json, inspect, plot_lengths
+from megatron.data.prepare.inspect import PROBLEMS_PER_KIND, Inspection, inspect, plot_lengths
 from megatron.data.prepare.progress import ByteProgress
 from megatron.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megatron.errors import ConfigError
@@ -40,7 +39,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="data sets; paths without .bin and .idx")
     parser.add_argument("--validate", action="store_true", help="read all tokens and check them")
     parser.add_argument("--plot", metavar="FILE", help="draw the lengths of documents; .png, .svg or .pdf")
-    parser.add_argument("--json", action="store_true", help="print one JSON list instead of text")
     group = parser.add_argument_group("samples")
     group.add_argument("--samples", type=whole(0), default=0, metavar="N", help="show the first N documents")
     group.add_argument(
@@ -151,14 +149,10 @@ def main(argv: Sequence[str]) -> int:
                 on_progress=progress.update if args.validate else lambda _: None,
             )
         results.append(result)
-        if not args.json:
-            show(result)
+        show(result)
     if args.plot is not None:
         plot_lengths(results, args.plot)
-        if not args.json:
-            print(f"drawn to {args.plot}")
-    if args.json:
-        print(json.dumps([as_json(result) for result in results], indent=1))
+        print(f"drawn to {args.plot}")
     return 0 if all(result.sound for result in results) else 2
 
 

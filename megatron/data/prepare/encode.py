@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -131,8 +130,7 @@ def parse_block(block: Block, json_keys: Sequence[str]) -> Documents:
 def _contents(block: Block) -> Iterator[tuple[int, Any]]:
     """Number and content of each document: for parquet the bytes of each column, else str, or bytes if not UTF-8."""
     if block.kind == "parquet":
-        columns = [_strings(column.data, column.ends) for column in block.columns]
-        yield from enumerate(zip(*columns, strict=True), block.first)
+        yield from enumerate(block.rows, block.first)
         return
     try:
         text = block.data.decode()  # all lines at once: the quick way for what is right
@@ -148,14 +146,10 @@ def _contents(block: Block) -> Iterator[tuple[int, Any]]:
         yield from enumerate(text.split("\n"), block.first)
 
 
-def _strings(data: bytes, ends: npt.NDArray[np.int64]) -> Iterator[bytes]:
-    return (data[start:end] for start, end in pairwise([0, *ends.tolist()]))
-
-
 def _texts(content: Any, kind: str, keys: Sequence[str]) -> list[str] | None:
     """The texts of one document; None for an empty line. Raises ValueError or DataError for one that is bad."""
     if kind == "parquet":
-        return [_decode(column) for column in content]
+        return [_decode(column or b"") for column in content]
     text = content if isinstance(content, str) else _decode(content)
     if kind == "text":
         return [text] * len(keys)

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -299,27 +298,6 @@ def decode_leniently(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
         parts += [tokenizer.decode(run), f"<id {i}>"] if run else [f"<id {i}>"]
         run = []
     return "".join([*parts, tokenizer.decode(run)] if run else parts)
-
-
-def as_json(result: Inspection) -> dict[str, Any]:
-    """All of an inspection in what JSON can hold."""
-    index, lengths = result.index, result.lengths
-    record: dict[str, Any] = {"prefix": result.prefix, "sound": result.sound, "files": result.file_bytes}
-    if index is not None:
-        record |= {
-            "dtype": str(index.dtype), "sequences": len(index.sizes), "documents": len(index.document_indices) - 1,
-            "has_modes": index.modes is not None,
-        }  # fmt: skip
-    if lengths is not None:
-        edges, documents, tokens = (array.tolist() for array in lengths.histogram())
-        record |= {"tokens": lengths.tokens, "tokens_per_document": lengths.summary()}
-        record["histogram"] = {"edges": edges, "documents": documents, "tokens": tokens}
-    record |= {
-        "tokens_scanned": result.tokens_scanned, "problem_counts": dict(+result.counts),
-        "problems": [vars(problem) for problem in result.problems],
-        "samples": [vars(sample) for sample in result.samples],
-    }  # fmt: skip
-    return record
 
 
 def plot_lengths(results: Sequence[Inspection], output: str | os.PathLike[str]) -> None:

@@ -6,6 +6,7 @@ A few blocks per worker are under way, so that no worker waits and memory does n
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import threading
@@ -95,8 +96,14 @@ def _in_order(
 
 def _death(children: Iterable[BaseProcess]) -> DataError:
     """The error for a worker that ended."""
-    code = next((child.exitcode for child in children if child.exitcode), 0)
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    ended = multiprocessing.connection.wait([child.sentinel for child in children], timeout=5)
+    how = "ended"
+    for child in children:
+        if child.sentinel in ended:
+            child.join(5)
+            code = child.exitcode or 0
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            break
     return DataError(f"a worker process {how}, perhaps because memory ran out: try fewer --workers")
 
 
