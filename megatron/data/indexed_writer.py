@@ -25,7 +25,7 @@ from megatron.errors import DataError
 MAX_SEQUENCE_TOKENS = 2**31 - 1
 _BUFFER_BYTES = 1 << 20
 _BLOCK_ENTRIES = 1 << 18  # of sizes or document ends that are in memory at once
-_WIDTHS = {"sizes": 4, "documents": 8}
+_SMALL_PARTS = ("sizes", "documents")
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,16 @@ class IndexedDatasetWriter:
         self._lock: FileLock | None = None
         self._folder = Path(f"{self.prefix}_parts" if directory is None else directory)
         try:
-            folder = bin_path(prefix).parent
+            self._begin(directory is None, resume)
+        except BaseException:
+            self.leave()
+            raise
+
+    def _begin(self, own: bool, resume: WriterPosition | None) -> None:
+        with self._explained():
+            folder = bin_path(self.prefix).parent
             folder.mkdir(parents=True, exist_ok=True)
-            if directory is None:
+            if own:
                 self._lock = FileLock(Path(f"{self._folder}.lock"))
                 if not self._lock.acquire():
                     raise DataError(f"{self.prefix}: {self._lock.describe()} is writing this data set")
@@ -91,22 +98,16 @@ class IndexedDatasetWriter:
                     f"{self._folder}: not in the file system of {folder}, so that finished files cannot be moved there "
                     f"at once: choose a folder beside the output"
                 )
-            for name in ("index", "idx") if resume else ("index", "idx", "bin", *_WIDTHS):
+            for name in ("index", "idx") if resume else ("index", "idx", "bin", *_SMALL_PARTS):
                 self._part(name).unlink(missing_ok=True)  # an index that was made already lacks what comes now
-            self._open("bin", at.tokens * self.dtype.itemsize)
-            self._open("sizes", at.sequences * _WIDTHS["sizes"])
-            self._open("documents", at.documents * _WIDTHS["documents"])
-        except (OSError, DataError) as error:
-            self.leave()
-            raise self._cannot_write(error) from error
+            lengths = {"bin": self.num_tokens * self.dtype.itemsize}
+            lengths |= {"sizes": 4 * self.num_sequences, "documents": 8 * self.num_documents}
+            for name, length in lengths.items():
+                self._files[name] = open_at(self._part(name), length, buffering=_BUFFER_BYTES)
 
     def _part(self, name: str) -> Path:
         """A part file; `index` is the .idx while it is made, `idx` the finished one."""
         return _part(self._folder, self.prefix, name)
-
-    def _open(self, name: str, length: int) -> None:
-        """Open a part file for writing from byte `length` on."""
-        self._files[name] = open_at(self._part(name), length, buffering=_BUFFER_BYTES)
 
     def add_batch(self, tokens: npt.NDArray[Any], sequence_sizes: Integers, document_sequences: Integers) -> None:
         """Append whole documents: the tokens of all their sequences joined, the tokens of each sequence, and the
@@ -172,19 +173,15 @@ class IndexedDatasetWriter:
         return written
 
     def _write(self, name: str, values: npt.NDArray[Any]) -> None:
-        try:
+        with self._explained():
             self._files[name].write(values.data.cast("B") if len(values) else b"")
-        except OSError as error:
-            raise self._cannot_write(error) from error
 
     def position(self) -> WriterPosition:
         """What a later writer can `resume` from: everything so far, now on disk."""
         assert self._ended == self.num_sequences, "a document is not ended"
-        try:
+        with self._explained():
             for file in self._files.values():
                 flush_to_disk(file)
-        except OSError as error:
-            raise self._cannot_write(error) from error
         return WriterPosition(self.num_tokens, self.num_sequences, self.num_documents)
 
     def seal(self) -> None:
@@ -192,7 +189,7 @@ class IndexedDatasetWriter:
         self.position()
         self._close_files()
         expected = self.num_tokens * self.dtype.itemsize
-        try:
+        with self._explained():
             actual = self._part("bin").stat().st_size
             with open(self._part("index"), "wb", buffering=_BUFFER_BYTES) as file:
                 code = TYPE_CODES[self.dtype]
@@ -211,8 +208,6 @@ class IndexedDatasetWriter:
                 )
             os.replace(self._part("index"), self._part("idx"))
             flush_directory(self._folder)
-        except OSError as error:
-            raise self._cannot_write(error) from error
 
     def _write_pointers(self, file: BinaryIO) -> int:
         """Write where each sequence starts; returns where the last one ends."""
@@ -249,7 +244,7 @@ class IndexedDatasetWriter:
                 flush_directory(target_idx.parent)
             elif part_bin.exists() or not (target_bin.exists() and target_idx.exists()):
                 raise DataError(f"{part_idx}: no such file: the data set {prefix} was not written to its end")
-            for name in _WIDTHS:
+            for name in _SMALL_PARTS:
                 _part(Path(directory), prefix, name).unlink(missing_ok=True)
         except OSError as error:
             raise DataError(f"{prefix}: cannot be written: {error.strerror}") from error
@@ -257,7 +252,7 @@ class IndexedDatasetWriter:
     def discard(self) -> None:
         """Give up: remove what was written."""
         self._close_files()
-        for name in ("bin", *_WIDTHS, "index", "idx"):
+        for name in ("bin", *_SMALL_PARTS, "index", "idx"):
             self._part(name).unlink(missing_ok=True)
         self._remove_folder()
 
@@ -277,10 +272,13 @@ class IndexedDatasetWriter:
             with contextlib.suppress(OSError):  # a full disk refuses what is still buffered; it was reported before
                 file.close()
 
-    def _cannot_write(self, error: OSError | DataError) -> DataError:
-        if isinstance(error, DataError):
-            return error
-        return DataError(f"{error.filename or self.prefix}: cannot be written: {error.strerror}")
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Make errors of the file system DataErrors."""
+        try:
+            yield
+        except OSError as error:
+            raise DataError(f"{error.filename or self.prefix}: cannot be written: {error.strerror}") from error
 
     def __enter__(self) -> Self:
         return self

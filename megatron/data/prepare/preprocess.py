@@ -21,7 +21,7 @@ from megatron.data.indexed_writer import IndexedDatasetWriter, open_at
 from megatron.data.prepare.encode import BadInput, EncodedBlock, PreprocessOptions
 from megatron.data.prepare.journal import Journal, PartialFolder, describe_job
 from megatron.data.prepare.pool import encode_blocks
-from megatron.data.prepare.sources import FORMATS, Block, Place, Source, find_sources, read_sources
+from megatron.data.prepare.sources import Block, Place, Source, find_sources, read_sources
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.errors import ConfigError, DataError, MegatronError
 
@@ -90,7 +90,7 @@ def preprocess(
     Raises DataError with file and line for input that cannot be used, for output that cannot be written, and when
     another run has left or is writing these files; ConfigError for options that make no sense; PreprocessStopped.
     """
-    _check(options, workers, on_bad_input)
+    _check_keys(options.json_keys)
     sources = find_sources(inputs, options.input_format)
     tokenizer = build_tokenizer(**options.tokenizer, num_threads=1)  # errors of the tokenizer come before any work
     prefix = os.fspath(output_prefix)
@@ -111,18 +111,11 @@ def preprocess(
         raise DataError(f"{error.filename or prefix}: cannot be written: {error.strerror}") from error
 
 
-def _check(options: PreprocessOptions, workers: int, on_bad_input: str) -> None:
-    keys = options.json_keys
-    if workers < 1:
-        raise ConfigError(f"--workers {workers}: expected 1 or more")
+def _check_keys(keys: Sequence[str]) -> None:
     if not keys or len(set(keys)) != len(keys):
         raise ConfigError(f"--json-keys {list(keys)}: expected one or more different keys")
     if any(not key or "/" in key or "\0" in key for key in keys):
         raise ConfigError(f"--json-keys {list(keys)}: a key becomes part of a file name, so it cannot be '' or hold /")
-    if options.input_format not in FORMATS:
-        raise ConfigError(f"--input-format {options.input_format}: choose one of {', '.join(FORMATS)}")
-    if on_bad_input not in ON_BAD_INPUT:
-        raise ConfigError(f"--on-bad-input {on_bad_input}: choose one of {', '.join(ON_BAD_INPUT)}")
 
 
 class _WriteError(DataError):
@@ -182,13 +175,9 @@ class _Run:
     def _where_it_resumes(self, journal: Journal) -> str:
         if journal.sealed:
             return "an earlier run has written all documents: giving the files their names"
-        where = f"resuming after {self.totals.documents} documents"
-        source = self.sources[self.place.source]
-        unit = "row" if source.kind == "parquet" else "line"
-        where += f", in {source.path} after {unit} {self.place.documents}"
-        if source.packing and self.place.offset:
-            where += f" ({self.place.offset / 1e6:.0f} MB before it are unpacked again)"
-        return where
+        source, place = self.sources[self.place.source], self.place
+        where = f"resuming after {self.totals.documents} documents, in {source.path} after {place.documents} of it"
+        return f"{where} ({place.offset / 1e6:.0f} MB are unpacked again)" if source.packing else where
 
     def poll(self) -> None:
         """Raise PreprocessStopped when a listener asks for the end."""
