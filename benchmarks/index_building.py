@@ -99,7 +99,8 @@ def build(documents: int, epochs: int) -> dict[str, Any]:
 
 def pack(documents: int) -> dict[str, Any]:
     sizes = make_sizes(documents)
-    request = packing.PackedRequest("p", 0, documents, int(sizes.sum(dtype=np.int64)), 1, SEQ_LENGTH, SEED)
+    tokens = int(sizes.sum(dtype=np.int64))
+    request = packing.PackedRequest("p", "train", "1", 0, documents, tokens, 1, SEQ_LENGTH, SEED)
     seconds: dict[str, float] = {}
     before = reset_peak()
     arrays = timed(seconds, "cut and pack", packing.build_packing, request, sizes)

@@ -258,7 +258,7 @@ class OwnDataset(_OneText):
 
     def segments(self, index: int, /) -> npt.NDArray[np.int64] | None:
         own = getattr(self._dataset, "segments", super().segments)
-        return own(index)  # type: ignore[no-any-return]
+        return own(index)
 
     def where(self, index: int, token: int = 0, /) -> str:
         own = getattr(self._dataset, "where", None)

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -91,7 +91,7 @@ class CacheEntry:
         try:
             for part, path in paths.items():
                 with open(temporaries[path], "wb") as file:
-                    _save(file, arrays[part])
+                    np.save(file, arrays[part])
                     flush_to_disk(file)
             with open(temporaries[self.description_path], "wb") as file:
                 file.write((self.description + _digests(arrays)).encode())
@@ -112,12 +112,6 @@ def _digests(arrays: Arrays) -> str:
         f"{part} {array.dtype.str} {array.shape} {xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).data)}\n"
         for part, array in sorted(arrays.items())
     )
-
-
-def _save(file: BinaryIO, array: npt.NDArray[Any]) -> None:
-    """numpy.save's bytes; a full disk is the system's error, where numpy's own would be one of no kind."""
-    np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
-    file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def load_or_build(

@@ -21,12 +21,11 @@ import logging
 import os
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.gpt_index import cache_directories, tokens_of_split
+from megatron.data.gpt_index import IndexRequest, cache_directories, tokens_of_split
 from megatron.data.index_cache import Arrays, load_or_build
 from megatron.data.index_helpers import best_fit_pack, group_by_bin, shuffle
 from megatron.data.indexed_dataset import IndexedDataset, bin_path
@@ -40,18 +39,8 @@ Pieces = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int6
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class PackedRequest:
-    """What decides the bins and their order. `start` and `stop` bound the sequences of the split; `tokens_per_epoch`
-    is how many tokens they have."""
-
-    prefix: str
-    start: int
-    stop: int
-    tokens_per_epoch: int
-    num_samples: int
-    seq_length: int
-    seed: int
+class PackedRequest(IndexRequest):
+    """What decides the bins and their order."""
 
     @property
     def capacity(self) -> int:
@@ -255,7 +244,7 @@ class PackedDataset:
         verify: bool = False,
     ) -> None:
         tokens = tokens_of_split(indexed, name, split, bounds)
-        request = PackedRequest(indexed.prefix, *bounds, tokens, num_samples, seq_length, seed)
+        request = PackedRequest(indexed.prefix, name, split, *bounds, tokens, num_samples, seq_length, seed)
         arrays = load_packed_index(indexed, request, data_cache_path=data_cache_path, verify=verify)
         self._indexed, self._request = indexed, request
         self._table, self._starts, self._order = arrays["pieces"], arrays["bin_starts"], arrays["order"]

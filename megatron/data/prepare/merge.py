@@ -159,14 +159,14 @@ def _add_structure(writer: IndexedDatasetWriter, dataset: IndexedDataset) -> Non
 
 def _tokens(dataset: IndexedDataset) -> Iterator[npt.NDArray[Any]]:
     """All tokens in pieces."""
-    path, left = bin_path(dataset.prefix), dataset.num_tokens * dataset.dtype.itemsize
+    path, left = bin_path(dataset.prefix), dataset.num_tokens
     try:
         with path.open("rb") as file:
             while left:
-                part = file.read(min(_COPY_BYTES, left))
-                if len(part) % dataset.dtype.itemsize or not part:
-                    raise DataError(f"{path}: ends {left - len(part)} bytes early: it was truncated while being merged")
+                part = np.fromfile(file, dataset.dtype, min(_COPY_BYTES // dataset.dtype.itemsize, left))
                 left -= len(part)
-                yield np.frombuffer(part, dataset.dtype)
+                if not len(part):
+                    raise DataError(f"{path}: ends {left} tokens early: it was truncated while being merged")
+                yield part
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from error

@@ -15,9 +15,9 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from io import BufferedIOBase, BufferedReader
+from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from megatron.errors import DataError
 
@@ -162,7 +162,7 @@ def _unreadable() -> tuple[type[Exception], ...]:
 
 
 @contextmanager
-def _open(source: Source) -> Iterator[tuple[BufferedIOBase, Callable[[], int]]]:
+def _open(source: Source) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
     """The unpacked content, and a function that tells how many bytes of the file were read."""
     if source.packing == "zstd":
         import pyarrow
@@ -173,7 +173,7 @@ def _open(source: Source) -> Iterator[tuple[BufferedIOBase, Callable[[], int]]]:
     with open(source.path, "rb", buffering=_STREAM_BYTES) as raw:
         if source.packing:  # Python's own: it checks the sums of every member and bears zeros after the last
             with gzip.GzipFile(fileobj=raw) as unpacked:
-                yield unpacked, raw.tell
+                yield cast(BinaryIO, unpacked), raw.tell
         else:
             yield raw, raw.tell
 
@@ -212,7 +212,7 @@ def _read_lines(
             size += len(line)
 
 
-def _skip(stream: BufferedIOBase, offset: int, source: Source, on_skip: Callable[[], None]) -> None:
+def _skip(stream: BinaryIO, offset: int, source: Source, on_skip: Callable[[], None]) -> None:
     if not source.packing:
         stream.seek(offset)
         return

@@ -82,15 +82,6 @@ def byte_letters() -> dict[str, int]:
 
 def gpt2(vocab_file: Path, merge_file: Path) -> Tokenizer:
     """GPT2BPETokenizer. Raises DataError for files that do not go together."""
-    tokenizer, merges = _byte_level(vocab_file, merge_file)
-    eod = tokenizer.token_to_id("<|endoftext|>")
-    if eod is None:
-        raise DataError(f"{vocab_file}: has no <|endoftext|>, which ends a document for GPT2BPETokenizer")
-    return GPT2Tokenizer(tokenizer, eod, merges)
-
-
-def _byte_level(vocab_file: Path, merge_file: Path) -> tuple[Any, list[str]]:
-    """A `tokenizers.Tokenizer` as GPT-2's, and its merges in order: two parts with a space between."""
 
     def read() -> tuple[Any, list[str]]:
         from tokenizers import Tokenizer as Fast
@@ -110,7 +101,10 @@ def _byte_level(vocab_file: Path, merge_file: Path) -> tuple[Any, list[str]]:
     if times > 1:
         raise DataError(f"{vocab_file}: {times} tokens have the id {shared}: the file is damaged")
     require_all_bytes(vocab_file, (bytes([byte]) for letter, byte in letters.items() if letter in vocabulary))
-    return tokenizer, merges
+    eod = vocabulary.get("<|endoftext|>")
+    if eod is None:
+        raise DataError(f"{vocab_file}: has no <|endoftext|>, which ends a document for GPT2BPETokenizer")
+    return GPT2Tokenizer(tokenizer, eod, merges)
 
 
 def hugging_face(path: Path) -> Tokenizer:
