@@ -174,14 +174,9 @@ class BlendedDataset:
         assert len(datasets) == len(weights) > 0, "one weight for each data set"
         shares = np.asarray(weights, np.float64) / sum(weights)
         self.datasets = tuple(datasets)
-        self.description = "".join(
-            ["GPT blend\n\n"]
-            + [
-                f"Weight {share!r}\n{dataset.description}\n"
-                for share, dataset in zip(shares.tolist(), datasets, strict=True)
-            ]
-            + [f"Size {size}\n"]
-        )
+        parts = zip(shares.tolist(), datasets, strict=True)
+        named = "".join(f"Weight {share!r}\n{dataset.description}\n" for share, dataset in parts)
+        self.description = f"GPT blend\n\n{named}Size {size}\n"
 
         def build() -> dict[str, npt.NDArray[Any]]:
             which, sample = build_blend_index(shares, size)

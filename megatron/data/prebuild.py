@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron.data import index_cache
-from megatron.data.datasets import Datasets, build_datasets, plan_splits
+from megatron.data.datasets import Datasets, build_datasets
 from megatron.data.index_cache import CacheEntry
 
 if TYPE_CHECKING:
@@ -49,10 +49,6 @@ def prebuild(
         )
     seconds = time.perf_counter() - start
     say(f"{len(new)} indices, {sum(new.values())} of them new, {total_bytes / 1e6:.2f} MB, {seconds:.1f} s")
-    if not config.data.mock_data and config.pieces.datasets is None:
-        blended = any(plan and len(plan.blend) > 1 for plan in plan_splits(config.data))
-        if blended and not config.data.data_cache_path:
-            say("note: the order of a blend is kept only with --data-cache-path; without, each process makes its own")
     return datasets
 
 

@@ -18,9 +18,8 @@ from megatron.data.batch import MicroBatch, make_micro_batch
 from megatron.data.gpt_dataset import TokenDataset
 from megatron.data.left_out import Range, around, merged
 from megatron.data.permutation import permute
-from megatron.errors import ConfigError, DataError
+from megatron.errors import DataError
 
-DATALOADER_TYPES = ("single", "cyclic")
 Indices = npt.NDArray[np.int64]
 
 
@@ -105,18 +104,10 @@ class OrderAround:
 def sample_order(
     dataloader_type: str | None, total: int, left_out: Iterable[Sequence[int]] = ()
 ) -> SampleOrder:
-    """The order of --dataloader-type, None meaning single, for `total` samples, around what is `left_out`.
-
-    Raises ConfigError for another type.
-    """
-    ranges = merged(left_out)
-    if dataloader_type in (None, "single"):
-        order: SampleOrder = SequentialOrder(total)
-        return OrderAround(order, ranges, total) if ranges else order
-    if dataloader_type == "cyclic":
-        order = CyclicOrder(total)
-        return OrderAround(order, ranges) if ranges else order
-    raise ConfigError(f"--dataloader-type {dataloader_type!r}: choose one of {', '.join(DATALOADER_TYPES)}")
+    """The order of --dataloader-type, None meaning single, for `total` samples, around what is `left_out`."""
+    ranges, cyclic = merged(left_out), dataloader_type == "cyclic"
+    order: SampleOrder = CyclicOrder(total) if cyclic else SequentialOrder(total)
+    return OrderAround(order, ranges, None if cyclic else total) if ranges else order
 
 
 class MicroBatchStream:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from megatron.data.batch import MicroBatch
 from megatron.data.gpt_dataset import MockDataset
 from megatron.data.permutation import permute
-from megatron.data.sampler import MicroBatchStream, sample_order
-from megatron.errors import ConfigError, DataError
+from megatron.data.sampler import MicroBatchStream
+from megatron.errors import DataError
 from tests.helpers.examples import examples
 
 
@@ -186,7 +186,5 @@ def test_closing_does_not_wait_for_a_read_without_end() -> None:
 
 def test_orders() -> None:
     assert samples(MicroBatchStream(Counting(1), 2, 1, 2, dataloader_type="cyclic").take(1)) == [0, 0]
-    with pytest.raises(ConfigError, match="'external'"):
-        sample_order("external", 10)
     with pytest.raises(DataError, match="--seq-length"):
         MicroBatchStream(Counting(0), 1, dataloader_type="cyclic").take(1)

@@ -30,8 +30,7 @@ _BLOCK_BYTES = 1 << 22
 class Problem:
     """One fault. `byte` is the offset in `file` where it is or begins, None where it has no place."""
 
-    kind: str
-    file: str
+    file: Path
     byte: int | None
     text: str
 
@@ -113,9 +112,9 @@ class Inspection:
     def sound(self) -> bool:
         return not self.problems
 
-    def add(self, kind: str, file: Path, byte: int | None, text: str) -> None:
+    def add(self, file: Path, byte: int | None, text: str) -> None:
         """Note a problem."""
-        self.problems.append(Problem(kind, str(file), byte, text))
+        self.problems.append(Problem(file, byte, text))
 
     def places(self, kind: str, wrong: npt.NDArray[np.bool_]) -> list[int]:
         """Count the places where `wrong` is true as problems of a kind; returns those that are to be noted."""
@@ -152,7 +151,7 @@ def inspect(
     found = Inspection(name, file_bytes={path.suffix: path.stat().st_size for path in paths})
     for path in (idx_path(name), bin_path(name)):
         if path not in paths:
-            found.add("missing", path, None, "no such file")
+            found.add(path, None, "no such file")
     try:
         if idx_path(name) in paths:
             found.index = map_index(idx_path(name))
@@ -164,9 +163,9 @@ def inspect(
                 limit = tokenizer.vocab_size if tokenizer is not None else vocab_size
                 _check_tokens(found, found.index, limit, on_progress)
     except DataError as error:
-        found.add("index", idx_path(name), None, str(error).removeprefix(f"{idx_path(name)}: "))
+        found.add(idx_path(name), None, str(error).removeprefix(f"{idx_path(name)}: "))
     except OSError as error:
-        found.add("unreadable", Path(error.filename or name), None, f"cannot be read: {error.strerror}")
+        found.add(Path(error.filename or name), None, f"cannot be read: {error.strerror}")
     if found.index is not None:
         wanted = list(documents) or list(range(min(num_samples, len(found.index.document_indices) - 1)))
         found.samples = _take_samples(name, wanted, tokenizer, sample_tokens)
@@ -185,20 +184,20 @@ def _check_sequences(found: Inspection, index: Index) -> None:
         expected = np.concatenate(([end], ends[:-1]))
         for at in found.places("size", sizes < 0):
             text = f"sequence {start + at} has {sizes[at]} tokens"
-            found.add("size", path, HEADER.size + 4 * (start + at), text)
+            found.add(path, HEADER.size + 4 * (start + at), text)
         for at in found.places("pointer", pointers != expected):
             text = f"sequence {start + at} starts at byte {pointers[at]} of .bin, not where the one before it ends, "
-            found.add("pointer", path, HEADER.size + 4 * count + 8 * (start + at), f"{text}{expected[at]}")
+            found.add(path, HEADER.size + 4 * count + 8 * (start + at), f"{text}{expected[at]}")
         end = int(ends[-1])
         index.release()
     actual = found.file_bytes.get(".bin", end)
     if actual < end:
         sequence = _sequence_at(index, actual)
         text = f"truncated: {actual} of {end} bytes; sequences from {sequence} on are cut off"
-        found.add("truncated", bin_path(found.prefix), actual, text)
+        found.add(bin_path(found.prefix), actual, text)
     elif actual > end:
         text = f"{actual - end} bytes follow the last sequence, if tokens are {index.dtype} as .idx says"
-        found.add("trailing", bin_path(found.prefix), max(end, 0), text)
+        found.add(bin_path(found.prefix), max(end, 0), text)
 
 
 def _check_documents(found: Inspection, index: Index) -> None:
@@ -207,12 +206,12 @@ def _check_documents(found: Inspection, index: Index) -> None:
     for at, wanted, name in ((0, 0, "first"), (len(boundaries) - 1, count, "last")):
         if boundaries[at] != wanted:
             text = f"the {name} document boundary is {boundaries[at]}, not {wanted}"
-            found.add("boundary", path, first + 8 * at, text)
+            found.add(path, first + 8 * at, text)
     for start in range(1, len(boundaries), _BLOCK_ENTRIES):
         block = boundaries[start - 1 : start + _BLOCK_ENTRIES]
         for at in found.places("boundary", block[1:] < block[:-1]):
             text = f"document boundary {start + at} is {block[at + 1]}, less than {block[at]}, the one before it"
-            found.add("boundary", path, first + 8 * (start + at), text)
+            found.add(path, first + 8 * (start + at), text)
         index.release()
 
 
@@ -230,13 +229,13 @@ def _check_tokens(
                     byte = position + at * itemsize
                     what = "negative" if tokens[at] < 0 else f"not in the vocabulary of {vocab_size}"
                     text = f"id {tokens[at]} (sequence {_sequence_at(index, byte)}) is {what}"
-                    found.add("vocabulary", path, byte, text)
+                    found.add(path, byte, text)
             position += len(data)
             found.tokens_scanned += len(tokens)
             on_progress(position)
     if wrong := found.counts["vocabulary"]:
         text = f"{wrong} of all {found.tokens_scanned} tokens; if these are most of them, .idx may have the wrong type"
-        found.add("vocabulary", path, None, text)
+        found.add(path, None, text)
 
 
 def _sequence_at(index: Index, byte: int) -> int:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.index_helpers import INT32_MAX
 from megatron.data.indexed_dataset import TYPE_CODES, IndexedDataset, bin_path, idx_path
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import ConfigError, DataError
@@ -69,19 +68,17 @@ def merge(
     if not inputs:
         raise ConfigError("nothing to merge: name at least one data set")
     _check_output(inputs, output_prefix)
-    dtypes, sequences, tokens = list[np.dtype[Any]](), 0, 0
+    dtypes, tokens = list[np.dtype[Any]](), 0
     for prefix in inputs:  # one open at a time: there may be more than a process can have open files
         dataset = IndexedDataset(prefix, mmap=False)
         if dataset.modes is not None:
             raise ConfigError(f"{dataset.prefix} has a mode for each sequence (multimodal data): only text is merged")
         dtypes.append(dataset.dtype)
-        sequences, tokens = sequences + len(dataset), tokens + dataset.num_tokens
+        tokens += dataset.num_tokens
     dtype = _common_dtype(inputs, dtypes)
     for prefix, found in zip(inputs, dtypes, strict=True):
         if found != dtype:
             say(f"{os.fspath(prefix)}: tokens of type {found} are written as {dtype}, the type that holds all")
-    if sequences > INT32_MAX:
-        say(f"{sequences} sequences: training reads {INT32_MAX} of one data set at most; blend parts instead")
     done = 0
     with IndexedDatasetWriter(output_prefix, dtype) as writer:
         _check_space(output_prefix, inputs, tokens * dtype.itemsize)

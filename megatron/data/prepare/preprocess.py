@@ -291,8 +291,6 @@ class _Run:
                 f"; {self.journal.counts['documents']} documents are done and kept in {self.folder.path}, the same "
                 f"command goes on after them"
             )
-        elif isinstance(error, PreprocessStopped):
-            kept = "; nothing was done yet"
         kind = DataError if isinstance(error, _WriteError) else type(error)
         return kind(f"{error}{kept}")
 

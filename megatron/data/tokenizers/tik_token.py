@@ -98,9 +98,11 @@ def tik_token(path: Path, settings: TikTokenSettings, *, vocab_size: int | None)
     _check_names(settings)
     with path.open("rb") as file:
         is_json = file.read(100).lstrip()[:1] in (b"[", b"{")  # characters that base64 does not use
-    if is_json:
-        return _from_json(path, settings, vocab_size)
-    return _from_ranks(path, settings)
+
+    def read() -> TikTokenTokenizer:
+        return _from_json(path, settings, vocab_size) if is_json else _from_ranks(path, settings)
+
+    return read_with(path, "a vocabulary for tiktoken", read)
 
 
 def _check_names(settings: TikTokenSettings) -> None:
@@ -150,7 +152,7 @@ def _from_json(path: Path, settings: TikTokenSettings, vocab_size: int | None) -
     ids = {token: rank + count for token, rank in ranks.items() if rank < room}
     require_all_bytes(path, ids)
     special = {name: i for i, name in enumerate(_filled(names, count))}
-    return _build(path, ids, special, _end(names), settings.pattern or "v2")
+    return TikTokenTokenizer(ids, special, _end(names), PATTERNS[settings.pattern or "v2"])
 
 
 def _from_ranks(path: Path, settings: TikTokenSettings) -> TikTokenTokenizer:
@@ -180,12 +182,4 @@ def _from_ranks(path: Path, settings: TikTokenSettings) -> TikTokenTokenizer:
             f"{path}: rank {hole} is missing, and {following - len(taken) - 1} more below the highest, "
             f"{following - 1}: the file is damaged; get it again"
         )
-    return _build(path, ranks, special, eod, pattern)
-
-
-def _build(
-    path: Path, ids: Mapping[bytes, int], special: Mapping[str, int], eod: int, pattern: str
-) -> TikTokenTokenizer:
-    return read_with(
-        path, "a vocabulary for tiktoken", lambda: TikTokenTokenizer(ids, special, eod, PATTERNS[pattern])
-    )
+    return TikTokenTokenizer(ranks, special, eod, PATTERNS[pattern])
