@@ -110,10 +110,10 @@ gpu-check: $(if $(WITH_TORCH),,$(STAMP))
 
 kernels: $(STAMP)
 	@$(PY) setup.py -q build_kernels
-	@$(PY) -m megatron.kernels
+	@$(PY) tools/check_kernels.py
 
 kernels-check: $(STAMP)
-	@$(PY) -m megatron.kernels.resources --jobs $(WORKERS)
+	@$(PY) benchmarks/kernel_resources.py --jobs $(WORKERS)
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info $(STAMP)

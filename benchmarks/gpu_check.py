@@ -264,7 +264,7 @@ def _end_all(but: set[int]) -> None:
 def self_test(log: str, tables: list[Table]) -> str:
     """Operators within the bound."""
     verdicts = re.findall(r"^  \w+ +(ok|FAILED)  ", log, re.MULTILINE)
-    return f"{verdicts.count('ok')} of {len(verdicts)} operators as float64"
+    return f"{verdicts.count('ok')} of {len(verdicts)} operators as torch's"
 
 
 def shares(log: str, tables: list[Table]) -> str:
@@ -339,8 +339,8 @@ def steps_of(facts: dict[str, Any], folder: Path) -> list[Step]:
     )  # fmt: skip
     # On one GPU those up to `g1` are to answer within 6 minutes, by these estimates.
     return [
-        step("kernels", "built for the device, and once against float64", (75, 10), *[build] * compiles,
-             "-m megatron.kernels --device DEVICE", cannot=no_kernels, figures=self_test),
+        step("kernels", "built for the device, and once beside torch's", (75, 10), *[build] * compiles,
+             "tools/check_kernels.py --device DEVICE", cannot=no_kernels, figures=self_test),
         step("parity", "training beside the CPU's", (60, 10),
              "benchmarks/parity.py --device DEVICE --ranks 1 --output OUT", cannot=trains),
         step("host-waits", "where the host waits for the device", (65 + 40 * two, 20),

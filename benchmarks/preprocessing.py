@@ -42,13 +42,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.data.prepare.corpus import build_corpus
 from megatron.data.prepare.encode import PreprocessOptions, texts_of_block
 from megatron.data.prepare.preprocess import Listeners, Totals, preprocess
 from megatron.data.prepare.sources import read_blocks
 from megatron.data.prepare.vocabulary import train_vocabulary
 from megatron.data.tokenizer import build_tokenizer
 from megatron.data.tokenizers.fast import byte_letters
+from tools.build_corpus import build_corpus
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get("MEGATRON_TEST_DATA") or ROOT.parent / "shared" / "data")
@@ -234,13 +234,13 @@ def peak_mb(pid: int) -> float:
 def make_corpus(folder: Path, megabytes: float) -> tuple[Path, float]:
     """JSON lines of Python's sources, repeated to `megabytes` of text; the path and the MB."""
     once = folder / "once.jsonl"
-    totals = build_corpus(once, max_bytes=int(min(megabytes, 20) * 1e6))
-    times = max(1, round(megabytes * 1e6 / totals.text_bytes))
+    _, size = build_corpus(once, max_bytes=int(min(megabytes, 20) * 1e6))
+    times = max(1, round(megabytes * 1e6 / size))
     corpus = folder / "corpus.jsonl"
     with corpus.open("wb") as file:
         for _ in range(times):
             file.write(once.read_bytes())
-    return corpus, times * totals.text_bytes / 1e6
+    return corpus, times * size / 1e6
 
 
 def compare(name: str, arguments: dict[str, Any], corpus: Path, megabytes: float, repeat: int) -> None:

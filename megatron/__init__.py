@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 _PLACES = {
     "megatron.config": ("Config", "parse_args"),
-    "megatron.config.pieces": ("Callback", "Pieces"),
+    "megatron.config.pieces": ("Pieces",),
     "megatron.errors": ("CheckpointError", "ConfigError", "DataError", "LaunchError", "MegatronError"),
     "megatron.parallel.launch": ("Launch", "connect", "detect_launch", "select_device"),
     "megatron.parallel.rendezvous": ("Rendezvous",),
@@ -32,6 +32,7 @@ _PLACES = {
     "megatron.engine.engine": ("Engine",),
     "megatron.engine.lr": ("LearningRateSchedule", "WeightDecaySchedule"),
     "megatron.program": ("main", "pretrain"),
+    "megatron.protocols": ("Callback",),
     "megatron.training.allocator": ("tune_allocator",),
 }
 _MODULE_OF = {name: module for module, names in _PLACES.items() for name in names}

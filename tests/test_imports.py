@@ -23,12 +23,12 @@ ROOMS: dict[str, set[str]] = {
     "parallel": BASE,
     "kernels": BASE | {"parallel"},
     "layers": BASE | {"parallel", "kernels"},
-    "data": BASE | {"parallel", "kernels", "drawing"},
-    "model": BASE | {"parallel", "kernels", "layers", "data"},
-    "pipeline": BASE | {"parallel"},
+    "data": BASE | {"parallel", "kernels", "drawing", "protocols"},
+    "model": BASE | {"parallel", "kernels", "layers", "data", "protocols"},
+    "pipeline": BASE | {"parallel", "protocols"},
 }
-ROOMS["metrics_file"] = BASE
-ROOMS["engine"] = BASE | {"parallel", "kernels", "layers", "data", "model", "pipeline"}
+ROOMS["metrics_file"] = ROOMS["protocols"] = BASE
+ROOMS["engine"] = BASE | {"parallel", "kernels", "layers", "data", "model", "pipeline", "protocols"}
 ROOMS["checkpoint"] = ROOMS["engine"] | {"engine"}
 ROOMS["training"] = ROOMS["checkpoint"] | {"checkpoint", "metrics_file"}
 ROOMS["planner"] = ROOMS["training"] | {"training", "drawing"}

@@ -60,7 +60,9 @@ HELPS = (
 
 
 @pytest.mark.slow
-def test_a_login_node(tmp_path: Path) -> None:
+def test_a_login_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With traces that are kept already, as on a login node beside an environment that has torch."""
+    monkeypatch.setenv("MEGATRON_TRACE_CACHE", str(tmp_path / "traces"))
     script = tmp_path / "job.sh"
     script.write_text("#!/bin/bash\n#SBATCH -A a -N 1 -t 1:00:00\n")
     command = "srun -n 8 python pretrain_gpt.py --preset tiny --mock-data --global-batch-size 16 --train-iters 3"
@@ -71,4 +73,6 @@ def test_a_login_node(tmp_path: Path) -> None:
         ("pretrain_gpt", "--preset gpt-22b --world-size 8 --print-config".split()),
         ("pretrain_gpt", ["--help"]),
     ]
+    for name, words in tools[:3]:
+        run_python(f"import contextlib, {name} as tool\nwith contextlib.suppress(SystemExit): tool.main({words!r})")
     run_python(CODE.format(light=LIGHT, tools=tools, helps=HELPS))

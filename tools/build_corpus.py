@@ -3,20 +3,136 @@
 Example:
 
     python tools/build_corpus.py --output runs/corpus.jsonl
+
+One document per module. Modules whose source is there give it, docstrings included; modules that are compiled into the
+interpreter give their docstrings, read from the module. Nothing else is imported or run.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import hashlib
+import inspect
+import io
+import json
+import os
 import sys
-from collections.abc import Sequence
+import sysconfig
+import tokenize
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.option import Parser, real, whole
-from megatron.data.prepare.corpus import build_corpus
+from megatron.data.file_lock import renamed_into
+from megatron.errors import DataError
 from megatron.training.failures import as_tool
+from megatron.untrusted import read_bytes
+
+# Tests repeat each other, and the code tables in encodings are numbers rather than text.
+SKIPPED_FOLDERS = frozenset(
+    {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "encodings", "lib2to3"}
+)
+MIN_CHARACTERS = 64
+_MOST_SOURCE_BYTES = 1 << 24
+
+
+def build_corpus(
+    output: str | os.PathLike[str],
+    *,
+    max_bytes: int = 20_000_000,
+    seed: int = 1234,
+    docstrings_only: bool = False,
+    stdlib: str | os.PathLike[str] | None = None,
+) -> tuple[int, int]:
+    """Write JSON lines {"name": module, "text": ...} to `output`, in an order that depends on `seed` alone.
+
+    Stops before the texts exceed `max_bytes`. `docstrings_only` keeps only the prose: docstrings of modules, classes
+    and functions. `stdlib` is the folder to read, by default this Python's. Parts that a Python build lacks are left
+    out. Returns the numbers of documents and of bytes of text. Raises DataError when nothing is found or `output`
+    cannot be written.
+    """
+    folder = Path(stdlib if stdlib is not None else sysconfig.get_path("stdlib"))
+    sources = find_modules(folder)
+    if stdlib is None:
+        sources.update(dict.fromkeys(sys.builtin_module_names))
+    path = Path(output)
+    documents = text_bytes = 0
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with renamed_into(path) as file:
+            for name in sorted(sources, key=lambda name: hashlib.sha256(f"{seed} {name}".encode()).digest()):
+                text = _document(name, sources[name], docstrings_only)
+                if text is None:
+                    continue
+                size = len(text.encode())
+                if text_bytes + size > max_bytes:
+                    break
+                file.write(f"{json.dumps({'name': name, 'text': text}, ensure_ascii=False)}\n".encode())
+                documents, text_bytes = documents + 1, text_bytes + size
+            if not documents:
+                raise DataError(f"{folder}: no module with text in it within {max_bytes} bytes")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written: {error.strerror}") from error
+    return documents, text_bytes
+
+
+def find_modules(folder: Path) -> dict[str, Path | None]:
+    """Dotted name and file of each Python source under `folder`."""
+    modules: dict[str, Path | None] = {}
+    for root, folders, files in os.walk(folder):
+        folders[:] = sorted(f for f in folders if f not in SKIPPED_FOLDERS and not f.startswith(("config-", ".")))
+        for file in files:
+            if file.endswith(".py"):
+                path = Path(root, file)
+                parts = path.relative_to(folder).with_suffix("").parts
+                modules[".".join(parts[:-1] if parts[-1] == "__init__" and parts[1:] else parts)] = path
+    return modules
+
+
+def _document(name: str, path: Path | None, docstrings_only: bool) -> str | None:
+    """The text of one module; None when there is too little or it cannot be read as text."""
+    if path is None:
+        text = "\n\n".join(_builtin_docstrings(name))
+    else:
+        try:
+            source = read_bytes(path, _MOST_SOURCE_BYTES, error=DataError)
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)  # that the source declares
+            text = io.TextIOWrapper(io.BytesIO(source), encoding).read()
+            if docstrings_only:
+                text = "\n\n".join(_source_docstrings(name, text))
+            text.encode()
+        except (DataError, SyntaxError, ValueError, RecursionError, MemoryError):  # the last: nested too deep
+            return None
+    return text if len(text) >= MIN_CHARACTERS else None
+
+
+def _source_docstrings(name: str, source: str) -> Iterator[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the library's own deprecated escapes
+        tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            docstring = ast.get_docstring(node)
+            if docstring:
+                yield f"{name if isinstance(node, ast.Module) else f'{name}.{node.name}'}\n\n{docstring}"
+
+
+def _builtin_docstrings(name: str) -> Iterator[str]:
+    """Docstrings of a module that is compiled into the interpreter; it has no source that an import would run."""
+    try:
+        module = __import__(name)
+    except ImportError:  # some builds list modules that cannot be imported on this system
+        return
+    for label, item in [(name, module)] + [(f"{name}.{key}", item) for key, item in sorted(vars(module).items())]:
+        if inspect.ismodule(item) and item is not module:
+            continue
+        docstring = inspect.cleandoc(item.__doc__) if isinstance(getattr(item, "__doc__", None), str) else ""
+        if docstring and (inspect.ismodule(item) or inspect.isclass(item) or inspect.isroutine(item)):
+            yield f"{label}\n\n{docstring}"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -38,14 +154,14 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Run; returns the exit code: 0, or 2 after an error."""
     args = build_parser().parse_args(argv)
-    totals = build_corpus(
+    documents, text_bytes = build_corpus(
         args.output,
         max_bytes=int(args.max_megabytes * 1e6),
         seed=args.seed,
         docstrings_only=args.docstrings_only,
         stdlib=args.stdlib,
     )
-    print(f"wrote {args.output}: {totals.documents} documents, {totals.text_bytes / 1e6:.1f} MB of text")
+    print(f"wrote {args.output}: {documents} documents, {text_bytes / 1e6:.1f} MB of text")
     return 0
 
 

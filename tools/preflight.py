@@ -18,19 +18,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.option import Parser, real, whole
+from megatron.config.option import Parser, real
 from megatron.errors import ConfigError
 from megatron.training.failures import as_tool, leave, run_guarded
 
 MEASURE = """\
-Try every device and node of an allocation, with one process for each device as the training has it:
+Test every device and node of an allocation, with one process for each device, as the training has it:
 
     srun -N $N -n $((8 * N)) -c 7 --gpus-per-task=1 --gpu-bind=closest --kill-on-bad-exit=0 --wait=30 \\
         python tools/preflight.py measure --out logs/preflight
 
-Slow, broken and absent nodes are named, and a line --exclude=... is printed. Exit code of rank 0: 0 enough good nodes,
-4 too few, 2 a wrong setting. srun's own code may differ when another process died or was ended after --wait:
-good_hosts, which is written last and is empty when there are too few good nodes, is what a script should look at."""
+Slow, broken and absent nodes are named, and a line --exclude=... is printed. Exit code of rank 0: 0 all nodes are good,
+4 some are not, 2 a wrong setting. srun's own code may differ when another process died or was ended after --wait:
+good_hosts is what a script should look at."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -41,11 +41,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="machine whose bands a measurement has to lie in; default: MEGATRON_CLUSTER. Without one, and on a CPU, "
              "ranks are compared with each other",
     )  # fmt: skip
-    parser.add_argument("--nodes-needed", type=whole(), metavar="N", help="good nodes that are enough (default: all)")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for preflight.json, good_hosts and bad_hosts")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for good_hosts and bad_hosts")
     parser.add_argument(
         "--seconds", type=real(least=5), default=60.0, metavar="S",
-        help="when absent processes are given up, at the latest after twice as long while others still arrive "
+        help="that each measurement may take; processes that have not come after twice as long are given up "
              "(default 60)",
     )  # fmt: skip
     parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl (RCCL) where there are devices")
@@ -57,7 +56,7 @@ def run(half: str, argv: Sequence[str]) -> int:
     if half == "check":
         from megatron.jobs import check_job
 
-        return check_job.run(check_job.parse(argv))
+        return check_job.run(argv)
     args = build_parser().parse_args(argv)
     from megatron.jobs import check_nodes
 

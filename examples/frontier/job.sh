@@ -229,7 +229,7 @@ run_preflight() {
     read -r -a more <<<"${PREFLIGHT_FLAGS:-}"
     # A task that hangs is given up soon after the others have ended, and the step in any case.
     NODES=$nodes HOSTS='' SRUN_WAIT=30 SRUN_FLAGS="${SRUN_FLAGS:-} --time=${PREFLIGHT_MINUTES:-10}" LOGS=$folder \
-        launch "$CODE/tools/preflight.py" measure --cluster "$SITE_CLUSTER" --nodes-needed "$needed" --out "$folder" \
+        launch "$CODE/tools/preflight.py" measure --cluster "$SITE_CLUSTER" --out "$folder" \
         --backend "$backend" ${more[@]+"${more[@]}"} || code=$?
     [[ $DRY_RUN != 1 ]] || { GOOD_HOSTS=; return 0; }
     # A node that died spoils srun's exit code, not the verdict on the others.

@@ -146,7 +146,7 @@ if not torch.version.hip:
 if not sys.base_prefix.startswith(("/opt/", "/usr")):
     print(f"WARNING: Python itself lies in {sys.base_prefix}: from a shared file system jobs start slowly")
 PY
-    run "$python" -m megatron.kernels --list
+    run "$python" "$MEGATRON_ROOT/tools/check_kernels.py" --list
 }
 
 # A virtual environment finds itself by the place of its bin/python (pyvenv.cfg beside it), so it can be unpacked

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from megatron.config.files import CheckpointConfig, DataConfig, LoggingConfig
 from megatron.config.model import ModelConfig, TokenizerConfig
 from megatron.config.option import options_of
 from megatron.config.parallel import EngineConfig, ParallelConfig, RecomputeConfig
-from megatron.config.pieces import PLAIN, Order, Pieces
+from megatron.config.pieces import PLAIN, Pieces
 from megatron.config.presets import give_preset
 from megatron.config.resolve import resolve
 from megatron.config.settings import SECTIONS, Settings, all_options, did_you_mean, raise_problems, section_of
@@ -79,7 +79,7 @@ class Config:
         return dataclasses.replace(self, pieces=dataclasses.replace(self.pieces, **pieces))
 
     @property
-    def schedule(self) -> str | Order:
+    def schedule(self) -> str | Callable[..., Any]:
         """The pipeline's order of computation: the name of one, or one's own."""
         return self.pieces.schedule or self.parallel.schedule
 

@@ -19,6 +19,7 @@ from megatron.data.splits import (
     split_bounds,
 )
 from megatron.errors import ConfigError, DataError
+from megatron.protocols import MakeDatasets
 
 if TYPE_CHECKING:
     from megatron.config import Config
@@ -116,8 +117,9 @@ def build_datasets(
 
 def _own(config: Config, counts: tuple[int, int, int]) -> Datasets:
     """What pieces of one's own make, as a run takes it. Raises DataError where too little is made."""
-    assert config.pieces.datasets is not None
-    made = list(config.pieces.datasets(config, *counts))
+    make: MakeDatasets | None = config.pieces.datasets
+    assert make is not None
+    made = list(make(config, *counts))
     if len(made) != len(SPLIT_NAMES):
         raise DataError(f"{len(made)} data sets of your own: give {len(SPLIT_NAMES)}, None for one without data")
     found: list[Any] = []

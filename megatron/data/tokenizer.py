@@ -18,17 +18,22 @@ be trained with the other.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.data.tokenizers.base import NullTokenizer, Tokenizer
 from megatron.data.tokenizers.fast import gpt2, hugging_face
 from megatron.data.tokenizers.sentence_piece import sentence_piece
 from megatron.data.tokenizers.tik_token import TikTokenSettings, tik_token
-from megatron.errors import ConfigError, DataError
+from megatron.errors import ConfigError, DataError, MegatronError
 
-__all__ = ["TOKENIZER_TYPES", "Tokenizer", "build_tokenizer"]
+if TYPE_CHECKING:
+    from megatron.config import Config
+
+__all__ = ["TOKENIZER_TYPES", "Tokenizer", "build_tokenizer", "with_vocabulary"]
 
 TOKENIZER_TYPES = (
     "GPT2BPETokenizer",
@@ -111,6 +116,18 @@ def build_tokenizer(
             f"larger, use --make-vocab-size-divisible-by"
         )
     return tokenizer
+
+
+def with_vocabulary(config: Config) -> tuple[Config, str]:
+    """Return the configuration with the size of its tokenizer's vocabulary, and why that is not known ("" if it is)."""
+    known = config.model.vocab_size
+    if config.tokenizer.tokenizer_type is None:
+        return config, "no tokenizer and no --vocab-size" if known is None else ""
+    try:
+        tokenizer = build_tokenizer(**dataclasses.asdict(config.tokenizer), vocab_size=known)
+    except (MegatronError, OSError) as error:
+        return config, f"the tokenizer cannot be read here ({error})"
+    return config.replace(vocab_size=tokenizer.vocab_size), ""
 
 
 def _path(tokenizer_type: str, flag: str, value: str | None) -> Path:

@@ -34,6 +34,7 @@ from megatron.engine.optimizer import (
 from megatron.engine.optimizer_state import optimizer_state, own_optimizer
 from megatron.engine.terms import Terms
 from megatron.engine.weights import WeightGather
+from megatron.engine.whole import WholeParameters
 from megatron.engine.zero import ZeroStep
 from megatron.kernels.choose import choose_fusions
 from megatron.parallel.collectives import all_reduce
@@ -101,7 +102,8 @@ class Engine:
         limit = None
         if topology.data.size > 1:
             limit = bucket_elements(int(config.engine.zero_reduce_bucket_size), topology.data.size)
-        groups = parameter_groups(parameters, config.optimizer.weight_decay, limit)
+        whole = getattr(own_optimizer(config), "whole", None)
+        groups = parameter_groups(parameters, config.optimizer.weight_decay, limit, whole)
         ensure_process_group(topology.device)
         check_groups(groups, topology)
         ordered = [p for g in groups for p in g["params"]]
@@ -120,6 +122,8 @@ class Engine:
             self._optimizer, self._basic, topology, self._dtype, mpu.partition.rank, mpu.partition.size,
             kernels=getattr(getattr(config, "kernels", None), "optimizer_implementation", "torch") != "torch",
         )  # fmt: skip
+        for group, bucket in zip(self._basic.param_groups, self._zero.buckets, strict=True):
+            group["whole"] = WholeParameters(bucket, topology) if group.get("whole") else None
         self._connect(config, parameters)
         self._make_masters_exact(exact)
         release_free_memory()  # the moments are larger than any hole that the weights of the start have left

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from megatron.kernels.availability import fused_adam
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
 
+WantsWhole = Callable[[str, tuple[int, ...]], bool]
+
 
 def unique_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     """Trainable parameters in order; a weight that two layers share appears once."""
@@ -23,25 +25,30 @@ def unique_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def parameter_groups(
-    parameters: Iterable[torch.nn.Parameter], weight_decay: float, bucket_elements: int | None = None
+    parameters: Iterable[torch.nn.Parameter], weight_decay: float, bucket_elements: int | None = None,
+    whole: WantsWhole | None = None,
 ) -> list[dict[str, Any]]:
     """The parameters with weight decay, then those without, cut into buckets; an empty group is left out.
 
     Each kind is in the reverse of the order given, which is about the order in which a backward pass makes gradients.
     A group has at most `bucket_elements` unless one parameter has more; None: all of a kind are one group. The tied
     embedding is a group of its own, so that the first and the last stage divide it alike over their data-parallel
-    ranks.
+    ranks. So are parameters that the optimizer wants `whole`, by global name and shape.
 
-    Each group has a key `decays`, by which the Engine finds the ones whose weight decay follows the schedule.
+    Each group has a key `decays`, by which the Engine finds the ones whose weight decay follows the schedule, and a key
+    `whole`, True for those of whole parameters.
     """
-    backward = list(parameters)[::-1]
+    kinds: dict[tuple[bool, bool, bool], list[torch.nn.Parameter]] = {}
+    for p in list(parameters)[::-1]:
+        s = sharding_of(p)
+        wanted = whole is not None and bool(whole(s.name, s.global_shape))
+        kinds.setdefault((not s.decay, wanted, s.tied), []).append(p)
     groups = []
-    for decays in (True, False):
-        kind = [p for p in backward if bool(sharding_of(p).decay) == decays]
-        buckets = _cut([p for p in kind if not sharding_of(p).tied], bucket_elements)
-        for bucket in [*buckets, [p for p in kind if sharding_of(p).tied]]:
-            groups.append({"params": bucket, "weight_decay": weight_decay if decays else 0.0, "decays": decays})
-    return [g for g in groups if g["params"]]
+    for (spared, wanted, tied), kind in sorted(kinds.items(), key=lambda item: item[0]):
+        for bucket in [kind] if tied else _cut(kind, bucket_elements):
+            decay = 0.0 if spared else weight_decay
+            groups.append({"params": bucket, "weight_decay": decay, "decays": not spared, "whole": wanted})
+    return groups
 
 
 def _cut(parameters: list[torch.nn.Parameter], elements: int | None) -> list[list[torch.nn.Parameter]]:

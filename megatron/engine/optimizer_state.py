@@ -4,8 +4,8 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-from megatron.config.pieces import Optimizer
 from megatron.errors import ConfigError
+from megatron.protocols import Optimizer
 
 
 class OptimizerState(NamedTuple):
@@ -49,12 +49,23 @@ def has_kernel(config: Any) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _state_of(make: Optimizer, settings: Any) -> OptimizerState:
-    """Found by a step on a few weights."""
+    """Return what a step on a few weights leaves, with those of whole parameters where it takes such."""
+    kinds = [None, lambda flat, change: flat] if hasattr(make, "whole") else [None]
+    found = [_after_a_step(make, settings, whole) for whole in kinds]
+    if found[0] != found[-1]:
+        raise ConfigError(
+            f"optimizer={make!r} keeps {found[-1].tensors} for whole parameters and {found[0].tensors} for others: "
+            f"ZeRO and checkpoints take the same names for all"
+        )
+    return found[0]
+
+
+def _after_a_step(make: Optimizer, settings: Any, whole: Any) -> OptimizerState:
     import torch
 
     weights = torch.nn.Parameter(torch.ones(6))
     weights.grad = torch.ones(6)
-    optimizer = make([{"params": [weights], "weight_decay": settings.weight_decay}], settings)
+    optimizer = make([{"params": [weights], "weight_decay": settings.weight_decay, "whole": whole}], settings)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer={make!r} makes a {type(optimizer).__name__}, not a torch.optim.Optimizer")
     optimizer.step()

@@ -6,6 +6,7 @@ operators without running them (planner/trace.py) hears it; in a run nobody does
 """
 from __future__ import annotations
 
+import contextlib
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
@@ -91,6 +92,11 @@ def counts_as(work: Computation) -> Scope:
 def recomputed() -> Scope:
     """A context: what is computed inside was computed before, and is made again rather than kept."""
     return Scope(None)
+
+
+def once_and_again() -> tuple[contextlib.nullcontext[None], Scope]:
+    """Return the contexts of a forward pass and of its recomputation, as torch.utils.checkpoint takes them."""
+    return contextlib.nullcontext(), recomputed()
 
 
 class followed:

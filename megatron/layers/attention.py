@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from megatron.kernels.work import once_and_again
 from megatron.layers.blocked_attention import blocked_attention
 from megatron.layers.context import CallContext, LayerContext
 from megatron.layers.documents import Documents
@@ -119,7 +120,9 @@ class CoreAttention:
             place = call.dropout.weights(s, heads, self.tensor.rank, self.tensor.size)
         core = partial(self._core, call.documents, seed, place)
         if self.recompute and torch.is_grad_enabled():
-            out: torch.Tensor = checkpoint(core, *tensors, use_reentrant=False, preserve_rng_state=False)
+            out: torch.Tensor = checkpoint(
+                core, *tensors, use_reentrant=False, preserve_rng_state=False, context_fn=once_and_again
+            )
             return out
         return core(*tensors)
 

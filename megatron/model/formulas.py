@@ -9,11 +9,8 @@ L layers, B global batch size.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megatron.config.model import ModelConfig
+from megatron.config.model import ModelConfig
 
 _TERA = 1e12
 
@@ -38,100 +35,23 @@ _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class LayerParameters:
-    """Parameters of one transformer layer, by piece."""
-
-    query_key_value: int
-    attention_output: int
-    mlp_input: int
-    mlp_output: int
-    column_biases: int
-    row_biases: int
-    norms: int
-
-    @property
-    def matrices(self) -> int:
-        """Entries of the weight matrices."""
-        return self.query_key_value + self.attention_output + self.mlp_input + self.mlp_output
-
-    @property
-    def total(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self))
-
-    def on_tensor_rank(self, tensor_size: int) -> int:
-        """What one of `tensor_size` ranks holds: matrices and column biases are divided, the rest is replicated."""
-        return (self.matrices + self.column_biases) // tensor_size + self.row_biases + self.norms
-
-
-def layer_parameters(model: ModelConfig) -> LayerParameters:
-    """Parameters of one layer: attention with g key and value heads, MLP (its input doubled by SwiGLU), two norms."""
-    h, f, d = model.hidden_size, model.ffn_hidden_size, model.kv_channels
-    qkv = (model.num_attention_heads + 2 * model.num_key_value_heads) * d
-    inner = 2 * f if model.swiglu else f
-    bias = 1 if model.add_bias_linear else 0
-    return LayerParameters(
-        query_key_value=h * qkv,
-        attention_output=model.num_attention_heads * d * h,
-        mlp_input=h * inner,
-        mlp_output=f * h,
-        column_biases=bias * (qkv + inner),
-        row_biases=bias * 2 * h,
-        norms=2 * norm_parameters(model),
-    )
-
-
-def norm_parameters(model: ModelConfig) -> int:
-    """Weight, and bias of a LayerNorm."""
-    return model.hidden_size * (2 if model.normalization == "layernorm" else 1)
-
-
-def embedding_parameters(model: ModelConfig, vocab_size: int | None = None) -> int:
-    """Word embedding. `vocab_size` None: the model's true one."""
-    return _vocab(model, vocab_size) * model.hidden_size
-
-
-def position_parameters(model: ModelConfig) -> int:
-    """Learned positions; the other kinds have none."""
-    learned = model.position_embedding_type == "learned_absolute"
-    return model.max_position_embeddings * model.hidden_size if learned else 0
-
-
-def head_parameters(model: ModelConfig, vocab_size: int | None = None) -> int:
-    """Output layer; nothing where the word embedding serves."""
-    return embedding_parameters(model, vocab_size) if model.untie_embeddings_and_output_weights else 0
+def layer_matrices(model: ModelConfig) -> int:
+    """Return the entries of the weight matrices of one layer; SwiGLU doubles the input of the MLP."""
+    heads = 2 * model.num_attention_heads + 2 * model.num_key_value_heads  # queries and output; keys and values
+    inner = (3 if model.swiglu else 2) * model.ffn_hidden_size
+    return model.hidden_size * (heads * model.kv_channels + inner)
 
 
 def total_parameters(model: ModelConfig, vocab_size: int | None = None) -> int:
-    """All parameters of the model, a tied embedding counted once."""
-    return (
-        embedding_parameters(model, vocab_size)
-        + position_parameters(model)
-        + model.num_layers * layer_parameters(model).total
-        + norm_parameters(model)
-        + head_parameters(model, vocab_size)
-    )
-
-
-def stage_parameters(
-    model: ModelConfig, layers: int, *, first: bool, last: bool, tensor_size: int = 1, vocab_size: int | None = None
-) -> int:
-    """Parameters that one tensor rank of a pipeline stage with `layers` layers holds.
-
-    `first` and `last` are the stages with the embedding and with the output. The last stage holds a copy of a tied
-    embedding unless it is the first too. `vocab_size` is the padded one (a multiple of tensor_size); None: the true
-    size, rounded up to such a multiple.
-    """
-    vocab = -(-_vocab(model, vocab_size) // tensor_size) * tensor_size
-    words = embedding_parameters(model, vocab) // tensor_size
-    count = layers * layer_parameters(model).on_tensor_rank(tensor_size)
-    if first:
-        count += words + position_parameters(model)
-    if last:
-        count += norm_parameters(model)
-        if model.untie_embeddings_and_output_weights or not first:
-            count += words
-    return count
+    """Return all parameters of the model, a tied embedding counted once. `vocab_size` None: the model's true one."""
+    h, bias = model.hidden_size, int(model.add_bias_linear)
+    norm = h * (2 if model.normalization == "layernorm" else 1)
+    qkv = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.kv_channels
+    inner = (2 if model.swiglu else 1) * model.ffn_hidden_size
+    layer = layer_matrices(model) + bias * (qkv + inner + 2 * h) + 2 * norm
+    words = _vocab(model, vocab_size) * h * (2 if model.untie_embeddings_and_output_weights else 1)
+    learned = model.position_embedding_type == "learned_absolute"
+    return words + (model.max_position_embeddings * h if learned else 0) + model.num_layers * layer + norm
 
 
 def _vocab(model: ModelConfig, vocab_size: int | None) -> int:
@@ -144,7 +64,7 @@ def _vocab(model: ModelConfig, vocab_size: int | None) -> int:
 
 
 def attention_score_flops(model: ModelConfig, *, causal: bool = False) -> float:
-    """Forward FLOPs per token and layer of scores and weighted values: 4 s n d.
+    """Return the forward FLOPs per token and layer of scores and weighted values: 4 s n d.
 
     `causal` counts only the pairs that a causal mask keeps, (s + 1) / 2 for each token, instead of all s.
     """
@@ -153,25 +73,22 @@ def attention_score_flops(model: ModelConfig, *, causal: bool = False) -> float:
 
 
 def layer_flops(model: ModelConfig, *, causal: bool = False) -> float:
-    """Forward FLOPs per token of one layer."""
-    return 2.0 * layer_parameters(model).matrices + attention_score_flops(model, causal=causal)
-
-
-def head_flops(model: ModelConfig, vocab_size: int | None = None) -> float:
-    """Forward FLOPs per token of the logits: 2 h V."""
-    return 2.0 * model.hidden_size * _vocab(model, vocab_size)
+    """Return the forward FLOPs per token of one layer."""
+    return 2.0 * layer_matrices(model) + attention_score_flops(model, causal=causal)
 
 
 def model_flops_per_token(model: ModelConfig, vocab_size: int | None = None, *, causal: bool = False) -> float:
-    """FLOPs of one token's forward and backward pass, which takes twice the forward's; recomputation not counted."""
-    return 3.0 * (model.num_layers * layer_flops(model, causal=causal) + head_flops(model, vocab_size))
+    """Return the FLOPs of one token's forward and backward pass, which takes twice the forward's, without those of
+    recomputation. The logits take 2 h V."""
+    head = 2.0 * model.hidden_size * _vocab(model, vocab_size)
+    return 3.0 * (model.num_layers * layer_flops(model, causal=causal) + head)
 
 
 def recompute_flops_per_token(
     model: ModelConfig, granularity: str | None, recomputed_layers: int | None = None, *, causal: bool = False,
     modules: Collection[str] = ("core_attn",),
 ) -> float:
-    """FLOPs per token that recomputation adds.
+    """Return the FLOPs per token that recomputation adds.
 
     granularity        None, "full" (the whole forward of a layer) or "selective" (its attention core, where that is
                        among `modules`; activation functions and norms are not counted anywhere)
@@ -186,25 +103,6 @@ def recompute_flops_per_token(
     return layers * layer_flops(model, causal=causal)
 
 
-def hardware_flops_per_token(
-    model: ModelConfig,
-    granularity: str | None = None,
-    recomputed_layers: int | None = None,
-    vocab_size: int | None = None,
-    *,
-    causal: bool = False,
-    modules: Collection[str] = ("core_attn",),
-) -> float:
-    """FLOPs per token that the devices are asked for: the model's and those of recomputation."""
-    extra = recompute_flops_per_token(model, granularity, recomputed_layers, causal=causal, modules=modules)
-    return model_flops_per_token(model, vocab_size, causal=causal) + extra
-
-
-def flops_per_iteration(flops_per_token: float, model: ModelConfig, global_batch_size: int) -> float:
-    """FLOPs of one iteration over `global_batch_size` sequences of full length."""
-    return flops_per_token * model.seq_length * global_batch_size
-
-
 def paper_flops(
     global_batch_size: int,
     seq_length: int,
@@ -214,7 +112,7 @@ def paper_flops(
     *,
     checkpointing: bool = True,
 ) -> float:
-    """FLOPs of an iteration as Dash et al. (arXiv 2312.12705) count them for a GPT with f = 4h and g = n:
+    """Return the FLOPs of an iteration as Dash et al. (arXiv 2312.12705) count them for a GPT with f = 4h and g = n:
 
         24 k B s L h^2 (1 + s / (6 h) + V / (16 L h)),  k = 4 with activation checkpointing and 3 without.
 
@@ -227,7 +125,7 @@ def paper_flops(
 
 
 def peak_tflops(device_name: str, dtype_name: str) -> float | None:
-    """Peak of a device's matrix units in TFLOP/s (dense, no sparsity; fp32 without TF32).
+    """Return the peak of a device's matrix units in TFLOP/s (dense, no sparsity; fp32 without TF32).
 
     `device_name` as torch.cuda.get_device_name gives it, `dtype_name` 'float32', 'bfloat16' or 'float16'.
     None for a CPU or a device or dtype that is not in the table.

@@ -3,14 +3,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from megatron.config import Config
 from megatron.data.batch import MicroBatch
 from megatron.kernels.availability import choose_attention
 from megatron.kernels.choose import choose_fusions
+from megatron.kernels.work import once_and_again
 from megatron.layers.context import CallContext, LayerContext
 from megatron.layers.documents import Documents
 from megatron.layers.dropout import keyed_dropout
@@ -28,9 +30,7 @@ from megatron.model.stages import assign_layers
 from megatron.parallel.random import DropoutKey, Site
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Layout, Topology
-
-if TYPE_CHECKING:
-    from megatron.config import Config
+from megatron.protocols import Layer, Stage
 
 OUTPUT_LAYER = "output_layer.weight"
 EMBEDDING_LAYER = -1  # the index under which dropout keys know the embedding
@@ -84,7 +84,7 @@ class GPTChunk(torch.nn.Module):
                 self.position_embeddings = PositionEmbedding(
                     context, model.max_position_embeddings, model.hidden_size, fill
                 )
-        make = config.pieces.layer or transformer_layer
+        make: Layer = config.pieces.layer or transformer_layer
         self.layers = torch.nn.ModuleList(make(context, config, i) for i in layers)
         if self.is_last:
             self.final_layernorm = Norm(
@@ -177,7 +177,9 @@ class GPTChunk(torch.nn.Module):
         for unit, again in units:
             if again:
                 # Masks are functions of keys: there is no generator state to restore.
-                hidden = checkpoint(run, hidden, unit, use_reentrant=False, preserve_rng_state=False)
+                hidden = checkpoint(
+                    run, hidden, unit, use_reentrant=False, preserve_rng_state=False, context_fn=once_and_again
+                )
             else:
                 hidden = run(hidden, unit)
         return hidden
@@ -213,7 +215,7 @@ def build_chunks(config: Config, topology: Topology, context: LayerContext | Non
     stages, pipeline = config.parallel.num_stages, topology.pipeline
     layers = assign_layers(config.model.num_layers, stages, config.parallel.pipeline_layout)
     chunks: dict[str, torch.nn.Module] = {}
-    make = config.pieces.model or GPTChunk
+    make: Stage = config.pieces.model or GPTChunk
     for stage in range(pipeline.rank, stages, pipeline.size):
         embeddings: Any = getattr(chunks.get("0"), "word_embeddings", None)
         shared = None if embeddings is None else embeddings.weight

@@ -2,12 +2,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
+from megatron.config import Config
 from megatron.model import formulas
-
-if TYPE_CHECKING:
-    from megatron.config import Config
 
 
 def total_parameters(config: Config) -> int:

@@ -7,18 +7,18 @@ one function, in ORDERS or given in place of a name.
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron.config.parallel import SCHEDULES
-from megatron.config.pieces import Order as OrderFunction
 from megatron.errors import ConfigError
 from megatron.pipeline.instructions import Op
 
 Rows = npt.NDArray[np.int32]  # [instructions, 3]: op, stage, micro-batch
-AnyOrder = str | OrderFunction  # a name of ORDERS, or an order itself
+AnyOrder = str | Callable[..., Any]  # a name of ORDERS, or a megatron.protocols.Order
 
 
 def one_forward_one_backward(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> Rows:
@@ -102,7 +102,7 @@ class Order(NamedTuple):
     """interleaves: with several chunks per rank, where there are several ranks, not with one; splits: backward passes,
     in two."""
 
-    passes: OrderFunction
+    passes: Callable[..., Any]
     interleaves: bool = False
     splits: bool = False
 

@@ -28,6 +28,7 @@ from megatron.parallel.sink import GradientSink
 from megatron.parallel.topology import Group, Layout, Topology
 from megatron.planner.events import Again, Give, Message, Parameter, Part, Pass, Post, Step, Take, Wait
 from megatron.planner.tensors import Operators, Work, flat, is_empty, without_data
+from megatron.protocols import Stage
 
 _aten = torch.ops.aten
 _FREE = frozenset((
@@ -149,11 +150,7 @@ class _Recorder(Operators):
             self._counted -= 1
 
     def _computed(self, work: Computation) -> None:
-        # Recomputation runs in a backward pass, with gradients (torch's checkpoint) or where code says so.
-        again = self._category != "activations" and bool(
-            self._recomputed or self._modules or torch.is_grad_enabled()
-        )
-        self._note(Again(work) if again else work)
+        self._note(Again(work) if self._recomputed else work)
 
     # -- operators -----------------------------------------------------------------------------------------------------
 
@@ -313,7 +310,7 @@ class _Piece:
         context = layer_context(config, topology, perform_initialization=False)
         dtype = getattr(torch, config.precision.dtype_name)
         self.config, self.last, self.queue, self.device = config, last, context.weight_gradients, topology.device
-        make = config.pieces.model or GPTChunk
+        make: Stage = config.pieces.model or GPTChunk
         self.chunk: Any = make(config, context, 0 if first else 1, layers, last=last).to(dtype).train()
         self.terms = Terms([self.chunk], context.sequence_parallel)
         self.tensor = topology.tensor.size

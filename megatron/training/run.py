@@ -140,7 +140,7 @@ class Run:
             self.watchdog.patient = not before
 
     def call(self, event: str, *figures: Any) -> None:
-        """Tell the callbacks of the run: "on_start" and others of megatron.config.pieces.Callback."""
+        """Tell the callbacks of the run: "on_start" and others of megatron.protocols.Callback."""
         for callback in self.config.pieces.callbacks:
             getattr(callback, event)(self, *figures)
 

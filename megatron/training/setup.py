@@ -382,7 +382,7 @@ def rates(config: Config, topology: Topology) -> Rates:
     """FLOPs of one sample from the formulas, and the peak of this rank's device."""
     model, recompute, parallel = config.model, config.recompute, config.parallel
     layers = recompute.recompute_num_layers * parallel.num_stages if recompute.recompute_method == "block" else None
-    hardware = formulas.hardware_flops_per_token(
+    again = formulas.recompute_flops_per_token(
         model, recompute.recompute_granularity, layers, modules=recompute.recompute_modules
     )
     flops = model_flops_per_token(config)
@@ -390,7 +390,7 @@ def rates(config: Config, topology: Topology) -> Rates:
         world_size=topology.world.size,
         seq_length=model.seq_length,
         model_flops_per_sample=flops * model.seq_length,
-        hardware_flops_per_sample=(hardware + flops - formulas.model_flops_per_token(model)) * model.seq_length,
+        hardware_flops_per_sample=(flops + again) * model.seq_length,
         peak_flops_per_s=devices.peak_flops_per_s(topology.device, config.precision.dtype_name),
     )
 

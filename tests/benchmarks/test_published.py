@@ -56,9 +56,9 @@ def test_what_the_throughput_of_22b_asks_of_its_last_stage() -> None:
     assert model is not None
     config = parse_plan(table.argv_of(model, 8, 640))
     whole = sized_model(config)
-    layer = 2048 * formulas.layer_flops(whole)
-    last_stage = 6 * 4 * layer + 3 * 2048 * formulas.head_flops(whole, 51200)
-    every = 48 * 4 * layer + 3 * 2048 * formulas.head_flops(whole, 51200)
+    layer, head = 2048 * formulas.layer_flops(whole), 2 * 51200 * whole.hidden_size
+    last_stage = 6 * 4 * layer + 3 * 2048 * head
+    every = 48 * 4 * layer + 3 * 2048 * head
     found = table.implied(model, {})
     assert found.step_s == pytest.approx(640 * every / (8 * 73.5e12))
     assert found.turn_s == pytest.approx(found.step_s / 647)

@@ -34,6 +34,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "layer": layout(tp=2, pp=2, dp=2, sp=True)[2],
     "schedule": layout(tp=2, pp=2, dp=2)[2],
     "optimizer": layout(tp=2, pp=2, dp=2, **LION)[2],
+    "muon": layout(tp=2, pp=2, dp=2, **LION)[2],
 }
 FILES = {name: str(ROOT / FOLDER / f"{name}.py") for name in (*RUNS, "data")}
 TINY = (
@@ -72,7 +73,7 @@ def test_a_run_is_that_of_one_process(name: str) -> None:
     whole = assemble([rank["parameters"] for rank in ranks])
     assert whole.keys() == expected["parameters"].keys()
     apart = [np.abs(whole[n] - values) for n, values in expected["parameters"].items()]
-    turned, most = (1e-4, 2 * STEPS * LION["lr"]) if name == "optimizer" else (0.0, 5e-6)
+    turned, most = (1e-4, 2 * STEPS * LION["lr"]) if name in ("optimizer", "muon") else (0.0, 5e-6)
     assert max(d.max() for d in apart) <= most
     assert sum((d > 5e-6).sum() for d in apart) <= turned * sum(d.size for d in apart)
 

@@ -33,8 +33,8 @@ def test_all_nodes_are_good(tmp_path):
     ended = run_script(tmp_path, TRAIN, *FLAGS, PREFLIGHT="1", STUB_srun=measured("a1 a2"))
     (call,) = ended.named("srun", MEASURE)
     folder = tmp_path / "runs/gpt/logs/77/0/preflight"
-    assert [call.value(flag) for flag in ("--nodes-needed", "--out", "--backend", "--cluster", "-N", "-n")] == [
-        "2", str(folder), "gloo", "frontier", "2", "16",
+    assert [call.value(flag) for flag in ("--out", "--backend", "--cluster", "-N", "-n")] == [
+        str(folder), "gloo", "frontier", "2", "16",
     ]  # fmt: skip
     assert int(call.value("--time")) > 0  # a preflight that hangs is ended
     assert (ended.code, trained(ended).value("-N"), "-w" in trained(ended).words) == (0, "2", False)

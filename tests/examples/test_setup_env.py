@@ -56,7 +56,7 @@ def test_dry_run_shows_every_step(tmp_path):
     assert [name.partition("/")[0] for name in loaded].index("rocm") < loaded.index("rccl-net-plugin")
     wanted = [
         "-m venv", "torch==2.11.0 --index-url https://here/rocm7.2", "DS_BUILD_OPS=0", "flash-attention",
-        "build_kernels --target hip --arch gfx90a", "deephyper==", "megatron.kernels --list", "tar -C",
+        "build_kernels --target hip --arch gfx90a", "deephyper==", "check_kernels.py --list", "tar -C",
     ]  # fmt: skip
     found = [next(n for n, line in enumerate(lines) if text in line) for text in wanted]
     assert found == sorted(found)
@@ -111,7 +111,7 @@ def test_without_deephyper_the_environment_is_ready_all_the_same(tmp_path, fails
     assert "WARNING: DeepHyper" in done.stdout
     calls = (tmp_path / "calls").read_text()
     assert ("uninstall" in calls) == uninstalled
-    assert "megatron.kernels --list" in calls and (tmp_path / "env.tar.gz").exists()
+    assert "check_kernels.py --list" in calls and (tmp_path / "env.tar.gz").exists()
 
 
 def test_chosen_steps(tmp_path):

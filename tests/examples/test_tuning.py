@@ -179,8 +179,8 @@ def test_a_dry_run_has_the_headers_nodes_or_those_given(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("script", "planner"), [("tune.sbatch", "tune.py"), ("weak_scaling.sh", "run_experiment.py")])
 def test_the_check_before_submitting_accepts_it(tmp_path: Path, script: str, planner: str) -> None:
     """And says that the trainings, which the tool chooses, were not looked at."""
-    report = checked([FRONTIER / script], tmp_path)
-    assert report["findings"] == [] and any(planner in text for text in report["not_checked"]), report
+    job = checked([FRONTIER / script], tmp_path)
+    assert job.findings == [] and any(planner in text for text in job.unchecked), job.findings
 
 
 def test_the_space_in_the_documentation_is_one(tmp_path: Path) -> None:

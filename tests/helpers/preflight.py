@@ -1,39 +1,48 @@
 """What tools/preflight.py says of a job script, as on a login node of Frontier without Slurm."""
 from __future__ import annotations
 
-import json
 import os
-import subprocess
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
+from megatron.jobs.check_job import Job, check
 from tests.helpers.launching import ROOT
 
 
-def checked(words: Sequence[str | Path], folder: Path, **environ: str) -> dict[str, Any]:
-    """The report of `preflight.py check --json WORDS`, run in `folder` with the settings of a site."""
+def said(job: Job) -> set[tuple[str, str]]:
+    """(level, subject) of all errors and warnings."""
+    return {(level, about) for level, about, _ in job.findings if level != "note"}
+
+
+def cost(job: Job) -> tuple[float, float]:
+    """Days and node-hours."""
+    found = re.match(r"([\d.,]+) days and ([\d,]+) node-hours", job.known["it costs"])
+    assert found, job.known
+    return float(found[1].replace(",", "")), float(found[2].replace(",", ""))
+
+
+def checked(words: Sequence[str | Path], folder: Path, **environ: str) -> Job:
+    """Check as `preflight.py check WORDS` does, in `folder` with the settings of a site."""
     known = {n: v for n, v in os.environ.items() if not n.startswith(("SBATCH_", "SITE_", "MEGATRON_", "NCCL_", "FI_"))}
     site = {
         "SBATCH_ACCOUNT": "abc123", "MEGATRON_ROOT": str(ROOT), "SITE_VENV": sys.prefix,
         "SITE_RUNS": str(folder / "runs"), "SITE_CLUSTER": "frontier", "SBATCH_PARTITION": "batch",
     }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "preflight.py"), "check", "--json", *map(str, words)],
-        capture_output=True, text=True, cwd=folder, env={**known, **site, **environ}, timeout=300,
-    )  # fmt: skip
-    report: dict[str, Any] = json.loads(done.stdout or "{}")
-    assert report, done.stderr
-    assert done.returncode == 2 * any(found["level"] == "error" for found in report["findings"])
-    return report
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        with mock.patch.dict(os.environ, {**known, **site, **environ}, clear=True):
+            return check([str(word) for word in words])
+    finally:
+        os.chdir(before)
 
 
-def accepted(script: Path, folder: Path, *words: str) -> dict[str, Any]:
+def accepted(script: Path, folder: Path, *words: str) -> Job:
     """The same of a script of which nothing but what is missing here, such as room for checkpoints, is said."""
-    report = checked([script, "--mock-data", *words], folder)
+    job = checked([script, "--mock-data", *words], folder)
     # Room on this disk, an environment that is not packed, and a length that is the caller's business.
-    here = {("error", "saving"), ("warning", "script"), ("warning", "signal"), ("warning", "cost")}
-    said = {(found["level"], found["about"]) for found in report["findings"] if found["level"] != "note"}
-    assert said <= here, report
-    return report
+    assert said(job) <= {("error", "saving"), ("warning", "script"), ("warning", "cost")}, job.findings
+    return job

@@ -13,9 +13,7 @@
 #   slurm_testbed.sh hurry JOB        start a requeued job now; Slurm would hold it for two minutes
 #   slurm_testbed.sh slow-task NAME LOCALID PERCENT
 #                                     tasks that start there from now on run PERCENT of the time and are stopped otherwise
-#   slurm_testbed.sh hide-device NAME LOCALID
-#                                     tasks that start there from now on are told of no device
-#   slurm_testbed.sh mend             take back slow-task and hide-device for tasks that start from now on
+#   slurm_testbed.sh mend             take back slow-task for tasks that start from now on
 #
 # TESTBED_DIR (default /tmp/slurm_testbed), TESTBED_NODES (2) and TESTBED_PORT (16817, one port more per node) set where
 # it is and how large. A node is a namespace of processes, mounts and host name: its name resolves inside of its jobs,
@@ -172,9 +170,6 @@ task=$SLURMD_NODENAME.$SLURM_LOCALID
 if [[ ${SLURMD_TRES_BIND:-} == *gpu:closest* ]]; then
     echo "export ROCR_VISIBLE_DEVICES=${nearest[SLURM_LOCALID % 8]}"
 fi
-if [[ -e $faults/hide-device.$task ]]; then
-    for name in ROCR_VISIBLE_DEVICES HIP_VISIBLE_DEVICES CUDA_VISIBLE_DEVICES GPU_DEVICE_ORDINAL; do echo "unset $name"; done
-fi
 
 # family PID: it and all that descend from it, in $family; without this process, as long as it descends from the prolog.
 family() {
@@ -323,13 +318,9 @@ case ${1:-} in
         task=$(task_of "${2:?name of a node}" "${3:?local id of a task}")
         echo "$4" >"$DIR/faults/slow-task.$task"
         ;;
-    hide-device)
-        task=$(task_of "${2:?name of a node}" "${3:?local id of a task}")
-        : >"$DIR/faults/hide-device.$task"
-        ;;
     mend) rm -f "$DIR"/faults/* ;;
     *)
         fail "usage: $0 start|stop|missing|env|lose-node NAME|add-node NAME|hurry JOB|slow-task NAME LOCALID PERCENT|" \
-            "hide-device NAME LOCALID|mend"
+            mend
         ;;
 esac

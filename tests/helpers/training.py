@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -162,6 +163,11 @@ def dist_world_size() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
+def _plainly_whole(name: str, values: torch.Tensor, change: Any) -> torch.Tensor:
+    changed: torch.Tensor = change(name, values)
+    return changed
+
+
 def train_plainly(fields: dict[str, Any], steps: int = STEPS, packed: bool = False) -> dict[str, Any]:
     """The same training in this process by torch alone: no engine, no executor, no process group; in fp32."""
     from megatron.model.gpt import build_chunks
@@ -172,9 +178,12 @@ def train_plainly(fields: dict[str, Any], steps: int = STEPS, packed: bool = Fal
     (model,) = build_chunks(config, topology).values()
     model.train()
     o = config.optimizer
-    decay = [p for p in model.parameters() if sharding_of(p).decay]
-    rest = [p for p in model.parameters() if not sharding_of(p).decay]
-    groups = [{"params": decay, "weight_decay": o.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    wants = getattr(config.pieces.optimizer, "whole", None)
+    groups = []
+    for p in model.parameters():
+        s = sharding_of(p)
+        whole = partial(_plainly_whole, s.name) if wants is not None and wants(s.name, s.global_shape) else None
+        groups.append({"params": [p], "weight_decay": o.weight_decay if s.decay else 0.0, "whole": whole})
     optimizer: torch.optim.Optimizer
     if config.pieces.optimizer is not None:
         optimizer = config.pieces.optimizer(groups, o)

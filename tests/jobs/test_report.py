@@ -141,7 +141,7 @@ def test_under_slurm_devices_are_bound_and_the_job_script_passes_the_preflight_c
         "srun -N 16 -n 128 --ntasks-per-node=8 -c 7 --gpus-per-task=1 --gpu-bind=closest python -u pretrain_gpt.py "
     )
     assert "#SBATCH -N 16" in files["best.sbatch"].read_text()
-    assert accepted(files["best.sbatch"], tmp_path)["tasks"] == 128
+    assert accepted(files["best.sbatch"], tmp_path).tasks == 128
 
 
 # -- the machine corrected ---------------------------------------------------------------------------------------------

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.kernels import build, resources
-from megatron.kernels.resources import Kernel
+from benchmarks import kernel_resources as resources
+from benchmarks.kernel_resources import Kernel
+from megatron.kernels import build
 
 HEADER = """
 template <class Op, class G, int LANES, int THREADS>

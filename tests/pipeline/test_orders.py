@@ -10,8 +10,9 @@ from megatron.pipeline import lists
 from megatron.pipeline.clock import StageTimes, run_pipeline
 from megatron.pipeline.in_flight import moments_of_rank
 from megatron.pipeline.instructions import Instruction, Op
-from megatron.pipeline.orders import SCHEDULES, OrderFunction, group_sizes, passes_of_rank
+from megatron.pipeline.orders import SCHEDULES, group_sizes, passes_of_rank
 from megatron.pipeline.schedule import build_rank_schedule, build_schedule, peak_activations
+from megatron.protocols import Order
 
 
 def gpipe(pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> list[Instruction]:
@@ -67,12 +68,12 @@ def test_a_name_is_its_function(forward_only: bool) -> None:
     def named(p: int, v: int, m: int, rank: int) -> object:
         return passes_of_rank("interleaved", p, v, m, rank)
 
-    order: OrderFunction = named  # type: ignore[assignment]
+    order: Order = named  # type: ignore[assignment]
     theirs = build_schedule("interleaved", 3, 2, 7, forward_only)
     assert build_schedule(order, 3, 2, 7, forward_only).ranks == theirs.ranks
 
 
-def changed(change: Callable[[list[Instruction]], list[Instruction]]) -> OrderFunction:
+def changed(change: Callable[[list[Instruction]], list[Instruction]]) -> Order:
     return lambda p, v, m, rank: change(gpipe(p, v, m, rank)) if rank == 1 else gpipe(p, v, m, rank)
 
 
@@ -111,7 +112,7 @@ def test_what_a_long_step_holds_is_what_its_first_groups_hold(name: str, p: int,
     def whole(p: int, v: int, m: int, rank: int) -> object:
         return passes_of_rank(name, p, v, m, rank)
 
-    order: OrderFunction = whole  # type: ignore[assignment]
+    order: Order = whole  # type: ignore[assignment]
     for rank in range(p):
         short, long = (
             {tuple(row) for row in zip(f.tolist(), c.tolist(), map(tuple, h.tolist()), w.tolist(), strict=True)}

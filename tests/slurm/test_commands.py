@@ -2,8 +2,6 @@
 before submitting foretells."""
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import shlex
 import sys
@@ -14,8 +12,8 @@ import pytest
 
 from benchmarks.faults.job import ROOT
 from benchmarks.faults.testbed import Testbed
+from megatron.jobs.check_job import Job, check
 from tests.slurm.site import FRONTIER, MARKS, settings_of_site, submit
-from tools.preflight import main
 
 pytestmark = MARKS
 
@@ -31,16 +29,13 @@ NEAREST = [4, 5, 2, 3, 6, 7, 0, 1]
 """Frontier's user guide: the device nearest to the cores of local ranks 0, 1, ..."""
 
 
-def foretold(monkeypatch: pytest.MonkeyPatch, words: list[str], settings: dict[str, str]) -> dict[str, Any]:
-    """What tools/preflight.py check says of a script."""
+def foretold(monkeypatch: pytest.MonkeyPatch, words: list[str], settings: dict[str, str]) -> tuple[Job, dict[str, Any]]:
+    """What tools/preflight.py check says of a script, and its findings by subject."""
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(ROOT)
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        main(["check", "--json", *words])
-    found: dict[str, Any] = json.loads(printed.getvalue())
-    return found
+    job = check(words)
+    return job, {about: (level, text) for level, about, text in job.findings}
 
 
 campaign = pytest.mark.campaign("slurm")
@@ -73,15 +68,14 @@ def test_srun_starts_what_the_check_foretold(
     calls = [json.loads((tmp_path / "calls" / f"{task}.json").read_text()) for task in range(16)]
     words = ["-N", "2", str(FRONTIER / script), *arguments]
     site = {**settings_of_site(tmp_path), **settings, "SLURM_CONF": testbed.env["SLURM_CONF"]}
-    training = foretold(monkeypatch, words, site)
-    levels = {found["about"]: found["level"] for found in training["findings"]}
-    assert levels["sbatch --test-only"] == "note", training["findings"]
-    longer = {found["about"]: found for found in foretold(monkeypatch, ["-t", "13:00:00", *words], site)["findings"]}
-    assert longer["sbatch --test-only"]["level"] == "error" and "time limit" in longer["sbatch --test-only"]["text"]
+    training, found = foretold(monkeypatch, words, site)
+    assert found["sbatch --test-only"][0] == "note", found
+    level, text = foretold(monkeypatch, ["-t", "13:00:00", *words], site)[1]["sbatch --test-only"]
+    assert level == "error" and "time limit" in text
     assert all(call["arguments"] == calls[0]["arguments"] for call in calls)
     program, *flags = calls[0]["arguments"]
     assert program == str(ROOT / "pretrain_gpt.py")
-    assert (training["arguments"], training["nodes"], training["tasks"]) == (flags, 2, 16)
+    assert (training.words, training.nodes, training.tasks) == (flags, 2, 16)
     assert flags[-len(arguments):] == arguments
     assert f"gpt-{script[6:-7]}{'-frontier' if recipe == 'frontier' else ''}" in flags
     # The line in the job's log is a command that a shell would read the same.

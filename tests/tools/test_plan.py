@@ -193,7 +193,7 @@ def test_the_script_passes_the_preflight_check(capsys, tmp_path: Path):
     assert plan.main(words) == 0
     capsys.readouterr()
     script = tmp_path / "plan" / "job.sbatch"
-    assert accepted(script, tmp_path)["tasks"] == 128
+    assert accepted(script, tmp_path).tasks == 128
 
 
 @pytest.mark.slow

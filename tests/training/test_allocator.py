@@ -1,6 +1,7 @@
 """What malloc does after tune_allocator, seen from outside: where the heap ends, and what the kernel was asked for."""
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -10,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from megatron.training import allocator
 from tests.helpers.launching import ROOT, TINY, Script
 from tests.helpers.processes import free_port, rank_environment
 
@@ -44,9 +44,7 @@ print(json.dumps(dict(said=said, taken=taken, kept=kept, large=large, within=wit
 MOST = 60  # MiB: the four blocks, less what was free at the end of the heap before
 SETTINGS = ("GLIBC_TUNABLES", "THP_MEM_ALLOC_ENABLE", "LD_PRELOAD", "MALLOC_")
 
-pytestmark = pytest.mark.skipif(
-    not (allocator._glibc_version() or "").startswith("glibc"), reason="the C library is not glibc"
-)
+pytestmark = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
 
 
 def clean(**environment: str) -> dict[str, str]:
@@ -67,15 +65,9 @@ def probe(calls: int = 1, **environment: str) -> dict[str, Any]:
     [
         (0, {}, None, False, False, None),  # the memory goes back: else the other rows would show nothing
         (3, {}, None, True, True, "1"),
-        (1, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=1048576"}, "glibc.malloc.trim_threshold", True, False, "1"),
-        (1, {"MALLOC_TRIM_THRESHOLD_": "1048576"}, "MALLOC_TRIM_THRESHOLD_", True, False, "1"),
         (1, {"GLIBC_TUNABLES": "glibc.malloc.check=0:glibc.malloc.mmap_threshold=65536"}, "glibc.malloc.mmap_threshold",
-         False, False, "1"),
-        (1, {"GLIBC_TUNABLES": "glibc.malloc.mmap_max=0"}, "glibc.malloc.mmap_max", True, True, "1"),
-        # above what an int holds
-        (1, {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=4294967296"}, "glibc.malloc.mmap_threshold", True, True,
-         "1"),
-        (1, {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}, "glibc.malloc.hugetlb", True, True, None),
+         False, False, None),
+        (1, {"MALLOC_TRIM_THRESHOLD_": "1048576"}, "MALLOC_TRIM_THRESHOLD_", False, False, None),
         (1, {"THP_MEM_ALLOC_ENABLE": "0"}, "THP_MEM_ALLOC_ENABLE", True, True, "0"),
     ],
 )  # fmt: skip
@@ -88,8 +80,8 @@ def test_blocks_of_a_step_are_kept_where_the_user_has_not_said_otherwise(
     if calls and not environment:
         assert found["large"] == found["kept"] == found["taken"]  # the large one is mapped, so that free gives it back
         assert all("256 MiB" in said for said in found["said"])
-    if calls and "mmap_max" not in str(environment):
-        assert found["within"] == 0 and (found["after"] > 0) == taken
+    if taken:
+        assert found["within"] == 0 and found["after"] > 0
 
 
 @pytest.mark.slow

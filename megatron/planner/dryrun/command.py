@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from megatron.config import Config
 from megatron.config.command_line import parse_plan, scan
 from megatron.config.pieces import PLAIN, Pieces
-from megatron.errors import ConfigError, MegatronError
+from megatron.data.tokenizer import with_vocabulary
+from megatron.errors import ConfigError
 from megatron.planner.cluster import Cluster, load_cluster
 
 EXIT_DOES_NOT_RUN = 3
@@ -28,7 +29,9 @@ def dry_run(arguments: Sequence[str], launched: int = 1, pieces: Pieces = PLAIN)
     rank = _asked_rank(scan(words).flags.get("--rank"), config.parallel.world_size)
     name = config.parallel.cluster or os.environ.get("MEGATRON_CLUSTER", "").strip()
     cluster = None if name in _NO_WORDS else load_cluster(name)
-    config, notes = _with_tokenizer(config)
+    config, unknown = with_vocabulary(config)
+    assumed = "GPT-2's vocabulary" if config.model.vocab_size is None else f"--vocab-size {config.model.vocab_size}"
+    notes = [f"{unknown}: {assumed} is taken"] if unknown else []
     if config.checkpoint.use_checkpoint_args:
         notes.append("--use-checkpoint-args: the checkpoint was not read; the model's sizes are those given here")
     from megatron.planner.dryrun.rehearsal import (  # not before the arguments are known to be right
@@ -56,24 +59,6 @@ def _asked_rank(words: Sequence[str] | None, world_size: int) -> int | None:
     if not text.isdecimal() or len(text) > 9 or int(text) >= world_size:
         raise ConfigError(f"--rank {text}: of --world-size {world_size} there are ranks 0 to {world_size - 1}")
     return int(text)
-
-
-def _with_tokenizer(config: Config) -> tuple[Config, list[str]]:
-    """With the tokenizer's vocabulary where its files are here, else GPT-2's where none is given."""
-    if config.model.vocab_size is not None and config.tokenizer.tokenizer_type is None:
-        return config, []
-    if config.tokenizer.tokenizer_type is not None:
-        from megatron.training.setup import load_tokenizer
-
-        try:
-            tokenizer = load_tokenizer(config)
-        except (MegatronError, OSError) as error:
-            known = config.model.vocab_size
-            assumed = "GPT-2's vocabulary is assumed" if known is None else f"--vocab-size {known} is taken"
-            return config, [f"the tokenizer cannot be read here, so {assumed} ({error})"]
-        if tokenizer is not None:
-            return config.replace(vocab_size=tokenizer.vocab_size), []
-    return config, ["no tokenizer and no --vocab-size: GPT-2's vocabulary is assumed"]
 
 
 def _machine(config: Config, cluster: Cluster | None, device: str) -> str:

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.prepare import corpus, progress, sources
-from megatron.data.prepare.corpus import build_corpus
+from megatron.data.prepare import progress, sources
 from megatron.data.prepare.preprocess import Totals
 from megatron.data.tokenizer import build_tokenizer
 from megatron.errors import DataError
@@ -20,6 +19,7 @@ from tests.helpers.clock import VirtualClock
 from tests.helpers.preprocessing import NULL_FLAGS, documents, pair_bytes, write_input
 from tools import build_corpus as corpus_tool
 from tools import preprocess_data, train_tokenizer
+from tools.build_corpus import build_corpus
 
 
 def run(folder: Path, *arguments: object, inputs: object = "", name: str = "o", workers: int = 1) -> int:
@@ -195,10 +195,10 @@ def test_corpus(tmp_path: Path) -> None:
     os.mkfifo(library_folder / "waits.py")  # for ever, who opens it
     (library_folder / "endless.py").symlink_to("/dev/zero")
     output = tmp_path / "c.jsonl"
-    totals = build_corpus(output, stdlib=library_folder)
+    count, size = build_corpus(output, stdlib=library_folder)
     found = read_corpus(output)
     assert set(found) == {"alpha", "pkg", "pkg.deep"} and "\u00e9" in found["pkg.deep"]
-    assert (totals.documents, totals.text_bytes) == (3, sum(len(text.encode()) for text in found.values()))
+    assert (count, size) == (3, sum(len(text.encode()) for text in found.values()))
     first = output.read_bytes()
     build_corpus(output, stdlib=library_folder)
     assert output.read_bytes() == first
@@ -207,7 +207,7 @@ def test_corpus(tmp_path: Path) -> None:
         build_corpus(output, stdlib=library_folder, seed=seed)
         orders.add(output.read_bytes())
     assert len(orders) > 1
-    assert build_corpus(output, stdlib=library_folder, max_bytes=400).text_bytes <= 400
+    assert build_corpus(output, stdlib=library_folder, max_bytes=400)[1] <= 400
     build_corpus(output, stdlib=library_folder, docstrings_only=True)
     prose = read_corpus(output)
     assert prose["pkg"].startswith("pkg\n\n") and "\n\npkg.f\n\n" in prose["pkg"] and "def" not in prose["pkg"]
@@ -220,7 +220,7 @@ def test_corpus(tmp_path: Path) -> None:
 
 def test_corpus_has_modules_without_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The json package stands for the library: parsing all of it takes seconds.
-    monkeypatch.setattr(corpus.sysconfig, "get_path", lambda _: str(Path(json.__file__).parent))
+    monkeypatch.setattr(corpus_tool.sysconfig, "get_path", lambda _: str(Path(json.__file__).parent))
     build_corpus(tmp_path / "c.jsonl", docstrings_only=True)
     found = read_corpus(tmp_path / "c.jsonl")
     assert abs.__doc__ is not None and abs.__doc__ in found["builtins"]

@@ -1,6 +1,6 @@
 """What each GPU kernel takes of a compute unit, read from the compiler's assembly, and whether that keeps our rules.
 
-    python -m megatron.kernels.resources            (or: make kernels-check)
+    python benchmarks/kernel_resources.py            (or: make kernels-check)
 
 compiles csrc/kernels/ for gfx90a, prints registers, LDS and occupancy of every kernel, and fails on spills, scratch
 memory, registers above the budget written beside a kernel, and accesses of less than 16 bytes that are not announced
@@ -21,6 +21,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from megatron.config.option import whole
 from megatron.errors import print_error
 from megatron.kernels.build import SOURCES, BuildError, compile_flags, compiler, no_compiler
@@ -37,7 +39,6 @@ UNROLLED = 4
 _BYTES = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "ushort": 2, "sshort": 2, "short": 2}
 _BYTES |= {"ubyte": 1, "sbyte": 1, "byte": 1}
 _ACCESS = re.compile(r"^\s+(?:global|flat|buffer)_(?:load|store)_([a-z0-9]+)", re.MULTILINE)
-_TYPES = {"float": "fp32", "_Float16": "fp16", "__half": "fp16", "bf16": "bf16"}
 
 
 @dataclass(frozen=True)
@@ -337,66 +338,10 @@ def _split(template: str) -> list[str]:
     return [part for part in [*parts, current.strip()] if part]
 
 
-def labels(kernel: Kernel, rules: Rules) -> tuple[str, str, str]:
-    """(operation, element types, layout) as the table shows them."""
-    arguments, named = kernel.arguments, rules.parameters.get(kernel.function, [])
-    kinds = [_TYPES[word] for word in kernel.words if word in _TYPES]
-    operation, layout = "", [kernel.function.removesuffix("_kernel")]
-    for name, value in zip(named, arguments, strict=False):
-        if group := re.match(r"\w+Group<(\d+), (\d+)(?:, (\d+)(.*))?>", value):
-            packs = f"{group[3]} packs of {group[2]}{group[4]}" if group[3] else f"streaming packs of {group[2]}"
-            layout.append(f"{group[1]} lanes, {packs}")
-        elif name == "Op":
-            operation = value
-        elif value not in _TYPES and kernel.function != "row_kernel":  # whose other numbers follow from the group
-            layout.append(f"{name} {value}")
-    for word in _TYPES:
-        operation = re.sub(rf"\b{word}\b(, )?", "", operation)
-    operation = re.sub(r"(, )?<>|, (?=>)", "", operation.replace("> >", ">>"))
-    return operation or layout[0], "+".join(dict.fromkeys(kinds)) or "-", ", ".join(layout)
-
-
-def print_table(kernels: Sequence[Kernel], rules: Rules) -> None:
-    """One line for each operation and layout; where element types differ, the numbers of all."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    rows: dict[tuple[str, str], list[tuple[str, Kernel]]] = {}
-    for kernel in kernels:
-        operation, kind, layout = labels(kernel, rules)
-        rows.setdefault((operation, layout), []).append((kind, kernel))
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    for name in ("operation", "layout", "types"):
-        table.add_column(name, no_wrap=True)
-    for name in ("VGPRs", "budget", "SGPRs", "LDS bytes", "waves/SIMD", "narrow"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("verdict")
-    for (operation, layout), instances in rows.items():
-        of = [kernel for _, kernel in instances]
-        waves = waves_wanted(of[0], rules)
-        wrong = list(dict.fromkeys(what for kernel in of for what in check(kernel, rules)))
-        table.add_row(
-            operation, layout, " ".join(kind for kind, _ in instances), _numbers(k.vgprs for k in of),
-            str(min(REGISTERS // waves, MOST_REGISTERS)) if waves else "?", _numbers(k.sgprs for k in of),
-            _numbers(k.lds_bytes for k in of), _numbers(k.occupancy for k in of), _numbers(k.narrow for k in of),
-            "; ".join(wrong) or "ok",
-        )  # fmt: skip
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=500)  # a log file has no edge
-    console.print(table)
-
-
-def _numbers(values: Iterable[int]) -> str:
-    values = list(values)
-    return str(values[0]) if len(set(values)) == 1 else " ".join(map(str, values))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; 0 when all kernels keep the rules."""
     about = (__doc__ or "").split("\n\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m megatron.kernels.resources", description=about)
+    parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--arch", default="gfx90a", help="AMD's name of the GPU (default: %(default)s)")
     parser.add_argument("--only", nargs="+", default=(), metavar="FILE", help="names in csrc/kernels/, without .cpp")
     parser.add_argument("--jobs", type=whole(1, 512), default=2, help="compilers side by side (default: %(default)s)")
@@ -404,15 +349,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     there = sorted(p.stem for p in SOURCES.glob("*.cpp"))
     if unknown := sorted(set(chosen.only) - set(there)):
         parser.error(f"--only {' '.join(unknown)}: there are {', '.join(there) or 'no kernels'}")
-    if chosen.jobs < 1:
-        parser.error(f"--jobs {chosen.jobs} must be above 0")
     try:
         rules = read_rules()
         kernels = compile_kernels(chosen.arch, only=chosen.only, jobs=chosen.jobs)
     except BuildError as error:
         print_error(error)
         return 1
-    print_table(kernels, rules)
+    for kernel in kernels:
+        used = f"{kernel.vgprs:4} VGPRs {kernel.sgprs:4} SGPRs {kernel.lds_bytes:6} bytes of LDS"
+        print(f"{used} {kernel.occupancy:2} waves {kernel.narrow:3} narrow accesses  {kernel.name}")
     wrong = check_all(kernels, rules)
     for line in wrong:
         print(line)
