@@ -41,15 +41,15 @@ def main(argv: Sequence[str]) -> int:
     args = build_parser().parse_args(argv)
     inputs = args.inputs if args.input is None else prefixes_in(args.input)
     with ByteProgress("merged", total_bytes(inputs)) as progress:
-        totals = merge(
+        written = merge(
             inputs,
             args.output_prefix,
             on_progress=progress.update,
             say=lambda text: progress.say(f"notice: {text}"),
         )
     print(
-        f"wrote {args.output_prefix}.bin and .idx from {len(inputs)} data sets: {totals.documents:,} documents, "
-        f"{totals.sequences:,} sequences, {totals.tokens:,} tokens of type {totals.dtype}"
+        f"wrote {args.output_prefix}.bin and .idx from {len(inputs)} data sets: {written.num_documents:,} documents, "
+        f"{written.num_sequences:,} sequences, {written.num_tokens:,} tokens of type {written.dtype}"
     )
     return 0
 

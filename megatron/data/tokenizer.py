@@ -52,9 +52,6 @@ INSTEAD = {
     "MistralTokenizer": "use HFTokenizer with its tokenizer.json",
     "BertWordPieceLowerCase": "use HFTokenizer with its tokenizer.json",
     "BertWordPieceCase": "use HFTokenizer with its tokenizer.json",
-    "MultimodalTokenizer": "only text is read: use the type of its text tokenizer",
-    "NullMultimodalTokenizer": "only text is read: use NullTokenizer",
-    "SFTTokenizer": "only plain text is read: use HFTokenizer",
 }
 
 

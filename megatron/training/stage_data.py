@@ -131,16 +131,13 @@ def first_builds(
             if failure := shared.get(key).decode():
                 raise DataError(failure)
             return build(train, valid, test)
-        failure = "rank 0 was stopped while it built the index files"
         try:
             with index_cache.heard(listen):
                 datasets = build(train, valid, test)
-            failure = ""
-        except Exception as error:
-            failure = str(error) or type(error).__name__
+        except BaseException as error:
+            shared.set(key, str(error) or type(error).__name__)
             raise
-        finally:
-            shared.set(key, failure)
+        shared.set(key, "")
         return datasets
 
     return build_in_turn

@@ -16,7 +16,6 @@ from megatron.data.prepare.sources import Block
 from megatron.data.tokenizer import Tokenizer
 from megatron.errors import DataError
 
-_SHOWN_KEYS = 20
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
 
 
@@ -178,8 +177,7 @@ def _decode(content: bytes) -> str:
 
 def _text_of(document: dict[str, Any], key: str) -> str:
     if key not in document:
-        shown = sorted(document)[:_SHOWN_KEYS] + ["..."] * (len(document) > _SHOWN_KEYS)
-        raise DataError(f"no key {key!r}: there are {shown}; choose with --json-keys")
+        raise DataError(f"no key {key!r}: there are {sorted(document)!s:.300}; choose with --json-keys")
     text = document[key]
     if not isinstance(text, str):
         raise DataError(f"{key!r} holds {type(text).__name__}, expected a string")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,6 @@ from megatron.errors import ConfigError, DataError
 
 _COPY_BYTES = 1 << 22
 _BLOCK_ENTRIES = 1 << 18
-
-
-@dataclass(frozen=True)
-class MergeTotals:
-    """What was written."""
-
-    sequences: int
-    documents: int
-    tokens: int
-    dtype: str
 
 
 def prefixes_in(folder: str | os.PathLike[str]) -> list[str]:
@@ -57,8 +46,8 @@ def merge(
     *,
     on_progress: Callable[[int], None] = lambda _: None,
     say: Callable[[str], None] = lambda _: None,
-) -> MergeTotals:
-    """Write the sequences and documents of `inputs`, one data set after the other, as one data set.
+) -> IndexedDatasetWriter:
+    """Write the sequences and documents of `inputs`, one after the other, as one data set; returns its closed writer.
 
     Integer types that differ become the smallest type that holds them all, which `say` is told. The output appears
     when it is complete; what a merge that was killed left is removed by the next one. `on_progress` gets the bytes of
@@ -89,7 +78,7 @@ def merge(
                 writer.append_tokens(part)
                 done += part.nbytes
                 on_progress(done)
-    return MergeTotals(writer.num_sequences, writer.num_documents, writer.num_tokens, str(dtype))
+    return writer
 
 
 def total_bytes(inputs: Sequence[str | os.PathLike[str]]) -> int:
@@ -98,15 +87,13 @@ def total_bytes(inputs: Sequence[str | os.PathLike[str]]) -> int:
 
 
 def _check_output(inputs: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> None:
-    for target in (bin_path(output), idx_path(output)):
-        for prefix in inputs:
-            for source in (bin_path(prefix), idx_path(prefix)):
-                same = target.exists() and source.exists() and target.samefile(source)
-                if same or os.path.realpath(target) == os.path.realpath(source):
-                    raise ConfigError(
-                        f"--output-prefix {os.fspath(output)} is the input {os.fspath(prefix)}: choose another name, "
-                        f"or another folder if the inputs are all of a folder"
-                    )
+    targets = {os.path.realpath(bin_path(output)), os.path.realpath(idx_path(output))}
+    for prefix in inputs:
+        if targets & {os.path.realpath(bin_path(prefix)), os.path.realpath(idx_path(prefix))}:
+            raise ConfigError(
+                f"--output-prefix {os.fspath(output)} is the input {os.fspath(prefix)}: choose another name, or "
+                f"another folder if the inputs are all of a folder"
+            )
 
 
 def _common_dtype(inputs: Sequence[str | os.PathLike[str]], dtypes: Sequence[np.dtype[Any]]) -> np.dtype[Any]:

@@ -104,8 +104,7 @@ def _source(path: Path, input_format: str) -> Source:
     try:
         status = path.stat()
     except OSError as error:
-        detail = "" if isinstance(error, FileNotFoundError) else f": {error.strerror}"
-        raise DataError(f"{path}: no such input file{detail}") from None
+        raise DataError(f"{path}: this input cannot be read: {error.strerror}") from None
     if stat.S_ISDIR(status.st_mode):
         raise DataError(f"{path}: is a folder: name its files, for example '{path}/*.jsonl'")
     if not stat.S_ISREG(status.st_mode):

@@ -54,9 +54,9 @@ def test_order_and_documents_are_kept(tmp_path_factory: pytest.TempPathFactory, 
     dtype, documents, modes = unpacked(folder / "all")
     assert documents == [document for _, part in parts for document in part] and modes == []
     expected_dtype = np.result_type(*(dtype for dtype, _ in parts))
-    assert np.dtype(dtype) == expected_dtype and totals.dtype == str(expected_dtype)
+    assert np.dtype(dtype) == expected_dtype and totals.dtype == expected_dtype
     assert len(notices) == sum(np.dtype(dtype) != expected_dtype for dtype, _ in parts)
-    assert totals.documents == len(documents) and totals.sequences == sum(map(len, documents))
+    assert totals.num_documents == len(documents) and totals.num_sequences == sum(map(len, documents))
     assert (done or [0])[-1] == library.total_bytes(inputs)
     assert Path(folder / "all.bin").read_bytes() == packed(documents, dtype)[0]
 
