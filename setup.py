@@ -15,8 +15,8 @@ kernels = runpy.run_path(str(Path(__file__).with_name("megatron") / "kernels" / 
 
 
 class OptionalBuild(build_ext):
-    """Goes on where there is no working compiler: megatron.data has the same loops in numpy, megatron.pipeline.lists in
-    Python, and torch's own operators take the place of kernels."""
+    """Goes on where there is no working compiler: megatron.pipeline.lists has the same loops in Python, and torch's own
+    operators take the place of kernels. Data files need the extension; made-up data do not."""
 
     def run(self) -> None:
         super().run()
@@ -29,8 +29,8 @@ class OptionalBuild(build_ext):
             super().build_extension(ext)
         except Exception as error:  # every way in which a compiler can fail
             print(
-                f"warning: {ext.name} was not built ({type(error).__name__}: {error}); index building uses numpy, "
-                f"several times slower, and planning Python. Install a C++ compiler and run this again.",
+                f"warning: {ext.name} was not built ({type(error).__name__}: {error}); without "
+                f"_index_helpers data files cannot be read. Install a C++ compiler and run this again.",
                 file=sys.stderr,
             )
 

@@ -288,7 +288,7 @@ def rates(log: str, tables: list[Table]) -> str:
     return "; ".join(said) or last_line(log, tables)
 
 
-TRAINS = "torch numpy xxhash deepspeed einops hjson msgpack packaging psutil pydantic tqdm".split()
+TRAINS = "torch numpy xxhash filelock deepspeed einops hjson msgpack packaging psutil pydantic tqdm".split()
 TESTED = r"^(?:\d+ \w+, )*\d+ passed"
 TESTS = "pytest pytest_timeout hypothesis torch numpy".split()
 

@@ -36,6 +36,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.data import gpt_index, index_helpers, packing
+from tests.data import numpy_loops
 
 SEQ_LENGTH, SEED, BLOCK = 2048, 1234, 1 << 20
 SIDES = ("C++", "numpy")
@@ -98,7 +99,8 @@ def build(documents: int, epochs: int) -> dict[str, Any]:
 
 def pack(documents: int) -> dict[str, Any]:
     sizes = make_sizes(documents)
-    request = packing.PackedRequest("p", 0, documents, int(sizes.sum(dtype=np.int64)), 1, SEQ_LENGTH, SEED)
+    tokens = int(sizes.sum(dtype=np.int64))
+    request = packing.PackedRequest("p", "train", "1", 0, documents, tokens, 1, SEQ_LENGTH, SEED)
     seconds: dict[str, float] = {}
     before = reset_peak()
     arrays = timed(seconds, "cut and pack", packing.build_packing, request, sizes)
@@ -114,7 +116,7 @@ def pack(documents: int) -> dict[str, Any]:
 
 def worker(options: argparse.Namespace) -> None:
     if options.side == "numpy":
-        index_helpers.compiled = None
+        index_helpers.compiled = numpy_loops
     result = pack(options.documents) if options.packing else build(options.documents, options.epochs)
     print(json.dumps(result))
 
@@ -178,7 +180,7 @@ def compare_blends(repeat: int) -> None:
         weights = np.random.RandomState(count).gamma(1.0, size=count) + 1e-3
         weights /= weights.sum()
         size, each = 20_000_000 // (count + 20), {}
-        for side, module, samples in (("C++", compiled, size), ("numpy", None, size // 100)):
+        for side, module, samples in (("C++", compiled, size), ("numpy", numpy_loops, size // 100)):
             index_helpers.compiled = module
             times = []
             for _ in range(repeat):

@@ -94,7 +94,9 @@ def bare_batch(arguments: dict[str, Any], threads: int) -> Batch:
         return lambda texts: encode(texts, num_threads=threads)
     tokenizer.encode("the first call builds the tables")
     encoder = tokenizer._ranks if kind == "GPT2BPETokenizer" else tokenizer._encoder
-    return lambda texts: encoder.encode_batch(texts)
+    if threads > 1:
+        return lambda texts: encoder._encoding.encode_ordinary_batch(texts, num_threads=threads)
+    return lambda texts: [encoder.encode(text) for text in texts]
 
 
 def batches_of(corpus: Path) -> list[list[str]]:

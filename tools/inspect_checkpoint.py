@@ -289,7 +289,7 @@ class Progress:
     """How far reading has come, on standard error; see ByteProgress."""
 
     def __init__(self, what: str, size_bytes: int) -> None:
-        from megatron.data.prepare.byte_progress import ByteProgress
+        from megatron.data.prepare.progress import ByteProgress
 
         self._progress, self._done = ByteProgress(what, size_bytes), 0
 

@@ -6,14 +6,12 @@ Examples:
     python tools/inspect_dataset.py data/corpus_text_document --validate --plot lengths.png --samples 3 \\
         --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model spm.model
 
-The index is always checked as a whole, the tokens at three places; with --validate all of them. Exit code 2 when a data
-set is damaged.
+The index is always checked as a whole, with --validate all tokens, too. Exit code 2 when a data set is damaged.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,9 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.option import MOST_WIDTH, Parser, whole
 from megatron.data.indexed_dataset import bin_path
-from megatron.data.prepare.byte_progress import ByteProgress
-from megatron.data.prepare.check import PROBLEMS_PER_KIND
-from megatron.data.prepare.inspect import Inspection, as_json, inspect, plot_lengths
+from megatron.data.prepare.inspect import PROBLEMS_PER_KIND, Inspection, inspect, plot_lengths
+from megatron.data.prepare.progress import ByteProgress
 from megatron.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
 from megatron.errors import ConfigError
 from megatron.training.failures import as_tool
@@ -42,7 +39,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="data sets; paths without .bin and .idx")
     parser.add_argument("--validate", action="store_true", help="read all tokens and check them")
     parser.add_argument("--plot", metavar="FILE", help="draw the lengths of documents; .png, .svg or .pdf")
-    parser.add_argument("--json", action="store_true", help="print one JSON list instead of text")
     group = parser.add_argument_group("samples")
     group.add_argument("--samples", type=whole(0), default=0, metavar="N", help="show the first N documents")
     group.add_argument(
@@ -89,21 +85,16 @@ def make_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
 def rows_of(result: Inspection) -> list[tuple[str, str]]:
     """What is known, as names and values."""
     rows = [(f"{suffix} file", f"{size:,} bytes") for suffix, size in result.file_bytes.items()]
-    index, lengths = result.findings.index, result.lengths
+    index, lengths = result.index, result.lengths
     if index is not None:
         rows.append(("token type", str(index.dtype)))
         rows.append(("documents", f"{len(index.document_indices) - 1:,}"))
         rows.append(("sequences", f"{len(index.sizes):,}{', with modes' if index.modes is not None else ''}"))
     if lengths is not None:
         rows.append(("tokens", f"{lengths.tokens:,}"))
-        statistics = (
-            f"min {lengths.quantile(0.0):,}, median {lengths.quantile(0.5):,}, mean {lengths.mean:,.1f}, "
-            f"99 % {lengths.quantile(0.99):,}, max {lengths.quantile(1.0):,}"
-        )
-        rows.append(("tokens per document", statistics))
-        rows.append(("empty documents", f"{lengths.empty:,}"))
-    findings = result.findings
-    scope = "all tokens" if findings.scanned_all else f"{findings.tokens_scanned:,} tokens; all with --validate"
+        numbers = [f"{name} {value:,.1f}" for name, value in lengths.summary().items()]
+        rows.append(("tokens per document", ", ".join(numbers).replace(".0,", ",").removesuffix(".0")))
+    scope = f"{result.tokens_scanned:,} tokens" if result.tokens_scanned else "no token; all with --validate"
     rows.append(("checked", f"the index, {scope}" if index is not None else "nothing: no usable index"))
     return rows
 
@@ -129,9 +120,9 @@ def show(result: Inspection) -> None:
         print(f"  document {sample.document}, {sample.tokens:,} tokens{shown}:")
         content = " ".join(map(str, sample.ids)) if sample.text is None else sample.text
         print("\n".join(f"    | {line}" for line in content.splitlines() or [""]))
-    for problem in result.findings.problems:
+    for problem in result.problems:
         print(f"  problem: {problem}")
-    for kind, count in result.findings.counts.items():
+    for kind, count in result.counts.items():
         if count > PROBLEMS_PER_KIND:
             print(f"  problem: {count:,} of the kind {kind} in all, {PROBLEMS_PER_KIND} shown")
     if result.sound:
@@ -158,14 +149,10 @@ def main(argv: Sequence[str]) -> int:
                 on_progress=progress.update if args.validate else lambda _: None,
             )
         results.append(result)
-        if not args.json:
-            show(result)
+        show(result)
     if args.plot is not None:
         plot_lengths(results, args.plot)
-        if not args.json:
-            print(f"drawn to {args.plot}")
-    if args.json:
-        print(json.dumps([as_json(result) for result in results], indent=1))
+        print(f"drawn to {args.plot}")
     return 0 if all(result.sound for result in results) else 2
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.option import Parser
-from megatron.data.prepare.byte_progress import ByteProgress
 from megatron.data.prepare.merge import merge, prefixes_in, total_bytes
+from megatron.data.prepare.progress import ByteProgress
 from megatron.training.failures import as_tool
 
 
@@ -32,11 +32,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--inputs", nargs="+", metavar="PREFIX", help="merge these, in this order; paths without .bin and .idx"
     )
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx")
-    parser.add_argument(
-        "--multimodal",
-        action="store_true",
-        help="require modes in all inputs; without this flag they are kept where all inputs have them",
-    )
     return parser
 
 
@@ -46,16 +41,15 @@ def main(argv: Sequence[str]) -> int:
     args = build_parser().parse_args(argv)
     inputs = args.inputs if args.input is None else prefixes_in(args.input)
     with ByteProgress("merged", total_bytes(inputs)) as progress:
-        totals = merge(
+        written = merge(
             inputs,
             args.output_prefix,
-            require_modes=args.multimodal,
             on_progress=progress.update,
             say=lambda text: progress.say(f"notice: {text}"),
         )
     print(
-        f"wrote {args.output_prefix}.bin and .idx from {len(inputs)} data sets: {totals.documents:,} documents, "
-        f"{totals.sequences:,} sequences, {totals.tokens:,} tokens of type {totals.dtype}"
+        f"wrote {args.output_prefix}.bin and .idx from {len(inputs)} data sets: {written.num_documents:,} documents, "
+        f"{written.num_sequences:,} sequences, {written.num_tokens:,} tokens of type {written.dtype}"
     )
     return 0
 

@@ -79,7 +79,6 @@ def make_micro_batch(
     eod_mask_loss: bool = False,
     device: Any = "cpu",
     first_sample: int = 0,
-    vocab_size: int | None = None,
 ) -> MicroBatch:
     """A micro-batch from samples of s + 1 tokens: int64 [b, s + 1].
 
@@ -91,18 +90,13 @@ def make_micro_batch(
     padding. Then the pieces are the documents: positions start at 0 in each, attention stays inside, and a position
     whose label is in another piece or in the padding takes no part in the loss. The two resets have no effect.
 
-    Raises DataError for ids outside of the vocabulary, when its size is given, for pieces that do not fit their
-    sample, and when one of the three options has an effect and eod is not known.
+    Raises DataError for pieces that do not fit their sample, and when one of the three options has an effect and eod is
+    not known.
     """
     if eod is None and (eod_mask_loss or (segments is None and (reset_position_ids or reset_attention_mask))):
         raise DataError(
             "--reset-position-ids, --reset-attention-mask and --eod-mask-loss need the end-of-document id: give a "
             "tokenizer with --tokenizer-type"
-        )
-    if vocab_size is not None and (tokens.min() < 0 or tokens.max() >= vocab_size):
-        raise DataError(
-            f"sample {first_sample} and following: token ids {tokens.min()}..{tokens.max()}, but the vocabulary has "
-            f"{vocab_size}: the data was written with another tokenizer"
         )
     inputs, labels = tokens[:, :-1].copy(), tokens[:, 1:].copy()  # [b, s]
     ends = inputs == eod if eod is not None else np.zeros(inputs.shape, bool)

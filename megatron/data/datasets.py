@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -90,11 +91,13 @@ def build_datasets(
     locations: Mapping[str, str] | None = None,
     pad_id: int = 0,
     verify: bool = False,
+    workers: int = 1,
 ) -> Datasets:
     """The data sets of a run, with at least as many samples as asked for; 0 asks for none.
 
-    `locations` says where a copy of a prefix is to be read from (megatron.data.staging), `pad_id` fills packed samples,
+    `locations` says where a copy of a prefix is to be read from (--stage-data-to), `pad_id` fills packed samples,
     `verify` reads all of an index that is found and compares it with its digest, which one rank of a job does for all.
+    `workers` indices of a blend are built at the same time.
     Every rank calls this; one builds each index and the others wait for its files. Raises DataError for files that are
     missing or damaged, and for training without data; ConfigError for contradictory data flags.
     """
@@ -103,7 +106,7 @@ def build_datasets(
         return _own(config, counts)
     if config.data.mock_data:
         return Datasets(*(_mock(config, name, count) for name, count in zip(SPLIT_NAMES, counts, strict=True)))
-    builder = DatasetBuilder(config, locations or {}, pad_id, verify)
+    builder = _Builder(config, locations or {}, pad_id, verify, workers)
     plans = plan_splits(config.data)
     datasets = Datasets(*(builder.build(i, plans[i], counts[i]) for i in range(len(SPLIT_NAMES))))
     if train_samples and datasets.train is None:
@@ -138,11 +141,12 @@ def _mock(config: Config, name: str, count: int) -> MockDataset | None:
     return MockDataset(name, count, config.model.seq_length, vocab_size, config.training.seed) if count else None
 
 
-class DatasetBuilder:
+class _Builder:
     """Builds the splits of one run; a pair of files that several splits read is opened once."""
 
-    def __init__(self, config: Config, locations: Mapping[str, str], pad_id: int, verify: bool = False) -> None:
+    def __init__(self, config: Config, locations: Mapping[str, str], pad_id: int, verify: bool, workers: int) -> None:
         self._data, self._locations, self._pad_id, self._verify = config.data, locations, pad_id, verify
+        self._workers = workers
         self._seq_length, self._seed = config.model.seq_length, config.training.seed
         self._opened: dict[str, IndexedDataset] = {}
 
@@ -166,13 +170,13 @@ class DatasetBuilder:
             return self._exact_epochs([indexed for _, indexed, _ in parts], parts[0][2], plan.split, num_samples)
         total = sum(weight for weight, _, _ in parts)
         alone = len(plan.blend) == 1
-        datasets = [
-            self._source(
-                indexed, index, plan.split, bounds,
-                num_samples if alone else samples_of_part(num_samples, weight / total),
-            )
-            for weight, indexed, bounds in parts
-        ]  # fmt: skip
+        wanted = [num_samples if alone else samples_of_part(num_samples, weight / total) for weight, _, _ in parts]
+        with ThreadPoolExecutor(self._workers) as pool:
+            futures = [
+                pool.submit(self._source, indexed, index, plan.split, bounds, count)
+                for (_, indexed, bounds), count in zip(parts, wanted, strict=True)
+            ]
+            datasets = [future.result() for future in futures]
         if len(datasets) == 1:
             return datasets[0]
         weights = [weight for weight, _, _ in parts]

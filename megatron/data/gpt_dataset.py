@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.gpt_index import IndexRequest, load_index, tokens_of_split
-from megatron.data.index_cache import DEFAULT_WAIT_S, Arrays, load_or_build
+from megatron.data.index_cache import load_or_build
 from megatron.data.index_helpers import build_blend_index
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import DataError
@@ -65,7 +65,24 @@ class Source(TokenDataset, Protocol):
         ...
 
 
-class GPTDataset:
+class _OneText:
+    """What is so of samples that are one text each."""
+
+    seq_length: int
+
+    def segments(self, index: int, /) -> npt.NDArray[np.int64] | None:
+        """None: as in Megatron, a sample is one text in which documents end where their last id says so."""
+        return None
+
+    def prefetch(self, index: int, /) -> None:
+        """Nothing is to be fetched."""
+
+    def tokens_in(self, indices: npt.NDArray[np.int64], /) -> int:
+        """Every token of a sample is trained on."""
+        return len(indices) * self.seq_length
+
+
+class GPTDataset(_OneText):
     """The sequences start..stop-1 of an indexed data set, cut into samples that overlap by one token and shuffled.
 
     Has at least `num_samples` samples. `description` names the index in the cache. Raises DataError when the sequences
@@ -83,13 +100,12 @@ class GPTDataset:
         seq_length: int,
         seed: int,
         data_cache_path: str | os.PathLike[str] | None = None,
-        wait_s: float = DEFAULT_WAIT_S,
         verify: bool = False,
     ) -> None:
         tokens = tokens_of_split(indexed, name, split, bounds)
         # A split without a whole sample is repeated until it has one.
         request = IndexRequest(indexed.prefix, name, split, *bounds, tokens, max(num_samples, 1), seq_length, seed)
-        arrays = load_index(indexed, request, data_cache_path=data_cache_path, wait_s=wait_s, verify=verify)
+        arrays = load_index(indexed, request, data_cache_path=data_cache_path, verify=verify)
         self.description = request.description
         self.name, self.tokens_per_epoch = indexed.prefix, tokens
         self.seq_length = seq_length
@@ -106,19 +122,12 @@ class GPTDataset:
         self._indexed.gather(*self._pieces(index), tokens)
         return tokens
 
-    def segments(self, index: int, /) -> npt.NDArray[np.int64] | None:
-        """None: as in Megatron, a sample is one text in which documents end where their last id says so."""
-        return None
-
     def where(self, index: int, token: int = 0, /) -> str:
         return self._indexed.where(*self._pieces(index), token)
 
     def prefetch(self, index: int, /) -> None:
         with contextlib.suppress(DataError):
             self._indexed.prefetch(*self._pieces(index))
-
-    def tokens_in(self, indices: npt.NDArray[np.int64], /) -> int:
-        return len(indices) * self.seq_length
 
     def _pieces(self, index: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """(sequence, first token, number of tokens) of what is joined to sample `index`."""
@@ -160,20 +169,14 @@ class BlendedDataset:
         size: int,
         *,
         data_cache_path: str | os.PathLike[str] | None = None,
-        wait_s: float = DEFAULT_WAIT_S,
         verify: bool = False,
     ) -> None:
         assert len(datasets) == len(weights) > 0, "one weight for each data set"
         shares = np.asarray(weights, np.float64) / sum(weights)
         self.datasets = tuple(datasets)
-        self.description = "".join(
-            ["GPT blend\n\n"]
-            + [
-                f"Weight {share!r}\n{dataset.description}\n"
-                for share, dataset in zip(shares.tolist(), datasets, strict=True)
-            ]
-            + [f"Size {size}\n"]
-        )
+        parts = zip(shares.tolist(), datasets, strict=True)
+        named = "".join(f"Weight {share!r}\n{dataset.description}\n" for share, dataset in parts)
+        self.description = f"GPT blend\n\n{named}Size {size}\n"
 
         def build() -> dict[str, npt.NDArray[Any]]:
             which, sample = build_blend_index(shares, size)
@@ -187,8 +190,7 @@ class BlendedDataset:
                 ("index", "sample_index"),
                 [Path(data_cache_path)],
                 build,
-                fits=lambda found: _blend_fits(found, size),
-                wait_s=wait_s,
+                fits=lambda found: len(found["index"]) == len(found["sample_index"]) == size,
                 verify=verify,
             )
         self._which, self._sample = arrays["index"], arrays["sample_index"]
@@ -222,17 +224,7 @@ class BlendedDataset:
         return self.datasets[int(self._which[index])], int(self._sample[index])
 
 
-def _blend_fits(arrays: Arrays, size: int) -> bool:
-    """Whether cached arrays are whole: as long as the blend, and no sample twice at the end, where a crash of the
-    machine that wrote them leaves zeros."""
-    which, sample = arrays["index"], arrays["sample_index"]
-    if len(which) != size or len(sample) != size:
-        return False
-    tail = set(zip(which[-4096:].tolist(), sample[-4096:].tolist(), strict=True))
-    return len(tail) == min(size, 4096)
-
-
-class OwnDataset:
+class OwnDataset(_OneText):
     """A data set of one's own, which has a length and samples by number, with all else that a run asks for.
 
     What it has itself of the members of Source is used; without, a sample is one text, and an epoch all samples. Raises
@@ -260,24 +252,21 @@ class OwnDataset:
         return tokens.astype(np.int64, copy=False)
 
     def segments(self, index: int, /) -> npt.NDArray[np.int64] | None:
-        own = getattr(self._dataset, "segments", None)
-        return None if own is None else own(index)
+        own = getattr(self._dataset, "segments", super().segments)
+        return own(index)
 
     def where(self, index: int, token: int = 0, /) -> str:
         own = getattr(self._dataset, "where", None)
         return f"token {token} of sample {index} of {self.name}" if own is None else str(own(index, token))
 
     def prefetch(self, index: int, /) -> None:
-        own = getattr(self._dataset, "prefetch", None)
-        if own is not None:
-            own(index)
+        getattr(self._dataset, "prefetch", super().prefetch)(index)
 
     def tokens_in(self, indices: npt.NDArray[np.int64], /) -> int:
-        own = getattr(self._dataset, "tokens_in", None)
-        return len(indices) * self.seq_length if own is None else int(own(indices))
+        return int(getattr(self._dataset, "tokens_in", super().tokens_in)(indices))
 
 
-class MockDataset:
+class MockDataset(_OneText):
     """Made-up samples for trials without data: the same for the same arguments, and learnable.
 
     A sample is a row of short documents, each a run of ids with a fixed step, closed by the id vocab_size - 1.
@@ -310,14 +299,5 @@ class MockDataset:
             filled += len(part)
         return tokens
 
-    def segments(self, index: int, /) -> npt.NDArray[np.int64] | None:
-        return None
-
     def where(self, index: int, token: int = 0, /) -> str:
         return f"{self.name}, token {token} of sample {index}"
-
-    def prefetch(self, index: int, /) -> None:
-        return None
-
-    def tokens_in(self, indices: npt.NDArray[np.int64], /) -> int:
-        return len(indices) * self.seq_length

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.index_cache import DEFAULT_WAIT_S, Arrays, load_or_build
+from megatron.data.index_cache import Arrays, load_or_build
 from megatron.data.index_helpers import INT32_MAX, build_sample_index, shuffle
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import DataError
@@ -24,7 +24,6 @@ PARTS = ("doc_idx", "sample_idx", "shuffle_idx")
 _UINT32_LIMIT = 2**32 - 2
 _BLOCK = 1 << 20
 _SPOT_CHECKS = 16
-_TAIL = 4096  # entries at the end that are looked at
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,6 @@ def load_index(
     request: IndexRequest,
     *,
     data_cache_path: str | os.PathLike[str] | None = None,
-    wait_s: float = DEFAULT_WAIT_S,
     verify: bool = False,
 ) -> Arrays:
     """The index from the cache, built first if need be.
@@ -165,7 +163,6 @@ def load_index(
         cache_directories(request.prefix, data_cache_path),
         build,
         fits=lambda arrays: index_fits(arrays, request, indexed.sizes),
-        wait_s=wait_s,
         verify=verify,
     )
 
@@ -182,17 +179,10 @@ def index_fits(arrays: Arrays, request: IndexRequest, sizes: npt.NDArray[np.int3
         return False
     if rows.shape != (num_samples + 1, 2) or shuffle.shape != (num_samples,) or num_samples == 0:
         return False
-    if _repeats(shuffle[-_TAIL:]) > 1 or _repeats(documents[-_TAIL:]) > request.num_epochs:
-        return False  # pages of zeros, as a crash of the machine that wrote the file leaves them
     for sample in np.unique(np.linspace(0, num_samples - 1, _SPOT_CHECKS).astype(np.int64)):
         if not _sample_fits(documents, rows[sample : sample + 2].tolist(), request, sizes):
             return False
     return True
-
-
-def _repeats(values: npt.NDArray[Any]) -> int:
-    """How often the most frequent value occurs."""
-    return int(np.unique(values, return_counts=True)[1].max(initial=0))
 
 
 def _sample_fits(

@@ -1,42 +1,39 @@
-"""Arrays that are built once and read by every process: one builds while the others wait, by the file system alone.
+"""Arrays that are built once and read by every process: one builds while the others wait for its lock.
 
 An entry is `{md5}.dsc`, the text that was hashed and digests of the arrays, and one `{md5}_{part}.npy` for each array:
 the names that Megatron-DeepSpeed uses, so that its caches are found. Files appear by a rename after their content is on
 the disk, so a reader sees a whole file or none. The lock `{md5}.lock` (see file_lock.py) only saves work: if two
-processes did build the same entry, both would rename the same bytes into place. A build that fails leaves its reason in
-`{md5}.lock.note` for those who waited for it.
+processes did build the same entry, both would rename the same bytes into place.
 
 With `verify` arrays are compared with their digests, which reads them whole: gigabytes, of which the processes of a job
 read a few pages each. One process does it for all. An entry that Megatron-DeepSpeed wrote has no digests.
 
-What was found, built or waited for is logged at level INFO, with the entry in the record (`entry`, `seconds`).
+What is found, built or waited for is logged at level INFO, with the entry in the record (`entry`, `seconds`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megatron.data.file_lock import STALE_S, FileLock, flush_directory, flush_to_disk, remove_remains, temporary_name
-from megatron.errors import DataError, MegatronError
+from megatron.data.file_lock import FileLock, flush_directory, flush_to_disk, temporary_name
+from megatron.errors import DataError
 from megatron.untrusted import read_bytes
 
 Arrays = dict[str, npt.NDArray[Any]]
 DEFAULT_WAIT_S = 1800.0
 log = logging.getLogger(__name__)
-
-# A reader of a network file system can see the lock go before it sees the files that were renamed earlier.
-_SETTLING_PAUSES_S = (0.0, 0.1, 0.4, 1.0)
 
 
 @dataclass(frozen=True)
@@ -85,25 +82,21 @@ class CacheEntry:
                 f"have it built anew"
             )
 
-    def store(self, arrays: Arrays, still_ours: Callable[[], bool] = lambda: True) -> bool:
-        """Write the arrays, then the description. Raises OSError.
-
-        `still_ours` is asked when all is written, before the files get their names; after a no they do not get them.
-        """
-        contents: dict[Path, npt.NDArray[Any] | None] = {self.part_path(part): arrays[part] for part in self.parts}
-        contents[self.description_path] = None
-        temporaries = {path: temporary_name(path) for path in contents}
+    def store(self, arrays: Arrays) -> None:
+        """Write the arrays, then the description. Raises OSError. Needs the entry's lock."""
+        for left in self.directory.glob(f".{self.key}*.tmp"):  # of a process that was killed here
+            left.unlink(missing_ok=True)
+        paths = {part: self.part_path(part) for part in self.parts}
+        temporaries = {path: temporary_name(path) for path in (*paths.values(), self.description_path)}
         try:
-            for path, array in contents.items():
+            for part, path in paths.items():
                 with open(temporaries[path], "wb") as file:
-                    if array is None:
-                        file.write((self.description + _digests(arrays)).encode())
-                    else:
-                        _save(file, array)
+                    np.save(file, arrays[part])
                     flush_to_disk(file)
-            if not still_ours():
-                return False
-            for path in contents:  # parts of two builds, from other data, must never be seen together
+            with open(temporaries[self.description_path], "wb") as file:
+                file.write((self.description + _digests(arrays)).encode())
+                flush_to_disk(file)
+            for path in temporaries:  # parts of two builds, from other data, must never be seen together
                 path.unlink(missing_ok=True)
             for path, temporary in temporaries.items():
                 os.replace(temporary, path)
@@ -111,7 +104,6 @@ class CacheEntry:
             for temporary in temporaries.values():
                 temporary.unlink(missing_ok=True)
         flush_directory(self.directory)
-        return True
 
 
 def _digests(arrays: Arrays) -> str:
@@ -120,12 +112,6 @@ def _digests(arrays: Arrays) -> str:
         f"{part} {array.dtype.str} {array.shape} {xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).data)}\n"
         for part, array in sorted(arrays.items())
     )
-
-
-def _save(file: BinaryIO, array: npt.NDArray[Any]) -> None:
-    """numpy.save's bytes; a full disk is the system's error, where numpy's own would be one of no kind."""
-    np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
-    file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def load_or_build(
@@ -137,20 +123,16 @@ def load_or_build(
     fits: Callable[[Arrays], bool] = lambda _: True,
     wait_s: float = DEFAULT_WAIT_S,
     verify: bool = False,
-    stale_s: float = STALE_S,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
 ) -> Arrays:
     """The arrays of an entry: from the first directory that has it, otherwise built and written to the last one.
 
     `fits` refuses arrays that were built from other data under the same description; they are built anew. With `verify`
-    an entry that is found is read whole, and DataError raised where it is not what was stored. Waits up to
-    `wait_s` seconds for another process that is building, and takes over from one that is gone or has given no sign of
-    life for `stale_s`. Raises DataError when the directory cannot be written, when the build that was waited for
-    failed, or when the wait is over; the message names the lock and its owner.
+    an entry that is found is read whole, and DataError raised where it is not what was stored. Waits up to `wait_s`
+    seconds for another process that is building. Raises DataError when the directory cannot be written, when the build
+    fails for lack of memory or by a file, or when the wait is over; the message names the lock and its owner.
     """
     entries = [CacheEntry(Path(directory), description, tuple(parts)) for directory in directories]
-    target, deadline = entries[-1], clock() + wait_s
+    target = entries[-1]
 
     def find() -> Arrays | None:
         for entry in entries:
@@ -166,72 +148,45 @@ def load_or_build(
     if arrays is not None:
         return arrays
     try:
-        target.directory.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(target.lock_path, stale_s, clock, sleep)
-        while arrays is None:
-            if lock.acquire():
-                arrays = _find_or_build(lock, target, find, build, fits)
-                continue
-            if log.isEnabledFor(logging.INFO):  # who it is must be read from the file
-                log.info("waiting for %s: %s", target.description_path, lock.describe(), extra={"entry": target})
-            if lock.wait(deadline - clock()):
-                arrays = _after_waiting(lock, target, find)
-            else:
-                raise DataError(
-                    f"{lock.path}: waited {wait_s:g} s for {lock.describe()} to build this index: if that process is "
-                    f"gone, delete the lock and start again"
-                )
+        with _locked(target, wait_s):
+            return find() or _build(target, build, fits)
     except OSError as error:
-        raise _unwritable(target, error) from error
-    return arrays
+        raise DataError(
+            f"{target.directory}: the index cache cannot be written: {error.strerror or error}: give a directory that "
+            f"can with --data-cache-path"
+        ) from error
 
 
-def _find_or_build(
-    lock: FileLock,
-    entry: CacheEntry,
-    find: Callable[[], Arrays | None],
-    build: Callable[[], Arrays],
-    fits: Callable[[Arrays], bool],
-) -> Arrays | None:
-    """Under the lock: what another process finished just before, or else a new build. Releases the lock, with the
-    reason for those who wait when the build failed.
-
-    None when the lock was taken over meanwhile, as this process had been suspended: then the entry is another's work.
-    """
+@contextlib.contextmanager
+def _locked(entry: CacheEntry, wait_s: float) -> Iterator[None]:
+    """Hold the entry's lock. Raises OSError, and DataError when another process holds it for `wait_s` seconds."""
+    entry.directory.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(entry.lock_path)
+    if not lock.acquire():
+        log.info("waiting for %s: %s", entry.description_path, lock.describe(), extra={"entry": entry})
+        if not lock.acquire(wait_s):
+            raise DataError(
+                f"{lock.path}: waited {wait_s:g} s for {lock.describe()} to build this index: see what that process "
+                f"does, and start again when it is done"
+            )
     try:
-        return find() or _build(lock, entry, build, fits)
-    except OSError as error:
-        if not lock.is_ours():
-            return None  # our temporary files were removed with the lock
-        failure = _unwritable(entry, error)
-        lock.release(note=str(failure))
-        raise failure from error
-    except Exception as error:
-        lock.release(note=str(error) if isinstance(error, MegatronError) else f"{type(error).__name__}: {error}")
-        raise
+        yield
     finally:
         lock.release()
 
 
-def _build(
-    lock: FileLock, entry: CacheEntry, build: Callable[[], Arrays], fits: Callable[[Arrays], bool]
-) -> Arrays | None:
+def _build(entry: CacheEntry, build: Callable[[], Arrays], fits: Callable[[Arrays], bool]) -> Arrays:
     start = time.perf_counter()
-    remove_remains(lock, entry.key)
     log.info("building %s", entry.description_path, extra={"entry": entry})
     try:
         arrays = build()
     except (OSError, MemoryError) as error:
         kind = type(error).__name__
         raise DataError(f"{entry.description_path}: this index cannot be built: {kind}: {error}") from error
-    if not lock.is_ours() or not entry.store(arrays, lock.is_ours):
-        return None
+    entry.store(arrays)
     del arrays  # the files take their place in memory
-    lock.note_path.unlink(missing_ok=True)  # of an earlier failure
     stored = entry.load()
     if stored is None or not fits(stored):
-        if not lock.is_ours():
-            return None
         raise DataError(
             f"{entry.part_path(entry.parts[0])}: just written and not readable as it was written: check the file "
             f"system, or give another directory with --data-cache-path"
@@ -241,25 +196,21 @@ def _build(
     return stored
 
 
-def _after_waiting(lock: FileLock, entry: CacheEntry, find: Callable[[], Arrays | None]) -> Arrays | None:
-    """What the lock's owner built; None when it is our turn to try. Raises DataError when the owner failed."""
-    for pause_s in _SETTLING_PAUSES_S:
-        lock.sleep(pause_s)
-        os.close(os.open(entry.directory, os.O_RDONLY))  # makes an NFS client forget which files were not there
-        arrays = find()
-        if arrays is not None:
-            return arrays
-        note = lock.note()
-        if note is not None:
-            reason = note.text or "it left no reason, as if the disk were full: see its own message"
-            raise DataError(f"{entry.description_path}: {note.owner}, which was to build this index, failed: {reason}")
-        if lock.path.exists():
-            return None  # its owner is gone, or somebody else is at it
-    return None
+@contextlib.contextmanager
+def heard(listen: Callable[[logging.LogRecord], object]) -> Iterator[None]:
+    """Have `listen` called with each record of the log inside of the block, and nobody else."""
 
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            listen(record)
 
-def _unwritable(entry: CacheEntry, error: OSError) -> DataError:
-    return DataError(
-        f"{entry.directory}: the index cache cannot be written: {error.strerror or error}: give a directory that can "
-        f"with --data-cache-path"
-    )
+    handler, level, propagate = Handler(), log.level, log.propagate
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+        log.propagate = propagate

@@ -66,7 +66,8 @@ class Ledger:
         before = {name: count.epoch for name, count in self.counts.items()}
         while self._position < consumed_samples:
             stop = min(self._position + _BLOCK, consumed_samples)
-            self._count(self._order.indices(np.arange(self._position, stop, dtype=np.int64)))
+            for source, samples in self._by_source(self._order.indices(np.arange(self._position, stop))):
+                self._add(source, samples)
             self._position = stop
         begun = {name: count.epoch for name, count in self.counts.items() if count.epoch > max(before[name], 1)}
         short = short_names(self.counts) if begun else {}
@@ -109,10 +110,6 @@ class Ledger:
         left_out = sum(count.left_out for count in self.counts.values())
         end = f"; {left_out} samples left out" if left_out else ""
         return f" data: {tokens} tokens, epochs of each source: {', '.join(parts)}{end}"
-
-    def _count(self, indices: npt.NDArray[np.int64]) -> None:
-        for source, samples in self._by_source(indices):
-            self._add(source, samples)
 
     def _by_source(self, indices: npt.NDArray[np.int64]) -> Iterator[tuple[Source, npt.NDArray[np.int64]]]:
         """The samples of a data set, by the source that they are of and as it numbers them."""

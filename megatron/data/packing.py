@@ -21,13 +21,12 @@ import logging
 import os
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.gpt_index import cache_directories, tokens_of_split
-from megatron.data.index_cache import DEFAULT_WAIT_S, Arrays, load_or_build
+from megatron.data.gpt_index import IndexRequest, cache_directories, tokens_of_split
+from megatron.data.index_cache import Arrays, load_or_build
 from megatron.data.index_helpers import best_fit_pack, group_by_bin, shuffle
 from megatron.data.indexed_dataset import IndexedDataset, bin_path
 from megatron.errors import DataError
@@ -40,18 +39,8 @@ Pieces = tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int6
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class PackedRequest:
-    """What decides the bins and their order. `start` and `stop` bound the sequences of the split; `tokens_per_epoch`
-    is how many tokens they have."""
-
-    prefix: str
-    start: int
-    stop: int
-    tokens_per_epoch: int
-    num_samples: int
-    seq_length: int
-    seed: int
+class PackedRequest(IndexRequest):
+    """What decides the bins and their order."""
 
     @property
     def capacity(self) -> int:
@@ -82,7 +71,6 @@ def load_packed_index(
     request: PackedRequest,
     *,
     data_cache_path: str | os.PathLike[str] | None = None,
-    wait_s: float = DEFAULT_WAIT_S,
     verify: bool = False,
 ) -> Arrays:
     """The arrays of build_packing and build_order from the cache, built first if need be: `PARTS` and "order".
@@ -103,7 +91,6 @@ def load_packed_index(
         directories,
         build,
         fits=lambda found: packing_fits(found, request, indexed.sizes),
-        wait_s=wait_s,
         verify=verify,
     )
     num_bins = len(arrays["bin_starts"]) - 1
@@ -112,18 +99,10 @@ def load_packed_index(
         ("order",),
         directories,
         lambda: {"order": build_order(num_bins, request.epochs_of(num_bins), request.seed)},
-        fits=lambda found: _order_fits(found["order"], num_bins, request.epochs_of(num_bins)),
-        wait_s=wait_s,
+        fits=lambda found: found["order"].shape == (num_bins * request.epochs_of(num_bins),),
         verify=verify,
     )
     return arrays | order
-
-
-def _order_fits(order: npt.NDArray[np.integer], num_bins: int, epochs: int) -> bool:
-    """Whether a cached order is whole: no bin more often than once in each epoch at the end, where a crash of the
-    machine that wrote it leaves zeros."""
-    tail = order[-4096:]
-    return order.shape == (num_bins * epochs,) and int(np.unique(tail, return_counts=True)[1].max()) <= epochs
 
 
 def build_packing(request: PackedRequest, sizes: npt.NDArray[np.int32]) -> Arrays:
@@ -262,12 +241,11 @@ class PackedDataset:
         seed: int,
         pad_id: int,
         data_cache_path: str | os.PathLike[str] | None = None,
-        wait_s: float = DEFAULT_WAIT_S,
         verify: bool = False,
     ) -> None:
         tokens = tokens_of_split(indexed, name, split, bounds)
-        request = PackedRequest(indexed.prefix, *bounds, tokens, num_samples, seq_length, seed)
-        arrays = load_packed_index(indexed, request, data_cache_path=data_cache_path, wait_s=wait_s, verify=verify)
+        request = PackedRequest(indexed.prefix, name, split, *bounds, tokens, num_samples, seq_length, seed)
+        arrays = load_packed_index(indexed, request, data_cache_path=data_cache_path, verify=verify)
         self._indexed, self._request = indexed, request
         self._table, self._starts, self._order = arrays["pieces"], arrays["bin_starts"], arrays["order"]
         self.name, self.seq_length, self.pad_id = indexed.prefix, seq_length, pad_id

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
-from threading import Thread
+from multiprocessing.pool import AsyncResult, ThreadPool
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,10 +18,8 @@ from megatron.data.batch import MicroBatch, make_micro_batch
 from megatron.data.gpt_dataset import TokenDataset
 from megatron.data.left_out import Range, around, merged
 from megatron.data.permutation import permute
-from megatron.errors import ConfigError, DataError
+from megatron.errors import DataError
 
-DATALOADER_TYPES = ("single", "cyclic")
-_CLOSE_WAIT_S = 10.0
 Indices = npt.NDArray[np.int64]
 
 
@@ -109,18 +104,10 @@ class OrderAround:
 def sample_order(
     dataloader_type: str | None, total: int, left_out: Iterable[Sequence[int]] = ()
 ) -> SampleOrder:
-    """The order of --dataloader-type, None meaning single, for `total` samples, around what is `left_out`.
-
-    Raises ConfigError for another type.
-    """
-    ranges = merged(left_out)
-    if dataloader_type in (None, "single"):
-        order: SampleOrder = SequentialOrder(total)
-        return OrderAround(order, ranges, total) if ranges else order
-    if dataloader_type == "cyclic":
-        order = CyclicOrder(total)
-        return OrderAround(order, ranges) if ranges else order
-    raise ConfigError(f"--dataloader-type {dataloader_type!r}: choose one of {', '.join(DATALOADER_TYPES)}")
+    """The order of --dataloader-type, None meaning single, for `total` samples, around what is `left_out`."""
+    ranges, cyclic = merged(left_out), dataloader_type == "cyclic"
+    order: SampleOrder = CyclicOrder(total) if cyclic else SequentialOrder(total)
+    return OrderAround(order, ranges, None if cyclic else total) if ranges else order
 
 
 class MicroBatchStream:
@@ -173,8 +160,10 @@ class MicroBatchStream:
             eod_mask_loss=eod_mask_loss,
         )
         self._num_workers, self._prefetch = num_workers, prefetch
-        self._threads = _Threads(num_workers) if num_workers > 0 else None
-        self._ahead: deque[Future[MicroBatch]] = deque()
+        # Its threads end with the process even in the middle of a read that a dead file system never answers; those of
+        # concurrent.futures would keep the process from ending.
+        self._threads = ThreadPool(num_workers) if num_workers > 0 else None
+        self._ahead: deque[AsyncResult[MicroBatch]] = deque()
         self._next_read = consumed_samples  # where the next micro-batch to be read ahead starts
 
     def take(self, n: int) -> list[MicroBatch]:
@@ -185,23 +174,21 @@ class MicroBatchStream:
         batches = []
         for _ in range(n):
             self._read_ahead(until=1)
-            batch = self._ahead.popleft().result() if self._threads is not None else self._read(self.consumed_samples)
+            batch = self._ahead.popleft().get() if self._threads is not None else self._read(self.consumed_samples)
             batches.append(batch.to(self._device))
             self.consumed_samples += self._chunk
             self._read_ahead(until=max(2 * self._num_workers, n))
         return batches
 
     def close(self) -> None:
-        """Stop reading ahead. A stream that is closed gives no more micro-batches."""
-        for future in self._ahead:
-            future.cancel()
+        """Stop reading ahead, without waiting for a read. A stream that is closed gives no more micro-batches."""
         self._ahead.clear()
         if self._threads is not None:
-            self._threads.stop(_CLOSE_WAIT_S)
+            self._threads.terminate()
 
     def _read_ahead(self, until: int) -> None:
         while self._threads is not None and len(self._ahead) < until:
-            self._ahead.append(self._threads.submit(partial(self._read, self._next_read)))
+            self._ahead.append(self._threads.apply_async(self._read, (self._next_read,)))
             self._next_read += self._chunk
 
     def _read(self, start: int) -> MicroBatch:
@@ -249,39 +236,3 @@ class MicroBatchStream:
     def _indices(self, positions: Indices) -> list[int]:
         found: list[int] = self._order.indices(positions).tolist()
         return found
-
-
-class _Threads:
-    """Threads that run what is submitted, in order.
-
-    They end with the process even in the middle of a read that a dead file system never answers; those of
-    concurrent.futures would keep the process from ending.
-    """
-
-    def __init__(self, number: int) -> None:
-        self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._threads = [Thread(target=self._run, name=f"megatron-data-{i}", daemon=True) for i in range(number)]
-        for thread in self._threads:
-            thread.start()
-
-    def submit(self, function: Callable[[], Any]) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._work.put((future, function))
-        return future
-
-    def stop(self, wait_s: float) -> None:
-        """End the threads after what was submitted; one that is still busy after `wait_s` seconds is left behind."""
-        for _ in self._threads:
-            self._work.put(None)
-        deadline = time.monotonic() + wait_s
-        for thread in self._threads:
-            thread.join(timeout=max(0.0, deadline - time.monotonic()))
-
-    def _run(self) -> None:
-        while (item := self._work.get()) is not None:
-            future, function = item
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(function())
-                except BaseException as error:
-                    future.set_exception(error)

@@ -19,13 +19,13 @@ be trained with the other.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.data.tokenizers.base import Tokenizer
+from megatron.data.tokenizers.base import NullTokenizer, Tokenizer
 from megatron.data.tokenizers.fast import gpt2, hugging_face
-from megatron.data.tokenizers.null import NullTokenizer
 from megatron.data.tokenizers.sentence_piece import sentence_piece
 from megatron.data.tokenizers.tik_token import TikTokenSettings, tik_token
 from megatron.errors import ConfigError, DataError, MegatronError
@@ -52,9 +52,6 @@ INSTEAD = {
     "MistralTokenizer": "use HFTokenizer with its tokenizer.json",
     "BertWordPieceLowerCase": "use HFTokenizer with its tokenizer.json",
     "BertWordPieceCase": "use HFTokenizer with its tokenizer.json",
-    "MultimodalTokenizer": "only text is read: use the type of its text tokenizer",
-    "NullMultimodalTokenizer": "only text is read: use NullTokenizer",
-    "SFTTokenizer": "only plain text is read: use HFTokenizer",
 }
 
 
@@ -73,9 +70,9 @@ def build_tokenizer(
 ) -> Tokenizer:
     """The tokenizer of --tokenizer-type; the arguments up to num_threads are the flags of these names.
 
-    `vocab_extra_ids` appends <extra_id_0>, ... to a SentencePieceTokenizer. `num_threads` encode a batch: without it,
-    one does, except that Hugging Face's library follows TOKENIZERS_PARALLELISM and RAYON_NUM_THREADS; with it, these
-    are set for the whole process (the second has no effect once the library has started its threads).
+    `vocab_extra_ids` appends <extra_id_0>, ... to a SentencePieceTokenizer. `num_threads` are those of Hugging Face's
+    library, the others use one: it sets TOKENIZERS_PARALLELISM and RAYON_NUM_THREADS for the whole process (the second
+    has no effect once the library has started its threads).
 
     Raises ConfigError for an unknown type, a flag that is missing or a vocab_size that is not the tokenizer's, and
     DataError, naming path and flag, for a file that is missing or not what it should be.
@@ -88,19 +85,22 @@ def build_tokenizer(
         if vocab_size is None or vocab_size < 1:
             raise ConfigError(f"--tokenizer-type NullTokenizer needs --vocab-size of 1 or more, it is {vocab_size}")
         return NullTokenizer(vocab_size)
+    if num_threads is not None:
+        os.environ["TOKENIZERS_PARALLELISM"] = "true" if num_threads > 1 else "false"
+        os.environ["RAYON_NUM_THREADS"] = str(num_threads)
     tokenizer: Tokenizer
     if kind == "GPT2BPETokenizer":
         files = _file(kind, "--vocab-file", vocab_file), _file(kind, "--merge-file", merge_file)
-        tokenizer = gpt2(*files, num_threads)
+        tokenizer = gpt2(*files)
     elif kind == "HFTokenizer":
-        tokenizer = hugging_face(_path(kind, "--tokenizer-model", tokenizer_model), num_threads)
+        tokenizer = hugging_face(_path(kind, "--tokenizer-model", tokenizer_model))
     elif kind == "TikTokenizer":
         settings = TikTokenSettings(tiktoken_pattern, tiktoken_num_special_tokens, tiktoken_special_tokens)
         path = _file(kind, "--tokenizer-model", tokenizer_model)
-        tokenizer = tik_token(path, settings, vocab_size=vocab_size, num_threads=num_threads or 1)
+        tokenizer = tik_token(path, settings, vocab_size=vocab_size)
     else:
         path = _file(kind, "--tokenizer-model", tokenizer_model)
-        tokenizer = sentence_piece(kind, path, vocab_extra_ids=vocab_extra_ids, num_threads=num_threads or 1)
+        tokenizer = sentence_piece(kind, path, vocab_extra_ids=vocab_extra_ids)
     if tokenizer.vocab_size > _MOST_IDS:
         raise DataError(
             f"{tokenizer_model or vocab_file}: its highest id is {tokenizer.vocab_size - 1}, but token files hold ids "

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from megatron.data.folder_claim import FolderClaim
@@ -20,8 +21,7 @@ class SaveClaim:
             return
         from megatron.checkpoint.together import decided_by_first  # with torch's checkpoints, which import slowly
 
-        claim = self._claim
-        decided_by_first(topology, lambda: claim.take(say))
+        decided_by_first(topology, partial(self._claim.take, say))
 
     def release(self) -> None:
         """Leave the folder to the next run. Harmless when called twice, and where nothing was claimed."""

@@ -42,7 +42,6 @@ from megatron.training import devices
 from megatron.training.agreement import Agreement
 from megatron.training.allocator import mapped_blocks, tune_allocator
 from megatron.training.identity import identity
-from megatron.training.index_progress import told_if_slow
 from megatron.training.kernels import check_agreement, describe_kernels
 from megatron.training.loop import train
 from megatron.training.metrics import Interval, Rates
@@ -59,7 +58,7 @@ from megatron.training.saving import Saves
 from megatron.training.signals import Signals
 from megatron.training.skips import SkipRules
 from megatron.training.spikes import SpikeRule
-from megatron.training.stage_data import staged_locations
+from megatron.training.stage_data import first_builds, staged_locations
 from megatron.training.stopping import StopRules
 from megatron.training.stragglers import Stragglers
 from megatron.training.streams import PlaceholderStream, Stream, open_stream
@@ -211,8 +210,8 @@ def assemble(
     pad_id = tokenizer.eod if tokenizer is not None else 0
     staged = staged_locations(config, topology, reporter.say)
     build = partial(build_datasets, config, locations=staged, pad_id=pad_id, verify=topology.rank == 0)
-    with told_if_slow(reporter.say):
-        datasets = build(*samples)
+    build_in_turn = first_builds(config, topology, build, reporter.say)
+    datasets = build_in_turn(*samples)
     describe_data(config, datasets, reporter)
     with set_up_memory(config, device):
         chunks = build_chunks(config, topology)
@@ -223,7 +222,7 @@ def assemble(
         progress = load_checkpoint(config, topology, engine, checkpoint, reporter)
     loaded_here = progress.iteration if checkpoint and config.checkpoint.load == config.checkpoint.save else None
     end = total_iterations(config, batches, progress.iteration, progress.consumed_samples)
-    datasets = extended(config, batches, datasets, build, samples, progress, end)
+    datasets = extended(config, batches, datasets, build_in_turn, samples, progress, end)
     write_start(config, topology, places, reporter, progress)
     agreement = Agreement(topology)
     saves = run_saves(config, topology, engine, reporter, agreement, Passport(config, topology, places), loaded_here)

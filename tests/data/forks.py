@@ -1,4 +1,4 @@
-"""Forked processes: several at once, and one that is killed, or suspended, at every moment that matters."""
+"""Forked processes: several at once, and one that is killed at every moment that matters."""
 from __future__ import annotations
 
 import contextlib
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.fault_points import record
-from tests.helpers.killing import forked, signal_at, wait_for, wait_until_stopped
+from tests.helpers.killing import forked, signal_at, wait_for
 
 context = multiprocessing.get_context("fork")  # for semaphores and barriers of processes
 Run = Callable[[Path], object]  # is given a new folder, and works there
@@ -23,7 +23,8 @@ MOMENTS = pytest.mark.parametrize(
 )
 
 
-def _begun(folder: Path, run: Run, every: bool, prepare: Run, sent: int) -> Iterator[tuple[Path, int]]:
+def killed_at_each(folder: Path, run: Run, every: bool, prepare: Run = lambda _: None) -> Iterator[Path]:
+    """The folders that `run` leaves where it is killed, of each moment one."""
     whole, log = folder / "whole", folder / "moments"
     whole.mkdir()
     prepare(whole)
@@ -33,21 +34,9 @@ def _begun(folder: Path, run: Run, every: bool, prepare: Run, sent: int) -> Iter
             here = folder / f"{moment} {name.replace('/', ' ')}"[:100]
             here.mkdir()
             prepare(here)
-            yield here, forked(lambda: (signal_at(moment, here, sent), run(here)))  # noqa: B023
-
-
-def killed_at_each(folder: Path, run: Run, every: bool, prepare: Run = lambda _: None) -> Iterator[Path]:
-    """The folders that `run` leaves where it is killed, of each moment one."""
-    for here, pid in _begun(folder, run, every, prepare, signal.SIGKILL):
-        assert wait_for(pid) == -signal.SIGKILL, here
-        yield here
-
-
-def stopped_at_each(folder: Path, run: Run, every: bool) -> Iterator[tuple[Path, int]]:
-    """The same with processes that are suspended: their numbers, to be woken and waited for."""
-    for here, pid in _begun(folder, run, every, lambda _: None, signal.SIGSTOP):
-        assert wait_until_stopped(pid), here
-        yield here, pid
+            pid = forked(lambda: (signal_at(moment, here), run(here)))  # noqa: B023
+            assert wait_for(pid) == -signal.SIGKILL, here
+            yield here
 
 
 def at_once(number: int, fn: Callable[[int], Any]) -> list[Any]:

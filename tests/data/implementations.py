@@ -7,16 +7,17 @@ from typing import Any
 import pytest
 
 from megatron.data import index_helpers
+from tests.data import numpy_loops
 
 NEEDS_COMPILED = pytest.mark.skipif(
     index_helpers.compiled is None, reason="the C++ extension is not built: pip install -e ."
 )
 IMPLEMENTATIONS = [
-    pytest.param(None, id="numpy"), pytest.param(index_helpers.compiled, id="compiled", marks=NEEDS_COMPILED),
+    pytest.param(numpy_loops, id="numpy"), pytest.param(index_helpers.compiled, id="compiled", marks=NEEDS_COMPILED),
 ]  # fmt: skip
 
 
-def call(module: ModuleType | None, function: str, *arguments: Any, **options: Any) -> Any:
+def call(module: ModuleType, function: str, *arguments: Any, **options: Any) -> Any:
     """A function of index_helpers with one of them, for short arrays too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(index_helpers, "compiled", module)

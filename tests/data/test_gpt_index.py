@@ -14,10 +14,11 @@ import pytest
 
 from megatron.data import gpt_index, index_helpers
 from megatron.data.gpt_index import PARTS, IndexRequest, build_index
+from tests.data import numpy_loops
 from tests.data.implementations import IMPLEMENTATIONS
 
 
-def build(module: ModuleType | None, sizes: list[int], request: IndexRequest, **options: int) -> dict[str, Any]:
+def build(module: ModuleType, sizes: list[int], request: IndexRequest, **options: int) -> dict[str, Any]:
     raw = np.zeros(4 * len(sizes) + 2, np.uint8)
     unaligned: npt.NDArray[np.int32] = raw[2:].view(np.int32)  # as an .idx file has them
     unaligned[:] = sizes
@@ -28,7 +29,7 @@ def build(module: ModuleType | None, sizes: list[int], request: IndexRequest, **
 
 
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)
-def test_shuffle_index_of_more_samples_than_uint32(module: ModuleType | None) -> None:
+def test_shuffle_index_of_more_samples_than_uint32(module: ModuleType) -> None:
     """Numbers that need 64 bits from a limit on, which is 2^32 - 2 in Megatron, and the same order."""
     request = IndexRequest("p", "train", "1", 0, 3, 9001, 9000, 1, 3)
     narrow = build(module, [4000, 5000, 1], request, uint32_limit=9001)
@@ -41,7 +42,7 @@ def test_shuffle_index_of_more_samples_than_uint32(module: ModuleType | None) ->
 
 def test_blocks_of_the_counting_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     request = IndexRequest("p", "train", "1", 5, 905, 1800, 3000, 1, 3)
-    whole = build(None, [2] * 1000, request)
+    whole = build(numpy_loops, [2] * 1000, request)
     monkeypatch.setattr(gpt_index, "_BLOCK", 7)
-    cut = build(None, [2] * 1000, request)
+    cut = build(numpy_loops, [2] * 1000, request)
     assert request.num_epochs == 2 and all(cut[part].tobytes() == whole[part].tobytes() for part in PARTS)

@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 from megatron.data import index_helpers
 from megatron.data.index_helpers import OutOfBounds
 from megatron.data.splits import samples_of_part
+from megatron.errors import DataError
+from tests.data import numpy_loops
 from tests.data.implementations import IMPLEMENTATIONS, NEEDS_COMPILED, call
+
+
+def test_a_checkout_that_was_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_helpers, "compiled", None)
+    with pytest.raises(DataError, match=r"pip install -e \."):
+        index_helpers.build_blend_index(np.ones(1), 4)
+
 
 # shuffle
 
@@ -43,7 +52,7 @@ def same_state(one: np.random.RandomState, other: np.random.RandomState) -> bool
 )
 @example(count=2**16, dtype=np.int32, seed=1, draws=0)
 @example(count=2**17 + 1, dtype=np.int64, seed=1, draws=623)
-def test_shuffle(module: ModuleType | None, count: int, dtype: type, seed: int, draws: int) -> None:
+def test_shuffle(module: ModuleType, count: int, dtype: type, seed: int, draws: int) -> None:
     expected, found = np.arange(count).astype(dtype), np.arange(count).astype(dtype)
     ours, theirs = warmed_up(seed, draws), warmed_up(seed, draws)
     theirs.shuffle(expected)
@@ -74,7 +83,7 @@ def walk(sizes: list[int], document_index: list[int], seq_length: int, num_sampl
 
 
 def build_samples(
-    module: ModuleType | None, sizes: list[int], documents: list[int], seq_length: int, num_samples: int, **options: int
+    module: ModuleType, sizes: list[int], documents: list[int], seq_length: int, num_samples: int, **options: int
 ) -> npt.NDArray[Any]:
     arrays = np.array(sizes, np.int32), np.array(documents, np.int32)
     result: npt.NDArray[Any] = call(module, "build_sample_index", *arrays, seq_length, num_samples, **options)
@@ -83,21 +92,21 @@ def build_samples(
 
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)
 @given(data=st.data(), block=st.integers(1, 5))
-def test_sample_index(module: ModuleType | None, data: st.DataObject, block: int) -> None:
+def test_sample_index(module: ModuleType, data: st.DataObject, block: int) -> None:
     sizes = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=8))
     documents = data.draw(st.lists(st.integers(0, len(sizes) - 1), min_size=1, max_size=200))
     seq_length = data.draw(st.integers(1, 7))
     tokens = sum(sizes[d] for d in documents)
     num_samples = data.draw(st.integers(0, max(0, (tokens - 1) // seq_length)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index_helpers, "_BLOCK", block)  # of the numpy loop, which would otherwise take all at once
+        patch.setattr(numpy_loops, "_BLOCK", block)  # of the numpy loop, which would otherwise take all at once
         rows = build_samples(module, sizes, documents, seq_length, num_samples)
     assert rows.dtype == np.int32 and rows.shape == (num_samples + 1, 2)
     assert [tuple(row) for row in rows.tolist()] == walk(sizes, documents, seq_length, num_samples)
 
 
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)
-def test_sample_index_of_more_documents_than_int32(module: ModuleType | None) -> None:
+def test_sample_index_of_more_documents_than_int32(module: ModuleType) -> None:
     sizes, documents = [3, 0, 4], [2, 1, 0, 2]
     narrow = build_samples(module, sizes, documents, 2, 5, int32_limit=4)
     wide = build_samples(module, sizes, documents, 2, 5, int32_limit=3)
@@ -108,7 +117,7 @@ def test_sample_index_of_more_documents_than_int32(module: ModuleType | None) ->
 # blend
 
 
-def build_blend(module: ModuleType | None, weights: list[float], size: int) -> tuple[npt.NDArray, npt.NDArray]:
+def build_blend(module: ModuleType, weights: list[float], size: int) -> tuple[npt.NDArray, npt.NDArray]:
     which, sample = call(module, "build_blend_index", np.array(weights) / np.sum(weights), size)
     return which, sample
 
@@ -116,7 +125,7 @@ def build_blend(module: ModuleType | None, weights: list[float], size: int) -> t
 @pytest.mark.slow
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)
 @given(weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=40), size=st.integers(0, 300))
-def test_blend_index(module: ModuleType | None, weights: list[float], size: int) -> None:
+def test_blend_index(module: ModuleType, weights: list[float], size: int) -> None:
     which, sample = build_blend(module, weights, size)
     assert which.dtype == np.uint8 and sample.dtype == np.int64
     shares = [w / float(np.sum(weights)) for w in weights]
@@ -136,7 +145,7 @@ def test_blend_of_many(count: int) -> None:
     """Equal weights and random ones: all the ways in which the compiled loop is cut into vectors."""
     for weights in ([1.0] * count, np.random.RandomState(count).gamma(0.5, size=count).clip(1e-3).tolist()):
         which, sample = build_blend(index_helpers.compiled, weights, 3 * count)
-        expected_which, expected_sample = build_blend(None, weights, 3 * count)
+        expected_which, expected_sample = build_blend(numpy_loops, weights, 3 * count)
         assert which.dtype == expected_which.dtype == (np.uint8 if count <= 255 else np.int32)
         assert which.tobytes() == expected_which.tobytes() and sample.tobytes() == expected_sample.tobytes()
     assert sorted(build_blend(index_helpers.compiled, [1.0] * count, count)[0].tolist()) == list(range(count))
@@ -150,7 +159,7 @@ def test_blend_of_many(count: int) -> None:
     code=st.sampled_from(sorted(index_helpers.TOKEN_TYPES)), seed=st.integers(0, 99),
     runs=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 12)), max_size=9),
 )
-def test_gather(module: ModuleType | None, code: int, runs: list[tuple[int, int]], seed: int) -> None:
+def test_gather(module: ModuleType, code: int, runs: list[tuple[int, int]], seed: int) -> None:
     kind = {1: "B", 2: "b", 3: "<h", 4: "<i", 5: "<q", 8: "<H"}[code]  # the letters of Python's struct
     data = np.frombuffer(np.random.RandomState(seed).bytes(90 + 12 * 8), np.uint8)
     expected: list[int] = []
@@ -172,7 +181,7 @@ def test_gather(module: ModuleType | None, code: int, runs: list[tuple[int, int]
         ((0, 5), True), ((0, -1), False), ((2**62, 2**62), False), ((4, 2**62), False), ((-(2**63), 1), False),
     ],
 )  # fmt: skip
-def test_gather_stays_within_the_bytes(module: ModuleType | None, run: tuple[int, int], fits: bool) -> None:
+def test_gather_stays_within_the_bytes(module: ModuleType, run: tuple[int, int], fits: bool) -> None:
     data, out = np.arange(20, dtype=np.uint8), np.full(2 + max(0, min(run[1], 5)), -7, np.int64)
     arguments = data, 4, np.array([0, run[0]]), np.array([2, run[1]]), out
     if fits:
@@ -208,7 +217,7 @@ def pack_by_the_rule(lengths: list[int], capacity: int) -> list[int]:
 
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)
 @given(data=st.data(), capacity=st.sampled_from([1, 2, 3, 10, 63, 64, 65, 300, 5000]), wide=st.booleans())
-def test_best_fit(module: ModuleType | None, data: st.DataObject, capacity: int, wide: bool) -> None:
+def test_best_fit(module: ModuleType, data: st.DataObject, capacity: int, wide: bool) -> None:
     length = st.integers(1, capacity) | st.integers(1, max(1, capacity // 4))
     lengths = data.draw(st.lists(length, max_size=120))
     array = np.array(lengths, data.draw(st.sampled_from([np.int32, np.int64])))
@@ -235,12 +244,12 @@ def test_best_fit_of_many(capacity: int) -> None:
         random.choice([1, capacity // 7, capacity // 3, capacity // 2 + 1, capacity - 1], 3000),
     ):
         bins, num_bins = call(index_helpers.compiled, "best_fit_pack", lengths, capacity)
-        expected, expected_bins = call(None, "best_fit_pack", lengths, capacity)
+        expected, expected_bins = call(numpy_loops, "best_fit_pack", lengths, capacity)
         assert bins.tobytes() == expected.tobytes() and num_bins == expected_bins
 
 
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)
-def test_refuses(module: ModuleType | None) -> None:
+def test_refuses(module: ModuleType) -> None:
     """What would lead outside of the arrays."""
     data, one, out = np.zeros(8, np.uint8), np.array([1]), np.full(2, -7, np.int64)
     wrong: list[tuple[str, tuple[Any, ...]]] = [
@@ -251,7 +260,7 @@ def test_refuses(module: ModuleType | None) -> None:
         *(("build_sample_index", (np.array([5], np.int32), np.array(documents, np.int32), seq_length, 1))
           for documents, seq_length in (([0], 5), ([], 1))),
     ]  # fmt: skip
-    if module is not None:
+    if module is not numpy_loops:
         wrong += [
             ("build_sample_index", (np.array([3, 4], np.int32), np.array([0, document], np.int32), 2, 3))
             for document in (2, -1)

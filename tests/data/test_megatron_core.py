@@ -34,8 +34,6 @@ from tests.helpers.launching import ROOT
 VERSION = "0.16.1"
 GOLDEN = Path(__file__).with_name("core_golden.json")
 DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16")
-KINDS = [(dtype, modes) for dtype in DTYPES for modes in (False, True)]
-MODES = [0, 1, -1, 2, 0, 127, -128, 3, 1, 0]
 Documents = list[list[list[float]]]
 
 
@@ -49,13 +47,11 @@ def documents_of(dtype: str) -> Documents:
     return [[[1, 2, 3], [4]], [], [[low, high]], [[], [5], []], [long], [[]], [[6], [7, 8]], []]
 
 
-def write(prefix: Path, dtype: str, modes: bool) -> Path:
-    kinds = iter(MODES)
-    with IndexedDatasetWriter(prefix, dtype, with_modes=modes) as writer:
+def write(prefix: Path, dtype: str) -> Path:
+    with IndexedDatasetWriter(prefix, dtype) as writer:
         for document in documents_of(dtype):
             tokens = np.array([token for sequence in document for token in sequence], dtype)
-            sequence_modes = [next(kinds) for _ in document] if modes else None
-            writer.add_batch(tokens, list(map(len, document)), [len(document)], sequence_modes)
+            writer.add_batch(tokens, list(map(len, document)), [len(document)])
     return prefix
 
 
@@ -109,8 +105,8 @@ def our_blend(case: dict[str, Any]) -> str:
 
 def test_files_are_megatron_cores(tmp_path: Path) -> None:
     golden = json.loads(GOLDEN.read_text())["files"]
-    for (dtype, modes), expected in zip(KINDS, golden, strict=True):
-        prefix = write(tmp_path / f"{dtype}_{modes}", dtype, modes)
+    for dtype, expected in zip(DTYPES, golden, strict=True):
+        prefix = write(tmp_path / dtype, dtype)
         assert digest_of(prefix) == expected, dtype
         indexed = IndexedDataset(prefix)
         sequences = [sequence for document in documents_of(dtype) for sequence in document]
@@ -118,7 +114,7 @@ def test_files_are_megatron_cores(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)
-def test_orders_and_blends_are_megatron_cores(module: ModuleType | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orders_and_blends_are_megatron_cores(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_helpers, "compiled", module)
     golden = json.loads(GOLDEN.read_text())
     found = [our_order(case) for case in orders(len(golden["orders"]))]
@@ -177,25 +173,25 @@ def check_golden(name: str, found: list[str]) -> None:
 def test_files_both_ways(core: Path, tmp_path: Path) -> None:
     """What both sides write, read of each other's and merge of both, mapped and not."""
     jobs: list[dict[str, Any]] = []
-    for dtype, modes in KINDS:
-        ours, theirs = (tmp_path / f"{side}_{dtype}_{modes}" for side in ("ours", "theirs"))
-        write(ours, dtype, modes)
+    for dtype in DTYPES:
+        ours, theirs = (tmp_path / f"{side}_{dtype}" for side in ("ours", "theirs"))
+        write(ours, dtype)
         documents = documents_of(dtype)
         jobs += [
-            {"write": str(theirs), "dtype": dtype, "documents": documents, "modes": MODES if modes else None},
-            {"read": str(ours), "mmap": True, "multimodal": modes},
-            {"read": str(ours), "mmap": False, "multimodal": modes},
-            {"merge": f"{theirs}_merged", "dtype": dtype, "inputs": [str(theirs), str(ours)], "multimodal": modes},
+            {"write": str(theirs), "dtype": dtype, "documents": documents, "modes": None},
+            {"read": str(ours), "mmap": True, "multimodal": False},
+            {"read": str(ours), "mmap": False, "multimodal": False},
+            {"merge": f"{theirs}_merged", "dtype": dtype, "inputs": [str(theirs), str(ours)], "multimodal": False},
         ]
     answers = json.loads(run_core("core_peer.py", str(core), jobs=jobs))
-    for at, (dtype, modes) in enumerate(KINDS):
-        ours, theirs = (tmp_path / f"{side}_{dtype}_{modes}" for side in ("ours", "theirs"))
+    for at, dtype in enumerate(DTYPES):
+        ours, theirs = (tmp_path / f"{side}_{dtype}" for side in ("ours", "theirs"))
         documents = documents_of(dtype)
         sequences = [sequence for document in documents for sequence in document]
         starts = [0, *accumulate(map(len, documents))]
         assert digest_of(ours) == digest_of(theirs)
         assert answers[4 * at + 1] == answers[4 * at + 2] == {
-            "dtype": dtype, "sequences": sequences, "modes": MODES if modes else None,
+            "dtype": dtype, "sequences": sequences, "modes": None,
             "lengths": list(map(len, sequences)), "document_indices": starts,
         }  # fmt: skip
         merge([theirs, ours], f"{ours}_merged")
@@ -204,8 +200,8 @@ def test_files_both_ways(core: Path, tmp_path: Path) -> None:
             indexed = IndexedDataset(theirs, mmap=mapped)
             assert indexed.dtype == np.dtype(dtype) and indexed.document_indices.tolist() == starts
             assert [indexed[i].tolist() for i in range(len(indexed))] == sequences
-            assert (None if indexed.modes is None else indexed.modes.tolist()) == (MODES if modes else None)
-    check_golden("files", [digest_of(tmp_path / f"theirs_{dtype}_{modes}") for dtype, modes in KINDS])
+            assert indexed.modes is None
+    check_golden("files", [digest_of(tmp_path / f"theirs_{dtype}") for dtype in DTYPES])
 
 
 @pytest.mark.campaign("peers")

@@ -116,7 +116,7 @@ def sizes_of(kind: str, count: int) -> npt.NDArray[np.int32]:
 
 def pack(sizes: npt.NDArray[np.int32], seq_length: int) -> tuple[dict[str, npt.NDArray], float]:
     tokens = int(sizes.sum(dtype=np.int64))
-    arrays = build_packing(PackedRequest("p", 0, len(sizes), tokens, 1, seq_length, 1), sizes)
+    arrays = build_packing(PackedRequest("p", "train", "1", 0, len(sizes), tokens, 1, seq_length, 1), sizes)
     predictions = int(arrays["counts"][1])
     assert predictions == tokens - np.count_nonzero(sizes)
     return arrays, waste_of(len(arrays["bin_starts"]) - 1, len(arrays["pieces"]), predictions, seq_length + 1)

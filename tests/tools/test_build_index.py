@@ -12,7 +12,7 @@ import pytest
 
 from megatron.config import parse_args
 from megatron.data.datasets import build_datasets
-from megatron.data.file_lock import FileLock
+from megatron.data.index_cache import CacheEntry
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.training.micro_batches import BatchSchedule, planned_samples
 from tests.helpers.launching import ROOT, launch
@@ -94,7 +94,7 @@ def test_the_run_finds_all_and_needs_all(
     built = files(cache)
     assert built
 
-    monkeypatch.setattr(FileLock, "acquire", never)
+    monkeypatch.setattr(CacheEntry, "store", never)
     run_reads([*flags, "--data-cache-path", str(cache)], 2)
     assert tool().main(arguments) == 0 and files(cache) == built
 

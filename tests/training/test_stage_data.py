@@ -1,6 +1,10 @@
-"""--stage-data-to in a run: who copies, what is read, and that nobody is left behind."""
+"""--stage-data-to in a run, and whose turn it is to build: who works, who waits, and that nobody is left behind."""
 from __future__ import annotations
 
+import os
+import shutil
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +13,13 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import Config
-from megatron.data.datasets import build_datasets
-from megatron.errors import LaunchError
+from megatron.data.datasets import Datasets, build_datasets
+from megatron.errors import DataError, LaunchError
 from megatron.parallel.topology import Layout, Topology
 from megatron.training import stage_data
-from megatron.training.stage_data import staged_locations, wait_for_all
-from tests.helpers.clock import VirtualClock
+from megatron.training.stage_data import copy_to_node, first_builds, staged_locations
 from tests.helpers.processes import run_processes
 from tests.training.test_run import run_and_listen, write_numbers
-
-SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
 
 
 def config(**changes: Any) -> Config:
@@ -28,13 +29,35 @@ def config(**changes: Any) -> Config:
     return Config.create(**{**fields, **changes})
 
 
+def topology(rank: int = 0, **layout: int) -> Topology:
+    return Topology.from_layout(Layout(**layout), rank, device=torch.device("cpu"))
+
+
+def side_by_side(number: int, run: Callable[[int], Any]) -> list[Any]:
+    """What `run` returns, or raises, for each of several ranks that are threads."""
+    outcomes: list[Any] = [None] * number
+
+    def call(rank: int) -> None:
+        try:
+            outcomes[rank] = run(rank)
+        except Exception as error:
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=call, args=(rank,), daemon=True) for rank in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes
+
+
 def test_the_copy_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NODE_DISK", str(tmp_path / "disk"))
     prefix, said = write_numbers(tmp_path / "x", 80), list[str]()
     asked = config(data_path=(prefix,), stage_data_to="$NODE_DISK/me")
-    locations = staged_locations(asked, SINGLE, said.append)
+    locations = staged_locations(asked, topology(), said.append)
     assert Path(locations[prefix]).is_relative_to(tmp_path / "disk" / "me")
-    assert any("1 of 1" in line for line in said)
+    assert len(said) == 1 and locations[prefix] in said[0]
     before = build_datasets(asked, 4, 0, 0).train
     (tmp_path / "x.bin").write_bytes(bytes(160))  # the same size, all zeros
     built = build_datasets(asked, 4, 0, 0, locations=locations).train
@@ -44,59 +67,86 @@ def test_the_copy_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert locations[prefix] in built.where(0) and built.name == prefix
 
 
+def test_a_copy_is_kept_and_changed_data_are_copied_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix, disk = write_numbers(tmp_path / "x", 80), tmp_path / "disk"
+    first = copy_to_node(prefix, disk)
+    assert copy_to_node(prefix, disk) == first
+    os.utime(f"{prefix}.bin", (1, 1))  # written again, with the same size
+    assert copy_to_node(prefix, disk) != first and len(list(disk.iterdir())) == 2
+
+    def copy_and_change(source: str, target: Path) -> None:
+        Path(target).write_bytes(b"")
+        os.utime(f"{prefix}.bin", (3, 3))
+
+    os.utime(f"{prefix}.bin", (2, 2))
+    monkeypatch.setattr(shutil, "copyfile", copy_and_change)
+    with pytest.raises(OSError, match="changed"):
+        copy_to_node(prefix, disk)
+    assert len(list(disk.iterdir())) == 2
+
+
 def test_a_variable_that_is_not_set_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NODE_DISK", raising=False)
     monkeypatch.chdir(tmp_path)
     said: list[str] = []
-    assert staged_locations(config(data_path=("x",), stage_data_to="$NODE_DISK/me"), SINGLE, said.append) == {}
+    assert staged_locations(config(data_path=("x",), stage_data_to="$NODE_DISK/me"), topology(), said.append) == {}
     assert len(said) == 1 and "--stage-data-to $NODE_DISK/me" in said[0]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_cannot_be_written_is_no_reason_to_stop(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
+@pytest.mark.parametrize("full", [False, True])
+def test_a_disk_that_takes_no_copy_is_no_reason_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    if full:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 0))
+    else:
+        (tmp_path / "disk").write_text("")
     prefix, said = write_numbers(tmp_path / "x", 80), list[str]()
-    asked = config(data_path=(prefix,), stage_data_to=str(tmp_path / "file"))
-    assert staged_locations(asked, SINGLE, said.append) == {prefix: prefix}
-    assert "1 of 1" in said[-1]
+    asked = config(data_path=(prefix,), stage_data_to=str(tmp_path / "disk"))
+    assert staged_locations(asked, topology(), said.append) == {prefix: prefix}
+    assert len(said) == 1 and prefix in said[0]
 
 
-def test_all_wait_for_all() -> None:
-    """Three ranks by one virtual clock: the second comes while the first waits, the third while both do."""
-    store, clock, found = dist.HashStore(), VirtualClock(), dict[int, tuple[int, float]]()
-
-    def come(rank: int) -> None:
-        topology = Topology.from_layout(Layout(data=3), rank, device=torch.device("cpu"))
-        incomplete = wait_for_all(topology, incomplete=rank == 1, store=store, clock=clock, sleep=clock.sleep)
-        found[rank] = incomplete, clock()
-
-    start = clock()
-    clock.at(1000.0, lambda: come(1))
-    clock.at(7200.0, lambda: come(2))
-    come(0)
-    assert {rank: incomplete for rank, (incomplete, _) in found.items()} == {0: 1, 1: 1, 2: 1}
-    assert all(7200.0 <= at - start <= 7210.0 for _, at in found.values())
+def test_one_process_of_a_node_copies_and_only_stages_that_read_data(tmp_path: Path) -> None:
+    """Of three pipeline stages on a node the middle one reads nothing, and all leave together."""
+    prefix, store, said = write_numbers(tmp_path / "x", 80), dist.HashStore(), list[str]()
+    fields = dict(num_layers=3, pipeline_model_parallel_size=3, world_size=3, data_path=(prefix,))
+    asked = config(**fields, stage_data_to=str(tmp_path / "disk"))
+    staged = side_by_side(3, lambda rank: staged_locations(asked, topology(rank, pipeline=3), said.append, store))
+    assert staged[0] == staged[2] and Path(staged[0][prefix]).is_relative_to(tmp_path / "disk") and staged[1] == {}
+    assert len(said) == 1 and len(list((tmp_path / "disk").iterdir())) == 1
 
 
-def test_the_wait_has_an_end() -> None:
-    topology, clock = Topology.from_layout(Layout(data=2), 0, device=torch.device("cpu")), VirtualClock()
-    with pytest.raises(LaunchError, match="--stage-data-to: 1 of 2"):
-        wait_for_all(topology, incomplete=False, store=dist.HashStore(), clock=clock, sleep=clock.sleep)
+def test_the_wait_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_data, "WAIT_S", 0.0)
+    asked = config(data_path=(write_numbers(tmp_path / "x", 80),), stage_data_to=str(tmp_path / "disk"), world_size=2)
+    with pytest.raises(LaunchError, match="staging"):
+        staged_locations(asked, topology(data=2), lambda _: None, dist.HashStore())
 
 
-def test_only_stages_that_read_data_copy_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three pipeline stages the middle one reads nothing."""
-    monkeypatch.setattr(stage_data, "wait_for_all", lambda topology, incomplete: int(incomplete))
-    prefix = write_numbers(tmp_path / "x", 80)
-    copied = []
-    for rank in range(3):
-        topology = Topology.from_layout(Layout(pipeline=3), rank, device=torch.device("cpu"))
-        target = tmp_path / f"disk{rank}"
-        fields = dict(num_layers=3, pipeline_model_parallel_size=3, world_size=3, data_path=(prefix,))
-        staged = staged_locations(config(**fields, stage_data_to=str(target)), topology, lambda _: None)
-        assert bool(staged) == target.exists()
-        copied.append(bool(staged))
-    assert copied == [True, False, True]
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_first_rank_builds_and_what_it_fails_by_is_told_to_all(tmp_path: Path, fails: bool) -> None:
+    store, begun = dist.HashStore(), list[int]()
+    asked = config(data_path=(write_numbers(tmp_path / "x", 80),), world_size=3)
+
+    def run(rank: int) -> list[Datasets]:
+        def build(*samples: int) -> Datasets:
+            begun.append(rank)
+            if fails:
+                raise DataError("the disk is full")
+            return build_datasets(asked, *samples)
+
+        in_turn = first_builds(asked, topology(rank, data=3), build, lambda _: None, store)
+        return [in_turn(4, 0, 0), in_turn(8, 0, 0)]
+
+    outcomes = side_by_side(3, run)
+    assert begun[0] == 0
+    if fails:
+        assert all(isinstance(error, DataError) and "the disk is full" in str(error) for error in outcomes)
+        assert begun == [0]
+    else:
+        assert all(len(built) == 2 and built[0].train is not None for built in outcomes)
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from megatron.data.prepare.sources import Block
 from megatron.data.tokenizer import Tokenizer
 from megatron.errors import DataError
 
-_SHOWN_KEYS = 20
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
 
 
@@ -131,8 +129,7 @@ def parse_block(block: Block, json_keys: Sequence[str]) -> Documents:
 def _contents(block: Block) -> Iterator[tuple[int, Any]]:
     """Number and content of each document: for parquet the bytes of each column, else str, or bytes if not UTF-8."""
     if block.kind == "parquet":
-        columns = [_strings(column.data, column.ends) for column in block.columns]
-        yield from enumerate(zip(*columns, strict=True), block.first)
+        yield from enumerate(block.rows, block.first)
         return
     try:
         text = block.data.decode()  # all lines at once: the quick way for what is right
@@ -148,14 +145,10 @@ def _contents(block: Block) -> Iterator[tuple[int, Any]]:
         yield from enumerate(text.split("\n"), block.first)
 
 
-def _strings(data: bytes, ends: npt.NDArray[np.int64]) -> Iterator[bytes]:
-    return (data[start:end] for start, end in pairwise([0, *ends.tolist()]))
-
-
 def _texts(content: Any, kind: str, keys: Sequence[str]) -> list[str] | None:
     """The texts of one document; None for an empty line. Raises ValueError or DataError for one that is bad."""
     if kind == "parquet":
-        return [_decode(column) for column in content]
+        return [_decode(column or b"") for column in content]
     text = content if isinstance(content, str) else _decode(content)
     if kind == "text":
         return [text] * len(keys)
@@ -184,8 +177,7 @@ def _decode(content: bytes) -> str:
 
 def _text_of(document: dict[str, Any], key: str) -> str:
     if key not in document:
-        shown = sorted(document)[:_SHOWN_KEYS] + ["..."] * (len(document) > _SHOWN_KEYS)
-        raise DataError(f"no key {key!r}: there are {shown}; choose with --json-keys")
+        raise DataError(f"no key {key!r}: there are {sorted(document)!s:.300}; choose with --json-keys")
     text = document[key]
     if not isinstance(text, str):
         raise DataError(f"{key!r} holds {type(text).__name__}, expected a string")

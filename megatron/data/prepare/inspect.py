@@ -1,24 +1,41 @@
-"""What is in a data set: counts, lengths of documents, decoded samples, and what is wrong with it."""
+"""What is in a data set: counts, lengths of documents, decoded samples, and what is wrong with it.
+
+Everything is read in blocks, so memory does not grow with the data, and what is found is listed up to a limit per kind.
+"""
 
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron import drawing
-from megatron.data.indexed_dataset import Index, IndexedDataset, bin_path, idx_path
-from megatron.data.prepare.check import Findings, check
+from megatron.data.indexed_dataset import HEADER, Index, IndexedDataset, bin_path, idx_path, map_index
 from megatron.data.tokenizer import Tokenizer
 from megatron.errors import ConfigError, DataError
 
-_BLOCK_ENTRIES = 1 << 18
+PROBLEMS_PER_KIND = 5
 BINS_PER_DECADE = 8
+_BLOCK_ENTRIES = 1 << 18
+_BLOCK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One fault. `byte` is the offset in `file` where it is or begins, None where it has no place."""
+
+    file: Path
+    byte: int | None
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {'' if self.byte is None else f'byte {self.byte}: '}{self.text}"
 
 
 @dataclass(frozen=True)
@@ -39,37 +56,29 @@ class LengthCounts:
     def tokens(self) -> int:
         return int((self.values * self.counts).sum())
 
-    @property
-    def empty(self) -> int:
-        return int(self.counts[self.values == 0].sum())
-
-    @property
-    def mean(self) -> float:
-        return self.tokens / self.documents if self.documents else 0.0
+    def summary(self) -> dict[str, float]:
+        """Smallest, median, mean, 99th percentile and largest length, and how many documents are empty."""
+        mean = self.tokens / self.documents if self.documents else 0.0
+        empty = int(self.counts[self.values == 0].sum())
+        shares = {"min": 0.0, "median": 0.5, "mean": mean, "p99": 0.99, "max": 1.0}
+        quantiles = {name: value if name == "mean" else self.quantile(value) for name, value in shares.items()}
+        return {**quantiles, "empty": empty}
 
     def quantile(self, fraction: float) -> int:
         """The smallest length that at least this fraction of the documents does not exceed."""
         if not self.documents:
             return 0
-        rank = fraction * self.documents
-        at = int(np.searchsorted(np.cumsum(self.counts), rank - 1e-9 * self.documents))
+        at = int(np.searchsorted(np.cumsum(self.counts), (fraction - 1e-9) * self.documents))
         return int(self.values[min(at, len(self.values) - 1)])
 
     def histogram(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """(edges [n + 1], documents [n], tokens [n]) over bins of equal width in the logarithm; without empty ones."""
-        values, counts = self.values[self.values > 0], self.counts[self.values > 0]
-        if not len(values):
-            return np.array([1.0, 10.0]), np.zeros(1, np.int64), np.zeros(1, np.int64)
+        last = int(np.ceil(np.log10(self.values.max(initial=1) + 1) * BINS_PER_DECADE)) + 1
         # Lengths are whole numbers: edges between them, none of them twice, leave no bin that must be empty.
-        last = int(np.ceil(np.log10(values[-1] + 1) * BINS_PER_DECADE)) + 1
         edges = np.unique(np.floor(10 ** (np.arange(last + 1) / BINS_PER_DECADE))) - 0.5
-        first = int(np.searchsorted(edges, values[0])) - 1
-        edges = edges[first : int(np.searchsorted(edges, values[-1])) + 1]
-        which = np.searchsorted(edges, values) - 1
-        documents, tokens = np.zeros(len(edges) - 1, np.int64), np.zeros(len(edges) - 1, np.int64)
-        np.add.at(documents, which, counts)
-        np.add.at(tokens, which, counts * values)
-        return edges, documents, tokens
+        documents, _ = np.histogram(self.values, edges, weights=self.counts)
+        tokens, _ = np.histogram(self.values, edges, weights=self.counts * self.values)
+        return edges, documents.astype(np.int64), tokens.astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -84,20 +93,36 @@ class Sample:
 
 @dataclass
 class Inspection:
-    """All that is known of a data set. `lengths` is None when the index is too damaged to have any."""
+    """All that is known of a data set.
 
-    findings: Findings
+    `problems` has PROBLEMS_PER_KIND of each kind at most; `counts` has how many there are of kinds that can be many.
+    `index` is None when .idx cannot be read at all, `lengths` when the index is too damaged to have any.
+    """
+
+    prefix: str
+    index: Index | None = None
     file_bytes: dict[str, int] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    tokens_scanned: int = 0
     lengths: LengthCounts | None = None
     samples: list[Sample] = field(default_factory=list)
 
     @property
-    def prefix(self) -> str:
-        return self.findings.prefix
-
-    @property
     def sound(self) -> bool:
-        return not self.findings.problems
+        return not self.problems
+
+    def add(self, file: Path, byte: int | None, text: str) -> None:
+        """Note a problem."""
+        self.problems.append(Problem(file, byte, text))
+
+    def places(self, kind: str, wrong: npt.NDArray[np.bool_]) -> list[int]:
+        """Count the places where `wrong` is true as problems of a kind; returns those that are to be noted."""
+        room = max(PROBLEMS_PER_KIND - self.counts[kind], 0)
+        places = np.flatnonzero(wrong)
+        self.counts[kind] += len(places)
+        listed: list[int] = places[:room].tolist()
+        return listed
 
 
 def inspect(
@@ -113,54 +138,131 @@ def inspect(
 ) -> Inspection:
     """Check a data set, count its lengths, and decode the beginnings of `documents` or of the first `num_samples`.
 
-    Ids are checked against the tokenizer's vocabulary, or `vocab_size`. The whole .bin is read with `validate` only.
-    Samples are taken of sound data sets, and of damaged ones as far as they can be read. Raises DataError when there
-    are no files at all and ConfigError for documents that the data set does not have.
+    The index is checked as a whole; the tokens with `validate`: ids are to be in the tokenizer's vocabulary, or in
+    0..vocab_size-1, or not negative. `on_progress` gets the bytes of .bin read. Samples are taken as far as they can be
+    read. Raises DataError when there are no files at all and ConfigError for documents that the data set does not have.
     """
     name = os.fspath(prefix)
-    if not idx_path(name).is_file() and not bin_path(name).is_file():
+    paths = [path for path in (bin_path(name), idx_path(name)) if path.is_file()]
+    if not paths:
         raise DataError(
             f"{name}.idx, {name}.bin: no such files: give the common part of both names, without the suffix"
         )
-    limit = tokenizer.vocab_size if tokenizer is not None else vocab_size
-    findings = check(name, vocab_size=limit, full=validate, on_progress=on_progress)
-    result = Inspection(findings, {p.suffix: p.stat().st_size for p in (bin_path(name), idx_path(name)) if p.is_file()})
-    if findings.index is None:
-        return result
-    if not any(findings.counts[kind] for kind in ("size", "pointer", "width", "boundary")):
-        result.lengths = count_lengths(findings.index)
-    wanted = list(documents) or list(range(min(num_samples, len(findings.index.document_indices) - 1)))
-    if wanted:
-        result.samples = _take_samples(name, wanted, tokenizer, sample_tokens)
-    return result
+    found = Inspection(name, file_bytes={path.suffix: path.stat().st_size for path in paths})
+    for path in (idx_path(name), bin_path(name)):
+        if path not in paths:
+            found.add(path, None, "no such file")
+    try:
+        if idx_path(name) in paths:
+            found.index = map_index(idx_path(name))
+            _check_sequences(found, found.index)
+            _check_documents(found, found.index)
+            if found.sound:
+                found.lengths = count_lengths(found.index)
+            if validate and bin_path(name) in paths and found.index.dtype.kind in "iu":
+                limit = tokenizer.vocab_size if tokenizer is not None else vocab_size
+                _check_tokens(found, found.index, limit, on_progress)
+    except DataError as error:
+        found.add(idx_path(name), None, str(error).removeprefix(f"{idx_path(name)}: "))
+    except OSError as error:
+        found.add(Path(error.filename or name), None, f"cannot be read: {error.strerror}")
+    if found.index is not None:
+        wanted = list(documents) or list(range(min(num_samples, len(found.index.document_indices) - 1)))
+        found.samples = _take_samples(name, wanted, tokenizer, sample_tokens)
+    return found
+
+
+def _check_sequences(found: Inspection, index: Index) -> None:
+    """Sizes and pointers against each other, and the last ones against the length of .bin."""
+    path, itemsize, count = idx_path(found.prefix), index.dtype.itemsize, len(index.sizes)
+    end = 0
+    for start in range(0, count, _BLOCK_ENTRIES):
+        sizes = index.sizes[start : start + _BLOCK_ENTRIES].astype(np.int64)
+        pointers = index.pointers[start : start + _BLOCK_ENTRIES]
+        with np.errstate(over="ignore"):  # pointers may be anything
+            ends = pointers + sizes * itemsize
+        expected = np.concatenate(([end], ends[:-1]))
+        for at in found.places("size", sizes < 0):
+            text = f"sequence {start + at} has {sizes[at]} tokens"
+            found.add(path, HEADER.size + 4 * (start + at), text)
+        for at in found.places("pointer", pointers != expected):
+            text = f"sequence {start + at} starts at byte {pointers[at]} of .bin, not where the one before it ends, "
+            found.add(path, HEADER.size + 4 * count + 8 * (start + at), f"{text}{expected[at]}")
+        end = int(ends[-1])
+        index.release()
+    actual = found.file_bytes.get(".bin", end)
+    if actual < end:
+        sequence = _sequence_at(index, actual)
+        text = f"truncated: {actual} of {end} bytes; sequences from {sequence} on are cut off"
+        found.add(bin_path(found.prefix), actual, text)
+    elif actual > end:
+        text = f"{actual - end} bytes follow the last sequence, if tokens are {index.dtype} as .idx says"
+        found.add(bin_path(found.prefix), max(end, 0), text)
+
+
+def _check_documents(found: Inspection, index: Index) -> None:
+    path, boundaries, count = idx_path(found.prefix), index.document_indices, len(index.sizes)
+    first = HEADER.size + 12 * count
+    for at, wanted, name in ((0, 0, "first"), (len(boundaries) - 1, count, "last")):
+        if boundaries[at] != wanted:
+            text = f"the {name} document boundary is {boundaries[at]}, not {wanted}"
+            found.add(path, first + 8 * at, text)
+    for start in range(1, len(boundaries), _BLOCK_ENTRIES):
+        block = boundaries[start - 1 : start + _BLOCK_ENTRIES]
+        for at in found.places("boundary", block[1:] < block[:-1]):
+            text = f"document boundary {start + at} is {block[at + 1]}, less than {block[at]}, the one before it"
+            found.add(path, first + 8 * (start + at), text)
+        index.release()
+
+
+def _check_tokens(
+    found: Inspection, index: Index, vocab_size: int | None, on_progress: Callable[[int], None]
+) -> None:
+    """Every id against the vocabulary."""
+    path, itemsize, position = bin_path(found.prefix), index.dtype.itemsize, 0
+    limit = np.iinfo(np.int64).max if vocab_size is None else vocab_size - 1
+    with path.open("rb") as file:
+        while data := file.read(_BLOCK_BYTES):
+            tokens = np.frombuffer(data, index.dtype, len(data) // itemsize)
+            if len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) > limit):
+                for at in found.places("vocabulary", (tokens < 0) | (tokens.astype(np.int64) > limit)):
+                    byte = position + at * itemsize
+                    what = "negative" if tokens[at] < 0 else f"not in the vocabulary of {vocab_size}"
+                    text = f"id {tokens[at]} (sequence {_sequence_at(index, byte)}) is {what}"
+                    found.add(path, byte, text)
+            position += len(data)
+            found.tokens_scanned += len(tokens)
+            on_progress(position)
+    if wrong := found.counts["vocabulary"]:
+        text = f"{wrong} of all {found.tokens_scanned} tokens; if these are most of them, .idx may have the wrong type"
+        found.add(path, None, text)
+
+
+def _sequence_at(index: Index, byte: int) -> int:
+    """The sequence that holds a byte of .bin. Numpy's search would copy the pointers, which are not aligned."""
+    return max(bisect_right(index.pointers, byte) - 1, 0)
 
 
 def count_lengths(index: Index) -> LengthCounts:
-    """Tokens per document, in blocks: memory does not grow with the number of documents."""
-    values, counts = np.empty(0, np.int64), np.empty(0, np.int64)
-    num_sequences, boundaries = len(index.sizes), index.document_indices
-    if num_sequences:
-        end = int(index.pointers[-1]) + int(index.sizes[-1]) * index.dtype.itemsize
-    else:
-        end = 0
+    """Tokens per document of a sound index, in blocks: memory does not grow with the number of documents."""
+    totals: Counter[int] = Counter()
+    boundaries, count = index.document_indices, len(index.sizes)
+    end = int(index.pointers[-1]) + int(index.sizes[-1]) * index.dtype.itemsize if count else 0
     for start in range(0, len(boundaries) - 1, _BLOCK_ENTRIES):
         at = boundaries[start : start + _BLOCK_ENTRIES + 1]
         bytes_before = np.full(len(at), end, np.int64)
-        inside = at < num_sequences
-        bytes_before[inside] = index.pointers[at[inside]]
+        bytes_before[at < count] = index.pointers[at[at < count]]
         lengths, number = np.unique(np.diff(bytes_before) // index.dtype.itemsize, return_counts=True)
-        joined, place = np.unique(np.concatenate([values, lengths]), return_inverse=True)
-        total = np.zeros(len(joined), np.int64)
-        np.add.at(total, place, np.concatenate([counts, number]))
-        values, counts = joined, total
+        totals.update(dict(zip(lengths.tolist(), number.tolist(), strict=True)))
         index.release()
-    return LengthCounts(values, counts)
+    values = sorted(totals)
+    return LengthCounts(np.array(values, np.int64), np.array([totals[value] for value in values], np.int64))
 
 
 def _take_samples(name: str, wanted: Sequence[int], tokenizer: Tokenizer | None, sample_tokens: int) -> list[Sample]:
     try:
         dataset = IndexedDataset(name, mmap=False)
-    except DataError:  # its problems are in the findings
+    except DataError:  # its problems are known
         return []
     samples = []
     for document in wanted:
@@ -176,14 +278,11 @@ def _take_samples(name: str, wanted: Sequence[int], tokenizer: Tokenizer | None,
 def _sample(dataset: IndexedDataset, document: int, tokenizer: Tokenizer | None, sample_tokens: int) -> Sample:
     first, stop = dataset.document_indices[document : document + 2].tolist()
     total = dataset.tokens_between(first, stop)
-    parts: list[npt.NDArray[Any]] = []
-    left = sample_tokens
+    ids: list[int] = []
     for sequence in range(first, stop):
-        if left <= 0:
+        if len(ids) >= sample_tokens:
             break
-        parts.append(dataset.read(sequence, 0, min(left, int(dataset.sizes[sequence]))))
-        left -= len(parts[-1])
-    ids = np.concatenate(parts).tolist() if parts else []
+        ids += dataset.read(sequence, 0, min(sample_tokens - len(ids), int(dataset.sizes[sequence]))).tolist()
     return Sample(document, total, ids, None if tokenizer is None else decode_leniently(tokenizer, ids))
 
 
@@ -200,79 +299,30 @@ def decode_leniently(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     return "".join([*parts, tokenizer.decode(run)] if run else parts)
 
 
-def as_json(result: Inspection) -> dict[str, Any]:
-    """All of an inspection in what JSON can hold."""
-    findings, index, lengths = result.findings, result.findings.index, result.lengths
-    record: dict[str, Any] = {"prefix": result.prefix, "sound": result.sound, "files": result.file_bytes}
-    if index is not None:
-        record |= {
-            "dtype": str(index.dtype),
-            "sequences": len(index.sizes),
-            "documents": len(index.document_indices) - 1,
-            "has_modes": index.modes is not None,
-        }
-    if lengths is not None:
-        edges, documents, tokens = lengths.histogram()
-        record["tokens"] = lengths.tokens
-        record["tokens_per_document"] = {
-            "min": lengths.quantile(0.0),
-            "median": lengths.quantile(0.5),
-            "mean": lengths.mean,
-            "p99": lengths.quantile(0.99),
-            "max": lengths.quantile(1.0),
-            "empty": lengths.empty,
-        }
-        record["histogram"] = {
-            "edges": edges.tolist(),
-            "documents": documents.tolist(),
-            "tokens": tokens.tolist(),
-        }
-    record["tokens_scanned"], record["scanned_all"] = findings.tokens_scanned, findings.scanned_all
-    record["problem_counts"] = {kind: count for kind, count in findings.counts.items() if count}
-    record["problems"] = [vars(problem) for problem in findings.problems]
-    record["samples"] = [vars(sample) for sample in result.samples]
-    return record
-
-
 def plot_lengths(results: Sequence[Inspection], output: str | os.PathLike[str]) -> None:
     """Draw the lengths of documents, a row for each data set. Raises ConfigError when `output` cannot be written or
     no data set has lengths to draw."""
-    shown = [r for r in results if r.lengths is not None and r.lengths.documents > r.lengths.empty]
+    shown = [(r.prefix, r.lengths) for r in results if r.lengths is not None and r.lengths.tokens]
     if not shown:
         raise ConfigError(f"--plot {output}: no data set has a document with tokens in it")
     pyplot = drawing.pyplot(instead="leave --plot out")
     figure, rows = pyplot.subplots(
         len(shown), 1, figsize=(8, 1.2 + 2.8 * len(shown)), sharex=True, squeeze=False, layout="constrained"
     )
-    for result, axes in zip(shown, rows[:, 0], strict=True):
-        assert result.lengths is not None, "filtered above"
-        _draw_lengths(axes, os.path.basename(result.prefix), result.lengths)
+    for (prefix, lengths), axes in zip(shown, rows[:, 0], strict=True):
+        edges, documents, tokens = lengths.histogram()
+        axes.stairs(documents / documents.sum(), edges, fill=True, color="tab:blue", alpha=0.35, label="documents")
+        axes.stairs(tokens / tokens.sum(), edges, color="tab:orange", linewidth=1.8, label="tokens")
+        summary = lengths.summary()
+        for name, style in (("median", ":"), ("mean", "-"), ("p99", "--")):
+            label = f"{name} {summary[name]:,.0f}"
+            axes.axvline(summary[name], color="0.25", linewidth=1, linestyle=style, label=label)
+        axes.set_xscale("log")
+        axes.set_ylabel("share")
+        axes.set_title(
+            f"{os.path.basename(prefix)}: {lengths.documents:,} documents, {lengths.tokens:,} tokens", fontsize=10
+        )
+        drawing.tidy(axes)
+        axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     rows[-1, 0].set_xlabel("tokens per document")
     drawing.save(figure, Path(output), dpi=120, choose="another file for --plot")
-
-
-def _draw_lengths(axes: Any, name: str, lengths: LengthCounts) -> None:
-    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter, PercentFormatter
-
-    edges, documents, tokens = lengths.histogram()
-    axes.stairs(documents / documents.sum(), edges, fill=True, color="tab:blue", alpha=0.35, label="documents")
-    axes.stairs(tokens / tokens.sum(), edges, color="tab:orange", linewidth=1.8, label="tokens")
-    axes.set_ylim(0, 1.25 * max((documents / documents.sum()).max(), (tokens / tokens.sum()).max()))
-    marks = (
-        ("median", lengths.quantile(0.5), ":"),
-        ("mean", lengths.mean, "-"),
-        ("99 %", lengths.quantile(0.99), "--"),
-    )
-    for label, value, style in marks:
-        if value > 0:
-            axes.axvline(value, color="0.25", linewidth=1, linestyle=style, label=f"{label} {value:,.0f}")
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    axes.set_ylabel("share")
-    empty = f", {lengths.empty:,} empty" if lengths.empty else ""
-    axes.set_title(f"{name}: {lengths.documents:,} documents{empty}, {lengths.tokens:,} tokens", fontsize=10)
-    drawing.tidy(axes)
-    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))

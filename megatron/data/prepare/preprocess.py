@@ -17,11 +17,11 @@ from typing import BinaryIO
 
 from megatron.data.file_lock import FileLock, flush_directory, flush_to_disk
 from megatron.data.indexed_dataset import token_dtype
-from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.indexed_writer import IndexedDatasetWriter, open_at
 from megatron.data.prepare.encode import BadInput, EncodedBlock, PreprocessOptions
-from megatron.data.prepare.journal import Journal, PartialFolder, describe_job, locked
+from megatron.data.prepare.journal import Journal, PartialFolder, describe_job
 from megatron.data.prepare.pool import encode_blocks
-from megatron.data.prepare.sources import FORMATS, Block, Place, Source, find_sources, read_sources
+from megatron.data.prepare.sources import Block, Place, Source, find_sources, read_sources
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.errors import ConfigError, DataError, MegatronError
 
@@ -90,39 +90,32 @@ def preprocess(
     Raises DataError with file and line for input that cannot be used, for output that cannot be written, and when
     another run has left or is writing these files; ConfigError for options that make no sense; PreprocessStopped.
     """
-    _check(options, workers, on_bad_input)
+    _check_keys(options.json_keys)
     sources = find_sources(inputs, options.input_format)
     tokenizer = build_tokenizer(**options.tokenizer, num_threads=1)  # errors of the tokenizer come before any work
     prefix = os.fspath(output_prefix)
     try:
         Path(f"{prefix}_").parent.mkdir(parents=True, exist_ok=True)
-        with locked(prefix, listeners.on_note, _stop_when_asked(listeners)) as lock:
-            run = _Run(prefix, options, sources, lock, listeners)
+        lock = FileLock(Path(f"{prefix}_partial.lock"))
+        if not lock.acquire_from_the_dead(listeners.on_note):
+            raise DataError(
+                f"{prefix}: {lock.describe()} is writing it: wait for its end, or choose another --output-prefix (its "
+                f"lock is {lock.path})"
+            )
+        try:
+            run = _Run(prefix, options, sources, listeners)
             return run.run(tokenizer, workers, on_bad_input, restart, journal_interval_s)
+        finally:
+            lock.release()
     except OSError as error:
         raise DataError(f"{error.filename or prefix}: cannot be written: {error.strerror}") from error
 
 
-def _check(options: PreprocessOptions, workers: int, on_bad_input: str) -> None:
-    keys = options.json_keys
-    if workers < 1:
-        raise ConfigError(f"--workers {workers}: expected 1 or more")
+def _check_keys(keys: Sequence[str]) -> None:
     if not keys or len(set(keys)) != len(keys):
         raise ConfigError(f"--json-keys {list(keys)}: expected one or more different keys")
     if any(not key or "/" in key or "\0" in key for key in keys):
         raise ConfigError(f"--json-keys {list(keys)}: a key becomes part of a file name, so it cannot be '' or hold /")
-    if options.input_format not in FORMATS:
-        raise ConfigError(f"--input-format {options.input_format}: choose one of {', '.join(FORMATS)}")
-    if on_bad_input not in ON_BAD_INPUT:
-        raise ConfigError(f"--on-bad-input {on_bad_input}: choose one of {', '.join(ON_BAD_INPUT)}")
-
-
-def _stop_when_asked(listeners: Listeners) -> Callable[[], None]:
-    def poll() -> None:
-        if listeners.should_stop():
-            raise PreprocessStopped("stopped")
-
-    return poll
 
 
 class _WriteError(DataError):
@@ -133,10 +126,9 @@ class _Run:
     """One call of `preprocess`, under the lock."""
 
     def __init__(
-        self, prefix: str, options: PreprocessOptions, sources: Sequence[Source], lock: FileLock, listeners: Listeners
+        self, prefix: str, options: PreprocessOptions, sources: Sequence[Source], listeners: Listeners
     ) -> None:
-        self.prefix, self.options, self.sources, self.lock = prefix, options, sources, lock
-        self.listeners, self.poll = listeners, _stop_when_asked(listeners)
+        self.prefix, self.options, self.sources, self.listeners = prefix, options, sources, listeners
         self.folder = PartialFolder(prefix)
         self.totals = Totals(
             outputs=[f"{prefix}_{key}_{options.level}" for key in options.json_keys],
@@ -160,7 +152,7 @@ class _Run:
             raise self._explained(error) from error
         finally:
             with suppress(OSError):
-                if self.lock.is_ours() and not self.folder.has_journal():  # nothing that could be continued
+                if not self.folder.has_journal():  # nothing that could be continued
                     self.folder.remove()
         return self.totals
 
@@ -183,13 +175,14 @@ class _Run:
     def _where_it_resumes(self, journal: Journal) -> str:
         if journal.sealed:
             return "an earlier run has written all documents: giving the files their names"
-        where = f"resuming after {self.totals.documents} documents"
-        source = self.sources[self.place.source]
-        unit = "row" if source.kind == "parquet" else "line"
-        where += f", in {source.path} after {unit} {self.place.documents}"
-        if source.packing and self.place.offset:
-            where += f" ({self.place.offset / 1e6:.0f} MB before it are unpacked again)"
-        return where
+        source, place = self.sources[self.place.source], self.place
+        where = f"resuming after {self.totals.documents} documents, in {source.path} after {place.documents} of it"
+        return f"{where} ({place.offset / 1e6:.0f} MB are unpacked again)" if source.packing else where
+
+    def poll(self) -> None:
+        """Raise PreprocessStopped when a listener asks for the end."""
+        if self.listeners.should_stop():
+            raise PreprocessStopped("stopped")
 
     def _open_parts(self, stack: ExitStack, tokenizer: Tokenizer) -> None:
         dtype = token_dtype(tokenizer.vocab_size)
@@ -199,7 +192,7 @@ class _Run:
                 writer = IndexedDatasetWriter(output, dtype, directory=self.folder.path, resume=position)
                 stack.callback(writer.leave)
                 self.writers.append(writer)
-            self.bad_file = _open_at(self.folder.bad_input, self.journal.bad_bytes if self.journal else 0)
+            self.bad_file = open_at(self.folder.bad_input, self.journal.bad_bytes if self.journal else 0)
             stack.callback(_close, self.bad_file)
         except (DataError, OSError) as error:
             if self.journal is None:
@@ -256,8 +249,6 @@ class _Run:
     def _write_journal(self) -> None:
         """Bring everything to disk, then the journal that counts it."""
         try:
-            if not self.lock.is_ours():
-                raise _WriteError(f"{self.lock.path}: {self.lock.describe()} has taken over: it found us stopped")
             positions = tuple(writer.position() for writer in self.writers)
             flush_to_disk(self.bad_file)
             counts = {name: getattr(self.totals, name) for name in COUNTS}
@@ -300,26 +291,12 @@ class _Run:
                 f"; {self.journal.counts['documents']} documents are done and kept in {self.folder.path}, the same "
                 f"command goes on after them"
             )
-        elif isinstance(error, PreprocessStopped):
-            kept = "; nothing was done yet"
         kind = DataError if isinstance(error, _WriteError) else type(error)
         return kind(f"{error}{kept}")
 
 
 def _cannot_write(error: OSError, path: Path) -> _WriteError:
     return _WriteError(f"{error.filename or path}: cannot be written: {error.strerror}")
-
-
-def _open_at(path: Path, length: int) -> BinaryIO:
-    """A file that is written to from `length` on; what came after it is gone."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    actual = os.fstat(descriptor).st_size
-    if actual < length:
-        os.close(descriptor)
-        raise DataError(f"{path}: {actual} bytes, but {length} were written: cannot continue")
-    os.ftruncate(descriptor, length)
-    os.lseek(descriptor, length, os.SEEK_SET)
-    return os.fdopen(descriptor, "wb")
 
 
 def _close(file: BinaryIO) -> None:

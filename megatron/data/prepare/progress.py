@@ -1,11 +1,12 @@
-"""How far preprocessing is: a bar on a terminal, plain lines in a log file."""
+"""How far a tool is through its bytes: a bar on a terminal, now and then a line in a log file."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from megatron.data.prepare.preprocess import Totals
@@ -14,44 +15,85 @@ SHOWN_BAD = 10
 LINE_S = 10.0
 
 
-class Progress:
-    """Shows Totals on stderr. Rates are of this run: what an interrupted one had done before does not count.
+class ByteProgress:
+    """Shows on stderr how many of `total` bytes are done, MB/s and the time left. A context manager.
 
-    log_interval: documents between two lines where stderr is not a terminal; None: a line every 10 s. clock: seconds.
+    Rates are of what comes after the first `done` bytes. `clock` gives seconds.
+    """
+
+    def __init__(
+        self, what: str, total: int, done: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._what, self._total, self._first, self._clock = what, max(total, 1), done, clock
+        self._started = self._last_line = clock()
+        self._bar: Any = None
+
+    def __enter__(self) -> Self:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import TransferSpeedColumn as Speed
+
+            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), Speed(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task(self._what, total=self._total, completed=self._first)
+            self._bar.start()
+        return self
+
+    def update(self, done: int, what: str | None = None, due: bool | None = None) -> None:
+        """Show that `done` bytes are done, as `what`; in a log file when `due`, by default every LINE_S seconds."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, description=what or self._what)
+            return
+        now = self._clock()
+        if now - self._last_line >= LINE_S if due is None else due:
+            self._last_line = now
+            rate = max((done - self._first) / max(now - self._started, 1e-9), 1.0)
+            self.say(
+                f" {what or self._what}: {done / 1e6:.0f} of {self._total / 1e6:.0f} MB ({done / self._total:.0%}), "
+                f"{rate / 1e6:.1f} MB/s, {max(self._total - done, 0) / rate:.0f} s left"
+            )
+
+    def say(self, text: str) -> None:
+        """Print a line that does not disturb the bar."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+class Progress:
+    """Shows Totals of preprocessing on stderr. Rates are of this run, not of an interrupted one before.
+
+    log_interval: documents between two lines where stderr is not a terminal; None: a line every LINE_S seconds.
     """
 
     def __init__(self, log_interval: int | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._started = clock()
-        self._log_interval = None if log_interval is None else max(log_interval, 1)
-        self._next_line: float | None = None  # documents, or seconds
-        self._bar: Any = None
-        self._bad = 0
-        self._on_terminal = sys.stderr.isatty()
+        self._clock, self._started, self._log_interval = clock, clock(), log_interval
+        self._bytes: ByteProgress | None = None
+        self._shown_documents = self._bad = 0
 
     def update(self, totals: Totals) -> None:
-        if self._on_terminal:
-            if self._bar is None:
-                self._start_bar(totals)
-            self._bar.update(self._task, completed=totals.file_bytes, description=self.describe(totals))
-            return
-        if self._log_interval is None:
-            self._line_after(totals, self._clock(), LINE_S, self._started)
-        else:
-            self._line_after(totals, totals.documents, self._log_interval, totals.earlier_documents)
-
-    def _line_after(self, totals: Totals, position: float, interval: float, start: float) -> None:
-        """A line when `position`, in documents or seconds, has passed the next multiple of `interval`."""
-        if self._next_line is None:
-            self._next_line = (start // interval + 1) * interval
-        if position >= self._next_line:
-            self.say(f" preprocessed {self.describe(totals)}, {self._time_left(totals)}")
-            self._next_line = (position // interval + 1) * interval
+        """Show how far it is, if that is due."""
+        if self._bytes is None:
+            self._bytes = ByteProgress("", totals.total_file_bytes, totals.earlier_file_bytes, self._clock).__enter__()
+            self._shown_documents = totals.earlier_documents
+        due = None
+        if self._log_interval is not None:
+            due = totals.documents // self._log_interval > self._shown_documents // self._log_interval
+            self._shown_documents = totals.documents
+        self._bytes.update(totals.file_bytes, self.describe(totals), due)
 
     def describe(self, totals: Totals) -> str:
         """Documents, tokens, MB of text, and MB/s of this run."""
-        seconds = max(self._clock() - self._started, 1e-9)
-        rate = (totals.input_bytes - totals.earlier_bytes) / 1e6 / seconds
+        rate = (totals.input_bytes - totals.earlier_bytes) / 1e6 / max(self._clock() - self._started, 1e-9)
         bad = f", {totals.bad_documents} bad" if totals.bad_documents else ""
         return (
             f"{totals.documents} documents, {totals.tokens} tokens, {totals.input_bytes / 1e6:.1f} MB{bad}, "
@@ -60,12 +102,11 @@ class Progress:
 
     def summary(self, totals: Totals) -> list[str]:
         """The last lines: what was written, and where."""
-        seconds = self._clock() - self._started
         per_document = totals.tokens / max(totals.documents, 1)
+        earlier = f" after {totals.earlier_documents} documents of an earlier run" if totals.earlier_documents else ""
         lines = [
             f"wrote {self.describe(totals)}",
-            f"  {per_document:.1f} tokens per document, {_duration(seconds)}"
-            + (f" after {totals.earlier_documents} documents of an earlier run" if totals.earlier_documents else ""),
+            f"  {per_document:.1f} tokens per document, {self._clock() - self._started:.1f} s{earlier}",
         ]
         if totals.empty_documents:
             lines.append(f"  {totals.empty_documents} empty documents left out")
@@ -82,40 +123,10 @@ class Progress:
             self.say("skipped: more, which are only counted here and named in a file at the end")
 
     def say(self, text: str) -> None:
-        """A line that does not disturb the bar."""
-        if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            print(text, file=sys.stderr, flush=True)
+        """Print a line that does not disturb the bar."""
+        (self._bytes or ByteProgress("", 0)).say(text)
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
-    def _start_bar(self, totals: Totals) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-        columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-        self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-        # Begun where this run begins: the time left is reckoned from what comes after.
-        self._task = self._bar.add_task("", total=totals.total_file_bytes, completed=totals.earlier_file_bytes)
-        self._bar.start()
-
-    def _time_left(self, totals: Totals) -> str:
-        done = totals.file_bytes - totals.earlier_file_bytes
-        left = totals.total_file_bytes - totals.file_bytes
-        seconds = (self._clock() - self._started) * left / max(done, 1)
-        return f"{totals.file_bytes / max(totals.total_file_bytes, 1):.1%} of the input, {_duration(seconds)} left"
-
-
-def _duration(seconds: float) -> str:
-    """
-    >>> _duration(4.26), _duration(61), _duration(3725)
-    ('4.3 s', '1 min 1 s', '1 h 2 min')
-    """
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+        """Take the bar away."""
+        if self._bytes is not None:
+            self._bytes.__exit__(None, None, None)

@@ -15,11 +15,9 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from megatron.errors import DataError
 
@@ -59,18 +57,10 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Column:
-    """Strings of one parquet column: string i is data[ends[i - 1]:ends[i]]."""
-
-    data: bytes
-    ends: npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
 class Block:
     """Consecutive documents of one file, of which the first has the number `first`, counted from 1.
 
-    data: lines with their ends, or one text. columns: for parquet, one for each key, instead.
+    data: lines with their ends, or one text. rows: for parquet the columns of each row, None where one has no value.
     problem: why the document (one, then) cannot be used, '' if it can.
     text_bytes: size after unpacking. file_bytes: size on disk of what lies before `after`, over all files.
     after: where the next block begins.
@@ -83,7 +73,7 @@ class Block:
     text_bytes: int
     file_bytes: int
     data: bytes = b""
-    columns: tuple[Column, ...] = ()
+    rows: tuple[tuple[bytes | None, ...], ...] = ()
     problem: str = ""
 
     def where(self, number: int) -> str:
@@ -114,8 +104,7 @@ def _source(path: Path, input_format: str) -> Source:
     try:
         status = path.stat()
     except OSError as error:
-        detail = "" if isinstance(error, FileNotFoundError) else f": {error.strerror}"
-        raise DataError(f"{path}: no such input file{detail}") from None
+        raise DataError(f"{path}: this input cannot be read: {error.strerror}") from None
     if stat.S_ISDIR(status.st_mode):
         raise DataError(f"{path}: is a folder: name its files, for example '{path}/*.jsonl'")
     if not stat.S_ISREG(status.st_mode):
@@ -171,25 +160,19 @@ def _unreadable() -> tuple[type[Exception], ...]:
     return OSError, EOFError, zlib.error, *((loaded.ArrowException,) if loaded else ())
 
 
-class _Stream(Protocol):
-    def read(self, size: int, /) -> bytes: ...
-
-    def seek(self, offset: int, /) -> int: ...
-
-
 @contextmanager
-def _open(source: Source) -> Iterator[tuple[_Stream, Callable[[], int]]]:
+def _open(source: Source) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
     """The unpacked content, and a function that tells how many bytes of the file were read."""
     if source.packing == "zstd":
         import pyarrow
 
         with pyarrow.OSFile(source.path) as packed, pyarrow.CompressedInputStream(packed, "zstd") as stream:
-            yield stream, packed.tell
+            yield BufferedReader(stream, _STREAM_BYTES), packed.tell
         return
-    with open(source.path, "rb", buffering=_STREAM_BYTES if source.packing else 0) as raw:
+    with open(source.path, "rb", buffering=_STREAM_BYTES) as raw:
         if source.packing:  # Python's own: it checks the sums of every member and bears zeros after the last
             with gzip.GzipFile(fileobj=raw) as unpacked:
-                yield unpacked, raw.tell
+                yield cast(BinaryIO, unpacked), raw.tell
         else:
             yield raw, raw.tell
 
@@ -199,51 +182,36 @@ def _read_lines(
 ) -> Iterator[Block]:
     with _open(source) as (stream, read_bytes):
         _skip(stream, place.offset, source, on_skip)
-        offset, lines = place.offset, place.documents
-        for piece, too_long in _cut_at_lines(stream):
-            count = 1 if too_long else piece.count(b"\n") + (not piece.endswith(b"\n"))
-            size = too_long or len(piece)
-            after = Place(place.source, offset + size, lines + count)
-            problem = f"{size} bytes, and {MAX_DOCUMENT_BYTES} is the most for one document" if too_long else ""
-            file_bytes = before + min(read_bytes(), source.size)
-            yield Block(source.path, "jsonl", lines + 1, after, size, file_bytes, data=piece, problem=problem)
-            offset, lines = after.offset, after.documents
+        pieces: list[bytes] = []
+        offset, lines, size = place.offset, place.documents, 0
 
+        def block(size: int, count: int, data: bytes = b"", problem: str = "") -> Block:
+            nonlocal offset, lines
+            offset, lines = offset + size, lines + count
+            after, file_bytes = Place(place.source, offset, lines), before + min(read_bytes(), source.size)
+            first = lines - count + 1
+            return Block(source.path, "jsonl", first, after, size, file_bytes, data=data, problem=problem)
 
-def _cut_at_lines(stream: _Stream) -> Iterator[tuple[bytes, int]]:
-    """Pieces of about BLOCK_BYTES that end where lines do; (b'', its size) in place of a line that is too long."""
-    unfinished: list[bytes] = []  # of a line whose end was not seen yet
-    held = dropped = 0
-    while chunk := stream.read(BLOCK_BYTES):
-        if dropped:
-            end = chunk.find(b"\n") + 1
-            dropped += end or len(chunk)
-            if not end:
+        while True:
+            line = stream.readline(MAX_DOCUMENT_BYTES + 1)
+            too_long = len(line) > MAX_DOCUMENT_BYTES
+            if pieces and (too_long or not line or size >= BLOCK_BYTES):
+                yield block(size, len(pieces), b"".join(pieces))
+                pieces, size = [], 0
+            if not line:
+                return
+            if too_long:
+                length = len(line)
+                while line and not line.endswith(b"\n"):
+                    line = stream.readline(_STREAM_BYTES)
+                    length += len(line)
+                yield block(length, 1, problem=f"{length} bytes, and {MAX_DOCUMENT_BYTES} is the most for one document")
                 continue
-            yield b"", dropped
-            chunk, dropped = chunk[end:], 0
-        end = chunk.rfind(b"\n") + 1
-        first = chunk.find(b"\n") + 1
-        if held + (first or len(chunk)) > MAX_DOCUMENT_BYTES:
-            dropped, unfinished = held + (first or len(chunk)), []
-            held = 0
-            if not first:
-                continue
-            yield b"", dropped
-            chunk, end, dropped = chunk[first:], end - first, 0
-        if end:
-            yield b"".join([*unfinished, chunk[:end]]), 0
-            unfinished, held = [], 0
-        if rest := chunk[end:]:
-            unfinished.append(rest)
-            held += len(rest)
-    if dropped:
-        yield b"", dropped
-    elif unfinished:
-        yield b"".join(unfinished), 0
+            pieces.append(line)
+            size += len(line)
 
 
-def _skip(stream: _Stream, offset: int, source: Source, on_skip: Callable[[], None]) -> None:
+def _skip(stream: BinaryIO, offset: int, source: Source, on_skip: Callable[[], None]) -> None:
     if not source.packing:
         stream.seek(offset)
         return
@@ -261,17 +229,14 @@ def _read_text(
 ) -> Iterator[Block]:
     if place.documents:
         return
-    pieces, size = [], 0
     with _open(source) as (stream, _):
-        while size <= MAX_DOCUMENT_BYTES and (piece := stream.read(_STREAM_BYTES)):
-            pieces.append(piece)
-            size += len(piece)
-    problem = ""
+        data = stream.read(MAX_DOCUMENT_BYTES + 1)
+    problem, size = "", len(data)
     if size > MAX_DOCUMENT_BYTES:
-        pieces = []
+        data = b""
         problem = f"more than {MAX_DOCUMENT_BYTES} bytes, the most for one document: a text file is one; cut it up"
     after, file_bytes = Place(place.source, size, 1), before + source.size
-    yield Block(source.path, "text", 1, after, size, file_bytes, data=b"".join(pieces), problem=problem)
+    yield Block(source.path, "text", 1, after, size, file_bytes, data=data, problem=problem)
 
 
 def _read_parquet(
@@ -296,19 +261,15 @@ def _read_parquet(
                 row += done
                 if done:
                     on_skip()
-                for columns in _pieces(batch.slice(done), keys):
-                    first, row = row + 1, row + len(columns[0].ends)
-                    file_bytes = before + source.size * row // metadata.num_rows
-                    yield _parquet_block(source, Place(place.source, 0, row), first, columns, file_bytes)
-
-
-def _parquet_block(source: Source, after: Place, first: int, columns: tuple[Column, ...], file_bytes: int) -> Block:
-    size = sum(len(column.data) for column in columns)
-    problem = ""
-    if max(len(column.data) for column in columns) > MAX_DOCUMENT_BYTES:  # then it is one row: see _pieces
-        problem = f"{size} bytes, and {MAX_DOCUMENT_BYTES} is the most for one document"
-        columns = ()
-    return Block(source.path, "parquet", first, after, size, file_bytes, columns=columns, problem=problem)
+                for rows in _cut(_rows(batch.slice(done), keys)):
+                    row += len(rows)
+                    size = sum(len(value or b"") for values in rows for value in values)
+                    after, file_bytes = Place(place.source, 0, row), before + source.size * row // metadata.num_rows
+                    problem = ""
+                    if any(len(value or b"") > MAX_DOCUMENT_BYTES for value in rows[0]):
+                        problem = f"{size} bytes, and {MAX_DOCUMENT_BYTES} is the most for one document"
+                    first, rows = row - len(rows) + 1, () if problem else rows
+                    yield Block(source.path, "parquet", first, after, size, file_bytes, rows=rows, problem=problem)
 
 
 def _check_columns(source: Source, schema: pyarrow.Schema, keys: tuple[str, ...]) -> None:
@@ -332,28 +293,27 @@ def _rows_per_batch(group: Any, keys: tuple[str, ...]) -> int:
     return int(max(1, min(group.num_rows, 16384, BLOCK_BYTES * group.num_rows // max(size, 1))))
 
 
-def _pieces(batch: pyarrow.RecordBatch, keys: tuple[str, ...]) -> Iterator[tuple[Column, ...]]:
-    """The columns of a batch, cut into rows of about BLOCK_BYTES together: rows differ, and dictionaries unfold."""
+def _rows(batch: pyarrow.RecordBatch, keys: tuple[str, ...]) -> Iterator[tuple[bytes | None, ...]]:
     import pyarrow
-    from pyarrow import compute
 
-    arrays = [compute.fill_null(batch.column(key).cast(pyarrow.large_string()), "") for key in keys]
-    columns = []
-    for array in arrays:
-        _, offsets, data = array.buffers()
-        places = np.frombuffer(offsets, np.int64)[array.offset : array.offset + len(array) + 1] if len(array) else None
-        columns.append((places, data if data is not None else b""))
-    total = sum(places[1:] - places[0] for places, _ in columns if places is not None)
-    start = 0
-    while start < batch.num_rows:
-        done = total[start - 1] if start else 0
-        end = max(start + 1, int(np.searchsorted(total, done + BLOCK_BYTES, side="right")))
-        yield tuple(
-            Column(bytes(memoryview(data)[places[start] : places[end]]), places[start + 1 : end + 1] - places[start])
-            for places, data in columns
-            if places is not None
-        )
-        start = end
+    # Strings are not checked to be UTF-8 on the way: whoever decodes them names the row.
+    texts = (batch.column(key).cast(pyarrow.large_string()) for key in keys)
+    return zip(*(text.cast(pyarrow.large_binary()).to_pylist() for text in texts), strict=True)
+
+
+def _cut(rows: Iterator[tuple[bytes | None, ...]]) -> Iterator[tuple[tuple[bytes | None, ...], ...]]:
+    """Runs of rows of about BLOCK_BYTES together; a row that is too long is one of its own."""
+    run: list[tuple[bytes | None, ...]] = []
+    total = 0
+    for row in rows:
+        sizes = [len(value or b"") for value in row]
+        if run and (total + sum(sizes) > BLOCK_BYTES or max(sizes) > MAX_DOCUMENT_BYTES):
+            yield tuple(run)
+            run, total = [], 0
+        run.append(row)
+        total += sum(sizes)
+    if run:
+        yield tuple(run)
 
 
 _READERS = {"jsonl": _read_lines, "text": _read_text, "parquet": _read_parquet}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
@@ -11,51 +10,27 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from megatron.data.tokenizers.base import Tokenizer, check_ids, encode_with, join_arrays, join_lists, read_with
+from megatron.data.tokenizers.base import Ids, Tokenizer, read_with
 from megatron.data.tokenizers.ranks import PATTERNS, RankEncoder, require_all_bytes
 from megatron.errors import DataError
 
 # Names under which models end a text, for a tokenizer.json that comes without the files that say it.
 USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
-HOW_TO_CONVERT = (
-    "with transformers, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes a tokenizer.json"
-)
 
 
-class FastTokenizer:
-    """A `tokenizers.Tokenizer` with the id that ends a document.
+class FastTokenizer(Tokenizer):
+    """A `tokenizers.Tokenizer` with the id that ends a document."""
 
-    The library takes its threads from the environment of the process: with `num_threads` its variables are set, which
-    holds for every tokenizer of the process; without, they are left as they are.
-    """
-
-    def __init__(self, tokenizer: Any, eod: int, num_threads: int | None = None) -> None:
-        if num_threads is not None:
-            os.environ["TOKENIZERS_PARALLELISM"] = "true" if num_threads > 1 else "false"
-            os.environ["RAYON_NUM_THREADS"] = str(num_threads)
+    def __init__(self, tokenizer: Any, eod: int) -> None:
+        super().__init__(1 + max(tokenizer.get_vocab(with_added_tokens=True).values()), eod)
         self._tokenizer = tokenizer
-        self._num_threads = num_threads
-        self.eod = eod
-        self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
-    def encode(self, text: str) -> list[int]:
-        return self.encode_batch([text])[0]
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        texts = list(texts)
+    def _encode(self, texts: list[str]) -> Sequence[Ids]:
         # The fast form leaves out the places of tokens in the text.
-        return [encoding.ids for encoding in encode_with(lambda: self._tokenizer.encode_batch_fast(texts), texts)]
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts)]
 
-    def encode_batch_arrays(
-        self, texts: Sequence[str], dtype: npt.DTypeLike
-    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
-        return join_lists(self.encode_batch(texts), dtype, self.vocab_size)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(check_ids(ids, self.vocab_size), skip_special_tokens=False)
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
 
@@ -70,21 +45,12 @@ class GPT2Tokenizer(FastTokenizer):
     before the first text; where one fails, `tokenizers` encodes.
     """
 
-    def __init__(self, tokenizer: Any, eod: int, merges: Sequence[str], num_threads: int | None = None) -> None:
-        super().__init__(tokenizer, eod, num_threads)
+    def __init__(self, tokenizer: Any, eod: int, merges: Sequence[str]) -> None:
+        super().__init__(tokenizer, eod)
         self._merges = merges
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        if self._ranks is None:
-            return super().encode_batch(texts)
-        return [ids.tolist() for ids in self._ranks.encode_batch(texts)]
-
-    def encode_batch_arrays(
-        self, texts: Sequence[str], dtype: npt.DTypeLike
-    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
-        if self._ranks is None:
-            return super().encode_batch_arrays(texts, dtype)
-        return join_arrays(self._ranks.encode_batch(texts), dtype, self.vocab_size)
+    def _encode(self, texts: list[str]) -> Sequence[Ids]:
+        return super()._encode(texts) if self._ranks is None else [self._ranks.encode(text) for text in texts]
 
     @cached_property
     def _ranks(self) -> RankEncoder | None:
@@ -101,7 +67,7 @@ class GPT2Tokenizer(FastTokenizer):
         letters = byte_letters()
         tokens = {bytes([byte]): vocabulary[letter] for letter, byte in letters.items()}
         tokens |= {bytes(letters[letter] for letter in result): i for result, i in zip(results, ids, strict=True)}
-        return RankEncoder(tokens, PATTERNS["gpt2"], self._num_threads or 1)
+        return RankEncoder(tokens, PATTERNS["gpt2"])
 
 
 def byte_letters() -> dict[str, int]:
@@ -114,17 +80,8 @@ def byte_letters() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-def gpt2(vocab_file: Path, merge_file: Path, num_threads: int | None = None) -> Tokenizer:
+def gpt2(vocab_file: Path, merge_file: Path) -> Tokenizer:
     """GPT2BPETokenizer. Raises DataError for files that do not go together."""
-    tokenizer, merges = _byte_level(vocab_file, merge_file)
-    eod = tokenizer.token_to_id("<|endoftext|>")
-    if eod is None:
-        raise DataError(f"{vocab_file}: has no <|endoftext|>, which ends a document for GPT2BPETokenizer")
-    return GPT2Tokenizer(tokenizer, eod, merges, num_threads)
-
-
-def _byte_level(vocab_file: Path, merge_file: Path) -> tuple[Any, list[str]]:
-    """A `tokenizers.Tokenizer` as GPT-2's, and its merges in order: two parts with a space between."""
 
     def read() -> tuple[Any, list[str]]:
         from tokenizers import Tokenizer as Fast
@@ -144,29 +101,32 @@ def _byte_level(vocab_file: Path, merge_file: Path) -> tuple[Any, list[str]]:
     if times > 1:
         raise DataError(f"{vocab_file}: {times} tokens have the id {shared}: the file is damaged")
     require_all_bytes(vocab_file, (bytes([byte]) for letter, byte in letters.items() if letter in vocabulary))
-    return tokenizer, merges
+    eod = vocabulary.get("<|endoftext|>")
+    if eod is None:
+        raise DataError(f"{vocab_file}: has no <|endoftext|>, which ends a document for GPT2BPETokenizer")
+    return GPT2Tokenizer(tokenizer, eod, merges)
 
 
-def hugging_face(path: Path, num_threads: int | None = None) -> Tokenizer:
-    """HFTokenizer: a tokenizer.json or a folder with one, or with a vocab.json and merges.txt of GPT-2's kind.
+def hugging_face(path: Path) -> Tokenizer:
+    """HFTokenizer: a tokenizer.json or a folder with one.
 
     eod is the eos_token of tokenizer_config.json or special_tokens_map.json beside it, or one of USUAL_ENDS.
     Raises DataError for anything else.
     """
     file = path / "tokenizer.json" if path.is_dir() else path
-    settings, said_by = _settings_beside(file)
-    if file.is_file():
-        tokenizer = read_with(file, "a tokenizer.json", lambda: _read_tokenizer_json(file))
-    elif path.is_dir():
-        tokenizer = _from_older_files(path, settings)
-    else:
-        raise DataError(f"{file}: not a file: --tokenizer-model of HFTokenizer is a tokenizer.json or its folder")
-    named = settings.get("eos_token")
+    if not file.is_file():
+        raise DataError(
+            f"{file}: no such file, which HFTokenizer reads; a *.model is for GPTSentencePieceTokenizer or "
+            f"TikTokenizer, vocab.json and merges.txt of GPT-2 for GPT2BPETokenizer; with transformers, "
+            f"AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes a tokenizer.json of others"
+        )
+    tokenizer = read_with(file, "a tokenizer.json", lambda: _read_tokenizer_json(file))
+    named, said_by = _end_beside(file)
     candidates = [named] if named else USUAL_ENDS
     for piece in candidates:
         eod = tokenizer.token_to_id(piece)
         if eod is not None:
-            return FastTokenizer(tokenizer, eod, num_threads)
+            return FastTokenizer(tokenizer, eod)
     raise DataError(
         f"{file}: no token ends a document: tried {', '.join(candidates)}{f' of {said_by}' if named else ''}; name it "
         f"as eos_token in tokenizer_config.json"
@@ -183,47 +143,17 @@ def _read_tokenizer_json(file: Path) -> Any:
     return tokenizer
 
 
-def _settings_beside(file: Path) -> tuple[dict[str, Any], str]:
-    """What the JSON files beside a tokenizer.json say, with eos_token as text, and the file that names it."""
-    found: dict[str, Any] = {}
-    said_by = ""
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):  # the later one has the last word
+def _end_beside(file: Path) -> tuple[str, str]:
+    """The eos_token that the JSON files beside a tokenizer.json name, and which of them does; '' where none does."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
         beside = file.with_name(name)
         if not beside.is_file():
             continue
-        settings = _read_json_object(beside)
-        eos = settings.pop("eos_token", None)
-        found |= settings
+        settings = read_with(beside, "a JSON object", lambda: dict(json.loads(beside.read_text("utf-8"))))  # noqa: B023
+        eos = settings.get("eos_token")
         eos = eos.get("content") if isinstance(eos, dict) else eos
         if not isinstance(eos, str | None):
             raise DataError(f"{beside}: its eos_token is {eos!r:.60}, expected a text")
         if eos:
-            found["eos_token"] = eos
-            said_by = name
-    return found, said_by
-
-
-def _read_json_object(path: Path) -> dict[str, Any]:
-    return read_with(path, "a JSON object", lambda: dict(json.loads(path.read_text(encoding="utf-8"))))
-
-
-def _from_older_files(folder: Path, settings: dict[str, Any]) -> Any:
-    """The tokenizer of a folder without tokenizer.json."""
-    nothing = f"{folder / 'tokenizer.json'}: no such file"
-    vocab, merges = folder / "vocab.json", folder / "merges.txt"
-    if not (vocab.is_file() and merges.is_file()):
-        models = sorted(folder.glob("*.model"))
-        instead = f"give {models[0]} to GPTSentencePieceTokenizer or TikTokenizer, or " if models else ""
-        raise DataError(f"{nothing}, which HFTokenizer reads; {instead}convert what is there: {HOW_TO_CONVERT}")
-    kind = str(settings.get("tokenizer_class", "GPT2Tokenizer")).removesuffix("Fast")
-    added = (folder / "added_tokens.json").exists() or len(settings.get("added_tokens_decoder", {})) > 1
-    if kind != "GPT2Tokenizer" or added or settings.get("add_prefix_space") or settings.get("add_bos_token"):
-        raise DataError(
-            f"{folder}: vocab.json and merges.txt of a {kind} do not say all about it, only GPT-2's do: convert it: "
-            f"{HOW_TO_CONVERT}"
-        )
-    tokenizer, _ = _byte_level(vocab, merges)
-    special = settings.get("eos_token", "<|endoftext|>")
-    if tokenizer.token_to_id(special) is not None:
-        tokenizer.add_special_tokens([special])
-    return tokenizer
+            return eos, name
+    return "", ""

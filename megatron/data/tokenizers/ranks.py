@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.tokenizers.base import encode_with
 from megatron.errors import DataError
 from megatron.untrusted import read_bytes, read_json
 
@@ -39,16 +38,15 @@ PATTERNS: Mapping[str, str] = {
 class RankEncoder:
     """Ids from the ids of byte strings: of neighbours, those whose joint string has the lowest id merge first.
 
-    `ids` must hold every single byte. Nothing in a text counts as a special token. `num_threads` are used for batches.
+    `ids` must hold every single byte. Nothing in a text counts as a special token.
     """
 
-    def __init__(self, ids: Mapping[bytes, int], pattern: str, num_threads: int = 1) -> None:
+    def __init__(self, ids: Mapping[bytes, int], pattern: str) -> None:
         import tiktoken
 
         # tiktoken looks for the spelling of special tokens in every text, here in vain: it must have one to look for.
         nothing = {"<|endoftext|>": max(ids.values()) + 1}
         self._encoding = tiktoken.Encoding("ranks", pat_str=pattern, mergeable_ranks=dict(ids), special_tokens=nothing)
-        self._num_threads = num_threads
 
     def encode(self, text: str) -> npt.NDArray[np.uint32]:
         """The ids of a text."""
@@ -60,19 +58,6 @@ class RankEncoder:
             # A million characters of white space in a row are more than the pattern can go back over. Python's engine
             # has no such limit; it is slower, for this text only.
             return np.array(self._encoding._encode_only_native_bpe(text), np.uint32)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
-        """The ids of each text."""
-        return encode_with(lambda: self._encode_batch(texts), texts)
-
-    def _encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.uint32]]:
-        if self._num_threads == 1 or len(texts) < 2:
-            return [self.encode(text) for text in texts]
-        # Runs of texts, as handing over a short text costs more than to encode it; several per thread, for balance.
-        step = -(-len(texts) // (4 * self._num_threads))
-        runs = [texts[start : start + step] for start in range(0, len(texts), step)]
-        with ThreadPoolExecutor(self._num_threads) as pool:
-            return [ids for run in pool.map(lambda run: [self.encode(text) for text in run], runs) for ids in run]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, all of them known; bytes that make no character become U+FFFD."""
@@ -86,22 +71,19 @@ def read_ranks(path: Path, what_else: str) -> dict[bytes, int]:
     Raises DataError with the line for anything else, ending with `what_else`, and for tokens or ranks given twice.
     """
     ranks: dict[bytes, int] = {}
-    seen: dict[int, int] = {}
     for number, line in enumerate(read_bytes(path, _MOST_BYTES, error=DataError).split(b"\n"), 1):
-        if not line.strip():
+        words = line.split()
+        if not words:
             continue
         where = f"{path}:{number}"
-        words = line.split()
         if len(words) != 2 or not words[1].isdigit() or len(words[1]) > 18:
-            raise DataError(f"{where}: expected a base64 token, a space and its rank, got {_shown(line)}; {what_else}")
-        token, rank = _bytes_of(words[0], where), int(words[1])
-        if token in ranks:
-            raise DataError(f"{where}: the token {token!r} has rank {ranks[token]} already")
-        if rank in seen:
-            raise DataError(f"{where}: rank {rank} was given in line {seen[rank]} already")
-        ranks[token], seen[rank] = rank, number
+            raise DataError(f"{where}: expected a base64 token, a space and its rank, got {line!r:.60}; {what_else}")
+        _add(ranks, words[0], int(words[1]), where)
     if not ranks:
         raise DataError(f"{path}: no ranks in this file; {what_else}")
+    if len(set(ranks.values())) < len(ranks):
+        shared, times = Counter(ranks.values()).most_common(1)[0]
+        raise DataError(f"{path}: {times} tokens have the rank {shared}: the file is damaged")
     return ranks
 
 
@@ -114,20 +96,24 @@ def read_json_ranks(path: Path, what_else: str) -> dict[bytes, int]:
         entries: list[Any] = read_json(path, _MOST_BYTES, error=DataError, kind=list)
     except DataError as error:
         raise DataError(f"{error}; {what_else}") from None
-    if not entries:
-        raise DataError(f"{path}: an empty list; {what_else}")
     ranks: dict[bytes, int] = {}
     for place, entry in enumerate(entries):
         where = f"{path}: entry {place}"
-        if not isinstance(entry, dict) or not {"rank", "token_bytes"} <= entry.keys():
-            raise DataError(f'{where}: expected {{"rank": ..., "token_bytes": ...}}, got {_shown(entry)}; {what_else}')
-        if entry["rank"] != place:
-            raise DataError(f"{where}: has rank {entry['rank']}, but ranks count up from 0 in the order of the list")
-        token = _bytes_of(str(entry["token_bytes"]).encode(), where)
-        if token in ranks:
-            raise DataError(f"{where}: the token {token!r} has rank {ranks[token]} already")
-        ranks[token] = place
+        if not isinstance(entry, dict) or entry.get("rank") != place or "token_bytes" not in entry:
+            expected = f'{{"rank": {place}, "token_bytes": ...}}'
+            raise DataError(f"{where}: expected {expected}, got {entry!r:.60}; {what_else}")
+        _add(ranks, str(entry["token_bytes"]).encode(), place, where)
     return ranks
+
+
+def _add(ranks: dict[bytes, int], word: bytes, rank: int, where: str) -> None:
+    try:
+        token = base64.b64decode(word, validate=True)
+    except binascii.Error as error:
+        raise DataError(f"{where}: {word!r:.60} is not base64: {error}") from None
+    if not token or token in ranks:
+        raise DataError(f"{where}: the token {token!r:.60} is empty or was given already, as rank {ranks.get(token)}")
+    ranks[token] = rank
 
 
 def require_all_bytes(path: Path, tokens: Iterable[bytes]) -> None:
@@ -135,26 +121,6 @@ def require_all_bytes(path: Path, tokens: Iterable[bytes]) -> None:
     missing = sorted({bytes([byte]) for byte in range(256)} - set(tokens))
     if missing:
         raise DataError(
-            f"{path}: has no token for {_some(f'0x{byte.hex()}' for byte in missing)}: each single byte needs one, "
-            f"or texts with it could not be encoded"
+            f"{path}: has no token for {len(missing)} of the single bytes, such as 0x{missing[0].hex()}: each needs "
+            f"one, or texts with it could not be encoded"
         )
-
-
-def _bytes_of(word: bytes, where: str) -> bytes:
-    try:
-        token = base64.b64decode(word, validate=True)
-    except binascii.Error as error:
-        raise DataError(f"{where}: {_shown(word)} is not base64: {error}") from None
-    if not token:
-        raise DataError(f"{where}: a token without a byte")
-    return token
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
-
-
-def _some(values: Iterator[str], limit: int = 5) -> str:
-    listed = list(values)
-    return ", ".join(listed[:limit]) + (f" and {len(listed) - limit} more" if len(listed) > limit else "")

@@ -23,12 +23,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from megatron.data.tokenizers.base import check_ids, join_arrays, read_with
+from megatron.data.tokenizers.base import Ids, Tokenizer, read_with
 from megatron.data.tokenizers.ranks import PATTERNS, RankEncoder, read_json_ranks, read_ranks, require_all_bytes
 from megatron.errors import ConfigError, DataError
 
@@ -79,50 +75,34 @@ PUBLISHED: Mapping[int, Published] = {
 }  # fmt: skip
 
 
-class TikTokenTokenizer:
+class TikTokenTokenizer(Tokenizer):
     """Ranks with ids, and special tokens beside them that no text can spell."""
 
-    def __init__(
-        self, ids: Mapping[bytes, int], special: Mapping[str, int], eod: int, pattern: str, num_threads: int = 1
-    ) -> None:
-        self._encoder = RankEncoder(ids, pattern, num_threads)
-        self._ordinary = frozenset(ids.values())
-        self._special = {i: name for name, i in special.items()}
-        self.eod = eod
-        self.vocab_size = 1 + max(*self._special, max(self._ordinary))
+    def __init__(self, ids: Mapping[bytes, int], special: Mapping[str, int], eod: int, pattern: str) -> None:
+        size, known = 1 + max(*special.values(), *ids.values()), set(ids.values())
+        names = {i: "" for i in range(size) if i not in known} | {i: name for name, i in special.items()}
+        super().__init__(size, eod, names)
+        self._encoder = RankEncoder(ids, pattern)
 
-    def encode(self, text: str) -> list[int]:
-        return self.encode_batch([text])[0]
+    def _encode(self, texts: list[str]) -> Sequence[Ids]:
+        return [self._encoder.encode(text) for text in texts]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [ids.tolist() for ids in self._encoder.encode_batch(texts)]
-
-    def encode_batch_arrays(
-        self, texts: Sequence[str], dtype: npt.DTypeLike
-    ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32]]:
-        return join_arrays(self._encoder.encode_batch(texts), dtype, self.vocab_size)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        parts, run = [], []
-        for i in check_ids(ids, self.vocab_size):
-            if i in self._ordinary:
-                run.append(i)
-                continue
-            parts += [self._encoder.decode(run), self._special.get(i, "")]
-            run = []
-        return "".join([*parts, self._encoder.decode(run)])
+    def _decode(self, ids: list[int]) -> str:
+        return self._encoder.decode(ids)
 
 
-def tik_token(path: Path, settings: TikTokenSettings, *, vocab_size: int | None, num_threads: int) -> TikTokenTokenizer:
+def tik_token(path: Path, settings: TikTokenSettings, *, vocab_size: int | None) -> TikTokenTokenizer:
     """The tokenizer of a file. ConfigError for settings that do not fit it, DataError for a file that is neither."""
     if settings.pattern is not None and settings.pattern not in PATTERNS:
         raise ConfigError(f"--tiktoken-pattern {settings.pattern!r} is not known: choose one of {', '.join(PATTERNS)}")
     _check_names(settings)
     with path.open("rb") as file:
         is_json = file.read(100).lstrip()[:1] in (b"[", b"{")  # characters that base64 does not use
-    if is_json:
-        return _from_json(path, settings, vocab_size, num_threads)
-    return _from_ranks(path, settings, num_threads)
+
+    def read() -> TikTokenTokenizer:
+        return _from_json(path, settings, vocab_size) if is_json else _from_ranks(path, settings)
+
+    return read_with(path, "a vocabulary for tiktoken", read)
 
 
 def _check_names(settings: TikTokenSettings) -> None:
@@ -151,7 +131,7 @@ def _end(names: Sequence[str]) -> int:
     return next(names.index(name) for name in ENDS if name in names)
 
 
-def _from_json(path: Path, settings: TikTokenSettings, vocab_size: int | None, num_threads: int) -> TikTokenTokenizer:
+def _from_json(path: Path, settings: TikTokenSettings, vocab_size: int | None) -> TikTokenTokenizer:
     count = settings.num_special_tokens
     count = MEGATRON_NUM_SPECIAL_TOKENS if count is None else count
     names = MEGATRON_SPECIAL_TOKENS if settings.special_tokens is None else settings.special_tokens
@@ -172,10 +152,10 @@ def _from_json(path: Path, settings: TikTokenSettings, vocab_size: int | None, n
     ids = {token: rank + count for token, rank in ranks.items() if rank < room}
     require_all_bytes(path, ids)
     special = {name: i for i, name in enumerate(_filled(names, count))}
-    return _build(path, ids, special, _end(names), settings.pattern or "v2", num_threads)
+    return TikTokenTokenizer(ids, special, _end(names), PATTERNS[settings.pattern or "v2"])
 
 
-def _from_ranks(path: Path, settings: TikTokenSettings, num_threads: int) -> TikTokenTokenizer:
+def _from_ranks(path: Path, settings: TikTokenSettings) -> TikTokenTokenizer:
     ranks = read_ranks(path, WHAT_ELSE)
     require_all_bytes(path, ranks)
     following, taken = 1 + max(ranks.values()), set(ranks.values())
@@ -202,12 +182,4 @@ def _from_ranks(path: Path, settings: TikTokenSettings, num_threads: int) -> Tik
             f"{path}: rank {hole} is missing, and {following - len(taken) - 1} more below the highest, "
             f"{following - 1}: the file is damaged; get it again"
         )
-    return _build(path, ranks, special, eod, pattern, num_threads)
-
-
-def _build(
-    path: Path, ids: Mapping[bytes, int], special: Mapping[str, int], eod: int, pattern: str, num_threads: int
-) -> TikTokenTokenizer:
-    return read_with(
-        path, "a vocabulary for tiktoken", lambda: TikTokenTokenizer(ids, special, eod, PATTERNS[pattern], num_threads)
-    )
+    return TikTokenTokenizer(ranks, special, eod, PATTERNS[pattern])
