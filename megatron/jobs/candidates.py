@@ -179,10 +179,22 @@ class _Names(dict[str, Any]):
         words = [word for name in sorted(others) for word in flags_of(name, values[name])]
         super().__init__({**_settings((*flags, *words)), **values})
         self.space, self.common, self.machine, self.varied, self.key = space, flags, machine, values, key
+        self._under_way = list[str]()
         for name in space.derived:
             self.pop(name, None)
 
     def __missing__(self, name: str) -> Any:
+        if name in self._under_way:
+            around = " -> ".join([*self._under_way, name])
+            raise ConfigError(f"{self.space.path}: [derived] {self._under_way[0]} follows from itself: {around}")
+        self._under_way.append(name)
+        try:
+            found = self[name] = self._worked_out(name)
+        finally:
+            self._under_way.pop()
+        return found
+
+    def _worked_out(self, name: str) -> Any:
         each, found = self.machine.processes_per_node, None
         if name in self.space.derived:
             found = self.evaluate(f"[derived] {name}", self.space.derived[name])
@@ -204,7 +216,6 @@ class _Names(dict[str, Any]):
             found = self["mbs"] * self["dp"]
         else:
             raise KeyError(f"{name} does not vary here")
-        self[name] = found
         return found
 
     def evaluate(self, where: str, expression: Expression) -> Any:
