@@ -35,7 +35,7 @@ from megatron.parallel.nodelist import expand_counts, expand_hosts
 from megatron.parallel.placing import VISIBLE, Placing
 from megatron.parallel.report import bounded, host_name_is_local, without_dns
 from megatron.planner.calibration.tasks import Partners, finish, seconds_per_call
-from megatron.planner.cluster import Band, Cluster, load_cluster
+from megatron.planner.cluster import Cluster, load_cluster
 
 TOO_FEW = 4
 _NOTHING = b"-"  # where an answer will be
@@ -469,7 +469,7 @@ class Measurement:
         cluster = self.cluster
         if cluster is None or not any(cluster.device.split()[0] in kind for kind in self.found.devices.values()):
             return None
-        return cluster.bands.get(name, Band(None, None)).low
+        return cluster.bands.get(name)
 
 
 def measure(

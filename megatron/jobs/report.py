@@ -21,8 +21,7 @@ from megatron.jobs.layouts import CONFIRM, Layout, Trial, cost, layouts_of, nois
 from megatron.jobs.result import Result
 from megatron.jobs.setup import Setup
 from megatron.jobs.space import value_text
-from megatron.planner.cluster import Cluster
-from megatron.planner.cluster_write import write_cluster
+from megatron.planner.cluster import Cluster, write_cluster
 from megatron.planner.search.script import Origin, site_script
 from megatron.planner.table import Table
 from megatron.untrusted import write_text

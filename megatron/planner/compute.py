@@ -62,6 +62,11 @@ COLUMNS: dict[str, int] = {
 Points = tuple[tuple[float, ...], ...]
 
 
+def is_time(name: str) -> bool:
+    """Whether a figure is in seconds; otherwise it is a rate."""
+    return (name.endswith("_s") and not name.endswith("_per_s")) or name.startswith(("messages", "collectives."))
+
+
 @dataclass(frozen=True)
 class Figure:
     """Numbers and where they are from. `low` and `high`: factors between which they are believed to lie."""
@@ -75,15 +80,15 @@ class Figure:
 
     @property
     def value(self) -> float:
-        """Of a figure that is one number."""
+        """The number of a figure that has one point."""
         return self.points[0][-1]
 
     def scaled(self, factor: float) -> Figure:
-        """The same with what was measured multiplied."""
+        """The same figure with its last column multiplied."""
         return replace(self, points=tuple((*point[:-1], point[-1] * factor) for point in self.points))
 
     def describe(self) -> str:
-        """Its numbers in short: one number, or the least and the most of the points."""
+        """Its number, or the least and the most of its points."""
         values = [point[-1] for point in self.points]
         low, high = min(values), max(values)
         return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
@@ -95,20 +100,17 @@ class Compute:
 
     figures: Mapping[str, Figure] = field(default_factory=dict)
 
-    def get(self, name: str) -> Figure | None:
-        return self.figures.get(name)
-
     def varied(self, factors: Mapping[str, float]) -> Compute:
-        """With some figures multiplied by factors, to see what depends on them."""
+        """The same with some figures multiplied."""
         return Compute({name: f.scaled(factors.get(name, 1.0)) for name, f in self.figures.items()})
 
     def with_figures(self, figures: Iterable[Figure]) -> Compute:
-        """With these figures in place of those of their names."""
+        """The same with these figures in place of those of their names."""
         return Compute({**self.figures, **{figure.name: figure for figure in figures}})
 
 
 class Used(NamedTuple):
-    """A figure that an estimate rests on: name, numbers in short, where from."""
+    """A figure that an estimate rests on: its name, its numbers in short, and where they are from."""
 
     figure: str
     value: str
@@ -118,7 +120,7 @@ class Used(NamedTuple):
 
 @dataclass(frozen=True)
 class Confidence:
-    """What an estimate rests on."""
+    """The figures that an estimate rests on, the best known first."""
 
     used: tuple[Used, ...] = ()
 
@@ -132,23 +134,19 @@ class Confidence:
 
     @property
     def worst(self) -> str:
-        """The weakest basis among the inputs; measured where there are none."""
-        return max((used.basis for used in self.used), key=BASES.index, default=MEASURED)
+        """The weakest basis; measured where nothing is used."""
+        return self.used[-1].basis if self.used else MEASURED
 
     @property
-    def by_basis(self) -> dict[str, list[tuple[str, str, str]]]:
-        """basis -> (figure, numbers, source) of all inputs of this basis."""
-        return {
-            basis: [(used.figure, used.value, used.source) for used in self.used if used.basis == basis]
-            for basis in BASES
-        }
+    def by_basis(self) -> dict[str, list[str]]:
+        """Names of the figures of each basis."""
+        return {basis: [used.figure for used in self.used if used.basis == basis] for basis in BASES}
 
     def describe(self) -> str:
-        """One line: how many inputs of each basis, and the names of the assumed ones."""
+        """One line: how many figures of each basis, and the names of the assumed ones."""
         counts = [f"{len(found)} {basis}" for basis, found in self.by_basis.items() if found]
-        assumed = [name for name, _, _ in self.by_basis[ASSUMED]]
-        names = f" ({', '.join(assumed)})" if assumed else ""
-        return f"inputs: {', '.join(counts) or 'none'}{names}"
+        assumed = self.by_basis[ASSUMED]
+        return f"inputs: {', '.join(counts) or 'none'}" + (f" ({', '.join(assumed)})" if assumed else "")
 
 
 # -- where a machine's file gives nothing ---------------------------------------------------------------------------

@@ -16,8 +16,7 @@ from megatron.config.command_line import parse_args, parse_plan
 from megatron.errors import ConfigError
 from megatron.jobs.endings import Ending
 from megatron.jobs.report import Report, update_cluster
-from megatron.planner.cluster import load_cluster
-from megatron.planner.cluster_write import write_cluster
+from megatron.planner.cluster import load_cluster, write_cluster
 from megatron.planner.timing import estimate
 from tests.helpers.preflight import accepted
 from tests.jobs.made import Made, no_files, search, setup, truth
