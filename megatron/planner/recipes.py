@@ -11,7 +11,7 @@ from megatron.config import Config
 from megatron.config.command_line import parse_plan
 from megatron.planner.cluster import Cluster
 from megatron.planner.memory import RankMemory, memory_of_ranks
-from megatron.planner.placement import Placement, choose_placement, naive_placement
+from megatron.planner.placement import Placement, choose_placement, naive_placement, placement_cost
 from megatron.planner.step_work import StepWork, step_work
 from megatron.planner.table import Table
 
@@ -133,6 +133,6 @@ def work_table(found: Sequence[Outlook]) -> Table:
     for each in found:
         work = each.work
         shares = (work.bubble, work.imbalance, work.recomputed, work.useful)
-        seconds = [f"{placed.cost.seconds:.1f}" if placed else "" for placed in (each.placed, each.naive)]
+        seconds = [f"{placement_cost(each.config, placed).seconds:.1f}" if placed else "" for placed in (each.placed, each.naive)]
         rows.append((each.name, *(f"{100 * share:.1f} %" for share in shares), *seconds))
     return Table("time, by counting: messages are upper bounds, as if nothing hid them", columns, rows)

@@ -14,7 +14,7 @@ from megatron.config.command_line import parse_plan
 from megatron.errors import ConfigError
 from megatron.planner import recipes
 from megatron.planner.cluster import load_cluster
-from megatron.planner.placement import rank_table
+from megatron.planner.placement import choose_placement, rank_rows
 from megatron.planner.recipes import RECIPES, Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,7 +88,7 @@ def test_batches_of_the_scaling_experiments_are_legal(model, nodes, kind):
 def test_every_rank_of_a_recipe(recipe):
     """By counting: nobody else's arithmetic but the coordinates of the rows."""
     config, cluster = parse_plan(recipe.argv()), load_cluster("frontier")
-    rows = list(rank_table(config, cluster))
+    rows = list(rank_rows(config, choose_placement(config, cluster)))
     assert [row.rank for row in rows] == list(range(recipe.nodes * 8))
     assert len({(row.node, row.device) for row in rows}) == len({(row.tp, row.dp, row.pp) for row in rows}) == len(rows)
     parallel = config.parallel
