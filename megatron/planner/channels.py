@@ -25,7 +25,7 @@ from megatron.config import Config
 from megatron.model.formulas import ring_bytes
 from megatron.parallel.topology import Layout
 from megatron.planner.cluster import Cluster
-from megatron.planner.compute import ASSUMED, MEASURED, PUBLISHED, Confidence, Figure, Used, assumed_figures
+from megatron.planner.compute import ASSUMED, MEASURED, PUBLISHED, Confidence, Figure, Used
 from megatron.planner.links import ESTIMATED, NodeLinks, Rate, Step, node_links, ways
 
 _LATENCIES = (
@@ -64,7 +64,7 @@ class Channels:
         self.placement, self.layout = placement, placement.layout
         self.lanes = _lanes(cluster, placement.layout, placement.device_order, config.parallel.num_chunks > 1)
         self._cluster = cluster
-        self._figures = {**_assumed_latencies(), **cluster.compute.figures}
+        self._figures = cluster.figures
         self._latency = [self._figures[name].value for name in _LATENCIES]
         self._used: dict[str, Used] = {}
         self._used_figures: dict[str, Figure] = {}
@@ -169,11 +169,6 @@ class Channels:
     def confidence(self) -> Confidence:
         """What the answers so far rest on."""
         return Confidence.of(self._used_figures.values(), self._used.values())
-
-
-@functools.cache
-def _assumed_latencies() -> Mapping[str, Figure]:
-    return assumed_figures({})
 
 
 def _measured(figure: Figure, group: Group) -> list[tuple[float, float]]:

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from megatron.errors import ConfigError
 from megatron.planner.cluster_file import Count, Facts, Number, Positive, Whole, at, render_tables, tables_of
-from megatron.planner.compute import COLUMNS, Compute, Figure, is_time
+from megatron.planner.compute import COLUMNS, Compute, Figure, assumed_figures, is_time
 from megatron.untrusted import write_text
 
 CLUSTERS = Path(__file__).with_name("clusters")
@@ -69,7 +69,7 @@ class Cluster:
     devices_per_node: Count = at("device.per_node")
     memory_gib: Positive = at("device.memory_gib")
     peak_tflops: Mapping[str, Positive] = at("device.peak_tflops", {})
-    links: Mapping[tuple[Whole, Whole], Positive] = at("links.gb_per_s")
+    links: Mapping[tuple[Whole, Whole], Positive] = at("links.gb_per_s", {})
     nics: tuple[str, ...] = at("nics.names")
     nic_gb_per_s: Positive = at("nics.gb_per_s")
     nic_on_device: tuple[Whole, ...] = at("nics.on_device")
@@ -87,6 +87,11 @@ class Cluster:
     sources: Mapping[str, str] = at("sources", {})
     compute: Compute = field(default_factory=Compute)
     path: str = field(default="", repr=False)
+
+    @functools.cached_property
+    def figures(self) -> Mapping[str, Figure]:
+        """What `compute` has, and what is assumed where it has nothing."""
+        return {**assumed_figures(self.peak_tflops), **self.compute.figures}
 
     def link_gb_per_s(self, a: int, b: int) -> float:
         """The bandwidth of the direct link between two devices of a node; 0 where there is none."""

@@ -128,14 +128,16 @@ def _require(holds: bool, expected: str) -> None:
 
 
 def tables_of(facts: Any) -> dict[str, dict[str, Any]]:
-    """Values of the fields of a dataclass by table ("" for none) and name, without those that are None."""
+    """Values of the fields of a dataclass by table ("" for none) and name, without those that are None or empty."""
     found: dict[str, dict[str, Any]] = {"": {}}
     for field in dataclasses.fields(facts):
         table, _, name = field.metadata.get("key", "").rpartition(".")
         value = getattr(facts, field.name)
-        if name and isinstance(value, Mapping) and not table:
+        if not name or value in (None, {}):
+            continue
+        if not table and isinstance(value, Mapping):
             found[name] = dict(value)
-        elif name and value is not None:
+        else:
             found.setdefault(table, {})[name] = value
     return found
 

@@ -68,8 +68,8 @@ def seconds_of_all(layout: Layout, order: tuple[int, ...], wraps: bool) -> dict[
                 else:
                     out, into = FRONTIER.nic_of_device[source], FRONTIER.nic_of_device[target]
                     taken, weight = {(node, -1, out), (other, -2, into)}, 1.0
-                    for at, way in ((node, ways(FRONTIER, source, 2 * out + 1)), (other, ways(FRONTIER, 2 * into + 1, target))):
-                        taken |= {(at, *step) for steps in way for step in steps}
+                    taken |= {(node, *step) for way in ways(FRONTIER, source, 2 * out + 1) for step in way}
+                    taken |= {(other, *step) for way in ways(FRONTIER, 2 * into + 1, target) for step in way}
                 paths.append((i, node == other, taken))
                 users.update(taken)
                 weights |= {resource: max(weight, weights.get(resource, 0.0)) for resource in taken}

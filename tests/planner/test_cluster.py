@@ -68,7 +68,8 @@ COPY = 'copy = { value = 1250.0, basis = "published", range = [0.80, 1.05] }'
     [
         ('name = "frontier"\n', "", "name"),
         ("of_device = [0, 0, 1, 1, 2, 2, 3, 3]", "of_device = [0, 1]", "of_device"),
-        ("per_node = 8", 'per_node = "8"', "device.per_node"), ("[0, 6, 100.0]", "[0, 8, 100.0]", "links.gb_per_s.*0 to 7"),
+        ("per_node = 8", 'per_node = "8"', "device.per_node"),
+        ("[0, 6, 100.0]", "[0, 8, 100.0]", "links.gb_per_s.*0 to 7"),
         ("local_order = [4, 5,", "local_order = [4, 4,", "local_order"),
         ("copy_gb_per_s = 1000.0", "copy_gb_per_s = 0.0", "bands.*a number above 0"),
         ("nodes = 9472", "nodes = 9472\nshared_coers = 2", "shared_coers"),

@@ -23,7 +23,7 @@ def made(**fields: Any) -> StepMessages:
 
 
 @pytest.mark.parametrize(("fields", "reduced", "gathered"), [
-    # A layer has 4 all-reduces, and 2 more to recompute it; the embedding has one forward, the output layer one backward.
+    # A layer has 4 all-reduces, 2 more to recompute it; the embedding has one forward, the output layer one backward.
     ({}, 4 * L + 2, 0), ({"recompute_granularity": "selective"}, 4 * L + 2, 0),
     # torch ends the recomputation of a layer at the last tensor that is kept.
     ({"recompute_granularity": "full"}, 6 * L + 2, 0),
@@ -105,9 +105,8 @@ def test_tensor_parallel_messages_of_two_processes(fields: dict[str, Any]) -> No
     model = config.model
     tensor = model.seq_length * config.batch.micro_batch_size * model.hidden_size * 4  # fp32 on a CPU
     statistics = 3 * 4 * tensor // (4 * model.hidden_size) * config.num_micro_batches()  # on one of two ranks
-    expected = sum(
-        PASSES[message.kind] * count * message.bytes / 2 for message, count in step_messages(config, "cpu").tensor.items()
-    ) - statistics
+    planned = step_messages(config, "cpu").tensor.items()
+    expected = sum(PASSES[message.kind] * count * message.bytes / 2 for message, count in planned) - statistics
     for found in run_processes(2, sent, fields):
         passes = [PASSES[call] for call, kind, size in found if kind == "tensor" and size == tensor]
         assert sum(passes) * tensor / 2 == expected
