@@ -28,10 +28,6 @@ from megatron.planner.cluster import Cluster
 from megatron.planner.compute import ASSUMED, MEASURED, PUBLISHED, Confidence, Figure, Used
 from megatron.planner.links import ESTIMATED, NodeLinks, Rate, Step, node_links, ways
 
-_LATENCIES = (
-    "collective_start_s", "hop_within_s", "hop_between_s", "message_within_s", "message_between_s",
-)  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Placement:
@@ -65,7 +61,6 @@ class Channels:
         self.lanes = _lanes(cluster, placement.layout, placement.device_order, config.parallel.num_chunks > 1)
         self._cluster = cluster
         self._figures = cluster.figures
-        self._latency = [self._figures[name].value for name in _LATENCIES]
         self._used: dict[str, Used] = {}
         self._used_figures: dict[str, Figure] = {}
 
@@ -111,18 +106,19 @@ class Channels:
         sent = n_bytes if kind == "reduce" else ring_bytes(n_bytes, group.ranks, kind)
         return self._start(kind, group) + sent / (group.rate.gb_per_s * 1e9)
 
+    def _latency(self, name: str) -> float:
+        return self._used_figures.setdefault(name, self._figures[name]).value
+
     def _start(self, kind: str, group: Group) -> float:
         """Seconds of a collective without bytes."""
-        start, within, between = self._latency[:3]
-        for name in _LATENCIES[: 3 if group.nodes > 1 else 2]:
-            self._used_figures[name] = self._figures[name]
-        times, of_node = (2 if kind == "all_reduce" else 1), math.ceil(group.ranks / group.nodes)
-        crossing = group.nodes - 1
+        start, within = self._latency("collective_start_s"), self._latency("hop_within_s")
+        between = self._latency("hop_between_s") if group.nodes > 1 else 0.0
+        times, crossing = (2 if kind == "all_reduce" else 1), group.nodes - 1
         ring = times * ((group.ranks - 1 - crossing) * within + crossing * between)
         if kind != "all_reduce":
             return start + ring
-        tree = 2 * ((of_node - 1) * within + math.ceil(math.log2(group.nodes)) * between)
-        return start + min(ring, tree)
+        of_node = math.ceil(group.ranks / group.nodes)
+        return start + min(ring, 2 * ((of_node - 1) * within + math.ceil(math.log2(group.nodes)) * between))
 
     # -- messages between stages ---------------------------------------------------------------------------------------
 
@@ -140,30 +136,25 @@ class Channels:
     def _message(self, within: bool, per_byte: float, n_bytes: float) -> tuple[float, float]:
         """(seconds from sending to arrival, those of them that the link is occupied)."""
         measured = self._figures.get("messages")
-        if measured is not None:
-            points = [(size, seconds) for nodes, size, seconds in measured.points if (nodes == 1) == within]
-            if points:
-                self._used_figures["messages"] = measured
-                points.sort()
-                total = _on_lines(points, n_bytes)
-                return total, total - min(total, points[0][1])
-        name = "message_within_s" if within else "message_between_s"
-        self._used_figures[name] = figure = self._figures[name]
+        points = [] if measured is None else [(p[1], p[2]) for p in measured.points if (p[0] == 1) == within]
+        if measured is not None and points:
+            self._used_figures["messages"] = measured
+            points.sort()
+            total = _on_lines(points, n_bytes)
+            return total, total - min(total, points[0][1])
         self._note("stage to stage bandwidth", self.lanes.message_rate)
-        occupies = n_bytes * per_byte
-        return occupies + figure.value, occupies
+        return n_bytes * per_byte + self._latency("message_within_s" if within else "message_between_s"), n_bytes * per_byte
 
     # -- inputs --------------------------------------------------------------------------------------------------------
 
     def _note(self, name: str, rate: Rate) -> None:
-        if name in self._used:
-            return
-        text = self._cluster.sources.get("collectives") or self._cluster.sources.get("links", "")
-        if rate.basis == ESTIMATED:
-            basis, text = ASSUMED, "estimated from the widths of links and cards by published ratios (links.py)"
-        else:
-            basis = next((b for b in (MEASURED, ASSUMED) if text.startswith(b)), PUBLISHED)
-        self._used[name] = Used(name, f"{rate.gb_per_s:.4g} GB/s, {rate.limit}", basis, text)
+        if name not in self._used:
+            sources = self._cluster.sources
+            text = sources.get("collectives") or sources.get("links", "")
+            basis = next((basis for basis in (MEASURED, ASSUMED) if text.startswith(basis)), PUBLISHED)
+            if rate.basis == ESTIMATED:
+                basis, text = ASSUMED, "estimated from the widths of links and cards by published ratios (links.py)"
+            self._used[name] = Used(name, f"{rate.gb_per_s:.4g} GB/s, {rate.limit}", basis, text)
 
     @property
     def confidence(self) -> Confidence:
@@ -177,8 +168,12 @@ def _measured(figure: Figure, group: Group) -> list[tuple[float, float]]:
     Where there are points for several such groups, of the one with the nearest number of nodes, then nearest stride.
     """
     like = [p for p in figure.points if p[1] == group.ranks and (p[2] > 1) == (group.nodes > 1)]
-    nearest = min(like, key=lambda p: (abs(p[2] - group.nodes), abs(math.log(p[0] / group.stride))), default=())
-    return sorted((p[3], p[4]) for p in like if (p[0], p[2]) == (nearest[0], nearest[2]))
+
+    def distance(point: Sequence[float]) -> tuple[float, float]:
+        return abs(point[2] - group.nodes), abs(math.log(point[0] / group.stride))
+
+    nearest = min(map(distance, like), default=None)
+    return sorted((p[3], p[4]) for p in like if distance(p) == nearest)
 
 
 def _on_lines(points: Sequence[tuple[float, float]], x: float) -> float:
@@ -186,13 +181,13 @@ def _on_lines(points: Sequence[tuple[float, float]], x: float) -> float:
 
     A last line that falls is noise: in proportion to the last point then, as where there is one alone.
     """
-    if x <= points[0][0] or len(points) == 1:
-        return points[0][1] if x <= points[0][0] else points[0][1] * x / points[0][0]
-    above = next((i for i, point in enumerate(points) if point[0] >= x), len(points) - 1)
-    (x0, y0), (x1, y1) = points[above - 1], points[above]
-    if x > x1 and y1 <= y0:
-        return y1 * x / x1
-    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    last, end = points[-1]
+    if x <= last:
+        return float(np.interp(x, *zip(*points, strict=True)))
+    before, start = points[-2] if len(points) > 1 else (0.0, 0.0)
+    if end <= start:
+        before = start = 0.0
+    return end + (end - start) * (x - last) / (last - before)
 
 
 # -- how groups and messages lie on nodes ------------------------------------------------------------------------------
@@ -216,8 +211,7 @@ def _lanes(cluster: Cluster, layout: Layout, order: tuple[int, ...], wraps: bool
     devices, links = len(order), node_links(cluster)
     tensor, data = (_group(links, layout, order, direction) for direction in ("tp", "dp"))
     stride, size, world = layout.strides[2], layout.pipeline, layout.world_size
-    boundaries = list[dict[bool, float]]()
-    ends = Group(1, 1, 1)
+    boundaries, ends = list[dict[bool, float]](), Group(1, 1, 1)
     if size > 1:
         within = devices % (stride * size) == 0
         rates = links.card_shares([(device,) for device in order])
@@ -271,65 +265,62 @@ _NOWHERE, _AWAY = -1, -2  # places of a message's other end beside positions of 
 
 
 @functools.lru_cache(maxsize=1024)
-def messages_on_nodes(layout: Layout, devices: int, wraps: bool) -> tuple[Any, Any]:
-    """Kinds of nodes and the different messages to next stages, over all ranks. `wraps`: also from the last rank of a
-    pipeline to its first.
+def messages_on_nodes(layout: Layout, devices: int, wraps: bool) -> tuple[list[Any], list[Any]]:
+    """Kinds of nodes and of messages to next stages, over all ranks. `wraps`: also from the last rank of a pipeline to
+    its first.
 
-    kinds     [kinds, 2, devices]: where the message of each position goes, and where that to it comes from: a position
-              of the node, _AWAY or _NOWHERE
-    messages  rows of (pipeline rank and position that sends, kind of its node, position that receives, kind of its node)
+    nodes     for each kind where the message of each position goes, and where that to it comes from: a position of the
+              node, _AWAY or _NOWHERE
+    messages  (pipeline rank that sends, its position, position that receives or _AWAY)
     """
     stride, size = layout.strides[2], layout.pipeline
     ranks = np.arange(layout.world_size)
     stage, node = ranks // stride % size, ranks // devices
 
-    def other(step: int, end: int) -> Any:
+    def places(step: int, end: int) -> Any:
+        """Where the neighbours are, one `step` on and from the `end` of the pipeline all the way around."""
         found = ranks + np.where(stage == end, -step * (size - 1), step)
         place = np.where(found // devices == node, found % devices, _AWAY)
-        return found, np.where((stage == end) & (not wraps), _NOWHERE, place)
+        return np.where((stage == end) & (not wraps), _NOWHERE, place)
 
-    targets, there = other(stride, size - 1)
-    places = np.stack([there, other(-stride, 0)[1]]).reshape(2, -1, devices)
-    kinds, of_node = np.unique(places.swapaxes(0, 1).reshape(-1, 2 * devices), axis=0, return_inverse=True)
-    rows = np.stack([stage, ranks % devices, of_node[node], targets % devices, of_node[targets // devices]], axis=1)
-    return kinds.reshape(-1, 2, devices), np.unique(rows[there != _NOWHERE], axis=0)
+    targets, sources = places(stride, size - 1), places(-stride, 0)
+    nodes = np.hstack([targets.reshape(-1, devices), sources.reshape(-1, devices)])
+    messages = np.stack([stage, np.where(targets == _AWAY, _AWAY, ranks % devices), targets], axis=1)
+    return np.unique(nodes, axis=0).tolist(), np.unique(messages[targets != _NOWHERE], axis=0).tolist()
 
 
 def _boundaries(links: NodeLinks, layout: Layout, order: tuple[int, ...], wraps: bool) -> list[dict[bool, float]]:
-    """For each boundary: whether its ends are on one node -> the most seconds that a byte occupies a link or a card."""
-    kinds, messages = messages_on_nodes(layout, len(order), wraps)
-    busy = [_busy(links, order, *kind) for kind in kinds.tolist()]
-
-    @functools.cache
-    def seconds(a: int, kind_a: int, b: int, kind_b: int) -> tuple[bool, float]:
-        inside = bool(kinds[kind_a, 0, a] != _AWAY)
-        ends = [(order[a], order[b], kind_a)] if inside else [(order[a], None, kind_a), (None, order[b], kind_b)]
-        return inside, max(busy[kind][r] for a, b, kind in ends for r in _path(links, a, b)[0])
-
+    """For each boundary: whether its ends are on one node -> the most seconds that a byte occupies a link or a card,
+    while all boundaries send forward."""
+    nodes, messages = messages_on_nodes(layout, len(order), wraps)
+    most: dict[tuple[int, int], float] = {}  # positions that send and receive, or _AWAY both
+    for node in nodes:
+        targets, sources = node[: len(order)], node[len(order) :]
+        ends = [(a, b) for a, b in enumerate(targets) if b != _NOWHERE]
+        ends += [(_AWAY, b) for b, a in enumerate(sources) if a == _AWAY]
+        paths = [_path(links, *(None if end == _AWAY else order[end] for end in pair)) for pair in ends]
+        users, weights = Counter[Step](), dict[Step, float]()
+        for resources, weight in paths:
+            users.update(resources)
+            weights |= {resource: max(weight, weights.get(resource, 0.0)) for resource in resources}
+        for pair, (resources, _) in zip(ends, paths, strict=True):
+            seconds = max(users[r] * weights[r] / _rate(links, r) for r in resources) / 1e9
+            pair = (_AWAY, _AWAY) if _AWAY in pair else pair
+            most[pair] = max(seconds, most.get(pair, 0.0))
     found: list[dict[bool, float]] = [{} for _ in range(layout.pipeline - (not wraps))]
-    for rank, *places in messages.tolist():
-        inside, most = seconds(*places)
-        found[rank][inside] = max(most, found[rank].get(inside, 0.0))
+    for rank, a, b in messages:
+        found[rank][b != _AWAY] = max(most[a, b], found[rank].get(b != _AWAY, 0.0))
     return found
 
 
 _OUT, _IN = -1, -2
 
 
-def _busy(
-    links: NodeLinks, order: tuple[int, ...], targets: Sequence[int], sources: Sequence[int]
-) -> Mapping[Step, float]:
-    """Seconds that a byte of each message occupies each link and card of a node, while all boundaries send forward."""
-    paths = [
-        _path(links, order[position], None if target == _AWAY else order[target])
-        for position, target in enumerate(targets) if target != _NOWHERE
-    ] + [_path(links, None, order[position]) for position, source in enumerate(sources) if source == _AWAY]
-    found = dict[Step, float]()
-    for resource, users in Counter(step for steps, _ in paths for step in steps).items():
-        card = resource[0] in (_OUT, _IN)
-        rate = links.card * links.cluster.nic_gb_per_s if card else links.rate_of_link(links.cluster.link_gb_per_s(*resource))
-        found[resource] = users * max(weight for steps, weight in paths if resource in steps) / rate / 1e9
-    return found
+def _rate(links: NodeLinks, resource: Step) -> float:
+    """GB/s of a link, or of a card as (_OUT or _IN, card)."""
+    if resource[0] in (_OUT, _IN):
+        return links.card * links.cluster.nic_gb_per_s
+    return links.rate_of_link(links.cluster.link_gb_per_s(*resource))
 
 
 @functools.cache
