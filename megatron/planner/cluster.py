@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from megatron.errors import ConfigError
 from megatron.planner.cluster_file import Count, Facts, Number, Positive, Whole, at, render_tables, tables_of
-from megatron.planner.compute import COLUMNS, Compute, Figure, assumed_figures, is_time
+from megatron.planner.compute import COLUMNS, Compute, Figure, is_time
 from megatron.untrusted import write_text
 
 CLUSTERS = Path(__file__).with_name("clusters")
@@ -193,14 +193,35 @@ def read_cluster(path: Path) -> Cluster:
     fields["links"] = {(min(pair), max(pair)): width for pair, width in fields["links"].items()}
     fields["local_order"] = fields["local_order"] or plain
     fields["device_orders"] = fields["device_orders"] or (plain, fields["local_order"])
-    figures = {
-        name: _figure(facts, name, fields["sources"]) for name in COLUMNS if facts.find(f"compute.{name}") is not None
-    }
+    figures = _figures(facts, fields["sources"])
     facts.check_known()
     cluster = Cluster(**fields, compute=Compute(figures), path=str(path))
     for key, problem in cluster.contradictions():
         raise facts.error(key, problem)
     return cluster
+
+
+@functools.cache
+def _for_a_peak_of_one() -> dict[str, Figure]:
+    facts = Facts(CLUSTERS.with_name("assumed.toml"))
+    return _figures(facts, facts.take("sources", Mapping[str, str]))
+
+
+def assumed_figures(peak_tflops: Mapping[str, float]) -> dict[str, Figure]:
+    """All figures of a machine of which none is known but the peaks of matrix products, by dtype."""
+    found, largest = {}, max(peak_tflops.values(), default=100.0)
+    for name, figure in _for_a_peak_of_one().items():
+        kind, _, dtype = name.partition(".")
+        if kind in ("products", "attention"):
+            if peak := peak_tflops.get(dtype.partition(".")[0]):
+                found[name] = figure.scaled(peak)
+        else:
+            found[name] = figure if is_time(name) else figure.scaled(largest)
+    return found
+
+
+def _figures(facts: Facts, sources: Mapping[str, str]) -> dict[str, Figure]:
+    return {name: _figure(facts, name, sources) for name in COLUMNS if facts.find(f"compute.{name}") is not None}
 
 
 def _figure(facts: Facts, name: str, sources: Mapping[str, str]) -> Figure:

@@ -3,8 +3,8 @@
 A figure is one number or a set of points; its last column is what was measured, the others say for what. In a machine's
 file (`clusters/*.toml`) it is a table under [compute], with `value` or `points`, a `basis` and, where that is known, a
 `range`: factors between which it is believed to lie. [sources] has its source under `compute_` and its name with
-underscores for dots, or under a beginning of that. What a file does not give is assumed as a share of the peak
-(`assumed_figures`).
+underscores for dots, or under a beginning of that. What a file does not give is assumed (`assumed.toml`), rates as a
+share of the peak.
 
 Names of figures, columns, units:
 
@@ -147,39 +147,3 @@ class Confidence:
         counts = [f"{len(found)} {basis}" for basis, found in self.by_basis.items() if found]
         assumed = self.by_basis[ASSUMED]
         return f"inputs: {', '.join(counts) or 'none'}" + (f" ({', '.join(assumed)})" if assumed else "")
-
-
-# -- where a machine's file gives nothing ---------------------------------------------------------------------------
-
-# Shares of the peak of large matrix products and of attention, forward and backward, and GB/s of memory for each
-# TFLOP/s of the 16-bit peak. Published values of the machines that come with this package are around them.
-_PRODUCTS, _FORWARD, _BACKWARD, _MEMORY = 0.60, 0.30, 0.25, 4.0
-_HALF_RATE_SIZE = 400.0
-_SCALARS = {
-    "kernel_s": (5e-6, 0.5, 2.0), "layer_overhead_s": (0.0, 1.0, 1.0), "step_overhead_s": (5e-3, 0.2, 5.0),
-    "collective_start_s": (10e-6, 0.5, 2.0), "hop_within_s": (4e-6, 0.25, 2.0), "hop_between_s": (15e-6, 0.5, 2.0),
-    "message_within_s": (10e-6, 0.5, 2.0), "message_between_s": (20e-6, 0.5, 2.0),
-}  # fmt: skip
-
-
-def assumed_figures(peak_tflops: Mapping[str, float]) -> dict[str, Figure]:
-    """All figures of which none is known but the peaks of matrix products."""
-    share = "a share of the peak as it is usual on devices whose figures are published"
-    found: dict[str, Figure] = {}
-
-    def put(name: str, points: Points, source: str, low: float, high: float) -> None:
-        found[name] = Figure(name, points, ASSUMED, source, low, high)
-
-    for dtype, peak in peak_tflops.items():
-        products = tuple(
-            (size, size, size, _PRODUCTS * peak * size / (size + _HALF_RATE_SIZE)) for size in (512.0, 2048.0, 8192.0)
-        )
-        put(f"products.{dtype}", products, share, 0.7, 1.3)
-        for direction, part in (("forward", _FORWARD), ("backward", _BACKWARD)):
-            put(f"attention.{dtype}.{direction}", ((2048.0, 128.0, part * peak),), share, 0.5, 1.5)
-    memory = _MEMORY * max(peak_tflops.values(), default=100.0)
-    put("memory.copy", ((1.0, memory),), "usual bytes of memory traffic for each operation of the peak", 0.5, 2.0)
-    put("update_gb_per_s", ((0.7 * memory,),), "a share of the memory's bandwidth", 0.5, 1.4)
-    for name, (value, low, high) in _SCALARS.items():
-        put(name, ((value,),), "usual on GPUs with NCCL or RCCL", low, high)
-    return found

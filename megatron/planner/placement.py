@@ -8,7 +8,6 @@ tests/planner.
 """
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from megatron.planner.channels import Channels
 from megatron.planner.channels import Placement as Placement
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.events import Message
-from megatron.planner.links import PUBLISHED
+from megatron.planner.links import ESTIMATED, PUBLISHED
 from megatron.planner.stage import parameters_of, stage_passes, stages_of, tied_elements
 from megatron.planner.table import Table
 from megatron.planner.trace import trace
@@ -57,34 +56,34 @@ def step_messages(config: Config, device: str) -> StepMessages:
     parallel, precision, traced, stages = config.parallel, config.precision, trace(config, device), stages_of(config)
     size, micro_batches = parallel.pipeline_model_parallel_size, config.num_micro_batches()
     tensor, parameters = list[Counter[Message]](), 0
-    for rank in range(size):
+    for own in (stages[rank::size] for rank in range(size)):
         sent = Counter[Message]()
-        for stage in stages[rank::size]:
-            for run in (run for runs in stage_passes(traced, stage).values() for run in runs):
-                for message in run.of.messages():
-                    sent[message] += run.times * micro_batches
+        for run in (run for stage in own for runs in stage_passes(traced, stage).values() for run in runs):
+            for message in run.of.messages():
+                sent[message] += run.times * micro_batches
         tensor.append(sent)
-        parameters = max(parameters, sum(parameters_of(traced, stage) for stage in stages[rank::size]))
-    gradients = parameters * precision.gradient_bytes
-    data = Counter([Message("all_reduce", gradients)])
+        parameters = max(parameters, sum(parameters_of(traced, stage) for stage in own))
+    gradients, weights = parameters * precision.gradient_bytes, parameters * precision.weight_bytes
+    data = [Message("all_reduce", gradients)]
     if config.engine.zero_stage:
-        data = Counter([Message("reduce_scatter", gradients), Message("all_gather", parameters * precision.weight_bytes)])
+        data = [Message("reduce_scatter", gradients), Message("all_gather", weights)]
     return StepMessages(
-        max(tensor, key=lambda sent: sum(count * message.bytes for message, count in sent.items())), data,
-        traced.layer.hands_on, parallel.num_chunks * micro_batches if size > 1 else 0, 4 * tied_elements(config, traced),
+        max(tensor, key=lambda sent: sum(count * message.bytes for message, count in sent.items())), Counter(data),
+        traced.layer.hands_on, parallel.num_chunks * micro_batches if size > 1 else 0,
+        4 * tied_elements(config, traced),
     )  # fmt: skip
 
 
 class MessageCost(NamedTuple):
-    """One kind of message: direction, name, bytes that the busiest rank sends in a step, seconds, what limits them and
-    whether that was published."""
+    """One kind of message: direction, name, bytes that the busiest rank sends in a step, seconds, whether the bandwidth
+    was published, and what limits it."""
 
     direction: str
     name: str
     bytes: float
     seconds: float
-    limit: str = ""
-    basis: str = "estimated"
+    basis: str
+    limit: str
 
 
 @dataclass(frozen=True)
@@ -100,13 +99,11 @@ class PlacementCost:
     def seconds_of(self, direction: str) -> float:
         return sum(part.seconds for part in self.parts if part.direction == direction)
 
-    def cheaper_than(self, other: PlacementCost) -> bool:
-        """Less time in tensor-parallel collectives, which every layer waits for, while the other messages travel behind
-        computations; among equals less time in all."""
-        for mine, theirs in ((self.seconds_of("tp"), other.seconds_of("tp")), (self.seconds, other.seconds)):
-            if abs(mine - theirs) > 1e-9 * max(mine, theirs):
-                return mine < theirs
-        return False
+    @property
+    def order(self) -> tuple[float, float]:
+        """What placements are compared by: first the time in tensor-parallel collectives, which every layer waits for,
+        while the other messages travel behind computations; then all time. Rounded, so that equal placements are."""
+        return float(f"{self.seconds_of('tp'):.9g}"), float(f"{self.seconds:.9g}")
 
 
 def placement_cost(config: Config, placement: Placement) -> PlacementCost:
@@ -115,32 +112,27 @@ def placement_cost(config: Config, placement: Placement) -> PlacementCost:
 
 
 def _cost(config: Config, placement: Placement, sent: StepMessages) -> PlacementCost:
-    channels = Channels(config, placement.cluster, placement)
-    lanes, parts = channels.lanes, list[MessageCost]()
+    channels, parts = Channels(config, placement.cluster, placement), list[MessageCost]()
     for direction, group, messages, ask in (
-        ("tp", lanes.tensor, sent.tensor, channels.tensor_s), ("dp", lanes.data, sent.data, channels.data_s)
-    ):  # fmt: skip
-        if group.rate is None:
-            continue
-        for kind in sorted({message.kind for message in messages}):
-            of_kind = [(message.bytes, count) for message, count in messages.items() if message.kind == kind]
-            total = sum(n_bytes * count for n_bytes, count in of_kind)
-            seconds = sum(count * ask(kind, n_bytes) for n_bytes, count in of_kind)
-            parts.append(MessageCost(
-                direction, kind.replace("_", "-"), ring_bytes(total, group.ranks, kind), seconds, group.rate.limit,
-                group.rate.basis,
-            ))  # fmt: skip
+        ("tp", channels.lanes.tensor, sent.tensor, channels.tensor_s),
+        ("dp", channels.lanes.data, sent.data, channels.data_s),
+    ):
+        for kind in sorted({message.kind for message in messages}) if group.rate else ():
+            counts = {message.bytes: count for message, count in messages.items() if message.kind == kind}
+            n_bytes = ring_bytes(sum(size * count for size, count in counts.items()), group.ranks, kind)
+            seconds = sum(count * ask(kind, size) for size, count in counts.items())
+            parts.append(MessageCost(direction, kind.replace("_", "-"), n_bytes, seconds, *group.rate[1:]))
     if sent.messages:
-        steps = [channels.boundary(rank, True, sent.message_bytes) for rank in range(len(lanes.boundaries))]
-        slowest = max(occupied for occupied, _ in steps)
-        once = config.parallel.num_chunks * sum(map(sum, steps[: placement.layout.pipeline - 1]))
-        once += sum(map(sum, steps[placement.layout.pipeline - 1 :])) * (config.parallel.num_chunks - 1)
-        n_bytes = 2.0 * sent.messages * sent.message_bytes
-        parts.append(MessageCost("pp", "stage to stage", n_bytes, 2 * sent.messages * slowest, "slowest boundary"))
-        parts.append(MessageCost("pp", "first in, last out", n_bytes / sent.messages, 2 * once, "boundaries in turn"))
+        last, chunks = placement.layout.pipeline - 1, config.parallel.num_chunks
+        ways = [channels.boundary(rank, True, sent.message_bytes) for rank in range(len(channels.lanes.boundaries))]
+        once = 2 * sum((chunks - (rank == last)) * sum(way) for rank, way in enumerate(ways))
+        n_bytes, every = 2.0 * sent.message_bytes, 2 * sent.messages * max(occupied for occupied, _ in ways)
+        stages = chunks * (last + 1) - 1
+        parts.append(MessageCost("pp", "stage to stage", sent.messages * n_bytes, every, ESTIMATED, "slowest boundary"))
+        parts.append(MessageCost("pp", "first in, last out", stages * n_bytes, once, ESTIMATED, "boundaries in turn"))
         if sent.tied_bytes:
             seconds = channels.tied_s(sent.tied_bytes)
-            parts.append(MessageCost("pp", "tied embedding", sent.tied_bytes, seconds, "first and last stage"))
+            parts.append(MessageCost("pp", "tied embedding", sent.tied_bytes, seconds, ESTIMATED, "first, last stage"))
     return PlacementCost(tuple(parts))
 
 
@@ -148,7 +140,7 @@ def _cost(config: Config, placement: Placement, sent: StepMessages) -> Placement
 
 
 def choose_placement(config: Config, cluster: Cluster) -> Placement:
-    """The cheapest placement (PlacementCost.cheaper_than); --rank-order and --device-order, where given, are kept.
+    """The cheapest placement (PlacementCost.order); --rank-order and --device-order, where given, are kept.
 
     Among equals the default order of directions and the plain order of devices win.
 
@@ -177,22 +169,9 @@ def place_with(config: Config, cluster: Cluster, rank_order: str, device_order: 
 
 
 def _cheapest(config: Config, cluster: Cluster, rank_orders: Sequence[str]) -> Placement:
-    device_orders, parallel = _device_orders(config, cluster), config.parallel
-    sizes = {
-        "tp": parallel.tensor_model_parallel_size, "pp": parallel.pipeline_model_parallel_size,
-        "dp": parallel.data_parallel_size,
-    }  # fmt: skip
-    different: dict[tuple[str, ...], str] = {}  # directions of one rank may stand anywhere
-    for order in rank_orders:
-        different.setdefault(tuple(d for d in order.split("-") if sizes[d] > 1), order)
-    places = [
-        Placement(cluster, _layout(config, order), devices) for order in different.values() for devices in device_orders
-    ]
-    if len(places) == 1:
-        return places[0]
-    sent = step_messages(config, cluster.device_type)
-    costs = {place: _cost(config, place, sent) for place in places}
-    return functools.reduce(lambda best, place: place if costs[place].cheaper_than(costs[best]) else best, places)
+    device_orders, sent = _device_orders(config, cluster), step_messages(config, cluster.device_type)
+    places = (Placement(cluster, _layout(config, order), devices) for order in rank_orders for devices in device_orders)
+    return min(places, key=lambda place: _cost(config, place, sent).order)
 
 
 def _layout(config: Config, order: str) -> Layout:

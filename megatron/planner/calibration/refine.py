@@ -22,8 +22,8 @@ import numpy as np
 from megatron.config import Config
 from megatron.errors import ConfigError, DataError
 from megatron.metrics_file import read_records
-from megatron.planner.cluster import Cluster
-from megatron.planner.compute import Figure, assumed_figures
+from megatron.planner.cluster import Cluster, assumed_figures
+from megatron.planner.compute import Figure
 from megatron.planner.timing import Estimate, estimate
 
 WARM_UP = 3
