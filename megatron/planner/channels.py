@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -143,7 +143,8 @@ class Channels:
             total = _on_lines(points, n_bytes)
             return total, total - min(total, points[0][1])
         self._note("stage to stage bandwidth", self.lanes.message_rate)
-        return n_bytes * per_byte + self._latency("message_within_s" if within else "message_between_s"), n_bytes * per_byte
+        occupies = n_bytes * per_byte
+        return occupies + self._latency("message_within_s" if within else "message_between_s"), occupies
 
     # -- inputs --------------------------------------------------------------------------------------------------------
 
@@ -183,7 +184,7 @@ def _on_lines(points: Sequence[tuple[float, float]], x: float) -> float:
     """
     last, end = points[-1]
     if x <= last:
-        return float(np.interp(x, *zip(*points, strict=True)))
+        return float(np.interp(x, [size for size, _ in points], [seconds for _, seconds in points]))
     before, start = points[-2] if len(points) > 1 else (0.0, 0.0)
     if end <= start:
         before = start = 0.0
@@ -325,8 +326,7 @@ def _rate(links: NodeLinks, resource: Step) -> float:
 
 @functools.cache
 def _path(links: NodeLinks, source: int | None, target: int | None) -> tuple[frozenset[Step], float]:
-    """The links, and cards as (_OUT or _IN, card), that a message between two devices takes (None: on another node), and
-    how much longer it takes than they say. Of several equal ways it is counted on all."""
+    """The links and cards that a message between two devices takes (None: on another node), and its time beside theirs. Of several equal ways it is counted on all."""
     cluster, cards = links.cluster, list[Step]()
     if source is None:
         assert target is not None, "a message has an end on the node"

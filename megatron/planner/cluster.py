@@ -141,14 +141,14 @@ class Cluster:
             yield "links.gb_per_s", f"has a row that is no pair of the devices 0 to {n - 1}"
         elif not self.reached(devices):
             yield "links.gb_per_s", "some devices of a node cannot reach each other"
+        if len(self.cores_of_device) != n:
+            yield "cores.of_device", f"has {len(self.cores_of_device)} entries, expected {n}"
         for key, values, count, known in (
-            ("nics.of_device", self.nic_of_device, n, len(self.nics)), ("cores.of_device", self.cores_of_device, n, 0),
+            ("nics.of_device", self.nic_of_device, n, len(self.nics)),
             ("nics.on_device", self.nic_on_device, len(self.nics), n),
-        ):  # fmt: skip
-            if len(values) != count:
-                yield key, f"has {len(values)} entries, expected {count}"
-            elif known and max(values) >= known:
-                yield key, f"names {max(values)}, which is none of 0 to {known - 1}"
+        ):
+            if len(values) != count or not set(values) <= set(range(known)):
+                yield key, f"{list(values)} are not {count} numbers of 0 to {known - 1}"
         for key, orders in (("cores.local_order", [self.local_order]), ("placement.device_orders", self.device_orders)):
             for order in orders:
                 if sorted(order) != sorted(devices):

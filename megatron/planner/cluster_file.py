@@ -106,7 +106,8 @@ def _read(value: Any, kind: Any) -> Any:
         return {name: _read(item, args[1]) for name, item in value.items()}
     if origin is None and kind._field_defaults:
         hints = get_type_hints(kind, include_extras=True)
-        _require(isinstance(value, dict) and "name" in value and value.keys() <= hints.keys(), f"{{{', '.join(hints)}}}")
+        needed = hints.keys() - kind._field_defaults.keys()
+        _require(isinstance(value, dict) and needed <= value.keys() <= hints.keys(), f"a table of {', '.join(hints)}")
         return kind(**{name: _read(item, hints[name]) for name, item in value.items()})
     _require(isinstance(value, list), "a list")
     if origin is Mapping:

@@ -117,11 +117,14 @@ def _cost(config: Config, placement: Placement, sent: StepMessages) -> Placement
         ("tp", channels.lanes.tensor, sent.tensor, channels.tensor_s),
         ("dp", channels.lanes.data, sent.data, channels.data_s),
     ):
-        for kind in sorted({message.kind for message in messages}) if group.rate else ():
+        if group.rate is None:
+            continue
+        for kind in sorted({message.kind for message in messages}):
             counts = {message.bytes: count for message, count in messages.items() if message.kind == kind}
             n_bytes = ring_bytes(sum(size * count for size, count in counts.items()), group.ranks, kind)
             seconds = sum(count * ask(kind, size) for size, count in counts.items())
-            parts.append(MessageCost(direction, kind.replace("_", "-"), n_bytes, seconds, *group.rate[1:]))
+            name, (_, basis, limit) = kind.replace("_", "-"), group.rate
+            parts.append(MessageCost(direction, name, n_bytes, seconds, basis, limit))
     if sent.messages:
         last, chunks = placement.layout.pipeline - 1, config.parallel.num_chunks
         ways = [channels.boundary(rank, True, sent.message_bytes) for rank in range(len(channels.lanes.boundaries))]

@@ -161,10 +161,10 @@ class _ProductLaw:
     """Seconds of a product by its sides, through the points of a figure."""
 
     def __init__(self, figure: Figure, peak: float) -> None:
-        *sides, rates = np.array(figure.points).T
-        self._line = _Line(zip(size_of(*sides), rates * 1e12, strict=True), peak, two_parts=True)
-        on_line = np.array([self._line.inverse(size) for size in size_of(*sides)])
-        self._sides, self._off = np.log(sides), -np.log(rates * 1e12 * on_line)
+        points = [(size_of(m, n, k), rate * 1e12) for m, n, k, rate in figure.points]
+        self._line = _Line(points, peak, two_parts=True)
+        self._sides = np.log([point[:3] for point in figure.points]).T
+        self._off = np.array([-math.log(rate * self._line.inverse(size)) for size, rate in points])
 
     def seconds(self, m: int, n: int, k: int) -> float:
         distance = ((self._sides - np.log([[m], [n], [k]])) ** 2).sum(0)

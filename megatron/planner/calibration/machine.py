@@ -42,7 +42,8 @@ def machine(found: Found, name: str, argv: Sequence[str]) -> Cluster:
         nics=("network",), nic_gb_per_s=network, nic_on_device=(0,), nic_of_device=(0,) * found.per_node,
         cores_of_device=tuple((min(i * core, found.cores - 1), min(i * core, found.cores - 1)) for i in devices),
         cpus_per_task=core, local_order=tuple(devices), device_orders=(tuple(devices),), partitions=(Queue("none"),),
-        sources=_sources(found, text), device_type=found.device_type, compute=Compute({f.name: f for f in figures}),
+        sources=_sources(found, text), device_type="cpu" if found.device_type == "cpu" else "cuda",
+        compute=Compute({f.name: f for f in figures}),
         shared_cores=found.cores if found.device_type == "cpu" else None,
     )  # fmt: skip
 
