@@ -214,23 +214,22 @@ def _lanes(cluster: Cluster, layout: Layout, order: tuple[int, ...], wraps: bool
     stride, size, world = layout.strides[2], layout.pipeline, layout.world_size
     boundaries, ends = list[dict[bool, float]](), Group(1, 1, 1)
     if size > 1:
-        within = devices % (stride * size) == 0
-        rates = links.card_shares([(device,) for device in order])
-        if within:
-            firsts = (position for position in range(devices) if position // stride % size == 0)
-            rates = [*links.collective((order[r], order[r + stride * (size - 1)]) for r in firsts).values()]
-        ends = Group(2, 1 if within else 2, stride * (size - 1), min(rates))
         boundaries = _boundaries(links, layout, order, wraps)
+        if devices % (stride * size) == 0:  # all of a pipeline's stages are on one node
+            firsts = (position for position in range(devices) if position // stride % size == 0)
+            pairs = links.collective((order[first], order[first + stride * (size - 1)]) for first in firsts)
+            ends = Group(2, 1, stride * (size - 1), min(pairs.values()))
+        else:
+            ends = Group(2, 2, stride * (size - 1), min(links.card_shares([(device,) for device in order])))
     slowest = max((seconds for by_place in boundaries for seconds in by_place.values()), default=1e-9)
-
-    def together(ranks: int, nodes: int, *groups: Group) -> Group:
-        return Group(ranks, nodes, 1, min((group.rate for group in groups if group.rate), default=None))
-
-    nodes_of_replica = len({rank // devices for rank in layout.model_ranks(data=0)})
+    of_replica, of_all = (
+        min((group.rate for group in groups if group.rate), default=None)
+        for groups in ((tensor, ends), (tensor, data, ends))
+    )
+    nodes = len({rank // devices for rank in layout.model_ranks(data=0)})
     return Lanes(
-        tensor, data, together(layout.tensor * size, nodes_of_replica, tensor, ends),
-        together(world, -(-world // devices), tensor, data, ends), ends,
-        Rate(1e-9 / slowest, ESTIMATED, "slowest boundary"), boundaries,
+        tensor, data, Group(layout.tensor * size, nodes, 1, of_replica), Group(world, -(-world // devices), 1, of_all),
+        ends, Rate(1e-9 / slowest, ESTIMATED, "slowest boundary"), boundaries,
     )  # fmt: skip
 
 
@@ -326,7 +325,8 @@ def _rate(links: NodeLinks, resource: Step) -> float:
 
 @functools.cache
 def _path(links: NodeLinks, source: int | None, target: int | None) -> tuple[frozenset[Step], float]:
-    """The links and cards that a message between two devices takes (None: on another node), and its time beside theirs. Of several equal ways it is counted on all."""
+    """The links and cards that a message between two devices takes (None: on another node), and the factor by which it
+    takes longer than they say. Of several equal ways it is counted on all."""
     cluster, cards = links.cluster, list[Step]()
     if source is None:
         assert target is not None, "a message has an end on the node"

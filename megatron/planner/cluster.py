@@ -8,6 +8,7 @@ describes another one. Needs no torch, so that a login node can read it.
 """
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -93,6 +94,14 @@ class Cluster:
         """What `compute` has, and what is assumed where it has nothing."""
         return {**assumed_figures(self.peak_tflops), **self.compute.figures}
 
+    def with_bandwidths(self, factor: float) -> Cluster:
+        """The same machine with the bandwidths of its links and cards multiplied."""
+        return dataclasses.replace(
+            self, links={pair: factor * width for pair, width in self.links.items()},
+            nic_gb_per_s=factor * self.nic_gb_per_s,
+            collective_gb_per_s={groups: factor * rate for groups, rate in self.collective_gb_per_s.items()},
+        )  # fmt: skip
+
     def link_gb_per_s(self, a: int, b: int) -> float:
         """The bandwidth of the direct link between two devices of a node; 0 where there is none."""
         return self.links.get((min(a, b), max(a, b)), 0.0)
@@ -171,9 +180,9 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     """
     text = str(name_or_path)
     if text.lower() in known_clusters():
-        return _load(CLUSTERS / f"{text.lower()}.toml")
+        return read_cluster(CLUSTERS / f"{text.lower()}.toml")
     if Path(text).is_file():
-        return _load(Path(text).resolve())
+        return read_cluster(Path(text).resolve())
     raise ConfigError(
         f"--cluster {text} is neither a known machine ({', '.join(known_clusters())}) nor a file: "
         f"copy {CLUSTERS / 'frontier.toml'} to describe another one"
@@ -181,12 +190,11 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
 
 
 @functools.cache
-def _load(path: Path) -> Cluster:
-    return read_cluster(path)
-
-
 def read_cluster(path: Path) -> Cluster:
-    """The machine that a file describes. Raises ConfigError with the file and the fact that is wrong."""
+    """The machine that a file describes; a path is read once.
+
+    Raises ConfigError with the file and the fact that is wrong.
+    """
     facts = Facts(path)
     fields = facts.take_fields(Cluster)
     plain = tuple(range(fields["devices_per_node"]))

@@ -65,9 +65,5 @@ def spread(value: Callable[[Cluster], float], cluster: Cluster, dtype: str) -> S
 
 def with_factors(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
     """The machine with figures, and under `LINKS` all bandwidths, multiplied."""
-    by = factors.get(LINKS, 1.0)
-    return dataclasses.replace(
-        cluster, compute=Compute(cluster.figures).varied(factors), nic_gb_per_s=by * cluster.nic_gb_per_s,
-        links={pair: by * width for pair, width in cluster.links.items()},
-        collective_gb_per_s={family: by * rate for family, rate in cluster.collective_gb_per_s.items()},
-    )
+    varied = dataclasses.replace(cluster, compute=Compute(cluster.figures).varied(factors))
+    return varied.with_bandwidths(factors.get(LINKS, 1.0))

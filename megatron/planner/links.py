@@ -29,6 +29,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from megatron.planner.cluster import Cluster
 
 Step = tuple[int, int]
@@ -113,14 +115,11 @@ class NodeLinks:
 
         Between two published widths it is on the straight line, beyond them it is the same part of the width.
         """
-        points = self._by_width
-        below = max((w for w in points if w <= width), default=None)
-        above = min((w for w in points if w >= width), default=None)
-        if below is None or above is None:
-            nearest = above if below is None else below
-            return width * (_LINK if nearest is None else points[nearest] / nearest)
-        part = (width - below) / (above - below) if above > below else 0.0
-        return points[below] + part * (points[above] - points[below])
+        if not self._by_width:
+            return _LINK * width
+        widths, rates = zip(*sorted(self._by_width.items()), strict=True)
+        nearest = min(max(width, widths[0]), widths[-1])
+        return float(np.interp(nearest, widths, rates)) * width / nearest
 
     def widest_ring(self, group: Iterable[int], through: Iterable[int] = ()) -> float:
         """GB/s of one ring over the group, there and back on a spanning tree; 0 where it is not connected."""

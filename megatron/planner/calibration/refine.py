@@ -215,12 +215,8 @@ def correct(cluster: Cluster, factors: Factors, dtypes: set[str]) -> Cluster:
     peaks = {dtype: peak for dtype, peak in cluster.peak_tflops.items() if dtype in dtypes}
     figures = {**assumed_figures(peaks), **known}
     found = [_corrected(figure, factors) for figure in figures.values()]
-    b = 1 / factors.messages
-    return dataclasses.replace(
-        cluster, compute=cluster.compute.with_figures(found),
-        links={pair: w * b for pair, w in cluster.links.items()}, nic_gb_per_s=cluster.nic_gb_per_s * b,
-        collective_gb_per_s={key: w * b for key, w in cluster.collective_gb_per_s.items()},
-    )  # fmt: skip
+    corrected = dataclasses.replace(cluster, compute=cluster.compute.with_figures(found))
+    return corrected.with_bandwidths(1 / factors.messages)
 
 
 _OF_MESSAGES = ("collectives.", "messages", "collective_start_s", "hop_", "message_")
