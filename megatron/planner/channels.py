@@ -256,16 +256,18 @@ def groups_on_nodes(world: int, devices: int, stride: int, size: int) -> set[fro
     """
     ranks = np.arange(min(world, math.lcm(stride * size, devices))).reshape(-1, devices)
     group = ranks // (stride * size) * stride + ranks % stride
-    alike = (group[:, :, None] == group[:, None, :]).reshape(len(ranks), -1)
-    nodes = np.unique(alike, axis=0).reshape(-1, devices, devices)
-    return {frozenset(tuple(map(int, np.flatnonzero(row))) for row in node) for node in nodes}
+    first = (group[:, :, None] == group[:, None, :]).argmax(axis=2)  # the first position of the same group
+    return {
+        frozenset(tuple(place for place, of in enumerate(node) if of == head) for head in node)
+        for node in set(map(tuple, first.tolist()))
+    }
 
 
 _NOWHERE, _AWAY = -1, -2  # places of a message's other end beside positions of the same node
 
 
 @functools.lru_cache(maxsize=1024)
-def messages_on_nodes(layout: Layout, devices: int, wraps: bool) -> tuple[list[Any], list[Any]]:
+def messages_on_nodes(layout: Layout, devices: int, wraps: bool) -> tuple[set[Any], set[Any]]:
     """Kinds of nodes and of messages to next stages, over all ranks. `wraps`: also from the last rank of a pipeline to
     its first.
 
@@ -286,7 +288,7 @@ def messages_on_nodes(layout: Layout, devices: int, wraps: bool) -> tuple[list[A
     targets, sources = places(stride, size - 1), places(-stride, 0)
     nodes = np.hstack([targets.reshape(-1, devices), sources.reshape(-1, devices)])
     messages = np.stack([stage, np.where(targets == _AWAY, _AWAY, ranks % devices), targets], axis=1)
-    return np.unique(nodes, axis=0).tolist(), np.unique(messages[targets != _NOWHERE], axis=0).tolist()
+    return set(map(tuple, nodes.tolist())), set(map(tuple, messages[targets != _NOWHERE].tolist()))
 
 
 def _boundaries(links: NodeLinks, layout: Layout, order: tuple[int, ...], wraps: bool) -> list[dict[bool, float]]:
