@@ -69,7 +69,7 @@ def calibrate(args: argparse.Namespace, flags: list[str], argv: Sequence[str]) -
         start(count, argv)
         return
     from megatron.planner.calibration.machine import machine, run
-    from megatron.planner.cluster_write import write_cluster
+    from megatron.planner.cluster import write_cluster
 
     found = run(config, launch, 60 * args.minutes)
     if found is None:
@@ -117,8 +117,7 @@ GB are 10^9 bytes, GiB 2^30; bandwidths are for each direction."""
 def refine(args: argparse.Namespace, flags: list[str]) -> None:
     """Correct a description by runs. Raises MegatronError."""
     from megatron.jobs.refine import refined
-    from megatron.planner.cluster import load_cluster
-    from megatron.planner.cluster_write import write_cluster
+    from megatron.planner.cluster import load_cluster, write_cluster
     from megatron.planner.table import print_table
 
     if args.cluster is None:

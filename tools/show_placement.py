@@ -5,13 +5,15 @@
     python tools/show_placement.py --cluster frontier --world-size 1024 --preset gpt-175b --compare --table ranks.csv
 
 All flags of pretrain_gpt.py are taken; --rank-order and --device-order fix what is else chosen. Seconds are those of
-messages that nothing hides: a measure to compare placements by, no forecast of a step. GB/s are published for exactly
-these devices or, with ~, estimated from the link table ([sources] of the machine's file, megatron/planner/links.py).
+messages that nothing hides: a measure to compare placements by, no forecast of a step. Bandwidths are published for
+exactly these devices or, with ~, estimated from the link table ([sources] of the machine's file,
+megatron/planner/links.py).
 """
 from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,16 +25,18 @@ from megatron.config import Config
 from megatron.config.command_line import add_preset, parse_plan, with_preset
 from megatron.config.option import Parser, whole
 from megatron.errors import ConfigError
-from megatron.planner.cluster import Cluster, known_clusters, load_cluster
+from megatron.planner.cluster import known_clusters, load_cluster
 from megatron.planner.placement import (
     Placement,
     all_placements,
     choose_placement,
     naive_placement,
     place_with,
+    placement_cost,
     rank_rows,
+    render_placement,
 )
-from megatron.planner.render import render_comparison, render_nodes, render_placement
+from megatron.planner.table import Table
 from megatron.training.failures import as_tool
 from megatron.untrusted import without_waiting
 
@@ -57,9 +61,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def named_placements(config: Config, cluster: Cluster, chosen: Placement) -> Iterator[tuple[str, Placement]]:
+def named_placements(config: Config, chosen: Placement) -> Iterator[tuple[str, Placement]]:
     """The chosen placement among others: plain, as Slurm binds, each order of directions, each order of devices."""
-    naive, used = naive_placement(config, cluster), len(chosen.device_order)
+    cluster, used = chosen.cluster, len(chosen.device_order)
+    naive = naive_placement(config, cluster)
     yield "chosen", chosen
     yield "naive", naive
     yield "closest", place_with(config, cluster, naive.layout.order, cluster.local_order[:used])
@@ -70,18 +75,33 @@ def named_placements(config: Config, cluster: Cluster, chosen: Placement) -> Ite
             yield "", place_with(config, cluster, chosen.layout.order, devices)
 
 
-def write_table(path: Path, config: Config, placement: Placement) -> int:
-    """Write a row for every rank; the number of rows. Raises ConfigError for a file that cannot be written."""
+def comparison(config: Config, chosen: Placement) -> Table:
+    """Make a row of each placement: both orders, seconds by direction, and its names."""
+    names: dict[Placement, list[str]] = {}
+    for name, placement in named_placements(config, chosen):
+        names.setdefault(placement, []).extend([name] if name else [])
+    rows = []
+    for placement, known in names.items():
+        cost = placement_cost(config, placement)
+        seconds = (*map(cost.seconds_of, ("tp", "pp", "dp")), cost.seconds)
+        devices = ",".join(map(str, placement.device_order))
+        rows.append((placement.layout.order, devices, *(f"{each:.3g}" for each in seconds), "; ".join(known)))
+    return Table("", ("rank order", "device order", "tensor s", "pipeline s", "data s", "all s", "which"), rows)
+
+
+def rows_of(config: Config, placement: Placement) -> Iterator[tuple[str, ...]]:
+    """Make a row of COLUMNS of every rank."""
+    for row in rank_rows(config, placement):
+        yield *map(str, row[:-1]), " ".join(f"{layers.start}-{layers.stop - 1}" for layers in row.chunks)
+
+
+def write_table(path: Path, config: Config, placement: Placement) -> None:
+    """Write a row for every rank. Raises ConfigError for a file that cannot be written."""
     try:
         with open(path, "w", newline="", encoding="utf-8", opener=without_waiting) as file:
-            writer = csv.writer(file)
-            writer.writerow(COLUMNS)
-            for row in rank_rows(config, placement):
-                chunks = " ".join(f"{layers.start}-{layers.stop - 1}" for layers in row.chunks)
-                writer.writerow([*row[:-1], chunks])
+            csv.writer(file).writerows([COLUMNS, *rows_of(config, placement)])
     except OSError as error:
         raise ConfigError(f"--table {path}: {error.strerror}") from error
-    return config.parallel.world_size
 
 
 def show(args: argparse.Namespace, flags: Sequence[str], width: int) -> None:
@@ -89,19 +109,16 @@ def show(args: argparse.Namespace, flags: Sequence[str], width: int) -> None:
     config = parse_plan(flags)
     if config.parallel.cluster is None:
         raise ConfigError(f"--cluster is missing: give one of {', '.join(known_clusters())}, or a TOML file")
-    cluster = load_cluster(config.parallel.cluster)
-    chosen = choose_placement(config, cluster)
-    print(render_placement(chosen, naive_placement(config, cluster), width))
+    chosen = choose_placement(config, load_cluster(config.parallel.cluster))
+    print(render_placement(config, chosen, width))
     if args.compare:
-        print()
-        print(render_comparison(named_placements(config, cluster, chosen), width))
-        print(LEGEND)
+        print(f"\n{comparison(config, chosen).text(width)}\n{LEGEND}")
     if args.nodes:
-        print()
-        print(render_nodes(chosen, args.nodes, width))
+        first = itertools.islice(rows_of(config, chosen), args.nodes * len(chosen.device_order))
+        print(f"\n{Table('', COLUMNS, list(first)).text(width)}")
     if args.table:
-        ranks = write_table(args.table, config, chosen)
-        print(f"\nwrote {args.table}: {ranks} ranks")
+        write_table(args.table, config, chosen)
+        print(f"\nwrote {args.table}: {config.parallel.world_size} ranks")
 
 
 @as_tool

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Show what a configuration needs of a device's memory and where its time would go, by counting; nothing is run.
+"""Show what a configuration needs of a device's memory and where its time would go, as predicted; nothing is run.
 
     python tools/show_recipe.py --preset gpt-175b-frontier --world-size 1024 [flags of pretrain_gpt.py]
     python tools/show_recipe.py --preset gpt-22b-frontier --world-size 128 --vary global-batch-size 640 1280 2560
@@ -14,11 +14,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron.config import Config
 from megatron.config.command_line import add_preset, parse_plan, with_preset
 from megatron.config.option import Parser
 from megatron.errors import ConfigError
-from megatron.planner import recipes
-from megatron.planner.cluster import Cluster, load_cluster
+from megatron.planner.cluster import load_cluster
+from megatron.planner.recipes import RECIPES, name_of, outlook_tables
 from megatron.planner.table import print_table
 from megatron.planner.trace import GPT2_VOCABULARY
 from megatron.training.failures import as_tool
@@ -30,39 +31,38 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--all", action="store_true", help="the recipes of examples/frontier")
     parser.add_argument("--markdown", action="store_true", help="tables for a document")
     parser.add_argument("--vary", nargs="+", metavar=("FLAG", "VALUE"), help="a row for each value of one flag")
-    parser.add_argument("--cluster", default="frontier", help="machine to place ranks on, or none (default frontier)")
+    parser.add_argument("--cluster", default="frontier", help="the machine (default frontier)")
     args, flags = parser.parse_known_args(argv)
     return args, with_preset(args.preset, flags)
+
+
+def configurations(args: argparse.Namespace, flags: list[str]) -> dict[str, Config]:
+    """What is to be shown, by name."""
+    if args.all:
+        if flags or args.vary:
+            raise ConfigError("--all shows the recipes as they are: give no other flags beside it but --markdown")
+        return {name_of(recipe): parse_plan(recipe.argv()) for recipe in RECIPES}
+    if args.vary is None:
+        return {args.preset or "as given": parse_plan(flags)}
+    flag, *values = args.vary
+    flag = "--" + flag.removeprefix("--")
+    return {f"{flag} {value}": parse_plan([*flags, flag, value]) for value in values}
 
 
 @as_tool
 def main(argv: Sequence[str]) -> int:
     args, flags = parse(argv)
-    cluster = None if args.cluster == "none" else load_cluster(args.cluster)
-    found = outlooks(args, flags, cluster)
-    for table in (recipes.layout_table(found), recipes.memory_table(found), recipes.work_table(found)):
+    configs = configurations(args, flags)
+    for table in outlook_tables(configs, load_cluster(args.cluster)):
         if args.markdown:
             print(f"{table.markdown()}\n")
         else:
             print_table(table)
     if not args.markdown:
-        if any(each.config.model.vocab_size is None for each in found):
+        if any(config.model.vocab_size is None for config in configs.values()):
             print(f"The tokenizer's files are not read: a vocabulary of {GPT2_VOCABULARY} is assumed.")
         print("Nothing is measured, and not counted are the runtime, the communication library, unusable memory.")
     return 0
-
-
-def outlooks(args: argparse.Namespace, flags: list[str], cluster: Cluster | None) -> list[recipes.Outlook]:
-    if args.all:
-        if flags or args.vary or cluster is None:
-            raise ConfigError("--all shows the recipes as they are: give no other flags beside it but --markdown")
-        return recipes.outlooks(recipes.RECIPES, cluster)
-    if args.vary is None:
-        config = parse_plan(flags)
-        return [recipes.outlook(args.preset or "as given", config, cluster)]
-    flag, *values = args.vary
-    flag = "--" + flag.removeprefix("--")
-    return [recipes.outlook(f"{flag} {value}", parse_plan([*flags, flag, value]), cluster) for value in values]
 
 
 if __name__ == "__main__":

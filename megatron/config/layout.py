@@ -1,7 +1,8 @@
 """A layout of a run, and how it is written: tp=4,pp=16,chunks=2,mbs=1,recompute=selective."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from megatron.config.config import Config
@@ -61,9 +62,8 @@ class Layout(NamedTuple):
 
     def write(self, per_node: int) -> str:
         """As `parse_layout` reads it, on nodes of so many devices; what makes no difference is left out."""
-        idle = {"sp": self.tp == 1, "overlap": self.tp == 1, "chunks": self.chunks == 1, "schedule": self.pp == 1}
-        values = {d.names[0]: d.value(self, per_node) for d in DIMENSIONS}
-        return ",".join(f"{n}={write_value(v)}" for n, v in values.items() if not idle.get(n) and v not in ("", ()))
+        values = {d.names[0]: d.value(self, per_node) for d in DIMENSIONS if self.has_choice(d.names[0])}
+        return ",".join(f"{name}={write_value(value)}" for name, value in values.items() if value not in ("", ()))
 
     def has_choice(self, name: str) -> bool:
         """Whether a dimension can have several values with so many tensor, pipeline and data-parallel ranks."""
@@ -76,7 +76,7 @@ def layout_of(config: Config) -> Layout:
     parallel, again = config.parallel, config.recompute
     kind, recompute = again.recompute_granularity, "none"
     if kind == "selective":
-        recompute = f"selective:{'+'.join(m for m in MODULES if m in again.recompute_modules)}"
+        recompute = f"selective:{_in_order(again.recompute_modules)}"
     elif kind == "full":
         recompute = f"full:{again.recompute_method}:{again.recompute_num_layers}"
     return Layout(
@@ -112,65 +112,61 @@ def kind_of_recompute(text: str) -> str:
 
 
 class Dimension(NamedTuple):
-    """One thing that is chosen: its names (the first is shown), a title, the field of a layout, how a word is read, and
-    what words look like."""
+    """One thing that is chosen: its names (the first is shown), a title, the field of a layout, and what words mean;
+    `words` says what others may look like, which `pattern` matches."""
 
     names: tuple[str, ...]
     title: str
     field: str
-    read: Callable[[str], Any]
+    values: Mapping[str, Any] = {}
     words: str = "a number"
+    pattern: str = r"0*[1-9]\d{,8}"
 
     def value(self, layout: Layout, per_node: int) -> Any:
         """Of a layout, on nodes of so many devices."""
         found = getattr(layout, self.field)
         return -(-found // per_node) if self.field == "world" else found
 
-
-def _whole(word: str) -> int:
-    value = int(word)
-    if value < 1:
-        raise ValueError(word)
-    return value
-
-
-def _one_of(values: Mapping[str, Any]) -> Callable[[str], Any]:
-    return lambda word: values[word.lower()]
-
-
-_SWITCH = {"on": True, "true": True, "yes": True, "1": True, "off": False, "false": False, "no": False, "0": False}
+    def read(self, word: str) -> Any:
+        """The value that a word stands for. Raises ValueError for one that stands for none."""
+        if word in self.values:
+            return self.values[word]
+        if self.values or not re.fullmatch(self.pattern, word):
+            raise ValueError(f"{self.names[0]} is {', '.join(self.values) or self.words}, not '{word}'")
+        if self.field == "recompute":
+            kind, _, modules = word.partition(":")
+            return f"{kind}:{_in_order(modules.split('+'))}" if kind == "selective" and modules else word
+        return int(word) if self.field != "device_order" else tuple(map(int, word.split("-")))
 
 
-def _recompute(word: str) -> str:
-    """A pattern: its later parts may be left out, and modules may stand in any order."""
-    kind, *rest = word.lower().split(":")
-    if kind in ("none", "selective", "full") and not rest:
-        return kind
-    if kind == "selective" and len(rest) == 1:
-        modules = rest[0].split("+")
-        if set(modules) <= set(MODULES) and len(set(modules)) == len(modules):
-            return f"selective:{'+'.join(m for m in MODULES if m in modules)}"
-    if kind == "full" and rest[0] in ("uniform", "block") and len(rest) <= 2:
-        return ":".join([kind, rest[0], *(str(_whole(n)) for n in rest[1:])])
-    raise ValueError(word)
+def _in_order(modules: Collection[str]) -> str:
+    return "+".join(module for module in MODULES if module in modules)
 
+
+def _names(values: Iterable[Any]) -> dict[str, Any]:
+    return {str(value): value for value in values}
+
+
+_SWITCH = {"on": True, "off": False}
+_ONE = f"(?:{'|'.join(MODULES)})"
+_RECOMPUTE = rf"none|selective(:{_ONE}(\+{_ONE})*)?|full(:(uniform|block)(:[1-9]\d{{,8}})?)?"
 
 DIMENSIONS: tuple[Dimension, ...] = (
-    Dimension(("nodes",), "nodes", "world", _whole),
-    Dimension(("gbs", "batch", "global-batch"), "global batch", "batch", _whole),
-    Dimension(("tp",), "tensor parallel", "tp", _whole),
-    Dimension(("pp",), "pipeline stages", "pp", _whole),
-    Dimension(("chunks", "vpp"), "chunks", "chunks", _whole),
-    Dimension(("schedule",), "schedule", "schedule", _one_of({s: s for s in SCHEDULES}), ", ".join(SCHEDULES)),
-    Dimension(("mbs", "micro"), "micro-batch", "micro", _whole),
-    Dimension(("sp",), "sequence parallel", "sp", _one_of(_SWITCH), "on or off"),
-    Dimension(("overlap",), "tensor overlap", "overlap", _one_of(_SWITCH), "on or off"),
-    Dimension(("zero",), "ZeRO stage", "zero", _one_of({"0": 0, "1": 1}), "0 or 1"),
-    Dimension(("recompute",), "recomputation", "recompute", _recompute,
-              "none, selective[:MODULE+MODULE] of core_attn, mlp_act and layernorm, or full[:uniform|block[:LAYERS]]"),
-    Dimension(("order",), "rank order", "rank_order", _one_of({o: o for o in RANK_ORDERS}), ", ".join(RANK_ORDERS)),
-    Dimension(("devices",), "device order", "device_order", lambda word: tuple(map(int, word.split("-"))),
-              "such as 0-1-6-7-2-3-4-5"),
+    Dimension(("nodes",), "nodes", "world"),
+    Dimension(("gbs", "batch", "global-batch"), "global batch", "batch"),
+    Dimension(("tp",), "tensor parallel", "tp"),
+    Dimension(("pp",), "pipeline stages", "pp"),
+    Dimension(("chunks", "vpp"), "chunks", "chunks"),
+    Dimension(("schedule",), "schedule", "schedule", _names(SCHEDULES)),
+    Dimension(("mbs", "micro"), "micro-batch", "micro"),
+    Dimension(("sp",), "sequence parallel", "sp", _SWITCH),
+    Dimension(("overlap",), "tensor overlap", "overlap", _SWITCH),
+    Dimension(("zero",), "ZeRO stage", "zero", _names((0, 1))),
+    Dimension(("recompute",), "recomputation", "recompute", pattern=_RECOMPUTE,
+              words=f"none, selective[:MODULE+MODULE] of {', '.join(MODULES)}, or full[:uniform|block[:LAYERS]]"),
+    Dimension(("order",), "rank order", "rank_order", _names(RANK_ORDERS)),
+    Dimension(("devices",), "device order", "device_order", pattern=r"\d{1,4}(-\d{1,4})*",
+              words="such as 0-1-6-7-2-3-4-5"),
 )  # fmt: skip
 _BY_NAME: Mapping[str, Dimension] = {name: dimension for dimension in DIMENSIONS for name in dimension.names}
 
@@ -197,11 +193,10 @@ def parse_layout(text: str, flag: str) -> dict[str, tuple[Any, ...]]:
                 raise ConfigError(f"{flag} {text}: {name} is given twice: several values are {name}=A,B")
         elif not name:
             raise ConfigError(f"{flag} {text}: '{item}' is not NAME=VALUE, such as tp=4,pp=16,mbs=1,recompute=none")
-        dimension = _BY_NAME[name]
         try:
-            found[name] = (*found.get(name, ()), dimension.read(word.strip()))
-        except (ValueError, KeyError):
-            raise ConfigError(f"{flag} {text}: {name} is {dimension.words}, not '{word.strip()}'") from None
+            found[name] = (*found.get(name, ()), _BY_NAME[name].read(word.strip().lower()))
+        except ValueError as error:
+            raise ConfigError(f"{flag} {text}: {error}") from None
     if not found:
         raise ConfigError(f"{flag} '{text}' names nothing: give NAME=VALUE, such as tp=4,pp=16,mbs=1,recompute=none")
     return found
@@ -211,8 +206,8 @@ def narrowed(first: Wanted, second: Wanted) -> dict[str, tuple[Any, ...]]:
     """What both allow: values named twice must be in both lists, where recompute=full is all that begin so."""
     both = {**first, **second}
     for name in first.keys() & second.keys():
-        pairs = [(a, b) for b in second[name] for a in first[name] if matches(a, b) or matches(b, a)]
-        both[name] = tuple(dict.fromkeys(a if matches(a, b) else b for a, b in pairs))
+        narrow = [value for value in first[name] if allowed(value, name, second)]
+        both[name] = tuple(dict.fromkeys([*narrow, *(value for value in second[name] if allowed(value, name, first))]))
     return both
 
 

@@ -29,7 +29,7 @@ from megatron.parallel.meeting import Meeting
 from megatron.parallel.nodelist import expand_hosts
 from megatron.parallel.placing import Placing
 from megatron.parallel.report import bounded, host_name_is_local, without_dns
-from megatron.planner.cluster import Band, Cluster, load_cluster
+from megatron.planner.cluster import Cluster, load_cluster
 
 EXIT_BAD_NODES = 4
 _MARGIN_S = 5.0
@@ -243,7 +243,7 @@ class Verdict:
             return
         least = half * figure.share
         if self._cluster and self._cluster.device.split()[0] in self._device:
-            low = self._cluster.bands.get(figure.band, Band(None, None)).low or 0.0
+            low = self._cluster.bands.get(figure.band, 0.0)
             least = max(least, low if low <= half else 0.0)
         for rank, value in values.items():
             if value < least:

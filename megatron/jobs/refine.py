@@ -20,8 +20,8 @@ import numpy as np
 from megatron.config import Config
 from megatron.errors import ConfigError, DataError
 from megatron.jobs import scaling
-from megatron.planner.cluster import Cluster
-from megatron.planner.compute import Figure, assumed_figures
+from megatron.planner.cluster import Cluster, assumed_figures
+from megatron.planner.compute import Figure
 from megatron.planner.table import Table
 from megatron.planner.timing import Estimate, estimate
 
@@ -150,12 +150,10 @@ def correct(cluster: Cluster, factors: Factors, dtypes: set[str]) -> Cluster:
     """The machine with its figures corrected, and with those of these dtypes that were assumed because it has none."""
     peaks = {dtype: peak for dtype, peak in cluster.peak_tflops.items() if dtype in dtypes}
     figures = {**assumed_figures(peaks), **cluster.compute.figures}
-    faster = 1 / factors.messages
-    return dataclasses.replace(
-        cluster, compute=cluster.compute.with_figures(_corrected(figure, factors) for figure in figures.values()),
-        links={pair: w * faster for pair, w in cluster.links.items()}, nic_gb_per_s=cluster.nic_gb_per_s * faster,
-        collective_gb_per_s={key: w * faster for key, w in cluster.collective_gb_per_s.items()},
-    )  # fmt: skip
+    corrected = dataclasses.replace(
+        cluster, compute=cluster.compute.with_figures(_corrected(figure, factors) for figure in figures.values())
+    )
+    return corrected.with_bandwidths(1 / factors.messages)
 
 
 _OF_MESSAGES = ("collectives.", "messages", "collective_start_s", "hop_", "message_")

@@ -3,19 +3,22 @@
 The facts are in TOML files beside this module (`clusters/`), one for each known machine; a file of the same form
 describes another one. Needs no torch, so that a login node can read it.
 
->>> load_cluster("frontier").path_gb_per_s(0, 1)
+>>> load_cluster("frontier").link_gb_per_s(0, 1)
 200.0
 """
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megatron.errors import ConfigError
-from megatron.planner.compute import Compute
+from megatron.planner.cluster_file import Count, Facts, Number, Positive, Whole, at, render_tables, tables_of
+from megatron.planner.compute import COLUMNS, Compute, Figure, is_time
+from megatron.untrusted import write_text
 
 CLUSTERS = Path(__file__).with_name("clusters")
 
@@ -23,28 +26,20 @@ CLUSTERS = Path(__file__).with_name("clusters")
 class WallLimit(NamedTuple):
     """Jobs of `nodes_from` to `nodes_to` nodes may run for `hours`."""
 
-    nodes_from: int
-    nodes_to: int
-    hours: float
+    nodes_from: Count
+    nodes_to: Count
+    hours: Positive
 
 
 class Queue(NamedTuple):
     """A partition or a quality of service; None where the machine's own limit holds."""
 
     name: str
-    max_nodes: int | None = None
-    max_hours: float | None = None
-    max_jobs: int | None = None
+    max_nodes: Count | None = None
+    max_hours: Positive | None = None
 
 
-class Band(NamedTuple):
-    """What a healthy node measures; None: no limit on that side."""
-
-    low: float | None
-    high: float | None
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Cluster:
     """One machine. Bandwidths are GB/s (1e9 bytes) in each direction.
 
@@ -52,15 +47,13 @@ class Cluster:
     nics, nic_gb_per_s   names of a node's network cards, and the bandwidth of each
     nic_of_device        the card, by its place in `nics`, that each device uses; nic_on_device: the devices with a card
     cores_of_device      first and last core next to each device
-    reserved_cores       cores that no task gets
     local_order          local rank i of a full node runs next to device local_order[i]
     device_orders        orders of a node's devices worth a try
     collective_gb_per_s  (devices of faster directions inside, size of the group) -> published GB/s of one group's
                          collectives while all groups of a node run them, devices in order; size 0: on several nodes
-    bands                what a healthy node measures
+    bands                the least that a healthy node measures
     wall_limits          longest jobs by number of nodes; partitions[0] and qos[0] are the default ones
-    nvme_path            node-local disk ("" where there is none), and nvme_constraint what to ask Slurm for
-    startup_s            published seconds to start a Python environment
+    nvme_path            node-local disk; "" where there is none
     sources              where each figure is from: published, computed or assumed
     device_type          "cuda" for a GPU of any make, as torch calls it, or "cpu"
     compute              what its devices and links do in how much time (compute.py)
@@ -68,57 +61,60 @@ class Cluster:
                          (a CPU machine); None: every device computes by itself
     """
 
-    name: str
-    title: str
-    nodes: int
-    group_nodes: int
-    device: str
-    devices_per_node: int
-    memory_gib: float
-    peak_tflops: Mapping[str, float]
-    links: Mapping[tuple[int, int], float]
-    nics: tuple[str, ...]
-    nic_gb_per_s: float
-    nic_on_device: tuple[int, ...]
-    nic_of_device: tuple[int, ...]
-    cores_of_device: tuple[tuple[int, int], ...]
-    numa_of_device: tuple[int, ...]
-    reserved_cores: tuple[int, ...]
-    cpus_per_task: int
-    local_order: tuple[int, ...]
-    device_orders: tuple[tuple[int, ...], ...]
-    collective_gb_per_s: Mapping[tuple[int, int], float]
-    bands: Mapping[str, Band]
-    wall_limits: tuple[WallLimit, ...]
-    partitions: tuple[Queue, ...]
-    qos: tuple[Queue, ...]
-    nvme_path: str
-    nvme_constraint: str
-    startup_s: Mapping[str, float]
-    sources: Mapping[str, str]
-    device_type: str = "cuda"
+    name: str = at("name")
+    title: str = at("title", "")
+    nodes: Count = at("nodes")
+    shared_cores: Count | None = at("shared_cores", None)
+    device: str = at("device.name")
+    device_type: Literal["cuda", "cpu"] = at("device.type", "cuda")
+    devices_per_node: Count = at("device.per_node")
+    memory_gib: Positive = at("device.memory_gib")
+    peak_tflops: Mapping[str, Positive] = at("device.peak_tflops", {})
+    links: Mapping[tuple[Whole, Whole], Positive] = at("links.gb_per_s", {})
+    nics: tuple[str, ...] = at("nics.names")
+    nic_gb_per_s: Positive = at("nics.gb_per_s")
+    nic_on_device: tuple[Whole, ...] = at("nics.on_device")
+    nic_of_device: tuple[Whole, ...] = at("nics.of_device")
+    cores_of_device: tuple[tuple[Whole, Whole], ...] = at("cores.of_device")
+    cpus_per_task: Count = at("cores.per_task")
+    local_order: tuple[Whole, ...] = at("cores.local_order", ())
+    device_orders: tuple[tuple[Whole, ...], ...] = at("placement.device_orders", ())
+    collective_gb_per_s: Mapping[tuple[Whole, Whole], Positive] = at("collectives.gb_per_s", {})
+    bands: Mapping[str, Positive] = at("bands", {})
+    wall_limits: tuple[WallLimit, ...] = at("slurm.wall_limits", ())
+    partitions: tuple[Queue, ...] = at("slurm.partitions")
+    qos: tuple[Queue, ...] = at("slurm.qos", (Queue("normal"),))
+    nvme_path: str = at("nvme.path", "")
+    sources: Mapping[str, str] = at("sources", {})
     compute: Compute = field(default_factory=Compute)
-    shared_cores: int | None = None
     path: str = field(default="", repr=False)
 
+    @functools.cached_property
+    def figures(self) -> Mapping[str, Figure]:
+        """What `compute` has, and what is assumed where it has nothing."""
+        return {**assumed_figures(self.peak_tflops), **self.compute.figures}
+
+    def with_bandwidths(self, factor: float) -> Cluster:
+        """The same machine with the bandwidths of its links and cards multiplied."""
+        return dataclasses.replace(
+            self, links={pair: factor * width for pair, width in self.links.items()},
+            nic_gb_per_s=factor * self.nic_gb_per_s,
+            collective_gb_per_s={groups: factor * rate for groups, rate in self.collective_gb_per_s.items()},
+        )  # fmt: skip
+
     def link_gb_per_s(self, a: int, b: int) -> float:
-        """Of the direct link between two devices of a node; 0 where there is none."""
+        """The bandwidth of the direct link between two devices of a node; 0 where there is none."""
         return self.links.get((min(a, b), max(a, b)), 0.0)
 
-    def path_gb_per_s(self, a: int, b: int) -> float:
-        """Of the way between two devices of a node: its direct link, or the widest of the ways with the fewest links.
-
-        Raises ConfigError for a device that a node does not have.
-        """
-        from megatron.planner.links import node_links
-
-        for device in (a, b):
-            if not 0 <= device < self.devices_per_node:
-                raise ConfigError(
-                    f"cluster {self.name} has no device {device}: a node's are 0 to {self.devices_per_node - 1}"
-                )
-        way = node_links(self).ways(a, b)[0]
-        return min((self.link_gb_per_s(*step) for step in way), default=float("inf"))
+    def reached(self, group: Collection[int], least: float = 0.0, through: Collection[int] = ()) -> bool:
+        """Whether links of at least `least` GB/s connect a group of devices, over its members and `through`."""
+        reached, before = {min(group)}, 0
+        while len(reached) > before:
+            before = len(reached)
+            for (a, b), width in self.links.items():
+                if width >= least and (a in reached or b in reached):
+                    reached |= {a, b} & {*group, *through}
+        return reached >= set(group)
 
     def wall_limit_hours(self, nodes: int, partition: str | None = None, qos: str | None = None) -> float:
         """The longest job of so many nodes, in hours.
@@ -142,12 +138,33 @@ class Cluster:
         return hours if how.max_hours is None else min(hours, how.max_hours)
 
     def _queue(self, kind: str, known: tuple[Queue, ...], name: str | None) -> Queue:
-        if name is None:
-            return known[0]
         for queue in known:
-            if queue.name == name:
+            if name in (None, queue.name):
                 return queue
         raise ConfigError(f"cluster {self.name} has no {kind} '{name}': known are {', '.join(q.name for q in known)}")
+
+    def contradictions(self) -> Iterator[tuple[str, str]]:
+        """Keys of facts that contradict others, each with what is wrong with it."""
+        devices, n = set(range(self.devices_per_node)), self.devices_per_node
+        if not {device for pair in self.links for device in pair} <= devices or any(a == b for a, b in self.links):
+            yield "links.gb_per_s", f"has a row that is no pair of the devices 0 to {n - 1}"
+        elif not self.reached(devices):
+            yield "links.gb_per_s", "some devices of a node cannot reach each other"
+        if len(self.cores_of_device) != n:
+            yield "cores.of_device", f"has {len(self.cores_of_device)} entries, expected {n}"
+        for key, values, count, known in (
+            ("nics.of_device", self.nic_of_device, n, len(self.nics)),
+            ("nics.on_device", self.nic_on_device, len(self.nics), n),
+        ):
+            if len(values) != count or not set(values) <= set(range(known)):
+                yield key, f"{list(values)} are not {count} numbers of 0 to {known - 1}"
+        for key, orders in (("cores.local_order", [self.local_order]), ("placement.device_orders", self.device_orders)):
+            for order in orders:
+                if sorted(order) != sorted(devices):
+                    yield key, f"{list(order)} does not name each of the devices 0 to {n - 1} once"
+        for key, queues in (("slurm.partitions", self.partitions), ("slurm.qos", self.qos)):
+            if not queues:
+                yield key, "is empty: name one at least, such as { name = \"batch\" }"
 
 
 def known_clusters() -> tuple[str, ...]:
@@ -163,9 +180,9 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     """
     text = str(name_or_path)
     if text.lower() in known_clusters():
-        return _load(str(CLUSTERS / f"{text.lower()}.toml"))
+        return read_cluster(CLUSTERS / f"{text.lower()}.toml")
     if Path(text).is_file():
-        return _load(str(Path(text).resolve()))
+        return read_cluster(Path(text).resolve())
     raise ConfigError(
         f"--cluster {text} is neither a known machine ({', '.join(known_clusters())}) nor a file: "
         f"copy {CLUSTERS / 'frontier.toml'} to describe another one"
@@ -173,7 +190,98 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
 
 
 @functools.cache
-def _load(path: str) -> Cluster:
-    from megatron.planner.cluster_file import read_cluster
+def read_cluster(path: Path) -> Cluster:
+    """The machine that a file describes; a path is read once.
 
-    return read_cluster(Path(path))
+    Raises ConfigError with the file and the fact that is wrong.
+    """
+    facts = Facts(path)
+    fields = facts.take_fields(Cluster)
+    plain = tuple(range(fields["devices_per_node"]))
+    fields["links"] = {(min(pair), max(pair)): width for pair, width in fields["links"].items()}
+    fields["local_order"] = fields["local_order"] or plain
+    fields["device_orders"] = fields["device_orders"] or (plain, fields["local_order"])
+    figures = _figures(facts, fields["sources"])
+    facts.check_known()
+    cluster = Cluster(**fields, compute=Compute(figures), path=str(path))
+    for key, problem in cluster.contradictions():
+        raise facts.error(key, problem)
+    return cluster
+
+
+@functools.cache
+def _for_a_peak_of_one() -> dict[str, Figure]:
+    facts = Facts(CLUSTERS.with_name("assumed.toml"))
+    return _figures(facts, facts.take("sources", Mapping[str, str]))
+
+
+def assumed_figures(peak_tflops: Mapping[str, float]) -> dict[str, Figure]:
+    """All figures of a machine of which none is known but the peaks of matrix products, by dtype."""
+    found, largest = {}, max(peak_tflops.values(), default=100.0)
+    for name, figure in _for_a_peak_of_one().items():
+        kind, _, dtype = name.partition(".")
+        if kind in ("products", "attention"):
+            if peak := peak_tflops.get(dtype.partition(".")[0]):
+                found[name] = figure.scaled(peak)
+        else:
+            found[name] = figure if is_time(name) else figure.scaled(largest)
+    return found
+
+
+def _figures(facts: Facts, sources: Mapping[str, str]) -> dict[str, Figure]:
+    return {name: _figure(facts, name, sources) for name in COLUMNS if facts.find(f"compute.{name}") is not None}
+
+
+def _figure(facts: Facts, name: str, sources: Mapping[str, str]) -> Figure:
+    """A figure of [compute], with its source from [sources]."""
+    key, columns = f"compute.{name}", COLUMNS[name]
+    value = facts.take(f"{key}.value", Number if columns == 1 and is_time(name) else Positive, None)
+    if value is None:
+        points = facts.take(f"{key}.points", tuple[tuple[Positive, ...], ...])
+    else:
+        points = ((*(1.0,) * (columns - 1), value),)
+    if {len(row) for row in points} != {columns}:
+        raise facts.error(f"{key}.points", f"expected rows of {columns} numbers")
+    basis = facts.take(f"{key}.basis", Literal["measured", "published", "assumed"])
+    low, high = facts.take(f"{key}.range", tuple[Positive, Positive], (1.0, 1.0))
+    if not low <= 1.0 <= high:
+        raise facts.error(f"{key}.range", f"expected a factor of at most 1 and one of at least 1, got {low} and {high}")
+    source = source_of(sources, name)
+    if not source:
+        raise facts.error(f"sources.{key.replace('.', '_')}", f"missing: expected a text that says where {key} is from")
+    return Figure(name, points, basis, source, low, high)
+
+
+def source_of(sources: Mapping[str, str], figure: str) -> str:
+    """The text of [sources] for a figure of [compute]: under its name or the longest beginning of it; "" for none."""
+    parts = f"compute.{figure}".replace(".", "_").split("_")
+    names = ("_".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next((sources[known] for known in names if known in sources), "")
+
+
+def write_cluster(cluster: Cluster, path: Path, heading: str = "") -> None:
+    """Write a file that `read_cluster` reads as the same machine; `heading` becomes comments at its top.
+
+    Raises ConfigError when it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}: choose a file that can be written") from error
+    comments = "".join(f"# {line}".rstrip() + "\n" for line in heading.splitlines())
+    tables, sources = tables_of(cluster), dict(cluster.sources)
+    for name, figure in cluster.compute.figures.items():
+        tables[f"compute.{name}"] = _facts_of(figure)
+        if source_of(sources, name) != figure.source:
+            sources[f"compute_{name.replace('.', '_')}"] = figure.source
+    text = render_tables({**tables, "sources": sources})
+    write_text(path, comments + text, choose="a file that can be written")
+
+
+def _facts_of(figure: Figure) -> dict[str, Any]:
+    of_all = len(figure.points) == 1 and set(figure.points[0][:-1]) <= {1.0}
+    found: dict[str, Any] = {"value": figure.value} if of_all else {"points": figure.points}
+    found["basis"] = figure.basis
+    if (figure.low, figure.high) != (1.0, 1.0):
+        found["range"] = [figure.low, figure.high]
+    return found

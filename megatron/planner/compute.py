@@ -3,8 +3,8 @@
 A figure is one number or a set of points; its last column is what was measured, the others say for what. In a machine's
 file (`clusters/*.toml`) it is a table under [compute], with `value` or `points`, a `basis` and, where that is known, a
 `range`: factors between which it is believed to lie. [sources] has its source under `compute_` and its name with
-underscores for dots, or under a beginning of that. What a file does not give is assumed as a share of the peak
-(`assumed_figures`).
+underscores for dots, or under a beginning of that. What a file does not give is assumed (`assumed.toml`), rates as a
+share of the peak.
 
 Names of figures, columns, units:
 
@@ -62,6 +62,11 @@ COLUMNS: dict[str, int] = {
 Points = tuple[tuple[float, ...], ...]
 
 
+def is_time(name: str) -> bool:
+    """Whether a figure is in seconds; otherwise it is a rate."""
+    return (name.endswith("_s") and not name.endswith("_per_s")) or name.startswith(("messages", "collectives."))
+
+
 @dataclass(frozen=True)
 class Figure:
     """Numbers and where they are from. `low` and `high`: factors between which they are believed to lie."""
@@ -75,15 +80,15 @@ class Figure:
 
     @property
     def value(self) -> float:
-        """Of a figure that is one number."""
+        """The number of a figure that has one point."""
         return self.points[0][-1]
 
     def scaled(self, factor: float) -> Figure:
-        """The same with what was measured multiplied."""
+        """The same figure with its last column multiplied."""
         return replace(self, points=tuple((*point[:-1], point[-1] * factor) for point in self.points))
 
     def describe(self) -> str:
-        """Its numbers in short: one number, or the least and the most of the points."""
+        """Its number, or the least and the most of its points."""
         values = [point[-1] for point in self.points]
         low, high = min(values), max(values)
         return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
@@ -95,20 +100,17 @@ class Compute:
 
     figures: Mapping[str, Figure] = field(default_factory=dict)
 
-    def get(self, name: str) -> Figure | None:
-        return self.figures.get(name)
-
     def varied(self, factors: Mapping[str, float]) -> Compute:
-        """With some figures multiplied by factors, to see what depends on them."""
+        """The same with some figures multiplied."""
         return Compute({name: f.scaled(factors.get(name, 1.0)) for name, f in self.figures.items()})
 
     def with_figures(self, figures: Iterable[Figure]) -> Compute:
-        """With these figures in place of those of their names."""
+        """The same with these figures in place of those of their names."""
         return Compute({**self.figures, **{figure.name: figure for figure in figures}})
 
 
 class Used(NamedTuple):
-    """A figure that an estimate rests on: name, numbers in short, where from."""
+    """A figure that an estimate rests on: its name, its numbers in short, and where they are from."""
 
     figure: str
     value: str
@@ -118,7 +120,7 @@ class Used(NamedTuple):
 
 @dataclass(frozen=True)
 class Confidence:
-    """What an estimate rests on."""
+    """The figures that an estimate rests on, the best known first."""
 
     used: tuple[Used, ...] = ()
 
@@ -132,56 +134,16 @@ class Confidence:
 
     @property
     def worst(self) -> str:
-        """The weakest basis among the inputs; measured where there are none."""
-        return max((used.basis for used in self.used), key=BASES.index, default=MEASURED)
+        """The weakest basis; measured where nothing is used."""
+        return self.used[-1].basis if self.used else MEASURED
 
     @property
-    def by_basis(self) -> dict[str, list[tuple[str, str, str]]]:
-        """basis -> (figure, numbers, source) of all inputs of this basis."""
-        return {
-            basis: [(used.figure, used.value, used.source) for used in self.used if used.basis == basis]
-            for basis in BASES
-        }
+    def by_basis(self) -> dict[str, list[str]]:
+        """Names of the figures of each basis."""
+        return {basis: [used.figure for used in self.used if used.basis == basis] for basis in BASES}
 
     def describe(self) -> str:
-        """One line: how many inputs of each basis, and the names of the assumed ones."""
+        """One line: how many figures of each basis, and the names of the assumed ones."""
         counts = [f"{len(found)} {basis}" for basis, found in self.by_basis.items() if found]
-        assumed = [name for name, _, _ in self.by_basis[ASSUMED]]
-        names = f" ({', '.join(assumed)})" if assumed else ""
-        return f"inputs: {', '.join(counts) or 'none'}{names}"
-
-
-# -- where a machine's file gives nothing ---------------------------------------------------------------------------
-
-# Shares of the peak of large matrix products and of attention, forward and backward, and GB/s of memory for each
-# TFLOP/s of the 16-bit peak. Published values of the machines that come with this package are around them.
-_PRODUCTS, _FORWARD, _BACKWARD, _MEMORY = 0.60, 0.30, 0.25, 4.0
-_HALF_RATE_SIZE = 400.0
-_SCALARS = {
-    "kernel_s": (5e-6, 0.5, 2.0), "layer_overhead_s": (0.0, 1.0, 1.0), "step_overhead_s": (5e-3, 0.2, 5.0),
-    "collective_start_s": (10e-6, 0.5, 2.0), "hop_within_s": (4e-6, 0.25, 2.0), "hop_between_s": (15e-6, 0.5, 2.0),
-    "message_within_s": (10e-6, 0.5, 2.0), "message_between_s": (20e-6, 0.5, 2.0),
-}  # fmt: skip
-
-
-def assumed_figures(peak_tflops: Mapping[str, float]) -> dict[str, Figure]:
-    """All figures of which none is known but the peaks of matrix products."""
-    share = "a share of the peak as it is usual on devices whose figures are published"
-    found: dict[str, Figure] = {}
-
-    def put(name: str, points: Points, source: str, low: float, high: float) -> None:
-        found[name] = Figure(name, points, ASSUMED, source, low, high)
-
-    for dtype, peak in peak_tflops.items():
-        products = tuple(
-            (size, size, size, _PRODUCTS * peak * size / (size + _HALF_RATE_SIZE)) for size in (512.0, 2048.0, 8192.0)
-        )
-        put(f"products.{dtype}", products, share, 0.7, 1.3)
-        for direction, part in (("forward", _FORWARD), ("backward", _BACKWARD)):
-            put(f"attention.{dtype}.{direction}", ((2048.0, 128.0, part * peak),), share, 0.5, 1.5)
-    memory = _MEMORY * max(peak_tflops.values(), default=100.0)
-    put("memory.copy", ((1.0, memory),), "usual bytes of memory traffic for each operation of the peak", 0.5, 2.0)
-    put("update_gb_per_s", ((0.7 * memory,),), "a share of the memory's bandwidth", 0.5, 1.4)
-    for name, (value, low, high) in _SCALARS.items():
-        put(name, ((value,),), "usual on GPUs with NCCL or RCCL", low, high)
-    return found
+        assumed = self.by_basis[ASSUMED]
+        return f"inputs: {', '.join(counts) or 'none'}" + (f" ({', '.join(assumed)})" if assumed else "")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from megatron.planner.cluster import Cluster
-from megatron.planner.compute import Compute, Figure, assumed_figures
+from megatron.planner.compute import Compute, is_time
 
 LINK_RANGE = (0.8, 1.25)
 LINKS = "bandwidth of links"
@@ -48,10 +48,10 @@ def spread(value: Callable[[Cluster], float], cluster: Cluster, dtype: str) -> S
     """`value` on the machine as it is described, and with each figure varied that a prediction in this dtype may use
     and whose source leaves a range."""
     ends = {LINKS: ("published or estimated", LINK_RANGE)}
-    for name, figure in _figures(cluster).items():
+    for name, figure in cluster.figures.items():
         other = name.startswith(("products.", "attention.")) and name.split(".")[1] != dtype
         if not other and (figure.low, figure.high) != (1.0, 1.0):
-            ends[name] = figure.basis, (figure.high, figure.low) if _is_time(name) else (figure.low, figure.high)
+            ends[name] = figure.basis, (figure.high, figure.low) if is_time(name) else (figure.low, figure.high)
 
     def moved(factors: Mapping[str, float]) -> float:
         return value(with_factors(cluster, factors))
@@ -65,19 +65,5 @@ def spread(value: Callable[[Cluster], float], cluster: Cluster, dtype: str) -> S
 
 def with_factors(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
     """The machine with figures, and under `LINKS` all bandwidths, multiplied."""
-    by = factors.get(LINKS, 1.0)
-    return dataclasses.replace(
-        cluster, compute=Compute(_figures(cluster)).varied(factors), nic_gb_per_s=by * cluster.nic_gb_per_s,
-        links={pair: by * width for pair, width in cluster.links.items()},
-        collective_gb_per_s={family: by * rate for family, rate in cluster.collective_gb_per_s.items()},
-    )
-
-
-def _figures(cluster: Cluster) -> dict[str, Figure]:
-    return {**assumed_figures(cluster.peak_tflops), **cluster.compute.figures}
-
-
-def _is_time(name: str) -> bool:
-    """Whether steps are longer with a larger figure: it is no rate."""
-    in_seconds = name.endswith("_s") and not name.endswith("_per_s")
-    return in_seconds or name == "messages" or name.startswith("collectives.")
+    varied = dataclasses.replace(cluster, compute=Compute(cluster.figures).varied(factors))
+    return varied.with_bandwidths(factors.get(LINKS, 1.0))

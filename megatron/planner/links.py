@@ -29,12 +29,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from megatron.planner.cluster import Cluster
 
 Step = tuple[int, int]
 """A link in one direction: from this device to that one."""
 
-Devices = tuple[int, ...]
+Family = frozenset[frozenset[int]]
+"""All groups of one kind on a node; groups are disjoint."""
 
 # Of published rates on Frontier, for machines of which none were published.
 _LINK, _CUT, _DETOUR, _CARD = 129 / 200, 52 / 100, 36 / 50, 40 / 100
@@ -51,6 +54,26 @@ class Rate(NamedTuple):
 
 
 @functools.cache
+def ways(cluster: Cluster, a: int, b: int) -> tuple[tuple[Step, ...], ...]:
+    """All ways from device a to b with the fewest links and, among those, the widest narrowest link.
+
+    Which of several the hardware takes is not known.
+    """
+    paths: list[tuple[int, ...]] = [(a,)]
+    while not (found := [path for path in paths if path[-1] == b]):
+        paths = [
+            (*path, device) for path in paths for device in range(cluster.devices_per_node)
+            if device not in path and cluster.link_gb_per_s(path[-1], device)
+        ]  # fmt: skip
+    widths = {path: _width(cluster, tuple(itertools.pairwise(path))) for path in found}
+    return tuple(tuple(itertools.pairwise(path)) for path in found if widths[path] == max(widths.values()))
+
+
+def _width(cluster: Cluster, way: tuple[Step, ...]) -> float:
+    return min((cluster.link_gb_per_s(*step) for step in way), default=float("inf"))
+
+
+@functools.cache
 def node_links(cluster: Cluster) -> NodeLinks:
     """The links of a node of this machine."""
     return NodeLinks(cluster)
@@ -61,189 +84,93 @@ class NodeLinks:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self._ways: dict[Step, tuple[tuple[Step, ...], ...]] = {}
-        self._rates: dict[frozenset[frozenset[int]], Mapping[frozenset[int], Rate]] = {}
+        across = [inner * rate for (inner, size), rate in cluster.collective_gb_per_s.items() if size == 0]
+        self.card = min(across, default=0.0) / (len(cluster.nics) * cluster.nic_gb_per_s) or _CARD
+        self._rates: dict[Family, Mapping[frozenset[int], Rate]] = {}
         self._published = {
             self._natural(inner, size): rate for (inner, size), rate in cluster.collective_gb_per_s.items() if size > 1
         }
-        self._by_width = self._pairs_by_width()
-        self.detour = self._detour_efficiency()
-        self.cut = self._cut_efficiency()
-        across = [inner * rate for (inner, size), rate in cluster.collective_gb_per_s.items() if size == 0]
-        self.card = min(across, default=0.0) / (len(cluster.nics) * cluster.nic_gb_per_s) or _CARD
+        self._by_width: dict[float, float] = {}  # width of a link -> published rate of pairs that all have such a link
+        cuts, detours = [], []
+        for family, rate in self._published.items():
+            widths = {cluster.link_gb_per_s(min(group), max(group)) for group in family if len(group) == 2}
+            if 0.0 in widths:  # the slowest are those without a link
+                pairs = (ways(cluster, min(group), max(group))[0] for group in family)
+                detours.append(rate / min(_width(cluster, way) for way in pairs))
+            elif len(widths) == 1:
+                self._by_width[widths.pop()] = rate
+            elif not widths and all(map(cluster.reached, family)):
+                cuts.append(rate / min(map(self.narrowest_cut, family)))
+        self.detour, self.cut = min(detours, default=_DETOUR), min(cuts, default=_CUT)
 
-    # -- efficiencies --------------------------------------------------------------------------------------------------
-
-    def _natural(self, inner: int, size: int) -> frozenset[frozenset[int]]:
+    def _natural(self, inner: int, size: int) -> Family:
         """The groups of a row of the published table, whose devices are in the order of their numbers."""
         count = self.cluster.devices_per_node
         firsts = [first for first in range(count) if first // inner % size == 0]
         groups = (frozenset(first + k * inner for k in range(size)) for first in firsts)
         return frozenset(group for group in groups if max(group) < count)
 
-    def _pairs_by_width(self) -> dict[float, float]:
-        """Width of a link -> published rate of pairs that all have such a link."""
-        found = {}
-        for family, rate in self._published.items():
-            widths = {self.cluster.link_gb_per_s(min(g), max(g)) for g in family if len(g) == 2}
-            if len(widths) == 1 and 0.0 not in widths:
-                found[widths.pop()] = rate
-        return found
-
-    def _detour_efficiency(self) -> float:
-        found = []
-        for family, rate in self._published.items():
-            pairs = [(min(g), max(g)) for g in family if len(g) == 2]
-            if any(not self.cluster.link_gb_per_s(a, b) for a, b in pairs):  # the slowest are those without a link
-                found.append(rate / min(self.width(step) for a, b in pairs for step in self.ways(a, b)[0]))
-        return min(found, default=_DETOUR)
-
-    def _cut_efficiency(self) -> float:
-        """The lowest of all published groups of three and more on direct links."""
-        ratios = [
-            rate / min(self.narrowest_cut(g)[0] for g in family)
-            for family, rate in self._published.items()
-            if all(len(g) > 2 and self.spans(g) for g in family)
-        ]
-        return min(ratios, default=_CUT)
-
-    # -- ways and widths -----------------------------------------------------------------------------------------------
-
-    def width(self, step: Step) -> float:
-        return self.cluster.link_gb_per_s(*step)
-
-    def ways(self, a: int, b: int) -> tuple[tuple[Step, ...], ...]:
-        """All ways from a to b of as few links as possible and, among those, as wide as possible.
-
-        Which of several the hardware takes is not known. Back it is the same ways.
-        """
-        if a > b:
-            return tuple(tuple((y, x) for x, y in reversed(way)) for way in self.ways(b, a))
-        if (a, b) not in self._ways:
-            self._ways[a, b] = self._search(a, b)
-        return self._ways[a, b]
-
-    def _search(self, a: int, b: int) -> tuple[tuple[Step, ...], ...]:
-        paths: list[tuple[int, ...]] = [(a,)]
-        while all(path[-1] != b for path in paths):
-            paths = [(*path, n) for path in paths for n in self._neighbours(path[-1]) if n not in path]
-        ways = [tuple(itertools.pairwise(path)) for path in paths if path[-1] == b]
-        widths = [min(map(self.width, way), default=float("inf")) for way in ways]
-        return tuple(way for way, width in zip(ways, widths, strict=True) if width == max(widths))
-
-    def _neighbours(self, device: int) -> list[int]:
-        return [d for d in range(self.cluster.devices_per_node) if self.width((device, d))]
-
     def rate_of_link(self, width: float) -> float:
-        """Of one message, or of a ring, over direct links of this width.
+        """GB/s of one message, or of a ring, over direct links of this width.
 
         Between two published widths it is on the straight line, beyond them it is the same part of the width.
         """
-        points = self._by_width
-        below = max((w for w in points if w <= width), default=None)
-        above = min((w for w in points if w >= width), default=None)
-        if below is None or above is None:
-            nearest = above if below is None else below
-            return width * (_LINK if nearest is None else points[nearest] / nearest)
-        if below == above:
-            return points[below]
-        return points[below] + (points[above] - points[below]) * (width - below) / (above - below)
+        if not self._by_width:
+            return _LINK * width
+        widths, rates = zip(*sorted(self._by_width.items()), strict=True)
+        nearest = min(max(width, widths[0]), widths[-1])
+        return float(np.interp(nearest, widths, rates)) * width / nearest
 
-    def spans(self, group: Iterable[int], least: float = 0.0, through: Iterable[int] | None = None) -> bool:
-        """Whether the group hangs together by links among itself (and `through`) that are at least so wide."""
-        group = set(group)
-        allowed = group if through is None else group | set(through)
-        reached, waiting = set(), [min(group)]
-        while waiting:
-            device = waiting.pop()
-            reached.add(device)
-            waiting += [
-                d for d in self._neighbours(device) if d in allowed - reached and self.width((device, d)) >= least
-            ]
-        return reached >= group
-
-    def widest_ring(self, group: Iterable[int], through: Iterable[int] | None = None) -> float:
-        """Of one ring over the group, there and back on a spanning tree where there is no cycle; 0: not connected."""
-        group = set(group)
+    def widest_ring(self, group: Iterable[int], through: Iterable[int] = ()) -> float:
+        """GB/s of one ring over the group, there and back on a spanning tree; 0 where it is not connected."""
+        group, through = frozenset(group), frozenset(through)
         widths = sorted(set(self.cluster.links.values()), reverse=True)
-        return next((w for w in widths if self.spans(group, w, through)), 0.0)
+        return next((width for width in widths if self.cluster.reached(group, width, through)), 0.0)
 
-    def narrowest_cut(self, group: Iterable[int]) -> tuple[float, tuple[Step, ...]]:
-        """(GB/s, links) across the division of the group in two that has the least."""
+    def narrowest_cut(self, group: Iterable[int]) -> float:
+        """GB/s across the division of the group in two that has the least."""
         first, *others = sorted(group)
-        best: tuple[float, tuple[Step, ...]] = (float("inf"), ())
+        best = float("inf")
         for count in range(len(others)):
             for chosen in itertools.combinations(others, count):
                 side = {first, *chosen}
-                rest = [d for d in others if d not in side]
-                across = tuple((min(a, b), max(a, b)) for a in side for b in rest if self.width((a, b)))
-                total = sum(map(self.width, across))
-                if total < best[0]:
-                    best = (total, across)
+                across = ((a, b) for a in side for b in others if b not in side)
+                best = min(best, sum(itertools.starmap(self.cluster.link_gb_per_s, across)))
         return best
-
-    # -- groups within a node ------------------------------------------------------------------------------------------
 
     def collective(self, family: Iterable[Iterable[int]]) -> Mapping[frozenset[int], Rate]:
         """The rate of each group of a node while all of them run collectives. Groups are disjoint, of two or more."""
-        key = frozenset(frozenset(group) for group in family)
+        key = frozenset(map(frozenset[int], family))
         if key not in self._rates:
-            self._rates[key] = self._collective(key)
+            known = next((rate for published, rate in self._published.items() if key <= published), None)
+            self._rates[key] = {
+                group: self._estimate(group, len(key)) if known is None
+                else Rate(known, PUBLISHED, f"devices {show(group)}") for group in key
+            }  # fmt: skip
         return self._rates[key]
 
-    def _collective(self, family: frozenset[frozenset[int]]) -> Mapping[frozenset[int], Rate]:
-        for known, rate in self._published.items():
-            if family <= known:
-                return {group: Rate(rate, PUBLISHED, f"devices {show(group)}") for group in family}
-        return {group: self._estimate(group, len(family)) for group in family}
-
     def _estimate(self, group: frozenset[int], groups: int) -> Rate:
-        if not self.spans(group):
-            every = range(self.cluster.devices_per_node)
-            width = self.widest_ring(group, through=every)
+        width = self.widest_ring(group)
+        if not width:
+            width = self.widest_ring(group, through=range(self.cluster.devices_per_node))
             # Which links the detours take is not known: all groups are counted as if they took the same.
             return Rate(self.detour * width / groups, ESTIMATED, f"detours of {show(group)}")
-        width = self.widest_ring(group)
-        ring, (total, across) = self.rate_of_link(width), self.narrowest_cut(group)
-        if len(group) == 2 or ring >= self.cut * total:
-            slowest = [step for step in self.cluster.links if group.issuperset(step) and self.width(step) == width]
-            return Rate(ring, ESTIMATED, f"link {_links(slowest)}")
-        return Rate(self.cut * total, ESTIMATED, f"links {_links(across)}")
-
-    # -- groups and messages between nodes -----------------------------------------------------------------------------
+        ring, cut = self.rate_of_link(width), self.cut * self.narrowest_cut(group)
+        return Rate(ring if len(group) == 2 else max(ring, cut), ESTIMATED, f"links of {show(group)}")
 
     def card_shares(self, crossing: Sequence[Iterable[int]]) -> list[Rate]:
         """The rate between nodes of each of a node's groups that has members elsewhere, all of them running at once.
 
         A group uses the cards of all its devices here; a card is shared evenly by the groups that use it.
         """
-        cards = [{self.cluster.nic_of_device[d] for d in group} for group in crossing]
-        users = Counter(card for used in cards for card in used)
-        shares = [sum(self.cluster.nic_gb_per_s / users[card] for card in used) for used in cards]
-        basis = PUBLISHED if self._was_published(crossing) else ESTIMATED
-        return [
-            Rate(self.card * share, basis, self._cards(used, max(users[card] for card in used)))
-            for share, used in zip(shares, cards, strict=True)
-        ]
-
-    def _was_published(self, crossing: Sequence[Iterable[int]]) -> bool:
-        sizes = {len(list(group)) for group in crossing}
-        whole = len(sizes) == 1 and len(crossing) * min(sizes) == self.cluster.devices_per_node
-        return whole and (len(crossing), 0) in self.cluster.collective_gb_per_s
-
-    def _cards(self, used: Iterable[int], users: int) -> str:
-        names = [self.cluster.nics[card] for card in sorted(used)]
-        text = f"all {len(names)} cards" if 1 < len(names) == len(self.cluster.nics) else ",".join(names)
-        return f"{text} shared by {users}" if users > 1 else text
-
-    def to_card(self, device: int) -> tuple[tuple[Step, ...], ...]:
-        """The ways of links between a device and its network card."""
-        return self.ways(device, self.cluster.nic_on_device[self.cluster.nic_of_device[device]])
+        cluster, sizes = self.cluster, {len(list(group)) for group in crossing}
+        cards = [{cluster.nic_of_device[device] for device in group} for group in crossing]
+        users = Counter(itertools.chain(*cards))
+        natural = len(sizes) == 1 and len(crossing) * min(sizes) == cluster.devices_per_node
+        basis = PUBLISHED if natural and (len(crossing), 0) in cluster.collective_gb_per_s else ESTIMATED
+        shares = (sum(cluster.nic_gb_per_s / users[card] for card in used) for used in cards)
+        return [Rate(self.card * share, basis, f"network cards of {len(crossing)} groups") for share in shares]
 
 
 def show(devices: Iterable[int]) -> str:
     return ",".join(map(str, sorted(devices)))
-
-
-def _links(steps: Iterable[Step]) -> str:
-    return ", ".join(f"{a}-{b}" for a, b in sorted(steps))

@@ -1,56 +1,224 @@
 """Which device each rank runs on, and what the messages of a step cost there.
 
 A node's ranks are numbered along `device_order`; which direction varies fastest over the ranks is the layout's order.
-So both together give every rank its node, device and place in the model. They are chosen by the cost model (cost.py),
-whose bandwidths are those of links.py, among the six orders of directions and the device orders that a machine's
-description names. For Frontier's those are the best of all 40,320 for the layouts in tests/planner.
+So both together give every rank its node, device and place in the model. They are chosen by the seconds that a step's
+messages would take if nothing hid them (channels.py), an upper bound, among the six orders of directions and the device
+orders that a machine's description names. For Frontier's those are the best of all 40,320 for the layouts in
+tests/planner.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.config import Config
 from megatron.config.parallel import RANK_ORDERS
 from megatron.errors import ConfigError
+from megatron.model.formulas import ring_bytes
 from megatron.model.stages import assign_layers
 from megatron.parallel.launch import Launch
 from megatron.parallel.placing import Placing, RankPlan
 from megatron.parallel.topology import DEFAULT_ORDER, Layout
+from megatron.planner.channels import Channels
+from megatron.planner.channels import Placement as Placement
 from megatron.planner.cluster import Cluster, load_cluster
-from megatron.planner.cost import CostModel, PlacementCost
-from megatron.planner.render import render_placement
-from megatron.planner.traffic import Traffic, traffic_of
+from megatron.planner.events import Message
+from megatron.planner.links import ESTIMATED, PUBLISHED
+from megatron.planner.stage import parameters_of, stage_passes, stages_of, tied_elements
+from megatron.planner.table import Table
+from megatron.planner.trace import trace
+
+_DIRECTIONS = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
+
+
+# -- what a step sends -------------------------------------------------------------------------------------------------
+
+
+class StepMessages(NamedTuple):
+    """What the busiest rank sends in a step. Bytes are of the whole tensor of one collective, or of one message.
+
+    tensor, data   collectives of its groups -> how many
+    message_bytes  of a message between stages; messages: how many over a boundary, in each direction
+    tied_bytes     of the sum of a tied embedding's gradients over the first and the last stage; 0 for none
+    """
+
+    tensor: Counter[Message]
+    data: Counter[Message]
+    message_bytes: int
+    messages: int
+    tied_bytes: float
+
+
+def step_messages(config: Config, device: str) -> StepMessages:
+    """The messages of a step on a "cuda" or "cpu" device, by the trace of the model's parts."""
+    parallel, precision, traced, stages = config.parallel, config.precision, trace(config, device), stages_of(config)
+    size, micro_batches = parallel.pipeline_model_parallel_size, config.num_micro_batches()
+    tensor, parameters = list[Counter[Message]](), 0
+    for own in (stages[rank::size] for rank in range(size)):
+        sent = Counter[Message]()
+        for run in (run for stage in own for runs in stage_passes(traced, stage).values() for run in runs):
+            for message in run.of.messages():
+                sent[message] += run.times * micro_batches
+        tensor.append(sent)
+        parameters = max(parameters, sum(parameters_of(traced, stage) for stage in own))
+    gradients, weights = parameters * precision.gradient_bytes, parameters * precision.weight_bytes
+    data = [Message("all_reduce", gradients)]
+    if config.engine.zero_stage:
+        data = [Message("reduce_scatter", gradients), Message("all_gather", weights)]
+    return StepMessages(
+        max(tensor, key=lambda sent: sum(count * message.bytes for message, count in sent.items())), Counter(data),
+        traced.layer.hands_on, parallel.num_chunks * micro_batches if size > 1 else 0,
+        4 * tied_elements(config, traced),
+    )  # fmt: skip
+
+
+class MessageCost(NamedTuple):
+    """One kind of message: direction, name, bytes that the busiest rank sends in a step, seconds, whether the bandwidth
+    was published, and what limits it."""
+
+    direction: str
+    name: str
+    bytes: float
+    seconds: float
+    basis: str
+    limit: str
 
 
 @dataclass(frozen=True)
-class Placement:
-    """A layout on the nodes of a machine: position i of every node is device device_order[i]."""
+class PlacementCost:
+    """Seconds of a step's messages on a placement, as if nothing hid them."""
 
-    cluster: Cluster
-    layout: Layout
-    device_order: tuple[int, ...]
-    cost: PlacementCost
-    notes: tuple[str, ...] = ()
+    parts: tuple[MessageCost, ...]
 
-    def place(self, rank: int) -> tuple[int, int]:
-        """(node, device) of a rank."""
-        node, position = divmod(rank, len(self.device_order))
-        return node, self.device_order[position]
+    @property
+    def seconds(self) -> float:
+        return sum(part.seconds for part in self.parts)
+
+    def seconds_of(self, direction: str) -> float:
+        return sum(part.seconds for part in self.parts if part.direction == direction)
+
+    @property
+    def order(self) -> tuple[float, float]:
+        """What placements are compared by: first the time in tensor-parallel collectives, which every layer waits for,
+        while the other messages travel behind computations; then all time. Rounded, so that equal placements are."""
+        return float(f"{self.seconds_of('tp'):.9g}"), float(f"{self.seconds:.9g}")
 
 
-class RankRow(NamedTuple):
-    """One rank. `chunks` are the layers of each of its chunks, in the order of the model."""
+def placement_cost(config: Config, placement: Placement) -> PlacementCost:
+    """What the messages of a step cost on a placement."""
+    return _cost(config, placement, step_messages(config, placement.cluster.device_type))
 
-    rank: int
-    node: int
-    device: int
-    nic: str
-    tp: int
-    dp: int
-    pp: int
-    chunks: tuple[range, ...]
+
+def _cost(config: Config, placement: Placement, sent: StepMessages) -> PlacementCost:
+    channels, parts = Channels(config, placement.cluster, placement), list[MessageCost]()
+    for direction, group, messages, ask in (
+        ("tp", channels.lanes.tensor, sent.tensor, channels.tensor_s),
+        ("dp", channels.lanes.data, sent.data, channels.data_s),
+    ):
+        if group.rate is None:
+            continue
+        for kind in sorted({message.kind for message in messages}):
+            counts = {message.bytes: count for message, count in messages.items() if message.kind == kind}
+            n_bytes = ring_bytes(sum(size * count for size, count in counts.items()), group.ranks, kind)
+            seconds = sum(count * ask(kind, size) for size, count in counts.items())
+            name, (_, basis, limit) = kind.replace("_", "-"), group.rate
+            parts.append(MessageCost(direction, name, n_bytes, seconds, basis, limit))
+    if sent.messages:
+        last, chunks = placement.layout.pipeline - 1, config.parallel.num_chunks
+        ways = [channels.boundary(rank, True, sent.message_bytes) for rank in range(len(channels.lanes.boundaries))]
+        once = 2 * sum((chunks - (rank == last)) * sum(way) for rank, way in enumerate(ways))
+        n_bytes, every = 2.0 * sent.message_bytes, 2 * sent.messages * max(occupied for occupied, _ in ways)
+        stages = chunks * (last + 1) - 1
+        parts.append(MessageCost("pp", "stage to stage", sent.messages * n_bytes, every, ESTIMATED, "slowest boundary"))
+        parts.append(MessageCost("pp", "first in, last out", stages * n_bytes, once, ESTIMATED, "boundaries in turn"))
+        if sent.tied_bytes:
+            seconds = channels.tied_s(sent.tied_bytes)
+            parts.append(MessageCost("pp", "tied embedding", sent.tied_bytes, seconds, ESTIMATED, "first, last stage"))
+    return PlacementCost(tuple(parts))
+
+
+# -- which placement ---------------------------------------------------------------------------------------------------
+
+
+def choose_placement(config: Config, cluster: Cluster) -> Placement:
+    """The cheapest placement (PlacementCost.order); --rank-order and --device-order, where given, are kept.
+
+    Among equals the default order of directions and the plain order of devices win.
+
+    Raises ConfigError for a world size that is neither a part of a node nor whole nodes, for more nodes than the
+    machine has, and for a device order that does not name each device of a node once.
+    """
+    parallel = config.parallel
+    return _cheapest(config, cluster, [parallel.rank_order] if parallel.rank_order else RANK_ORDERS)
+
+
+def all_placements(config: Config, cluster: Cluster) -> dict[str, Placement]:
+    """For each of the six orders of directions the placement with the cheapest order of devices."""
+    return {order: _cheapest(config, cluster, [order]) for order in RANK_ORDERS}
+
+
+def naive_placement(config: Config, cluster: Cluster) -> Placement:
+    """Megatron's order of directions, and device i for local rank i."""
+    return Placement(cluster, _layout(config, DEFAULT_ORDER), tuple(range(_devices_used(config, cluster))))
+
+
+def place_with(config: Config, cluster: Cluster, rank_order: str, device_order: tuple[int, ...]) -> Placement:
+    """The placement with these orders. Raises ConfigError as choose_placement does."""
+    if len(device_order) != _devices_used(config, cluster):
+        _check_device_order(device_order, cluster)
+    return Placement(cluster, _layout(config, rank_order), device_order)
+
+
+def _cheapest(config: Config, cluster: Cluster, rank_orders: Sequence[str]) -> Placement:
+    device_orders, sent = _device_orders(config, cluster), step_messages(config, cluster.device_type)
+    places = (Placement(cluster, _layout(config, order), devices) for order in rank_orders for devices in device_orders)
+    return min(places, key=lambda place: _cost(config, place, sent).order)
+
+
+def _layout(config: Config, order: str) -> Layout:
+    parallel = config.parallel
+    return Layout.for_world(
+        parallel.world_size, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, order
+    )
+
+
+def _device_orders(config: Config, cluster: Cluster) -> Sequence[tuple[int, ...]]:
+    devices, given = _devices_used(config, cluster), config.parallel.device_order
+    if devices < cluster.devices_per_node:
+        return [cluster.local_order[:devices]]
+    if given is None:
+        return cluster.device_orders
+    _check_device_order(given, cluster)
+    return [given]
+
+
+def _check_device_order(order: tuple[int, ...], cluster: Cluster) -> None:
+    if sorted(order) != list(range(cluster.devices_per_node)):
+        raise ConfigError(
+            f"--device-order {','.join(map(str, order))} does not name each device of a node of {cluster.name} once: "
+            f"they are 0 to {cluster.devices_per_node - 1}, as in {','.join(map(str, cluster.local_order))}"
+        )
+
+
+def _devices_used(config: Config, cluster: Cluster) -> int:
+    """Devices of each node that have a rank. Raises ConfigError where they fill no whole nodes of the machine."""
+    world, each = config.parallel.world_size, cluster.devices_per_node
+    if world <= each:
+        return world
+    if world % each:
+        raise ConfigError(
+            f"world size {world} is neither a part of one node of {cluster.name} nor whole nodes of {each} devices: "
+            f"start {world // each * each} or {-(-world // each) * each} processes, or leave ranks as launched with "
+            f"--cluster none"
+        )
+    if world // each > cluster.nodes:
+        raise ConfigError(
+            f"world size {world} needs {world // each} nodes, but {cluster.name} has {cluster.nodes}: start fewer "
+            f"processes"
+        )
+    return each
 
 
 def plan_ranks(config: Config, launch: Launch) -> RankPlan:
@@ -72,63 +240,27 @@ def plan_ranks(config: Config, launch: Launch) -> RankPlan:
     whole = len(chosen.device_order) == cluster.devices_per_node  # else there are no devices to choose from
     device_order = chosen.device_order if whole else ()
     placing = Placing(device_order, cluster.local_order, cluster.cores_of_device, chosen.layout.order)
-    return RankPlan(placing, lambda: render_placement(chosen, naive_placement(config, cluster)).splitlines())
+    return RankPlan(placing, lambda: render_placement(config, chosen).splitlines())
 
 
-def choose_placement(config: Config, cluster: Cluster) -> Placement:
-    """The cheapest placement (PlacementCost.cheaper_than); --rank-order and --device-order, where given, are kept.
-
-    Among equals the default order of directions and the plain order of devices win. Takes milliseconds at any size.
-
-    Raises ConfigError for a world size that is neither a part of a node nor whole nodes, for more nodes than the
-    machine has, and for a device order that does not name each device of a node once.
-    """
-    devices = _devices_used(config, cluster)
-    orders = [config.parallel.rank_order] if config.parallel.rank_order else list(RANK_ORDERS)
-    traffic = traffic_of(config, cluster.device_type)
-    best: Placement | None = None
-    for order in _different(config, orders):
-        least = float("inf") if best is None else best.cost.seconds_of("tp")
-        for placement in _on_devices(config, cluster, order, _device_orders(config, cluster, devices), traffic, least):
-            if best is None or placement.cost.cheaper_than(best.cost):
-                best = placement
-    assert best is not None, "there is at least one order"
-    return best
+# -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def naive_placement(config: Config, cluster: Cluster) -> Placement:
-    """Megatron's order of directions, and device i for local rank i."""
-    devices = _devices_used(config, cluster)
-    return place_with(config, cluster, DEFAULT_ORDER, tuple(range(devices)))
+class RankRow(NamedTuple):
+    """One rank. `chunks` are the layers of each of its chunks, in the order of the model."""
 
-
-def all_placements(config: Config, cluster: Cluster) -> dict[str, Placement]:
-    """For each of the six orders of directions the placement with the cheapest order of devices."""
-    devices = _devices_used(config, cluster)
-    traffic, found = traffic_of(config, cluster.device_type), dict[str, Placement]()
-    for order in RANK_ORDERS:
-        for placement in _on_devices(config, cluster, order, _device_orders(config, cluster, devices), traffic):
-            if order not in found or placement.cost.cheaper_than(found[order].cost):
-                found[order] = placement
-    return found
-
-
-def place_with(config: Config, cluster: Cluster, rank_order: str, device_order: tuple[int, ...]) -> Placement:
-    """The placement with these orders. Raises ConfigError as choose_placement does."""
-    devices = _devices_used(config, cluster)
-    if len(device_order) != devices:
-        _check_device_order(device_order, cluster)
-    (placement,) = _on_devices(config, cluster, rank_order, [device_order], traffic_of(config, cluster.device_type))
-    return placement
-
-
-def rank_table(config: Config, cluster: Cluster) -> Iterator[RankRow]:
-    """Node, device, network card, coordinates and layers of every rank of the chosen placement, one at a time."""
-    return rank_rows(config, choose_placement(config, cluster))
+    rank: int
+    node: int
+    device: int
+    nic: str
+    tp: int
+    dp: int
+    pp: int
+    chunks: tuple[range, ...]
 
 
 def rank_rows(config: Config, placement: Placement) -> Iterator[RankRow]:
-    """The rows of a placement, one at a time."""
+    """Node, device, network card, coordinates and layers of every rank of a placement, one at a time."""
     parallel, cluster = config.parallel, placement.cluster
     layers = assign_layers(config.model.num_layers, parallel.num_stages, parallel.pipeline_layout)
     chunks = [tuple(layers[stage :: parallel.pipeline_model_parallel_size]) for stage in range(len(layers))]
@@ -138,70 +270,26 @@ def rank_rows(config: Config, placement: Placement) -> Iterator[RankRow]:
         yield RankRow(rank, node, device, cluster.nics[cluster.nic_of_device[device]], tp, dp, pp, chunks[pp])
 
 
-def _on_devices(
-    config: Config, cluster: Cluster, order: str, device_orders: list[tuple[int, ...]], traffic: Traffic,
-    least: float = float("inf"),
-) -> Iterator[Placement]:
-    """The placements whose tensor-parallel collectives take no longer than `least` seconds."""
-    parallel = config.parallel
-    layout = Layout.for_world(
-        parallel.world_size, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, order
-    )
-    model = CostModel(cluster, layout, traffic, len(device_orders[0]))
-    notes = traffic.notes
-    if len(device_orders[0]) < cluster.devices_per_node:
-        notes += ("a node that is not full keeps the ranks of the launcher, next to whose cores these devices are",)
-    for device_order in device_orders:
-        if model.tensor_seconds(device_order) > least * (1 + 1e-9):
-            continue
-        yield Placement(cluster, layout, device_order, model.cost(device_order), notes)
+def render_placement(config: Config, placement: Placement, width: int = 100) -> str:
+    """Both orders, and the seconds of a step's messages beside those of the naive placement."""
+    layout, naive = placement.layout, naive_placement(config, placement.cluster)
+    cost, other = placement_cost(config, placement), placement_cost(config, naive)
+    rows = list[tuple[str, ...]]()
+    for part, plain in zip(cost.parts, other.parts, strict=True):
+        rate = f"{'' if part.basis == PUBLISHED else '~'}{part.bytes / part.seconds / 1e9:.3g}"
+        rows.append((
+            _DIRECTIONS[part.direction], part.name, f"{part.bytes / 1e9:.3g}", rate, f"{part.seconds:.3g}",
+            f"{plain.seconds:.3g}", part.limit,
+        ))  # fmt: skip
+    rows.append(("all", "nothing hidden", "", "", f"{cost.seconds:.3g}", f"{other.seconds:.3g}", ""))
+    table = Table("", ("direction", "messages", "GB", "GB/s", "s", "naive s", "limited by"), rows)
+    nodes = -(-layout.world_size // len(placement.device_order))
+    return "\n".join([
+        f"placement on {placement.cluster.name}: {layout.world_size} ranks on {nodes} node{'s' * (nodes > 1)} = "
+        f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}",
+        f"{_orders(placement)} (naive: {_orders(naive)})", table.text(width),
+    ])  # fmt: skip
 
 
-def _different(config: Config, orders: list[str]) -> list[str]:
-    """Without those that number the ranks as one before them: directions of one rank may stand anywhere."""
-    parallel = config.parallel
-    sizes = {
-        "tp": parallel.tensor_model_parallel_size, "pp": parallel.pipeline_model_parallel_size,
-        "dp": parallel.data_parallel_size,
-    }  # fmt: skip
-    found: dict[tuple[str, ...], str] = {}
-    for order in orders:
-        found.setdefault(tuple(d for d in order.split("-") if sizes[d] > 1), order)
-    return list(found.values())
-
-
-def _device_orders(config: Config, cluster: Cluster, devices: int) -> list[tuple[int, ...]]:
-    if devices < cluster.devices_per_node:
-        return [cluster.local_order[:devices]]
-    given = config.parallel.device_order
-    if given is None:
-        return list(cluster.device_orders)
-    _check_device_order(given, cluster)
-    return [given]
-
-
-def _check_device_order(order: tuple[int, ...], cluster: Cluster) -> None:
-    if sorted(order) != list(range(cluster.devices_per_node)):
-        raise ConfigError(
-            f"--device-order {','.join(map(str, order))} does not name each device of a node of {cluster.name} once: "
-            f"they are 0 to {cluster.devices_per_node - 1}, as in {','.join(map(str, cluster.local_order))}"
-        )
-
-
-def _devices_used(config: Config, cluster: Cluster) -> int:
-    """Devices of each node that have a rank."""
-    world, each = config.parallel.world_size, cluster.devices_per_node
-    if world <= each:
-        return world
-    if world % each:
-        raise ConfigError(
-            f"world size {world} is neither a part of one node of {cluster.name} nor whole nodes of {each} devices: "
-            f"start {world // each * each} or {-(-world // each) * each} processes, or leave ranks as launched with "
-            f"--cluster none"
-        )
-    if world // each > cluster.nodes:
-        raise ConfigError(
-            f"world size {world} needs {world // each} nodes, but {cluster.name} has {cluster.nodes}: start fewer "
-            f"processes"
-        )
-    return each
+def _orders(placement: Placement) -> str:
+    return f"rank order {placement.layout.order}, device order {','.join(map(str, placement.device_order))}"

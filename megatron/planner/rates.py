@@ -27,13 +27,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from megatron.errors import ConfigError
-from megatron.planner.compute import Confidence, Figure, assumed_figures
-
-if TYPE_CHECKING:
-    from megatron.planner.cluster import Cluster
+from megatron.planner.cluster import Cluster
+from megatron.planner.compute import Confidence, Figure
 
 BACKWARD_OPERATIONS = 2.5
 """Operations of attention's backward pass for each one of its forward pass, scores made again."""
@@ -49,25 +48,22 @@ class Rates:
     """
 
     def __init__(self, cluster: Cluster, dtype: str) -> None:
-        known, assumed = cluster.compute.figures, _assumed(cluster)
-        names = [f"products.{dtype}", f"attention.{dtype}.forward", f"attention.{dtype}.backward"]
-        for name in names:
-            if name not in known and name not in assumed:
+        self._figures, self._dtype = cluster.figures, dtype
+        for name in (f"products.{dtype}", f"attention.{dtype}.forward", f"attention.{dtype}.backward"):
+            if name not in self._figures:
                 raise ConfigError(
                     f"{cluster.path or cluster.name}: compute.{name}: neither this nor device.peak_tflops.{dtype} is "
                     f"there: give one of them, or train in {', '.join(cluster.peak_tflops) or 'another dtype'}"
                 )
-        self._figures = {**assumed, **known}
         self._used: dict[str, Figure] = {}
         self._peak = cluster.peak_tflops.get(dtype, float("inf")) * 1e12
-        self._products, self._forward, self._backward = names
         self.layer_overhead_s = self._take("layer_overhead_s").value
         self.layer_forward_overhead_s = self._optional("layer_forward_overhead_s", self.layer_overhead_s)
         self.layer_backward_overhead_s = self._optional("layer_backward_overhead_s", self.layer_overhead_s)
         self.instruction_overhead_s = self._optional("instruction_overhead_s", 0.0)
         self.step_overhead_s = self._take("step_overhead_s").value
         self._kernel_s = self._take("kernel_s").value
-        self._product_law = _product_law(self._take(self._products), self._peak)
+        self._product_law = _product_law(self._take(f"products.{dtype}"), self._peak)
 
     def _take(self, name: str) -> Figure:
         return self._used.setdefault(name, self._figures[name])
@@ -83,17 +79,19 @@ class Rates:
         self, batch: int, heads: int, seq: int, head_dim: int, *, backward: bool, causal: bool = True
     ) -> float:
         """Of one pass of attention that stores no scores; queries, keys, values are [batch, seq, heads, head_dim]."""
-        figure = self._take(self._backward if backward else self._forward)
-        rate = _attention_law(figure, self._peak).rate(seq, head_dim)
+        figure = self._take(f"attention.{self._dtype}.{'backward' if backward else 'forward'}")
+        heads_known, lines = _attention_lines(figure, self._peak)
+        rate = np.interp(math.log(head_dim), heads_known, [1.0 / line.inverse(seq) for line in lines])
         pairs = seq * seq / 2 if causal else seq * seq
         operations = 4.0 * batch * heads * pairs * head_dim * (BACKWARD_OPERATIONS if backward else 1.0)
-        return max(self._kernel_s, operations / rate)
+        return max(self._kernel_s, operations / float(rate))
 
     def memory_s(self, n_bytes: float, kernels: int = 1, kind: str = "copy") -> float:
         """Of kernels that read and write `n_bytes` in all and do this kind of work (compute.WORK)."""
         figure = self._take(f"memory.{kind}" if f"memory.{kind}" in self._figures else "memory.copy")
-        rate = _between(_memory_points(figure), math.log(max(1.0, n_bytes / max(1, kernels))))
-        return kernels * self._kernel_s + n_bytes / (rate * 1e9)
+        sizes, rates = zip(*sorted(figure.points), strict=True)
+        rate = np.interp(math.log(max(1.0, n_bytes / max(1, kernels))), np.log(sizes), rates)
+        return kernels * self._kernel_s + n_bytes / (float(rate) * 1e9)
 
     def update_s(self, elements: float, bytes_per_element: float) -> float:
         """Of the optimizer's update of `elements` parameters, of each of which it reads and writes so many bytes."""
@@ -103,15 +101,6 @@ class Rates:
     def confidence(self) -> Confidence:
         """The figures that the answers so far rest on."""
         return Confidence.of(self._used.values())
-
-
-def _assumed(cluster: Cluster) -> dict[str, Figure]:
-    return _assumed_of(tuple(sorted(cluster.peak_tflops.items())))
-
-
-@functools.cache
-def _assumed_of(peaks: tuple[tuple[str, float], ...]) -> dict[str, Figure]:
-    return assumed_figures(dict(peaks))
 
 
 def size_of(m: float, n: float, k: float) -> float:
@@ -172,49 +161,19 @@ class _ProductLaw:
     """Seconds of a product by its sides, through the points of a figure."""
 
     def __init__(self, figure: Figure, peak: float) -> None:
-        points = [(m, n, k, rate * 1e12) for m, n, k, rate in figure.points]
-        self._line = _Line([(size_of(m, n, k), rate) for m, n, k, rate in points], peak, two_parts=True)
-        self._off = [
-            (math.log(m), math.log(n), math.log(k), off)
-            for m, n, k, rate in points
-            if abs(off := -math.log(rate * self._line.inverse(size_of(m, n, k)))) > 1e-9
-        ]
-        self._exact = {(m, n, k): 2.0 * m * n * k / rate for m, n, k, rate in points}
-        self._known: dict[tuple[int, int, int], float] = {}
+        points = [(size_of(m, n, k), rate * 1e12) for m, n, k, rate in figure.points]
+        self._line = _Line(points, peak, two_parts=True)
+        self._sides = np.log([point[:3] for point in figure.points]).T
+        self._off = np.array([-math.log(rate * self._line.inverse(size)) for size, rate in points])
 
     def seconds(self, m: int, n: int, k: int) -> float:
-        key = (m, n, k)
-        if key not in self._known:
-            exact = self._exact.get(key)
-            self._known[key] = exact if exact is not None else self._between(m, n, k)
-        return self._known[key]
-
-    def _between(self, m: int, n: int, k: int) -> float:
-        law = 2.0 * m * n * k * self._line.inverse(size_of(m, n, k))
-        if not self._off:
-            return law
-        place = math.log(m), math.log(n), math.log(k)
-        total, weights = 0.0, 1.0
-        for a, b, c, off in self._off:
-            distance = (place[0] - a) ** 2 + (place[1] - b) ** 2 + (place[2] - c) ** 2
-            weight = _NEAR / max(distance, 1e-12)
-            total += weight * off
-            weights += weight
-        return law * math.exp(total / weights)
-
-
-class _AttentionLaw:
-    """Operations a second by sequence length and head size, through the points of a figure."""
-
-    def __init__(self, figure: Figure, peak: float) -> None:
-        heads = sorted({head for _, head, _ in figure.points})
-        self._lines = [
-            (math.log(head), _Line([(seq, rate * 1e12) for seq, d, rate in figure.points if d == head], peak))
-            for head in heads
-        ]
-
-    def rate(self, seq: int, head_dim: int) -> float:
-        return _between([(place, 1.0 / line.inverse(seq)) for place, line in self._lines], math.log(head_dim))
+        distance = ((self._sides - np.log([[m], [n], [k]])) ** 2).sum(0)
+        if distance.min() < 1e-12:
+            off = self._off[distance.argmin()]
+        else:
+            weights = _NEAR / distance * (np.abs(self._off) > 1e-9)  # points on the line pull nothing to it
+            off = weights @ self._off / (1.0 + weights.sum())
+        return 2.0 * m * n * k * self._line.inverse(size_of(m, n, k)) * math.exp(off)
 
 
 @functools.cache
@@ -223,22 +182,8 @@ def _product_law(figure: Figure, peak: float) -> _ProductLaw:
 
 
 @functools.cache
-def _memory_points(figure: Figure) -> list[tuple[float, float]]:
-    """(logarithm of the bytes, GB/s)."""
-    return [(math.log(size), rate) for size, rate in sorted(figure.points)]
-
-
-@functools.cache
-def _attention_law(figure: Figure, peak: float) -> _AttentionLaw:
-    return _AttentionLaw(figure, peak)
-
-
-def _between(points: Sequence[tuple[float, float]], x: float) -> float:
-    """On the straight line between the points around x; beyond the outermost, theirs."""
-    above = next((i for i, point in enumerate(points) if point[0] >= x), None)
-    if above is None:
-        return points[-1][1]
-    if above == 0:
-        return points[0][1]
-    (x0, y0), (x1, y1) = points[above - 1], points[above]
-    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+def _attention_lines(figure: Figure, peak: float) -> tuple[list[float], list[_Line]]:
+    """Logarithms of the head sizes, and a line over the sequence length for each."""
+    heads = sorted({head for _, head, _ in figure.points})
+    lines = [_Line([(seq, rate * 1e12) for seq, d, rate in figure.points if d == head], peak) for head in heads]
+    return [math.log(head) for head in heads], lines

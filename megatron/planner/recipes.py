@@ -1,21 +1,20 @@
-"""The recipes for Frontier, and what counting says about each: memory, useful share of the time, messages.
+"""The recipes for Frontier, and what is predicted of each: memory and the time of a step.
 
 Nothing here was measured. docs/frontier.md has the tables that `tools/show_recipe.py --all --markdown` prints of it.
 """
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron.config import Config
-from megatron.config.command_line import parse_plan
 from megatron.planner.cluster import Cluster
-from megatron.planner.memory import RankMemory, memory_of_ranks
-from megatron.planner.placement import Placement, choose_placement, naive_placement
-from megatron.planner.step_work import StepWork, step_work
+from megatron.planner.placement import naive_placement
 from megatron.planner.table import Table
+from megatron.planner.timing.estimate import estimate
 
 _GIB = 2**30
+_PARTS = ("recompute", "bubble", "tensor messages", "pipeline messages", "data-parallel")
 _PLAIN = "--rank-order tp-dp-pp --device-order 0,1,2,3,4,5,6,7"
 
 
@@ -64,75 +63,42 @@ RECIPES: tuple[Recipe, ...] = (
 )
 
 
-@dataclass(frozen=True)
-class Outlook:
-    """What counting says of one configuration. `placed` and `naive` are None where no machine is given."""
-
-    name: str
-    config: Config
-    memory: tuple[RankMemory, ...]
-    work: StepWork
-    placed: Placement | None = None
-    naive: Placement | None = None
-
-    @property
-    def fullest(self) -> RankMemory:
-        """The pipeline rank that needs most memory."""
-        return max(self.memory, key=lambda rank: rank.total)
+def name_of(recipe: Recipe) -> str:
+    return f"{recipe.model} {recipe.kind}" + (f" ({recipe.note})" if recipe.note else "")
 
 
-def outlook(name: str, config: Config, cluster: Cluster | None) -> Outlook:
-    """Raises ConfigError for a configuration that the cluster cannot run."""
-    placed = naive = None
-    if cluster is not None:
-        placed, naive = choose_placement(config, cluster), naive_placement(config, cluster)
-    return Outlook(name, config, memory_of_ranks(config), step_work(config), placed, naive)
+def outlook_tables(configs: Mapping[str, Config], cluster: Cluster) -> list[Table]:
+    """Layout, memory and time of configurations by name, on the placement that is chosen for each.
 
-
-def outlooks(recipes: Iterable[Recipe], cluster: Cluster) -> list[Outlook]:
-    found = []
-    for recipe in recipes:
-        name = f"{recipe.model} {recipe.kind}" + (f" ({recipe.note})" if recipe.note else "")
-        found.append(outlook(name, parse_plan(recipe.argv(cluster.devices_per_node)), cluster))
-    return found
-
-
-def layout_table(found: Sequence[Outlook]) -> Table:
-    columns = ("recipe", "devices", "TP x PP", "chunks", "replicas", "samples a step", "micro-batches", "recomputed")
-    rows = []
-    for each in found:
-        config, parallel = each.config, each.config.parallel
-        again = config.recompute.recompute_granularity or "nothing"
+    Raises ConfigError for one that the cluster cannot run.
+    """
+    layouts, memory, times = [], [], []
+    for name, config in configs.items():
+        parallel, recompute, found = config.parallel, config.recompute, estimate(config, cluster)
+        again = recompute.recompute_granularity or "nothing"
         if again == "selective":
-            again = ", ".join(config.recompute.recompute_modules)
-        sizes = f"{parallel.tensor_model_parallel_size} x {parallel.pipeline_model_parallel_size}"
-        rows.append((
-            each.name, str(parallel.world_size), sizes, str(parallel.num_chunks), str(parallel.data_parallel_size),
-            str(config.batch.global_batch_size), str(each.work.micro_batches),
-            "whole layers" if again == "full" else again,
-        ))
-    return Table("layout", columns, rows)
-
-
-def memory_table(found: Sequence[Outlook]) -> Table:
-    """GiB on each device of the fullest pipeline rank."""
-    columns = ("recipe", "rank", "weights", "gradients", "optimizer", "activations", "temporary", "all, GiB")
-    rows = []
-    for each in found:
-        full = each.fullest
+            again = ", ".join(recompute.recompute_modules)
+        layouts.append((
+            name, str(parallel.world_size),
+            f"{parallel.tensor_model_parallel_size} x {parallel.pipeline_model_parallel_size}",
+            *map(str, (parallel.num_chunks, parallel.data_parallel_size, config.batch.global_batch_size)),
+            str(config.num_micro_batches()), "whole layers" if again == "full" else again,
+        ))  # fmt: skip
+        full = max(found.memory, key=lambda rank: rank.total)
         rest = full.logits + full.buffers + full.temporary
         parts = (full.weights, full.gradients, full.optimizer, full.activations, rest, full.total)
-        rows.append((each.name, str(full.rank), *(f"{part / _GIB:.1f}" for part in parts)))
-    return Table("memory of the fullest pipeline rank, GiB per device", columns, rows)
-
-
-def work_table(found: Sequence[Outlook]) -> Table:
-    """Shares of a step's time if products ran at one rate and messages were free; beside them the messages' time."""
-    columns = ("recipe", "bubble", "imbalance", "recomputed", "useful", "messages placed, s", "messages naive, s")
-    rows = []
-    for each in found:
-        work = each.work
-        shares = (work.bubble, work.imbalance, work.recomputed, work.useful)
-        seconds = [f"{placed.cost.seconds:.1f}" if placed else "" for placed in (each.placed, each.naive)]
-        rows.append((each.name, *(f"{100 * share:.1f} %" for share in shares), *seconds))
-    return Table("time, by counting: messages are upper bounds, as if nothing hid them", columns, rows)
+        memory.append((name, str(full.rank), *(f"{part / _GIB:.1f}" for part in parts)))
+        shares = (f"{100 * found.parts[part] / found.seconds:.1f} %" for part in _PARTS)
+        naive = estimate(config, cluster, naive_placement(config, cluster)).seconds
+        times.append((
+            name, f"{found.seconds:.2f}", f"{naive:.2f}", f"{100 * (found.mfu or 0):.1f} %", *shares,
+        ))  # fmt: skip
+    return [
+        Table("layout", (
+            "recipe", "devices", "TP x PP", "chunks", "replicas", "samples a step", "micro-batches", "recomputed",
+        ), layouts),
+        Table("memory of the fullest pipeline rank, GiB per device", (
+            "recipe", "rank", "weights", "gradients", "optimizer", "activations", "temporary", "all, GiB",
+        ), memory),
+        Table("time of a step, predicted", ("recipe", "s/step", "naive s/step", "MFU", *_PARTS), times),
+    ]  # fmt: skip

@@ -1,67 +1,89 @@
-"""Seconds of messages and collectives: against the cost of a step, by hand, and every replica one by one."""
+"""Seconds of messages and collectives: by hand, and every replica one by one."""
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.config import Config
 from megatron.config.parallel import RANK_ORDERS
 from megatron.parallel.topology import Layout
-from megatron.planner.channels import Channels
+from megatron.planner.channels import Channels, groups_on_nodes
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.compute import ASSUMED, MEASURED, PUBLISHED, Figure
-from megatron.planner.cost import CostModel
+from megatron.planner.links import node_links, ways
 from megatron.planner.placement import choose_placement, naive_placement, place_with
-from megatron.planner.traffic import traffic_of
 from tests.planner.layouts import made
 
 FRONTIER = load_cluster("frontier")
 DGX = load_cluster("dgx-h100")
-LATENCIES = ("collective_start_s", "hop_within_s", "hop_between_s", "message_within_s", "message_between_s")
+
+# -- how groups and messages lie on nodes, against all ranks of all nodes ----------------------------------------------
 
 
-def without_latency(cluster: Cluster) -> Cluster:
-    return replace(cluster, compute=cluster.compute.varied(dict.fromkeys(LATENCIES, 0.0)))
+def all_groups(layout: Layout, devices: int, direction: str) -> set[frozenset[tuple[int, ...]]]:
+    """Members of each group on each node, by the layout's own lists of ranks."""
+    lines = {
+        "tp": [layout.tensor_ranks(data=d, pipeline=p) for d in range(layout.data) for p in range(layout.pipeline)],
+        "dp": [layout.data_ranks(tensor=t, pipeline=p) for t in range(layout.tensor) for p in range(layout.pipeline)],
+    }[direction]
+    nodes: dict[int, set[tuple[int, ...]]] = {}
+    for ranks in lines:
+        for node in {r // devices for r in ranks}:
+            nodes.setdefault(node, set()).add(tuple(r % devices for r in ranks if r // devices == node))
+    return {frozenset(groups) for groups in nodes.values()}
 
 
-INSTANT = without_latency(FRONTIER)
+SIZES = st.integers(1, 17)
 
 
-# -- against the cost of a step's messages ----------------------------------------------------------------------------
-
-LAYOUTS = [
-    (4, 2, 1, 1), (8, 4, 4, 1), (4, 16, 16, 1), (4, 16, 16, 3), (2, 8, 4, 1), (1, 8, 8, 1), (1, 16, 1, 3), (8, 1, 4, 1),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("tensor", "pipeline", "data", "chunks"), LAYOUTS)
-def test_collectives_cost_what_a_step_is_said_to_cost(tensor: int, pipeline: int, data: int, chunks: int) -> None:
-    """Without latency: seconds for each byte that a rank sends are those of the placement's cost."""
-    config = made(tensor, pipeline, data, chunks)
-    placement = choose_placement(config, INSTANT)
-    channels, traffic = Channels(config, INSTANT, placement), traffic_of(config, "cuda")
-    of_tensor = [(flow.bytes, "all_gather") for flow in traffic.tensor]
-    of_data = [(flow.bytes, kind) for flow, kind in zip(traffic.data, ("reduce_scatter", "all_gather"), strict=False)]
-    for direction, flows, size, ask in (
-        ("tp", of_tensor, tensor, channels.tensor_s), ("dp", of_data, data, channels.data_s)
-    ):  # fmt: skip
-        whole = [(sent * size / (size - 1), kind) for sent, kind in flows]
-        seconds = sum(ask(kind, n_bytes) for n_bytes, kind in whole)
-        assert seconds == pytest.approx(placement.cost.seconds_of(direction))
-        for n_bytes, kind in whole:
-            assert ask("all_reduce", n_bytes) == pytest.approx(2 * ask(kind, n_bytes))
-    if traffic.tied is not None:
-        (tied,) = [part for part in placement.cost.of("pp") if part.name == traffic.tied.name]
-        assert channels.tied_s(traffic.tied.bytes) == pytest.approx(tied.seconds)
+@given(SIZES, SIZES, SIZES, st.sampled_from(RANK_ORDERS), st.sampled_from([2, 4, 8]))
+def test_groups_on_nodes(tensor: int, pipeline: int, data: int, order: str, devices: int) -> None:
+    data += -(tensor * pipeline * data) % devices and devices - data % devices  # whole nodes
+    layout = Layout(tensor, pipeline, data, order)
+    for direction, size, stride in zip(("tp", "dp"), (tensor, data), layout.strides, strict=False):
+        found = groups_on_nodes(layout.world_size, devices, stride, size)
+        assert found == all_groups(layout, devices, direction), direction
 
 
-# -- every replica one by one -----------------------------------------------------------------------------------------
+def seconds_of_all(layout: Layout, order: tuple[int, ...], wraps: bool) -> dict[tuple[int, bool], float]:
+    """(boundary, whether on one node) -> most seconds of a byte: every message counted on all links that it may take,
+    which all have the bandwidth that so many messages leave each."""
+    devices, links = len(order), node_links(FRONTIER)
+    paths, users, weights = [], Counter[tuple[int, ...]](), dict[tuple[int, ...], float]()
+    for t in range(layout.tensor):
+        for d in range(layout.data):
+            ranks = list(layout.pipeline_ranks(tensor=t, data=d))
+            for i, (a, b) in enumerate(zip(ranks, ranks[1:] + ranks[:1], strict=True)):
+                if i == len(ranks) - 1 and not wraps:
+                    continue
+                (node, source), (other, target) = ((r // devices, order[r % devices]) for r in (a, b))
+                if node == other:
+                    found = ways(FRONTIER, source, target)
+                    taken = {(node, *step) for way in found for step in way}
+                    weight = 1 / 0.72 if len(found[0]) > 1 else 1.0
+                else:
+                    out, into = FRONTIER.nic_of_device[source], FRONTIER.nic_of_device[target]
+                    taken, weight = {(node, -1, out), (other, -2, into)}, 1.0
+                    taken |= {(node, *step) for way in ways(FRONTIER, source, 2 * out + 1) for step in way}
+                    taken |= {(other, *step) for way in ways(FRONTIER, 2 * into + 1, target) for step in way}
+                paths.append((i, node == other, taken))
+                users.update(taken)
+                weights |= {resource: max(weight, weights.get(resource, 0.0)) for resource in taken}
+    seconds = dict[tuple[int, bool], float]()
+    for i, inside, taken in paths:
+        for resource in taken:
+            width = FRONTIER.link_gb_per_s(*resource[1:]) if resource[1] >= 0 else 0.0
+            rate = 1e9 * (links.rate_of_link(width) if width else 0.4 * 25)
+            seconds[i, inside] = max(seconds.get((i, inside), 0.0), users[resource] * weights[resource] / rate)
+    return seconds
 
 
 @given(
-    sizes=st.tuples(st.sampled_from([1, 2, 4, 8]), st.sampled_from([2, 3, 4, 8]), st.sampled_from([1, 2, 3, 4, 8])),
+    sizes=st.tuples(st.sampled_from([1, 2, 3, 4, 8]), st.sampled_from([2, 3, 4, 8]), st.sampled_from([1, 2, 3, 4, 8])),
     order=st.sampled_from(RANK_ORDERS), chunks=st.sampled_from([1, 2]), devices=st.sampled_from(FRONTIER.device_orders),
 )  # fmt: skip
 def test_a_boundary_is_that_of_its_slowest_replica(
@@ -71,24 +93,22 @@ def test_a_boundary_is_that_of_its_slowest_replica(
     world = tensor * pipeline * data
     if world % 8 and world > 8:
         return
-    config = made(tensor, pipeline, data, chunks, sequence_parallel=False)
-    layout, used = Layout(tensor, pipeline, data, order), devices if world >= 8 else FRONTIER.local_order[:world]
+    config = made(tensor, pipeline, data, chunks, num_attention_heads=24, hidden_size=1536, sequence_parallel=False)
+    used = devices if world >= 8 else FRONTIER.local_order[:world]
     placement = place_with(config, FRONTIER, order, used)
-    channels = Channels(config, FRONTIER, placement)
-    model = CostModel(FRONTIER, layout, replace(traffic_of(config, "cuda"), message_bytes=1 << 20), len(used))
-    seconds = model.message_seconds(used)
-    for forward in (True, False):
-        for stage in range(pipeline - (chunks == 1)):
-            worst = 0.0
-            for t in range(tensor):
-                for d in range(data):
-                    a = layout.rank(tensor=t, data=d, pipeline=stage)
-                    b = layout.rank(tensor=t, data=d, pipeline=(stage + 1) % pipeline)
-                    near = a // len(used) == b // len(used)
-                    latency = 10e-6 if near else 25e-6
-                    worst = max(worst, latency + seconds[(a % len(used), b % len(used)) if near else None])
-            sender = stage if forward else (stage + 1) % pipeline
-            assert sum(channels.boundary(sender, forward, 1 << 20)) == pytest.approx(worst)
+    channels, expected = Channels(config, FRONTIER, placement), seconds_of_all(placement.layout, used, chunks > 1)
+    for rank in range(pipeline - (chunks == 1)):
+        worst = max(
+            1e6 * expected[rank, inside] + latency
+            for inside, latency in ((True, 10e-6), (False, 25e-6)) if (rank, inside) in expected
+        )  # fmt: skip
+        assert sum(channels.boundary(rank, True, 1e6)) == pytest.approx(worst)
+        assert sum(channels.boundary((rank + 1) % pipeline, False, 1e6)) == pytest.approx(worst)
+
+
+def channels_of(config: Config, cluster: Cluster = FRONTIER) -> Channels:
+    """On the placement that is chosen."""
+    return Channels(config, cluster, choose_placement(config, cluster))
 
 
 # -- by hand ----------------------------------------------------------------------------------------------------------
@@ -104,7 +124,7 @@ def test_messages_by_hand() -> None:
         assert channels.boundary(sender + 1, False, 1e6) == pytest.approx((occupies, latency))
     # A pipeline along the eight devices of a node in an order that has a link for each step.
     config = made(1, 8, 1)
-    chosen = Channels(config, FRONTIER)
+    chosen = channels_of(config)
     order = chosen.placement.device_order
     for sender in range(7):
         width = FRONTIER.link_gb_per_s(order[sender], order[sender + 1])
@@ -114,7 +134,7 @@ def test_messages_by_hand() -> None:
 
 def test_latency_of_rings_and_trees() -> None:
     """What is left at no bytes: the start and the steps, as NCCL counts them."""
-    channels = Channels(made(8, 1, 4), FRONTIER)  # data-parallel groups: 4 ranks on 4 nodes
+    channels = channels_of(made(8, 1, 4))  # data-parallel groups: 4 ranks on 4 nodes
     start, within, between = 10e-6, 3.6e-6, 19.8e-6
     assert channels.tensor_s("all_gather", 0) == pytest.approx(start + 7 * within)
     assert channels.tensor_s("all_reduce", 0) == pytest.approx(start + 14 * within)
@@ -129,7 +149,7 @@ def test_latency_of_rings_and_trees() -> None:
 
 
 def test_a_group_of_one_sends_nothing() -> None:
-    channels = Channels(made(1, 1, 1), FRONTIER)
+    channels = channels_of(made(1, 1, 1))
     assert channels.tensor_s("all_reduce", 1e9) == channels.data_s("all_gather", 1e9) == 0.0
     assert channels.model_s(1e9) == channels.tied_s(1) == channels.world_s(8) == 0.0
     assert channels.confidence.used == ()
@@ -160,9 +180,9 @@ def test_measured_collectives_come_before_links() -> None:
     assert channels.tensor_s("all_reduce", 1e6) == plain.tensor_s("all_reduce", 1e6)
     # Groups of other sizes were not measured; those over several nodes were, with their own rows.
     pair = made(2, 4, 1)
-    assert Channels(pair, cluster).tensor_s("all_gather", 1e6) == Channels(pair, FRONTIER).tensor_s("all_gather", 1e6)
+    assert channels_of(pair, cluster).tensor_s("all_gather", 1e6) == channels_of(pair).tensor_s("all_gather", 1e6)
     across = made(8, 1, 4)
-    assert Channels(across, cluster).data_s("all_gather", 1e6) == 7.0
+    assert channels_of(across, cluster).data_s("all_gather", 1e6) == 7.0
     elsewhere = Channels(config, measured(all_gather=((*far, 1e6, 7.0),)), naive_placement(config, FRONTIER))
     assert elsewhere.tensor_s("all_gather", 1e6) == plain.tensor_s("all_gather", 1e6)
 
@@ -171,16 +191,16 @@ def test_measured_collectives_come_before_links() -> None:
 def test_measured_seconds_that_fall_are_no_way_down(n_bytes: float) -> None:
     """Noise: a larger message that took less. Beyond it the time grows with the bytes."""
     near, config = (1.0, 4.0, 1.0), made(4, 2, 1)
-    channels = Channels(config, measured(all_gather=((*near, 1e3, 2e-4), (*near, 1e6, 1e-4))))
+    channels = channels_of(config, measured(all_gather=((*near, 1e3, 2e-4), (*near, 1e6, 1e-4))))
     assert channels.tensor_s("all_gather", n_bytes) == pytest.approx(1e-4 * n_bytes / 1e6)
 
 
 def test_measured_messages_come_before_links() -> None:
     cluster, config = measured(messages=((1.0, 1e3, 2e-5), (1.0, 1e6, 1e-3), (2.0, 1e3, 1e-4))), made(4, 2, 1)
-    channels = Channels(config, cluster)
+    channels = channels_of(config, cluster)
     assert channels.boundary(0, True, 1e6) == pytest.approx((1e-3 - 2e-5, 2e-5))
     assert channels.boundary(1, False, 1) == pytest.approx((0.0, 2e-5))
-    across = Channels(made(8, 2, 1), cluster)
+    across = channels_of(made(8, 2, 1), cluster)
     assert across.boundary(0, True, 1e4) == pytest.approx((1e-3 - 1e-4, 1e-4))  # one point: in proportion beyond it
 
 
@@ -205,7 +225,7 @@ def test_confidence_tells_published_from_estimated() -> None:
 
 def test_all_reduces_of_a_whole_dgx_node_as_published() -> None:
     """Azure's bus bandwidths, 2 (n - 1) / n of the bytes each second: 361.78 GB/s at 64 MiB, 0.07 at 1 KiB on H100."""
-    channels = Channels(made(8, 1, 1), DGX)
+    channels = channels_of(made(8, 1, 1), DGX)
     for size, bus in ((1 << 26, 361.78), (1 << 20, 43.70), (1 << 10, 0.07), (1 << 33, 478.87)):
         assert 2 * 7 / 8 * size / channels.tensor_s("all_reduce", size) / 1e9 == pytest.approx(bus, rel=2e-3)
     assert channels.tensor_s("all_gather", 1 << 26) == pytest.approx(8.4e-6 + 7 * 3.4e-6 + 7 / 8 * (1 << 26) / 370e9)

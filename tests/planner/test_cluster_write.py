@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.errors import ConfigError
-from megatron.planner.cluster import Cluster, Queue, load_cluster
-from megatron.planner.cluster_file import read_cluster
-from megatron.planner.cluster_write import write_cluster
+from megatron.planner.cluster import Cluster, Queue, load_cluster, read_cluster, write_cluster
 from megatron.planner.compute import BASES, COLUMNS, SCALARS, Compute, Figure
 
 
@@ -51,7 +49,7 @@ def figures(draw: st.DrawFn) -> Figure:
 def test_any_figures_survive(found: list[Figure], title: str, cores: int | None) -> None:
     cluster = dataclasses.replace(
         load_cluster("lumi"), title=title, shared_cores=cores, compute=Compute({f.name: f for f in found}),
-        qos=(Queue("a b", max_jobs=3),), sources={**load_cluster("lumi").sources, 'odd "name"': "line\nbreak \\ é"},
+        qos=(Queue("a b", max_nodes=3),), sources={**load_cluster("lumi").sources, 'odd "name"': "line\nbreak \\ é"},
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         assert facts(again(cluster, Path(folder))) == facts(cluster)

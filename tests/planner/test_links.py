@@ -29,12 +29,12 @@ def test_published_groups(family: list[tuple[int, ...]], rate: float) -> None:
 def test_four_devices() -> None:
     """One ring on {0, 1, 6, 7} is as wide as its link of 100 GB/s; {0, 1, 2, 3} was published to reach 52."""
     found = LINKS.collective([(0, 1, 6, 7), (2, 3, 4, 5)])
-    for group, link in ((frozenset({0, 1, 6, 7}), "0-6"), (frozenset({2, 3, 4, 5}), "2-4")):
+    for group in (frozenset({0, 1, 6, 7}), frozenset({2, 3, 4, 5})):
         rate = found[group]
         assert rate.gb_per_s == LINKS.rate_of_link(100) > 72 > 52
-        assert rate.basis == "estimated" and rate.limit == f"link {link}"
+        assert rate.basis == "estimated"
     # With the published parts of a cut it would be 52 to 72: no less than {0, 1, 2, 3} in any case.
-    assert LINKS.cut * LINKS.narrowest_cut((0, 1, 6, 7))[0] == 52
+    assert LINKS.cut * LINKS.narrowest_cut((0, 1, 6, 7)) == 52
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
@@ -42,7 +42,7 @@ def test_cuts_and_rings_by_trying_all(size: int) -> None:
     for group in itertools.combinations(range(8), size):
         halves = [set(h) for k in range(1, size) for h in itertools.combinations(group, k)]
         across = [sum(FRONTIER.link_gb_per_s(a, b) for a in h for b in set(group) - h) for h in halves]
-        assert LINKS.narrowest_cut(group)[0] == min(across)
+        assert LINKS.narrowest_cut(group) == min(across)
         # A ring along a tree: of the spanning trees, by their links, the one whose narrowest link is widest.
         inner = [(a, b) for a, b in FRONTIER.links if a in group and b in group]
         widest = 0.0
@@ -66,14 +66,14 @@ def test_cards_give_the_published_rates(groups: int, rate: float) -> None:
 
 def test_groups_without_links_of_their_own_take_detours() -> None:
     (rate,) = LINKS.collective([(0, 3)]).values()
-    assert rate.gb_per_s == pytest.approx(36) and "detours" in rate.limit
+    assert rate.gb_per_s == pytest.approx(36)
     shared = LINKS.collective([(0, 3), (1, 2)])
     assert {r.gb_per_s for r in shared.values()} == {18.0}
 
 
 def test_a_machine_without_published_figures(tmp_path: Path) -> None:
     text = (CLUSTERS / "frontier.toml").read_text()
-    start, end = text.index("[collectives]"), text.index("# What a healthy node gives")
+    start, end = text.index("[collectives]"), text.index("# The least that a healthy node gives")
     path = tmp_path / "machine.toml"
     path.write_text(text[:start] + text[end:])
     links = NodeLinks(load_cluster(path))

@@ -4,13 +4,11 @@ from __future__ import annotations
 import pytest
 
 from megatron.config import Config
-from megatron.model import formulas
 from megatron.pipeline.in_flight import moments_of_rank
 from megatron.pipeline.schedule import build_schedule, peak_activations
 from megatron.planner.events import Pass, Take
 from megatron.planner.memory import ChunkMemory, chunk_memory, memory_of_ranks, parameters_of_rank
 from megatron.planner.stage import stages_of
-from megatron.planner.step_work import step_work
 from megatron.planner.trace import trace
 
 SMALL = dict(
@@ -113,28 +111,6 @@ def test_parameters_are_those_of_the_built_model():
     for rank in range(4):
         chunks = build_chunks(config, Topology.from_layout(Layout(pipeline=4), rank, device=torch.device("cpu")))
         assert sum(p.numel() for p in chunks.parameters()) == parameters_of_rank(config, rank)
-
-
-# -- work --------------------------------------------------------------------------------------------------------------
-
-HEADLESS = dict(vocab_size=1, make_vocab_size_divisible_by=1)  # next to no output layer: all stages are alike
-
-
-@pytest.mark.parametrize(("p", "v", "m"), [(4, 1, 8), (8, 2, 32), (1, 1, 5)])
-def test_bubble_in_closed_form(p, v, m):
-    """(p - 1) / (v m) of the working time (Narayanan et al. 2021, section 2.2), where m is a multiple of p."""
-    options = {} if v == 1 else dict(num_layers_per_virtual_pipeline_stage=16 // (p * v))
-    work = step_work(small(pp=p, m=m, **options, **HEADLESS))
-    idle = (p - 1) / (v * m)
-    assert work.bubble == pytest.approx(idle / (1 + idle), abs=2e-3)
-    assert work.imbalance < 1e-3 and work.recomputed == 0
-
-
-def test_the_output_layer_makes_the_last_stage_the_busiest():
-    work = step_work(small(pp=4, m=400, vocab_size=12 * 64 * 4))  # a head of about four layers beside four layers
-    head, layer = 2 * 64 * 12 * 64 * 4, formulas.layer_flops(small().model)
-    assert work.imbalance == pytest.approx(1 - (16 * layer + head) / (4 * (4 * layer + head)))
-    assert 0 < work.bubble < 0.02
 
 
 # -- against the tensors of a run --------------------------------------------------------------------------------------

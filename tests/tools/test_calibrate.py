@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.command_line import parse_plan
-from megatron.planner.cluster_file import read_cluster
+from megatron.planner.cluster import read_cluster
 from megatron.planner.timing import estimate
 from tests.helpers.launching import ROOT, launch
 from tests.helpers.processes import LIMIT_S

@@ -43,8 +43,8 @@ def test_table_and_first_node(run: Run) -> None:
     code, output, _ = run(*RUN, "--world-size", 1024)
     lines = [line.split() for line in output.splitlines()]
     assert code == 0
-    assert ["0", "6", "2", "hsn3", "32-39", "2", "0", "0"] in lines, "node, device, rank, card, cores, tp, pp, dp"
-    assert not [line for line in lines if line and line[0] == "1"], "one node is shown"
+    assert ["2", "0", "6", "hsn3", "2", "0", "0", "0-5"] in lines, "rank, node, device, card, tp, dp, pp, layers"
+    assert not [line for line in lines if line and line[0] == "8"], "one node is shown"
 
 
 def test_comparison_has_all_orders_and_bindings(run: Run) -> None:

@@ -1,1 +1,1 @@
-"""Measure the machine at hand, and write what was found as the description of a cluster (planner/cluster_file.py)."""
+"""Measure the machine at hand, and write what was found as the description of a cluster (planner/cluster.py)."""

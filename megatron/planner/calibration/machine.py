@@ -132,17 +132,15 @@ def machine(found: Found, name: str, argv: Sequence[str]) -> Cluster:
     link, core = _gb_per_s(found, 1), max(1, found.cores // found.per_node)
     return Cluster(
         name=name, title=f"{platform.node()}: {found.nodes} node(s) of {found.per_node} x {found.device}",
-        nodes=found.nodes, group_nodes=1, device=found.device, devices_per_node=found.per_node,
+        nodes=found.nodes, device=found.device, devices_per_node=found.per_node,
         memory_gib=round(found.memory_gib / (found.per_node if on_cpu else 1), 2),
         peak_tflops=_peaks(found), links={(a, b): link for a in devices for b in devices if a < b},
         nics=("network",), nic_gb_per_s=_gb_per_s(found, 2), nic_on_device=(0,), nic_of_device=(0,) * found.per_node,
         cores_of_device=tuple((min(i * core, found.cores - 1), min(i * core, found.cores - 1)) for i in devices),
-        numa_of_device=(0,) * found.per_node, reserved_cores=(), cpus_per_task=core, local_order=tuple(devices),
-        device_orders=(tuple(devices),), collective_gb_per_s={}, bands={}, wall_limits=(),
-        partitions=(Queue("none"),), qos=(Queue("normal"),), nvme_path="", nvme_constraint="", startup_s={},
+        cpus_per_task=core, local_order=tuple(devices), device_orders=(tuple(devices),), partitions=(Queue("none"),),
         sources={**dict.fromkeys(("device", "links", "nics", "compute"), text), "compute_kernel_s": _KERNEL,
                  "cores": "assumed: cores in the order of processes"},
-        device_type=found.device_type, compute=Compute({f.name: f for f in figures}),
+        device_type="cpu" if on_cpu else "cuda", compute=Compute({f.name: f for f in figures}),
         shared_cores=found.cores if on_cpu else None,
     )  # fmt: skip
 

@@ -11,7 +11,6 @@ from megatron.errors import ConfigError
 from megatron.parallel.topology import Layout
 from megatron.planner.channels import Channels
 from megatron.planner.cluster import Cluster
-from megatron.planner.cost import PlacementCost
 from megatron.planner.placement import Placement
 
 _SIZES = (1.0, 2.0**24, 2.0**32)
@@ -41,7 +40,7 @@ def worthwhile_placements(config: Config, cluster: Cluster, wanted: Mapping[str,
             if devices == cluster.devices_per_node and sorted(device_order) != list(range(devices)):
                 raise ConfigError(f"devices={write_value(device_order)} does not name each device of a node of "
                                   f"{cluster.name} once: they are 0 to {devices - 1}")  # fmt: skip
-            placement = Placement(cluster, layout, device_order, PlacementCost((), 0))
+            placement = Placement(cluster, layout, device_order)
             times.setdefault(_times(config, cluster, placement), placement)
     return [
         placement for own, placement in times.items()

@@ -15,8 +15,7 @@ from megatron.planner.calibration.host import HostSeconds, tiny
 from megatron.planner.calibration.machine import Found, machine
 from megatron.planner.calibration.messages import Kind, kinds_of_groups, members
 from megatron.planner.calibration.tasks import Task, measure
-from megatron.planner.cluster_file import read_cluster
-from megatron.planner.cluster_write import write_cluster
+from megatron.planner.cluster import read_cluster, write_cluster
 from megatron.planner.rates import Rates
 from megatron.planner.timing import estimate
 from megatron.planner.trace import trace

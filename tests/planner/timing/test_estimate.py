@@ -148,7 +148,7 @@ def test_tensor_messages_are_hidden_only_where_they_may_be():
     fields = dict(tensor_model_parallel_size=8, hidden_size=8192, seq_length=2048)
     shown = run(**fields, async_tensor_model_parallel_allreduce=False)
     hidden = run(**fields)
-    one = Channels(hidden, FRONTIER).tensor_s("all_reduce", 2048 * 8192 * 2)
+    one = Channels(hidden, FRONTIER, estimate(hidden, FRONTIER).placement).tensor_s("all_reduce", 2048 * 8192 * 2)
     stages = [estimate(config, FRONTIER).stage_seconds[0] for config in (hidden, shown)]
     behind = rates_of(FRONTIER, "bfloat16").product_s(8192 // 8 * 3, 8192, 2048)
     assert one < behind, "a message shorter than the product, so that all of it can hide"
@@ -178,7 +178,8 @@ def test_ranks_that_share_cores_take_turns():
     assert two.parts["optimizer"] == pytest.approx(2 * one.parts["optimizer"])
     assert two.parts["host"] == pytest.approx(one.parts["host"])
     assert two.parts["bubble"] == pytest.approx(0, abs=1e-9)
-    one_s, two_s = (folded_seconds(config, cluster, Channels(config, cluster)) for cluster in (alone, shared))
+    one_s, two_s = (folded_seconds(config, cluster, Channels(config, cluster, found.placement))
+                    for cluster, found in ((alone, one), (shared, two)))  # fmt: skip
     assert two_s - one_s == pytest.approx(two.seconds - one.seconds, rel=0.05)
 
 
