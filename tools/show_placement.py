@@ -2,7 +2,7 @@
 """Show where the ranks of a run would be on a machine's nodes, and what their messages cost there.
 
     python tools/show_placement.py --cluster frontier --world-size 1024 --preset gpt-175b
-    python tools/show_placement.py --cluster frontier --world-size 1024 --preset gpt-175b --compare --table ranks.csv
+    python tools/show_placement.py --cluster frontier --world-size 1024 --preset gpt-175b --table ranks.csv
 
 All flags of pretrain_gpt.py are taken; --rank-order and --device-order fix what is else chosen. Seconds are those of
 messages that nothing hides: a measure to compare placements by, no forecast of a step. GB/s are published for exactly
@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -23,21 +24,13 @@ from megatron.config import Config
 from megatron.config.command_line import add_preset, parse_plan, with_preset
 from megatron.config.option import Parser, whole
 from megatron.errors import ConfigError
-from megatron.planner.cluster import Cluster, known_clusters, load_cluster
-from megatron.planner.placement import (
-    Placement,
-    all_placements,
-    choose_placement,
-    naive_placement,
-    place_with,
-    rank_rows,
-)
-from megatron.planner.render import render_comparison, render_nodes, render_placement
+from megatron.planner.cluster import known_clusters, load_cluster
+from megatron.planner.placement import Placement, RankRow, choose_placement, naive_placement, rank_rows
+from megatron.planner.render import render_placement
+from megatron.planner.table import Table
 from megatron.training.failures import as_tool
 from megatron.untrusted import without_waiting
 
-LEGEND = """naive: device i for local rank i; closest: devices as srun --gpu-bind=closest gives them to local ranks;
-best: the cheapest order of devices for this rank order; the others: further orders of devices"""
 COLUMNS = ("rank", "node", "device", "nic", "tp", "dp", "pp", "layers")
 
 
@@ -45,11 +38,10 @@ def build_parser() -> argparse.ArgumentParser:
     """The tool's own flags; what is left is pretrain_gpt.py's."""
     parser = Parser(
         description=__doc__,
-        usage="%(prog)s --cluster NAME|FILE --world-size N [--compare] [--nodes N] [--table FILE.csv] "
+        usage="%(prog)s --cluster NAME|FILE --world-size N [--nodes N] [--table FILE.csv] "
         "[flags of pretrain_gpt.py]",
     )  # fmt: skip
     add_preset(parser)
-    parser.add_argument("--compare", action="store_true", help="also all orders of directions, and of devices")
     parser.add_argument(
         "--nodes", type=whole(0), default=1, metavar="N", help="show the ranks of so many nodes (default 1)"
     )
@@ -57,17 +49,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def named_placements(config: Config, cluster: Cluster, chosen: Placement) -> Iterator[tuple[str, Placement]]:
-    """The chosen placement among others: plain, as Slurm binds, each order of directions, each order of devices."""
-    naive, used = naive_placement(config, cluster), len(chosen.device_order)
-    yield "chosen", chosen
-    yield "naive", naive
-    yield "closest", place_with(config, cluster, naive.layout.order, cluster.local_order[:used])
-    for placement in all_placements(config, cluster).values():
-        yield "best", placement
-    if used == cluster.devices_per_node:
-        for devices in cluster.device_orders:
-            yield "", place_with(config, cluster, chosen.layout.order, devices)
+def table_row(row: RankRow) -> tuple[str, ...]:
+    """A rank as COLUMNS say."""
+    chunks = " ".join(f"{layers.start}-{layers.stop - 1}" for layers in row.chunks)
+    return (*map(str, row[:-1]), chunks)
 
 
 def write_table(path: Path, config: Config, placement: Placement) -> int:
@@ -76,9 +61,7 @@ def write_table(path: Path, config: Config, placement: Placement) -> int:
         with open(path, "w", newline="", encoding="utf-8", opener=without_waiting) as file:
             writer = csv.writer(file)
             writer.writerow(COLUMNS)
-            for row in rank_rows(config, placement):
-                chunks = " ".join(f"{layers.start}-{layers.stop - 1}" for layers in row.chunks)
-                writer.writerow([*row[:-1], chunks])
+            writer.writerows(map(table_row, rank_rows(config, placement)))
     except OSError as error:
         raise ConfigError(f"--table {path}: {error.strerror}") from error
     return config.parallel.world_size
@@ -92,16 +75,11 @@ def show(args: argparse.Namespace, flags: Sequence[str], width: int) -> None:
     cluster = load_cluster(config.parallel.cluster)
     chosen = choose_placement(config, cluster)
     print(render_placement(chosen, naive_placement(config, cluster), width))
-    if args.compare:
-        print()
-        print(render_comparison(named_placements(config, cluster, chosen), width))
-        print(LEGEND)
     if args.nodes:
-        print()
-        print(render_nodes(chosen, args.nodes, width))
+        ranks = itertools.islice(rank_rows(config, chosen), args.nodes * len(chosen.device_order))
+        print(f"\n{Table('', COLUMNS, [table_row(row) for row in ranks]).text(width)}")
     if args.table:
-        ranks = write_table(args.table, config, chosen)
-        print(f"\nwrote {args.table}: {ranks} ranks")
+        print(f"\nwrote {args.table}: {write_table(args.table, config, chosen)} ranks")
 
 
 @as_tool

@@ -102,17 +102,6 @@ def naive_placement(config: Config, cluster: Cluster) -> Placement:
     return place_with(config, cluster, DEFAULT_ORDER, tuple(range(devices)))
 
 
-def all_placements(config: Config, cluster: Cluster) -> dict[str, Placement]:
-    """For each of the six orders of directions the placement with the cheapest order of devices."""
-    devices = _devices_used(config, cluster)
-    traffic, found = traffic_of(config, cluster.device_type), dict[str, Placement]()
-    for order in RANK_ORDERS:
-        for placement in _on_devices(config, cluster, order, _device_orders(config, cluster, devices), traffic):
-            if order not in found or placement.cost.cheaper_than(found[order].cost):
-                found[order] = placement
-    return found
-
-
 def place_with(config: Config, cluster: Cluster, rank_order: str, device_order: tuple[int, ...]) -> Placement:
     """The placement with these orders. Raises ConfigError as choose_placement does."""
     devices = _devices_used(config, cluster)

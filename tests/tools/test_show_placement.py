@@ -43,19 +43,8 @@ def test_table_and_first_node(run: Run) -> None:
     code, output, _ = run(*RUN, "--world-size", 1024)
     lines = [line.split() for line in output.splitlines()]
     assert code == 0
-    assert ["0", "6", "2", "hsn3", "32-39", "2", "0", "0"] in lines, "node, device, rank, card, cores, tp, pp, dp"
-    assert not [line for line in lines if line and line[0] == "1"], "one node is shown"
-
-
-def test_comparison_has_all_orders_and_bindings(run: Run) -> None:
-    code, output, _ = run(*RUN, "--world-size", 1024, "--compare", "--nodes", 0)
-    rows = {tuple(line.split()[:2]): line for line in output.splitlines() if line.count(",") >= 7}
-    assert code == 0
-    assert {order for order, _ in rows} >= {"tp-dp-pp", "tp-pp-dp", "dp-tp-pp", "dp-pp-tp", "pp-tp-dp", "pp-dp-tp"}
-    naive, closest = rows["tp-dp-pp", "0,1,2,3,4,5,6,7"].split(), rows["tp-dp-pp", "4,5,2,3,6,7,0,1"].split()
-    chosen = rows["tp-dp-pp", "0,1,6,7,2,3,4,5"].split()
-    assert naive[-1] == "naive" and closest[-1] == "closest" and chosen[-2:] == ["chosen;", "best"]
-    assert float(naive[2]) > float(chosen[2]) == float(closest[2]), "tensor-parallel seconds"
+    assert ["2", "0", "6", "hsn3", "2", "0", "0", "0-5"] in lines, "rank, node, device, card, tp, dp, pp, layers"
+    assert not [line for line in lines if line and line[0] == "8"], "one node is shown"
 
 
 def test_rank_table(run: Run, tmp_path: Path) -> None:

@@ -6,15 +6,16 @@ import dataclasses
 import shutil
 from collections.abc import Iterable, Sequence
 
-from megatron.config import Config
+from megatron.config import PRESETS
 from megatron.config.layout import narrowed, parse_layout, write_value
 from megatron.config.option import MOST_PROCESSES
 from megatron.errors import ConfigError
+from megatron.planner.clocked import rates_of
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.search import tables
 from megatron.planner.search.find import GIB, Found, Search, search
 from megatron.planner.search.places import check_device_orders
-from megatron.planner.search.space import Space, batch_of_preset, make_config
+from megatron.planner.search.space import Space, make_config
 from megatron.planner.search.tables import Chosen, chosen_layout
 from megatron.planner.table import Table
 from megatron.planner.timing import explain
@@ -47,10 +48,10 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
         _show(args, explain(chosen[number - 1].found))
         return 0
     if chosen:
-        _show(args, _tables(given, chosen, args))
+        _show(args, _tables(chosen, args))
         if not forms:
             _show(args, _tables_of_search(given, results[0]))
-        _show_winner(given, chosen[0], args)
+        _show_winner(given, chosen[0])
     _show(args, rejected)
     if rejected:
         return EXIT_NOTHING_FITS
@@ -67,8 +68,8 @@ def make_search(args: argparse.Namespace, flags: Sequence[str]) -> Search:
     """Make the search that the words of the tool ask for. Raises ConfigError."""
     cluster = load_cluster(args.cluster)
     worlds = _worlds(args, cluster)
-    batches = [batch_of_preset(args.preset)] if args.global_batch is None else _numbers(args.global_batch,
-                                                                                        "--global-batch")  # fmt: skip
+    of_preset = PRESETS.get(args.preset, {}).get("global_batch_size", "")
+    batches = _numbers(args.global_batch or str(of_preset), "--global-batch")
     wanted, more = (
         parse_layout(",".join(words), flag) if words else {}
         for flag, words in (("--fix", args.fix), ("--allow", args.allow))
@@ -81,7 +82,7 @@ def make_search(args: argparse.Namespace, flags: Sequence[str]) -> Search:
             wanted[name] = tuple(dict.fromkeys((*wanted.get(name, cluster.device_orders), *values)))
     check_device_orders(wanted, cluster)
     base = make_config(args.preset, flags, max(batches))
-    _check_format(base, args.cluster, cluster)
+    rates_of(cluster, base.precision.dtype_name)  # before the search: raises where it knows none
     name = args.preset or f"{base.model.num_layers} layers of width {base.model.hidden_size}"
     space = Space(base, name, cluster, worlds, {**wanted, "gbs": tuple(batches)}, more)
     return Search(space, cluster.memory_gib * GIB - headroom_bytes(args.headroom, cluster))
@@ -101,17 +102,6 @@ def _form(given: Search, text: str) -> Search:
     if "nodes" in wanted:
         worlds = _checked((space.cluster.devices_per_node * nodes for nodes in wanted["nodes"]), space.cluster)
     return Search(dataclasses.replace(space, wanted=both, worlds=worlds), given.capacity)
-
-
-def _check_format(base: Config, name: str, cluster: Cluster) -> None:
-    """Raise ConfigError where nothing is known of the model's format on this machine."""
-    dtype, known = base.precision.dtype_name, cluster.compute.figures
-    if f"products.{dtype}" not in known and dtype not in cluster.peak_tflops:
-        there = ", ".join(sorted(figure.partition(".")[2] for figure in known if figure.startswith("products.")))
-        raise ConfigError(
-            f"--cluster {name} has no rates of {dtype}, in which the model would train; it has {there or 'none'}: "
-            "measure them on the machine by python tools/calibrate.py -o FILE with the flags of the model"
-        )
 
 
 def _worlds(args: argparse.Namespace, cluster: Cluster) -> tuple[int, ...]:
@@ -185,7 +175,7 @@ def _headline(given: Search) -> str:
     )
 
 
-def _tables(given: Search, chosen: Sequence[Chosen], args: argparse.Namespace) -> list[Table]:
+def _tables(chosen: Sequence[Chosen], args: argparse.Namespace) -> list[Table]:
     found = [tables.layout_table(chosen, args.tokens, papers=args.paper_flops), tables.parts_table(chosen)]
     return [*found, tables.bounds_table(chosen)] if args.bounds else found
 
@@ -201,13 +191,10 @@ def _tables_of_search(given: Search, found: Found) -> list[Table]:
     ]  # fmt: skip
 
 
-def _show_winner(given: Search, first: Chosen, args: argparse.Namespace) -> None:
+def _show_winner(given: Search, first: Chosen) -> None:
     cluster, confidence = given.space.cluster, first.found.confidence
     print(f"\nNumber 1: {given.space.write(first.layout)}")
-    if args.tokens and cluster.wall_limits:
-        hours = cluster.wall_limit_hours(-(-first.layout.world // cluster.devices_per_node))
-        jobs = -int(-24 * first.record["days"] // hours)
-        print(f"That is {jobs:,} job(s) of {hours:g} h, without start-up, evaluation, saving, failures and ramp-up.")
+    print("Days and node-hours are without start-up, evaluation, saving, failures and a growing batch.")
     print(f"Confidence: {confidence.worst} at worst; {confidence.describe()}")
     if not confidence.by_basis["measured"]:
         print(f"Not run on {cluster.device}: no figure here is a measurement of this code there. --explain says where "

@@ -39,11 +39,11 @@ Value = tuple[str, Any]
 
 class Ranked(NamedTuple):
     """A layout by its score, seconds of a step per sample: by the folded cost, or on the clock where it is estimated.
-    memory: bytes on each device of the fullest pipeline rank, None where nobody asked yet."""
+    memory: bytes on each device of the fullest pipeline rank, 0 where nobody asked yet."""
 
     score: float
     layout: Layout
-    memory: float | None = None
+    memory: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -108,10 +108,6 @@ class Search:
     capacity: float
     _known: dict[Any, Any] = field(default_factory=dict)
 
-    @property
-    def _device(self) -> str:
-        return "cpu" if self.space.cluster.device_type == "cpu" else "gpu"
-
     # -- tasks ---------------------------------------------------------------------------------------------------------
 
     def rank(self, sizes: Sequence[Layout]) -> tuple[list[Ranked], list[Rejected], int]:
@@ -161,17 +157,14 @@ class Search:
             return _refused(error)
         return min(misfits, key=lambda rejected: rejected.miss)
 
-    def judge(self, ranked: Ranked) -> Ranked | Rejected:
+    def judge(self, ranked: Ranked) -> Ranked:
         """Estimate a layout on the best of the placements."""
         layout, cluster = ranked.layout, self.space.cluster
-        try:
-            config = self.space.config(layout)
-            costs = [(folded_seconds(config, cluster, channels), p) for p, channels in self._placements(config)]
-            least = min(cost for cost, _ in costs)
-            close = {cost: p for cost, p in reversed(costs) if cost <= _CLOSE * least}
-            found = min((estimate(config, cluster, p) for p in close.values()), key=lambda e: e.seconds)
-        except ConfigError as error:
-            return _refused(error)
+        config = self.space.config(layout)
+        costs = [(folded_seconds(config, cluster, channels), p) for p, channels in self._placements(config)]
+        least = min(cost for cost, _ in costs)
+        close = {cost: p for cost, p in reversed(costs) if cost <= _CLOSE * least}
+        found = min((estimate(config, cluster, p) for p in close.values()), key=lambda e: e.seconds)
         place = found.placement
         placed = layout._replace(rank_order=place.layout.order, device_order=place.device_order)
         return Ranked(found.seconds / layout.batch, placed, ranked.memory)
@@ -194,7 +187,8 @@ class Search:
                     config = self.space.config(layout)
                     memory, rank = self._states(config)
                     if memory <= self.capacity:
-                        memory, rank = self._memory(config, (0,))[0].total, 0
+                        full = self._fullest(config)
+                        memory, rank = full.total, full.rank
                 except ConfigError:
                     return None
                 if memory <= self.capacity:
@@ -226,16 +220,13 @@ class Search:
         known: list[tuple[Placement, Channels]] = self._known[key]
         return known
 
-    def _memory(self, config: Config, ranks: Sequence[int] | None = None) -> Sequence[RankMemory]:
-        """Of these pipeline ranks, by default of all, by the operators that run on the machine's devices."""
-        return memory_of_ranks(config, self._device, ranks=ranks)
-
     def _fullest(self, config: Config) -> RankMemory:
         """The pipeline rank that needs most memory; of a layout that does not fit, one that is too big."""
-        first = self._memory(config, (0,))[0]  # which holds most micro-batches
+        device = self.space.cluster.device_type
+        first = memory_of_ranks(config, device, ranks=(0,))[0]  # which holds most micro-batches
         if first.total > self.capacity:
             return first
-        return max(self._memory(config), key=lambda rank: (rank.total, -rank.rank))
+        return max(memory_of_ranks(config, device), key=lambda rank: (rank.total, -rank.rank))
 
     def _states(self, config: Config) -> tuple[float, int]:
         """(bytes of weights, gradients and optimizer on the pipeline rank with most parameters, the rank)."""
@@ -245,8 +236,8 @@ class Search:
             # Parameters do not depend on the micro-batch, of which the code is read for small ones first.
             batch = dataclasses.replace(config.batch, micro_batch_size=1)
             plain = _with(dataclasses.replace(config, batch=batch), Layout(1, 1))
-            ranks = range(parallel.pipeline_model_parallel_size)
-            self._known[key] = max((parameters_of_rank(plain, rank, self._device), -rank) for rank in ranks)
+            ranks, device = range(parallel.pipeline_model_parallel_size), self.space.cluster.device_type
+            self._known[key] = max((parameters_of_rank(plain, rank, device), -rank) for rank in ranks)
         most, rank = self._known[key]
         owners = parallel.data_parallel_size if config.engine.zero_stage else 1
         states = (optimizer_state(config).bytes + (0 if in_fp32 else 4)) / owners
@@ -274,9 +265,17 @@ def _with(config: Config, layout: Layout) -> Config:
 def search(given: Search, top: int = 10, processes: int = 1) -> Found:
     """Find the best layouts of a space with `processes` processes; the result does not depend on their number."""
     found, start, each = Found(), time.monotonic(), given.space.cluster.devices_per_node
+    tasks: dict[Any, list[Layout]] = {}  # in one process what the same code is read for
+    for size in given.space.sizes(found.rejections):
+        tasks.setdefault((size.world, size.tp), []).append(size)
+    ranked, fit, enough, outdone = list[Ranked](), list[Ranked](), Counter[Value](), 0
     with _workers(given, processes) as run:
-        ranked = _ranked(given, found, run)
-        fit, enough, outdone = list[Ranked](), Counter[Value](), 0
+        for own, rejected, layouts in run("rank", sorted(tasks.values(), key=len, reverse=True)):
+            ranked += own
+            found.layouts += layouts
+            for each_rejected in rejected:
+                found.rejections.add(*each_rejected)
+        heapq.heapify(ranked)
         while ranked:
             some: list[Ranked] = []
             while ranked and len(some) < _ROUND:
@@ -284,7 +283,7 @@ def search(given: Search, top: int = 10, processes: int = 1) -> Found:
                 values = values_of(one.layout, each)
                 if len(fit) >= max(ESTIMATED, top) and all(enough[value] >= OF_EACH_VALUE for value in values):
                     outdone += 1
-                elif one.memory is None:
+                elif not one.memory:
                     some.append(one)
                 else:
                     fit.append(one)
@@ -294,31 +293,11 @@ def search(given: Search, top: int = 10, processes: int = 1) -> Found:
                     heapq.heappush(ranked, answer)
                 else:
                     found.rejections.add(*answer)
-        for answer in run("judge", fit):
-            if isinstance(answer, Ranked):
-                found.estimated.append(answer)
-            else:
-                found.rejections.add(*answer)
+        found.estimated = sorted(run("judge", fit))
     if outdone:
         found.rejections.add("slower by the formula than those that were estimated", "", times=outdone)
-    found.estimated.sort()
     found.seconds = time.monotonic() - start
     return found
-
-
-def _ranked(given: Search, found: Found, run: Callable[[str, Sequence[Any]], Iterator[Any]]) -> list[Ranked]:
-    """Every layout that may fit, as a heap."""
-    tasks: dict[Any, list[Layout]] = {}  # in one process what the same code is read for
-    for size in given.space.sizes(found.rejections):
-        tasks.setdefault((size.world, size.tp), []).append(size)
-    ranked: list[Ranked] = []
-    for own, rejected, layouts in run("rank", sorted(tasks.values(), key=len, reverse=True)):
-        ranked += own
-        found.layouts += layouts
-        for each in rejected:
-            found.rejections.add(*each)
-    heapq.heapify(ranked)
-    return ranked
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

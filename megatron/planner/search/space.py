@@ -7,57 +7,33 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.config import PRESETS, Config
-from megatron.config.command_line import flag_table, parse_plan, scan, with_preset
+from megatron.config import Config
+from megatron.config.command_line import read_settings, with_preset
+from megatron.config.config import finish
 from megatron.config.layout import Layout, Wanted, allowed
-from megatron.config.settings import raise_problems
+from megatron.config.settings import all_options
 from megatron.errors import ConfigError
 from megatron.model.stages import assign_layers
 from megatron.planner.cluster import Cluster
 
-# What the search decides, and where a value of it is given.
-_ELSEWHERE = {
-    "world_size": "--nodes or --devices", "cluster": "--cluster before --", "global_batch_size": "--global-batch",
-    "deepspeed_config": "its settings as flags", "tensor_model_parallel_size": "--fix tp=N",
-    "pipeline_model_parallel_size": "--fix pp=N", "micro_batch_size": "--fix mbs=N",
-    "num_layers_per_virtual_pipeline_stage": "--fix chunks=N",
-    "virtual_pipeline_model_parallel_size": "--fix chunks=N", "enable_zbh1_pipeline": "--fix schedule=zb-h1",
-    "sequence_parallel": "--fix sp=on", "tp_comm_overlap": "--fix overlap=on", "zero_stage": "--fix zero=N",
-    "rank_order": "--fix order=ORDER", "device_order": "--fix devices=ORDER",
-    **dict.fromkeys(("recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers"),
-                    "--fix recompute=full:block:4 or another"),
-}  # fmt: skip
-# One replica of one device, whatever the layout of a preset.
-_NEUTRAL = (
-    "--tensor-model-parallel-size 1 --micro-batch-size 1 --recompute-granularity none --no-sequence-parallel "
-    "--num-layers-per-virtual-pipeline-stage none --no-tp-comm-overlap --no-enable-zbh1-pipeline --rank-order auto"
-).split()
 # No scores of attention are kept, so that making them again saves nothing, unless attention is the plain one.
 _KEEPS_SCORES = ("unfused", "local")
 
 
 def make_config(preset: str | None, flags: Sequence[str], batch: int) -> Config:
-    """Configure the model of a preset and of flags of pretrain_gpt.py for one replica of one device.
+    """Configure the model of a preset and of flags of pretrain_gpt.py for one replica of one device a stage.
 
     Raises ConfigError, also for a flag that gives what the search decides.
     """
-    scanned = scan(flags)
-    problems = [
-        f"{spelling} has no place here: give {_ELSEWHERE[name]}"
-        for spelling in scanned.flags for name in flag_table()[spelling].settings if name in _ELSEWHERE
-    ]  # fmt: skip
-    raise_problems([*scanned.problems, *problems])
-    stages = 1 + " ".join(scanned.flags.get("--pipeline-layout", [])).count(",")
-    words = [*_NEUTRAL, "--pipeline-model-parallel-size", str(stages), "--global-batch-size", str(batch)]
-    return parse_plan([*words, *with_preset(preset, flags)])
-
-
-def batch_of_preset(preset: str | None) -> int:
-    """Look up the global batch of a preset. Raises ConfigError without one."""
-    found = PRESETS.get(preset or "", {}).get("global_batch_size")
-    if found is None:
-        raise ConfigError("--global-batch is missing: give the samples of a step, such as 640, or 640:8000 for a range")
-    return int(found)
+    settings = read_settings(with_preset(preset, flags))
+    stages = 1 + settings.given.get("pipeline_layout", "").count(",")
+    neutral = Layout(stages, batch, pp=stages).settings(1)
+    for name in (*neutral, "cluster", "deepspeed_config"):
+        if settings.origins.get(name) == "command line":
+            settings.problems.append(f"{all_options()[name].flag} has no place after --: give --nodes, --devices, "
+                                     "--global-batch, --cluster or --fix instead (see --help)")  # fmt: skip
+        settings.give(name, neutral.get(name), "search")
+    return finish(settings)
 
 
 @dataclass

@@ -93,11 +93,8 @@ def layout_table(chosen: Sequence[Chosen], tokens: float | None, *, papers: bool
 
 
 def _paper_tflops(found: Estimate) -> str:
-    """Of a device by `formulas.paper_flops`; a dash for a model that is not the GPT which it counts."""
+    """TFLOP/s of a device by `formulas.paper_flops`, which takes any model for a GPT with f = 4 h."""
     config, model = found.config, sized_model(found.config)
-    plain = model.ffn_hidden_size == 4 * model.hidden_size and model.num_key_value_heads == model.num_attention_heads
-    if not plain or model.activation == "swiglu":
-        return "-"
     flops = formulas.paper_flops(
         config.batch.global_batch_size, model.seq_length, model.num_layers, model.hidden_size,
         model.padded_vocab_size(config.parallel.tensor_model_parallel_size),
@@ -137,7 +134,6 @@ def values_table(given: Search, found: Found, name: str) -> Table:
     seq, rows = given.space.base.model.seq_length, []
     for value, best in sorted((v[1], best) for v, best in found.by_value(given.space.cluster.devices_per_node).items()
                               if v[0] == name):  # fmt: skip
-        assert best.memory is not None, "what was estimated fits"
         rows.append((f"{value:,}", _number(best.seconds), _number(_DAY * seq / best.score / 1e9),
                      f"{best.memory / GIB:.1f}", given.space.write(best.layout)))  # fmt: skip
     return Table(f"best layout for each {name}", (name, "s/step", "Gtok/day", "GiB", "layout"), rows)
@@ -207,7 +203,7 @@ def write_files(
     content = {
         "model": space.name, "cluster": space.cluster.name, "capacity_gib": given.capacity / GIB,
         "best": [one.record for one in chosen], "losses": losses(given, found),
-        "front": [{"layout": space.write(one.layout), "memory_gib": (one.memory or 0.0) / GIB,
+        "front": [{"layout": space.write(one.layout), "memory_gib": one.memory / GIB,
                    "seconds_per_step": one.seconds} for one in found.front],
         "rejected": [{"cases": count, "why": why, "example": found.rejections.nearest[why][1]}
                      for why, count in found.rejections.counts.items()],
@@ -234,7 +230,7 @@ def _draw_front(given: Search, found: Found, path: Path) -> Path:
     for layouts, style, label in (
         (found.estimated, ".", "estimated"), (found.front, "o-", "none of them is faster in as little memory"),
     ):  # fmt: skip
-        points = [((one.memory or 0.0) / GIB, per_day / one.score) for one in layouts]
+        points = [(one.memory / GIB, per_day / one.score) for one in layouts]
         axes.plot(*zip(*points, strict=True), style, drawstyle="steps-post", label=label)
     axes.axvline(given.capacity / GIB, color="grey", label=f"{given.capacity / GIB:.1f} GiB may be used")
     axes.set(xlabel="memory of the fullest device, GiB", ylabel="billion tokens a day",

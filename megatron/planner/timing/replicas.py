@@ -42,39 +42,39 @@ def exchange(config: Config, trace: Trace, channels: Channels, run: PipelineRun,
         own = range(rank, len(stages), size)
         weights = [weights_of(trace, stages[stage]) for stage in own]
         elements = [sum(of_stage) for of_stage in weights]
-        edges = bucket_edges([count for of_stage in weights for count in of_stage][::-1], limit)
+        buckets = bucket_sizes([count for of_stage in weights for count in of_stage][::-1], limit)
 
         backward = [(run.last_backward_start[i], run.last_backward_end[i]) for i in own]
         end = max(end for _, end in backward)
-        ready = _moments(edges[1:], elements[::-1], backward[::-1])
+        ready = _moments([*itertools.accumulate(buckets)], elements[::-1], backward[::-1])
         early, free = engine.overlap_grad_reduce and hides, 0.0
-        for moment, (begin, stop) in zip(ready, itertools.pairwise(edges), strict=True):
-            n_bytes = precision.gradient_bytes * (stop - begin)
+        for moment, count in zip(ready, buckets, strict=True):
             free = max(free, moment if early else end)
+            n_bytes = precision.gradient_bytes * count
             free += reduction_seconds(channels, n_bytes, replicas, owned=owned, hides=hides)
         reduced = max(reduced, free)
         if not owned:
             continue
 
+        buckets.reverse()
         forward = [(start := run.first_forward_start[i], start + run.pipeline.times.forward[i]) for i in own]
         first = min(start for start, _ in forward)
-        edges = [edges[-1] - edge for edge in reversed(edges)]
-        needed = _moments(edges[:-1], elements, forward)
+        needed = _moments([0, *itertools.accumulate(buckets[:-1])], elements, forward)
         late, arrived = engine.overlap_param_gather and hides, 0.0
-        for moment, (begin, stop) in zip(needed, itertools.pairwise(edges), strict=True):
-            arrived += channels.data_s("all_gather", precision.weight_bytes * (stop - begin))
-            gathered = max(gathered, arrived - moment if late else arrived - first)
+        for moment, count in zip(needed, buckets, strict=True):
+            arrived += channels.data_s("all_gather", precision.weight_bytes * count)
+            gathered = max(gathered, arrived - (moment if late else first))
     return Exchange(reduced - run.makespan, gathered)
 
 
-def bucket_edges(weights: Sequence[int], limit: int) -> list[int]:
-    """Elements at which buckets of whole weights begin and end, each of at most `limit` elements or one weight."""
-    edges, total = [0], 0
+def bucket_sizes(weights: Sequence[int], limit: int) -> list[int]:
+    """Elements of buckets of whole weights, each of at most `limit` elements or one weight."""
+    found = [0]
     for count in weights:
-        if edges[-1] < total and total + count - edges[-1] > limit:
-            edges.append(total)
-        total += count
-    return [*edges, total]
+        if found[-1] and found[-1] + count > limit:
+            found.append(0)
+        found[-1] += count
+    return found
 
 
 def weights_of(trace: Trace, stage: Stage) -> list[int]:

@@ -82,11 +82,11 @@ def test_two_processes_find_what_one_finds():
 def test_a_process_that_is_killed_ends_the_search(monkeypatch):
     here = os.getpid()
 
-    def memory(*_: object) -> None:
+    def memory(*_: object, **__: object) -> None:
         assert os.getpid() != here
         os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(Search, "_memory", memory)
+    monkeypatch.setattr(find, "memory_of_ranks", memory)
     with pytest.raises(MegatronError, match="--processes"):
         search(given(tp=(2,), pp=(2,), mbs=(1,)), processes=2)
 

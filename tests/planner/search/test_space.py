@@ -124,11 +124,12 @@ def test_flags_change_the_model_of_a_preset():
 @pytest.mark.parametrize(("preset", "flags", "parts"), [
     ("gpt-23b", [], ["'gpt-23b'", "gpt-22b"]), (None, ["--seq-length", "8"], ["--num-layers"]),
     ("gpt-22b", ["--tp", "2"], ["--tp"]), ("gpt-22b", ["--preset", "tiny"], ["--preset"]),
-    ("gpt-22b", ["--world-size", "8"], ["--world-size", "--nodes"]),
+    ("gpt-22b", ["--world-size", "8"], ["--world-size", "--nodes"]), ("gpt-22b", ["--cluster", "lumi"], ["--cluster"]),
     ("gpt-22b", ["--global-batch-size", "8"], ["--global-batch-size", "--global-batch"]),
-    ("gpt-22b", ["--micro-batch-size", "2", "--zero-stage", "0"], ["--fix mbs=N", "--fix zero=N"]),
-    ("gpt-22b", ["--activations-checkpoint-method", "block"], ["--activations-checkpoint-method", "recompute="]),
-    ("gpt-22b", ["--deepspeed_config", "x.json"], ["--deepspeed_config"]),
+    ("gpt-22b", ["--micro-batch-size", "2", "--zero-stage", "0"], ["--micro-batch-size", "--zero-stage", "--fix"]),
+    ("gpt-22b", ["--micro-batch-size", "two"], ["'two'"]),
+    ("gpt-22b", ["--recompute-method", "block"], ["--recompute-method", "--fix"]),
+    ("gpt-22b", ["--deepspeed_config", "x.json"], ["--deepspeed"]),
 ])  # fmt: skip
 def test_mistakes_in_the_fixed_part(preset, flags, parts):
     with pytest.raises(ConfigError) as error:

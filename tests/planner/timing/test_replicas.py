@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from megatron.parallel.topology import Layout, Topology
 from megatron.pipeline.clock import StageTimes, run_pipeline
 from megatron.planner.cluster import load_cluster
 from megatron.planner.stage import stages_of, tied_elements
-from megatron.planner.timing.replicas import bucket_edges, exchange, weights_of
+from megatron.planner.timing.replicas import bucket_sizes, exchange, weights_of
 from megatron.planner.trace import trace
 from tests.planner.timing.configs import run
 
@@ -41,8 +40,7 @@ def test_buckets_are_those_of_the_engine(layout):
         groups = [group["params"] for group in parameter_groups(parameters, 0.1, limit)]
         groups.sort(key=lambda group: -min(place[p] for p in group))  # as Engine._connect orders them
         (stage,) = stages_of(config)
-        edges = bucket_edges(weights_of(of(config), stage)[::-1], limit)
-        found = [end - start for start, end in itertools.pairwise(edges)]
+        found = bucket_sizes(weights_of(of(config), stage)[::-1], limit)
         expected = [sum(p.numel() for p in group) for group in groups]
         assert sum(found) == sum(expected) and len(found) == pytest.approx(len(expected), abs=1)
 
@@ -69,12 +67,6 @@ def passes(config, forward=1.0):
     )  # fmt: skip
 
 
-def bucket_sizes(config, limit):
-    """Of the first stage, in the order in which gradients are sent."""
-    edges = bucket_edges(weights_of(of(config), stages_of(config)[0])[::-1], limit)
-    return [end - start for start, end in itertools.pairwise(edges)]
-
-
 @given(st.floats(0.01, 100.0))
 def test_gradients_behind_the_last_pass_in_closed_form(seconds):
     """The gradients of equal layers are ready evenly over the last pass of two seconds. Slow links are busy from when
@@ -84,8 +76,9 @@ def test_gradients_behind_the_last_pass_in_closed_form(seconds):
         vocab_size=1, make_vocab_size_divisible_by=1, position_embedding_type="none", normalization="rmsnorm",
         num_key_value_heads=8,
     )  # fmt: skip
-    first, *_, last = (count / sum(sizes) for sizes in [bucket_sizes(config, 256 * 1024)] for count in sizes)
-    links, clock = Links(seconds / (4 * sum(weights_of(of(config), stages_of(config)[0])))), passes(config)
+    weights = weights_of(of(config), stages_of(config)[0])
+    first, *_, last = (count / sum(weights) for count in bucket_sizes(weights[::-1], 256 * 1024))
+    links, clock = Links(seconds / (4 * sum(weights))), passes(config)
     found = exchange(config, of(config), links, clock, hides=True)
     assert last * seconds - 1e-9 <= found.reduced <= seconds
     if seconds > 10:
