@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,8 +29,8 @@ class Exchange(NamedTuple):
 def exchange(config: Config, trace: Trace, channels: Channels, run: PipelineRun, *, hides: bool) -> Exchange:
     """Time the engine's buckets beside the last backward and the first forward passes of each pipeline rank.
 
-    The gradients of a stage become ready evenly over its last backward pass, in the reverse order of the model; its
-    weights are needed evenly over its first forward pass. hides: messages travel while a device computes.
+    The gradients of a stage's layers become ready evenly over its last backward pass, in the reverse order of the
+    model; the weights are needed evenly over its first forward pass. hides: messages travel while a device computes.
     """
     parallel, engine, precision = config.parallel, config.engine, config.precision
     replicas, size, owned = parallel.data_parallel_size, parallel.pipeline_model_parallel_size, engine.zero_stage > 0
@@ -40,13 +40,13 @@ def exchange(config: Config, trace: Trace, channels: Channels, run: PipelineRun,
     reduced, gathered = run.makespan, 0.0
     for rank in range(size):
         own = range(rank, len(stages), size)
-        weights = [weights_of(trace, stages[stage]) for stage in own]
-        elements = [sum(of_stage) for of_stage in weights]
-        buckets = bucket_sizes([count for of_stage in weights for count in of_stage][::-1], limit)
+        weights = [part for stage in own for part in weights_of(trace, stages[stage])]
+        elements = [sum(part) for part in weights]
+        buckets = bucket_sizes([*itertools.chain(*weights)][::-1], limit)
 
-        backward = [(run.last_backward_start[i], run.last_backward_end[i]) for i in own]
+        backward = [(run.last_backward_start[i], run.last_backward_end[i]) for i in reversed(own)]
         end = max(end for _, end in backward)
-        ready = _moments([*itertools.accumulate(buckets)], elements[::-1], backward[::-1])
+        ready = _moments(itertools.accumulate(buckets), elements[::-1], backward)
         early, free = engine.overlap_grad_reduce and hides, 0.0
         for moment, count in zip(ready, buckets, strict=True):
             free = max(free, moment if early else end)
@@ -77,18 +77,20 @@ def bucket_sizes(weights: Sequence[int], limit: int) -> list[int]:
     return found
 
 
-def weights_of(trace: Trace, stage: Stage) -> list[int]:
-    """Elements of a stage's weights in the order of the model, without the few of norms and biases."""
+def weights_of(trace: Trace, stage: Stage) -> list[list[int]]:
+    """Elements of a stage's weights in the order of the model, of embedding, layers and head, without the few of norms
+    and biases."""
     head = [p for p in trace.head.parameters if not (p.tied and stage.first)]
     parts = (stage.first, trace.embedding.parameters), (stage.layers, trace.layer.parameters), (stage.last, head)
-    return [p.elements for times, parameters in parts for _ in range(times) for p in parameters if p.decays]
+    return [[p.elements for p in parameters if p.decays] * times for times, parameters in parts]
 
 
-def _moments(places: Sequence[int], elements: Sequence[int], passes: Sequence[tuple[float, float]]) -> list[float]:
-    """When the parameters at these places of a rank's list are reached, passes going evenly through their own."""
-    ends = list(itertools.accumulate(elements))
-    bounds = [bound for end, count in zip(ends, elements, strict=True) for bound in (end - count, end)]
-    found: list[float] = np.interp(places, bounds, [moment for times in passes for moment in times]).tolist()
+def _moments(places: Iterable[int], elements: Sequence[int], passes: Sequence[tuple[float, float]]) -> list[float]:
+    """When the weights at these places of a rank's list are reached: those of layers evenly in the passes of their
+    stages, those before and after them at begin and end. elements: of these three for each pass."""
+    bounds = [0, *(bound for end in itertools.accumulate(elements) for bound in (end, end))][:-1]
+    times = [moment for start, end in passes for moment in (start, start, start, end, end, end)]
+    found: list[float] = np.interp([*places], bounds, times).tolist()
     return found
 
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -39,10 +40,13 @@ def test_buckets_are_those_of_the_engine(layout):
     for limit in (bucket_elements(0, 4), 300_000, 10_000):
         groups = [group["params"] for group in parameter_groups(parameters, 0.1, limit)]
         groups.sort(key=lambda group: -min(place[p] for p in group))  # as Engine._connect orders them
-        (stage,) = stages_of(config)
-        found = bucket_sizes(weights_of(of(config), stage)[::-1], limit)
+        found = bucket_sizes(weights(config)[::-1], limit)
         expected = [sum(p.numel() for p in group) for group in groups]
         assert sum(found) == sum(expected) and len(found) == pytest.approx(len(expected), abs=1)
+
+
+def weights(config, stage=0):
+    return list(itertools.chain(*weights_of(of(config), stages_of(config)[stage])))
 
 
 def of(config):
@@ -76,9 +80,9 @@ def test_gradients_behind_the_last_pass_in_closed_form(seconds):
         vocab_size=1, make_vocab_size_divisible_by=1, position_embedding_type="none", normalization="rmsnorm",
         num_key_value_heads=8,
     )  # fmt: skip
-    weights = weights_of(of(config), stages_of(config)[0])
-    first, *_, last = (count / sum(weights) for count in bucket_sizes(weights[::-1], 256 * 1024))
-    links, clock = Links(seconds / (4 * sum(weights))), passes(config)
+    own = weights(config)
+    first, *_, last = (count / sum(own) for count in bucket_sizes(own[::-1], 256 * 1024))
+    links, clock = Links(seconds / (4 * sum(own))), passes(config)
     found = exchange(config, of(config), links, clock, hides=True)
     assert last * seconds - 1e-9 <= found.reduced <= seconds
     if seconds > 10:
@@ -94,7 +98,7 @@ def test_new_weights_are_waited_for_by_the_layers_that_need_them():
         world_size=8, pipeline_model_parallel_size=4, global_batch_size=16, overlap_param_gather=False,
         untie_embeddings_and_output_weights=True, zero_reduce_bucket_size=100_000,
     )  # fmt: skip
-    elements = [sum(weights_of(of(config), stage)) for stage in stages_of(config)]
+    elements = [sum(weights(config, i)) for i in range(4)]
     links, clock = Links(1e-6), passes(config)
     found = exchange(config, of(config), links, clock, hides=True)
     assert found.gathered == pytest.approx(max(2e-6 * n - i for i, n in enumerate(elements)))
