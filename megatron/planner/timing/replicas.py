@@ -12,7 +12,7 @@ from megatron.engine.bucket_size import bucket_elements
 from megatron.pipeline.clock import PipelineRun
 from megatron.planner.channels import Channels
 from megatron.planner.events import Trace
-from megatron.planner.stage import Stage, stages_of
+from megatron.planner.stage import Stage, parameters_of, stages_of
 
 
 class Exchange(NamedTuple):
@@ -42,7 +42,8 @@ def exchange(config: Config, trace: Trace, channels: Channels, run: PipelineRun,
         own = range(rank, len(stages), size)
         weights = [part for stage in own for part in weights_of(trace, stages[stage])]
         elements = [sum(part) for part in weights]
-        buckets = bucket_sizes([*itertools.chain(*weights)][::-1], limit)
+        others = sum(parameters_of(trace, stages[stage]) for stage in own) - sum(elements)
+        buckets = [*bucket_sizes([*itertools.chain(*weights)][::-1], limit), others]
 
         backward = [(run.last_backward_start[i], run.last_backward_end[i]) for i in reversed(own)]
         end = max(end for _, end in backward)
@@ -59,7 +60,7 @@ def exchange(config: Config, trace: Trace, channels: Channels, run: PipelineRun,
         buckets.reverse()
         forward = [(start := run.first_forward_start[i], start + run.pipeline.times.forward[i]) for i in own]
         first = min(start for start, _ in forward)
-        needed = _moments([0, *itertools.accumulate(buckets[:-1])], elements, forward)
+        needed = _moments(itertools.accumulate(buckets[:-1], initial=-others), elements, forward)
         late, arrived = engine.overlap_param_gather and hides, 0.0
         for moment, count in zip(needed, buckets, strict=True):
             arrived += channels.data_s("all_gather", precision.weight_bytes * count)
@@ -78,8 +79,8 @@ def bucket_sizes(weights: Sequence[int], limit: int) -> list[int]:
 
 
 def weights_of(trace: Trace, stage: Stage) -> list[list[int]]:
-    """Elements of a stage's weights in the order of the model, of embedding, layers and head, without the few of norms
-    and biases."""
+    """Elements of a stage's weights in the order of the model, of embedding, layers and head. The others, of norms and
+    biases, are in a bucket of their own."""
     head = [p for p in trace.head.parameters if not (p.tied and stage.first)]
     parts = (stage.first, trace.embedding.parameters), (stage.layers, trace.layer.parameters), (stage.last, head)
     return [[p.elements for p in parameters if p.decays] * times for times, parameters in parts]
