@@ -28,24 +28,24 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
     """Search, or judge the layouts of --layout; print and write. Raises ConfigError."""
     given = make_search(args, flags)
     forms = [_form(given, text) for text in args.layout]
-    if args.explain is not None and args.explain > (len(forms) or args.top):
-        raise ConfigError(f"--explain {args.explain}: there are {len(forms) or args.top} layouts")
     if args.output is not None:
         if args.explain is not None or len(forms) > 1:
             raise ConfigError("--output beside --explain or several of --layout: call once for each")
         tables.make_folder(args.output)
     print(_headline(given), flush=True)
     results = [search(form, args.top, args.processes) for form in forms or [given]]
-    best = [one.layout for found in results for one in found.best[: 1 if forms else args.top]]
+    most = 1 if forms else max(args.top, args.explain or 0)
+    best = [one.layout for found in results for one in found.best[:most]]
     rejected = [
         tables.rejection_table(found, f"{text}: rejected")
         for text, found in zip(args.layout or ["all layouts"], results, strict=True) if not found.estimated
     ]  # fmt: skip
     chosen = [chosen_layout(given, layout, args.tokens) for layout in best]
     if args.explain is not None and not rejected:
-        number = min(args.explain, len(chosen))
-        print(given.space.write(best[number - 1]))
-        _show(args, explain(chosen[number - 1].found))
+        if args.explain > len(chosen):
+            raise ConfigError(f"--explain {args.explain}: there are {len(chosen)} layouts")
+        print(given.space.write(best[args.explain - 1]))
+        _show(args, explain(chosen[args.explain - 1].found))
         return 0
     if chosen:
         _show(args, _tables(chosen, args))
@@ -164,14 +164,12 @@ def _show(args: argparse.Namespace, shown: Sequence[Table]) -> None:
 
 
 def _headline(given: Search) -> str:
-    space, capacity = given.space, given.capacity / GIB
-    cluster, model = space.cluster, space.base.model
+    space, cluster = given.space, given.space.cluster
     nodes = ", ".join(f"{-(-world // cluster.devices_per_node):,}" for world in space.worlds)
     batches = ", ".join(f"{batch:,}" for batch in space.wanted["gbs"])
     return (
-        f"{space.name} ({model.num_layers} layers of width {model.hidden_size}, {model.seq_length} tokens a sample, "
-        f"{space.base.precision.dtype_name}) on {nodes} node(s) of {cluster.name}, global batch {batches}, "
-        f"up to {capacity:.1f} of {cluster.memory_gib:g} GiB"
+        f"{space.name} in {space.base.precision.dtype_name} on {nodes} node(s) of {cluster.name}, batch {batches}, "
+        f"up to {given.capacity / GIB:.1f} of {cluster.memory_gib:g} GiB"
     )
 
 

@@ -151,14 +151,13 @@ def losses(given: Search, found: Found) -> dict[str, dict[str, float]]:
 
 def losses_table(lost: Mapping[str, Mapping[str, float]]) -> Table:
     rows = [
-        (name, _percent(statistics.fmean(values.values())),
-         ", ".join(f"{value}: -{_percent(loss)}" if loss else f"{value}: best" for value, loss in values.items()))
+        (name, ", ".join(f"{value}: -{_percent(loss)}" if loss else f"{value}: best" for value, loss in values.items()))
         for name, values in lost.items()
-    ]  # fmt: skip
-    return Table("throughput lost with each value, all else searched again", ("choice", "by chance", "values"), rows)
+    ]
+    return Table("throughput lost with each value, all else searched again", ("choice", "values"), rows)
 
 
-def rejection_table(found: Found, title: str = "rejected") -> Table:
+def rejection_table(found: Found, title: str) -> Table:
     rows = [
         (f"{count:,}", reason, first_problem(found.rejections.nearest[reason][1]))
         for reason, count in found.rejections.counts.most_common()
@@ -209,10 +208,8 @@ def write_files(
                      for why, count in found.rejections.counts.items()],
         "figures": [used._asdict() for used in winner.confidence.used],
     }  # fmt: skip
-    notes = [
-        f"Predicted, not run: {_number(winner.seconds)} s a step, {_number(record['tokens_per_day'] / 1e9)} billion "
-        f"tokens a day, {record['memory_gib']:.1f} GiB on the fullest device.", space.write(layout),
-    ]  # fmt: skip
+    predicted = f"{_number(winner.seconds)} s a step, {record['memory_gib']:.1f} GiB on the fullest device"
+    notes = [f"Predicted, not run: {predicted}.", space.write(layout)]
     plot_timeline(winner.run, folder / "timeline.png")
     write_trace(winner.run, folder / "trace.json")
     return [

@@ -1,11 +1,8 @@
 """Exchange of gradients and new weights between data-parallel ranks at the end of a step."""
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
-
-import numpy as np
 
 from megatron.config import Config
 from megatron.engine.bucket_size import bucket_elements
@@ -26,72 +23,70 @@ class Exchange(NamedTuple):
     gathered: float
 
 
+class Weight(NamedTuple):
+    """A weight, or a bucket of them. needed: when a rank's first forward passes reach it; ready: when its gradient is
+    there in the last backward passes."""
+
+    elements: int
+    needed: float
+    ready: float
+
+
 def exchange(config: Config, trace: Trace, channels: Channels, run: PipelineRun, *, hides: bool) -> Exchange:
     """Time the engine's buckets beside the last backward and the first forward passes of each pipeline rank.
 
-    The gradients of a stage's layers become ready evenly over its last backward pass, in the reverse order of the
-    model; the weights are needed evenly over its first forward pass. hides: messages travel while a device computes.
+    hides: messages travel while a device computes.
     """
     parallel, engine, precision = config.parallel, config.engine, config.precision
     replicas, size, owned = parallel.data_parallel_size, parallel.pipeline_model_parallel_size, engine.zero_stage > 0
     if replicas == 1:
         return Exchange(0.0, 0.0)
     limit, stages = bucket_elements(engine.zero_reduce_bucket_size, replicas), stages_of(config)
+    early, late = engine.overlap_grad_reduce and hides, engine.overlap_param_gather and hides
     reduced, gathered = run.makespan, 0.0
     for rank in range(size):
         own = range(rank, len(stages), size)
-        weights = [part for stage in own for part in weights_of(trace, stages[stage])]
-        elements = [sum(part) for part in weights]
-        others = sum(parameters_of(trace, stages[stage]) for stage in own) - sum(elements)
-        buckets = [*bucket_sizes([*itertools.chain(*weights)][::-1], limit), others]
-
-        backward = [(run.last_backward_start[i], run.last_backward_end[i]) for i in reversed(own)]
-        end = max(end for _, end in backward)
-        ready = _moments(itertools.accumulate(buckets), elements[::-1], backward)
-        early, free = engine.overlap_grad_reduce and hides, 0.0
-        for moment, count in zip(ready, buckets, strict=True):
-            free = max(free, moment if early else end)
-            n_bytes = precision.gradient_bytes * count
+        weights = [weight for stage in own for weight in weights_of(trace, stages[stage], run, stage)]
+        first, end = min(run.first_forward_start[i] for i in own), max(run.last_backward_end[i] for i in own)
+        others = sum(parameters_of(trace, stages[i]) for i in own) - sum(weight.elements for weight in weights)
+        buckets = [*buckets_of(weights[::-1], limit), Weight(others, first, end)]
+        free = arrived = 0.0
+        for bucket in buckets:
+            n_bytes = precision.gradient_bytes * bucket.elements
+            free = max(free, bucket.ready if early else end)
             free += reduction_seconds(channels, n_bytes, replicas, owned=owned, hides=hides)
+        for bucket in reversed(buckets if owned else []):
+            arrived += channels.data_s("all_gather", precision.weight_bytes * bucket.elements)
+            gathered = max(gathered, arrived - (bucket.needed if late else first))
         reduced = max(reduced, free)
-        if not owned:
-            continue
-
-        buckets.reverse()
-        forward = [(start := run.first_forward_start[i], start + run.pipeline.times.forward[i]) for i in own]
-        first = min(start for start, _ in forward)
-        needed = _moments(itertools.accumulate(buckets[:-1], initial=-others), elements, forward)
-        late, arrived = engine.overlap_param_gather and hides, 0.0
-        for moment, count in zip(needed, buckets, strict=True):
-            arrived += channels.data_s("all_gather", precision.weight_bytes * count)
-            gathered = max(gathered, arrived - (moment if late else first))
     return Exchange(reduced - run.makespan, gathered)
 
 
-def bucket_sizes(weights: Sequence[int], limit: int) -> list[int]:
-    """Elements of buckets of whole weights, each of at most `limit` elements or one weight."""
-    found = [0]
-    for count in weights:
-        if found[-1] and found[-1] + count > limit:
-            found.append(0)
-        found[-1] += count
-    return found
-
-
-def weights_of(trace: Trace, stage: Stage) -> list[list[int]]:
-    """Elements of a stage's weights in the order of the model, of embedding, layers and head. The others, of norms and
-    biases, are in a bucket of their own."""
+def weights_of(trace: Trace, stage: Stage, run: PipelineRun, number: int) -> list[Weight]:
+    """The weights of a stage, whose number is given, in the order of the model: layers one after the other in a pass,
+    embedding and head at its ends. Norms and biases are left out: they are in a bucket of their own."""
     head = [p for p in trace.head.parameters if not (p.tied and stage.first)]
-    parts = (stage.first, trace.embedding.parameters), (stage.layers, trace.layer.parameters), (stage.last, head)
-    return [[p.elements for p in parameters if p.decays] * times for times, parameters in parts]
+    places = [
+        *[(0.0, trace.embedding.parameters)] * stage.first,
+        *((i / stage.layers, trace.layer.parameters) for i in range(stage.layers)), *[(1.0, head)] * stage.last,
+    ]  # fmt: skip
+    start, forward = run.first_forward_start[number], run.pipeline.times.forward[number]
+    end, backward = run.last_backward_end[number], run.last_backward_end[number] - run.last_backward_start[number]
+    return [
+        Weight(p.elements, start + place * forward, end - place * backward)
+        for place, parameters in places for p in parameters if p.decays
+    ]  # fmt: skip
 
 
-def _moments(places: Iterable[int], elements: Sequence[int], passes: Sequence[tuple[float, float]]) -> list[float]:
-    """When the weights at these places of a rank's list are reached: those of layers evenly in the passes of their
-    stages, those before and after them at begin and end. elements: of these three for each pass."""
-    bounds = [0, *(bound for end in itertools.accumulate(elements) for bound in (end, end))][:-1]
-    times = [moment for start, end in passes for moment in (start, start, start, end, end, end)]
-    found: list[float] = np.interp([*places], bounds, times).tolist()
+def buckets_of(weights: Iterable[Weight], limit: int) -> list[Weight]:
+    """Put weights into buckets, each of at most `limit` elements or one weight."""
+    found: list[Weight] = []
+    for weight in weights:
+        if found and found[-1].elements + weight.elements <= limit:
+            last = found.pop()
+            weight = Weight(last.elements + weight.elements, min(last.needed, weight.needed),
+                            max(last.ready, weight.ready))  # fmt: skip
+        found.append(weight)
     return found
 
 

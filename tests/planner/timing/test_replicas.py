@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from megatron.parallel.topology import Layout, Topology
 from megatron.pipeline.clock import StageTimes, run_pipeline
 from megatron.planner.cluster import load_cluster
 from megatron.planner.stage import parameters_of, stages_of, tied_elements
-from megatron.planner.timing.replicas import bucket_sizes, exchange, weights_of
+from megatron.planner.timing.replicas import buckets_of, exchange, weights_of
 from megatron.planner.trace import trace
 from tests.planner.timing.configs import run
 
@@ -40,13 +39,10 @@ def test_buckets_are_those_of_the_engine(layout):
     for limit in (bucket_elements(0, 4), 300_000, 10_000):
         groups = [group["params"] for group in parameter_groups(parameters, 0.1, limit)]
         groups.sort(key=lambda group: -min(place[p] for p in group))  # as Engine._connect orders them
-        found = bucket_sizes(weights(config)[::-1], limit)
+        weights = weights_of(of(config), *stages_of(config), passes(config), 0)
+        found = [bucket.elements for bucket in buckets_of(weights[::-1], limit)]
         expected = [sum(p.numel() for p in group) for group in groups]
         assert sum(found) == sum(expected) and len(found) == pytest.approx(len(expected), abs=1)
-
-
-def weights(config):
-    return list(itertools.chain(*weights_of(of(config), *stages_of(config))))
 
 
 def of(config):
@@ -73,20 +69,18 @@ def passes(config, forward=1.0):
 
 @given(st.floats(0.01, 100.0))
 def test_gradients_behind_the_last_pass_in_closed_form(seconds):
-    """The gradients of equal layers are ready evenly over the last pass of two seconds. Slow links are busy from when
-    the first bucket is full; fast ones leave the last message to the end."""
+    """Four layers alike, whose gradients are there after each quarter of the last pass of two seconds. Links that are
+    slower than that are busy from the end of the first quarter on."""
     config = run(
         world_size=2, global_batch_size=4, zero_reduce_bucket_size=256 * 1024, add_bias_linear=False, num_layers=4,
         vocab_size=1, make_vocab_size_divisible_by=1, position_embedding_type="none", normalization="rmsnorm",
         num_key_value_heads=8,
     )  # fmt: skip
-    own = weights(config)
-    first = bucket_sizes(own[::-1], 256 * 1024)[0] / sum(own)
     links, clock = Links(seconds / (4 * parameters_of(of(config), *stages_of(config)))), passes(config)
     found = exchange(config, of(config), links, clock, hides=True)
     assert 0 < found.reduced <= seconds
     if seconds > 10:
-        assert found.reduced == pytest.approx(seconds - 2.0 * (1 - first), rel=1e-6)
+        assert found.reduced == pytest.approx(seconds - 2.0 * (1 - 1 / 4), rel=1e-6)
     off = dataclasses.replace(config, engine=dataclasses.replace(config.engine, overlap_grad_reduce=False))
     assert exchange(off, of(off), links, clock, hides=True).reduced == pytest.approx(seconds)
     assert exchange(config, of(config), links, clock, hides=False).reduced == pytest.approx(seconds)
