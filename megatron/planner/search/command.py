@@ -184,8 +184,8 @@ def _tables_of_search(given: Search, found: Found) -> list[Table]:
     return [
         *(tables.values_table(given, found, name) for name in several),
         tables.losses_table(tables.losses(given, found)),
-        tables.rejection_table(found, f"{found.layouts:,} layouts in {found.seconds:.1f} s, {len(found.estimated):,} "
-                               "estimated; rejected"),
+        tables.rejection_table(found, f"{found.sizes:,} sizes in {found.seconds:.1f} s, {len(found.estimated):,} "
+                               "layouts estimated; rejected"),
     ]  # fmt: skip
 
 

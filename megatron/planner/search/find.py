@@ -64,7 +64,7 @@ class Found:
 
     estimated: list[Ranked] = field(default_factory=list)
     rejections: Rejections = field(default_factory=Rejections)
-    layouts: int = 0
+    sizes: int = 0
     seconds: float = 0.0
 
     @property
@@ -110,36 +110,28 @@ class Search:
 
     # -- tasks ---------------------------------------------------------------------------------------------------------
 
-    def rank(self, sizes: Sequence[Layout]) -> tuple[list[Ranked], list[Rejected], int]:
-        """Rank all layouts of these sizes whose weights, gradients and optimizer fit, of each kind of recomputation the
-        one of fewest layers: (ranked, rejected, layouts).
-
-        Micro-batches go from small to large until none fits: to read the code for such would take longest of all.
-        """
-        ranked, rejected, count = list[Ranked](), list[Rejected](), 0
-        too_big: Rejected | None = None
-        for _, of_micro in itertools.groupby(sorted(sizes, key=lambda size: size.micro), lambda size: size.micro):
-            some = list(of_micro)
-            too_big = too_big or self._too_big(some)
-            for size in some:
-                layouts = list(self.space.variants(size))
-                count += len(layouts)
-                if too_big is not None:
-                    rejected.append(too_big)
-                    continue
-                kinds = {v._replace(recompute=kind_of_recompute(v.recompute)): v for v in reversed(layouts)}
-                try:
-                    config = self.space.config(size)
-                    for layout in kinds.values():
-                        own = _with(config, layout)
-                        states, rank = self._states(own)
-                        if states > self.capacity:
-                            rejected.append(self._misfit(layout, states, rank))
-                        else:
-                            ranked.append(Ranked(self._folded(layout, own), layout))
-                except ConfigError as error:
-                    rejected.append(_refused(error))
-        return ranked, rejected, count
+    def rank(self, sizes: Sequence[Layout]) -> tuple[list[Ranked], list[Rejected]]:
+        """Rank all layouts of these sizes, of one micro-batch, whose weights, gradients and optimizer fit, of each kind
+        of recomputation the one of fewest layers. Nothing is ranked where nothing fits."""
+        too_big = self._too_big(sizes)
+        if too_big is not None:
+            return [], [too_big]
+        ranked, rejected = list[Ranked](), list[Rejected]()
+        for size in sizes:
+            layouts = [*self.space.variants(size)][::-1]
+            kinds = {v._replace(recompute=kind_of_recompute(v.recompute)): v for v in layouts}
+            try:
+                config = self.space.config(size)
+                for layout in kinds.values():
+                    own = _with(config, layout)
+                    states, rank = self._states(own)
+                    if states > self.capacity:
+                        rejected.append(self._misfit(layout, states, rank))
+                    else:
+                        ranked.append(Ranked(self._folded(layout, own), layout))
+            except ConfigError as error:
+                rejected.append(_refused(error))
+        return ranked, rejected
 
     def fit(self, ranked: Ranked) -> Ranked | Rejected:
         """Find the layout of fewest recomputed layers that fits, of its kind of recomputation, with its own score."""
@@ -265,16 +257,21 @@ def _with(config: Config, layout: Layout) -> Config:
 def search(given: Search, top: int = 10, processes: int = 1) -> Found:
     """Find the best layouts of a space with `processes` processes; the result does not depend on their number."""
     found, start, each = Found(), time.monotonic(), given.space.cluster.devices_per_node
-    tasks: dict[Any, list[Layout]] = {}  # in one process what the same code is read for
+    tasks: dict[tuple[int, int, int], list[Layout]] = {}  # in one process what the same code is read for
     for size in given.space.sizes(found.rejections):
-        tasks.setdefault((size.world, size.tp), []).append(size)
+        tasks.setdefault((size.micro, size.world, size.tp), []).append(size)
+    found.sizes = sum(map(len, tasks.values()))
     ranked, fit, enough, outdone = list[Ranked](), list[Ranked](), Counter[Value](), 0
     with _workers(given, processes) as run:
-        for own, rejected, layouts in run("rank", sorted(tasks.values(), key=len, reverse=True)):
-            ranked += own
-            found.layouts += layouts
-            for each_rejected in rejected:
-                found.rejections.add(*each_rejected)
+        full = set[tuple[int, int]]()  # of which no larger micro-batch fits: to read its code would take longest of all
+        for _, of_micro in itertools.groupby(sorted(tasks), key=lambda key: key[0]):
+            keys = sorted((key for key in of_micro if key[1:] not in full), key=lambda key: -len(tasks[key]))
+            for key, (own, rejected) in zip(keys, run("rank", [tasks[key] for key in keys]), strict=True):
+                ranked += own
+                for one_rejected in rejected:
+                    found.rejections.add(*one_rejected)
+                if not own:
+                    full.add(key[1:])
         heapq.heapify(ranked)
         while ranked:
             some: list[Ranked] = []

@@ -143,17 +143,14 @@ class Space:
 
     def variants(self, size: Layout) -> Iterator[Layout]:
         """Generate every layout of these sizes: sequence parallelism, overlap, ZeRO stage, recomputation."""
-        switches = [self._switch(name, values, size) for name, values in (
-            ("sp", (True, False)), ("overlap", (True, False)), ("zero", (1, 0)),
-        )]  # fmt: skip
+        # Where the sizes leave no choice, what was asked for does not matter.
+        switches = [
+            [value for value in values if allowed(value, name, self.wanted)] if size.has_choice(name)
+            else [getattr(size, name)]
+            for name, values in (("sp", (True, False)), ("overlap", (True, False)), ("zero", (1, 0)))
+        ]  # fmt: skip
         for sp, overlap, zero, recompute in itertools.product(*switches, self.recomputations(size)):
             yield size._replace(sp=sp, overlap=overlap, zero=zero, recompute=recompute)
-
-    def _switch(self, name: str, values: Sequence[Any], size: Layout) -> list[Any]:
-        """The allowed ones; where the sizes leave no choice, what was asked for does not matter."""
-        if not size.has_choice(name):
-            return [getattr(size, name)]
-        return [value for value in values if allowed(value, name, self.wanted)]
 
     def recomputations(self, size: Layout) -> Iterator[str]:
         """Generate none, selective by each set of modules, whole layers in groups that divide a stage, or its first

@@ -25,9 +25,11 @@ def explain(found: Estimate) -> list[Table]:
     traced, rank = trace(found.config, found.cluster.device_type), busiest_rank(found.run)
     stages = stages_of(found.config)
     own = stages[rank :: found.config.parallel.pipeline_model_parallel_size]
-    parts = {"one layer": traced.layer, "one recomputed layer": traced.again}
-    parts["the embedding"] = traced.embedding if any(stage.first for stage in own) else None
-    parts["the output layer"] = traced.head if any(stage.last for stage in own) else None
+    parts = {
+        "one layer": traced.layer, "one recomputed layer": traced.again,
+        "the embedding": traced.embedding if own[0].first else None,
+        "the output layer": traced.head if own[-1].last else None,
+    }  # fmt: skip
     return [
         _pass(found, f"{name}, {title}, on one {device_unit(found.cluster.device)}", of)
         for name, part in parts.items() if part is not None

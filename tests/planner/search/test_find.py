@@ -74,7 +74,7 @@ def test_the_search_finds_what_estimating_everything_finds(gib, wanted, monkeypa
 def test_two_processes_find_what_one_finds():
     of = given(8.0, batches=(8, 16), tp=(2,), pp=(1, 2), mbs=(1,))
     one, two = (search(dataclasses.replace(of, _known={}), top=4, processes=n) for n in (1, 2))
-    for name in ("estimated", "layouts", "rejections"):
+    for name in ("estimated", "sizes", "rejections"):
         assert getattr(one, name) == getattr(two, name), name
 
 
