@@ -4,7 +4,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from megatron.config import PRESETS
 from megatron.config.layout import narrowed, parse_layout, write_value
@@ -21,7 +21,7 @@ from megatron.planner.table import Table
 from megatron.planner.timing import explain
 
 EXIT_NOTHING_FITS = 3
-_WIDTH = 165  # which the table of layouts needs
+_WIDTH = 190  # which the table of layouts needs
 
 
 def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
@@ -97,10 +97,9 @@ def _form(given: Search, text: str) -> Search:
     for name in (name for name, values in both.items() if not values):
         allowed, own = (", ".join(map(write_value, values[name])) for values in (space.wanted, wanted))
         raise ConfigError(f"--layout {text}: {name}={own} is not among the allowed: {name}={allowed}")
-    check_device_orders(wanted, space.cluster)
     worlds = space.worlds
     if "nodes" in wanted:
-        worlds = _checked((space.cluster.devices_per_node * nodes for nodes in wanted["nodes"]), space.cluster)
+        worlds = _whole_nodes(wanted["nodes"], space.cluster)
     return Search(dataclasses.replace(space, wanted=both, worlds=worlds), given.capacity)
 
 
@@ -110,18 +109,19 @@ def _worlds(args: argparse.Namespace, cluster: Cluster) -> tuple[int, ...]:
     if (args.nodes is None) == (args.devices is None):
         raise ConfigError("give either --nodes, or --devices for a part of a node")
     if args.devices is not None:
-        return _checked(_numbers(args.devices, "--devices"), cluster)
-    return _checked((cluster.devices_per_node * nodes for nodes in _numbers(args.nodes, "--nodes")), cluster)
+        each, devices = cluster.devices_per_node, _numbers(args.devices, "--devices")
+        for world in devices:
+            if world > each and world % each:
+                raise ConfigError(f"--devices {world}: neither whole nodes of {each} devices nor a part of one")
+        _whole_nodes([max(devices) // each or 1], cluster)
+        return tuple(devices)
+    return _whole_nodes(_numbers(args.nodes, "--nodes"), cluster)
 
 
-def _checked(worlds: Iterable[int], cluster: Cluster) -> tuple[int, ...]:
-    """Numbers of devices that a job can have. Raises ConfigError."""
-    found, each = tuple(worlds), cluster.devices_per_node
-    for world in found:
-        if world > each and world % each:
-            raise ConfigError(f"{world} devices are neither whole nodes of {each} devices nor a part of one")
-        cluster.wall_limit_hours(-(-world // each))
-    return found
+def _whole_nodes(nodes: Sequence[int], cluster: Cluster) -> tuple[int, ...]:
+    """Devices of so many nodes. Raises ConfigError for more than a job gets."""
+    cluster.wall_limit_hours(max(nodes))
+    return tuple(cluster.devices_per_node * count for count in nodes)
 
 
 def _numbers(text: str, flag: str) -> list[int]:
@@ -174,15 +174,14 @@ def _headline(given: Search) -> str:
 
 
 def _tables(chosen: Sequence[Chosen], args: argparse.Namespace) -> list[Table]:
-    found = [tables.layout_table(chosen, args.tokens, papers=args.paper_flops), tables.parts_table(chosen)]
-    return [*found, tables.bounds_table(chosen)] if args.bounds else found
+    bounds = [tables.bounds_table(chosen)] if args.bounds else []
+    return [tables.layout_table(chosen, args.tokens, papers=args.paper_flops), tables.parts_table(chosen), *bounds]
 
 
 def _tables_of_search(given: Search, found: Found) -> list[Table]:
-    several = [name for name, count in (("gbs", len(given.space.wanted["gbs"])), ("nodes", len(given.space.worlds)))
-               if count > 1]  # fmt: skip
+    of_values = [tables.values_table(given, found, name) for name in ("gbs", "nodes")]
     return [
-        *(tables.values_table(given, found, name) for name in several),
+        *(table for table in of_values if len(table.rows) > 1),
         tables.losses_table(tables.losses(given, found)),
         tables.rejection_table(found, f"{found.sizes:,} sizes in {found.seconds:.1f} s, {len(found.estimated):,} "
                                "layouts estimated; rejected"),

@@ -78,7 +78,8 @@ def layout_table(chosen: Sequence[Chosen], tokens: float | None, *, papers: bool
     for layout, found, record in chosen:
         names = {"sp": layout.sp, "overlap": layout.overlap, "ZeRO": layout.zero}
         row = {name.upper(): str(record[name]) for name in ("tp", "pp", "dp")}
-        row |= {name: record[name] for name in ("nodes", "gbs", "chunks", "schedule", "mbs", "recompute")}
+        row |= {name: record[name] for name in ("nodes", "gbs", "chunks", "schedule", "mbs")}
+        row["recompute"] = layout.recompute.removeprefix("selective:")
         row["also on"] = ", ".join(name for name, on in names.items() if on) or "-"
         row |= {
             "s/step": _number(found.seconds), "MFU": _percent(found.mfu), "HFU": _percent(found.hfu),
@@ -200,7 +201,7 @@ def write_files(
     writer.writeheader()
     writer.writerows(one.record for one in chosen)
     content = {
-        "model": space.name, "cluster": space.cluster.name, "capacity_gib": given.capacity / GIB,
+        "model": space.name, "cluster": space.cluster.name,
         "best": [one.record for one in chosen], "losses": losses(given, found),
         "front": [{"layout": space.write(one.layout), "memory_gib": one.memory / GIB,
                    "seconds_per_step": one.seconds} for one in found.front],
