@@ -31,10 +31,10 @@ A layout is written tp=4,pp=16,chunks=2,mbs=1,recompute=selective, of any of
   overlap (of tensor-parallel messages: on, off), zero (0, 1), recompute (none, selective[:MODULE+MODULE],
   full[:uniform|block[:LAYERS]]), order (of directions over ranks), devices (0-1-6-7-2-3-4-5)
 
-Of a preset the model counts, not its layout. What a layout does not name is chosen as fastest; recompute=full is
-full:uniform:1, as in a run. --fix and --allow take several values, tp=4,8, and there recompute=full is all that begin
-so. Flags of pretrain_gpt.py after -- are the fixed part: one that names a layout's size fixes it. All layouts that can
-fit are ranked by a formula; the best of them, and of those with each value, are estimated on the schedule's clock.
+Of a preset the model counts, not its layout; flags of pretrain_gpt.py after -- change it. What a layout does not name
+is chosen as fastest; recompute=full is full:uniform:1, as in a run. --fix and --allow take several values, tp=4,8, and
+there recompute=full is all that begin so. All layouts that can fit are ranked by a formula; the best of them, and of
+those with each value, are estimated on the schedule's clock.
 
 Exit code 0; 2 for a mistake; 3 where nothing fits, or a layout is rejected."""
 
@@ -61,22 +61,19 @@ def build_parser() -> argparse.ArgumentParser:
                      "that is no power of two, recompute=..., devices=...", **several)  # fmt: skip
     how.add_argument("--headroom", default="10%", metavar="GIB|%", help="of a device's memory that stays free for the "
                      "runtime, the communication library and what the allocator cannot use (default 10%%)")  # fmt: skip
-    how.add_argument("--objective", choices=("throughput", "node-hours"), default="throughput",
-                     help="with several numbers of nodes: most tokens a second, or fewest node-hours (default "
-                     "throughput)")  # fmt: skip
     how.add_argument("--processes", type=whole(1, 512), metavar="N", help="that search (default: cores, at most 8)")
     out = parser.add_argument_group("what is shown")
     out.add_argument("--top", type=whole(), default=10, metavar="N", help="layouts in the tables (default 10)")
     out.add_argument("--layout", action="append", default=[], metavar="LAYOUT", help="no search: this layout, or why "
                      "it is rejected; may be repeated")  # fmt: skip
-    out.add_argument("--explain", nargs="?", const="1", metavar="N|LAYOUT", help="walk through the arithmetic of "
-                     "number N of the table or of --layout (default 1), or of this layout")  # fmt: skip
+    out.add_argument("--explain", nargs="?", type=whole(), const=1, metavar="N", help="walk through the arithmetic of "
+                     "number N of the table, or of --layout (default 1)")  # fmt: skip
     out.add_argument("--bounds", action="store_true", help="how far the seconds of the layouts may be off, and what "
                      "they would be at the device's peak")  # fmt: skip
     out.add_argument("--paper-flops", action="store_true", help="TFLOP/s of a device by the formula of Dash et al. "
                      "(arXiv 2312.12705)")  # fmt: skip
     out.add_argument("--output", type=Path, metavar="DIR", help="write table.csv, table.json, pareto.png, "
-                     "sensitivity.png and .md, timeline.png, trace.json and the job script into it")  # fmt: skip
+                     "timeline.png, trace.json and the job script into it")  # fmt: skip
     out.add_argument("--markdown", action="store_true", help="tables for a document")
     return parser
 

@@ -2,7 +2,7 @@
 """Show where the ranks of a run would be on a machine's nodes, and what their messages cost there.
 
     python tools/show_placement.py --cluster frontier --world-size 1024 --preset gpt-175b
-    python tools/show_placement.py --cluster frontier --world-size 1024 --preset gpt-175b --compare --table ranks.csv
+    python tools/show_placement.py --cluster frontier --world-size 1024 --preset gpt-175b --table ranks.csv
 
 All flags of pretrain_gpt.py are taken; --rank-order and --device-order fix what is else chosen. Seconds are those of
 messages that nothing hides: a measure to compare placements by, no forecast of a step. Bandwidths are published for
@@ -26,22 +26,11 @@ from megatron.config.command_line import add_preset, parse_plan, with_preset
 from megatron.config.option import Parser, whole
 from megatron.errors import ConfigError
 from megatron.planner.cluster import known_clusters, load_cluster
-from megatron.planner.placement import (
-    Placement,
-    all_placements,
-    choose_placement,
-    naive_placement,
-    place_with,
-    placement_cost,
-    rank_rows,
-    render_placement,
-)
+from megatron.planner.placement import Placement, choose_placement, rank_rows, render_placement
 from megatron.planner.table import Table
 from megatron.training.failures import as_tool
 from megatron.untrusted import without_waiting
 
-LEGEND = """naive: device i for local rank i; closest: devices as srun --gpu-bind=closest gives them to local ranks;
-best: the cheapest order of devices for this rank order; the others: further orders of devices"""
 COLUMNS = ("rank", "node", "device", "nic", "tp", "dp", "pp", "layers")
 
 
@@ -49,44 +38,15 @@ def build_parser() -> argparse.ArgumentParser:
     """The tool's own flags; what is left is pretrain_gpt.py's."""
     parser = Parser(
         description=__doc__,
-        usage="%(prog)s --cluster NAME|FILE --world-size N [--compare] [--nodes N] [--table FILE.csv] "
+        usage="%(prog)s --cluster NAME|FILE --world-size N [--nodes N] [--table FILE.csv] "
         "[flags of pretrain_gpt.py]",
     )  # fmt: skip
     add_preset(parser)
-    parser.add_argument("--compare", action="store_true", help="also all orders of directions, and of devices")
     parser.add_argument(
         "--nodes", type=whole(0), default=1, metavar="N", help="show the ranks of so many nodes (default 1)"
     )
     parser.add_argument("--table", type=Path, metavar="FILE.csv", help="write node, device and layers of all ranks")
     return parser
-
-
-def named_placements(config: Config, chosen: Placement) -> Iterator[tuple[str, Placement]]:
-    """The chosen placement among others: plain, as Slurm binds, each order of directions, each order of devices."""
-    cluster, used = chosen.cluster, len(chosen.device_order)
-    naive = naive_placement(config, cluster)
-    yield "chosen", chosen
-    yield "naive", naive
-    yield "closest", place_with(config, cluster, naive.layout.order, cluster.local_order[:used])
-    for placement in all_placements(config, cluster).values():
-        yield "best", placement
-    if used == cluster.devices_per_node:
-        for devices in cluster.device_orders:
-            yield "", place_with(config, cluster, chosen.layout.order, devices)
-
-
-def comparison(config: Config, chosen: Placement) -> Table:
-    """Make a row of each placement: both orders, seconds by direction, and its names."""
-    names: dict[Placement, list[str]] = {}
-    for name, placement in named_placements(config, chosen):
-        names.setdefault(placement, []).extend([name] if name else [])
-    rows = []
-    for placement, known in names.items():
-        cost = placement_cost(config, placement)
-        seconds = (*map(cost.seconds_of, ("tp", "pp", "dp")), cost.seconds)
-        devices = ",".join(map(str, placement.device_order))
-        rows.append((placement.layout.order, devices, *(f"{each:.3g}" for each in seconds), "; ".join(known)))
-    return Table("", ("rank order", "device order", "tensor s", "pipeline s", "data s", "all s", "which"), rows)
 
 
 def rows_of(config: Config, placement: Placement) -> Iterator[tuple[str, ...]]:
@@ -111,8 +71,6 @@ def show(args: argparse.Namespace, flags: Sequence[str], width: int) -> None:
         raise ConfigError(f"--cluster is missing: give one of {', '.join(known_clusters())}, or a TOML file")
     chosen = choose_placement(config, load_cluster(config.parallel.cluster))
     print(render_placement(config, chosen, width))
-    if args.compare:
-        print(f"\n{comparison(config, chosen).text(width)}\n{LEGEND}")
     if args.nodes:
         first = itertools.islice(rows_of(config, chosen), args.nodes * len(chosen.device_order))
         print(f"\n{Table('', COLUMNS, list(first)).text(width)}")

@@ -154,11 +154,6 @@ def choose_placement(config: Config, cluster: Cluster) -> Placement:
     return _cheapest(config, cluster, [parallel.rank_order] if parallel.rank_order else RANK_ORDERS)
 
 
-def all_placements(config: Config, cluster: Cluster) -> dict[str, Placement]:
-    """For each of the six orders of directions the placement with the cheapest order of devices."""
-    return {order: _cheapest(config, cluster, [order]) for order in RANK_ORDERS}
-
-
 def naive_placement(config: Config, cluster: Cluster) -> Placement:
     """Megatron's order of directions, and device i for local rank i."""
     return Placement(cluster, _layout(config, DEFAULT_ORDER), tuple(range(_devices_used(config, cluster))))

@@ -15,7 +15,6 @@ from megatron.planner.cluster import load_cluster
 from megatron.planner.links import node_links
 from megatron.planner.placement import (
     Placement,
-    all_placements,
     choose_placement,
     naive_placement,
     place_with,
@@ -182,7 +181,6 @@ def test_given_orders_are_kept() -> None:
     assert chosen.place(9) == (1, 6)
     naive = naive_placement(config, FRONTIER)
     assert naive.layout.order == "tp-dp-pp" and naive.device_order == tuple(range(8))
-    assert list(all_placements(made(2, 4, 2), FRONTIER)) == list(RANK_ORDERS)
 
 
 @pytest.mark.parametrize(("data", "order"), [(3, "tp-pp-dp"), (16, "tp-dp-pp")])
@@ -191,9 +189,9 @@ def test_the_cheapest_order_of_directions(data: int, order: str) -> None:
     config = made(2, 4, data)
     chosen = choose_placement(config, FRONTIER)
     assert chosen.layout.order == order
-    others = all_placements(config, FRONTIER)
-    assert min(placement_cost(config, other).order for other in others.values()) == placement_cost(config, chosen).order
-    assert others[order].device_order == chosen.device_order
+    for orders in itertools.product(RANK_ORDERS, FRONTIER.device_orders):
+        other = placement_cost(config, place_with(config, FRONTIER, *orders))
+        assert other.order >= placement_cost(config, chosen).order
 
 
 def test_a_part_of_a_node_keeps_the_launchers_devices() -> None:

@@ -98,7 +98,7 @@ TARGETS: Sequence[Target] = (
     ("tools/report_scaling.py", "{f}/run --out {f}/report", "measured"),
     ("tools/run_experiment.py", "tp --model tiny --values 1,2 --launcher local --cluster {f}/machine.toml --dry-run "
      "--out {f}/points", "points"),
-    ("tools/show_placement.py", "--cluster {f}/machine.toml --preset tiny --world-size 2 --compare", "cluster"),
+    ("tools/show_placement.py", "--cluster {f}/machine.toml --preset tiny --world-size 2", "cluster"),
     ("tools/show_recipe.py", "--cluster {f}/machine.toml --preset tiny --world-size 2", "cluster"),
     ("tools/show_schedule.py", "--schedule interleaved --chunks 2", "nothing"),
     ("tools/train_tokenizer.py", "--input {f}/e.txt --output {f}/x.model --vocab-size 300", "texts"),

@@ -47,17 +47,6 @@ def test_table_and_first_node(run: Run) -> None:
     assert not [line for line in lines if line and line[0] == "8"], "one node is shown"
 
 
-def test_comparison_has_all_orders_and_bindings(run: Run) -> None:
-    code, output, _ = run(*RUN, "--world-size", 1024, "--compare", "--nodes", 0)
-    rows = {tuple(line.split()[:2]): line for line in output.splitlines() if line.count(",") >= 7}
-    assert code == 0
-    assert {order for order, _ in rows} >= {"tp-dp-pp", "tp-pp-dp", "dp-tp-pp", "dp-pp-tp", "pp-tp-dp", "pp-dp-tp"}
-    naive, closest = rows["tp-dp-pp", "0,1,2,3,4,5,6,7"].split(), rows["tp-dp-pp", "4,5,2,3,6,7,0,1"].split()
-    chosen = rows["tp-dp-pp", "0,1,6,7,2,3,4,5"].split()
-    assert naive[-1] == "naive" and closest[-1] == "closest" and chosen[-2:] == ["chosen;", "best"]
-    assert float(naive[2]) > float(chosen[2]) == float(closest[2]), "tensor-parallel seconds"
-
-
 def test_rank_table(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "ranks.csv"
     flags = "--cluster frontier --preset gpt-1t --world-size 3072 --global-batch-size 9600 --table"

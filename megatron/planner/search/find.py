@@ -1,10 +1,9 @@
 """The search: every layout ranked by its folded cost, the best of those that fit estimated on the schedule's clock."""
 from __future__ import annotations
 
-import bisect
 import dataclasses
-import functools
 import heapq
+import itertools
 import sys
 import time
 from collections import Counter
@@ -33,86 +32,65 @@ _CLOSE = 1.01
 """Placements are estimated whose folded cost is at most so many times that of the best."""
 _ROUND = 64
 """Layouts of which memory is asked at once, by however many processes: so their number changes nothing."""
-_PLACED, _SWITCHED = ("order", "devices"), ("sp", "overlap", "zero", "recompute")
+_PLACED = ("order", "devices")
 
 Value = tuple[str, Any]
 
 
-@dataclass(frozen=True)
-class Judged:
-    """A layout that was estimated. seconds: of a step; score: what is made small, seconds for each sample; memory:
-    bytes on each device of the fullest pipeline rank."""
+class Ranked(NamedTuple):
+    """A layout by its score, seconds of a step per sample: by the folded cost, or on the clock where it is estimated.
+    memory: bytes on each device of the fullest pipeline rank, 0 where nobody asked yet."""
 
-    layout: Layout
-    seconds: float
     score: float
-    mfu: float | None
-    tokens_per_s: float
-    memory: float
+    layout: Layout
+    memory: float = 0.0
 
     @property
-    def key(self) -> tuple[float, Layout]:
-        """By which layouts are ordered; among equals by their choices, so that the order is always the same."""
-        return self.score, self.layout
+    def seconds(self) -> float:
+        return self.score * self.layout.batch
 
 
 class Rejected(NamedTuple):
-    """A layout that the configuration or the machine does not allow (reason), or that does not fit: bytes that pipeline
-    rank `rank` would need on each device."""
+    """A layout that does not fit or is not valid. miss: bytes that it needs, 0 for another reason."""
 
-    layout: Layout
-    reason: str = ""
-    memory: float = 0.0
-    rank: int = 0
-
-
-class Ranked(NamedTuple):
-    """A layout and its score by the folded cost. memory: bytes on the fullest rank, None where nobody asked yet."""
-
-    score: float
-    layout: Layout
-    memory: float | None = None
+    reason: str
+    example: str
+    miss: float = 0.0
 
 
 @dataclass
 class Found:
-    """What a search has found.
+    """What a search has found. estimated: the layouts that were estimated, the best first."""
 
-    estimated  the layouts that were estimated, the best first
-    seen       every (dimension, value) of a layout that is valid, whether it fits or not
-    """
-
-    top: int
-    estimated: list[Judged] = field(default_factory=list)
-    seen: set[Value] = field(default_factory=set)
+    estimated: list[Ranked] = field(default_factory=list)
     rejections: Rejections = field(default_factory=Rejections)
-    counts: Counter[str] = field(default_factory=Counter)
+    sizes: int = 0
     seconds: float = 0.0
 
     @property
-    def best(self) -> list[Judged]:
+    def best(self) -> list[Ranked]:
         """The best of each size."""
-        found: dict[Any, Judged] = {}
-        for judged in self.estimated:
-            found.setdefault(judged.layout.sizes, judged)
+        found: dict[Any, Ranked] = {}
+        for one in self.estimated:
+            found.setdefault(one.layout.sizes, one)
         return list(found.values())
 
-    def by_value(self, per_node: int) -> dict[Value, Judged]:
-        """For (dimension, value) the best layout with it; recomputation without numbers of layers."""
-        return {value: judged for judged in reversed(self.estimated) for value in values_of(judged.layout, per_node)}
+    def by_value(self, per_node: int) -> dict[Value, Ranked]:
+        """The best layout with each (dimension, value); recomputation without numbers of layers."""
+        return {value: one for one in reversed(self.estimated) for value in values_of(one.layout, per_node)}
 
     @property
-    def front(self) -> list[Judged]:
-        """Of those estimated the ones that no other one beats in both memory and score, by memory."""
-        found: list[Judged] = []
-        for judged in sorted(self.estimated, key=lambda j: (j.memory, j.key)):
-            if not found or judged.score < found[-1].score:
-                found.append(judged)
+    def front(self) -> list[Ranked]:
+        """Estimated layouts that no other one beats in both memory and score, by memory."""
+        found: list[Ranked] = []
+        for one in sorted(self.estimated, key=lambda one: (one.memory, one)):
+            if not found or one.score < found[-1].score:
+                found.append(one)
         return found
 
 
 def values_of(layout: Layout, per_node: int) -> list[Value]:
-    """(dimension, value) of what a layout chooses; without what it has no choice in."""
+    """List (dimension, value) of what a layout chooses, without what it has no choice in."""
     found = []
     for dimension in DIMENSIONS:
         name = dimension.names[0]
@@ -124,132 +102,104 @@ def values_of(layout: Layout, per_node: int) -> list[Value]:
 
 @dataclass(frozen=True)
 class Search:
-    """What is searched, and the answers on single layouts.
-
-    capacity  bytes of a device that a layout may use
-    per_node  whether the score is node-seconds for each sample instead of seconds
-    """
+    """What is searched, and the answers on single layouts. capacity: bytes of a device that a layout may use."""
 
     space: Space
     capacity: float
-    per_node: bool = False
     _known: dict[Any, Any] = field(default_factory=dict)
-
-    def score(self, seconds: float, layout: Layout) -> float:
-        nodes = -(-layout.world // self.space.cluster.devices_per_node) if self.per_node else 1
-        return seconds * nodes / layout.batch
 
     # -- tasks ---------------------------------------------------------------------------------------------------------
 
-    def largest(self, sizes: Sequence[Layout]) -> tuple[int, Rejected | None]:
-        """(the largest micro-batch of these sizes of which any layout fits, why a larger one does not).
-
-        Asked first, because to read the code for sizes of which nothing fits would take longest of all.
-        """
-        most = 0
-        for micro in sorted({size.micro for size in sizes}):
-            least: dict[int, Layout] = {}  # of each pipeline size
-            for size in sizes:
-                if size.micro == micro:
-                    least[size.pp] = min(least.get(size.pp, size), size, key=lambda s: (s.chunks, s.batch))
-            found = [rejected for size in least.values() if (rejected := self._too_big(size)) is not None]
-            if len(found) == len(least):
-                return most, min(found, key=lambda rejected: rejected.memory)
-            most = micro
-        return most, None
-
-    def _too_big(self, size: Layout) -> Rejected | None:
-        """Why nothing of a size fits; None where something does, or the configuration is refused, as is seen later."""
-        variants = list(self.space.variants(size))
-        switches = max((v.zero, v.sp, not v.overlap) for v in variants)
-        kinds = {kind_of_recompute(v.recompute): v for v in variants if (v.zero, v.sp, not v.overlap) == switches}
-        found = []
-        for layout in list(kinds.values())[::-1]:  # those of whole layers, which keep least, first
-            try:
-                states, rank = self._states(self.space.config(layout))
-                if states <= self.capacity:
-                    full = self._memory(self.space.config(layout), (0,))[0]
-                    states, rank = full.total, full.rank
-            except ConfigError:
-                return None
-            if states <= self.capacity:
-                return None
-            found.append(Rejected(layout, "", states, rank))
-        return min(found, key=lambda rejected: rejected.memory)
-
-    def rank(self, sizes: Sequence[Layout]) -> tuple[list[Ranked], list[Rejected], Counter[str]]:
-        """All of these sizes whose weights, gradients and optimizer fit, by their folded costs; for each kind of
-        recomputation the one of fewest layers."""
-        ranked, rejected, counts = list[Ranked](), list[Rejected](), Counter[str]()
+    def rank(self, sizes: Sequence[Layout]) -> tuple[list[Ranked], list[Rejected]]:
+        """Rank all layouts of these sizes, of one micro-batch, whose weights, gradients and optimizer fit, of each kind
+        of recomputation the one of fewest layers. Nothing is ranked where nothing fits."""
+        too_big = self._too_big(sizes)
+        if too_big is not None:
+            return [], [too_big]
+        ranked, rejected = list[Ranked](), list[Rejected]()
         for size in sizes:
-            groups: dict[Layout, dict[str, Layout]] = {}
-            for layout in self.space.variants(size):
-                kinds = groups.setdefault(layout._replace(recompute="none"), {})
-                kinds.setdefault(kind_of_recompute(layout.recompute), layout)
-                counts["layouts"] += 1
-            counts["sizes"] += 1
+            layouts = [*self.space.variants(size)][::-1]
+            kinds = {v._replace(recompute=kind_of_recompute(v.recompute)): v for v in layouts}
             try:
                 config = self.space.config(size)
-                for layout, kinds in groups.items():
-                    states, rank = self._states(_with(config, layout))
+                for layout in kinds.values():
+                    own = _with(config, layout)
+                    states, rank = self._states(own)
                     if states > self.capacity:
-                        rejected.append(Rejected(layout, "", states, rank))
+                        rejected.append(self._misfit(layout, states, rank))
                     else:
-                        ranked += [Ranked(self._folded(v, config), v) for v in kinds.values()]
+                        ranked.append(Ranked(self._folded(layout, own), layout))
             except ConfigError as error:
-                rejected.append(Rejected(size, str(error)))
-        return ranked, rejected, counts
+                rejected.append(_refused(error))
+        return ranked, rejected
 
     def fit(self, ranked: Ranked) -> Ranked | Rejected:
-        """With its memory: of its kind of recomputation the layout of fewest layers that fits, with its own score."""
+        """Find the layout of fewest recomputed layers that fits, of its kind of recomputation, with its own score."""
         layout, kind = ranked.layout, kind_of_recompute(ranked.layout.recompute)
-        options = [v for v in self.space.recomputations(layout) if kind_of_recompute(v) == kind]
-        full = functools.cache(lambda option: self._fullest(self.space.config(layout._replace(recompute=option))))
-
-        def fits(option: str) -> bool:
-            return full(option).total <= self.capacity
-
+        options = (v for v in self.space.recomputations(layout) if kind_of_recompute(v) == kind)
+        misfits = list[Rejected]()
         try:
-            if kind == "full:block":  # the more layers are recomputed, the less they keep and the longer they take
-                first = bisect.bisect_left(options, True, 0, len(options) - 1, key=fits)
-                options = options[first : first + 1]
-            chosen = next(filter(fits, options), None)
-            if chosen is None:
-                least = min(options, key=lambda option: full(option).total)
-                return Rejected(layout._replace(recompute=least), "", full(least).total, full(least).rank)
-            own = layout._replace(recompute=chosen)
-            return Ranked(self._folded(own, self.space.config(own)), own, full(chosen).total)
+            for own in (layout._replace(recompute=option) for option in options):
+                config = self.space.config(own)
+                full = self._fullest(config)
+                if full.total <= self.capacity:
+                    return Ranked(self._folded(own, config), own, full.total)
+                misfits.append(self._misfit(own, full.total, full.rank))
         except ConfigError as error:
-            return Rejected(layout, str(error))
+            return _refused(error)
+        return min(misfits, key=lambda rejected: rejected.miss)
 
-    def judge(self, ranked: Ranked) -> Judged | Rejected:
-        """The estimate on the best of the placements."""
+    def judge(self, ranked: Ranked) -> Ranked:
+        """Estimate a layout on the best of the placements."""
         layout, cluster = ranked.layout, self.space.cluster
-        try:
-            config = self.space.config(layout)
-            costs = [(folded_seconds(config, cluster, channels), p) for p, channels in self._placements(config)]
-            least = min(cost for cost, _ in costs)
-            close = {cost: p for cost, p in reversed(costs) if cost <= _CLOSE * least}
-            found = min((estimate(config, cluster, p) for p in close.values()), key=lambda e: e.seconds)
-        except ConfigError as error:
-            return Rejected(layout, str(error))
-        place, memory = found.placement, ranked.memory
-        assert memory is not None, "what is estimated fits"
+        config = self.space.config(layout)
+        costs = [(folded_seconds(config, cluster, channels), p) for p, channels in self._placements(config)]
+        least = min(cost for cost, _ in costs)
+        close = {cost: p for cost, p in reversed(costs) if cost <= _CLOSE * least}
+        found = min((estimate(config, cluster, p) for p in close.values()), key=lambda e: e.seconds)
+        place = found.placement
         placed = layout._replace(rank_order=place.layout.order, device_order=place.device_order)
-        score = self.score(found.seconds, layout)
-        return Judged(placed, found.seconds, score, found.mfu, found.tokens_per_s, memory)
+        return Ranked(found.seconds / layout.batch, placed, ranked.memory)
 
     # -- one layout ----------------------------------------------------------------------------------------------------
 
+    def _too_big(self, sizes: Sequence[Layout]) -> Rejected | None:
+        """Why nothing of these sizes, of one micro-batch, fits; None where something does or is not valid."""
+        least: dict[int, Layout] = {}  # of each pipeline size
+        for size in sizes:
+            least[size.pp] = min(least.get(size.pp, size), size, key=lambda s: (s.chunks, s.batch))
+        found = list[Rejected]()
+        for size in least.values():
+            variants = list(self.space.variants(size))
+            switches = max((v.zero, v.sp, not v.overlap) for v in variants)
+            for layout in reversed(variants):  # those that recompute whole layers, which keep least, first
+                if (layout.zero, layout.sp, not layout.overlap) != switches:
+                    continue
+                try:
+                    config = self.space.config(layout)
+                    memory, rank = self._states(config)
+                    if memory <= self.capacity:
+                        full = self._fullest(config)
+                        memory, rank = full.total, full.rank
+                except ConfigError:
+                    return None
+                if memory <= self.capacity:
+                    return None
+                found.append(self._misfit(layout, memory, rank))
+        return min(found, key=lambda rejected: rejected.miss)
+
+    def _misfit(self, layout: Layout, memory: float, rank: int) -> Rejected:
+        words = f"tp={layout.tp},pp={layout.pp},mbs={layout.micro},recompute={layout.recompute}"
+        example = f"{memory / GIB:.1f} GiB on pipeline rank {rank}: {words}"
+        return Rejected(f"needs more than {self.capacity / GIB:.1f} GiB", example, memory)
+
     def _folded(self, layout: Layout, config: Config) -> float:
-        """The score by the folded cost, on the placement that is best for the first variant of these sizes. config: of
-        the same sizes."""
+        """The score by the folded cost, on the placement that is best for the first variant of these sizes."""
         if layout.sizes not in self._known:
             first = _with(config, next(self.space.variants(layout)))
             channels = [channels for _, channels in self._placements(first)]
             self._known[layout.sizes] = min(channels, key=lambda c: folded_seconds(first, self.space.cluster, c))
-        own = _with(config, layout)
-        return self.score(folded_seconds(own, self.space.cluster, self._known[layout.sizes]), layout)
+        return folded_seconds(config, self.space.cluster, self._known[layout.sizes]) / layout.batch
 
     def _placements(self, config: Config) -> list[tuple[Placement, Channels]]:
         """Those worth an estimate."""
@@ -262,16 +212,13 @@ class Search:
         known: list[tuple[Placement, Channels]] = self._known[key]
         return known
 
-    def _memory(self, config: Config, ranks: Sequence[int] | None = None) -> Sequence[RankMemory]:
-        """Of these pipeline ranks, of all by default, by the operators that run on the machine's devices."""
-        return memory_of_ranks(config, "cpu" if self.space.cluster.device_type == "cpu" else "gpu", ranks=ranks)
-
     def _fullest(self, config: Config) -> RankMemory:
         """The pipeline rank that needs most memory; of a layout that does not fit, one that is too big."""
-        first = self._memory(config, (0,))[0]  # which holds most micro-batches
+        device = self.space.cluster.device_type
+        first = memory_of_ranks(config, device, ranks=(0,))[0]  # which holds most micro-batches
         if first.total > self.capacity:
             return first
-        return max(self._memory(config), key=lambda rank: (rank.total, -rank.rank))
+        return max(memory_of_ranks(config, device), key=lambda rank: (rank.total, -rank.rank))
 
     def _states(self, config: Config) -> tuple[float, int]:
         """(bytes of weights, gradients and optimizer on the pipeline rank with most parameters, the rank)."""
@@ -281,13 +228,16 @@ class Search:
             # Parameters do not depend on the micro-batch, of which the code is read for small ones first.
             batch = dataclasses.replace(config.batch, micro_batch_size=1)
             plain = _with(dataclasses.replace(config, batch=batch), Layout(1, 1))
-            kind = "cpu" if self.space.cluster.device_type == "cpu" else "gpu"
-            ranks = range(parallel.pipeline_model_parallel_size)
-            self._known[key] = max((parameters_of_rank(plain, rank, kind), -rank) for rank in ranks)
+            ranks, device = range(parallel.pipeline_model_parallel_size), self.space.cluster.device_type
+            self._known[key] = max((parameters_of_rank(plain, rank, device), -rank) for rank in ranks)
         most, rank = self._known[key]
         owners = parallel.data_parallel_size if config.engine.zero_stage else 1
         states = (optimizer_state(config).bytes + (0 if in_fp32 else 4)) / owners
-        return most * ((4 if in_fp32 else 2) + config.precision.gradient_bytes + states), -rank
+        return most * (config.precision.weight_bytes + config.precision.gradient_bytes + states), -rank
+
+
+def _refused(error: ConfigError) -> Rejected:
+    return Rejected("refused by the configuration", str(error))
 
 
 def _with(config: Config, layout: Layout) -> Config:
@@ -304,24 +254,33 @@ def _with(config: Config, layout: Layout) -> Config:
 # -- all layouts -------------------------------------------------------------------------------------------------------
 
 
-def search(
-    given: Search, top: int = 10, processes: int = 1, progress: Callable[[Found], None] | None = None
-) -> Found:
-    """The best layouts of a space, with `processes` processes; the result does not depend on their number."""
-    found, start, each = Found(top), time.monotonic(), given.space.cluster.devices_per_node
+def search(given: Search, top: int = 10, processes: int = 1) -> Found:
+    """Find the best layouts of a space with `processes` processes; the result does not depend on their number."""
+    found, start, each = Found(), time.monotonic(), given.space.cluster.devices_per_node
+    tasks: dict[tuple[int, int, int], list[Layout]] = {}  # in one process what the same code is read for
+    for size in given.space.sizes(found.rejections):
+        tasks.setdefault((size.micro, size.world, size.tp), []).append(size)
+    found.sizes = sum(map(len, tasks.values()))
+    ranked, fit, enough, outdone = list[Ranked](), list[Ranked](), Counter[Value](), 0
     with _workers(given, processes) as run:
-        ranked = _ranked(given, found, run)
-        found.seen.update(value for one in ranked for value in values_of(one.layout, each))
+        full = set[tuple[int, int]]()  # of which no larger micro-batch fits: to read its code would take longest of all
+        for _, of_micro in itertools.groupby(sorted(tasks), key=lambda key: key[0]):
+            keys = sorted((key for key in of_micro if key[1:] not in full), key=lambda key: -len(tasks[key]))
+            for key, (own, rejected) in zip(keys, run("rank", [tasks[key] for key in keys]), strict=True):
+                ranked += own
+                for one_rejected in rejected:
+                    found.rejections.add(*one_rejected)
+                if not own:
+                    full.add(key[1:])
         heapq.heapify(ranked)
-        fit, enough = list[Ranked](), Counter[Value]()
         while ranked:
             some: list[Ranked] = []
             while ranked and len(some) < _ROUND:
                 one = heapq.heappop(ranked)
                 values = values_of(one.layout, each)
                 if len(fit) >= max(ESTIMATED, top) and all(enough[value] >= OF_EACH_VALUE for value in values):
-                    found.counts["outdone"] += 1
-                elif one.memory is None:
+                    outdone += 1
+                elif not one.memory:
                     some.append(one)
                 else:
                     fit.append(one)
@@ -330,54 +289,12 @@ def search(
                 if isinstance(answer, Ranked):
                     heapq.heappush(ranked, answer)
                 else:
-                    _reject(given, found, answer)
-            if progress is not None:
-                progress(found)
-        for answer in run("judge", fit):
-            if isinstance(answer, Judged):
-                found.estimated.append(answer)
-            else:
-                _reject(given, found, answer)
-    found.estimated.sort(key=lambda judged: judged.key)
-    found.counts["estimated"], found.seconds = len(found.estimated), time.monotonic() - start
+                    found.rejections.add(*answer)
+        found.estimated = sorted(run("judge", fit))
+    if outdone:
+        found.rejections.add("slower by the formula than those that were estimated", "", times=outdone)
+    found.seconds = time.monotonic() - start
     return found
-
-
-def _ranked(given: Search, found: Found, run: Callable[[str, Sequence[Any]], Iterator[Any]]) -> list[Ranked]:
-    """Every layout that may fit."""
-    families: dict[Any, list[Layout]] = {}
-    for size in given.space.sizes(found.rejections):
-        families.setdefault((size.world, size.tp), []).append(size)
-        found.seen.update(v for v in values_of(size, given.space.cluster.devices_per_node) if v[0] not in _SWITCHED)
-    tasks: dict[Any, list[Layout]] = {}
-    for sizes, (most, why) in zip(families.values(), run("largest", list(families.values())), strict=True):
-        for size in sizes:
-            if size.micro <= most:  # in one process what the same code is read for
-                tasks.setdefault((size.world, size.tp, size.micro), []).append(size)
-            else:
-                assert why is not None, "of larger micro-batches nothing fits"
-                found.counts.update(sizes=1, layouts=sum(1 for _ in given.space.variants(size)))
-                _reject(given, found, why)
-    ranked: list[Ranked] = []
-    for own, rejected, counts in run("rank", sorted(tasks.values(), key=len, reverse=True)):
-        ranked += own
-        found.counts += counts
-        for each in rejected:
-            _reject(given, found, each)
-    return ranked
-
-
-def _reject(given: Search, found: Found, of: Rejected) -> None:
-    layout = of.layout
-    if of.reason:
-        found.counts["refused"] += 1
-        found.rejections.add("layouts", "refused by the configuration", of.reason)
-        return
-    found.counts["too big"] += 1
-    found.rejections.add(
-        "layouts", f"need more than {given.capacity / GIB:.1f} GiB", f"{of.memory / GIB:.1f} GiB on pipeline rank "
-        f"{of.rank}: tp={layout.tp},pp={layout.pp},mbs={layout.micro},recompute={layout.recompute}", miss=of.memory,
-    )  # fmt: skip
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

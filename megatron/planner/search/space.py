@@ -1,194 +1,165 @@
-"""Which layouts there are: every combination of sizes that the model, the devices and the batch allow."""
+"""The layouts of a search: every combination of sizes and switches that the model, the devices and the batch allow."""
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config import Config
-from megatron.config.layout import Layout, allowed
+from megatron.config.command_line import read_settings, with_preset
+from megatron.config.config import finish
+from megatron.config.layout import Layout, Wanted, allowed
+from megatron.config.settings import all_options
 from megatron.errors import ConfigError
 from megatron.model.stages import assign_layers
 from megatron.planner.cluster import Cluster
-from megatron.planner.search.base import Base
 
 # No scores of attention are kept, so that making them again saves nothing, unless attention is the plain one.
 _KEEPS_SCORES = ("unfused", "local")
 
 
+def make_config(preset: str | None, flags: Sequence[str], batch: int) -> Config:
+    """Configure the model of a preset and of flags of pretrain_gpt.py for one replica of one device a stage.
+
+    Raises ConfigError, also for a flag that gives what the search decides.
+    """
+    settings = read_settings(with_preset(preset, flags))
+    stages = 1 + settings.given.get("pipeline_layout", "").count(",")
+    neutral = Layout(stages, batch, pp=stages).settings(1)
+    for name in (*neutral, "cluster", "deepspeed_config"):
+        if settings.origins.get(name) == "command line":
+            settings.problems.append(f"{all_options()[name].flag} has no place after --: give --nodes, --devices, "
+                                     "--global-batch, --cluster or --fix instead (see --help)")  # fmt: skip
+        settings.give(name, neutral.get(name), "search")
+    return finish(settings)
+
+
 @dataclass
 class Rejections:
-    """How many of what were rejected for which reason, and one example of each."""
+    """Reasons why layouts or sizes were rejected: how many of each, and the example that missed by least."""
 
-    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
-    examples: dict[tuple[str, str], str] = field(default_factory=dict)
-    misses: dict[tuple[str, str], float] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    nearest: dict[str, tuple[float, str]] = field(default_factory=dict)
 
-    def add(self, unit: str, reason: str, example: str = "", times: int = 1, miss: float = 0.0) -> None:
-        """`miss`: by how much; the example that missed by least is kept, of equal ones the first."""
-        self.counts[unit, reason] += times
-        if miss < self.misses.get((unit, reason), float("inf")):
-            self.misses[unit, reason], self.examples[unit, reason] = miss, example
+    def add(self, reason: str, example: str, miss: float = 0.0, times: int = 1) -> None:
+        self.counts[reason] += times
+        if miss < self.nearest.get(reason, (float("inf"), ""))[0]:
+            self.nearest[reason] = miss, example
 
 
 @dataclass(frozen=True)
 class Space:
     """All layouts of a search.
 
+    base     configuration without a layout; name: of its model
     worlds   numbers of devices
-    batches  global batches
-    wanted   values that are allowed, by dimension; the largest tensor-parallel size is else a node's devices
+    wanted   allowed values by dimension, global batches among them
     more     values that are tried beside those that are by default
     """
 
-    base: Base
+    base: Config
+    name: str
     cluster: Cluster
     worlds: tuple[int, ...]
-    batches: tuple[int, ...]
-    wanted: Mapping[str, tuple[Any, ...]]
-    more: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    wanted: Wanted
+    more: Wanted = field(default_factory=dict)
 
-    def values(self, name: str, default: Iterable[Any]) -> list[Any]:
-        """The values of a dimension that are tried, in order."""
-        return sorted({*self.wanted.get(name, default), *self.more.get(name, ())})
+    def write(self, layout: Layout) -> str:
+        """Write a layout as --layout takes it."""
+        return layout.write(self.cluster.devices_per_node)
 
     def config(self, layout: Layout) -> Config:
-        """The whole configuration, validated as that of a run is. Raises ConfigError."""
-        given = self.base.config
-        return given.replace(**layout.settings(given.model.num_layers, given.parallel.pipeline_layout))
+        """Configure a layout, validated as a run's. Raises ConfigError."""
+        return self.base.replace(**layout.settings(self.base.model.num_layers, self.base.parallel.pipeline_layout))
+
+    def _values(self, name: str, default: Iterable[Any]) -> list[Any]:
+        return sorted({*self.wanted.get(name, default), *self.more.get(name, ())})
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
     def sizes(self, rejections: Rejections) -> Iterator[Layout]:
-        """Every size that devices, layers and batch divide into; why others do not goes to `rejections`."""
-        for devices in self.worlds:
-            nodes = -(-devices // self.cluster.devices_per_node)
-            if nodes > self.cluster.nodes:
-                rejections.add("sizes of the job", f"{self.cluster.name} has {self.cluster.nodes} node(s)", f"{nodes}")
-                continue
-            if nodes > (most := _most_nodes(self.cluster)):
-                rejections.add("sizes of the job", f"{self.cluster.name} gives a job no more than {most} nodes",
-                               f"{nodes}")  # fmt: skip
-                continue
-            if devices > self.cluster.devices_per_node and devices % self.cluster.devices_per_node:
-                each = self.cluster.devices_per_node
-                rejections.add("sizes of the job", f"neither whole nodes of {each} devices nor a part of one",
-                               f"{devices} devices")  # fmt: skip
-                continue
-            for tp in self._tensor_sizes(devices, rejections):
-                for pp in self._pipeline_sizes(devices, tp, rejections):
-                    yield from self._batched(devices, tp, pp, rejections)
+        """Generate every size that devices, layers and batch divide into; others go to `rejections`."""
+        layers = self.base.model.num_layers
+        for world in self.worlds:
+            for tp in self._values("tp", range(1, min(self.cluster.devices_per_node, world) + 1)):
+                problem = f"tp={tp}, {world} devices" if tp > world else self._problem(tp)
+                if problem is not None:
+                    rejections.add("tensor-parallel size that model or devices do not allow", problem)
+                    continue
+                for pp in self._values("pp", range(1, min(layers, world // tp) + 1)):
+                    if pp > layers or world % (tp * pp):
+                        rejections.add("TP x PP does not divide the devices, or more stages than layers",
+                                       f"tp={tp},pp={pp}: {tp * pp} into {world}, {layers} layers")  # fmt: skip
+                    else:
+                        yield from self._sizes(Layout(world, 0, tp, pp), rejections)
 
-    def _tensor_sizes(self, devices: int, rejections: Rejections) -> Iterator[int]:
-        default = range(1, min(self.cluster.devices_per_node, devices) + 1)
-        for tp in self.values("tp", default):
-            if tp > devices:
-                rejections.add("tensor sizes", "more than there are devices", f"tp={tp}, {devices} devices")
-            elif (problem := self._problem(tp)) is not None:
-                rejections.add("tensor sizes", "heads, MLP or vocabulary of the model do not divide so", problem)
-            else:
-                yield tp
+    def _sizes(self, shape: Layout, rejections: Rejections) -> Iterator[Layout]:
+        """Batches, micro-batches (powers of two by default), chunks and schedules."""
+        chunks = self._chunks(shape.pp)
+        if not chunks:
+            rejections.add("layers do not divide into such chunks", self.write(shape))
+        for batch in self.wanted["gbs"]:
+            each, rest = divmod(batch, shape.replicas)
+            micros = [m for m in self._values("mbs", [1 << k for k in range(each.bit_length())]) if each % m == 0]
+            if rest or not micros:
+                example = f"tp={shape.tp},pp={shape.pp}: {batch} samples on {shape.replicas} replicas"
+                rejections.add("replicas and micro-batches do not divide the global batch", example)
+                continue
+            for micro, count in itertools.product(micros, chunks):
+                names = ("interleaved",) if count > 1 else ("1f1b", "zb-h1") if shape.pp > 1 else ("1f1b",)
+                for schedule in names:
+                    size = shape._replace(batch=batch, micro=micro, chunks=count, schedule=schedule)
+                    # A single stage has no schedule that could be asked for.
+                    if shape.pp > 1 and not allowed(schedule, "schedule", self.wanted):
+                        continue
+                    if any(True for _ in self.variants(size)):
+                        yield size
+                    else:
+                        rejections.add("no variant of these sizes is allowed", self.write(size))
 
     def _problem(self, tp: int) -> str | None:
         """What validation says against a tensor-parallel size alone."""
         try:
-            settings = Layout(tp, tp, tp).settings(self.base.config.model.num_layers) | {"global_batch_size": None}
-            self.base.config.replace(pipeline_layout=None, rampup_batch_size=None, **settings)
+            settings = Layout(tp, tp, tp).settings(self.base.model.num_layers) | {"global_batch_size": None}
+            self.base.replace(pipeline_layout=None, rampup_batch_size=None, **settings)
         except ConfigError as error:
             return str(error)
         return None
 
-    def _pipeline_sizes(self, devices: int, tp: int, rejections: Rejections) -> Iterator[int]:
-        layers = self.base.config.model.num_layers
-        for pp in self.values("pp", range(1, min(layers, devices // tp) + 1)):
-            if devices % (tp * pp):
-                rejections.add("TP x PP", "does not divide the devices", f"tp={tp},pp={pp}: {tp * pp} into {devices}")
-            if pp > layers:
-                rejections.add("TP x PP", "more stages than layers", f"pp={pp}: {layers} layers")
-            elif devices % (tp * pp) == 0:
-                yield pp
-
-    def _batched(self, devices: int, tp: int, pp: int, rejections: Rejections) -> Iterator[Layout]:
-        replicas = devices // (tp * pp)
-        scheduled = list(self._scheduled(pp, rejections))
-        for batch in self.batches:
-            if batch % replicas:
-                rejections.add("TP x PP x batch", "replicas do not divide the global batch",
-                               f"tp={tp},pp={pp}: {batch} samples on {replicas} replicas")  # fmt: skip
-                continue
-            for micro in self._micro_batches(batch // replicas, rejections):
-                for chunks, schedule in scheduled:
-                    size = Layout(devices, batch, tp, pp, chunks, schedule, micro)
-                    if next(self.variants(size), None) is not None:
-                        yield size
-                    else:
-                        rejections.add("sizes", "none of their variants is allowed")
-
-    def _micro_batches(self, each: int, rejections: Rejections) -> Iterator[int]:
-        """Powers of two that divide a replica's samples, or what is wanted."""
-        default = [1 << k for k in range(each.bit_length())]
-        for micro in self.values("mbs", default):
-            if each % micro == 0:
-                yield micro
-            elif "mbs" in self.wanted or micro <= each:
-                rejections.add("TP x PP x batch x micro-batch", "micro-batches do not divide a replica's samples",
-                               f"mbs={micro}: {each} samples")  # fmt: skip
-
-    def _scheduled(self, pp: int, rejections: Rejections) -> Iterator[tuple[int, str]]:
-        """(chunks, schedule) of a pipeline of this size."""
-        for chunks in self._chunks(pp, rejections):
-            names = ("interleaved",) if chunks > 1 else ("1f1b", "zb-h1") if pp > 1 else ("1f1b",)
-            for schedule in names:
-                # A single stage has no schedule that could be asked for.
-                if pp == 1 or allowed(schedule, "schedule", self.wanted):
-                    yield chunks, schedule
-
-    def _chunks(self, pp: int, rejections: Rejections) -> Iterator[int]:
-        layers, layout = self.base.config.model.num_layers, self.base.config.parallel.pipeline_layout
+    def _chunks(self, pp: int) -> list[int]:
+        layers, layout = self.base.model.num_layers, self.base.parallel.pipeline_layout
         if layout is not None:
-            count = layout.count(",") + 1
-            default = [count // pp] if count % pp == 0 else []
-        elif self.base.per_chunk is not None:
-            count, rest = divmod(layers, pp * self.base.per_chunk)
-            default = [count] if rest == 0 and count > 1 and pp > 1 else []
+            stages = layout.count(",") + 1
+            found = [stages // pp] if stages % pp == 0 else []
         elif pp == 1 or layers % pp:
-            default = [1]
+            found = [1]
         else:
-            default = [v for v in range(1, layers // pp + 1) if layers // pp % v == 0]
-        if not default:
-            rejections.add("pipeline sizes", "the layers of chunks that were asked for do not fit", f"pp={pp}")
-        for chunks in self.values("chunks", default):
-            if chunks in default:
-                yield chunks
-            else:
-                rejections.add("PP x chunks", "layers do not divide into so many chunks",
-                               f"pp={pp},chunks={chunks}: {layers} layers")  # fmt: skip
+            found = [v for v in range(1, layers // pp + 1) if layers // pp % v == 0]
+        return [chunks for chunks in found if chunks in self._values("chunks", found)]
 
     # -- variants ------------------------------------------------------------------------------------------------------
 
     def variants(self, size: Layout) -> Iterator[Layout]:
-        """Every layout of these sizes: sequence parallelism, overlap, ZeRO stage, recomputation."""
-        switches = [self._switch(name, values, size) for name, values in (
-            ("sp", (True, False)), ("overlap", (True, False)), ("zero", (1, 0)),
-        )]  # fmt: skip
+        """Generate every layout of these sizes: sequence parallelism, overlap, ZeRO stage, recomputation."""
+        # Where the sizes leave no choice, what was asked for does not matter.
+        switches = [
+            [value for value in values if allowed(value, name, self.wanted)] if size.has_choice(name)
+            else [getattr(size, name)]
+            for name, values in (("sp", (True, False)), ("overlap", (True, False)), ("zero", (1, 0)))
+        ]  # fmt: skip
         for sp, overlap, zero, recompute in itertools.product(*switches, self.recomputations(size)):
             yield size._replace(sp=sp, overlap=overlap, zero=zero, recompute=recompute)
 
-    def _switch(self, name: str, values: Sequence[Any], size: Layout) -> list[Any]:
-        """The allowed ones; where the sizes leave no choice, what was asked for does not matter."""
-        if not size.has_choice(name):
-            return [getattr(size, name)]
-        return [value for value in values if allowed(value, name, self.wanted)]
-
     def recomputations(self, size: Layout) -> Iterator[str]:
-        """none, selective by each set of modules, whole layers in groups that divide a stage, or its first ones."""
-        config = self.base.config
-        stages = assign_layers(config.model.num_layers, size.pp * size.chunks, config.parallel.pipeline_layout)
+        """Generate none, selective by each set of modules, whole layers in groups that divide a stage, or its first
+        ones."""
+        stages = assign_layers(self.base.model.num_layers, size.pp * size.chunks, self.base.parallel.pipeline_layout)
         most, least = max(map(len, stages)), min(map(len, stages))
-        modules: tuple[str, ...] = ("core_attn",) if config.kernels.attention_backend in _KEEPS_SCORES else ()
-        modules += ("mlp_act", "layernorm")
+        modules = ["mlp_act", "layernorm"]
+        if self.base.kernels.attention_backend in _KEEPS_SCORES:
+            modules.insert(0, "core_attn")
         found = ["none"]
         for count in range(1, len(modules) + 1):
             found += [f"selective:{'+'.join(chosen)}" for chosen in itertools.combinations(modules, count)]
@@ -199,11 +170,3 @@ class Space:
             if pattern not in found and pattern.count(":") == (2 if pattern.startswith("full") else 1):
                 found.append(pattern)
         yield from (text for text in found if allowed(text, "recompute", self.wanted))
-
-
-def _most_nodes(cluster: Cluster) -> int:
-    """Of a job in the default queue."""
-    known = [limit.nodes_to for limit in cluster.wall_limits]
-    queue = cluster.partitions[0].max_nodes if cluster.partitions else None
-    return min([max(known, default=cluster.nodes), *([] if queue is None else [queue])])
-

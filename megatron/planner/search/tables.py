@@ -1,96 +1,101 @@
-"""Tables of a search for a terminal and for Markdown, and its files table.csv and table.json."""
+"""Tables of a search, and the files of --output."""
 from __future__ import annotations
 
 import csv
 import functools
 import io
 import json
-from collections.abc import Sequence
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from megatron.config.layout import Layout, write_value
+from megatron import drawing
+from megatron.config.layout import DIMENSIONS, Layout, write_value
+from megatron.errors import ConfigError
 from megatron.model import formulas
+from megatron.pipeline.trace import write_trace
 from megatron.planner import error_bars
 from megatron.planner.cluster import Cluster
 from megatron.planner.memory import sized_model
-from megatron.planner.search.find import ESTIMATED, GIB, OF_EACH_VALUE, Found, Search
-from megatron.planner.search.outcome import Effect, Run, run_of, write_losses
+from megatron.planner.placement import place_with
+from megatron.planner.search.find import GIB, Found, Search
+from megatron.planner.search.script import write_script
 from megatron.planner.table import Table
+from megatron.planner.timeline_plot import plot_timeline
 from megatron.planner.timing import PARTS, Estimate, estimate
 from megatron.untrusted import write_text
 
-
-def write_recompute(text: str) -> str:
-    """'mlp_act, layernorm', 'groups of 2 layers', 'first 3 layers of a stage'."""
-    kind, _, rest = text.partition(":")
-    if kind == "selective":
-        return rest.replace("+", ", ")
-    if kind == "none":
-        return "none"
-    method, count = rest.split(":")
-    if method == "block":
-        return f"first {count} of a stage"
-    return "every layer" if count == "1" else f"groups of {count}"
+_DAY = 86400.0
+_CHOOSE = "another --output folder"
 
 
-def _switches(layout: Layout) -> str:
-    words = [word for word, on in (("sp", layout.sp), ("overlap", layout.overlap), ("ZeRO", layout.zero)) if on]
-    return ", ".join(words) or "-"
+class Chosen(NamedTuple):
+    """A layout with its estimate. record: its values and figures by name, as files have them; the days and node-hours
+    are of the whole run, or of a billion tokens."""
+
+    layout: Layout
+    found: Estimate
+    record: dict[str, Any]
+
+
+def chosen_layout(given: Search, layout: Layout, tokens: float | None) -> Chosen:
+    """Estimate a layout on its placement."""
+    cluster, config = given.space.cluster, given.space.config(layout)
+    found = estimate(config, cluster, place_with(config, cluster, layout.rank_order, layout.device_order))
+    each, most = cluster.devices_per_node, max(rank.total for rank in found.memory)
+    days = (tokens or 1e9) / found.tokens_per_s / _DAY
+    record = {dimension.names[0]: write_value(dimension.value(layout, each)) for dimension in DIMENSIONS} | {
+        "dp": layout.replicas, "seconds_per_step": found.seconds, "mfu": found.mfu, "hfu": found.hfu,
+        "tokens_per_day": _DAY * found.tokens_per_s, "days": days, "node_hours": 24 * days * -(-layout.world // each),
+        "memory_gib": most / GIB, "left_gib": (given.capacity - most) / GIB,
+        **{f"{part.replace(' ', '_').replace('-', '_')}_s": found.parts[part] for part in PARTS},
+    }  # fmt: skip
+    return Chosen(layout, found, record)
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
 
 
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %"
 
 
-def _step(seconds: float) -> str:
-    return f"{seconds:.2f}" if seconds >= 0.995 else f"{seconds:.3g}"
+def _number(value: float) -> str:
+    """Write four digits, with thousands apart."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def _amount(value: float) -> str:
-    """Three digits, with thousands apart."""
-    return f"{value:,.0f}" if abs(value) >= 99.5 else f"{value:.3g}"
+def _numbered(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
+    return Table(title, ("#", *rows[0]), [(str(number), *row.values()) for number, row in enumerate(rows, 1)])
 
 
-def layout_table(
-    title: str, chosen: Sequence[tuple[Layout, Estimate]], capacity: float, tokens: float | None, *, papers: bool
-) -> Table:
-    """Layouts: sizes, time, use of the peak, cost of a run, memory of the fullest rank and what is left; with `papers`
-    the TFLOP/s of a device as Dash et al. count them, too."""
-    several_nodes = len({e.nodes for _, e in chosen}) > 1
-    columns = ["#", "TP", "PP", "DP", "chunks", "schedule", "mbs", "batch", "recompute", "also on", "s/step",
-               "MFU", "HFU", "Gtok/day"]  # fmt: skip
-    if several_nodes:
-        columns.insert(1, "nodes")
-    columns += ["TFLOP/s (paper)"] if papers else []
-    columns += ["days", "node-hours"] if tokens else ["node-h/Gtok"]
-    columns += ["GiB", "left"]
+def layout_table(chosen: Sequence[Chosen], tokens: float | None, *, papers: bool) -> Table:
+    """Tabulate sizes, time, use of the peak, cost, and memory of the fullest rank; with `papers` the TFLOP/s of a
+    device as Dash et al. count them, too."""
     rows = []
-    for number, (layout, found) in enumerate(chosen, 1):
-        most = max(rank.total for rank in found.memory)
-        row = [str(number), str(layout.tp), str(layout.pp), str(layout.replicas), str(layout.chunks), layout.schedule,
-               str(layout.micro), f"{layout.batch:,}",
-               write_recompute(layout.recompute), _switches(layout), _step(found.seconds), _percent(found.mfu),
-               _percent(found.hfu), _amount(found.tokens_per_day / 1e9)]  # fmt: skip
-        if several_nodes:
-            row.insert(1, f"{found.nodes:,}")
+    for layout, found, record in chosen:
+        names = {"sp": layout.sp, "overlap": layout.overlap, "ZeRO": layout.zero}
+        row = {name.upper(): str(record[name]) for name in ("tp", "pp", "dp")}
+        row |= {name: record[name] for name in ("nodes", "gbs", "chunks", "schedule", "mbs")}
+        row["recompute"] = layout.recompute.removeprefix("selective:")
+        row["also on"] = ", ".join(name for name, on in names.items() if on) or "-"
+        row |= {
+            "s/step": _number(found.seconds), "MFU": _percent(found.mfu), "HFU": _percent(found.hfu),
+            "Gtok/day": _number(record["tokens_per_day"] / 1e9), "days": _number(record["days"]),
+            "node-hours": _number(record["node_hours"]), "GiB": f"{record['memory_gib']:.1f}",
+            "left": f"{record['left_gib']:.1f}",
+        }  # fmt: skip
         if papers:
-            row.append(_paper_tflops(found))
-        if tokens:
-            run = run_of(found, tokens)
-            row += [_amount(run.days), _amount(run.node_hours)]
-        else:
-            row.append(_amount(found.node_hours(1e9)))
-        rows.append((*row, f"{most / GIB:.1f}", f"{(capacity - most) / GIB:.1f}"))
-    return Table(title, tuple(columns), rows)
+            row["TFLOP/s (paper)"] = _paper_tflops(found)
+        rows.append(row)
+    return _numbered(f"layouts, with days and node-hours of {_number(tokens or 1e9)} tokens", rows)
 
 
 def _paper_tflops(found: Estimate) -> str:
-    """Of a device by `formulas.paper_flops`; a dash for a model that is not the GPT which it counts."""
+    """TFLOP/s of a device by `formulas.paper_flops`, which takes any model for a GPT with f = 4 h."""
     config, model = found.config, sized_model(found.config)
-    plain = model.ffn_hidden_size == 4 * model.hidden_size and model.num_key_value_heads == model.num_attention_heads
-    if not plain or model.activation == "swiglu":
-        return "-"
     flops = formulas.paper_flops(
         config.batch.global_batch_size, model.seq_length, model.num_layers, model.hidden_size,
         model.padded_vocab_size(config.parallel.tensor_model_parallel_size),
@@ -99,21 +104,25 @@ def _paper_tflops(found: Estimate) -> str:
     return f"{formulas.achieved_tflops(flops, found.seconds, found.devices):.1f}"
 
 
-def bounds_table(chosen: Sequence[tuple[Layout, Estimate]]) -> Table:
-    """How far the seconds of a step may be off, and what they would be at the device's peak."""
-    columns = ("#", "s/step", "fast ends", "slow ends", "+-", "at the peak", "moved most by")
+def parts_table(chosen: Sequence[Chosen]) -> Table:
+    """Tabulate the parts of a step, as the pipeline rank spends them that computes longest."""
+    used = [part for part in PARTS if any(one.found.parts[part] for one in chosen)]
+    rows = [{part: _number(one.found.parts[part]) for part in used} for one in chosen]
+    return _numbered("seconds of a step, on the pipeline rank that computes longest", rows)
+
+
+def bounds_table(chosen: Sequence[Chosen]) -> Table:
+    """Tabulate how far the seconds of a step may be off, and what they would be at the device's peak."""
     rows = []
-    for number, (_, found) in enumerate(chosen, 1):
+    for _, found, _ in chosen:
         dtype = found.config.precision.dtype_name
         spread = error_bars.spread(functools.partial(_seconds_on, found), found.cluster, dtype)
-        times = map(_step, (spread.value, spread.low, spread.high, spread.likely))
-        peak = "-" if found.hfu is None else _step(found.hfu * found.seconds)
-        rows.append((str(number), *times, peak, spread.effects[0].figure))
-    title = (
-        "bounds of the seconds of a step: all figures at the fast, or the slow ends of their ranges; +-: off "
-        "independently; all operations at the device's peak"
-    )
-    return Table(title, columns, rows)
+        peak = "-" if found.hfu is None else _number(found.hfu * found.seconds)
+        rows.append({
+            "s/step": _number(spread.value), "fast ends": _number(spread.low), "slow ends": _number(spread.high),
+            "+-": _number(spread.likely), "at the peak": peak, "moved most by": spread.effects[0].figure,
+        })  # fmt: skip
+    return _numbered("bounds: all figures at the fast or the slow ends of their ranges; +-: off independently", rows)
 
 
 def _seconds_on(found: Estimate, cluster: Cluster) -> float:
@@ -121,60 +130,40 @@ def _seconds_on(found: Estimate, cluster: Cluster) -> float:
     return estimate(found.config, cluster, found.placement).seconds
 
 
-def parts_table(chosen: Sequence[tuple[Layout, Estimate]]) -> Table:
-    """Where the seconds of a step go, as the pipeline rank spends them that computes most."""
-    used = [part for part in PARTS if any(found.parts.get(part) for _, found in chosen)]
-    rows = []
-    for number, (_, found) in enumerate(chosen, 1):
-        rows.append((str(number), *(_seconds(found.parts.get(part, 0.0)) for part in used), _step(found.seconds)))
-    return Table("seconds of a step, on the pipeline rank that computes most", ("#", *used, "all"), rows)
+def values_table(given: Search, found: Found, name: str) -> Table:
+    """Tabulate the best layout with each value of one dimension."""
+    seq, rows = given.space.base.model.seq_length, []
+    for value, best in sorted((v[1], best) for v, best in found.by_value(given.space.cluster.devices_per_node).items()
+                              if v[0] == name):  # fmt: skip
+        rows.append((f"{value:,}", _number(best.seconds), _number(_DAY * seq / best.score / 1e9),
+                     f"{best.memory / GIB:.1f}", given.space.write(best.layout)))  # fmt: skip
+    return Table(f"best layout for each {name}", (name, "s/step", "Gtok/day", "GiB", "layout"), rows)
 
 
-def _seconds(value: float) -> str:
-    return f"{value:.2f}" if value >= 0.995 else f"{value:.3f}" if value else "0"
+def losses(given: Search, found: Found) -> dict[str, dict[str, float]]:
+    """Part of the throughput that is lost with each value of each dimension, all else searched again; the dimension
+    that matters most first."""
+    values: dict[str, dict[str, float]] = {}
+    for (name, value), one in sorted(found.by_value(given.space.cluster.devices_per_node).items(), key=lambda v: v[1]):
+        values.setdefault(name, {})[write_value(value)] = 1 - found.estimated[0].score / one.score
+    several = {name: of for name, of in values.items() if len(of) > 1}
+    return dict(sorted(several.items(), key=lambda item: -statistics.fmean(item[1].values())))
 
 
-def placement_table(chosen: Sequence[tuple[Layout, Estimate]]) -> Table:
-    """Each placement with the numbers of the layouts that have it."""
-    users: dict[tuple[str, ...], list[str]] = {}
-    for number, (layout, _) in enumerate(chosen, 1):
-        users.setdefault((layout.rank_order, ",".join(map(str, layout.device_order))), []).append(str(number))
-    rows = [(", ".join(numbers), *placement) for placement, numbers in users.items()]
-    return Table("placement", ("#", "rank order", "device order"), rows)
-
-
-def values_table(found: Found, given: Search, name: str, title: str) -> Table:
-    """For each value of one dimension the best layout that has it."""
-    rows, by_value = [], found.by_value(given.space.cluster.devices_per_node)
-    for value, best in sorted((v[1], best) for v, best in by_value.items() if v[0] == name):
-        rows.append((f"{value:,}", _step(best.seconds), _amount(best.tokens_per_s * 86400 / 1e9), _percent(best.mfu),
-                     f"{best.memory / GIB:.1f}", short(best.layout, given)))  # fmt: skip
-    return Table(f"best layout for each {title}", (title, "s/step", "Gtok/day", "MFU", "GiB", "layout"), rows)
-
-
-def short(layout: Layout, given: Search) -> str:
-    """A layout without what all layouts of the search have in common and without its placement."""
-    fixed = {"nodes": len(given.space.worlds) == 1, "gbs": len(given.space.batches) == 1}
-    words = layout._replace(rank_order="", device_order=()).write(given.space.cluster.devices_per_node).split(",")
-    return ",".join(word for word in words if not fixed.get(word.partition("=")[0], False))
-
-
-def sensitivity_table(effects: Sequence[Effect]) -> Table:
-    rows = [(e.title, f"-{100 * e.blind:.1f} %", f"-{100 * e.worst:.1f} %", write_losses(e)) for e in effects]
-    return Table("what each choice is worth: throughput with it fixed and all else searched; blindly: with a value by "
-                 "chance of those that fit", ("choice", "blindly", "worst value", "values"), rows)  # fmt: skip
-
-
-def rejection_table(found: Found) -> Table:
-    """What was not estimated, and why."""
+def losses_table(lost: Mapping[str, Mapping[str, float]]) -> Table:
     rows = [
-        (f"{count:,}", unit, reason, first_problem(found.rejections.examples[unit, reason]))
-        for (unit, reason), count in sorted(found.rejections.counts.items(), key=lambda item: -item[1])
+        (name, ", ".join(f"{value}: -{_percent(loss)}" if loss else f"{value}: best" for value, loss in values.items()))
+        for name, values in lost.items()
     ]
-    if found.counts["outdone"]:
-        why = f"slower than {ESTIMATED} others by a formula, and than {OF_EACH_VALUE} with each of their choices"
-        rows.append((f"{found.counts['outdone']:,}", "layouts", why, ""))
-    return Table("rejected", ("how many", "of", "why", "for example"), rows)
+    return Table("throughput lost with each value, all else searched again", ("choice", "values"), rows)
+
+
+def rejection_table(found: Found, title: str) -> Table:
+    rows = [
+        (f"{count:,}", reason, first_problem(found.rejections.nearest[reason][1]))
+        for reason, count in found.rejections.counts.most_common()
+    ]
+    return Table(title, ("cases", "why", "for example"), rows)
 
 
 def first_problem(text: str) -> str:
@@ -192,58 +181,58 @@ def first_problem(text: str) -> str:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def record(layout: Layout, found: Estimate, given: Search, run: Run | None) -> dict[str, Any]:
-    """A layout as one flat row."""
-    most = max(found.memory, key=lambda rank: (rank.total, -rank.rank))
-    row: dict[str, Any] = {
-        "nodes": found.nodes, "devices": layout.world, "global_batch": layout.batch, "tp": layout.tp, "pp": layout.pp,
-        "dp": layout.replicas, "chunks": layout.chunks, "schedule": layout.schedule, "micro_batch": layout.micro,
-        "sequence_parallel": layout.sp, "tp_comm_overlap": layout.overlap, "zero_stage": layout.zero,
-        "recompute": layout.recompute, "rank_order": layout.rank_order,
-        "device_order": write_value(layout.device_order), "seconds_per_step": found.seconds, "mfu": found.mfu,
-        "hfu": found.hfu, "tokens_per_s": found.tokens_per_s, "tokens_per_day": found.tokens_per_day,
-        "memory_gib": most.total / GIB, "fullest_pipeline_rank": most.rank,
-        "left_gib": (given.capacity - most.total) / GIB,
-    }  # fmt: skip
-    row |= {f"{part.replace(' ', '_').replace('-', '_')}_s": found.parts.get(part, 0.0) for part in PARTS}
-    if run is not None:
-        row |= {"steps": run.steps, "days": run.days, "node_hours": run.node_hours, "jobs": run.jobs}
-    else:
-        row["node_hours_per_gtoken"] = found.node_hours(1e9)
-    return row
+def make_folder(folder: Path) -> None:
+    """Raise ConfigError where nothing can be written into a folder, which is made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--output {folder}: {error.strerror}: choose another folder") from error
 
 
-def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]) if rows else ["nodes"])
+def write_files(
+    folder: Path, given: Search, found: Found, chosen: Sequence[Chosen], preset: str | None, tokens: float | None
+) -> list[Path]:
+    """Write the tables, the pictures, the winner's trace and the script that starts it; their paths. Raises
+    ConfigError."""
+    space, (layout, winner, record), rows = given.space, chosen[0], io.StringIO()
+    writer = csv.DictWriter(rows, list(record))
     writer.writeheader()
-    writer.writerows(rows)
-    return write_text(path, text.getvalue(), choose="another --output folder")
-
-
-def write_json(path: Path, content: dict[str, Any]) -> Path:
-    return write_text(path, json.dumps(content, indent=1, default=str) + "\n", choose="another --output folder")
-
-
-def everything(
-    given: Search, found: Found, rows: Sequence[dict[str, Any]], effects: Sequence[Effect], confidence: Any
-) -> dict[str, Any]:
-    """All of a search for a program to read."""
-    return {
-        "model": given.space.base.name, "cluster": given.space.cluster.name,
-        "capacity_gib": given.capacity / GIB, "worlds": given.space.worlds, "batches": given.space.batches,
-        "best": list(rows),
-        "front": [
-            {"layout": j.layout.write(given.space.cluster.devices_per_node), "memory_gib": j.memory / GIB,
-             "tokens_per_s": j.tokens_per_s, "seconds_per_step": j.seconds} for j in found.front
-        ],
-        "sensitivity": [
-            {"choice": e.dimension, "losses": {write_value(v): loss for v, loss in e.losses}} for e in effects
-        ],
-        "rejected": [
-            {"how_many": n, "of": unit, "why": why, "example": found.rejections.examples[unit, why]}
-            for (unit, why), n in found.rejections.counts.items()
-        ],
-        "counts": dict(found.counts),
-        "inputs": [used._asdict() for used in confidence.used],
+    writer.writerows(one.record for one in chosen)
+    content = {
+        "model": space.name, "cluster": space.cluster.name,
+        "best": [one.record for one in chosen], "losses": losses(given, found),
+        "front": [{"layout": space.write(one.layout), "memory_gib": one.memory / GIB,
+                   "seconds_per_step": one.seconds} for one in found.front],
+        "rejected": [{"cases": count, "why": why, "example": found.rejections.nearest[why][1]}
+                     for why, count in found.rejections.counts.items()],
+        "figures": [used._asdict() for used in winner.confidence.used],
     }  # fmt: skip
+    predicted = f"{_number(winner.seconds)} s a step, {record['memory_gib']:.1f} GiB on the fullest device"
+    notes = [f"Predicted, not run: {predicted}.", space.write(layout)]
+    plot_timeline(winner.run, folder / "timeline.png")
+    write_trace(winner.run, folder / "trace.json")
+    return [
+        write_text(folder / "table.csv", rows.getvalue(), choose=_CHOOSE),
+        write_text(folder / "table.json", json.dumps(content, indent=1) + "\n", choose=_CHOOSE),
+        _draw_front(given, found, folder / "pareto.png"), folder / "timeline.png", folder / "trace.json",
+        write_script(folder, winner.config, preset, space.cluster, tokens, notes),
+    ]  # fmt: skip
+
+
+def _draw_front(given: Search, found: Found, path: Path) -> Path:
+    """Draw throughput against the memory of the fullest device."""
+    per_day = _DAY * given.space.base.model.seq_length / 1e9
+    figure, axes = drawing.pyplot(instead="leave --output out").subplots(layout="constrained")
+    for layouts, style, label in (
+        (found.estimated, ".", "estimated"), (found.front, "o-", "none of them is faster in as little memory"),
+    ):  # fmt: skip
+        points = [(one.memory / GIB, per_day / one.score) for one in layouts]
+        axes.plot(*zip(*points, strict=True), style, drawstyle="steps-post", label=label)
+    axes.axvline(given.capacity / GIB, color="grey", label=f"{given.capacity / GIB:.1f} GiB may be used")
+    axes.set(xlabel="memory of the fullest device, GiB", ylabel="billion tokens a day",
+             title=f"{given.space.name} on {given.space.cluster.name}, predicted")  # fmt: skip
+    axes.legend()
+    drawing.tidy(axes)
+    return drawing.save(figure, path, choose=_CHOOSE)

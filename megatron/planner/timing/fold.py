@@ -3,24 +3,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from megatron.config import Config
+from megatron.planner.channels import Channels
 from megatron.planner.clocked import crowding, rates_of
-from megatron.planner.stage import parameters_of, stage_seconds, stages_of
+from megatron.planner.cluster import Cluster
+from megatron.planner.events import Trace
+from megatron.planner.rates import Rates
+from megatron.planner.stage import Stage, parameters_of, stage_seconds, stages_of
+from megatron.planner.timing.replicas import reduction_seconds
 from megatron.planner.timing.update import update_seconds
 from megatron.planner.trace import trace
 
-if TYPE_CHECKING:
-    from megatron.config import Config
-    from megatron.planner.channels import Channels
-    from megatron.planner.cluster import Cluster
-    from megatron.planner.events import Trace
-    from megatron.planner.rates import Rates
-    from megatron.planner.stage import Stage
-
 
 def folded_seconds(config: Config, cluster: Cluster, channels: Channels) -> float:
-    """About estimate().seconds of this configuration, in a hundredth of its time.
+    """Approximate estimate().seconds of this configuration, in a hundredth of its time.
 
     Each rank's work, with the passes of other ranks that its own first and last ones wait for; messages between stages
     on the way through all of them; gradients and weights beside the passes of the last and the first micro-batch of the
@@ -47,7 +44,7 @@ _known: dict[tuple[object, ...], _Seconds] = {}
 
 
 def _seconds(traced: Trace, stage: Stage, rates: Rates, channels: Channels, hides: bool) -> _Seconds:
-    """Of a stage's passes: forward, backward, weight. Placements whose tensor-parallel groups are alike share them."""
+    """Forward, backward and weight pass of a stage. Placements whose tensor-parallel groups are alike share them."""
     key = traced, stage, rates, channels.tensor_lane, hides
     if key not in _known:
         found = stage_seconds(traced, stage, rates, channels.tensor_s, hides=hides)
@@ -57,7 +54,7 @@ def _seconds(traced: Trace, stage: Stage, rates: Rates, channels: Channels, hide
 
 @functools.lru_cache(maxsize=1 << 14)
 def _boundary(channels: Channels, size: int, n_bytes: float) -> tuple[float, float]:
-    """Of the slowest one."""
+    """(seconds on the link, latency) of the slowest boundary."""
     return max(channels.boundary(rank, True, n_bytes) for rank in range(size - 1))
 
 
@@ -78,24 +75,21 @@ def _passes(stages: Sequence[_Seconds], size: int, micro_batches: int) -> float:
 def _exchanged(
     config: Config, traced: Trace, channels: Channels, seconds: Sequence[_Seconds], hides: bool
 ) -> float:
-    """What neither the last backward passes of the first rank hide of the gradients, nor its first forward passes of
-    the weights: those of a chunk travel while as many micro-batches pass each chunk before it as there are ranks."""
+    """Gradients that the last backward passes of the first rank do not hide, and weights that its first forward passes
+    do not: those of a chunk travel while as many micro-batches pass each chunk before it as there are ranks."""
     parallel, engine = config.parallel, config.engine
-    if parallel.data_parallel_size == 1:
+    size, chunks, replicas = parallel.pipeline_model_parallel_size, parallel.num_chunks, parallel.data_parallel_size
+    if replicas == 1:
         return 0.0
-    size, chunks, owned = parallel.pipeline_model_parallel_size, parallel.num_chunks, engine.zero_stage > 0
-    own = stages_of(config)[::size]
+    own, owned = stages_of(config)[::size], engine.zero_stage > 0
     count, layers = sum(parameters_of(traced, stage) for stage in own), max(1, sum(stage.layers for stage in own))
-    width, gradients = 4 if config.precision.dtype_name == "float32" else 2, config.precision.gradient_bytes * count
-    up = channels.data_s("reduce_scatter" if owned else "all_reduce", gradients)
-    if owned and not hides:  # on a CPU one reduction for each owner
-        up = parallel.data_parallel_size * channels.data_s("reduce", gradients / parallel.data_parallel_size)
-    down = channels.data_s("all_gather", width * count) if owned else 0.0
 
     def left(whole: float, beside: float, overlaps: bool) -> float:
         if not (overlaps and hides):
             return whole
         return max(whole / chunks - beside, whole - (1 + (chunks - 1) * size) * beside, whole / layers)
 
-    up = left(up, sum(seconds[0][1:]), engine.overlap_grad_reduce)
-    return up + left(down, seconds[0][0], engine.overlap_param_gather)
+    up = reduction_seconds(channels, config.precision.gradient_bytes * count, replicas, owned=owned, hides=hides)
+    down = channels.data_s("all_gather", config.precision.weight_bytes * count) if owned else 0.0
+    forward, backward, weight = seconds[0]
+    return left(up, backward + weight, engine.overlap_grad_reduce) + left(down, forward, engine.overlap_param_gather)

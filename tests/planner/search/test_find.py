@@ -14,10 +14,9 @@ from megatron.planner.cluster import load_cluster
 from megatron.planner.memory import memory_of_ranks
 from megatron.planner.placement import place_with
 from megatron.planner.search import find
-from megatron.planner.search.base import make_base
 from megatron.planner.search.find import GIB, Search, search, values_of
 from megatron.planner.search.places import worthwhile_placements
-from megatron.planner.search.space import Rejections, Space
+from megatron.planner.search.space import Rejections, Space, make_config
 from megatron.planner.timing import estimate
 
 FRONTIER = load_cluster("frontier")
@@ -28,8 +27,8 @@ MORE = pytest.mark.campaign("search")
 def given(
     gib: float = 57.6, worlds: tuple[int, ...] = (8,), batches: tuple[int, ...] = (8,), **wanted: tuple
 ) -> Search:
-    base = make_base(None, MODEL, batches)
-    return Search(Space(base, FRONTIER, worlds, batches, {**base.wanted, **wanted}), gib * GIB)
+    base = make_config(None, MODEL, max(batches))
+    return Search(Space(base, "a model", FRONTIER, worlds, {"gbs": batches, **wanted}), gib * GIB)
 
 
 def every_layout(of: Search) -> list[tuple[float, Layout]]:
@@ -44,7 +43,7 @@ def every_layout(of: Search) -> list[tuple[float, Layout]]:
             if max(rank.total for rank in memory_of_ranks(config)) <= of.capacity:
                 places = worthwhile_placements(config, FRONTIER, {})
                 seconds = min(estimate(config, FRONTIER, place).seconds for place in places)
-                found.append((of.score(seconds, layout), layout))
+                found.append((seconds / layout.batch, layout))
     return sorted(found)
 
 
@@ -58,7 +57,7 @@ def test_the_search_finds_what_estimating_everything_finds(gib, wanted, monkeypa
     monkeypatch.setattr(find, "ESTIMATED", 8)
     of = given(gib, **wanted)
     found, everything = search(of, top=5), every_layout(of)
-    assert found.counts["estimated"] < len(everything)
+    assert len(found.estimated) < len(everything)
     assert found.estimated[0].score == pytest.approx(everything[0][0], rel=1e-9)
     best: dict[object, float] = {}
     for score, layout in everything:
@@ -75,7 +74,7 @@ def test_the_search_finds_what_estimating_everything_finds(gib, wanted, monkeypa
 def test_two_processes_find_what_one_finds():
     of = given(8.0, batches=(8, 16), tp=(2,), pp=(1, 2), mbs=(1,))
     one, two = (search(dataclasses.replace(of, _known={}), top=4, processes=n) for n in (1, 2))
-    for name in ("estimated", "counts", "seen", "rejections"):
+    for name in ("estimated", "sizes", "rejections"):
         assert getattr(one, name) == getattr(two, name), name
 
 
@@ -83,20 +82,13 @@ def test_two_processes_find_what_one_finds():
 def test_a_process_that_is_killed_ends_the_search(monkeypatch):
     here = os.getpid()
 
-    def memory(*_: object) -> None:
+    def memory(*_: object, **__: object) -> None:
         assert os.getpid() != here
         os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(Search, "_memory", memory)
+    monkeypatch.setattr(find, "memory_of_ranks", memory)
     with pytest.raises(MegatronError, match="--processes"):
         search(given(tp=(2,), pp=(2,), mbs=(1,)), processes=2)
-
-
-@pytest.mark.slow
-def test_node_hours_choose_fewer_nodes():
-    of = given(worlds=(8, 16), batches=(16,), tp=(2,), pp=(1, 2), mbs=(1,), zero=(1,), recompute=("none",))
-    assert search(of).estimated[0].layout.world == 16
-    assert search(dataclasses.replace(of, per_node=True)).estimated[0].layout.world == 8
 
 
 @pytest.mark.slow

@@ -1,23 +1,24 @@
-"""The space holds exactly the layouts that a configuration accepts."""
+"""The space holds exactly the layouts that a configuration accepts; its fixed part is a model alone."""
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 
+from megatron.config import PRESETS
 from megatron.config.layout import Layout
 from megatron.errors import ConfigError
 from megatron.planner.cluster import load_cluster
-from megatron.planner.search.base import make_base
-from megatron.planner.search.space import Rejections, Space
+from megatron.planner.search.space import Rejections, Space, make_config
 
 FRONTIER = load_cluster("frontier")
 FLAGS = "--num-layers 12 --hidden-size 96 --num-attention-heads 12 --seq-length 40 --vocab-size 512 --bf16".split()
 
 
 def space(devices: int = 16, batches: tuple[int, ...] = (24, 32), flags: str = "", **wanted: tuple) -> Space:
-    base = make_base(None, [*FLAGS, *flags.split()], batches)
-    return Space(base, FRONTIER, (devices,), batches, {**base.wanted, **wanted})
+    base = make_config(None, [*FLAGS, *flags.split()], max(batches))
+    return Space(base, "a model", FRONTIER, (devices,), {"gbs": batches, **wanted})
 
 
 def is_valid(where: Space, layout: Layout) -> bool:
@@ -58,13 +59,6 @@ def test_variants_are_those_that_validation_accepts():
             assert is_valid(where, layout) == (not layout.sp or 40 % shape.tp == 0), layout
 
 
-def test_a_machine_gives_no_job_all_of_its_nodes():
-    rejections, given = Rejections(), space(devices=8 * 1025, batches=(8 * 1025,))
-    lumi = Space(given.base, load_cluster("lumi"), (*given.worlds, 8 * 1024), given.batches, given.wanted)
-    assert {size.world for size in lumi.sizes(rejections)} <= {8 * 1024}
-    assert any("1024" in reason for _, reason in rejections.counts)
-
-
 def test_recomputation_of_stages_of_several_sizes():
     where = space(devices=80, batches=(80,))
     uneven = Layout(80, 80, 1, 5, 1, "1f1b", 1)  # 2, 2, 3, 3, 2 layers
@@ -93,16 +87,52 @@ def test_what_was_asked_for_counts():
     assert [c.recompute for c in space(recompute=("full:block:5",), sp=(True,), zero=(0,)).variants(shape)] == [
         "full:block:5", "full:block:5",
     ]  # fmt: skip
-    more = Space(space().base, FRONTIER, (16,), (24, 32), {"gbs": (24, 32)}, {"tp": (12,), "mbs": (3,)})
+    more = dataclasses.replace(space(), more={"tp": (12,), "mbs": (3,)})
     assert {s.micro for s in more.sizes(Rejections())} >= {1, 2, 3, 4}
 
 
-@pytest.mark.parametrize(("devices", "wanted", "unit"), [
-    (16, dict(tp=(3,)), "TP x PP"), (16, dict(tp=(32,)), "tensor sizes"), (16, dict(chunks=(5,)), "PP x chunks"),
-    (8 * 9999, {}, "sizes of the job"), (16, dict(mbs=(7,)), "TP x PP x batch x micro-batch"),
+@pytest.mark.parametrize("wanted", [
+    dict(tp=(3,)), dict(tp=(32,)), dict(chunks=(5,)), dict(mbs=(7,)), dict(pp=(3,)),
+    dict(pp=(4,), chunks=(3,), recompute=("full:block",)),
 ])  # fmt: skip
-def test_reasons_are_counted(devices, wanted, unit):
+def test_what_is_rejected_has_a_reason_and_an_example(wanted):
     rejections = Rejections()
-    assert list(space(devices, **wanted).sizes(rejections)) == []
-    found = [each for each in rejections.counts if each[0] == unit]
-    assert found and all(rejections.examples[each] for each in found)
+    assert list(space(**wanted).sizes(rejections)) == []
+    assert rejections.counts and all(rejections.nearest[reason][1] for reason in rejections.counts)
+
+
+# -- the fixed part ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_of_a_preset_the_model_alone_counts(preset):
+    config = make_config(preset, [], 64)
+    parallel = config.parallel
+    sizes = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.num_chunks)
+    assert sizes == (1, 1, 1)
+    assert config.recompute.recompute_granularity is None and config.batch.micro_batch_size == 1
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "bf16"):
+        if name in PRESETS[preset]:
+            assert config.get(name) == PRESETS[preset][name]
+
+
+def test_flags_change_the_model_of_a_preset():
+    flags = "--fp16 --pp-partition-method type:transformer --rampup-batch-size 8 8 100".split()
+    assert make_config("gpt-22b", flags, 64).precision.dtype_name == "float16"
+
+
+@pytest.mark.parametrize(("preset", "flags", "parts"), [
+    ("gpt-23b", [], ["'gpt-23b'", "gpt-22b"]), (None, ["--seq-length", "8"], ["--num-layers"]),
+    ("gpt-22b", ["--tp", "2"], ["--tp"]), ("gpt-22b", ["--preset", "tiny"], ["--preset"]),
+    ("gpt-22b", ["--world-size", "8"], ["--world-size", "--nodes"]), ("gpt-22b", ["--cluster", "lumi"], ["--cluster"]),
+    ("gpt-22b", ["--global-batch-size", "8"], ["--global-batch-size", "--global-batch"]),
+    ("gpt-22b", ["--micro-batch-size", "2", "--zero-stage", "0"], ["--micro-batch-size", "--zero-stage", "--fix"]),
+    ("gpt-22b", ["--micro-batch-size", "two"], ["'two'"]),
+    ("gpt-22b", ["--recompute-method", "block"], ["--recompute-method", "--fix"]),
+    ("gpt-22b", ["--deepspeed_config", "x.json"], ["--deepspeed"]),
+])  # fmt: skip
+def test_mistakes_in_the_fixed_part(preset, flags, parts):
+    with pytest.raises(ConfigError) as error:
+        make_config(preset, flags, 64)
+    for part in parts:
+        assert part in str(error.value)
