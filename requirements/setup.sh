@@ -94,7 +94,7 @@ pip install -c $constraints pybind11 ninja
 export MEGATRON_KERNELS_TARGETS=${MEGATRON_KERNELS_TARGETS:-$(kernel_targets)}
 DS_BUILD_OPS=0 pip install -c $constraints --no-build-isolation -e '.[dev]'
 # What pip says of a kernel that was not built is not shown.
-"$VENV/bin/python" -m megatron.kernels --list | sed 's/^/setup: /'
+"$VENV/bin/python" tools/check_kernels.py --list | sed 's/^/setup: /'
 say "ready: $VENV with $("$VENV/bin/python" -c 'import torch
 kind = "ROCm" if torch.version.hip else "CUDA" if torch.version.cuda else "CPU"
 print(f"torch {torch.__version__} ({kind} build, {torch.cuda.device_count()} device(s) visible)")')"
