@@ -36,13 +36,11 @@ from benchmarks.memory_layouts import COMMON, DEVICE_RUNS, RUNS, SHAPES, Run, Sh
 from benchmarks.parity import train  # noqa: E402
 from benchmarks.resident_memory import peak_bytes  # noqa: E402
 from megatron.config import Config  # noqa: E402
-from megatron.planner.dryrun.kinds import enough_micro_batches, layout_of  # noqa: E402
 from megatron.planner.dryrun.rank import run_rank  # noqa: E402
-from megatron.planner.dryrun.rehearsal import rehearse  # noqa: E402
-from megatron.planner.memory import memory_of_ranks  # noqa: E402
+from megatron.planner.dryrun.rehearsal import enough_micro_batches, layout_of, rehearse  # noqa: E402
+from megatron.planner.memory import CATEGORIES, memory_of_ranks  # noqa: E402
 
 MIB = 2**20
-CATEGORIES = ("weights", "master", "moments", "gradients", "activations", "logits", "buffers", "temporary")
 TOTAL_LIMIT, CATEGORY_LIMIT, RUN_LIMIT = 0.02, 0.03, 0.10
 _SHARE = 0.05  # of the peak, from which on a category is looked at
 _FLAGS = ("--mock-data", "--train-iters", "2", "--lr", "1e-4", "--eval-iters", "0", "--hang-timeout", "0",
@@ -73,10 +71,9 @@ def compare_formula(shape: Shape) -> list[Compared]:
         raise RuntimeError(f"{shape.name} ({shape.device}): {found.findings[0].text[:300]}")
     rows = []
     for rank in found.ranks:
-        mine, total = model[rank.pipeline_rank], float(rank.total_peak_bytes)
-        errors = {
-            c: getattr(mine, c) / rank.peak[c] - 1.0 for c in CATEGORIES if rank.peak[c] > _SHARE * total
-        }
+        mine, total = model[rank.pipeline_rank], rank.peak.total
+        both = {c: (getattr(mine, c), getattr(rank.peak, c)) for c in CATEGORIES}
+        errors = {c: planned / there - 1.0 for c, (planned, there) in both.items() if there > _SHARE * total}
         worst = max(errors, key=lambda c: abs(errors[c]))
         rows.append(
             Compared(f"{shape.name} ({shape.device})", rank.pipeline_rank, mine.total, total, worst, errors[worst])
@@ -115,7 +112,7 @@ def _foreseen(config: Config) -> list[float]:
     for stage in range(layout.pipeline):
         run = run_rank(config, layout.rank(tensor=0, data=0, pipeline=stage), "cpu", count)
         for data, tensor in itertools.product(range(layout.data), range(layout.tensor)):
-            needed[layout.rank(tensor=tensor, data=data, pipeline=stage)] = max(run.total_peak, run.setup_peak)
+            needed[layout.rank(tensor=tensor, data=data, pipeline=stage)] = run.needed_bytes
     return needed
 
 

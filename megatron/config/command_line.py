@@ -228,8 +228,8 @@ def _give_flags(settings: Settings, flags: Mapping[str, list[str]]) -> None:
             settings.problems.append(f"--preset takes one name, got {len(words)}")
     if "--pieces" in flags:
         _give_pieces(settings, flags["--pieces"])
-    if "--rank" in flags and "--dry-run" not in flags:
-        settings.notices.append("--rank has no effect: the launcher tells the rank; --dry-run shows one by it")
+    if "--rank" in flags:
+        settings.notices.append("--rank has no effect: the launcher tells the rank")
     for name, (_, value) in chosen.items():
         settings.give(name, value, "command line")
     if "--deepspeed" in flags or "--no-deepspeed" in flags:

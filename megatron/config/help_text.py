@@ -33,7 +33,6 @@ def render_help() -> str:
             "--dry-run", "Take a step without data or devices, for any --world-size and --cluster: whether it runs, "
             "and what every kind of rank needs of memory; exit with 0, or 3 where it does not fit or run.",
         ),
-        *_entry("--rank N", "With --dry-run: what this rank alone needs."),
         *_entry("--pieces FILE", "A Python file with a layer, optimizer, data ... of your own (docs/extending.md)."),
         *_entry("--preset NAME", f"Start from a known model; flags beside it win. One of {names}."),
     ]

@@ -43,84 +43,53 @@ def crowding(config: Config, cluster: Cluster) -> float:
 
 
 class PassSeconds(NamedTuple):
-    """Of one pass: computations, those of recomputation, and waiting for messages. `left`: for how long after its end a
-    message that nobody has waited for keeps the links."""
+    """Of one pass: computations, those of recomputation, and waiting for messages."""
 
     compute: float
     again: float
     waited: float
-    left: float = 0.0
 
     @property
     def total(self) -> float:
         return self.compute + self.again + self.waited
 
-    def __add__(self, other: PassSeconds) -> PassSeconds:  # type: ignore[override]
-        return PassSeconds(
-            self.compute + other.compute, self.again + other.again, self.waited + other.waited, other.left
-        )
-
-    def times(self, count: float) -> PassSeconds:
-        return PassSeconds(count * self.compute, count * self.again, count * self.waited, self.left)
-
-    def repeated(self) -> PassSeconds:
-        """The same as recomputation."""
-        return PassSeconds(0.0, self.compute + self.again, self.waited, self.left)
-
-
-NOTHING = PassSeconds(0.0, 0.0, 0.0)
-
-# Seconds of computations until the next message; whether they are recomputation is summed up apart.
-_Timed = tuple[float | Post | Wait, ...]
-
 
 @functools.lru_cache(maxsize=1 << 14)
-def _timed(of: Pass, rates: Rates) -> tuple[_Timed, float, float]:
-    """(seconds between messages, seconds of computations, of those that recomputation adds)."""
+def _timed(of: Pass, rates: Rates) -> tuple[list[float | Post | Wait], float, float]:
+    """(messages and the seconds of computations between them, seconds of computations, of recomputation)."""
     found: list[float | Post | Wait] = []
-    compute = again = since = 0.0
+    sums = {False: 0.0, True: 0.0}
+    since = 0.0
     for step in of.steps:
-        if isinstance(step, Take | Give):
-            continue
         if isinstance(step, Post | Wait):
-            if since:
-                found.append(since)
-                since = 0.0
-            found.append(step)
-        elif isinstance(step, Again):
-            seconds = seconds_of(step.operation, rates)
-            again, since = again + seconds, since + seconds
-        else:
-            seconds = seconds_of(step, rates)
-            compute, since = compute + seconds, since + seconds
-    return (*found, since), compute, again
+            found += [since, step]
+            since = 0.0
+        elif not isinstance(step, Take | Give):
+            seconds = seconds_of(step.operation if isinstance(step, Again) else step, rates)
+            sums[isinstance(step, Again)] += seconds
+            since += seconds
+    return [*found, since], sums[False], sums[True]
 
 
-def pass_seconds(
-    of: Pass, rates: Rates, message_s: MessageSeconds | None, *, hides: bool = True, busy: float = 0.0
-) -> PassSeconds:
-    """Run a pass on a clock.
+def pass_seconds(of: Pass, rates: Rates, message_s: MessageSeconds | None, *, hides: bool = True) -> PassSeconds:
+    """Run a pass on a clock. A message that nobody waits for in it is hidden behind the next pass.
 
     message_s  None: messages take no time
     hides      the device computes while a message travels; without, who posts a message waits for it at once
-    busy       for how long after the start a message of the pass before keeps the links
     """
     timed, compute, again = _timed(of, rates)
     if message_s is None:
         return PassSeconds(compute, again, 0.0)
-    clock = waited = 0.0
-    free = busy
+    clock = waited = free = 0.0
     arrives: dict[int, float] = {}
     for step in timed:
         if isinstance(step, float):
             clock += step
-        elif isinstance(step, Post):
-            free = max(clock, free) + message_s(*step.message)
-            arrives[step.number] = free
-            if not hides:
-                waited, clock = waited + free - clock, free
-        else:
-            there = arrives.get(step.number, 0.0)
-            if there > clock:
-                waited, clock = waited + there - clock, there
-    return PassSeconds(compute, again, waited, max(0.0, free - clock))
+            continue
+        if isinstance(step, Post):
+            free = arrives[step.number] = max(clock, free) + message_s(*step.message)
+            if hides:
+                continue
+        there = max(clock, arrives.get(step.number, 0.0))
+        waited, clock = waited + there - clock, there
+    return PassSeconds(compute, again, waited)

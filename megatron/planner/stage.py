@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.model.stages import assign_layers
 from megatron.pipeline.schedule import splits_backward
-from megatron.planner.clocked import NOTHING, MessageSeconds, PassSeconds, pass_seconds
+from megatron.planner.clocked import MessageSeconds, PassSeconds, pass_seconds
 from megatron.planner.events import Pass, Trace
 
 if TYPE_CHECKING:
@@ -144,33 +144,18 @@ class StageSeconds:
     def weight_s(self) -> float:
         return self.weight.total + self.overhead[2]
 
-    @property
-    def busy_s(self) -> float:
-        return self.forward_s + self.backward_s + self.weight_s
-
 
 def stage_seconds(
     trace: Trace, stage: Stage, rates: Rates, message_s: MessageSeconds | None, *, hides: bool = True
 ) -> StageSeconds:
     """Seconds of a stage; message_s None: messages take no time."""
-    found = {
-        name: functools.reduce(PassSeconds.__add__, (_often(run, rates, message_s, hides) for run in runs), NOTHING)
-        for name, runs in stage_passes(trace, stage).items()
-    }
-    layers, again, each = stage.layers, stage.layers_again, rates.instruction_overhead_s
-    ahead, back = rates.layer_forward_overhead_s, rates.layer_backward_overhead_s
-    return StageSeconds(
-        found["forward"], found["backward"], found["weight"],
-        (each + ahead * layers, each + back * layers + ahead * again, each if stage.split else 0.0),
-    )  # fmt: skip
-
-
-def _often(run: Run, rates: Rates, message_s: MessageSeconds | None, hides: bool) -> PassSeconds:
-    """The same pass so many times in a row: a message left over from one may hold up the next."""
-    total, busy, done = NOTHING, 0.0, 0
-    while done < run.times:
-        one = pass_seconds(run.of, rates, message_s, hides=hides, busy=busy)
-        alike = abs(one.left - busy) <= 1e-12 * max(one.left, busy)
-        step = run.times - done if alike else 1
-        total, busy, done = total + one.times(step), one.left, done + step
-    return total.repeated() if run.again else total
+    found = {}
+    for name, runs in stage_passes(trace, stage).items():
+        parts = [(run, pass_seconds(run.of, rates, message_s, hides=hides)) for run in runs]
+        compute = sum(run.times * one.compute for run, one in parts if not run.again)
+        again = sum(run.times * (one.again + one.compute * run.again) for run, one in parts)
+        found[name] = PassSeconds(compute, again, sum(run.times * one.waited for run, one in parts))
+    each, ahead, back = rates.instruction_overhead_s, rates.layer_forward_overhead_s, rates.layer_backward_overhead_s
+    backward = each + back * stage.layers + ahead * stage.layers_again
+    overhead = each + ahead * stage.layers, backward, each if stage.split else 0.0
+    return StageSeconds(found["forward"], found["backward"], found["weight"], overhead)

@@ -1,7 +1,7 @@
-"""Operators on tensors without data: answers in place of values, and messages that go nowhere.
+"""Operators on tensors without data: answers in place of values, messages that go nowhere, memory that is only noted.
 
 A GPU's tensors are torch's meta tensors, a CPU's are fake ones (torch._subclasses.fake_tensor), because the code
-decides by the device of a tensor what it does. Everything torch is asked passes through `Operators`.
+decides by the device of a tensor what it does. The planner's recorder and the dry run follow the operators.
 """
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import contextlib
 import importlib
 import unittest.mock
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,16 +18,25 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.planner.events import Give, Take
+
 _aten = torch.ops.aten
-_VALUE = 1.0
-"""What a number reads as that no tensor has: finite, so that no step is skipped."""
 
 
-class Operators(TorchDispatchMode):
-    """Lets operators run on tensors without data. Who follows them extends `run`, `sent` and `arrived`."""
+class Follower(TorchDispatchMode):
+    """Runs operators on tensors without data, and hears of their memory and messages.
+
+    category    of the memory that is taken next; rows of `vocabulary` numbers outside of forward passes are "logits"
+    vocabulary  length of those rows; -1 for none
+
+    Subclasses extend `taken`, `given`, `sent` and `arrived`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.category, self.vocabulary = "activations", -1
+        self.number = 0  # of the storage that was seen last
+        self._seen: dict[int, tuple[int, Any]] = {}
         self._works: dict[int, Work] = {}
 
     @classmethod
@@ -37,7 +47,8 @@ class Operators(TorchDispatchMode):
         if func.namespace == "c10d":
             return self._communicate(func, args)
         if func is _aten._local_scalar_dense.default and is_empty(args[0]):
-            return _number(args[0].dtype)
+            # A finite number, so that no step is skipped; nothing is wrong with it.
+            return False if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
         if func is _aten.equal.default and is_empty(args[0]):
             return True
         if func is _aten._fused_sgd_.default and is_empty(args[0][0]):
@@ -45,8 +56,48 @@ class Operators(TorchDispatchMode):
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Compute an operator."""
-        return func(*args, **kwargs)
+        """Compute an operator, and note the memory of its results."""
+        out = func(*args, **kwargs)
+        self.see(out)
+        return out
+
+    def see(self, out: Any, *, counts: bool = True) -> None:
+        """Note the storages of these results that are new; without `counts` only remember that they are known."""
+        for tensor in tensors_of((out,)):
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in self._seen or not storage.nbytes() or not self.follows(tensor):
+                continue
+            self.number += 1
+            self._seen[key] = self.number, weakref.ref(storage, self._forgets(key, self.number))
+            if counts:
+                rows = self.category != "activations" and tensor.dim() >= 2 and tensor.shape[-1] == self.vocabulary
+                self.taken(Take(storage.nbytes(), self.number, "logits" if rows else self.category), tensor)
+
+    def follows(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory of such a tensor is noted."""
+        return is_empty(tensor)
+
+    def number_of(self, tensor: torch.Tensor) -> int | None:
+        """The number of a tensor's storage; None where it is not followed."""
+        return self._seen.get(tensor.untyped_storage()._cdata, (None,))[0]
+
+    def held(self) -> int:
+        """Count the bytes of all storages that are alive."""
+        return sum(storage.nbytes() for _, ref in self._seen.values() if (storage := ref()) is not None)
+
+    def _forgets(self, key: int, number: int) -> Any:
+        def gone(_: Any) -> None:
+            del self._seen[key]
+            self.given(Give(number))
+
+        return gone
+
+    def taken(self, step: Take, tensor: torch.Tensor) -> None:
+        """A storage was made, by an operator that returned this tensor."""
+
+    def given(self, step: Give) -> None:
+        """Nothing refers to a storage any more; one that does not count has a number, too."""
 
     def sent(self, name: str, args: Any, tensors: list[torch.Tensor], work: Work) -> None:
         """A message was posted: torch's name for it, and the tensors that it reads and writes."""
@@ -55,25 +106,27 @@ class Operators(TorchDispatchMode):
         """Somebody waits for a message."""
 
     def _communicate(self, func: Any, args: Any) -> Any:
-        tensors = [t for t in flat(args) if isinstance(t, torch.Tensor)]
         # What is on its way holds its tensors until somebody waits for it; nothing arrives before.
-        work = Work(tensors, self._works, self.arrived)
+        work = Work(tensors_of(args), self)
         self._works[id(work)] = work
-        self.sent(func._schema.name.partition("::")[2].rstrip("_"), args, tensors, work)
+        self.sent(func._schema.name.partition("::")[2].rstrip("_"), args, work.tensors, work)
         return work.boxed() if len(func._schema.returns) == 1 else (args[0], work.boxed())
+
+    def finish(self, work: Work) -> None:
+        self._works.pop(id(work), None)
+        self.arrived(work)
 
 
 class Work(dist.Work):
-    """The handle of a message that is there once it is waited for."""
+    """The handle of a message that is there once it is waited for. number: for who follows."""
 
-    def __init__(self, tensors: list[torch.Tensor], alive: dict[int, Any], arrived: Any) -> None:
+    def __init__(self, tensors: list[torch.Tensor], follower: Follower) -> None:
         super().__init__()
-        self._tensors, self._alive, self._arrived, self._done = tensors, alive, arrived, False
+        self.tensors, self.number, self._follower, self._done = tensors, 0, follower, False
 
     def wait(self, timeout: Any = None) -> bool:
-        self._tensors, self._done = [], True
-        self._arrived(self)
-        self._alive.pop(id(self), None)
+        self.tensors, self._done = [], True
+        self._follower.finish(self)
         return True
 
     def is_completed(self) -> bool:
@@ -85,19 +138,15 @@ def is_empty(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
-def _number(dtype: torch.dtype) -> Any:
-    if dtype == torch.bool:
-        return False
-    return _VALUE if dtype.is_floating_point else int(_VALUE)
-
-
-def flat(values: Any) -> Iterator[Any]:
-    """The items of nested lists and tuples."""
+def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors in nested lists and tuples."""
+    found = []
     for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from flat(value)
-        else:
-            yield value
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_of(value)
+    return found
 
 
 def _fused_attention(
@@ -136,25 +185,22 @@ def _apply(module: torch.nn.Module, function: Any, recurse: bool = True) -> torc
     return module
 
 
-def _passes(*_: Any, **__: Any) -> None:
-    """In place of torch's check that a fused optimizer has the device's operator."""
-
-
 @contextlib.contextmanager
-def without_data(device: str, operators: Operators) -> Iterator[None]:
-    """Inside, tensors on `device` ("cpu", or "meta" for a GPU) have no data, and `operators` run."""
+def without_data(device: str, follower: Follower) -> Iterator[None]:
+    """Inside, tensors on `device` ("cpu", or "meta" for a GPU) have no data, and `follower` runs the operators."""
+    patch = unittest.mock.patch.object
     with contextlib.ExitStack() as stack:
         if device == "cpu":
             # DeepSpeed asks for the alignment of its flat weights, which is that of address 0 here.
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            stack.enter_context(unittest.mock.patch.object(torch.nn.Module, "_apply", _apply))
+            stack.enter_context(patch(torch.nn.Module, "_apply", _apply))
         else:
             # Our layers look it up there at each call. A mode for torch's functions is off in backward passes.
-            place = torch.nn.functional
-            stack.enter_context(unittest.mock.patch.object(place, "scaled_dot_product_attention", _fused_attention))
+            stack.enter_context(patch(torch.nn.functional, "scaled_dot_product_attention", _fused_attention))
         sgd = importlib.import_module("torch.optim.sgd")  # which torch takes out of its package
-        stack.enter_context(unittest.mock.patch.object(sgd, "_device_dtype_check_for_fused", _passes))
-        stack.enter_context(operators)
+        # torch's check that a fused optimizer has the device's operator
+        stack.enter_context(patch(sgd, "_device_dtype_check_for_fused"))
+        stack.enter_context(follower)
         yield

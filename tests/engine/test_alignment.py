@@ -8,8 +8,7 @@ import torch.distributed as dist
 
 from megatron.config import Config
 from megatron.engine.engine import Engine
-from megatron.parallel.flight import FlightRecorder
-from megatron.planner.dryrun.job import member
+from megatron.planner.dryrun.rank import member
 from tests.engine import toy
 
 
@@ -30,7 +29,7 @@ def test_every_part_begins_on_16_bytes(precision: str) -> None:
         )  # fmt: skip
         with (
             unittest.mock.patch.object(dist, "all_gather_object", alone),
-            member(config, ranks - 1, "cpu", FlightRecorder()) as topology,
+            member(config, ranks - 1, "cpu") as topology,
         ):
             engine = Engine(toy.config(precision), topology, toy.build(topology))
             assert len(engine._zero.buckets) > 2

@@ -20,13 +20,10 @@ from megatron.layers.masks import Alibi, alibi_slopes
 from megatron.layers.parameters import normal
 from megatron.layers.rotary import RotaryEmbedding
 from megatron.model.gpt import build_chunks, layer_context
-from megatron.parallel.flight import FlightRecorder
 from megatron.parallel.random import DropoutKey, seeded
 from megatron.parallel.topology import Layout, Topology
-from megatron.planner.dryrun.job import member
-from megatron.planner.dryrun.memory import Memory
-from megatron.planner.dryrun.messages import Log
-from megatron.planner.dryrun.tensors import without_data
+from megatron.planner.dryrun.rank import member
+from megatron.planner.tensors import Follower, without_data
 from tests.helpers.fusions import context
 
 D = 8
@@ -266,11 +263,10 @@ def test_nothing_is_copied_into_another_layout(device, tp, kernels, groups, rope
         sequence_parallel=tp > 1, attention_backend="fused", rope_fusion=kernels,
     )
     dtype = torch.bfloat16 if device == "meta" else torch.float32
-    nowhere = Memory(1)
     with contextlib.ExitStack() as stack:
         if device == "meta":
-            topology = stack.enter_context(member(config, 0, device, FlightRecorder()))
-            stack.enter_context(without_data(device, nowhere, nowhere, Log()))
+            topology = stack.enter_context(member(config, 0, device))
+            stack.enter_context(without_data(device, Follower()))
         else:
             topology = Topology.from_layout(Layout(), 0, device=torch.device(device))
         chunk = build_chunks(config, topology, layer_context(config, topology)).to(dtype)["0"]

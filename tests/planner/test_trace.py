@@ -130,7 +130,7 @@ def test_what_a_trace_depends_on_gives_another(more: dict[str, Any]) -> None:
 
 def test_a_new_setting_counts_unless_somebody_says_otherwise() -> None:
     """The names of settings that do not count exist, in the sections that have them."""
-    for listed in (traces._DOES_NOT_COUNT, traces._NOT_FOR_LAYERS, traces._NOT_FOR_ONE, traces._COUNTS):
+    for listed in (traces._DOES_NOT_COUNT, traces._COUNTS):
         for section, names in listed.items():
             fields = {field.name for field in dataclasses.fields(getattr(run(), section))}
             assert set(names) <= fields

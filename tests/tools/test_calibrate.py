@@ -45,8 +45,8 @@ def test_a_calibration_of_seconds_plans(
     assert found.seconds > 0 and found.confidence.worst == "assumed"
     monkeypatch.chdir(tmp_path)
     at = MODEL.index("--global-batch-size")
-    words = ["--cluster", path.name, "--processes", "1", "--top", "1", "--fix", "mbs=1", "--global-batch", MODEL[at + 1]]
-    words += ["--", *MODEL[:at], *MODEL[at + 2 :]]
+    words = ["--cluster", path.name, "--processes", "1", "--top", "1", "--fix", "mbs=1"]
+    words += ["--global-batch", MODEL[at + 1], "--", *MODEL[:at], *MODEL[at + 2 :]]
     assert plan.main(words) == 0
     assert plan.main([*words, "--bf16"]) == 2
     told = capsys.readouterr().err

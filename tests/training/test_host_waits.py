@@ -14,7 +14,8 @@ from megatron.config import Config
 from megatron.engine.engine import Engine
 from megatron.pipeline.executor import Executor
 from megatron.planner.dryrun.rank import run_rank
-from megatron.training import loop, pretrain
+from megatron.program import pretrain
+from megatron.training import loop
 from tests.helpers.processes import run_processes
 from tests.training.test_run import FIELDS
 

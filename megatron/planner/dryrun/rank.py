@@ -1,12 +1,15 @@
-"""One rank's training steps on tensors without data: its chunks, its engine and its executor, as a run has them."""
+"""One rank of a job that does not exist: its stages, engine and executor, as a run has them, without data."""
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron.checkpoint.snapshot import snapshot_bytes
 from megatron.checkpoint.tensors import tensors_to_save
@@ -16,172 +19,162 @@ from megatron.engine.assemble import build_executor
 from megatron.engine.deepspeed_setup import import_deepspeed
 from megatron.engine.engine import Engine
 from megatron.engine.optimizer_state import optimizer_state
+from megatron.errors import ConfigError
+from megatron.kernels import library
 from megatron.model.gpt import build_chunks, layer_context
+from megatron.parallel.environment import changed
 from megatron.parallel.flight import FlightRecorder
-from megatron.parallel.sharding import Sharding, sharding_of
-from megatron.parallel.topology import Topology
-from megatron.pipeline.instructions import COMPUTE, Instruction, Op
-from megatron.planner.dryrun.job import member
-from megatron.planner.dryrun.memory import Memory
-from megatron.planner.dryrun.memory_kinds import Held
-from megatron.planner.dryrun.messages import Log
-from megatron.planner.dryrun.tensors import Operators, without_data
-from megatron.planner.memory import CPU_BLOCK, GPU_BLOCK
+from megatron.parallel.topology import DEFAULT_ORDER, Topology
+from megatron.planner.dryrun.checks import Collectives, Message
+from megatron.planner.dryrun.follower import Follower, followed
+from megatron.planner.events import Take
+from megatron.planner.memory import CPU_BLOCK, GPU_BLOCK, RankMemory, changes, fullest
 from megatron.training.streams import reads_data
 
+_LARGEST = 3
 
-@dataclass
+
+@dataclass(frozen=True)
 class RankRun:
     """What came of one rank's steps.
 
-    parameters  by Sharding: elements held here
-    setup_peak  bytes at most before the first step
-    host_bytes  kept in host memory at most, where the device is not the host
-    copy_bytes  that --async-save keeps in host memory beside; 0 without it
-    log         what the last step posted
+    parameters   elements on the device, padding included
+    peak         memory at the fullest moment of a training step
+    setup_bytes  the most before the first step
+    copy_bytes   of host memory that --async-save keeps for the copy that is written; 0 without it
+    largest      tensors at the fullest moment: bytes, category and what it is
+    messages     those of the last step
+    collectives  those of set-up and steps
+    stands_for   ranks of the job that are of this kind, and need as much or less
     """
 
     rank: int
     pipeline_rank: int
-    stages: tuple[int, ...]
-    parameters: list[tuple[Sharding, tuple[int, ...]]]
-    total_peak: int
-    peak: Mapping[str, int]
-    peak_of: Mapping[str, int]
-    setup_peak: int
-    host_bytes: int
+    parameters: int
+    peak: RankMemory
+    setup_bytes: float
     copy_bytes: int
-    largest: tuple[Held, ...]
-    broken_by: Held | None
-    log: Log = field(repr=False)
-    setup_log: Log = field(repr=False)
+    largest: tuple[tuple[int, str, str], ...]
+    messages: Sequence[Message] = field(repr=False)
+    collectives: Collectives = field(repr=False)
+    stands_for: int = 0
+
+    @property
+    def needed_bytes(self) -> float:
+        """The most at any time."""
+        return max(self.peak.total, self.setup_bytes)
 
 
-class _Follower(FlightRecorder):
-    """Learns from what the executor says it does under which category memory is counted."""
+@contextlib.contextmanager
+def member(config: Config, rank: int, device: str, flight: FlightRecorder | None = None) -> Iterator[Topology]:
+    """The topology of `rank` over a process group whose messages go nowhere; nothing of it is left afterwards.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.operators: Operators | None = None
-        self.last_stage, self.vocabulary = -1, 0
+    Raises ConfigError where this process has a process group already.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    def instruction(self, name: bytes, stage: int, micro_batch: int) -> None:
-        super().instruction(name, stage, micro_batch)
-        operators = self.operators
-        if operators is None:
-            return
-        memory, this = operators.memory, Instruction(Op[name.decode()], stage, micro_batch)
-        memory.when, operators.instruction, operators.vocabulary = str(this), this, -1
-        if this.op is Op.FORWARD:
-            memory.category = "activations"
-            operators.take(Instruction(Op.RECV_FORWARD, stage, micro_batch), "activations")
-        elif this.op in COMPUTE:
-            memory.category = "temporary"
-            operators.take(Instruction(Op.RECV_BACKWARD, stage, micro_batch), "temporary")
-            operators.vocabulary = self.vocabulary if stage == self.last_stage else -1
-        else:
-            memory.category = "buffers"
-
-    def computed(self) -> None:
-        super().computed()
-        if self.operators is not None:
-            self.operators.memory.category, self.operators.vocabulary = "temporary", -1
+    if dist.is_initialized():
+        raise ConfigError("a dry run makes a process group of its own, and this process has one: use another process")
+    parallel, deepspeed = config.parallel, import_deepspeed(device)
+    accelerator = deepspeed.accelerator.get_accelerator()
+    # Which way set-up takes does not depend on how much memory this machine has left.
+    replaced: dict[str, Any] = {"available_memory": lambda *_: 1 << 62}
+    if device == "meta":
+        replaced.update(device_name=lambda *_: "meta", current_device_name=lambda *_: "meta")
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMPI_COMM_WORLD_LOCAL_RANK")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(changed(os.environ, dict.fromkeys(launcher)))
+        if device == "meta":
+            stack.enter_context(library.assumed("meta"))
+        for name, value in replaced.items():
+            setattr(accelerator, name, value)  # on the instance, over the methods of its class
+            stack.callback(delattr, accelerator, name)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.world_size)
+        stack.callback(dist.destroy_process_group)
+        stack.callback(setattr, deepspeed.comm.comm, "cdb", None)  # else it would be that of the next rank
+        yield Topology.create(
+            parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, device=torch.device(device),
+            tied_embeddings=not config.model.untie_embeddings_and_output_weights, flight=flight,
+            order=parallel.rank_order or DEFAULT_ORDER,
+        )  # fmt: skip
 
 
 def run_rank(
-    config: Config, rank: int, device: str, micro_batches: int, limit_bytes: float = float("inf"),
-    alter: Callable[[Any], object] | None = None,
+    config: Config, rank: int, device: str, micro_batches: int, alter: Callable[[Any], object] | None = None
 ) -> RankRun:
     """Set up `rank` of the job that `config` describes and take two steps: a short one, from which the engine learns
     how often each gradient is added to, and one of so many micro-batches, which sends buckets early as all later ones.
 
-    device       "cpu", or "meta" for a GPU
-    limit_bytes  of the device: the tensor that does not fit any more is named
-    alter        called with the executor before the first step, for tests
+    device  "cpu", or "meta" for a GPU
+    alter   called with the executor before the first step, for tests
 
     Raises what the code raises.
     """
     import_deepspeed(device)
     optimizer_state(config)  # of one's own is found by a step, with data
-    gc.freeze()  # what was there before need not be looked through when garbage is collected
-    try:
-        return _run(config, rank, device, micro_batches, limit_bytes, alter)
-    finally:
-        gc.unfreeze()
-
-
-def _run(
-    config: Config, rank: int, device: str, micro_batches: int, limit_bytes: float,
-    alter: Callable[[Any], object] | None,
-) -> RankRun:
-    on_cpu = device == "cpu"
-    memory = Memory(CPU_BLOCK if on_cpu else GPU_BLOCK, limit_bytes)
-    host, log, flight = Memory(CPU_BLOCK), Log(), _Follower()
-    with member(config, rank, device, flight) as topology, without_data(device, memory, host, log) as operators:
-        memory.category, memory.when = "weights", "set-up"
+    follower = Follower(device)
+    with member(config, rank, device, follower.flight) as topology, followed(follower):
+        follower.category = "weights"
         chunks = build_chunks(config, topology, layer_context(config, topology, perform_initialization=False))
-        memory.category = "temporary"
+        follower.category = "temporary"
         engine = Engine(config, topology, chunks)
         chunks.train()
         executor = build_executor(config, topology, chunks, engine)
         if alter is not None:
             alter(executor)
-        _sort(memory, engine, chunks)
+        _sort(follower, engine, chunks)
         gc.collect()
-        memory.settle()
-        setup_peak, setup_log = memory.peak_total, log.copy()
-        memory.category, memory.when = "buffers", "reading data"
+        setup = len(follower.steps)
+        follower.category = "buffers"
         batches = _micro_batches(config, topology)
-        flight.operators = operators
-        flight.last_stage = executor.last_stage
-        flight.vocabulary = _vocabulary(config)
+        tensor_size = config.parallel.tensor_model_parallel_size
+        follower.last_stage = executor.last_stage
+        follower.rows = config.model.padded_vocab_size(tensor_size) // tensor_size
         for count in (min(micro_batches, topology.pipeline.size), micro_batches):
-            log.clear()
-            memory.begin_peak()
+            follower.messages.clear()
+            before = len(follower.steps)
             losses = executor.train(batches[:count], loss_scale=engine.loss_scale)
-            memory.category = "temporary"
-            memory.when = "the optimizer's step"
+            follower.category = "temporary"
             engine.step(config.optimizer.lr)
             del losses
         engine.wait_for_weights()
-        memory.settle()
-        parameters = [(sharding_of(p), tuple(p.shape)) for p in chunks.parameters()]
-        stages = tuple(sorted(int(stage) for stage in chunks))
-        pipeline_rank = topology.pipeline.rank
-        copy_bytes = _copy_bytes(config, engine, topology)
+        peak, setup_bytes, largest = _fullest(follower, setup, before, CPU_BLOCK if device == "cpu" else GPU_BLOCK)
+        copy_bytes = 0
+        if config.checkpoint.async_save:
+            copy_bytes = snapshot_bytes(tensors_to_save(engine, topology, not config.checkpoint.no_save_optim))
+        found = RankRun(
+            rank, topology.pipeline.rank, sum(p.numel() for p in chunks.parameters()),
+            RankMemory(topology.pipeline.rank, *peak), setup_bytes, copy_bytes, largest, follower.messages,
+            follower.collectives,
+        )  # fmt: skip
     del chunks, engine, executor, batches
     gc.collect()
-    return RankRun(
-        rank=rank, pipeline_rank=pipeline_rank, stages=stages, parameters=parameters, total_peak=memory.peak_total,
-        peak=memory.peak, peak_of=memory.peak_of, setup_peak=setup_peak, host_bytes=host.peak_total,
-        copy_bytes=copy_bytes, largest=memory.largest, broken_by=memory.broken_by, log=log, setup_log=setup_log,
-    )
+    return found
 
 
-def _sort(memory: Memory, engine: Engine, chunks: torch.nn.ModuleDict) -> None:
-    """What set-up has made: its categories, and names for what they hold."""
-    for f in engine.fragments():
-        whose = f"of {f.sharding.name} and others"
-        for name in engine.moment_names:
-            memory.move([f.moments[name]], "moments", f"{name} {whose}")
-        memory.move([f.master], "master", f"fp32 master weights {whose}")
-    for p in chunks.parameters():
-        whose = f"of {sharding_of(p).name} and others"
-        total: torch.Tensor = p.gradient_sink.total  # type: ignore[attr-defined]
-        memory.move([total], "gradients", f"gradient sums {whose}")
-        memory.move([p], "weights", f"weights {whose}")
+def _sort(follower: Follower, engine: Engine, chunks: torch.nn.ModuleDict) -> None:
+    """Give categories to what set-up has made."""
+    for fragment in engine.fragments():
+        follower.move((fragment.moments[name] for name in engine.moment_names), "moments")
+        follower.move([fragment.master], "master")
+    parameters: list[Any] = [*chunks.parameters()]
+    follower.move((p.gradient_sink.total for p in parameters), "gradients")
+    follower.move(parameters, "weights")
 
 
-def _copy_bytes(config: Config, engine: Engine, topology: Topology) -> int:
-    if not config.checkpoint.async_save:
-        return 0
-    return snapshot_bytes(tensors_to_save(engine, topology, not config.checkpoint.no_save_optim))
-
-
-def _vocabulary(config: Config) -> int:
-    return config.model.padded_vocab_size(config.parallel.tensor_model_parallel_size) // (
-        config.parallel.tensor_model_parallel_size
-    )
+def _fullest(
+    follower: Follower, setup: int, last: int, block: int
+) -> tuple[list[float], float, tuple[tuple[int, str, str], ...]]:
+    """Add up what was taken: by category at the fullest moment of the steps from number `last` on; the most of the
+    first `setup` ones; the largest tensors at that moment."""
+    made: dict[int, Take] = {}
+    at_setup = changes(follower.steps[:setup], block, made)
+    before = at_setup.sum(axis=0) + changes(follower.steps[setup:last], block, made).sum(axis=0)
+    most, until = fullest(changes(follower.steps[last:], block, dict(made)))
+    changes(follower.steps[last : last + until], block, made)
+    largest = sorted(made.values(), key=lambda step: -step.bytes)[:_LARGEST]
+    shown = tuple((step.bytes, step.category, follower.shapes[step.id]) for step in largest)
+    return [*map(float, before + most)], float(fullest(at_setup)[0].sum()), shown
 
 
 def _micro_batches(config: Config, topology: Topology) -> list[MicroBatch]:

@@ -1,72 +1,121 @@
 """A rehearsal of a job: one rank of each kind takes its training steps without data, and what they do is compared."""
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from megatron.config import Config
-from megatron.model.size import total_parameters
-from megatron.planner.dryrun.advice import memory_findings
-from megatron.planner.dryrun.checks import (
-    Finding,
-    check_alike,
-    check_collectives,
-    check_messages,
-    check_parameters,
-    expected_messages,
-)
-from megatron.planner.dryrun.kinds import Kind, enough_micro_batches, kinds_of, layout_of
-from megatron.planner.dryrun.members import Alter, Member, members_of, run_members
-from megatron.planner.memory import sized_model
+from megatron.errors import MegatronError
+from megatron.model.gpt import hidden_dtype, hidden_shape
+from megatron.model.stages import assign_layers
+from megatron.parallel.topology import DEFAULT_ORDER, Layout
+from megatron.pipeline.instructions import SENDS_IN_FLIGHT
+from megatron.pipeline.orders import group_sizes
+from megatron.pipeline.schedule import build_schedule
+from megatron.planner.cluster import Cluster
+from megatron.planner.dryrun.checks import Finding, check_collectives, check_messages
+from megatron.planner.dryrun.rank import RankRun, run_rank
+from megatron.planner.memory import CATEGORIES, sized_model
 from megatron.planner.placement import choose_placement
 
-if TYPE_CHECKING:
-    from megatron.planner.cluster import Cluster
-    from megatron.planner.dryrun.memory_kinds import Held
-    from megatron.planner.dryrun.rank import RankRun
-
+GIB = 2.0**30
 RESERVE_GIB = 2.0
 """Of a GPU's memory, for what no tensor shows: the runtime's context and code, the communication library's buffers, the
 workspaces of matrix products, and what the allocator cannot reuse. Assumed; it was measured nowhere."""
+_PACKAGE = Path(__file__).resolve().parents[2]
+
+_SMALLER_MODEL = "a larger --tensor-model-parallel-size or --pipeline-model-parallel-size"
+_LESS_AT_A_TIME = (
+    "a smaller --micro-batch-size, --sequence-parallel, --recompute-granularity selective or full, "
+    "--attention-backend auto, which keeps no scores"
+)
+_HELPS = {
+    "weights": _SMALLER_MODEL, "gradients": _SMALLER_MODEL,
+    "master": "more data-parallel ranks, over which --zero-stage 1 divides the optimizer",
+    "moments": "more data-parallel ranks, over which --zero-stage 1 divides the optimizer",
+    "activations": _LESS_AT_A_TIME, "temporary": _LESS_AT_A_TIME, "buffers": _LESS_AT_A_TIME,
+    "logits": "a smaller --cross-entropy-chunk-tokens (0 and --enable-zbh1-pipeline make all logits at once)",
+}  # fmt: skip
+"""What makes each category smaller."""
+
+
+# -- which ranks, and how long -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class RankRehearsal:
-    """One kind of rank.
-
-    rank                a global rank of this kind: the one that was looked at; its pipeline rank
-    stands_for          ranks of the job that are of this kind, and need as much or less
-    parameters          elements on the device, padding included
-    peak                bytes by category at the moment at which all together are the most, in a training step
-    total_peak_bytes    their sum
-    peak_of             the most of each category at any moment of a training step
-    setup_peak_bytes    the most before the first step
-    host_bytes          the most that set-up keeps in host memory, where the device is a GPU
-    copy_bytes          of host memory that --async-save keeps beside, for the copy that is written; 0 without it
-    largest_tensors     at the moment of the peak
-    broken_by           the first tensor that does not fit; None where all do
-    """
+class Member:
+    """A rank that is run. stands_for: pipeline ranks whose figures it gives; none where it is only compared."""
 
     rank: int
     pipeline_rank: int
-    stages: tuple[int, ...]
-    stands_for: int
-    parameters: int
-    peak: Mapping[str, int]
-    total_peak_bytes: int
-    peak_of: Mapping[str, int]
-    setup_peak_bytes: int
-    host_bytes: int
-    copy_bytes: int
-    largest_tensors: tuple[Held, ...]
-    broken_by: Held | None
+    stands_for: tuple[int, ...] = ()
 
-    @property
-    def needed_bytes(self) -> int:
-        """The most at any time."""
-        return max(self.total_peak_bytes, self.setup_peak_bytes)
+
+def layout_of(config: Config) -> Layout:
+    """The sizes of the job's directions, in the order of its ranks."""
+    parallel = config.parallel
+    return Layout(
+        parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, parallel.data_parallel_size,
+        parallel.rank_order or DEFAULT_ORDER,
+    )  # fmt: skip
+
+
+def members_of(config: Config) -> list[Member]:
+    """One rank of every distinct kind, in pipeline order, then those that are only compared.
+
+    Of a kind are pipeline ranks with as many layers in each chunk, with and without embedding and head alike. The first
+    one is run, which has the most micro-batches in flight; under zb-h1, where later ranks keep more of what waits for
+    weight gradients, also the last. Tensor-parallel ranks hold tensors of one shape, padding included, and
+    data-parallel ranks equal parts of each bucket: of the first and the last stage the last tensor rank is compared, of
+    the first stage the last data rank.
+    """
+    parallel, layout = config.parallel, layout_of(config)
+    size, stages = layout.pipeline, parallel.num_stages
+    layers = [len(r) for r in assign_layers(config.model.num_layers, stages, parallel.pipeline_layout)]
+    kinds: dict[object, list[int]] = {}
+    for p in range(size):
+        own = p if config.pieces.schedule is not None else None  # of which nothing is known
+        kinds.setdefault((tuple(layers[p::size]), p == 0, p == size - 1, own), []).append(p)
+    found: list[tuple[int, tuple[int, ...]]] = []
+    for ranks in kinds.values():
+        if parallel.schedule == "zb-h1" and len(ranks) > 1:
+            found.append((ranks[-1], (ranks.pop(),)))
+        found.append((ranks[0], tuple(ranks)))
+    last_t, last_d = layout.tensor - 1, layout.data - 1
+    members = [Member(layout.rank(tensor=0, data=0, pipeline=p), p, alike) for p, alike in sorted(found)]
+    compared = [(last_t, 0, p) for p in sorted({0, size - 1}) if last_t] + [(0, last_d, 0)] * bool(last_d)
+    return members + [Member(layout.rank(tensor=t, data=d, pipeline=p), p) for t, d, p in compared]
+
+
+def enough_micro_batches(config: Config) -> int:
+    """So many micro-batches that a step with more of them needs no more memory, nor other messages between passes.
+
+    After its warm-up a rank alternates between one forward and one backward pass, so that what it holds repeats from
+    round to round (a round is one micro-batch, with several chunks a group of at least as many as there are ranks). The
+    warm-up of the first rank is the longest: p passes with one chunk, 2 (p - 1) + (v - 1) g + 1 with v of them and g
+    micro-batches in the step's first group (pipeline/orders.py). A round and more follow it here: with several chunks
+    the first groups of the step itself, since another number of micro-batches may be grouped otherwise. Under zb-h1
+    weight gradients wait for up to p passes more. A rank also keeps the last few messages that it has sent.
+    """
+    m, p, v = config.num_micro_batches(), config.parallel.pipeline_model_parallel_size, config.parallel.num_chunks
+    if p == 1:
+        return min(m, 3)
+    if config.pieces.schedule is not None:
+        return m
+    if config.parallel.schedule == "interleaved":
+        warm_up = -(-((v + 1) * p - 1) // (v * p))  # groups; larger ones are fewer
+        return sum(group_sizes(p, m)[: warm_up + 1])
+    return min(m, (2 * p if config.parallel.schedule == "zb-h1" else p) + 2 + SENDS_IN_FLIGHT)
+
+
+# -- the rehearsal -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -76,60 +125,42 @@ class Rehearsal:
     device          "gpu" or "cpu"
     micro_batches   of the steps that were taken; a step of the run may have more, and needs no more memory
     capacity_bytes  of a device, RESERVE_GIB less on a GPU; None where it is not known
-    assumptions     what the figures rest on, a sentence each
-    checked         what was found to go together, a sentence each
     """
 
     config: Config
     device: str
-    ranks: tuple[RankRehearsal, ...]
+    ranks: tuple[RankRun, ...]
     findings: tuple[Finding, ...]
     micro_batches: int
     capacity_bytes: float | None
-    assumptions: tuple[str, ...] = ()
-    checked: tuple[str, ...] = ()
-
-    @property
-    def fits(self) -> bool:
-        return not any(finding.kind == "memory" for finding in self.findings)
 
 
 def rehearse(
-    config: Config, cluster: Cluster | None = None, device: str | None = None, *, processes: int = 1,
-    rank: int | None = None, alter: Alter | None = None,
+    config: Config, cluster: Cluster | None = None, device: str | None = None, *,
+    alter: Callable[[int, Any], object] | None = None,
 ) -> Rehearsal:
     """Take training steps of every kind of rank of the job, without data.
 
-    cluster    whose devices the ranks run on; None: this machine's
-    device     "gpu" or "cpu"; None: what the cluster has, without one what this machine has
-    processes  that share the work; more than 1 are forked from this one
-    rank       this one alone, which is compared with no other
-    alter      called with each pipeline rank and its executor before its first step, for tests; with one process
+    cluster  whose devices the ranks run on; None: this machine's
+    device   "gpu" or "cpu"; None: what the cluster has, without one what this machine has
+    alter    called with each pipeline rank and its executor before its first step, for tests
 
     A model without a vocabulary gets GPT-2's. Raises ConfigError for a job that cannot be laid out, and where this
     process is part of another one. What the ranks' own code raises is a finding.
     """
     config, device = settled(config, cluster), device or device_of(cluster)
-    capacity = capacity_bytes(config, cluster, device)
-    count, kinds = enough_micro_batches(config), kinds_of(config)
-    members = members_of(config, kinds)
-    if rank is not None:
-        place = layout_of(config).coordinates(rank)[2]
-        members = [Member(rank, place, Kind(place, (place,)))]
-    limit = float("inf") if capacity is None else capacity
-    on = "cpu" if device == "cpu" else "meta"
-    runs = dict(zip(members, run_members(config, members, on, count, limit, processes, alter), strict=True))
-    failed = [Finding("error", m.rank, run) for m, run in runs.items() if isinstance(run, str)]
-    good = {m: run for m, run in runs.items() if not isinstance(run, str)}
-    each = config.parallel.tensor_model_parallel_size * config.parallel.data_parallel_size if rank is None else 1
-    ranks = tuple(_rehearsal(m.stands_for, run, each) for m, run in good.items() if m.stands_for is not None)
-    findings = failed or (_compare(config, count, good) if rank is None else [])
-    findings += [finding for found in ranks for finding in memory_findings(config, found, capacity)]
-    return Rehearsal(
-        config=config, device=device, ranks=ranks, findings=tuple(findings), micro_batches=count,
-        capacity_bytes=capacity, assumptions=assumptions(config, device),
-        checked=() if failed else _what_was_checked(config, good)[: None if rank is None else 1],
-    )  # fmt: skip
+    count, runs, failed = enough_micro_batches(config), dict[Member, RankRun](), list[Finding]()
+    for m in members_of(config):
+        change = None if alter is None else (lambda executor, p=m.pipeline_rank: alter(p, executor))
+        try:
+            runs[m] = run_rank(config, m.rank, "cpu" if device == "cpu" else "meta", count, change)
+        except Exception as error:  # whatever the run's own code raises, the run would have raised
+            failed.append(Finding("error", m.rank, _describe(error)))
+    each, capacity = layout_of(config).tensor * layout_of(config).data, capacity_of(config, cluster, device)
+    ranks = [dataclasses.replace(run, stands_for=each * len(m.stands_for)) for m, run in runs.items() if m.stands_for]
+    findings = failed or _compare(config, count, runs)
+    findings += [_too_much(run, capacity) for run in ranks if capacity is not None and run.needed_bytes > capacity]
+    return Rehearsal(config, device, tuple(ranks), tuple(findings), count, capacity)
 
 
 def settled(config: Config, cluster: Cluster | None) -> Config:
@@ -137,103 +168,76 @@ def settled(config: Config, cluster: Cluster | None) -> Config:
 
     Raises ConfigError for a job that the cluster cannot hold.
     """
-    if config.model.vocab_size is None:
-        config = config.replace(vocab_size=sized_model(config).vocab_size)
+    config = config.replace(vocab_size=sized_model(config).vocab_size)
     if cluster is None or config.parallel.world_size == 1:
         return config
     return config.replace(rank_order=choose_placement(config, cluster).layout.order)
 
 
-def assumptions(config: Config, device: str) -> tuple[str, ...]:
-    """What decides about memory and was not seen here."""
-    documents = config.data.reset_attention_mask or config.data.data_packing == "best-fit"
-    found = ["every sample is one document"] if documents else []
-    if device == "gpu":
-        found.append("the fused kernels are built for the device, and all that no flag turns off go through them")
-        attention = config.kernels.attention_backend
-        if attention in ("unfused", "local", "blocked"):
-            found.append(f"attention is computed as --attention-backend {attention} says")
-        else:
-            found.append("attention is one kernel that keeps no scores (flash-attn, or torch's)")
-            if config.model.position_embedding_type == "alibi":
-                found.append("it is torch's, which keeps ALiBi as one mask for all layers; flash-attn needs none")
-        found.append("torch adds products of 16-bit matrices to fp32 sums in place")
-        return tuple(found)
-    import torch
-
-    from megatron.training.kernels import describe_kernels
-
-    return (*found, *(f"as on this machine, {line}" for line in describe_kernels(config, torch.device("cpu"))))
-
-
-def _what_was_checked(config: Config, runs: Mapping[Member, RankRun]) -> tuple[str, ...]:
-    messages = sum(len(run.log.messages) for run in runs.values())
-    collectives = sum(len(run.log.collectives) for run in runs.values())
-    ranks = ", ".join(map(str, sorted(member.rank for member in runs)))
-    found = [f"stages, engine and two steps of {'ranks' if len(runs) > 1 else 'rank'} {ranks} run"]
-    if messages:
-        found.append(f"{messages} messages have the other side they need")
-    if collectives:
-        found.append(f"{collectives} collectives are the same on the members that were looked at")
-    parameters = total_parameters(config)
-    return (*found, f"the parameters of all pipeline ranks add up to the model's {parameters:,}")
-
-
-def _compare(config: Config, micro_batches: int, runs: Mapping[Member, RankRun]) -> list[Finding]:
-    """What does not go together between the ranks."""
-    layout = layout_of(config)
-    first = {m.pipeline_rank: m.rank for m in runs if m.stands_for is not None}
-    like = {p: m.rank for m in runs if m.stands_for is not None for p in m.stands_for.pipeline_ranks}
-    stand_ins = {m.rank: run for m, run in runs.items() if m.stands_for is not None}
-    seen = {rank: run.log.messages for rank, run in stand_ins.items()}
-    findings = check_messages(expected_messages(config, layout, micro_batches, seen, like))
-    calls = {rank: [*run.setup_log.collectives, *run.log.collectives] for rank, run in stand_ins.items()}
-    findings += check_collectives(calls)
-    for m, run in runs.items():
-        if m.stands_for is None:
-            same = first[m.pipeline_rank]
-            findings += check_alike(layout, same, m.rank, stand_ins[same].log, run.log)
-    findings += check_parameters(config, layout, {rank: run.parameters for rank, run in stand_ins.items()}, like)
-    return findings
-
-
 def device_of(cluster: Cluster | None) -> str:
     """"gpu" or "cpu": what the ranks run on."""
+    on_cpu = not torch.cuda.is_available() if cluster is None else cluster.device_type == "cpu"
+    return "cpu" if on_cpu else "gpu"
+
+
+def capacity_of(config: Config, cluster: Cluster | None, device: str) -> float | None:
+    """Bytes that one rank may use; None where nobody says what it has."""
+    reserve = RESERVE_GIB * GIB if device == "gpu" else 0.0
     if cluster is not None:
-        return "cpu" if cluster.device_type == "cpu" else "gpu"
-    import torch
-
-    return "gpu" if torch.cuda.is_available() else "cpu"
-
-
-def capacity_bytes(config: Config, cluster: Cluster | None, device: str) -> float | None:
-    """What one rank may use; None where nobody says what it has."""
-    if cluster is not None:
-        return 2**30 * (cluster.memory_gib - (RESERVE_GIB if device == "gpu" else 0.0))
+        return GIB * cluster.memory_gib - reserve
     if device == "gpu":
-        import torch
-
-        if torch.cuda.is_available():
-            return torch.cuda.get_device_properties(0).total_memory - RESERVE_GIB * 2**30
-        return None
+        there = torch.cuda.is_available()
+        return torch.cuda.get_device_properties(0).total_memory - reserve if there else None
     ranks = config.parallel.world_size
     if ranks > (os.cpu_count() or 1):
         return None
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
 
 
-def _rehearsal(kind: Kind, run: RankRun, each: int) -> RankRehearsal:
-    return RankRehearsal(
-        rank=run.rank, pipeline_rank=run.pipeline_rank, stages=run.stages,
-        stands_for=len(kind.pipeline_ranks) * each, parameters=sum(_elements(shape) for _, shape in run.parameters),
-        peak=run.peak, total_peak_bytes=run.total_peak, peak_of=run.peak_of,
-        setup_peak_bytes=run.setup_peak, host_bytes=run.host_bytes, copy_bytes=run.copy_bytes,
-        largest_tensors=run.largest, broken_by=run.broken_by,
+def _compare(config: Config, micro_batches: int, runs: Mapping[Member, RankRun]) -> list[Finding]:
+    """Find what does not go together between the ranks."""
+    parallel = config.parallel
+    plan = build_schedule(
+        config.schedule, parallel.pipeline_model_parallel_size, parallel.num_chunks, micro_batches
     )
+    shape, dtype = hidden_shape(config), str(hidden_dtype(config)).removeprefix("torch.")
+    findings = []
+    for m, run in runs.items():
+        findings += check_messages(m.rank, run.messages, plan[m.pipeline_rank], shape, dtype)
+    return findings + check_collectives({m.rank: run.collectives for m, run in runs.items()})
 
 
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count
+def _too_much(run: RankRun, capacity: float) -> Finding:
+    """Name the largest tensors of a rank that needs more than there is, and what makes its large parts smaller."""
+    held = sorted(((getattr(run.peak, name), name) for name in CATEGORIES), reverse=True)
+    helps = dict.fromkeys(_HELPS[name] for size, name in held if size >= run.peak.total / 10)
+    largest = ", ".join(f"{gib(size)} GiB {category} {what}" for size, category, what in run.largest)
+    return Finding("memory", run.rank, (
+        f"needs {gib(run.needed_bytes)} GiB of {gib(capacity)}. The largest tensors at the peak: {largest}. "
+        f"What helps: {'; '.join(helps)}"
+    ))  # fmt: skip
+
+
+def gib(n_bytes: float) -> str:
+    """Bytes in GiB.
+
+    >>> gib(3 * 2**30), gib(5 * 2**20), gib(0)
+    ('3.00', '0.00488', '0')
+    """
+    return decimal(n_bytes / GIB)
+
+
+def decimal(value: float) -> str:
+    """A number in few digits."""
+    return f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.3g}"
+
+
+def _describe(error: BaseException) -> str:
+    """What an exception says, and the line of the run's code that it came from."""
+    text = str(error) if isinstance(error, MegatronError) else f"{type(error).__name__}: {error}".rstrip(": ")
+    frames = [
+        f"{path.relative_to(_PACKAGE.parent)}:{frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if (path := Path(frame.filename)).is_relative_to(_PACKAGE) and not path.is_relative_to(_PACKAGE / "planner")
+    ]
+    return f"{text} ({frames[-1]})" if frames else text

@@ -8,7 +8,7 @@ import pytest
 from megatron.errors import ConfigError
 from megatron.pipeline.exchange import Exchange
 from megatron.planner.dryrun.command import dry_run
-from megatron.planner.dryrun.memory_kinds import CATEGORIES
+from megatron.planner.memory import CATEGORIES
 from tests.helpers.launching import launch
 
 SMALL = ("--dry-run --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 250 --bf16 "
@@ -24,14 +24,6 @@ def test_the_program_speaks_once_for_a_job_of_any_size() -> None:
         assert words in done.output
     _, second, *_ = launch(4, SMALL, absent=(0, 2, 3))
     assert second is not None and (second.code, second.output) == (0, "")
-
-
-@pytest.mark.slow
-def test_any_rank_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    """Rank 2567 of four stages with 768 replicas each is in the last one."""
-    assert dry_run([*SMALL, "--world-size", "3072", "--global-batch-size", "768", "--rank", "2567"]) == 0
-    rows = dict(line.rsplit(maxsplit=1) for line in capsys.readouterr().out.splitlines() if len(line.split()) == 2)
-    assert (rows[" rank"], rows[" stages"]) == ("2567", "3")
 
 
 @pytest.mark.slow
@@ -65,8 +57,6 @@ def test_a_job_that_fits_but_cannot_run_ends_with_3(
         (["--world-size", "6"], "6"), (["--world-size", "4", "--cluster", "atlantis"], "atlantis"),
         (["--world-size", "12", "--cluster", "frontier"], "12"),
         (["--world-size", "4", "--num-layer", "3"], "--num-layer"),
-        (["--world-size", "4", "--rank", "4"], "--rank 4.*--world-size 4"),
-        (["--world-size", "4", "--rank", "-1"], "--rank -1.*--world-size 4"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_an_error_of_the_user(arguments: list[str], named: str) -> None:

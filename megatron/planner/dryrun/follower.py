@@ -1,0 +1,146 @@
+"""Follows what one rank of a job allocates and posts, over tensors without data."""
+from __future__ import annotations
+
+import contextlib
+import unittest.mock
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.parallel.flight import FlightRecorder
+from megatron.pipeline.instructions import COMPUTE, Instruction, Op
+from megatron.planner import tensors
+from megatron.planner.dryrun.checks import Collective, Message
+from megatron.planner.events import Give, Take
+from megatron.planner.tensors import Work
+
+_aten = torch.ops.aten
+
+
+class Follower(tensors.Follower):
+    """Keeps what is taken and given back, and what is posted.
+
+    device       "cpu", or "meta" for a GPU
+    steps        in order; a storage that changes its category is given back and taken again
+    shapes       of storages, by number
+    alive        storages by number
+    messages, collectives   what was posted, collectives by group
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+        self.steps: list[Take | Give] = []
+        self.shapes: dict[int, str] = {}
+        self.alive: dict[int, Take] = {}
+        self.messages: list[Message] = []
+        self.collectives: dict[tuple[int, ...], list[Collective]] = {}
+        self.flight = _Flight(self)
+        self.last_stage, self.rows = -1, -1
+        self._now = Instruction(Op.FORWARD, 0, 0)
+        self._received: dict[Instruction, Any] = {}
+        self._calls: dict[str, list[Collective]] = {}
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        to = _type(kwargs.get("device"))
+        to_host = self.device == "meta" and func is _aten._to_copy.default and args[0].is_meta and to == "cpu"
+        if to_host:
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        out = func(*args, **kwargs)
+        # The host's memory does not count, nor tensors in which DeepSpeed keeps shapes, on any device.
+        self.see(out, counts=not to_host and not (func is _aten.zeros_like.default and to == "meta"))
+        return out
+
+    def taken(self, step: Take, tensor: torch.Tensor) -> None:
+        self.steps.append(step)
+        self.alive[step.id] = step
+        self.shapes[step.id] = f"{list(tensor.shape)} {_word(tensor.dtype)}"
+
+    def given(self, step: Give) -> None:
+        if self.alive.pop(step.id, None) is not None:
+            self.steps.append(step)
+
+    def move(self, moved: Iterable[torch.Tensor], category: str) -> None:
+        """Give the storages of these tensors another category."""
+        for tensor in moved:
+            step = self.alive.get(self.number_of(tensor) or 0)
+            if step is not None and step.category != category:
+                self.alive[step.id] = step._replace(category=category)
+                self.steps += [Give(step.id), self.alive[step.id]]
+
+    def begin(self, this: Instruction) -> None:
+        """Count what is made next under the category of this instruction."""
+        self._now, self.vocabulary = this, -1
+        if this.op is Op.FORWARD:
+            self.category = "activations"
+            self._use(Instruction(Op.RECV_FORWARD, this.stage, this.micro_batch))
+        elif this.op in COMPUTE:
+            self.category = "temporary"
+            self._use(Instruction(Op.RECV_BACKWARD, this.stage, this.micro_batch))
+            self.vocabulary = self.rows if this.stage == self.last_stage else -1
+        else:
+            self.category = "buffers"
+
+    def _use(self, receive: Instruction) -> None:
+        tensor = self._received.pop(receive, lambda: None)()
+        if tensor is not None:
+            self.move([tensor], self.category)
+
+    # -- messages ------------------------------------------------------------------------------------------------------
+
+    def sent(self, name: str, args: Any, posted: list[torch.Tensor], work: Work) -> None:
+        group = dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))
+        if name in ("send", "recv"):
+            self.messages.append(Message(self._now, tuple(posted[0].shape), _word(posted[0].dtype)))
+            self.move(posted, "buffers")
+            if name == "recv":
+                self._received[self._now] = weakref.ref(posted[0])
+        else:
+            shapes = tuple(tuple(t.shape) for t in posted[:2])
+            self._of(group).append(Collective(name, shapes, _word(posted[0].dtype) if posted else ""))
+
+    def gather_objects(self, found: list[Any], mine: Any, group: Any = None) -> None:
+        """In place of dist.all_gather_object: every member has the same to say. What it was is compared later."""
+        self._of(dist.group.WORLD if group is None else group).append(Collective("all_gather_object", (), repr(mine)))
+        found[:] = [mine] * len(found)
+
+    def _of(self, group: Any) -> list[Collective]:
+        name = group.group_name  # its ranks, of which there may be 75,000, are asked for once
+        if name not in self._calls:
+            self._calls[name] = self.collectives.setdefault(tuple(dist.get_process_group_ranks(group)), [])
+        return self._calls[name]
+
+
+class _Flight(FlightRecorder):
+    """Hears from the executor what it does."""
+
+    def __init__(self, follower: Follower) -> None:
+        super().__init__()
+        self._follower = follower
+
+    def instruction(self, name: bytes, stage: int, micro_batch: int) -> None:
+        super().instruction(name, stage, micro_batch)
+        self._follower.begin(Instruction(Op[name.decode()], stage, micro_batch))
+
+    def computed(self) -> None:
+        super().computed()
+        self._follower.category, self._follower.vocabulary = "temporary", -1
+
+
+def _type(device: Any) -> str:
+    return "" if device is None else torch.device(device).type
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@contextlib.contextmanager
+def followed(follower: Follower) -> Iterator[None]:
+    """Inside, tensors on the follower's device have no data, and what is done with them is followed."""
+    gather = unittest.mock.patch.object(dist, "all_gather_object", follower.gather_objects)
+    with gather, tensors.without_data(follower.device, follower):
+        yield
