@@ -16,8 +16,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from megatron.parallel.flight import FlightRecorder
-from megatron.parallel.flight_file import FlightFile
+from megatron.parallel.flight import FlightFile, FlightRecorder
 from megatron.parallel.launch import Launch
 
 WRITES = {

@@ -18,7 +18,7 @@ _PLACES = {
     "megatron.parallel.rendezvous": ("Rendezvous", "connect"),
     "megatron.parallel.topology": ("Group", "Layout", "Topology"),
     "megatron.parallel.sharding": ("Sharding",),
-    "megatron.parallel.deferred": ("WeightGradients",),
+    "megatron.parallel.sink": ("WeightGradients",),
     "megatron.data.batch": ("MicroBatch", "make_micro_batch"),
     "megatron.data.datasets": ("build_datasets",),
     "megatron.data.tokenizer": ("build_tokenizer",),

@@ -15,9 +15,8 @@ import xxhash
 
 from megatron.errors import ConfigError, MegatronError, TrainingError
 from megatron.parallel.collectives import all_reduce, broadcast_object, gather_objects
-from megatron.parallel.nodelist import compress_ranks
 from megatron.parallel.sharding import sharding_of
-from megatron.parallel.topology import Group, Topology
+from megatron.parallel.topology import Group, Topology, compress_ranks
 
 _WORDS = 1 << 20  # digested at a time on a device, 8 MiB of weights with three temporary tensors of that size
 _SHOWN = 4  # values of a parameter, those of most ranks first

@@ -38,7 +38,7 @@ from megatron.engine.whole import WholeParameters
 from megatron.engine.zero import ZeroStep
 from megatron.kernels.choose import choose_fusions
 from megatron.parallel.collectives import all_reduce
-from megatron.parallel.memory import HostCopy, release_free_memory
+from megatron.parallel.processes import HostCopy, release_free_memory
 from megatron.parallel.sharding import sharding_of
 from megatron.parallel.topology import Topology
 

@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 
 from megatron.errors import ConfigError, LaunchError, LostRankError, MegatronError
-from megatron.parallel.launch import Launch, detect_launch, select_device
+from megatron.parallel.launch import Launch, detect_launch, expand_hosts, select_device
 from megatron.parallel.meeting import Meeting
-from megatron.parallel.nodelist import expand_hosts
 from megatron.parallel.placing import Placing
-from megatron.parallel.report import bounded, host_name_is_local, without_dns
+from megatron.parallel.processes import bounded
+from megatron.parallel.report import host_name_is_local, without_dns
 from megatron.planner.cluster import Cluster, load_cluster
 
 EXIT_BAD_NODES = 4

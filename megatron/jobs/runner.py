@@ -28,8 +28,7 @@ from megatron.jobs.nodes import Inquiry, Nodes
 from megatron.jobs.processes import GRACE_S, Run, Step, logs_of, slurm_command, start_here, start_step, training_command
 from megatron.jobs.scaling import METRICS, POINT, RESULT
 from megatron.metrics_file import read_records
-from megatron.parallel.environment import job_name
-from megatron.parallel.slurm import ask_slurm
+from megatron.parallel.environment import ask_slurm, job_name
 
 SLACK, START_UP_S = 3.0, 300.0
 """Longest time of a run: a factor of its predicted steps, and seconds for imports, rendezvous, first collectives."""

@@ -10,8 +10,8 @@ from megatron.layers.documents import Documents
 from megatron.layers.masks import Alibi, alibi_slopes
 from megatron.layers.parameters import ParameterFactory
 from megatron.layers.rotary import RotaryEmbedding
-from megatron.parallel.deferred import WeightGradients
 from megatron.parallel.random import WHOLE, DropoutKey, Place, Site
+from megatron.parallel.sink import WeightGradients
 from megatron.parallel.topology import Group
 
 

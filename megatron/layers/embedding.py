@@ -10,8 +10,7 @@ from torch.autograd.function import once_differentiable
 from megatron.kernels.ops.embedding import add_rows_, reference_
 from megatron.layers.context import LayerContext
 from megatron.layers.parameters import Fill
-from megatron.parallel.collectives import split_first
-from megatron.parallel.mappings import reduce_from_tensor_region
+from megatron.parallel.collectives import reduce_from_tensor_region, split_first
 from megatron.parallel.sink import sink_of
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"

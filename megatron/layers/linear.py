@@ -17,8 +17,7 @@ from megatron.layers.chunked_products import Messages, gathered_product, summed_
 from megatron.layers.context import LayerContext
 from megatron.layers.parameters import Fill, constant
 from megatron.parallel import collectives
-from megatron.parallel.deferred import WeightGradients
-from megatron.parallel.sink import deliver, sink_of
+from megatron.parallel.sink import WeightGradients, deliver, sink_of
 
 
 def _weight_gradient(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:

@@ -1,7 +1,8 @@
-"""Collectives over a `Group` without gradients: nothing happens in a group of one.
+"""Collectives over a `Group`, without gradients except for the last; a group of one does nothing.
 
 Each is entered in the group's flight recorder, and so is the wait for one that was started.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -9,69 +10,59 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from megatron.parallel.topology import Group
 
-# torch 2.13 gave these two calls new names and warns about the old ones.
+# torch 2.13 renamed these two calls and warns about the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class _Done:
-    """The work handle of a collective that had nothing to do."""
-
-    def wait(self) -> None:
-        return None
-
-
-DONE = _Done()
-
-
 class Started:
-    """The work handle of a collective on its way, whose wait is recorded."""
+    """The work handle of a collective in progress, whose wait is recorded; without `work`, of one that did nothing."""
 
-    __slots__ = ("_by_host", "_call", "_group", "_sequence", "_size", "_work")
+    __slots__ = ("_entry", "_group", "_work")
 
-    def __init__(self, work: Any, call: bytes, group: Group, size_bytes: int, sequence: int, by_host: bool) -> None:
-        self._work, self._call, self._group = work, call, group
-        self._size, self._sequence, self._by_host = size_bytes, sequence, by_host
+    def __init__(self, work: Any = None, group: Group | None = None, *entry: Any) -> None:
+        self._work, self._group, self._entry = work, group, entry
 
     def wait(self) -> None:
-        flight = self._group.flight
-        flight.enter_wait(self._call, self._group.kind, self._size, self._sequence, self._by_host)
-        self._work.wait()
-        flight.leave()
+        if self._group is not None:
+            self._group.flight.enter_wait(*self._entry)
+            self._work.wait()
+            self._group.flight.leave()
+
+
+DONE = Started()
 
 
 def start(
     call: bytes, group: Group, size_bytes: int, function: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any
-) -> Any:
-    """Call torch's `function`, which starts the collective `call` over `group` and returns its work handle."""
-    flight, by_host = group.flight, x.is_cpu
-    sequence = flight.enter(call, group.kind, size_bytes, by_host)
+) -> Started:
+    """Call torch's `function`, which starts the collective `call` over `group`; return the work handle."""
+    by_host = x.is_cpu
+    sequence = group.flight.enter(call, group.kind, size_bytes, by_host)
     work = function(x, *args, group=group.handle, async_op=True, **kwargs)
-    flight.leave()
-    return Started(work, call, group, size_bytes, sequence, by_host)
+    group.flight.leave()
+    return Started(work, group, call, group.kind, size_bytes, sequence, by_host)
 
 
-def all_reduce_async(x: torch.Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Any:
+def all_reduce_async(x: torch.Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Started:
     """Sum `x` over the group in place; call wait() on the result before reading `x`."""
-    if group.size == 1:
-        return DONE
-    return start(b"all_reduce", group, x.nbytes, dist.all_reduce, x, op=op)
+    return DONE if group.size == 1 else start(b"all_reduce", group, x.nbytes, dist.all_reduce, x, op=op)
 
 
 def all_reduce(x: torch.Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
     """Sum (or `op`) `x` over the group in place and return it."""
     if group.size > 1:
-        flight = group.flight
-        flight.enter(b"all_reduce", group.kind, x.nbytes, x.is_cpu)
+        group.flight.enter(b"all_reduce", group.kind, x.nbytes, x.is_cpu)
         dist.all_reduce(x, op=op, group=group.handle)
-        flight.leave()
+        group.flight.leave()
     return x
 
 
-def gather_first_async(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, Any]:
+def gather_first_async(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, Started]:
     """Concatenate the shards [n, ...] of all ranks along dimension 0: ([n * size, ...], work handle)."""
     if group.size == 1:
         return x, DONE
@@ -86,7 +77,7 @@ def gather_first(x: torch.Tensor, group: Group) -> torch.Tensor:
     return whole
 
 
-def reduce_scatter_first_async(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, Any]:
+def reduce_scatter_first_async(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, Started]:
     """Sum [n, ...] over the ranks and keep this rank's part of dimension 0: ([n / size, ...], work handle)."""
     if group.size == 1:
         return x, DONE
@@ -94,7 +85,7 @@ def reduce_scatter_first_async(x: torch.Tensor, group: Group) -> tuple[torch.Ten
     return part, reduce_scatter_into_async(part, x, group)
 
 
-def reduce_scatter_into_async(part: torch.Tensor, x: torch.Tensor, group: Group) -> Any:
+def reduce_scatter_into_async(part: torch.Tensor, x: torch.Tensor, group: Group) -> Started:
     """Sum `x` [n, ...] over the ranks and put this rank's part of dimension 0 into `part` [n / size, ...].
 
     For a group of more than one; `part` is contiguous. Returns the work handle.
@@ -110,30 +101,29 @@ def reduce_scatter_first(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def split_first(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """This rank's part of dimension 0: [n / size, ...], a view."""
+    """Return this rank's part of dimension 0: [n / size, ...], a view."""
     return x if group.size == 1 else x.chunk(group.size, dim=0)[group.rank]
 
 
-# -- Python objects, for what is rare ----------------------------------------------------------------------------------
+# -- Python objects, for rare messages -----------------------------------------------------------
 
 
 def gather_objects(value: Any, group: Group, *, everywhere: bool = True) -> list[Any]:
-    """The values of all ranks of the group in their order; `everywhere` False: [] on all but the first."""
+    """Return the values of all ranks of the group in order; with `everywhere` False, [] on all but the first."""
     if group.size == 1:
         return [value]
-    wanted = everywhere or group.is_first
-    found: list[Any] = [None] * group.size if wanted else []
+    found: list[Any] = [None] * group.size if everywhere or group.is_first else []
     group.flight.enter(b"all_gather_obj" if everywhere else b"gather_object", group.kind, 0, True)
     if everywhere:
         dist.all_gather_object(found, value, group=group.handle)
     else:
-        dist.gather_object(value, found if wanted else None, dst=group.ranks[0], group=group.handle)
+        dist.gather_object(value, found or None, dst=group.ranks[0], group=group.handle)
     group.flight.leave()
     return found
 
 
 def broadcast_object(value: Any, group: Group, source: int = 0) -> Any:
-    """The value of one rank of the group, by default its first."""
+    """Return the value of one rank of the group, by default its first."""
     if group.size == 1:
         return value
     carried = [value]
@@ -141,3 +131,30 @@ def broadcast_object(value: Any, group: Group, source: int = 0) -> Any:
     dist.broadcast_object_list(carried, src=group.ranks[source], group=group.handle)
     group.flight.leave()
     return carried[0]
+
+
+# -- with a gradient -----------------------------------------------------------------------------
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group, sequence_parallel: bool) -> torch.Tensor:
+        ctx.group = group if sequence_parallel else None
+        ctx.partial_gradient = True  # for engine/terms.py: each rank put in values of its own
+        if sequence_parallel:
+            return reduce_scatter_first(x, group)
+        return all_reduce(x.clone(memory_format=torch.contiguous_format), group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradient if ctx.group is None else gather_first(gradient, ctx.group), None, None
+
+
+def reduce_from_tensor_region(x: torch.Tensor, group: Group, sequence_parallel: bool = False) -> torch.Tensor:
+    """Sum the partial results [s, b, h] of the tensor ranks, with gradients.
+
+    Returns [s, b, h] on every rank, or with sequence parallelism this rank's [s/tp, b, h]. Backward passes are those of
+    Shoeybi et al. (arXiv 1909.08053, section 3, g) and Korthikanti et al. (arXiv 2205.05198, section 4.2.2).
+    """
+    return x if group.size == 1 else _SumOverRanks.apply(x, group, sequence_parallel)

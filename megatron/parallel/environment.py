@@ -1,10 +1,11 @@
-"""An environment as launchers write it, and the variables that a job sets in it for the libraries that read them."""
+"""The environment: variables of launchers, those that a job sets for torch, HIP and CUDA, and Slurm's commands."""
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 _CUDA, _ROCM = ("cuda",), ("rocm",)
 TRACE_FILE = ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE")
-"""What the files of torch's flight recorder begin with: the name in older versions of torch, the name in newer ones."""
+"""The prefix of the files of torch's flight recorder: its name in older versions of torch, and in newer ones."""
 
 
 class Setting(NamedTuple):
@@ -26,7 +27,7 @@ class Setting(NamedTuple):
     name, others  the variable, under the name that every supported torch reads, and other names of the same
     builds        of torch for which it is set: "cuda", "rocm"
     value         for a job; None where that job does not need it
-    reason        why; the end of a sentence
+    reason        why, for the log
     """
 
     name: str
@@ -66,7 +67,7 @@ SETTINGS = (
     Setting("TORCH_NCCL_ENABLE_MONITORING", _CUDA + _ROCM, lambda c: "0" if c.training.hang_timeout else None,
             "torch's monitor would end the process by SIGABRT where --hang-timeout is longer than its own limits"),
     Setting("TORCH_NCCL_TRACE_BUFFER_SIZE", _CUDA + _ROCM, lambda config: "2000",
-            "torch's flight recorder keeps so many collectives, for torchfrtrace", ("TORCH_FR_BUFFER_SIZE",)),
+            "torch's flight recorder keeps this many collectives, for torchfrtrace", ("TORCH_FR_BUFFER_SIZE",)),
     Setting("TORCH_NCCL_DUMP_ON_TIMEOUT", _CUDA + _ROCM, lambda config: "1",
             "torch writes its flight recorder where it sees a time-out first"),
     Setting(TRACE_FILE[0], _CUDA + _ROCM, _trace_prefix, "the flight recorder's files go to the run's folder",
@@ -79,8 +80,10 @@ SETTINGS = (
 
 
 def torch_build() -> str | None:
-    """What the installed torch was built for: "cuda", "rocm", or None for a CPU. Does not import torch, because HIP
-    may read its variables then."""
+    """Return what the installed torch was built for: "cuda", "rocm", or None for a CPU.
+
+    Does not import torch, because HIP may read its variables then.
+    """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -91,32 +94,30 @@ def torch_build() -> str | None:
 
 @contextlib.contextmanager
 def changed(environ: MutableMapping[str, str], values: Mapping[str, str | None]) -> Iterator[None]:
-    """Set these variables meanwhile, and unset those that are None; afterwards they are as they were."""
-
-    def put(wanted: Mapping[str, str | None]) -> None:
-        for name, value in wanted.items():
-            if value is None:
-                environ.pop(name, None)
-            else:
-                environ[name] = value
-
-    before = {name: environ.get(name) for name in values}
-    put(values)
+    """Set these variables inside the block, and unset those that are None; restore all of them after."""
+    before = dict(environ)
+    environ.update({name: value for name, value in values.items() if value is not None})
+    for name in values:
+        if values[name] is None:
+            environ.pop(name, None)
     try:
         yield
     finally:
-        put(before)
+        for name in values:
+            if name in before:
+                environ[name] = before[name]
+            else:
+                environ.pop(name, None)
 
 
 @contextlib.contextmanager
 def job_environment(
     config: Config, environ: MutableMapping[str, str] | None = None, build: str | None = None
 ) -> Iterator[list[str]]:
-    """Around a job, before torch is imported: what SETTINGS says in `environ` (default: this process's), where nothing
-    is set. Yields lines for the log: what was set, and what the user has set otherwise.
+    """Set the variables of SETTINGS around a job, before torch is imported, where the user has not set them.
 
-    `build` is that of torch (default: the installed one's). Nothing is set for a job on CPUs. Afterwards the
-    environment is as it was.
+    `environ` defaults to this process's and is restored after; `build` is that of torch (default: the installed one's).
+    Nothing is set for a job on CPUs. Yields lines for the log: what was set, and where the user's values differ.
     """
     environ = os.environ if environ is None else environ
     build = torch_build() if build is None else build
@@ -165,14 +166,31 @@ class Variables:
 
 
 def job_name(environ: Mapping[str, str]) -> str | None:
-    """What Slurm's commands call the job of this process; None where it is none. One of the tasks of a job array has
-    the array's own number, which stands for all of its tasks: there, array and task are named."""
+    """Return the name of this process's job for Slurm's commands; None outside of a job.
+
+    In a job array that is array and task: the array's number alone stands for all of its tasks.
+    """
     array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID") or None
 
 
+def ask_slurm(*command: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """Run one of Slurm's commands. Raises OSError and SubprocessError."""
+    # squeue also takes formats and filters from variables, which are not meant for these commands.
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
+    return subprocess.run(
+        command,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        timeout=timeout_s,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+    )
+
+
 def whole(text: str) -> int | None:
-    """The whole number from 0 that a text is; None for any other text, and for numbers of more than 18 digits.
+    """Return the whole number from 0 that a text is; None for other text and for more than 18 digits.
 
     >>> whole("12"), whole("-1"), whole("²")
     (12, None, None)

@@ -1,66 +1,88 @@
-"""What this rank does right now, kept where others can read it when the rank cannot speak any more.
+"""Flight records: what each rank does now, readable by other processes when the rank cannot answer.
 
-Each rank has a record of fixed size, a page of a file that all ranks of its node map into memory (flight_file.py): step
-and phase, the last instruction of the schedule, the last collective or message that it entered and whether it has left
-it, and how many collectives it has posted in each kind of group. Writing makes no system call and takes no lock. So a
-rank that is stopped, stuck in a kernel or dead is described by its neighbours (megatron.training.watchdog).
+Each rank has a record of fixed size, one page of a file that all ranks of its node map into memory: step and phase, the
+last instruction of the schedule, the last collective or message that it entered and whether it has left it, and how
+many collectives it has posted in each kind of group. Writing makes no system call and takes no lock. So a rank that is
+stopped, stuck in a kernel or dead is described by its neighbours (Watchdog of megatron.training).
 
 Needs no torch.
 """
+
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
+import mmap
+import os
+import tempfile
 import time
 from collections.abc import Iterator
 from ctypes import Structure, c_bool, c_char, c_double, c_int64
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.parallel.device_calls import DeviceCalls
-from megatron.parallel.processes import DEAD, GONE, STOPPED
+from megatron.parallel.launch import Launch
+from megatron.parallel.processes import DEAD, GONE, STOPPED, process_state
 
 KINDS = ("world", "tensor", "data", "pipeline", "model", "embedding", "other")
 RECORD_BYTES = 4096
 _TEXT_BYTES = 3000
-_MAGIC = b"MGFLY2"
+_MAGIC = b"MGFLY3"
+_PAGE = max(RECORD_BYTES, mmap.ALLOCATIONGRANULARITY)
 
 _NUMBER_OF = {kind: number for number, kind in enumerate(KINDS)}
 _clock = time.monotonic  # one clock for all processes of a node
 
 
 class CallRecord(Structure):
-    """A `Call` as a record has it; no name: none."""
+    """A `Call` as a record stores it; without a name: none."""
 
     _fields_ = (
-        ("name", c_char * 24), ("kind", c_int64), ("peer", c_int64),
-        ("size_bytes", c_int64), ("sequence", c_int64),
-    )  # fmt: skip
+        ("name", c_char * 24),
+        ("kind", c_int64),
+        ("peer", c_int64),
+        ("size_bytes", c_int64),
+        ("sequence", c_int64),
+    )
 
 
 class _Record(Structure):
-    """The page of a rank. `writes` changes with all progress; what is written for the watchdog comes last."""
+    """The page of a rank."""
 
     _fields_ = (
-        ("magic", c_char * 8), ("rank", c_int64), ("pid", c_int64),
-        ("process_start", c_int64), ("place", c_char * 96),
-        ("writes", c_int64), ("moved_at", c_double),
-        ("step", c_int64), ("phase", c_char * 24),
-        ("operation", c_char * 24), ("stage", c_int64), ("micro_batch", c_int64),
-        ("in_call", c_bool), ("call", CallRecord), ("posted", c_int64 * len(KINDS)),
-        ("device_known", c_bool), ("device_call", CallRecord), ("reached", c_int64 * len(KINDS)),
-        ("inquiry", c_int64), ("text", c_char * _TEXT_BYTES),
-    )  # fmt: skip
+        ("magic", c_char * 8),
+        ("rank", c_int64),
+        ("pid", c_int64),
+        ("process_start", c_int64),
+        ("place", c_char * 96),
+        ("moved_at", c_double),
+        ("step", c_int64),
+        ("phase", c_char * 24),
+        ("operation", c_char * 24),
+        ("stage", c_int64),
+        ("micro_batch", c_int64),
+        ("in_call", c_bool),
+        ("call", CallRecord),
+        ("posted", c_int64 * len(KINDS)),
+        ("device_known", c_bool),
+        ("device_call", CallRecord),
+        ("reached", c_int64 * len(KINDS)),
+        ("inquiry", c_int64),
+        ("text", c_char * _TEXT_BYTES),
+    )
 
 
 class FlightRecorder:
-    """Writes this rank's record; flight_file.FlightFile puts it into the node's file.
+    """The writer of this rank's record.
 
-    memory  RECORD_BYTES that can be written to; by default memory of this process, which nobody else reads
-    meter   measures calls and computations on the device; None: nobody asks for it
+    memory  RECORD_BYTES of writable memory; by default of this process, where no other can read it
+    meter   measures calls and computations on the device; None: not measured
 
-    One thread, the one that trains, calls everything but `alive`, `answer` and `device_is`, which any thread may call.
+    Only the training thread calls these methods, except `alive`, `answer` and `device_is`, which any thread may call.
     """
 
     def __init__(self, memory: Any = None) -> None:
@@ -73,8 +95,12 @@ class FlightRecorder:
     def _attach(self, record: _Record) -> None:
         self._record, self._call, self._counts = record, record.call, record.posted
 
+    def detach(self) -> None:
+        """Release the memory: what is written from now on is lost."""
+        self._attach(_Record.from_buffer_copy(self._record))
+
     def describe(self, rank: int, pid: int, place: str, process_start: int = 0) -> None:
-        """Write down whose record this is."""
+        """Write whose record this is."""
         record = self._record
         record.rank, record.pid, record.process_start = rank, pid, process_start
         record.place = place.encode(errors="backslashreplace")[:96]
@@ -83,24 +109,23 @@ class FlightRecorder:
         self._moved()
 
     def alive(self) -> None:
-        """A sign of life from long work that enters no collective: reading, writing, building."""
+        """Record progress in long work that enters no collective, such as reading, writing or building."""
         self._moved()
 
     def _moved(self) -> None:
         self._writes += 1
-        self._record.writes = self._writes
         self._record.moved_at = _clock()
 
-    # -- where the rank is ---------------------------------------------------------------------------------------------
+    # -- where the rank is -----------------------------------------------------------------------
 
     def step(self, iteration: int) -> None:
-        """The step after `iteration` begins."""
+        """Begin the step after `iteration`."""
         self._record.step = iteration
         self._moved()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """`with flight.phase("saving"):` what the rank does, in up to 24 ASCII characters."""
+        """Name what the rank does inside the block, in at most 24 ASCII characters: "saving"."""
         before, self._record.phase = self._record.phase, name.encode()
         self._moved()
         try:
@@ -110,7 +135,7 @@ class FlightRecorder:
             self._moved()
 
     def instruction(self, operation: bytes, stage: int, micro_batch: int) -> None:
-        """An instruction of the schedule begins."""
+        """Begin an instruction of the schedule."""
         record = self._record
         record.operation, record.stage, record.micro_batch = operation, stage, micro_batch
         self._moved()
@@ -118,33 +143,36 @@ class FlightRecorder:
             self.meter.begin()
 
     def computed(self) -> None:
-        """The instruction that began last was a computation and has ended."""
+        """End the last instruction, which was a computation."""
         if self.meter is not None:
             self.meter.end()
 
     def schedule_ends(self) -> None:
-        """There is no instruction that this rank is in."""
+        """Leave the schedule: the rank is in no instruction."""
         self._record.operation = b""
         self._moved()
 
-    # -- what it waits in ----------------------------------------------------------------------------------------------
+    # -- what it waits in ------------------------------------------------------------------------
 
     def enter(self, call: bytes, kind: str, size_bytes: int, by_host: bool = False) -> int:
-        """A collective is posted, and may hold up this rank until `leave`; `by_host`: none of the device's. Returns its
-        number among those of its kind of group, which is the same on all ranks of the group."""
+        """Enter a collective that is posted now and may block this rank until `leave`.
+
+        by_host  whether only the host takes part in it. Returns its number among those of its kind of group, which is
+        the same on all ranks of the group.
+        """
         number = _NUMBER_OF[kind]
-        self.posted[number] += 1
-        sequence = self.posted[number]
-        self._counts[number] = sequence
+        self._counts[number] = self.posted[number] = sequence = self.posted[number] + 1
         self._enter(call, number, -1, size_bytes, sequence, by_host)
         return sequence
 
-    def enter_wait(self, call: bytes, kind: str, size_bytes: int, sequence: int, by_host: bool = False) -> None:
-        """This rank begins to wait for a collective that it posted as `sequence` before."""
+    def enter_wait(
+        self, call: bytes, kind: str, size_bytes: int, sequence: int, by_host: bool = False
+    ) -> None:
+        """Enter the wait for a collective that was posted before as `sequence`."""
         self._enter(call, _NUMBER_OF[kind], -1, size_bytes, sequence, by_host)
 
     def enter_message(self, call: bytes, kind: str, size_bytes: int, peer: int) -> None:
-        """This rank posts a message to or from the global rank `peer`, or begins to wait for it."""
+        """Enter the posting of a message to or from the global rank `peer`, or the wait for it."""
         self._enter(call, _NUMBER_OF[kind], peer, size_bytes, 0, False)
 
     def _enter(self, name: bytes, kind: int, peer: int, size_bytes: int, sequence: int, by_host: bool) -> None:
@@ -156,26 +184,28 @@ class FlightRecorder:
             self.meter.enter(CallRecord.from_buffer_copy(call))
 
     def leave(self) -> None:
-        """What was entered last is over."""
+        """Leave what was entered last."""
         self._record.in_call = False
         self._moved()
         if self.meter is not None:
             self.meter.leave()
 
-    # -- for the watchdog ----------------------------------------------------------------------------------------------
+    # -- for the watchdog ------------------------------------------------------------------------
 
     def progress(self) -> int:
-        """Changes with every write except answers."""
+        """Return a number that every write except an answer changes."""
         return self._writes
 
     def answer(self, inquiry: int, text: str = "") -> None:
-        """Leave an answer, this rank's stacks, for the neighbours; what is too long is cut at its end."""
+        """Write an answer to an inquiry: this rank's stacks, cut at the end where they are too long."""
         self._record.text = text.encode(errors="replace")[:_TEXT_BYTES]
         self._record.inquiry = inquiry
 
     def device_is(self, call: CallRecord | None, reached: list[int] | None) -> None:
-        """Write down the call that the device is in and the collectives of each kind that it has come to, where its
-        host is ahead of it; `reached` None: that is not known, or no longer so."""
+        """Write the device's current call and how many collectives of each kind it has reached.
+
+        For a host that is ahead of its device; `reached` None: not known, or no longer valid.
+        """
         record = self._record
         record.device_call = call or CallRecord()
         record.reached[:] = reached or [0] * len(KINDS)
@@ -186,14 +216,12 @@ class FlightRecorder:
         """The record as it is now."""
         return bytes(self._record)
 
-    def detach(self) -> None:
-        """Let go of the memory: what is written from now on is lost."""
-        self._attach(_Record.from_buffer_copy(self._record))
-
 
 class Call(NamedTuple):
-    """The collective or message that a rank is in. `sequence` counts the collectives of a kind of group, from 1; it is
-    0 for a message, which has a `peer` instead (-1: none)."""
+    """A collective or message that a rank is in.
+
+    `sequence` counts the collectives of a kind of group from 1; it is 0 for a message, which has a `peer` (else -1).
+    """
 
     name: str
     kind: str
@@ -210,14 +238,14 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class FlightState:
-    """A record as it was read.
+    """A record as another process reads it.
 
-    process        what the system says of the process (megatron.parallel.processes)
-    instruction    "" where it runs no schedule; call: None where it is in no collective or message
+    process        the system's state of the process (megatron.parallel.processes)
+    instruction    "" outside of a schedule; call: None outside of collectives and messages
     quiet_s        seconds since its last progress
-    posted         collectives it has posted, by kind of group; it and `call` are the device's where that is known
-    inquiry        the number of the last one that the rank has answered; 0: none
-    stack          its answer: the frames of its threads, one a line, the main thread's first and the innermost last
+    posted         collectives posted, by kind of group; it and `call` are the device's where that is known
+    inquiry        the number of the last inquiry that the rank has answered; 0: none
+    stack          its answer: Python stacks, as python_stacks of megatron.parallel.processes returns them
     """
 
     rank: int
@@ -242,45 +270,107 @@ class FlightState:
 
     @property
     def lost(self) -> bool:
-        """Whether the process cannot do anything any more."""
+        """Whether the process can do nothing any more."""
         return self.process in (STOPPED, DEAD, GONE)
+
+    def posted_in(self, kind: str) -> int:
+        """Return the number of collectives posted in this rank's group of a kind."""
+        return self.posted[_NUMBER_OF[kind]]
 
     @classmethod
     def read(cls, page: bytes) -> FlightState | None:
-        """What a record of this host says; None where nobody has written one."""
+        """Read a record of this host; None where none has been written."""
         record = _Record.from_buffer_copy(page)
         if record.magic != _MAGIC:
             return None
+
+        def text(name: str, of: Structure = record) -> str:
+            return bytes(getattr(of, name)).decode(errors="replace")
+
         of, instruction = record.call if record.in_call else record.device_call, ""
+        call = Call(text("name", of), KINDS[of.kind], of.peer, of.size_bytes, of.sequence) if of.name else None
         if record.operation:
-            instruction = f"{_text(record.operation)} of stage {record.stage}, micro-batch {record.micro_batch}"
+            instruction = f"{text('operation')} of stage {record.stage}, micro-batch {record.micro_batch}"
         return cls(
-            rank=record.rank,
-            pid=record.pid,
-            process_start=record.process_start,
-            place=_text(record.place),
-            step=record.step,
-            phase=_text(record.phase),
-            instruction=instruction,
-            call=Call(_text(of.name), KINDS[of.kind], of.peer, of.size_bytes, of.sequence) if of.name else None,
-            quiet_s=_clock() - record.moved_at,
-            posted=list(record.reached if record.device_known else record.posted),
-            inquiry=record.inquiry,
-            stack=_text(record.text),
+            record.rank,
+            record.pid,
+            record.process_start,
+            text("place"),
+            record.step,
+            text("phase"),
+            instruction,
+            call,
+            _clock() - record.moved_at,
+            list(record.reached if record.device_known else record.posted),
+            record.inquiry,
+            text("text"),
         )
 
     def to_json(self) -> str:
+        """Return the state for another host."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> FlightState:
-        fields = json.loads(text)
-        return cls(**{**fields, "call": fields["call"] and Call(*fields["call"])})
-
-    def posted_in(self, kind: str) -> int:
-        """Collectives posted in this rank's group of a kind."""
-        return self.posted[_NUMBER_OF[kind]]
+        """Return the state that `to_json` of another rank described."""
+        state = cls(**json.loads(text))
+        return state if state.call is None else dataclasses.replace(state, call=Call(*state.call))
 
 
-def _text(field: bytes) -> str:
-    return field.decode(errors="replace")
+def file_name(launch: Launch) -> str:
+    """Return a name that all ranks of a job on a node share with no other job of this user on the host."""
+    digest = hashlib.sha256(os.fsencode(f"{launch.master_port}-{launch.job}-{launch.node}"))
+    return f"megatron-{os.getuid()}-{digest.hexdigest()[:32]}.flight"
+
+
+class FlightFile:
+    """The file of a node with the records of its ranks of one job: this process's page, and a view of all others.
+
+    It lies in /dev/shm, which is memory, else in the folder for temporary files. Once all ranks of the node have it
+    open, its name is removed: the file disappears with the last process, however that ends. Where no file can be made,
+    each rank sees its own page alone.
+    """
+
+    def __init__(self, launch: Launch, folder: Path | None = None) -> None:
+        if folder is None:
+            shared = Path("/dev/shm")
+            folder = shared if os.access(shared, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+        self._path, start = folder / file_name(launch), launch.local_rank * _PAGE
+        try:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            # Pages that are not allocated would end the process with a bus error once memory runs out.
+            os.posix_fallocate(self._fd, start, _PAGE)
+        except OSError:
+            self._fd = os.memfd_create(self._path.name)
+            os.posix_fallocate(self._fd, start, _PAGE)
+        self._memory = mmap.mmap(self._fd, _PAGE, offset=start)
+        self._memory[:] = bytes(_PAGE)  # a job that was killed during its rendezvous may have left the file
+        self.recorder = FlightRecorder(self._memory)
+        self._named = True
+
+    def unlink(self) -> None:
+        """Remove the file's name, when all ranks of the node have it open. Harmless when called twice."""
+        if self._named:
+            self._named = False
+            self._path.unlink(missing_ok=True)
+
+    def states(self) -> list[FlightState]:
+        """Return the records of all ranks of this node, by local rank."""
+        found = []
+        for start in range(0, os.fstat(self._fd).st_size, _PAGE):
+            page = os.pread(self._fd, RECORD_BYTES, start)
+            state = FlightState.read(page) if len(page) == RECORD_BYTES else None
+            if state is not None:
+                found.append(dataclasses.replace(state, process=process_state(state.pid, state.process_start)))
+        return found
+
+    def close(self) -> None:
+        """Erase this rank's record and close the file. Harmless when called twice."""
+        if self._memory.closed:
+            return
+        self.unlink()
+        self.recorder.detach()
+        self._memory[:] = bytes(_PAGE)
+        with contextlib.suppress(BufferError):  # another thread is writing to it
+            self._memory.close()
+        os.close(self._fd)

@@ -15,9 +15,8 @@ import torch.distributed as dist
 
 from megatron.errors import LaunchError
 from megatron.parallel.collectives import all_reduce
-from megatron.parallel.nodelist import compress_ranks
 from megatron.parallel.rendezvous import Rendezvous
-from megatron.parallel.topology import Group, Topology
+from megatron.parallel.topology import Group, Topology, compress_ranks
 
 _SHOWN = 200  # characters of a list of ranks
 Use = tuple[int, str, int, Callable[[], float], float]

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from megatron.parallel.launch import Launch
-from megatron.parallel.nodelist import compress_ranks
 from megatron.parallel.placing import Placing, device_number, near_devices, visible_devices
 from megatron.parallel.report import bus_address, device_identity, device_name
+from megatron.parallel.topology import compress_ranks
 
 Hello = dict[str, Any]
 Alike = Mapping[str, Mapping[str, Any]]

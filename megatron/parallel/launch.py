@@ -1,22 +1,25 @@
-"""Which process this is: read from the variables of torchrun, srun or mpirun, or one process without any of them.
+"""Finds out which process this is, from the variables of torchrun, srun or mpirun; without them, it is the only one.
 
-No ssh, no host file, no mpi4py: each launcher already tells every process its rank, and the ranks meet at a store
-that the first of them serves (see rendezvous.py).
+No ssh, no host file, no mpi4py: each launcher tells every process its rank, and the ranks meet at a store that the
+first of them serves (rendezvous.py).
 """
+
 from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
+import math
 import os
+import re
 import socket
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from megatron.errors import LaunchError
 from megatron.parallel.environment import Variables
-from megatron.parallel.nodelist import MOST, expand_counts, expand_hosts
 from megatron.parallel.placing import VISIBLE, Placing, near_index, visible_devices
 
 if TYPE_CHECKING:
@@ -31,28 +34,38 @@ _TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 # Launcher, rank, sizes, local ranks, local sizes; mpi is Open MPI, then MPICH's Hydra and Cray's PALS.
 _LAUNCHERS = (
     ("torchrun", "RANK", ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
-    ("mpi", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_LOCAL_RANK",),
-     ("OMPI_COMM_WORLD_LOCAL_SIZE",)),
+    (
+        "mpi",
+        "OMPI_COMM_WORLD_RANK",
+        ("OMPI_COMM_WORLD_SIZE",),
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
     ("mpi", "PMI_RANK", ("PMI_SIZE",), ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")),
     ("slurm", "SLURM_PROCID", _TASKS, ("SLURM_LOCALID",), ()),
-)  # fmt: skip
+)
 _JOB_VARIABLES = ("TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "PALS_APID", "PMI_JOBID", "SLURM_JOB_ID")
 _STEP_VARIABLES = ("SLURM_STEP_ID", "SLURM_STEPID")
 _NODE_VARIABLES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+_MOST = 1 << 20  # hosts or processes of a job: a longer list is a mistake, and would fill the memory
+_ITEM = re.compile(r"(?:[^\[\],\s]|\[[0-9,-]+\])+")
+_PART = re.compile(r"\[([0-9,-]+)\]|([^\[\]]+)")
+_RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?")
+_COUNT = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?")
 
 
 @dataclass(frozen=True)
 class Launch:
     """One process's place among all.
 
-    rank          its number in the job; `task` is the launcher's own number for it, which is another where ranks are
+    rank          its number in the job; `task` is the launcher's own number for it, which is different where ranks are
                   placed on devices (placing.py)
     launcher      "none", "torchrun", "slurm" or "mpi": whose variables were read
     master_addr   host where the first process serves the store; master_port its port (0: any free one, for one process)
     node          name of this host, as the launcher calls it
-    job           what tells this run apart from others on the same host; the same on all its ranks
-    store_served  the launcher itself serves a store at master_addr:master_port (torchrun does)
-    notices       what was read otherwise than it was written
+    job           tells this run from others on the same host; the same on all its ranks
+    store_served  whether the launcher serves a store at master_addr:master_port (torchrun does)
+    notices       what differs from what the variables say, for the log
     token         MEGATRON_JOB_TOKEN: a random text that only this job's processes know, for the keys of the store
     """
 
@@ -81,21 +94,21 @@ class Launch:
 
     @property
     def store_host(self) -> str:
-        """Where the store is: on the loopback device, which no other host reaches, where all processes are here."""
+        """The host of the store: where all processes are here, the loopback device, which no other host reaches."""
         return "127.0.0.1" if self.on_one_node and not self.store_served else self.master_addr
 
     def store_prefix(self, purpose: str) -> str:
-        """With which the keys of this job begin. Without its token nobody names a key that its processes read."""
+        """Return the prefix of this job's keys. Without its token no other process can name such a key."""
         secret = hashlib.sha256(os.fsencode(self.token)).hexdigest()[:32] if self.token else ""
         return f"{purpose}/{secret}/{self.job}/{self.world_size}"
 
     def environment(self) -> dict[str, str]:
-        """The variables by which torch and DeepSpeed know ranks."""
+        """Return the variables by which torch and DeepSpeed know ranks."""
         names = ("rank", "local_rank", "world_size", "local_world_size", "master_addr", "master_port")
         return {name.upper(): str(getattr(self, name)) for name in names}
 
 
-_FLAGS = {  # of pretrain_gpt.py, beside the launcher's variable that says the same
+_FLAGS = {  # of pretrain_gpt.py, beside the launcher's variable with the same meaning
     "MASTER_ADDR": ("--master-addr",),
     "MASTER_PORT": ("--master-port",),
     "LOCAL_RANK": ("--local_rank", "--local-rank"),
@@ -103,7 +116,7 @@ _FLAGS = {  # of pretrain_gpt.py, beside the launcher's variable that says the s
 
 
 def variables_with_flags(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment, with what --master-addr, --master-port and --local_rank say where it says nothing.
+    """Return the environment, with the values of --master-addr, --master-port and --local_rank where it has none.
 
     Raises LaunchError where a flag contradicts its variable.
     """
@@ -112,15 +125,14 @@ def variables_with_flags(arguments: Sequence[str], environ: Mapping[str, str] | 
     for name, spellings in _FLAGS.items():
         parser.add_argument(*spellings, dest=name, nargs="?")  # a missing value is reported with the other flags
     for name, value in vars(parser.parse_known_args(list(arguments))[0]).items():
-        if value is None:
-            continue
         known = variables.get(name, "").strip()
-        if known and known != value:
+        if value is not None and known not in ("", value):
             raise LaunchError(
                 f"{_FLAGS[name][0]} {value} on the command line contradicts {name}={known} in the environment: give "
                 f"one of them, or the same value"
             )
-        variables[name] = value
+        if value is not None:
+            variables[name] = value
     return variables
 
 
@@ -142,8 +154,9 @@ def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:
 
 
 def _find(env: Variables) -> Launch:
-    """What the first launcher says whose rank is set."""
+    """Return what the first launcher says whose rank is set."""
     srun, elastic = _is_srun_task(env), env.has("TORCHELASTIC_RUN_ID")
+    node = env.text("SLURMD_NODENAME") or socket.gethostname()
     for launcher, rank_name, sizes, local_ranks, local_sizes in _LAUNCHERS:
         if not env.has(rank_name) or (launcher == "slurm" and not srun):
             continue
@@ -153,22 +166,27 @@ def _find(env: Variables) -> Launch:
                 f"{rank_name}={env.text(rank_name)} is set but {sizes[-1]} is not: set both, or unset {rank_name}"
             )
         rank, world = env.number(rank_name), env.number(size_name)
-        of_srun = srun and env.number(env.first(_TASKS) or "", 0) == world
-        if launcher == "mpi" and of_srun and env.number("SLURM_PROCID") == rank:
-            continue  # srun that also speaks PMI: its own variables say more
-        if launcher == "torchrun" and of_srun and not elastic and env.number("SLURM_PROCID") != rank:
-            raise LaunchError(
-                f"RANK={rank} contradicts SLURM_PROCID={env.text('SLURM_PROCID')}: RANK was exported before srun; "
-                f"unset RANK, or set it to SLURM_PROCID inside the task"
-            )
-        # Scripts export torch's names in a task, and not all of them.
+        if launcher != "slurm" and srun and env.number(env.first(_TASKS) or "", 0) == world:
+            same = env.number("SLURM_PROCID") == rank
+            if launcher == "mpi" and same:
+                continue  # srun that also speaks PMI: its own variables say more
+            if launcher == "torchrun" and not elastic and not same:
+                raise LaunchError(
+                    f"RANK={rank} contradicts SLURM_PROCID={env.text('SLURM_PROCID')}: RANK was exported before srun; "
+                    f"unset RANK, or set it to SLURM_PROCID inside the task"
+                )
+        # Scripts export some of torch's names in a task.
         local_name = env.first((*local_ranks, "SLURM_LOCALID") if launcher == "torchrun" and srun else local_ranks)
         if local_name is None and world > 1:
             names = " or ".join(local_ranks)
             raise LaunchError(f"{rank_name}={rank} is set but {names} is not: set it in every process")
         local_rank, known = env.number(local_name or "", 0), env.first(local_sizes)
-        local_size = env.number(known) if known else _slurm_local_size(env, world) if launcher == "slurm" else None
-        job = _slurm_job(env) if launcher == "slurm" else _job(env)
+        local_size = env.number(known) if known else None
+        if launcher == "slurm":
+            local_size = _slurm_local_size(env, world)
+            job = f"{env.text('SLURM_JOB_ID')}.{env.text(env.first(_STEP_VARIABLES) or '')}"  # steps run side by side
+        else:
+            job = f"{env.text(env.first(_JOB_VARIABLES) or '', 'job')}.{env.text('TORCHELASTIC_RESTART_COUNT', '0')}"
         master, notices = _master(env, world, local_size)
         return Launch(
             rank=rank,
@@ -176,40 +194,21 @@ def _find(env: Variables) -> Launch:
             world_size=world,
             local_world_size=local_size or local_rank + 1,
             master_addr=master,
-            master_port=_port(env, job),
+            # By default a port that two runs on one host are unlikely to share.
+            master_port=env.number("MASTER_PORT", _FIRST_PORT + zlib.crc32(os.fsencode(job)) % _PORTS),
             launcher=launcher,
-            node=_node(env),
+            node=node,
             job=job,
             store_served=launcher == "torchrun" and env.text("TORCHELASTIC_USE_AGENT_STORE") == "True",
             notices=notices,
             token=env.text("MEGATRON_JOB_TOKEN"),
         )
-    # One process; a LOCAL_RANK that someone set still chooses the device.
-    return Launch(local_rank=env.number("LOCAL_RANK", 0), node=_node(env), job=f"alone.{os.getpid()}")
-
-
-def _node(env: Variables) -> str:
-    return env.text("SLURMD_NODENAME") or socket.gethostname()
-
-
-def _job(env: Variables) -> str:
-    """The first identifier of the run that is set; every rank finds the same."""
-    name = env.first(_JOB_VARIABLES)
-    return f"{env.text(name) if name else 'job'}.{env.text('TORCHELASTIC_RESTART_COUNT', '0')}"
-
-
-def _slurm_job(env: Variables) -> str:
-    """Job and step: several steps may run at once in one allocation."""
-    return f"{env.text('SLURM_JOB_ID')}.{env.text(env.first(_STEP_VARIABLES) or '')}"
-
-
-def _port(env: Variables, job: str) -> int:
-    """MASTER_PORT, or a port that two runs on one host hardly share."""
-    return env.number("MASTER_PORT", _FIRST_PORT + zlib.crc32(os.fsencode(job)) % _PORTS)
+    # One process; LOCAL_RANK, where it is set, still chooses the device.
+    return Launch(local_rank=env.number("LOCAL_RANK", 0), node=node, job=f"alone.{os.getpid()}")
 
 
 def _is_srun_task(env: Variables) -> bool:
-    """Whether srun started this process as a task.
+    """Return whether srun started this process as a task.
 
     A batch script has SLURM_PROCID and SLURM_NTASKS too, but no step; an interactive shell is a step of Slurm's own.
     """
@@ -220,7 +219,7 @@ def _is_srun_task(env: Variables) -> bool:
 
 
 def _master(env: Variables, world_size: int, local_world_size: int | None) -> tuple[str, tuple[str, ...]]:
-    """The host of rank 0, and what was read otherwise than MASTER_ADDR says; `local_world_size` None: not known."""
+    """Return the host of rank 0, and where it differs from MASTER_ADDR why; `local_world_size` None: not known."""
     given = env.text("MASTER_ADDR").split()  # `hostname -i` prints an address for each of a host's interfaces
     if given and not _is_submit_host(env, given[0]):
         several = (f"MASTER_ADDR={' '.join(given)} is several addresses: the first is used",) if len(given) > 1 else ()
@@ -238,27 +237,26 @@ def _master(env: Variables, world_size: int, local_world_size: int | None) -> tu
 
 
 def _is_submit_host(env: Variables, host: str) -> bool:
-    """Whether this is the login node, which older scripts export (MASTER_ADDR=$SLURM_SUBMIT_HOST): it runs no rank."""
-    submit = env.text("SLURM_SUBMIT_HOST")
-    if not submit or host != submit or not _is_srun_task(env) or env.has("TORCHELASTIC_RUN_ID"):
+    """Return whether this is the login node, which older scripts export (MASTER_ADDR=$SLURM_SUBMIT_HOST)."""
+    submit, nodes = env.text("SLURM_SUBMIT_HOST"), env.first(_NODE_VARIABLES)
+    if nodes is None or host != submit or not _is_srun_task(env) or env.has("TORCHELASTIC_RUN_ID"):
         return False
-    nodes = env.first(_NODE_VARIABLES)
     short = submit.partition(".")[0]
-    return nodes is not None and all(node.partition(".")[0] != short for node in expand_hosts(env.text(nodes)))
+    return all(node.partition(".")[0] != short for node in expand_hosts(env.text(nodes)))
 
 
 def _slurm_local_size(env: Variables, world: int) -> int:
-    """Tasks of this step on this node; at least those up to this one where Slurm does not tell."""
+    """Return the tasks of this step on this node; where Slurm does not tell, those up to this one."""
     name, node = env.first(("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")), env.number("SLURM_NODEID", 0)
-    counts = expand_counts(env.text(name)) if name else []
+    counts = _expand_counts(env.text(name)) if name else []
     return counts[node] if node < len(counts) and sum(counts) == world else env.number("SLURM_LOCALID", 0) + 1
 
 
 def _checked(launch: Launch) -> Launch:
     """Raise LaunchError unless the numbers fit together."""
     source = f"({launch.launcher} variables)"
-    if not 1 <= launch.world_size <= MOST:
-        raise LaunchError(f"world size {launch.world_size} {source}: from one process to {MOST} can run")
+    if not 1 <= launch.world_size <= _MOST:
+        raise LaunchError(f"world size {launch.world_size} {source}: from one process to {_MOST} can run")
     if launch.rank >= launch.world_size:
         raise LaunchError(
             f"rank {launch.rank} of world size {launch.world_size} {source}: ranks go from 0 to {launch.world_size - 1}"
@@ -277,14 +275,56 @@ def _checked(launch: Launch) -> Launch:
     return launch
 
 
+def expand_hosts(nodelist: str) -> list[str]:
+    """Return the host names of a Slurm node list, in its order.
+
+    Raises LaunchError for text that is no node list.
+
+    >>> expand_hosts("frontier[00001-00003,00007],x1")
+    ['frontier00001', 'frontier00002', 'frontier00003', 'frontier00007', 'x1']
+    """
+    hosts: list[str] = []
+    for item in re.split(r",(?![^\[]*\])", nodelist.strip()):
+        if not _ITEM.fullmatch(item):
+            raise LaunchError(f"node list {nodelist!r}: {item!r} is no host")
+        parts = [list(_numbers(m[1], nodelist)) if m[1] else [m[2]] for m in _PART.finditer(item)]
+        if math.prod(map(len, parts)) > _MOST:
+            raise LaunchError(f"node list {nodelist!r}: {item!r} is more than {_MOST} hosts")
+        hosts += map("".join, itertools.product(*parts))
+    return hosts
+
+
+def _numbers(ranges: str, nodelist: str) -> Iterator[str]:
+    """Yield the numbers of "00001-00003,00007", with their leading zeros."""
+    for part in ranges.split(","):
+        found = _RANGE.fullmatch(part)
+        low = int(found[1]) if found else 0
+        high = int(found[2] or low) if found else -1
+        if found is None or not low <= high < low + _MOST:
+            raise LaunchError(f"node list {nodelist!r}: {part!r} is no range of numbers")
+        for number in range(low, high + 1):
+            yield f"{number:0{len(found[1])}d}"
+
+
+def _expand_counts(text: str) -> list[int]:
+    """Return Slurm's tasks per node, one number for each node: "8(x3),2" is [8, 8, 8, 2]."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = _COUNT.fullmatch(part.strip())
+        if match is None or len(counts) + int(match[2] or 1) > _MOST:
+            raise LaunchError(f"tasks per node {text!r}: {part!r} is no count, or one of more than {_MOST} nodes")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
 def select_device(
     launch: Launch, backend: str | None = None, placing: Placing | None = None, environ: Mapping[str, str] | None = None
 ) -> torch.device:
-    """The device this process computes on.
+    """Return the device on which this process computes.
 
-    The only visible one where the launcher gives each process its own. Where it shows all devices of a node, the one
-    next to this local rank's cores as `placing` has them, else the local rank's. The CPU where there is none or where
-    the backend is "gloo". Raises LaunchError when this process has none.
+    This is the only visible one where the launcher gives each process its own. Where all devices of a node are visible,
+    it is the one next to this local rank's cores by `placing`, else the local rank's. It is the CPU where there is no
+    device or the backend is "gloo". Raises LaunchError when this process has none.
     """
     import torch
 

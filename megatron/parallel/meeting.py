@@ -22,9 +22,10 @@ import torch.distributed as dist
 from megatron.errors import LaunchError
 from megatron.parallel.hello import Alike, Hello, difference, make_hello, place, refusal
 from megatron.parallel.launch import Launch
-from megatron.parallel.nodelist import compress_ranks
 from megatron.parallel.placing import Placing, Task, assign
-from megatron.parallel.report import bounded, device_name, list_places, plain, raise_file_limit, show_duration
+from megatron.parallel.processes import bounded
+from megatron.parallel.report import device_name, list_places, plain, raise_file_limit, show_duration
+from megatron.parallel.topology import compress_ranks
 
 T = TypeVar("T")
 

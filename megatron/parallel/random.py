@@ -1,10 +1,11 @@
-"""Random numbers that are a function of what they are for, not of what was drawn before.
+"""Random numbers that depend on what they are for, not on what was drawn before.
 
 Whether an element is dropped depends on (seed, layer, site) and on its place in the tensor of the whole job: sample,
 head, position, column. So masks are the same on any layout, for any size of the micro-batch, with and without
 recomputation and after a resume, and no generator state needs to be stored. A rank that holds a part of the tensor has
 that part of the mask.
 """
+
 from __future__ import annotations
 
 import contextlib
@@ -20,7 +21,7 @@ _MASK = (1 << 64) - 1
 
 
 def mix(*values: int) -> int:
-    """A well-spread 63-bit number from whole numbers: SplitMix64 (Steele et al., OOPSLA 2014) chained over them."""
+    """Return a well-spread 63-bit number: SplitMix64 (Steele et al., OOPSLA 2014) chained over the values."""
     state = 0
     for value in values:
         state = (state + 0x9E3779B97F4A7C15 + (value & _MASK)) & _MASK
@@ -31,12 +32,12 @@ def mix(*values: int) -> int:
 
 
 def name_key(name: str) -> int:
-    """A number that stands for a name; the same in every process and Python version."""
+    """Return a number for a name; the same in every process and Python version."""
     return zlib.crc32(name.encode())
 
 
 class Site(enum.IntEnum):
-    """Where in a layer a mask is used."""
+    """The places in a layer where a mask is used."""
 
     EMBEDDING = 0
     ATTENTION = 1
@@ -45,7 +46,7 @@ class Site(enum.IntEnum):
 
 
 class Place(NamedTuple):
-    """Where the rows of a tensor lie among the rows [samples, heads, positions] of the whole job.
+    """The place of a tensor's rows among the rows [samples, heads, positions] of the whole job.
 
     Row r is number start + r // period * outer + r % period * inner of them; `positions` are those of a head. By
     default the tensor is the whole, and one piece.
@@ -69,23 +70,26 @@ class DropoutKey:
     sample: int
 
     def at(self, layer: int, site: Site) -> int:
-        """The seed of the masks of one site."""
+        """Return the seed of the masks of one site."""
         return mix(self.seed, layer, int(site))
 
     def hidden(self, x: torch.Tensor, rank: int = 0, ranks: int = 1) -> Place:
-        """The place of x [s, b, h], part `rank` of `ranks` along the sequence; it counts as one head."""
+        """Return the place of x [s, b, h], part `rank` of `ranks` along the sequence; it counts as one head."""
         rows, samples = x.shape[:2]
         positions = rows * ranks
         return Place(self.sample * positions + rank * rows, samples, 1, positions, positions)
 
     def weights(self, positions: int, heads: int, rank: int = 0, ranks: int = 1) -> Place:
-        """The place of attention weights [b, heads, positions, keys], part `rank` of `ranks` along the heads."""
+        """Return the place of attention weights [b, heads, positions, keys], part `rank` of `ranks` of the heads."""
         start = (self.sample * ranks + rank) * heads * positions
         return Place(start, heads * positions, ranks * heads * positions, 1, positions)
 
 
 def dropout_mask(like: torch.Tensor, probability: float, seed: int, place: Place = WHOLE) -> torch.Tensor:
-    """Boolean mask of `like`'s shape, True with 1 - probability: in each head of each sample a part of its own mask."""
+    """Return a boolean mask of `like`'s shape, True with 1 - probability.
+
+    In each head of each sample it is a part of a mask of its own.
+    """
     keep = torch.empty(like.shape, dtype=torch.bool, device=like.device)
     if like.is_meta:  # without data there is nothing to draw
         return keep
@@ -94,7 +98,7 @@ def dropout_mask(like: torch.Tensor, probability: float, seed: int, place: Place
         return keep.bernoulli_(1.0 - probability, generator=generator.manual_seed(seed))
     start, period, outer, inner, positions = place
     rows = keep.view(-1, keep.shape[-1])
-    # The rows of a head lie side by side, or, where samples do, `period` apart.
+    # The rows of a head are neighbours, or, where samples are, `period` apart.
     heads = rows.split(positions) if inner == 1 else [rows[sample::period] for sample in range(period)]
     whole = rows.new_empty(positions, keep.shape[-1])
     for i, part in enumerate(heads):
@@ -110,11 +114,8 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
     """Seed the device's default generator inside the block and restore it after: for operations that draw from it."""
     if device.type == "meta":  # without data there is nothing to draw
         yield
-    elif device.type == "cpu":
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            yield
-    else:
-        with torch.random.fork_rng(devices=[device], device_type=device.type):
-            torch.get_device_module(device).manual_seed(seed)
-            yield
+        return
+    devices: list[torch.device] = [] if device.type == "cpu" else [device]  # the CPU's state is always restored
+    with torch.random.fork_rng(devices, device_type=device.type):
+        (torch.get_device_module(device) if devices else torch).manual_seed(seed)
+        yield

@@ -28,16 +28,13 @@ import torch.distributed as dist
 
 from megatron.errors import LaunchError, LostRankError
 from megatron.parallel.environment import changed
-from megatron.parallel.flight import FlightRecorder, FlightState
-from megatron.parallel.flight_file import FlightFile
+from megatron.parallel.flight import FlightFile, FlightRecorder, FlightState
 from megatron.parallel.hello import Alike
 from megatron.parallel.launch import Launch, select_device
 from megatron.parallel.meeting import ANSWER_S, AS_LAUNCHED, Meeting
-from megatron.parallel.nodelist import compress_ranks
 from megatron.parallel.placing import Placing, check_devices
-from megatron.parallel.processes import process_start
+from megatron.parallel.processes import bounded, process_start
 from megatron.parallel.report import (
-    bounded,
     device_name,
     host_name_is_local,
     list_places,
@@ -46,6 +43,7 @@ from megatron.parallel.report import (
     show_duration,
     without_dns,
 )
+from megatron.parallel.topology import compress_ranks
 
 _SOURCE_LINE = re.compile(r"\[\S+\.(cc|cpp):\d+\] ?")  # where gloo was compiled, which tells nobody anything
 _SHOWN = 64  # places in the code that a finding lists

@@ -3,75 +3,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import re
 import socket
-import sys
-import threading
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
-
-from megatron.errors import LaunchError
-
-_OWN_THREADS = ("bounded", "rendezvous", "watchdog")
-
-
-def bounded(
-    function: Callable[[], Any],
-    seconds: float,
-    failure: str = "the store gave no answer",
-    wake: threading.Event | None = None,
-) -> Any:
-    """The function's result; LaunchError when it takes longer, or when somebody sets `wake` before it ends.
-
-    For what torch cannot be interrupted in: a store whose host lost power never answers, and gloo waits five times its
-    time limit for a peer that died before it connected. The function then stays behind in a thread of its own.
-    """
-    outcome: list[Any] = []
-    wake = wake or threading.Event()
-
-    def body() -> None:
-        try:
-            outcome.append((True, function()))
-        except Exception as error:
-            outcome.append((False, error))
-        wake.set()
-
-    threading.Thread(target=body, name="bounded", daemon=True).start()
-    woken = wake.wait(seconds)
-    if not outcome:
-        raise LaunchError(f"{failure}: another rank failed" if woken else f"{failure} within {seconds:g} s")
-    succeeded, value = outcome[0]
-    if not succeeded:
-        raise value
-    return value
-
-
-def python_stacks(limit: int) -> str:
-    """Where the threads of this process are: the main thread's frames, one a line and the innermost last, and after an
-    empty line one line for each other thread. Of more than `limit` characters other threads and outer frames are left
-    out."""
-    main: list[str] = []
-    others = []
-    for thread in threading.enumerate():
-        frame = sys._current_frames().get(thread.ident or 0)
-        if frame is not None and thread is threading.main_thread():
-            main = [_frame(*at) for at in traceback.walk_stack(frame)][::-1]
-        elif frame is not None and thread.name not in _OWN_THREADS:
-            others.append(f"thread {thread.name}: {_frame(frame, frame.f_lineno)}")
-    text, more = "\n".join(main), "\n".join(["\n", *others])
-    if len(text) > limit:
-        return f"(outer frames)...{text[-limit:]}"
-    return text + more if others and len(text + more) <= limit else text
-
-
-def _frame(frame: Any, line: int) -> str:
-    return f"{os.sep.join(frame.f_code.co_filename.split(os.sep)[-3:])}:{line} {frame.f_code.co_name}"
 
 
 def list_places(places: Sequence[tuple[int, str]]) -> str:
@@ -153,12 +91,3 @@ def raise_file_limit() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def seconds_waited(path: str = "/proc/thread-self/schedstat") -> float | None:
-    """Seconds that this thread waited for a core that others had; None where the system does not tell. The counters are
-    Linux's (sched-stats.rst of the kernel's documentation)."""
-    try:
-        return int(Path(path).read_text().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return None

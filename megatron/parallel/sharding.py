@@ -1,8 +1,9 @@
-"""What part of a global parameter a local tensor holds.
+"""The part of a global parameter that a local tensor holds.
 
-Every parameter carries a `Sharding` as `parameter.sharding`. The engine reads from it how gradients are reduced, the
+Every parameter has a `Sharding` as `parameter.sharding`. The engine reads from it how gradients are reduced, the
 checkpoint under which name and at which place a tensor is stored; neither needs to know the layer that made it.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -15,17 +16,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sharding:
-    """A box of a global tensor.
+    """A shard of a global tensor.
 
-    name             unique name over the whole model, the same on any layout
+    name             unique name in the whole model, the same on any layout
     global_shape     shape without padding
     offset           global index of the local tensor's first element
-    extent           how much of the local tensor, from its first element, is real; the rest only pads
+    extent           how much of the local tensor, from its first element, is real; the rest is padding
     dim              the dimension that tensor parallelism divides; None when every tensor rank holds the same values
     partial_gradient whether the gradients of the tensor ranks are terms of a sum; None leaves that to the autograd
                      graph of the first forward pass (engine/terms.py)
-    tied             this parameter is the tied embedding weight, held by the first and the last stage
-    decay            weight decay applies
+    tied             whether this is the tied embedding weight, held by the first and the last stage
+    decay            whether weight decay applies
     """
 
     name: str
@@ -48,7 +49,7 @@ def shard(
     padded: int | None = None,
     **properties: bool,
 ) -> Sharding:
-    """The box of tensor rank `rank` of `size` when dimension `dim` is cut into equal parts.
+    """Return the shard of tensor rank `rank` of `size` when dimension `dim` is cut into equal parts.
 
     `padded` is the padded length of `dim`, a multiple of `size`; entries beyond the global shape are not real.
 
@@ -75,7 +76,7 @@ def attach(parameter: torch.nn.Parameter, sharding: Sharding, tensor_size: int) 
 
 
 def sharding_of(parameter: torch.Tensor) -> Sharding:
-    """The Sharding of a parameter; a parameter without one is whole, replicated and named by nobody."""
+    """Return the Sharding of a parameter."""
     found = getattr(parameter, "sharding", None)
     assert found is not None, "parameter without sharding: create it through megatron.layers.parameters"
     return found

@@ -1,10 +1,11 @@
-"""Where the gradient sum of a parameter grows.
+"""Sums of weight gradients, and weight gradients that are computed later.
 
-An optimizer that keeps the sums hangs a `GradientSink` on each parameter. A layer that makes a weight gradient itself
-adds it there and returns None to autograd, so that no second tensor of the weight's size lives and nobody walks over
-all parameters after a backward pass. A parameter without a sink, or with one that is not `direct`, gets its gradient
-from autograd as ever; in the second case the sink's owner takes it from `.grad`.
+An optimizer that keeps the sums attaches a `GradientSink` to each parameter. A layer that computes a weight gradient
+itself adds it there and returns None to autograd, so that no second tensor of the weight's size is needed and nothing
+iterates over all parameters after a backward pass. A parameter without a sink, or with one that is not `direct`, gets
+its gradient from autograd as usual; in the second case the sink's owner takes it from `.grad`.
 """
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ _GPU_BYTES = 1 << 27
 
 @cache
 def _adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch can add a product of 16-bit matrices to an fp32 matrix in place, without rounding it to 16 bit.
+    """Return whether torch can add a product of 16-bit matrices to an fp32 matrix in place, without rounding it.
 
     CUDA since torch 2.8, ROCm later, not on a CPU (torch.addmm, `out_dtype`). Builds that lack it raise, and some
     returned wrong sums (pytorch issue 154086), so a small product whose sum is exact is tried once for each device.
@@ -39,7 +40,7 @@ def _adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def rows_at_once(device_type: str, rows: int, columns: int, element_bytes: int) -> int:
-    """How many rows of a weight [rows, columns] one product makes where it goes through a buffer.
+    """Return how many rows of a weight [rows, columns] one product computes where it goes through a buffer.
 
     On a CPU a buffer that stays in the cache: a product the size of an embedding table would be read from memory once
     more, and from fresh pages where the allocator has no such piece (464 ms instead of 323 for [50304, 1024] times
@@ -56,23 +57,23 @@ class GradientSink:
 
     total   fp32 or bf16, in the parameter's shape; a view of whatever the optimizer reduces and reads
     added   called with the parameter after each complete contribution, e.g. to count those of a bucket
-    direct  layers may add here; False leaves the way through autograd (--no-gradient-accumulation-fusion)
+    direct  whether layers may add here; False leaves it to autograd (--no-gradient-accumulation-fusion)
 
-    The first contribution after `renew()` overwrites `total`, so nobody needs to fill it with zeros; `complete()` does
-    where none came.
+    The first contribution after `renew()` overwrites `total`, so it need not be filled with zeros; `complete()` does
+    that where no contribution came.
     """
 
     def __init__(
-        self, parameter: torch.nn.Parameter, total: torch.Tensor,
-        added: Callable[[torch.nn.Parameter], None] | None = None, direct: bool = True,
+        self,
+        parameter: torch.nn.Parameter,
+        total: torch.Tensor,
+        added: Callable[[torch.nn.Parameter], None] | None = None,
+        direct: bool = True,
     ) -> None:
         assert total.dtype in (torch.float32, torch.bfloat16) and total.shape == parameter.shape, (
             "a sum is in fp32 or bf16, and in the weight's shape"
         )
-        self.parameter = parameter
-        self.total = total
-        self.added = added
-        self.direct = direct
+        self.parameter, self.total, self.added, self.direct = parameter, total, added, direct
         self.fresh = True
 
     def renew(self) -> None:
@@ -80,7 +81,7 @@ class GradientSink:
         self.fresh = True
 
     def complete(self) -> torch.Tensor:
-        """The sum; zeros where nothing was contributed."""
+        """Return the sum; zeros where nothing was contributed."""
         if self.fresh:
             self.total.zero_()
             self.fresh = False
@@ -113,27 +114,30 @@ class GradientSink:
             self.done()
 
     def _add_by_rows(self, total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
-        """Through a buffer, in blocks of rows of the weight."""
+        """Add through a buffer, in blocks of rows of the weight."""
         rows = rows_at_once(dy.device.type, len(total), total.shape[1], dy.element_size())
         product = dy.new_empty(rows, total.shape[1])
-        for first in range(0, len(total), rows):
-            part = total[first : first + rows]
-            values = torch.mm(dy[:, first : first + rows].t(), x, out=product[: len(part)])
+        for part, of_part in zip(total.split(rows), dy.split(rows, dim=1), strict=True):
+            values = torch.mm(of_part.t(), x, out=product[: len(part)])
             if self.fresh:
                 part.copy_(values)
             else:
                 part.add_(values)
 
     def done(self) -> None:
-        """A contribution is complete: called by who added it to what `complete()` gave."""
+        """Complete a contribution; also called by a layer that added one to what `complete()` returned."""
         self.fresh = False
         if self.added is not None:
             self.added(self.parameter)
 
 
+def _any_sink(parameter: torch.Tensor) -> GradientSink | None:
+    return getattr(parameter, "gradient_sink", None)
+
+
 def sink_of(parameter: torch.Tensor) -> GradientSink | None:
-    """The sink in which a layer adds; None where it hands its gradient to autograd."""
-    found: GradientSink | None = getattr(parameter, "gradient_sink", None)
+    """Return the sink to which a layer adds; None where it leaves its gradient to autograd."""
+    found = _any_sink(parameter)
     return found if found is not None and found.direct else None
 
 
@@ -151,12 +155,12 @@ class _Wide(torch.autograd.Function):
 
 
 def wide(parameter: torch.Tensor) -> torch.Tensor:
-    """An fp16 parameter with a sink in fp32, so that its gradient gets there without being rounded; others unchanged.
+    """Return an fp16 parameter with a sink in fp32, so that its gradient is not rounded; others unchanged.
 
     For vectors whose gradient is a sum over tokens: with sequence parallelism each rank sums over its own, and in fp16
     the whole sum could overflow where the ranks' parts do not.
     """
-    found: GradientSink | None = getattr(parameter, "gradient_sink", None)
+    found = _any_sink(parameter)
     if found is None or parameter.dtype != torch.float16:
         return parameter
     wider: torch.Tensor = _Wide.apply(parameter, found)
@@ -166,10 +170,37 @@ def wide(parameter: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def deliver(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     """Add a gradient outside of a backward pass, where no hook would see `.grad`: to the sink, else to `.grad`."""
-    found: GradientSink | None = getattr(parameter, "gradient_sink", None)
+    found = _any_sink(parameter)
     if found is not None:
         found.add(gradient)
     elif parameter.grad is None:
         parameter.grad = gradient
     else:
         parameter.grad.add_(gradient)
+
+
+class WeightGradients:
+    """The queue of deferred weight gradients that one rank's linear layers and its pipeline executor share.
+
+    For the split backward pass of zero-bubble schedules (Qi et al., arXiv 2401.10241, sec. 2): in a BACKWARD_INPUT
+    instruction the linear layers compute only the gradient of their input and leave the weight's part here as a
+    callable; the BACKWARD_WEIGHT instruction of the same micro-batch runs it later.
+    """
+
+    def __init__(self) -> None:
+        self.deferring = False  # layers must leave their weight gradients here
+        self._waiting: list[Callable[[], None]] = []
+
+    def begin(self) -> None:
+        """Defer every weight gradient until `take`."""
+        assert not self._waiting, "weight gradients of another backward pass were never taken"
+        self.deferring = True
+
+    def add(self, compute: Callable[[], None]) -> None:
+        assert self.deferring, "a weight gradient was deferred outside begin() ... take()"
+        self._waiting.append(compute)
+
+    def take(self) -> list[Callable[[], None]]:
+        """Stop deferring and return what was deferred, in order."""
+        waiting, self._waiting, self.deferring = self._waiting, [], False
+        return waiting

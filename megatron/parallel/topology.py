@@ -1,24 +1,40 @@
-"""Who this process is among all, and the process groups it takes part in.
+"""This process's place among all, and the process groups that it takes part in.
 
 Rank order: unless another one is chosen, the tensor-parallel rank varies fastest, then the data-parallel rank, then the
-pipeline rank. Neighbouring ranks, which a launcher puts on one node, so form the groups that talk most.
+pipeline rank. So neighbouring ranks, which a launcher puts on one node, form the groups that communicate most.
 """
+
 from __future__ import annotations
 
 import datetime
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config.parallel import RANK_ORDERS
 from megatron.errors import ConfigError
 from megatron.parallel.flight import FlightRecorder
-from megatron.parallel.nodelist import compress_ranks
+from megatron.parallel.processes import bounded
 
 DEFAULT_ORDER = RANK_ORDERS[0]
 
 _LATE_S = 5.0  # torch's own message, which says more, may come that late
+
+
+def compress_ranks(ranks: Iterable[int]) -> str:
+    """Return rank numbers as ranges.
+
+    >>> compress_ranks([7, 3, 5, 6])
+    '3, 5-7'
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 @dataclass(frozen=True)
@@ -49,18 +65,18 @@ class Layout:
 
     @classmethod
     def for_world(cls, world_size: int, tensor: int, pipeline: int, order: str = DEFAULT_ORDER) -> Layout:
-        """The layout of `world_size` processes; the data-parallel size is what is left.
+        """Return the layout of `world_size` processes; the data-parallel size is what is left.
 
         Raises ConfigError when the processes do not divide into whole replicas.
         """
-        replica = tensor * pipeline
-        if world_size < replica or world_size % replica:
+        data, rest = divmod(world_size, tensor * pipeline)
+        if rest or not data:
             raise ConfigError(
                 f"world size {world_size} is not a multiple of tensor-model-parallel-size {tensor} x "
-                f"pipeline-model-parallel-size {pipeline} = {replica}: start {max(1, world_size // replica) * replica} "
-                f"processes or change the sizes"
+                f"pipeline-model-parallel-size {pipeline} = {tensor * pipeline}: start "
+                f"{max(1, data) * tensor * pipeline} processes or change the sizes"
             )
-        return cls(tensor, pipeline, world_size // replica, order)
+        return cls(tensor, pipeline, data, order)
 
     @property
     def world_size(self) -> int:
@@ -81,7 +97,7 @@ class Layout:
         return tensor * t + data * d + pipeline * p
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """(tensor, data, pipeline) coordinates of a global rank."""
+        """Return the (tensor, data, pipeline) coordinates of a global rank."""
         t, d, p = self.strides
         return rank // t % self.tensor, rank // d % self.data, rank // p % self.pipeline
 
@@ -95,10 +111,9 @@ class Layout:
         return _line(self.rank(tensor=tensor, data=data, pipeline=0), self.pipeline, self.strides[2])
 
     def model_ranks(self, *, data: int) -> tuple[int, ...]:
-        """All ranks that together hold one replica of the model, in ascending order, which is torch's in a group."""
-        return tuple(
-            sorted(self.rank(tensor=t, data=data, pipeline=p) for p in range(self.pipeline) for t in range(self.tensor))
-        )
+        """Return the ranks that together hold one replica of the model, in ascending order, as torch has a group."""
+        lines = (self.tensor_ranks(data=data, pipeline=p) for p in range(self.pipeline))
+        return tuple(sorted(rank for line in lines for rank in line))
 
 
 def _line(first: int, size: int, stride: int) -> range:
@@ -109,8 +124,8 @@ def _line(first: int, size: int, stride: int) -> range:
 class Group:
     """Some ranks that communicate, seen from one of them.
 
-    `handle` is the torch process group; it is None for a group of one, which never communicates. Whoever communicates
-    over the group says so to `flight`, under the group's `kind` (one of flight.KINDS).
+    `handle` is the torch process group; None for a group of one, which never communicates. Communication over the group
+    is recorded in `flight`, under the group's `kind` (one of flight.KINDS).
     """
 
     ranks: Sequence[int]
@@ -137,7 +152,7 @@ GroupFactory = Callable[[Sequence[int]], Any]
 
 @dataclass(frozen=True)
 class Topology:
-    """This process's place, its groups and its device. Passed to whatever communicates; never a global.
+    """This process's place, its groups and its device, passed to all that communicates.
 
     `embedding` joins the first and last pipeline stages where both hold a tied embedding; None elsewhere.
     """
@@ -154,7 +169,7 @@ class Topology:
 
     @property
     def flight(self) -> FlightRecorder:
-        """What this rank does right now, for others to read when it hangs."""
+        """What this rank does now, for others to read when it hangs."""
         return self.world.flight
 
     @classmethod
@@ -172,20 +187,16 @@ class Topology:
         """Build the groups of this process over the initialised default process group (or over none: one process).
 
         `tied_embeddings` False saves the group that only a tied embedding needs. `flight` records what this rank waits
-        in (Rendezvous.flight); without it, a record is kept that nobody reads. `order` is Layout's; all ranks give the
-        same one.
+        in (Rendezvous.flight); by default, a record that nobody reads. `order` is Layout's, the same on all ranks.
 
-        Raises ConfigError when the world does not divide.
+        Raises ConfigError when the world does not divide, and LaunchError when ranks do not form a group in time.
         """
         import torch
         import torch.distributed as dist
 
-        from megatron.parallel.report import bounded
-
         running = dist.is_available() and dist.is_initialized()
         world_size, rank = (dist.get_world_size(), dist.get_rank()) if running else (1, 0)
         layout = Layout.for_world(world_size, tensor_model_parallel_size, pipeline_model_parallel_size, order)
-
         device = torch.device("cpu") if device is None else torch.device(device)
         # While gloo connects it waits five times `timeout` for a member that died, and cannot be interrupted.
         seconds = (timeout or dist.default_pg_timeout).total_seconds() + _LATE_S
@@ -194,25 +205,35 @@ class Topology:
             if len(ranks) == world_size:
                 return dist.group.WORLD
 
-            def meet() -> Any:
+            def form() -> Any:
                 if device.type == "cuda" and device.index is not None:
                     torch.cuda.set_device(device)  # each thread has a current device of its own
-                # Only the members meet: at thousands of ranks a call of the whole world per group takes minutes.
+                # Only the members take part: at thousands of ranks a call of the world per group takes minutes.
                 return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
 
-            return bounded(meet, seconds, f"ranks {compress_ranks(ranks)} did not form a group")
+            return bounded(form, seconds, f"ranks {compress_ranks(ranks)} did not form a group")
 
-        factory = new_group if running else None
         return cls.from_layout(
-            layout, rank, device=device, new_group=factory, tied_embeddings=tied_embeddings, flight=flight
-        )  # fmt: skip
+            layout,
+            rank,
+            device=device,
+            new_group=new_group if running else None,
+            tied_embeddings=tied_embeddings,
+            flight=flight,
+        )
 
     @classmethod
     def from_layout(
-        cls, layout: Layout, rank: int, *, device: Any = None, new_group: GroupFactory | None = None,
-        tied_embeddings: bool = True, flight: FlightRecorder | None = None,
+        cls,
+        layout: Layout,
+        rank: int,
+        *,
+        device: Any = None,
+        new_group: GroupFactory | None = None,
+        tied_embeddings: bool = True,
+        flight: FlightRecorder | None = None,
     ) -> Topology:
-        """The view of `rank` on `layout`. Without `new_group` nothing communicates: for planning and tests."""
+        """Return the view of `rank` on `layout`. Without `new_group` nothing communicates: for planning and tests."""
         t, d, p = layout.coordinates(rank)
         recorder = flight or FlightRecorder()
 
@@ -220,23 +241,22 @@ class Topology:
             handle = new_group(ranks) if new_group is not None and len(ranks) > 1 else None
             return Group(ranks, ranks.index(rank), handle, kind, recorder)
 
-        # Every member creates its groups in this order, so overlapping groups meet without deadlock.
+        # All members create their groups in this order, so that overlapping groups form without deadlock.
         world = group("world", range(layout.world_size))
         tensor = group("tensor", layout.tensor_ranks(data=d, pipeline=p))
         data = group("data", layout.data_ranks(tensor=t, pipeline=p))
-        pipeline_ranks = layout.pipeline_ranks(tensor=t, data=d)
-        pipeline = group("pipeline", pipeline_ranks)
+        pipeline = group("pipeline", layout.pipeline_ranks(tensor=t, data=d))
         model_ranks = layout.model_ranks(data=d)
-        known = {tuple(g.ranks): g for g in (tensor, pipeline)}
-        model = known.get(model_ranks) or group("model", model_ranks)
+        same = [g for g in (pipeline, tensor) if tuple(g.ranks) == model_ranks]
+        model = same[0] if same else group("model", model_ranks)
         embedding = None
         if tied_embeddings and layout.pipeline > 1 and p in (0, layout.pipeline - 1):
-            ends = (pipeline_ranks[0], pipeline_ranks[-1])
+            ends = (pipeline.ranks[0], pipeline.ranks[-1])
             embedding = pipeline if layout.pipeline == 2 else group("embedding", ends)
         return cls(layout, rank, world, tensor, data, pipeline, model, embedding, device)
 
     def describe(self, places: Sequence[str] = ()) -> str:
-        """The layout in a few lines; `places` names node and device of every rank, in rank order."""
+        """Return the layout in a few lines; `places` names node and device of every rank, in rank order."""
 
         def show(ranks: Sequence[int]) -> str:
             named = [f"{r} ({places[r]})" if r < len(places) else str(r) for r in ranks[:16]]
@@ -244,11 +264,9 @@ class Topology:
 
         layout = self.layout
         sizes = f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}, rank order {layout.order}"
-        return "\n".join(
-            [
-                f" layout: {layout.world_size} ranks = {sizes}",
-                f"   first tensor-parallel group:   {show(layout.tensor_ranks(data=0, pipeline=0))}",
-                f"   first pipeline-parallel group: {show(layout.pipeline_ranks(tensor=0, data=0))}",
-                f"   first data-parallel group:     {show(layout.data_ranks(tensor=0, pipeline=0))}",
-            ]
+        return (
+            f" layout: {layout.world_size} ranks = {sizes}\n"
+            f"   first tensor-parallel group:   {show(layout.tensor_ranks(data=0, pipeline=0))}\n"
+            f"   first pipeline-parallel group: {show(layout.pipeline_ranks(tensor=0, data=0))}\n"
+            f"   first data-parallel group:     {show(layout.data_ranks(tensor=0, pipeline=0))}"
         )

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.errors import ConfigError
-from megatron.parallel.deferred import WeightGradients
+from megatron.parallel.sink import WeightGradients
 from megatron.parallel.topology import Topology
 from megatron.pipeline.exchange import Exchange
 from megatron.pipeline.instructions import COMPUTE, Instruction, Op

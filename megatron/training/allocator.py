@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
-from megatron.parallel.memory import release_free_memory
+from megatron.parallel.processes import release_free_memory
 
 # The parameters of mallopt(3) as malloc.h numbers them.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3

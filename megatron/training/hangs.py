@@ -11,9 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.parallel.flight import Call, FlightState
-from megatron.parallel.nodelist import compress_ranks
 from megatron.parallel.processes import DEAD, GONE, STOPPED
-from megatron.parallel.topology import Layout
+from megatron.parallel.topology import Layout, compress_ranks
 
 _SHOWN = 64  # lines of ranks, and half as many stacks
 _NAMED = 8  # places, or calls, in a conclusion

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.kernels import availability, choose, library
-from megatron.parallel.nodelist import compress_ranks
-from megatron.parallel.topology import Topology
+from megatron.parallel.topology import Topology, compress_ranks
 
 _SHOWN = 4
 

@@ -5,8 +5,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Mapping
 
-from megatron.parallel.environment import job_name
-from megatron.parallel.slurm import ask_slurm
+from megatron.parallel.environment import ask_slurm, job_name
 
 
 def requeue(environ: Mapping[str, str], say: Callable[[str], object]) -> bool:

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from megatron.config.duration import duration_s, show_duration
-from megatron.parallel.environment import job_name, whole
-from megatron.parallel.slurm import ask_slurm
+from megatron.parallel.environment import ask_slurm, job_name, whole
 
 _ASK_EVERY_S = 60.0  # a job may be extended, or cut
 _ANSWER_S = 30.0  # a busy controller takes long to answer

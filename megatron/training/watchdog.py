@@ -31,9 +31,8 @@ from megatron.errors import LaunchError
 from megatron.parallel.device_calls import DeviceCalls
 from megatron.parallel.environment import TRACE_FILE, Variables
 from megatron.parallel.flight import FlightState
-from megatron.parallel.processes import STOPPED, kill_process
+from megatron.parallel.processes import STOPPED, bounded, kill_process, python_stacks
 from megatron.parallel.rendezvous import Rendezvous
-from megatron.parallel.report import bounded, python_stacks
 from megatron.parallel.topology import Topology
 from megatron.training.failures import EXIT_LOST_RANK
 from megatron.training.hangs import judge, report

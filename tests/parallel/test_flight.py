@@ -11,8 +11,15 @@ import torch
 from megatron.parallel import device_calls
 from megatron.parallel import flight as flight_module
 from megatron.parallel.device_calls import DeviceCalls
-from megatron.parallel.flight import RECORD_BYTES, Call, CallRecord, FlightRecorder, FlightState
-from megatron.parallel.flight_file import FlightFile, file_name
+from megatron.parallel.flight import (
+    RECORD_BYTES,
+    Call,
+    CallRecord,
+    FlightFile,
+    FlightRecorder,
+    FlightState,
+    file_name,
+)
 from megatron.parallel.launch import Launch
 from megatron.parallel.processes import DEAD, GONE, STOPPED, kill_process, process_start, process_state
 from tests.helpers.clock import VirtualClock

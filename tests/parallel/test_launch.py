@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.errors import LaunchError
-from megatron.parallel.launch import Launch, detect_launch, select_device, variables_with_flags
-from megatron.parallel.nodelist import compress_ranks, expand_hosts
+from megatron.parallel.launch import Launch, detect_launch, expand_hosts, select_device, variables_with_flags
 from megatron.parallel.report import device_identity
+from megatron.parallel.topology import compress_ranks
 
 TORCHRUN = {
     "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "node01",

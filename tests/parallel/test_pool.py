@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import MegatronError
-from megatron.parallel.pool import process_pool
+from megatron.parallel.processes import process_pool
 from tests.helpers.launching import ROOT
 
 METHODS = pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -59,7 +59,7 @@ AT_START = "import os, signal, sys\nif '--multiprocessing-fork' in sys.orig_argv
 PROGRAM = """
 import os, signal
 {first}
-from megatron.parallel.pool import process_pool
+from megatron.parallel.processes import process_pool
 from tests.parallel.test_pool import work
 if __name__ == "__main__":
     with process_pool(2, "{method}", "killed") as run:
@@ -83,7 +83,7 @@ def test_ctrl_c_while_they_start_ends_none_of_them(method: str, tmp_path: Path) 
 
 WAITS = """
 import os, time
-from megatron.parallel.pool import process_pool
+from megatron.parallel.processes import process_pool
 def wait(number):
     os.write(1, b"waits\\n")  # at once: print may write the end of the line by itself
     time.sleep(600)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from megatron.errors import ConfigError, LaunchError
-from megatron.parallel.deferred import WeightGradients
 from megatron.parallel.flight import Call, FlightRecorder, FlightState
+from megatron.parallel.sink import WeightGradients
 from megatron.parallel.topology import Group, Topology
 from megatron.pipeline.exchange import SENDS_IN_FLIGHT, Exchange
 from megatron.pipeline.executor import Executor

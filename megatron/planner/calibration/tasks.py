@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.parallel.report import seconds_waited
+from megatron.parallel.processes import seconds_waited
 
 Work = Callable[[], Any]
 Make = Callable[[], Work]

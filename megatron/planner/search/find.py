@@ -17,7 +17,7 @@ from megatron.config.layout import DIMENSIONS, Layout, kind_of_recompute, recomp
 from megatron.config.parallel import RecomputeConfig
 from megatron.engine.optimizer_state import optimizer_state
 from megatron.errors import ConfigError
-from megatron.parallel.pool import process_pool
+from megatron.parallel.processes import process_pool
 from megatron.planner.channels import Channels
 from megatron.planner.memory import RankMemory, memory_of_ranks, parameters_of_rank
 from megatron.planner.placement import Placement
