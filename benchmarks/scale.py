@@ -177,17 +177,17 @@ def rendezvous(data: int, repeat: int) -> list[Row]:
     from megatron.parallel.rendezvous import Rendezvous
 
     world = TENSOR * PIPELINE * data
-    meeting = Rendezvous(Launch(rank=0, world_size=world), torch.device("cpu"), timedelta(seconds=60))
+    first = Rendezvous(Launch(rank=0, world_size=world), torch.device("cpu"), timedelta(seconds=60))
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    meeting._store = dist.PrefixStore("job", store)
+    first._store = dist.PrefixStore("job", store)
     for rank in range(world):
-        hello = {"node": f"frontier{rank // 8:05d}", "pid": 1, "device": "cuda:0", "identity": str(rank % 8),
-                 "backend": "gloo", "alike": {"settings": "a", "files": "b"}, "number": None, "address": (),
-                 "near": ()}  # fmt: skip
-        meeting._store.set(f"hello/{rank}", json.dumps(hello))
-    gather = lambda: meeting._gather_hellos(time.monotonic() + 60)  # noqa: E731
-    row, error = measured("rank 0 checks all hellos", gather, repeat)
-    assert not error, error
+        told = {"node": f"frontier{rank // 8:05d}", "pid": 1, "device": "cuda:0", "identity": str(rank % 8),
+                "backend": "gloo", "alike": {"settings": "a", "files": "b"}, "number": None, "address": (),
+                "near": ()}  # fmt: skip
+        first._store.set(f"participant/{rank}", json.dumps(told))
+    judge = lambda: first._judge(time.monotonic() + 60)  # noqa: E731
+    row, verdict = measured("rank 0 compares all ranks", judge, repeat)
+    assert "error" not in verdict, verdict
     return [row]
 
 

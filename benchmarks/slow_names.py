@@ -37,7 +37,7 @@ def join(processes: int, without: bool) -> float:
     """Seconds until the store has answered after so many processes have connected."""
     import torch.distributed as dist
 
-    from megatron.parallel.report import without_dns
+    from megatron.parallel.store import without_dns
 
     limit = timedelta(minutes=30)
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, timeout=limit, wait_for_workers=False)

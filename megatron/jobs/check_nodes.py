@@ -25,10 +25,9 @@ import torch.distributed as dist
 
 from megatron.errors import ConfigError, LaunchError, LostRankError, MegatronError
 from megatron.parallel.launch import Launch, detect_launch, expand_hosts, select_device
-from megatron.parallel.meeting import Meeting
 from megatron.parallel.placing import Placing
 from megatron.parallel.processes import bounded
-from megatron.parallel.report import host_name_is_local, without_dns
+from megatron.parallel.store import StoreConnection, host_name_is_local, without_dns
 from megatron.planner.cluster import Cluster, load_cluster
 
 EXIT_BAD_NODES = 4
@@ -85,18 +84,12 @@ def device_speeds(device: torch.device) -> dict[str, float]:
     return {"product": 2 * size**3 / product_s / 1e12, "copy": 2 * length / copy_s / 1e9}
 
 
-class Stores(Meeting):
+class Stores(StoreConnection):
     """Connections to the store that rank 0, or the launcher, serves."""
 
     def __init__(self, launch: Launch, seconds: float) -> None:
-        super().__init__(launch, torch.device("cpu"), timedelta(seconds=seconds))
-        self._store = bounded(lambda: self._open_store(seconds), seconds + _MARGIN_S)
-
-    def another(self) -> Any:
-        """Return a connection of its own: one that waits for a key serves nobody else."""
-        if isinstance(self._store, dist.HashStore):
-            return self._store
-        return dist.PrefixStore(self._prefix, self._client(self.timeout.total_seconds()))
+        super().__init__(launch, timedelta(seconds=seconds))
+        bounded(lambda: self.open(seconds), seconds + _MARGIN_S)
 
 
 class Process:

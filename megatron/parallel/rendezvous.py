@@ -1,25 +1,32 @@
-"""What ties the processes together after they have met (meeting.py), and how they learn which of them failed.
+"""The rendezvous of all processes, and how they learn later which of them failed.
 
-A daemon thread of each rank looks for calls in the store, and answers when somebody calls the roll: a rank that does
-not answer is dead, and the others can name it. What was found out is told to all at once: a rank that sees the failure
-last, when the store is gone, names the rank that died and not the one that it waited for. Calls are numbered, so that a
-watchdog may ask as often as it likes.
+Every process writes a description of itself, under the launcher's number for it (Launch.task), to a store that the
+first of them or the launcher serves. The first compares the descriptions, gives each process its rank (placing.py) and
+publishes a verdict: the ranks, or an error that names those that are missing, in conflict or different.
 
-A rank has one connection to the store, and torch uses it, too. Nobody else gets an answer over it while torch waits for
-a key; so nothing here waits in it, and where torch does for long, this rank makes another.
+After that a daemon thread of each rank looks for calls in the store. On a roll call every rank answers: a rank that
+does not is dead, and the others can name it. The findings are told to all at once: a rank that sees the failure last,
+when the store is gone, names the rank that died and not the one that it waited for. Calls are numbered, so that a
+watchdog may make any number of them.
+
+A rank has one connection to the store, which torch uses too. While torch waits for a key in it, no other thread gets an
+answer; so nothing here waits in it, and where torch does for long, this rank makes another.
 """
+
 from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
+import hashlib
 import json
 import os
 import re
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Self
 
@@ -29,88 +36,147 @@ import torch.distributed as dist
 from megatron.errors import LaunchError, LostRankError
 from megatron.parallel.environment import changed
 from megatron.parallel.flight import FlightFile, FlightRecorder, FlightState
-from megatron.parallel.hello import Alike
 from megatron.parallel.launch import Launch, select_device
-from megatron.parallel.meeting import ANSWER_S, AS_LAUNCHED, Meeting
-from megatron.parallel.placing import Placing, check_devices
-from megatron.parallel.processes import bounded, process_start
-from megatron.parallel.report import (
+from megatron.parallel.participants import (
+    Alike,
+    Participant,
+    conflict,
+    describe_process,
     device_name,
+    difference,
+    place,
+)
+from megatron.parallel.placing import Placing, Task, assign, check_devices
+from megatron.parallel.processes import bounded, process_start
+from megatron.parallel.store import (
+    ANSWER_S,
+    StoreConnection,
+    batches,
     host_name_is_local,
-    list_places,
-    plain,
     raise_file_limit,
     show_duration,
     without_dns,
 )
 from megatron.parallel.topology import compress_ranks
 
-_SOURCE_LINE = re.compile(r"\[\S+\.(cc|cpp):\d+\] ?")  # where gloo was compiled, which tells nobody anything
-_SHOWN = 64  # places in the code that a finding lists
+AS_LAUNCHED = Placing()
+_SOURCE_LINE = re.compile(r"\[\S+\.(cc|cpp):\d+\] ?")  # where gloo was compiled, which helps no user
+_SHOWN = 64  # missing ranks that are looked for, and places in the code that a finding lists
 _HELD_S = 2.0  # how long torch may wait in the connection to the store before this rank makes another
 _LINGER_S = 5.0  # how long the rank that serves the store stays for others at the end, once they can have heard of it
-# Up to so many ranks gloo connects at the start; more would take minutes. When it connects on demand, it waits without
-# end for a rank that died before the first message: there the launcher has to end the job (srun --kill-on-bad-exit).
+# Up to this many ranks gloo connects at the start; more would take minutes. When it connects on demand, it waits
+# forever for a rank that died before the first message: the launcher has to end the job (srun --kill-on-bad-exit).
 _FULL_MESH = 1024
-_ROLL, _INQUIRY = "roll", "inquiry"  # what a call may be
+_ROLL, _INQUIRY = "roll", "inquiry"  # kinds of calls
+_OPEN = (
+    "whoever connects to the store of the ranks can guess its keys, and end this job: export MEGATRON_JOB_TOKEN, a "
+    "random text, before srun, mpirun or torchrun"
+)
 
 
-@dataclass(eq=False)
-class Rendezvous(Meeting):
-    """This process's tie to all others: after `join` over torch.distributed. As a context manager it closes itself.
+class Rendezvous(StoreConnection):
+    """This process's connection to all others: after `join` over torch.distributed. A context manager.
 
-    places                    "node:device" of every rank, in rank order
-    flight, flight_file       this rank's flight recorder, and its node's file of them
-    on_inquiry                called in a thread of its own with the number of an inquiry
-    doing                     number and name of what this rank is in, of things that all ranks do one after the other,
-                              for a roll call; 0: its flight record says more
+    launch, device       this process, with the rank that it was given; `timeout` is for all to come
+    placing              which ranks the processes of a node take; by default those of the launcher
+    alike                what must be the same on all ranks
+    notices              what the log should say about launch and placement; the same on all ranks
+    flight, flight_file  this rank's flight recorder, and its node's file of them
+    on_inquiry           called in a thread of its own with the number of an inquiry
+    judged               cleared while a watchdog finds out whether the job hangs
+    doing                number and name of this rank's current item, of items that all ranks do one after the other,
+                         for a roll call; 0: its flight record says more
+    speaks               whether this rank is the one that acts on what `explain` found
     """
 
     doing = (0, "")
-    speaks = False  # whether this rank is the one that acts on what `explain` found
-    _call = 1  # the one that is looked for
-    _heard = ""  # what a roll call brought to light
-    _reported = False  # a rank said why it failed
+    speaks = False
+    _renumbered = False
+    _absentees = 0
+    _call = 1  # the number of the next call
+    _heard = ""  # the findings of a roll call
+    _reported = False  # a rank gave the reason of its failure
     _alarmed = False  # another rank failed, or the store is gone
     _failed = False
     _store_lost = False
     _closed = False
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        device: torch.device,
+        timeout: timedelta,
+        placing: Placing = AS_LAUNCHED,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+        alike: Alike | None = None,
+    ) -> None:
+        super().__init__(launch, timeout, clock, sleep)
+        self.device, self.placing, self.alike = device, placing, alike or {}
+        self.backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        self.notices: list[str] = []
         self.flight = FlightRecorder()
         self.flight_file: FlightFile
         self.on_inquiry: Callable[[int], None] | None = None
-        self.judged = threading.Event()  # cleared while a watchdog finds out whether the job hangs
+        self.judged = threading.Event()
         self.judged.set()
+        self._places: list[str] | None = None
         self._deaf = threading.Event()  # no more calls are answered
-        self._pause = self._deaf.wait if self.sleep is time.sleep else self.sleep
+        self._pause = self._deaf.wait if sleep is time.sleep else sleep
         self._left_to_torch: Any = None  # the first connection to the store, once this rank has another
-        self._changing = threading.Lock()  # held by who makes another
-        self._held_s = _HELD_S + self.pause_s  # torch may wait in the connection: ranks that poll go on so far apart
+        self._changing = threading.Lock()  # held while another connection is made
+        self._held_s = _HELD_S + self.pause_s  # torch may wait in the connection: ranks that poll arrive so far apart
         self._answer_s = ANSWER_S + self.pause_s  # a rank may take to hear a call and to answer it
-        self._watcher: threading.Thread | None = None
-        self._variables = contextlib.ExitStack()  # that are set until the end
+        self._listener: threading.Thread | None = None
+        self._variables = contextlib.ExitStack()  # set until the end
         self._explained: LaunchError | None = None
-        self._alarm = threading.Event()  # as _alarmed, for who waits; set at the end of what is waited for, too
+        self._alarm = threading.Event()  # `_alarmed` as an event; also set when the awaited function ends
+
+    @property
+    def _myself(self) -> str:
+        task = f", task {self.launch.task}" if self.launch.task != self.launch.rank else ""
+        return f"rank {self.launch.rank} ({self.launch.node}:{device_name(self.device)}{task})"
+
+    @property
+    def places(self) -> list[str]:
+        """ "node:device" of every rank, in rank order."""
+        if self._places is None:
+            self._places = json.loads(self._store.get("places"))
+        return self._places
 
     def join(self) -> Self:
         """Meet all other ranks, take the rank that `placing` gives and initialise torch.distributed.
 
         Raises LaunchError within `timeout` when ranks are missing (it names them and tells where the others are), when
-        they differ in what they must have `alike`, or when the store cannot be reached. Exports the
-        launcher-independent variables (RANK, ...) until close().
+        they differ in what must be `alike`, or when the store cannot be reached. Exports the launcher-independent
+        variables (RANK, ...) until close().
         """
         if dist.is_initialized():
             raise LaunchError("torch.distributed is initialised already: connect once, or close the first rendezvous")
-        deadline = self.clock() + self.timeout.total_seconds()
+        seconds = self.timeout.total_seconds()
+        deadline = self.clock() + seconds
         with without_dns() if self.serves_store and not self.launch.on_one_node else contextlib.nullcontext():
-            self._meet(deadline)
-        where = f"{self.launch.node}:{device_name(self.device)}"
-        self.flight.describe(self.launch.rank, os.getpid(), where, process_start(os.getpid()))
+            self.open(seconds)
+            self.flight_file = FlightFile(self.launch)
+            self.flight = self.flight_file.recorder
+            atexit.register(self._leave)
+            try:
+                # It meets the deadline by itself unless the store's host hangs or lost power.
+                left, failure = deadline - self.clock(), f"{self._myself}: {self.store_name} gave no answer"
+                bounded(lambda: self._meet(deadline), max(left, 0.0) + ANSWER_S, failure)
+            except LaunchError:
+                self._leave()
+                raise
+            except RuntimeError as error:
+                self._store_lost = True
+                self._leave()
+                raise LaunchError(f"{self._myself}: {self._store_gone()}") from error
+        where, pid = f"{self.launch.node}:{device_name(self.device)}", os.getpid()
+        self.flight.describe(self.launch.rank, pid, where, process_start(pid))
         self.flight_file.unlink()  # all ranks of the node have opened it
         sys.audit("megatron.parallel.met", self)
         try:
-            self._watch()
+            self._listen()
             self._initialise()
         except (RuntimeError, ValueError, LaunchError) as error:
             explanation = self.explain(error)
@@ -118,65 +184,148 @@ class Rendezvous(Meeting):
             raise explanation from error
         return self
 
+    # -- the rendezvous --------------------------------------------------------------------------
+
     def _meet(self, deadline: float) -> None:
-        """Connect to the store and say hello."""
-        self._store = self._open_store(self.timeout.total_seconds())
-        self.flight_file = FlightFile(self.launch)
-        self.flight = self.flight_file.recorder
-        atexit.register(self._leave)
-        try:
-            # It heeds the deadline itself unless the store's host hangs or lost power.
-            left, failure = deadline - self.clock(), f"{self._myself}: {self._store_name} gave no answer"
-            bounded(lambda: self._say_hello(deadline), max(left, 0.0) + ANSWER_S, failure)
-        except (RuntimeError, LaunchError) as error:
-            self._store_lost = not isinstance(error, LaunchError)
-            self._leave()
-            if self._store_lost:
-                raise LaunchError(f"{self._myself}: {self._store_gone()}") from error
-            raise
+        """Describe this process to the others, and take the rank of the verdict. Raises LaunchError."""
+        store, task = self._store, self.launch.task
+        own = describe_process(self.launch, self.device, self.backend, self.placing)
+        error = self._duplicate() if store.add(f"claim/{task}", 1) > 1 else self._interface_problem()
+        verdict: dict[str, Any]
+        if error:
+            verdict = {"error": error}
+        else:
+            store.set(f"participant/{task}", json.dumps({**own, "alike": self._digests()}))
+            verdict = self._judge(deadline) if task == 0 else {}
+        if verdict:
+            store.set("verdict", json.dumps(verdict))
+        else:
+            self.poll(["verdict"], deadline)
+            verdict = json.loads(store.get("verdict")) if store.check(["verdict"]) else {"error": self._absent()}
+        if verdict.get("error"):
+            raise LaunchError(verdict["error"])
+        # From here on this process uses the rank that it was given.
+        self.server, self.notices, self._renumbered = verdict["server"], verdict["notices"], verdict["renumbered"]
+        if self._renumbered:
+            self.launch = dataclasses.replace(self.launch, rank=int(store.get(f"rank/{task}")))
+
+    def _digests(self) -> dict[str, str]:
+        """Return digests of what must be alike; only the first process with a digest, of thousands, writes its text."""
+        told = {}
+        for kind, values in self.alike.items():
+            text = json.dumps(values, sort_keys=True)
+            told[kind] = digest = hashlib.sha256(text.encode()).hexdigest()[:32]
+            if not self._store.check([f"alike/{digest}"]):
+                self._store.set(f"alike/{digest}", text)
+        return told
+
+    def _interface_problem(self) -> str:
+        """Return why gloo cannot use the interfaces that the environment names, or ""."""
+        named = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        for name in named.split(",") if named else ():
+            try:
+                dist.ProcessGroupGloo.create_device(interface=name)
+            except (RuntimeError, TypeError) as error:  # TypeError: a name that is no text
+                there = ", ".join(known for _, known in socket.if_nameindex())
+                reason = str(error).splitlines()[0]
+                return f"{self._myself}: GLOO_SOCKET_IFNAME={named}: {name!r} is of no use, of {there} here: {reason}"
+        return ""
+
+    def _duplicate(self) -> str:
+        """Return the error of a process whose number another one has claimed first."""
+        launch = self.launch
+        known = self.comes(f"participant/{launch.task}", ANSWER_S)
+        return (
+            f"two processes say they are rank {launch.task}: "
+            f"{self._participant(launch.task) if known else 'another process'}, and "
+            f"{launch.node}:{device_name(self.device)}, process {os.getpid()}: every process needs a rank of its own"
+        )
+
+    def _participant(self, task: int) -> str:
+        """Return where a process is that has described itself."""
+        described = json.loads(self._store.get(f"participant/{task}"))
+        return f"{place(described)}, process {described['pid']}"
+
+    def _absent(self) -> str:
+        """Return the error that names the ranks that did not come."""
+        size, missing = self.launch.world_size, self.ranks_without("participant", _SHOWN)
+        within = show_duration(self.timeout)
+        self._absentees = len(missing)
+        if not missing:
+            return f"all ranks came, but rank 0 ({self._participant(0)}) gave no verdict within {within}"
+        many = len(missing) == _SHOWN
+        present = [] if many else sorted(set(range(size)).difference(missing))[:_SHOWN]
+        return (
+            f"rank{'s' if len(missing) > 1 else ''} {compress_ranks(missing)}{' and perhaps more' if many else ''} of "
+            f"{size} did not come within {within}. Present: "
+            f"{_list_places(present, [self._participant(rank) for rank in present]) or 'not listed'}. Look at the "
+            f"output of the missing; if they only start slowly, raise --distributed-timeout-minutes"
+        )
+
+    def _judge(self, deadline: float) -> dict[str, Any]:
+        """Wait for all descriptions, in the first process, and return the verdict; {} where another gave it before."""
+        keys = [f"participant/{task}" for task in range(self.launch.world_size)]
+        if not self.poll(keys, deadline, unless="verdict"):
+            return {} if self._store.check(["verdict"]) else {"error": self._absent()}
+        participants: list[Participant] = [json.loads(value) for value in self.values(keys)]
+        error = conflict(participants) or difference(participants, lambda digest: self._store.get(f"alike/{digest}"))
+        return {"error": error} if error else self._give_ranks(participants)
+
+    def _give_ranks(self, participants: Sequence[Participant]) -> dict[str, Any]:
+        """Write the rank of each process, and where each rank is."""
+        tasks = [Task(p["node"], p["number"], tuple(p["address"]), tuple(p["near"])) for p in participants]
+        found = assign(tasks, self.placing.device_order)
+        ranks, notices = found.ranks, [*self.launch.notices, *found.notices]
+        if not self.launch.token and (self.launch.store_served or not self.launch.on_one_node):
+            notices.append(_OPEN)
+        of_rank = sorted(range(len(ranks)), key=ranks.__getitem__)  # the task of each rank
+        self._places = [place({**participants[task], "number": found.devices[task]}) for task in of_rank]
+        self._store.set("places", json.dumps(self._places))
+        renumbered = of_rank != sorted(of_rank)
+        if renumbered:
+            self._store.set("tasks", json.dumps(of_rank))
+            for some in batches(range(len(ranks))):
+                self._store.multi_set([f"rank/{task}" for task in some], [str(ranks[task]) for task in some])
+        return {"renumbered": renumbered, "server": ranks[0], "notices": notices}
 
     def _initialise(self) -> None:
-        launch = self.launch
+        """Start torch.distributed."""
+        launch, on_device = self.launch, self.device.type == "cuda"
         variables = launch.environment()
         if launch.on_one_node and not host_name_is_local():
             variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
         raise_file_limit()  # gloo connects every rank with every other of a group
-        if self.device.type == "cuda" and launch.world_size > _FULL_MESH:
+        if on_device and launch.world_size > _FULL_MESH:
             # Beside NCCL, gloo only carries Python objects, to and from rank 0. (torch >= 2.8 knows the variable.)
             variables["TORCH_GLOO_LAZY_INIT"] = os.environ.get("TORCH_GLOO_LAZY_INIT", "1")
-            # torch's monitor of NCCL looks into the store, too, by itself every second on every rank.
+            # torch's monitor of NCCL looks into the store, too, every second on every rank.
             pause_ms = str(int(1000 * max(1.0, self.pause_s)))
             variables["TORCH_NCCL_COORD_CHECK_MILSEC"] = os.environ.get("TORCH_NCCL_COORD_CHECK_MILSEC", pause_ms)
         self._variables.enter_context(changed(os.environ, variables))
-        if self.device.type == "cuda":
+        if on_device:
             torch.cuda.set_device(self.device)
+
+        def start() -> None:
+            if on_device:
+                torch.cuda.set_device(self.device)  # each thread has a current device of its own
+            # No device_id: with it torch makes groups by splitting the whole world's communicator, in which every rank
+            # would have to take part in every group.
+            dist.init_process_group(
+                self.backend,
+                store=dist.PrefixStore("torch", self._store),
+                rank=launch.rank,
+                world_size=launch.world_size,
+                timeout=self.timeout,
+            )
+
         # While gloo connects it waits five times the time limit for a rank that died, and cannot be interrupted.
         seconds = self.timeout.total_seconds() + ANSWER_S
-        self.unless_failed(self._start_torch, seconds, "torch.distributed did not start")
+        self.unless_failed(start, seconds, "torch.distributed did not start")
 
-    def _start_torch(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # each thread has a current device of its own
-        # No device_id: with it torch makes groups by splitting the whole world's communicator, in which every rank
-        # would have to take part in every group.
-        dist.init_process_group(
-            self.backend,
-            store=dist.PrefixStore("torch", self._store),
-            rank=self.launch.rank,
-            world_size=self.launch.world_size,
-            timeout=self.timeout,
-        )
-
-    # -- after the meeting -----------------------------------------------------------------------------------------
-
-    @property
-    def places(self) -> list[str]:
-        if self._places is None:
-            self._places = json.loads(self._store.get("places"))
-        return self._places
+    # -- the store while torch uses it, too ------------------------------------------------------
 
     def unless_failed(self, function: Callable[[], Any], seconds: float, failure: str) -> Any:
-        """`bounded`, which ends at once when another rank fails."""
+        """Call `bounded`, which ends at once when another rank fails."""
         self._alarm = threading.Event()
         if self._alarmed:
             self._alarm.set()
@@ -187,17 +336,20 @@ class Rendezvous(Meeting):
                 self._leave_to_torch()  # which may wait in it any time from here on
             raise
 
-    def _sound_alarm(self) -> None:
-        self._alarmed = True
-        self._alarm.set()
+    def gather(self, name: str, size: int) -> None:
+        """Wait until `size` ranks have called this, with this name and as often as this rank.
 
-    def fail(self, message: str) -> None:
-        """Tell the others why this rank stops. Never raises."""
-        self._failed = True
-        self._try(lambda: self._write_failure(plain(message)), ANSWER_S)
+        What torch does next among them then waits in the connection to the store for moments only.
+        """
+        number = self._store.add(f"gathered/{name}", 1) - 1
+        key = f"gathered/{name}/{number // size}"
+        if number % size == size - 1:
+            self._store.set(key, "")
+        if not self.comes(key, self.timeout.total_seconds()):
+            raise LaunchError(f"not all of {size} ranks came within {show_duration(self.timeout)}")
 
     def _exists(self, key: str = "verdict") -> bool:
-        """Whether the store has a key; asked over another connection where torch waits in this one."""
+        """Return whether the store has a key; ask over another connection where torch waits in this one."""
         try:
             found: bool = bounded(lambda: self._store.check([key]), self._held_s)
             return found
@@ -209,59 +361,48 @@ class Rendezvous(Meeting):
         """Leave the connection to torch, which waits in it, perhaps for a rank that is gone, and make another."""
         with self._changing:
             if self._left_to_torch is None:
-                another = dist.PrefixStore(self._prefix, self._client(ANSWER_S))
+                another = self.another(ANSWER_S)
                 self._left_to_torch, self._store = self._store, another  # the first may be what serves the store
 
-    def comes(self, key: str, seconds: float) -> bool:
-        """Whether the store gets a key within so many seconds."""
-        return self._poll([key], self.clock() + seconds)
-
-    def gather(self, name: str, size: int) -> None:
-        """Wait until so many ranks have called this, with this name and as often as this rank.
-
-        What torch does next among them then waits in the connection to the store for moments only.
-        """
-        number = self._store.add(f"gathered/{name}", 1) - 1
-        key = f"gathered/{name}/{number // size}"
-        if number % size == size - 1:
-            self._store.set(key, "")
-        if not self.comes(key, self.timeout.total_seconds()):
-            raise LaunchError(f"not all of {size} ranks came within {show_duration(self.timeout)}")
-
-    def _try(self, write: Callable[[], None], seconds: float) -> None:
-        """Write to the store if it is still there."""
+    def _try(self, function: Callable[[], Any], seconds: float) -> Any:
+        """Return the function's result, or None where the store is gone or does not answer."""
         if not self._store_lost:
             try:
-                self._exists()
-                bounded(write, seconds)
+                bounded(self._exists, 4 * self._answer_s)
+                return bounded(function, seconds)
             except (RuntimeError, LaunchError):
                 self._store_lost = True
+        return None
 
-    def _write_failure(self, message: str) -> None:
+    # -- failures --------------------------------------------------------------------------------
+
+    def fail(self, message: str) -> None:
+        """Tell the others why this rank stops. Never raises."""
+        self._failed = True
         said = f"{self._myself} failed: {message}"
-        self._store.compare_set("failure", "", json.dumps([self.launch.rank, said]))  # the first, which is the cause
-        if self.serves_store and self._store.add("explainers", 1) == 1:
-            # gloo shows the others a closed connection only when this process ends, with the store: tell them now
-            self._store.set("findings", said)
-            self._call_all(_ROLL)
+
+        def write() -> None:
+            # The first to fail is the cause.
+            self._store.compare_set("failure", "", json.dumps([self.launch.rank, said]))
+            if self.serves_store and self._store.add("explainers", 1) == 1:
+                # gloo shows the others a closed connection only when this process ends, with the store: tell them now
+                self._store.set("findings", json.dumps(said))
+                self._call_all(_ROLL)
+
+        self._try(write, ANSWER_S)
 
     def explain(self, error: BaseException) -> LaunchError:
-        """What a failed or timed-out collective means: the ranks that failed or died, as far as it can be known.
+        """Return what a failed or timed-out collective means: the ranks that failed or died, as far as it is known.
 
-        Takes some seconds. `raise rendezvous.explain(error) from error`. A LostRankError, unless a rank said itself why
-        it failed.
+        Takes some seconds. `raise rendezvous.explain(error) from error`. The result is a LostRankError, unless a rank
+        gave the reason of its failure.
         """
         if self._explained is None:
             self._failed = True
             self.judged.wait(2 * self._answer_s)  # a watchdog that finds a hang ends this process, and knows more
             symptom = (_SOURCE_LINE.sub("", str(error)).splitlines() or [""])[0].split(". ")[0]
             seen = f"{type(error).__name__}: {symptom}"
-            text = self._heard
-            if not text and not self._store_lost:
-                try:
-                    text = bounded(lambda: self._diagnose(seen), 4 * self._answer_s)
-                except (RuntimeError, LaunchError):
-                    self._store_lost = True
+            text = self._heard or self._try(lambda: self._diagnose(seen), 4 * self._answer_s)
             text = text or self._heard or self._store_gone()
             if self._store_lost:  # with the rank that served it
                 self.speaks = self.launch.task == 1
@@ -270,56 +411,53 @@ class Rendezvous(Meeting):
         return self._explained
 
     def _store_gone(self) -> str:
-        return f"{self._store_name} is gone, and with it the store: it died, ended or was stopped; look at its output"
+        return f"{self.store_name} is gone, and with it the store: it died, ended or was stopped; look at its output"
 
     def _diagnose(self, seen: str) -> str:
         if self.launch.world_size == 1:
             return "no other rank takes part"
-        self._exists()
         self.speaks = self._store.add("explainers", 1) == 1
         if self.speaks:
-            self._store.set("findings", self._call_roll(seen))
+            self._store.set("findings", json.dumps(self._call_roll(seen)))
         elif not self.comes("findings", 2 * self._answer_s):
             return "no rank has found out why"
         return self._findings()
 
     def _findings(self) -> str:
-        """What the rank that called the roll found, or what the first rank that failed said itself."""
+        """Return the message of the first rank that failed, else the findings of the roll call."""
         if self._store.check(["failure"]):
             rank, said = json.loads(self._store.get("failure"))
             if rank != self.launch.rank:
                 self._reported = True
                 return str(said)
-        findings: bytes = self._store.get("findings")
-        return findings.decode()
+        return str(json.loads(self._store.get("findings")))
 
     def _call_roll(self, seen: str) -> str:
-        """Ask every rank for a sign of life, and what it does."""
+        """Ask every rank whether it lives and what it does; return the findings."""
         ranks, deadline = range(self.launch.world_size), self.clock() + self._answer_s
         self._call_all(_ROLL)
-        self._poll([f"answer/{rank}" for rank in ranks], deadline)
+        self.poll([f"answer/{rank}" for rank in ranks], deadline)
         dead = self.ranks_without("answer", _SHOWN)
         self._absentees = len(dead)
         if dead:
-            places = list_places([(rank, self._where(rank)) for rank in dead])
-            return f"no sign of life from rank {compress_ranks(dead)}: died or was killed ({places})"
+            tasks = json.loads(self._store.get("tasks")) if self._renumbered else ranks
+            where = [self.places[r] + (f", task {tasks[r]}" if tasks[r] != r else "") for r in dead]
+            return f"no sign of life from rank {compress_ranks(dead)}: died or was killed ({_list_places(dead, where)})"
         answers = [json.loads(answer) for answer in self.values([f"answer/{rank}" for rank in ranks])]
         # Those in a later step than others wait for them.
         first = min((step for step, _ in answers if step), default=0)
         at: dict[str, list[int]] = {}
-        for rank, (step, place) in enumerate(answers):
+        for rank, (step, where) in enumerate(answers):
             if step <= first:
-                at.setdefault(place, []).append(rank)
-        found = [f"rank {compress_ranks(of)} {place}" for place, of in list(at.items())[:_SHOWN]]
+                at.setdefault(where, []).append(rank)
+        found = [f"rank {compress_ranks(of)} {where}" for where, of in list(at.items())[:_SHOWN]]
         # The others may only have stopped because this rank called.
         return f"no rank died; {', '.join(found)}; rank {self.launch.rank} was the first to see {seen}"
 
-    def _where(self, rank: int) -> str:
-        task = int(self._store.get(f"task/{rank}")) if self._renumbered else rank
-        return self.places[rank] + (f", task {task}" if task != rank else "")
+    # -- calls -----------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
-        """Start the thread that answers roll calls."""
+    def _listen(self) -> None:
+        """Start the thread that answers calls."""
         if self.launch.world_size == 1:
             return
 
@@ -340,8 +478,8 @@ class Rendezvous(Meeting):
                     return
                 self._pause(self.pause_s)
 
-        self._watcher = threading.Thread(target=listen, name="rendezvous", daemon=True)
-        self._watcher.start()
+        self._listener = threading.Thread(target=listen, name="rendezvous", daemon=True)
+        self._listener.start()
 
     def _answer(self, call: str) -> None:
         if call == _ROLL:
@@ -352,16 +490,22 @@ class Rendezvous(Meeting):
         elif self.on_inquiry is not None:
             self.on_inquiry(self._call)
 
+    def _sound_alarm(self) -> None:
+        self._alarmed = True
+        self._alarm.set()
+
     def inquire(self) -> int:
-        """Ask all ranks to answer for a watchdog (see on_inquiry). Returns the number of the inquiry."""
+        """Ask all ranks to answer for a watchdog (see on_inquiry). Return the number of the inquiry."""
         return self._call_all(_INQUIRY)
 
     def _call_all(self, call: str) -> int:
-        """Take the first number that no rank has called under. Every rank answers the calls in their order."""
+        """Make a call under the first free number, which is returned. Every rank answers the calls in their order."""
         own, number = f"{call}/{self.launch.rank}", self._call
         while self._store.compare_set(f"call/{number}", "", own).decode() != own:
             number += 1
         return number
+
+    # -- the end ---------------------------------------------------------------------------------
 
     def __enter__(self) -> Rendezvous:
         return self
@@ -378,7 +522,7 @@ class Rendezvous(Meeting):
         if dist.is_initialized() and not (self._failed and self.device.type == "cuda"):
             # After a failure NCCL would wait for the dead; the end of the process frees its communicators.
             with contextlib.suppress(RuntimeError, LaunchError):
-                if self._failed:  # gloo waits for what is still under way
+                if self._failed:  # gloo waits for what is still in progress
                     bounded(dist.destroy_process_group, ANSWER_S, "torch.distributed did not end")
                 else:
                     dist.destroy_process_group()
@@ -391,36 +535,43 @@ class Rendezvous(Meeting):
             return
         self._closed = True
         atexit.unregister(self._leave)
-        self._try(self._write_left, 2 * _LINGER_S + self._held_s)
+        if self.launch.world_size > 1:
+            self._try(self._write_left, 2 * _LINGER_S + self._held_s)
         self._deaf.set()
-        if self._watcher is not None and not self._store_lost:
-            self._watcher.join(timeout=ANSWER_S)
+        if self._listener is not None and not self._store_lost:
+            self._listener.join(timeout=ANSWER_S)
         self.flight_file.close()
 
     def _write_left(self) -> None:
-        launch = self.launch
-        if launch.world_size == 1:
-            return
         # First the answer: a roll call must not wait for this rank longer than this rank stays to serve the store.
-        self._store.set(f"answer/{launch.rank}", json.dumps([0, "has ended"]))
+        self._store.set(f"answer/{self.launch.rank}", json.dumps([0, "has ended"]))
         self._deaf.set()
         deadline = self.clock() + _LINGER_S + self._held_s
         gone = self._store.add("left", 1)
-        while self.serves_store and gone < launch.world_size - self._absentees and self.clock() < deadline:
+        while self.serves_store and gone < self.launch.world_size - self._absentees and self.clock() < deadline:
             self.sleep(0.02)
             gone = self._store.add("left", 0)
 
 
+def _list_places(ranks: Sequence[int], places: Sequence[str]) -> str:
+    """Return ranks and their places, the first sixteen."""
+    shown = "; ".join(f"rank {rank} on {place}" for rank, place in zip(ranks[:16], places[:16], strict=True))
+    return shown + (f"; {len(ranks) - 16} more" if len(ranks) > 16 else "")
+
+
 def connect(
-    launch: Launch, timeout: timedelta = timedelta(minutes=10), backend: str | None = None,
-    placing: Placing = AS_LAUNCHED, alike: Alike | None = None,
-) -> Rendezvous:  # fmt: skip
+    launch: Launch,
+    timeout: timedelta = timedelta(minutes=10),
+    backend: str | None = None,
+    placing: Placing = AS_LAUNCHED,
+    alike: Alike | None = None,
+) -> Rendezvous:
     """Bring all processes together and initialise torch.distributed. The rendezvous is a context manager.
 
     `backend` None takes nccl (which is RCCL on ROCm) where there is a device and gloo elsewhere; `timeout` holds for
-    the meeting and for every collective after it. `placing` says which ranks the processes of a node take: from then on
-    the rendezvous's own `launch` counts. `alike` is what all ranks must have alike. Raises LaunchError that names the
-    ranks that did not come, or those that have something else and what it is.
+    the rendezvous and for every collective after it. `placing` says which ranks the processes of a node take: from then
+    on the rendezvous's own `launch` counts. `alike` is what must be the same on all ranks. Raises LaunchError that
+    names the ranks that did not come, or those that differ and in what.
     """
     device = select_device(launch, backend, check_devices(placing))
-    return Rendezvous(launch, device, timeout, placing, alike=alike or {}).join()
+    return Rendezvous(launch, device, timeout, placing, alike=alike).join()

@@ -1,8 +1,8 @@
 """What all ranks of a run must have alike: settings, versions, code, tokenizer and data files.
 
-Each tells digests of it in its hello (megatron.parallel.meeting), before torch connects anything; the first compares
-them as it reads the hellos, so that no message is added. A difference ends the run on every rank: with another seed,
-learning rate or index file on one of them, the ranks would train together what nobody asked for.
+Each writes digests of it into the store at the rendezvous, before torch connects anything; the first compares them as
+it reads the descriptions of the others, so that no message is added. A difference ends the run on every rank: with
+another seed, learning rate or index file on one of them, the ranks would train together what no user asked for.
 """
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megatron.config import Config
 from megatron.config.settings import all_options
 from megatron.data.datasets import data_prefixes
 from megatron.errors import MegatronError
-from megatron.parallel.hello import Alike
 from megatron.parallel.launch import Launch
+from megatron.parallel.participants import Alike
 from megatron.training.passport import ends_digest, versions
 
 MAY_DIFFER = {

@@ -17,7 +17,7 @@ from megatron.parallel.rendezvous import Rendezvous
 from megatron.parallel.topology import Topology
 from tests.helpers.fault_points import on
 from tests.helpers.processes import run_processes
-from tests.parallel.meetings import patient_connection
+from tests.parallel.ranks import patient_connection
 
 pytestmark = pytest.mark.slow
 

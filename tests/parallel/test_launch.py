@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron.errors import LaunchError
 from megatron.parallel.launch import Launch, detect_launch, expand_hosts, select_device, variables_with_flags
-from megatron.parallel.report import device_identity
+from megatron.parallel.participants import device_identity
 from megatron.parallel.topology import compress_ranks
 
 TORCHRUN = {

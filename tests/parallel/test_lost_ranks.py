@@ -21,7 +21,7 @@ from megatron.parallel.placing import Placing
 from megatron.parallel.rendezvous import Rendezvous, connect
 from megatron.parallel.topology import Layout, Topology
 from tests.helpers.processes import free_port, run_processes_raw
-from tests.parallel.meetings import LONG, patient_connection
+from tests.parallel.ranks import LONG, patient_connection
 from tests.parallel.test_topology import grid
 
 pytestmark = pytest.mark.slow
@@ -208,7 +208,7 @@ def test_tasks_of_srun_and_processes_of_mpirun_meet_and_a_failure_ends_the_other
             assert kind == "LaunchError" and "rank 2 (" in text and "DataError: corpus.bin" in text
 
 
-# -- a rank dies after its hello, before gloo connects ----------------------------------------------------------------
+# -- a rank dies after the rendezvous, before gloo connects -----------------------------------------------------------
 
 
 class LastWords(dist.Store):
@@ -250,7 +250,7 @@ def start_gloo_beside_the_dead(rank: int, path: Path) -> str:
     return "met"
 
 
-def test_a_rank_that_dies_after_its_hello_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_dies_before_gloo_connects_is_named(tmp_path: Path) -> None:
     outcomes = run_processes_raw(3, start_gloo_beside_the_dead, tmp_path / "lock")
     for rank in (0, 2):
         ended, text = outcomes[rank]

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.errors import LaunchError
-from megatron.parallel.hello import make_hello, place
 from megatron.parallel.launch import Launch, select_device
+from megatron.parallel.participants import describe_process, place
 from megatron.parallel.placing import (
     Assignment,
     Placing,
@@ -215,7 +215,7 @@ def test_orders_that_name_no_device_once() -> None:
         check_devices(Placing((0, 1, 2, 3), LOCAL))
 
 
-def test_a_hello_of_a_process_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_description_of_a_process_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     from types import SimpleNamespace
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
@@ -226,7 +226,7 @@ def test_a_hello_of_a_process_on_a_device(monkeypatch: pytest.MonkeyPatch) -> No
     for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     launch = Launch(rank=4, local_rank=4, local_world_size=8, world_size=8, node="n1")
-    hello = make_hello(launch, torch.device("cuda", 6), "nccl", FRONTIER)
-    assert (hello["number"], hello["address"], hello["device"]) == (6, (0, BUSES[6], 0), "cuda:6")
-    assert hello["near"] == (4,) and place(hello) == "n1:cuda:6"
-    assert place({**hello, "device": "cuda:0"}) == "n1:cuda:0 (device 6)"
+    told = describe_process(launch, torch.device("cuda", 6), "nccl", FRONTIER)
+    assert (told["number"], told["address"], told["device"]) == (6, (0, BUSES[6], 0), "cuda:6")
+    assert told["near"] == (4,) and place(told) == "n1:cuda:6"
+    assert place({**told, "device": "cuda:0"}) == "n1:cuda:0 (device 6)"

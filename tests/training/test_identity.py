@@ -11,12 +11,12 @@ import pytest
 from megatron.config import Config
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import LaunchError
-from megatron.parallel.hello import Alike
 from megatron.parallel.launch import Launch
+from megatron.parallel.participants import Alike
 from megatron.training import identity as module
 from megatron.training.identity import files, identity
 from tests.helpers.launching import TINY, launch
-from tests.parallel.meetings import ranks_in_threads
+from tests.parallel.ranks import ranks_in_threads
 
 FIELDS: dict[str, Any] = dict(
     num_layers=2, hidden_size=16, num_attention_heads=2, seq_length=8, vocab_size=24, train_iters=4, lr=1e-3,

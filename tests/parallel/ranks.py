@@ -1,4 +1,4 @@
-"""Ranks for tests of the meeting: threads of this process, or processes, whose time limits the test ends."""
+"""Ranks for tests of the rendezvous: threads of this process, or processes, whose time limits the test ends."""
 from __future__ import annotations
 
 import os
@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.parallel import meeting, rendezvous
-from megatron.parallel.hello import Alike
+from megatron.parallel import rendezvous, store
 from megatron.parallel.launch import Launch
+from megatron.parallel.participants import Alike
 from megatron.parallel.placing import Placing
 from megatron.parallel.rendezvous import Rendezvous
 from tests.helpers.fault_points import on
@@ -50,13 +50,13 @@ class Patience:
 
 def be_patient(patch: pytest.MonkeyPatch) -> None:
     """Limits by the real clock, for hosts that never answer, become limits for what hangs."""
-    for module in (meeting, rendezvous):
+    for module in (store, rendezvous):
         patch.setattr(module, "ANSWER_S", ANSWER_S)
     patch.setattr(rendezvous, "_LINGER_S", LINGER_S)
 
 
 def patient_connection(
-    launch: Launch, survivors: Sequence[int] = (), placing: Placing = meeting.AS_LAUNCHED
+    launch: Launch, survivors: Sequence[int] = (), placing: Placing = rendezvous.AS_LAUNCHED
 ) -> Rendezvous:
     """Of a process that ends with its case: a roll call is over when the survivors have answered it, and the rank with
     the store waits no longer when they have left."""
@@ -82,8 +82,8 @@ class InMemory(Apart):
 
     stores: ClassVar[dict[int, dist.HashStore]] = {}
 
-    def _open_store(self, seconds: float) -> Any:
-        return dist.PrefixStore(self._prefix, self._client(0.0))
+    def _serve(self) -> Any:
+        return self._client(0.0)
 
     def _client(self, seconds: float) -> Any:
         return self.stores.setdefault(self.launch.master_port, dist.HashStore())
@@ -108,7 +108,7 @@ def ranks_in_threads(
         )  # fmt: skip
         try:
             own = (alike[thread] if alike else None) or {}
-            joined = kind(described, torch.device("cpu"), LONG, meeting.AS_LAUNCHED, clock, clock.sleep, own).join()
+            joined = kind(described, torch.device("cpu"), LONG, rendezvous.AS_LAUNCHED, clock, clock.sleep, own).join()
             try:
                 found[thread] = step(joined)  # type: ignore[arg-type]
             finally:

@@ -18,12 +18,11 @@ import torch
 import torch.distributed as dist
 
 from megatron.errors import LaunchError, LostRankError
-from megatron.parallel import meeting, rendezvous, report
+from megatron.parallel import rendezvous, store
 from megatron.parallel.launch import Launch
-from megatron.parallel.placing import Placing
 from megatron.parallel.rendezvous import Rendezvous, connect
 from tests.helpers.processes import free_port
-from tests.parallel.meetings import LONG, Apart, InMemory, Patience, be_patient, ranks_in_threads
+from tests.parallel.ranks import LONG, Apart, InMemory, Patience, be_patient, ranks_in_threads
 
 CPU = torch.device("cpu")
 
@@ -58,7 +57,7 @@ def test_ranks_meet_at_the_store_of_a_launcher(monkeypatch: pytest.MonkeyPatch) 
             store = None  # type: ignore[assignment]
             gone.set()
         gone.wait()
-        rank._watcher.join()  # type: ignore[union-attr]
+        rank._listener.join()  # type: ignore[union-attr]
         return str(rank.explain(RuntimeError("closed")))
 
     for text in ranks_in_threads([0, 1], 2, see_it_go, **launcher):  # type: ignore[arg-type]
@@ -75,7 +74,7 @@ def test_a_rank_that_does_not_come_is_named_by_all_others() -> None:
             self._rank = rank
 
         def sleep(self, seconds: float) -> None:
-            said[self._rank].set()  # others than rank 0 wait only after their hello
+            said[self._rank].set()  # others than rank 0 wait only after they have described themselves
             super().sleep(seconds)
 
     for error in ranks_in_threads([0, 1, 3], 4, clocks={thread: Watched(r) for thread, r in enumerate((0, 1, 3))}):
@@ -86,7 +85,7 @@ def test_a_rank_that_does_not_come_is_named_by_all_others() -> None:
 @pytest.mark.parametrize("silent", [False, True])
 def test_a_store_that_never_answers_is_given_up_and_named(monkeypatch: pytest.MonkeyPatch, silent: bool) -> None:
     """Nobody listens, or, as on a host that lost power, the connection stands and nothing comes."""
-    monkeypatch.setattr(meeting, "ANSWER_S", 0.2)
+    monkeypatch.setattr(store, "ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) if silent else contextlib.nullcontext() as server:
         port = server.getsockname()[1] if server else free_port()
         with pytest.raises(LaunchError) as caught:
@@ -141,7 +140,7 @@ def test_what_was_heard_outlives_the_store() -> None:
             rank.fail("DataError: corpus.bin")
             heard.wait()
             rank._deaf.set()
-            rank._watcher.join()  # type: ignore[union-attr]
+            rank._listener.join()  # type: ignore[union-attr]
             rank._store, rank._store_lost = None, True
             gone.set()
             return str, ""
@@ -149,7 +148,7 @@ def test_what_was_heard_outlives_the_store() -> None:
             threading.Event().wait(0.002)
         heard.wait()
         gone.wait()
-        rank._watcher.join()  # type: ignore[union-attr]
+        rank._listener.join()  # type: ignore[union-attr]
         error = rank.explain(RuntimeError("closed"))
         return type(error), str(error)
 
@@ -254,7 +253,7 @@ def test_a_verdict_forged_without_the_jobs_token_ends_nothing() -> None:
     intruder = dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=LONG, wait_for_workers=False)
     launch = Launch(world_size=2, job=f"test.{os.getpid()}.{port}")
     for prefix in ("", f"{launch.store_prefix('megatron')}/", "megatron/"):
-        intruder.set(f"{prefix}verdict", "forged")
+        intruder.set(f"{prefix}verdict", json.dumps({"error": "forged"}))
     given: dict[str, Any] = dict(kind=Apart, master_port=port, store_served=True)
     assert [str(error) for error in ranks_in_threads([1], 2, **given)] == ["forged"], "without a token it does"
     assert ranks_in_threads([0, 1], 2, lambda rank: rank.notices, **given, token="a random text") == [[], []]
@@ -300,18 +299,18 @@ def counted(port: int) -> Iterator[tuple[int, list[socket.socket]]]:
 
 
 def test_a_rank_connects_once() -> None:
-    """From its hello to its end, with a failure in between."""
+    """From the rendezvous to its end, with a failure in between."""
     port, served, failed = free_port(), threading.Event(), threading.Event()
 
     class Through(Apart):
-        def _open_store(self, seconds: float) -> Any:
+        def open(self, seconds: float) -> None:
             if self.launch.rank == 0:
-                store = super()._open_store(seconds)
+                super().open(seconds)
                 served.set()
-                return store
+                return
             served.wait()
             self.launch = dataclasses.replace(self.launch, master_port=door)
-            return super()._open_store(seconds)
+            super().open(seconds)
 
     def fail_or_ask(rank: Apart) -> str:
         if rank.launch.rank == 0:
@@ -330,12 +329,12 @@ def test_while_ranks_of_several_nodes_join_their_store_asks_no_name_server(monke
     """benchmarks/slow_names.py has a real one, which needs root."""
     told: list[bytes] = []
     libc = SimpleNamespace(__nss_configure_lookup=lambda database, services: told.append(services))
-    monkeypatch.setattr(report.ctypes, "CDLL", lambda _: libc)
+    monkeypatch.setattr(store.ctypes, "CDLL", lambda _: libc)
 
     class Looking(InMemory):
-        def _say_hello(self, deadline: float) -> None:
+        def _meet(self, deadline: float) -> None:
             joining.extend(told)
-            super()._say_hello(deadline)
+            super()._meet(deadline)
 
     joining: list[bytes] = []
     ranks_in_threads([0, 1], 2, kind=Looking)
@@ -368,23 +367,23 @@ def test_the_time_limit_is_that_of_every_collective() -> None:
         assert backend.options._timeout == timedelta(seconds=123)
 
 
-def hello(node: str, device: str, identity: str, **more: Any) -> str:
+def described(node: str, device: str, identity: str, **more: Any) -> str:
     told = {"node": node, "pid": 1, "device": device, "identity": identity, "backend": "cpu:gloo,cuda:nccl"}
     return json.dumps({**told, "number": 0, "near": (), "address": (), **more})
 
 
-def gathered(hellos: list[str], placing: Placing = meeting.AS_LAUNCHED) -> tuple[Rendezvous, str]:
-    """The first process, with these hellos in its store, and the error that it finds in them."""
-    first = Rendezvous(Launch(world_size=len(hellos), local_world_size=len(hellos)), CPU, LONG, placing)
+def judged(participants: list[str]) -> str:
+    """The error that the first process finds in these descriptions."""
+    first = Rendezvous(Launch(world_size=len(participants), local_world_size=len(participants)), CPU, LONG)
     first._store = dist.HashStore()
-    for task, text in enumerate(hellos):
-        first._store.set(f"hello/{task}", text)
-    return first, first._gather_hellos(LONG.total_seconds())
+    for task, text in enumerate(participants):
+        first._store.set(f"participant/{task}", text)
+    return str(first._judge(LONG.total_seconds())["error"])
 
 
 def test_ranks_that_cannot_work_together_are_refused() -> None:
-    good = [hello("n1", "cuda:0", "A"), hello("n2", "cuda:0", "A")]
-    _, error = gathered([*good, hello("n2", "cuda:0", "A")])
+    good = [described("n1", "cuda:0", "A"), described("n2", "cuda:0", "A")]
+    error = judged([*good, described("n2", "cuda:0", "A")])
     assert "1 and 2" in error and "n2" in error
-    _, error = gathered([*good, hello("n2", "cuda:0", "B", backend="gloo")])
+    error = judged([*good, described("n2", "cuda:0", "B", backend="gloo")])
     assert "rank 2 (n2:cuda:0)" in error and "gloo" in error

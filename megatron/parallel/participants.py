@@ -1,0 +1,123 @@
+"""What each process tells the others at the rendezvous, and how one of them compares it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron.parallel.launch import Launch
+from megatron.parallel.placing import Placing, device_number, near_devices, visible_devices
+from megatron.parallel.topology import compress_ranks
+
+Participant = dict[str, Any]
+Alike = Mapping[str, Mapping[str, Any]]
+"""What must be the same on all ranks, by kind and name; JSON-serialisable. A rank without a kind is not compared."""
+
+_SHOWN = 8  # groups of ranks, and names, in the description of a difference
+_LONGEST = 200  # characters of a value in it
+
+
+def device_name(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else f"{device.type}:{device.index}"
+
+
+def bus_address(device: torch.device) -> tuple[int, ...]:
+    """Return PCI domain, bus and device; empty for the CPU or where torch does not know."""
+    if device.type == "cpu":
+        return ()
+    properties = torch.cuda.get_device_properties(device)
+    address = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    return tuple(int(part or 0) for part in address) if address[1] is not None else ()
+
+
+def device_identity(device: torch.device) -> str:
+    """Return what tells this device from the others of its node; "" for the CPU or where torch does not know."""
+    if device.type == "cpu":
+        return ""
+    if not torch.version.hip:
+        # Parts of one card share its bus address but not the uuid.
+        return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    # The dies of an MI250X have one bus address each. The parts of a divided MI300 share theirs; where a process sees
+    # several of them, the number tells them apart.
+    address = bus_address(device)
+    return f"{address}:{device.index}" if address else ""
+
+
+def describe_process(launch: Launch, device: torch.device, backend: str, placing: Placing) -> Participant:
+    """Return what this process tells the others, JSON-serialisable."""
+    on_device = device.type == "cuda"
+    visible, index = (torch.cuda.device_count(), device.index) if on_device else (0, None)
+    return {
+        "node": launch.node,
+        "pid": os.getpid(),
+        "device": device_name(device),
+        "identity": device_identity(device),
+        "backend": backend,
+        "number": device_number(placing, launch.local_rank, index, visible, visible_devices(os.environ)),
+        "address": bus_address(device),
+        "near": near_devices(placing, os.sched_getaffinity(0)) if on_device else (),
+    }
+
+
+def place(participant: Participant) -> str:
+    """Return "node:device", with the device's number on the node where the process counts it otherwise."""
+    number, device = participant["number"], participant["device"]
+    other = number is not None and device != f"cuda:{number}"
+    return f"{participant['node']}:{device}" + (f" (device {number})" if other else "")
+
+
+def conflict(participants: Sequence[Participant]) -> str:
+    """Return why these processes, by the launcher's numbers, cannot work together, or ""."""
+    first, users = participants[0], dict[tuple[str, str], int]()
+    for rank, own in enumerate(participants):
+        if own["backend"] != first["backend"]:
+            return (
+                f"rank 0 ({place(first)}) uses {first['backend']} but rank {rank} ({place(own)}) uses "
+                f"{own['backend']}: all ranks need devices of one kind, or --distributed-backend gloo"
+            )
+        other = users.setdefault((own["node"], own["identity"] or f"rank {rank}"), rank)
+        if other != rank:
+            return (
+                f"ranks {other} and {rank} both have device {own['device']} of node {own['node']}: start as many "
+                f"processes as there are devices"
+            )
+    return ""
+
+
+def difference(participants: Sequence[Participant], text_of: Callable[[str], str | bytes]) -> str:
+    """Return what should be the same on all ranks and is not, or "".
+
+    text_of  returns the text of a digest; called for those of the largest groups only
+    """
+    found: list[str] = []
+    for kind in dict.fromkeys(kind for own in participants for kind in own.get("alike", ())):
+        groups = defaultdict[str, list[int]](list)
+        for rank, own in enumerate(participants):
+            if digest := own.get("alike", {}).get(kind):
+                groups[digest].append(rank)
+        if len(groups) > 1:
+            largest = sorted(groups.items(), key=lambda group: -len(group[1]))[:_SHOWN]
+            found += _differing([(json.loads(text_of(digest)), ranks) for digest, ranks in largest])
+    if not found:
+        return ""
+    more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+    return (
+        f"all ranks must have the same, but {'; '.join(found[:_SHOWN] + more)}. Give every process the same command "
+        f"line ($RANDOM or $(date) in it differs between processes), code and files"
+    )
+
+
+def _differing(groups: Sequence[tuple[Mapping[str, Any], list[int]]]) -> Iterator[str]:
+    """Yield, for each name whose value differs, which ranks have which value."""
+    for name in dict.fromkeys(name for values, _ in groups for name in values):
+        by_value = defaultdict[str, list[int]](list)
+        for values, ranks in groups:
+            by_value[json.dumps(values[name], sort_keys=True) if name in values else "absent"] += ranks
+        if len(by_value) > 1:
+            told = [f"{text[:_LONGEST]} on rank {compress_ranks(of)[:_LONGEST]}" for text, of in by_value.items()]
+            yield f"{name} is {', '.join(told)}"

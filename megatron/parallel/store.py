@@ -1,0 +1,240 @@
+"""One process's connection to the store that all ranks of a job share, and what a host needs for it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+import resource
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from megatron.errors import LaunchError
+from megatron.parallel.launch import Launch
+from megatron.parallel.processes import bounded
+
+T = TypeVar("T")
+
+ANSWER_S = 5.0  # how long the store, or a rank, may take to answer
+_BATCH = 1024  # keys in one request: the store's time for a request grows faster than its keys
+_PATIENCE_S = 3.0  # how long torch may look for a store that is not up yet
+_FOREVER = timedelta(days=20)  # longer ones do not fit torch's 31 bits of milliseconds
+_ASKED = 10_000  # requests a second of all ranks together for a key that they wait for: 0.2 of a core of rank 0
+
+
+class StoreConnection:
+    """A connection to this job's part of the store, which the first process or the launcher serves.
+
+    launch        this process
+    timeout       for the store to come up, and for requests of torch
+    clock, sleep  measure and pass the time between requests for a key that is awaited
+    server        the rank that serves the store
+    """
+
+    server = 0
+
+    def __init__(
+        self,
+        launch: Launch,
+        timeout: timedelta,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self.launch, self.timeout, self.clock, self.sleep = launch, timeout, clock, sleep
+        self._store: Any = None
+
+    @property
+    def store(self) -> Any:
+        """The store. A host that lost power never answers: call it through `bounded`."""
+        return self._store
+
+    @property
+    def serves_store(self) -> bool:
+        """Whether the store ends with this process."""
+        return self.launch.task == 0 and not self.launch.store_served
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds after which a rank asks again for a key that it waits for: the more ranks ask, the longer."""
+        return max(0.2, self.launch.world_size / _ASKED)
+
+    @property
+    def store_name(self) -> str:
+        """The server and address of the store, for messages."""
+        served_by = "the launcher's store" if self.launch.store_served else f"rank {self.server}"
+        return f"{served_by} at {self.launch.store_host}:{self.launch.master_port}"
+
+    def open(self, seconds: float) -> None:
+        """Connect to the store, or serve it; it may come up within `seconds`. Raises LaunchError."""
+        if self.launch.world_size == 1 and not self.launch.store_served:
+            self._store = dist.HashStore()
+        else:
+            self._store = self._of_job(self._serve() if self.serves_store else self._client(seconds))
+
+    def another(self, seconds: float | None = None) -> Any:
+        """Return a second connection: one in which a thread waits for a key serves no other thread."""
+        if isinstance(self._store, dist.HashStore):
+            return self._store
+        return self._of_job(self._client(self.timeout.total_seconds() if seconds is None else seconds))
+
+    def _of_job(self, store: Any) -> Any:
+        return dist.PrefixStore(self.launch.store_prefix("megatron"), store)
+
+    def _serve(self) -> Any:
+        """Serve the store of all ranks; where they are all on this host, to this host only."""
+        raise_file_limit()
+        port, inside = self.launch.master_port, None
+        try:
+            if self.launch.on_one_node:
+                inside = socket.create_server(("127.0.0.1", port))
+                port = inside.getsockname()[1]
+            return dist.TCPStore(
+                "127.0.0.1",
+                port,
+                None,
+                is_master=True,
+                timeout=self.timeout,
+                wait_for_workers=False,
+                master_listen_fd=None if inside is None else inside.detach(),
+            )
+        except (RuntimeError, OSError) as error:
+            raise LaunchError(
+                f"rank 0 on node {self.launch.node} cannot serve port {port}, perhaps because another run or another "
+                f"process with rank 0 uses it: set MASTER_PORT to a free port, and give every process a rank of its "
+                f"own ({str(error).splitlines()[0]})"
+            ) from error
+
+    def _client(self, seconds: float) -> Any:
+        """Connect to the store's server, which may come up within `seconds`."""
+        # Rank 0 reaches its own store through the loopback device, whatever its name resolves to.
+        address = "127.0.0.1" if self.serves_store else self.launch.store_host, self.launch.master_port
+        deadline = self.clock() + seconds
+
+        def connect() -> Any:
+            # torch retries after ever longer pauses. Its own time limit would end in stack traces.
+            return dist.TCPStore(*address, None, is_master=False, timeout=_FOREVER, wait_for_workers=False)
+
+        try:
+            try:
+                client = bounded(connect, min(seconds, _PATIENCE_S))
+            except LaunchError:
+                self._await_listener(address, deadline)
+                left = max(ANSWER_S, deadline - self.clock())
+                client = bounded(connect, left, "a process listens there, but does not answer")
+        except (RuntimeError, OSError, LaunchError) as error:
+            raise LaunchError(
+                f"rank {self.launch.rank} on node {self.launch.node} does not reach {self.store_name} within "
+                f"{show_duration(self.timeout)}: {error}. Either rank 0 did not start (look at its output), or it "
+                f"runs on another host or port than MASTER_ADDR and MASTER_PORT say"
+            ) from error
+        client.set_timeout(self.timeout)
+        return client
+
+    def _await_listener(self, address: tuple[str, int], deadline: float) -> None:
+        """Wait until a process listens there; raise OSError after the deadline.
+
+        Where rank 0 comes late, torch would retry ever less often, and connect up to minutes after it.
+        """
+        while True:
+            try:
+                socket.create_connection(address, timeout=ANSWER_S).close()
+                return
+            except OSError:
+                if self.clock() >= deadline:
+                    raise
+                self.sleep(0.1)
+
+    def poll(self, keys: Sequence[str], deadline: float, unless: str = "") -> bool:
+        """Return whether all keys exist before the deadline, and before the key `unless` does."""
+        pause, longest = 0.005, 0.2 if self.launch.task == 0 else self.pause_s
+        for batch in batches(keys):
+            while not self._store.check(batch):
+                left = deadline - self.clock()
+                if left <= 0 or (unless and self._store.check([unless])):
+                    return False
+                self.sleep(min(pause, left))
+                pause = min(pause * 1.5, longest)
+        return True
+
+    def comes(self, key: str, seconds: float) -> bool:
+        """Return whether the key exists within `seconds`."""
+        return self.poll([key], self.clock() + seconds)
+
+    def values(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of keys that exist."""
+        return [value for batch in batches(keys) for value in self._store.multi_get(batch)]
+
+    def ranks_without(self, kind: str, most: int) -> list[int]:
+        """Return the first ranks without a key `kind/rank`, at most `most`.
+
+        Ranges are halved, so that few missing keys cost few requests.
+        """
+        found: list[int] = []
+        ranges = list(batches(range(self.launch.world_size)))[::-1]
+        while ranges and len(found) < most:
+            ranks = ranges.pop()
+            if self._store.check([f"{kind}/{rank}" for rank in ranks]):
+                continue
+            if len(ranks) == 1:
+                found += ranks
+            else:
+                middle = len(ranks) // 2
+                ranges += [ranks[middle:], ranks[:middle]]
+        return found
+
+
+def batches(keys: Sequence[T]) -> Iterator[list[T]]:
+    """Yield parts of the keys, each for one request to the store."""
+    for start in range(0, len(keys), _BATCH):
+        yield list(keys[start : start + _BATCH])
+
+
+def show_duration(duration: timedelta) -> str:
+    seconds = duration.total_seconds()
+    return f"{seconds / 60:g} minutes" if seconds >= 120 else f"{seconds:g} s"
+
+
+# -- this host -----------------------------------------------------------------------------------
+
+
+def raise_file_limit() -> None:
+    """Allow as many open connections as this user may have: the store keeps one per rank."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def host_name_is_local() -> bool:
+    """Return whether this host's name resolves to an address that it can bind, as gloo needs without an interface."""
+    try:
+        with socket.socket() as probe:
+            probe.bind((socket.gethostbyname(socket.gethostname()), 0))
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def without_dns() -> Iterator[None]:
+    """Let this process look up host names in /etc/hosts only (under glibc; elsewhere nothing changes).
+
+    For the process that serves the store: torch asks for the name of every address that connects, in the store's only
+    thread and for its log. Where an answer takes 50 ms, those of 75,264 ranks would take an hour.
+    """
+    configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", lambda database, services: None)
+    try:
+        text = Path("/etc/nsswitch.conf").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    usual = re.search(r"^\s*hosts:([^#\n]*)", text, re.MULTILINE)
+    configure(b"hosts", b"files")
+    try:
+        yield
+    finally:
+        configure(b"hosts", (usual[1].strip() if usual else "files dns").encode())
