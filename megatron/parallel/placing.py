@@ -3,7 +3,7 @@
 Placement changes ranks, never devices: the launcher binds a process to cores, and with them go the device next to them
 and its network card. A machine's links then decide in which order the devices of a node are best numbered
 (`device_order`), and a process takes the rank that belongs to its device. Processes meet under the launcher's numbers
-(Launch.task) and one of them works out the ranks of all (`assign`): the ranks of a node are permuted among its own
+(Launch.task) and one of them computes the ranks of all (`assign`): the ranks of a node are permuted among its own
 processes or left alone, so that two processes never get the same rank, whatever they believe about their devices.
 
 A process that sees all devices of a node takes the one that belongs to its local rank, which no other takes. It does
@@ -12,9 +12,11 @@ its cores are those of other devices, a notice says so.
 
 Needs no torch.
 """
+
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -43,15 +45,16 @@ class Placing:
 
     @property
     def agreed(self) -> str:
-        """What all processes of a job must have alike."""
-        devices = ",".join(map(str, self.device_order)) or "as launched"
-        return f"rank order {self.rank_order}, device order {devices}"
+        """The part that must be the same in all processes of a job."""
+        return f"rank order {self.rank_order}, device order {_listed(self.device_order) or 'as launched'}"
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """placing   what every process of the job must have found alike
-    describe  what it costs, in lines for the log; takes a moment
+    """A placement of ranks.
+
+    placing   the same in every process of the job
+    describe  returns what it costs, in lines for the log; takes a moment
     """
 
     placing: Placing
@@ -60,8 +63,11 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Task:
-    """A process as the launcher started it: its node, its device's number there and PCI address, where known, and the
-    devices next to the cores that it may use."""
+    """A process as the launcher started it.
+
+    node, number, address  its node, and its device's number there and PCI address, where known
+    near                   the devices next to the cores that it may use
+    """
 
     node: str
     number: int | None = None
@@ -71,7 +77,9 @@ class Task:
 
 @dataclass(frozen=True)
 class Assignment:
-    """ranks    of each task
+    """The ranks of all tasks.
+
+    ranks    of each task
     devices  number of each task's device on its node; None where it is not known
     notices  what is not as it should be
     """
@@ -81,35 +89,41 @@ class Assignment:
     notices: list[str]
 
 
-def visible_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
-    """Numbers on the node of the devices that this process is shown, in its own order; None where nothing limits them,
-    or where they are named otherwise (as "GPU-..." are).
+def _listed(numbers: Sequence[int], between: str = ",") -> str:
+    return between.join(map(str, numbers))
 
-    ROCm filters twice: HIP_VISIBLE_DEVICES (or CUDA_VISIBLE_DEVICES, which HIP reads too) counts within the list of
-    ROCR_VISIBLE_DEVICES, up to the first number that this does not have. A launcher that writes one list into all of
-    them means the devices of the node.
+
+def visible_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
+    """Return the numbers on the node of the devices that this process is shown, in its own order.
+
+    None where nothing limits them, or where they are named otherwise (as "GPU-..." are). ROCm filters twice:
+    HIP_VISIBLE_DEVICES (or CUDA_VISIBLE_DEVICES, which HIP reads too) counts within the list of ROCR_VISIBLE_DEVICES,
+    up to the first number that this does not have. A launcher that writes one list into all of them means the devices
+    of the node.
     """
-    outer = _numbers(environ.get("ROCR_VISIBLE_DEVICES"))
-    inner_name = next((name for name in VISIBLE[1:] if environ.get(name, "").strip()), "")
-    inner = _numbers(environ.get(inner_name))
-    if not environ.get("ROCR_VISIBLE_DEVICES", "").strip():
+    rocr, hip, cuda = (environ.get(name, "").strip() for name in VISIBLE)
+    outer, inner = _numbers(rocr), _numbers(hip or cuda)
+    if not rocr:
         return inner
-    if outer is None or not inner_name:
+    if outer is None or not (hip or cuda):
         return outer
     counted = tuple(outer[number] for number in itertools.takewhile(lambda number: number < len(outer), inner or ()))
     return counted or (outer if inner == outer else None)
 
 
-def _numbers(text: str | None) -> tuple[int, ...] | None:
-    """'4' or '0,1,2' as numbers; None for anything else."""
-    numbers = tuple(number for word in (text or "").split(",") if (number := whole(word.strip())) is not None)
-    words = (text or "").count(",") + 1
-    return numbers if len(set(numbers)) == words else None
+def _numbers(text: str) -> tuple[int, ...] | None:
+    """Return '4' or '0,1,2' as numbers; None for anything else."""
+    words = text.split(",")
+    numbers = tuple(number for word in words if (number := whole(word.strip())) is not None)
+    return numbers if len(set(numbers)) == len(words) else None
 
 
 def near_index(placing: Placing | None, local_rank: int, visible: int, shown: tuple[int, ...] | None) -> int | None:
-    """Which of `visible` devices lies next to this local rank's cores; None where the machine is not known, or shows
-    this process only a part of its devices. `shown` are their numbers, see visible_devices."""
+    """Return which of `visible` devices is next to this local rank's cores.
+
+    None where the machine is not known, or shows this process only a part of its devices. `shown` are their numbers,
+    see visible_devices.
+    """
     order = () if placing is None else placing.local_order
     if len(order) != visible or local_rank >= visible:
         return None
@@ -120,8 +134,10 @@ def near_index(placing: Placing | None, local_rank: int, visible: int, shown: tu
 def device_number(
     placing: Placing, local_rank: int, index: int | None, visible: int, shown: tuple[int, ...] | None
 ) -> int | None:
-    """The number on its node of the device that this process uses: of the `index`th of `visible` ones; `index` None: it
-    uses none, and stands for the one that it would use."""
+    """Return the number on its node of this process's device, the `index`th of `visible` ones; None: not known.
+
+    index  None: it uses none, and stands for the one that it would use
+    """
     if shown is not None and len(shown) == 1:
         return shown[0]
     if index is None:
@@ -133,30 +149,28 @@ def device_number(
 
 
 def near_devices(placing: Placing, cores: Collection[int]) -> tuple[int, ...]:
-    """The devices next to these cores, which are a process's; empty where the machine is not known."""
-    if not placing.cores_of_device:
-        return ()
+    """Return the devices next to these cores, which are a process's; empty where the machine is not known."""
+    spans = placing.cores_of_device
     # The second hardware threads of the cores are numbered behind all first ones.
-    total = 1 + max(last for _, last in placing.cores_of_device)
-    spans = enumerate(placing.cores_of_device)
-    return tuple(device for device, (low, high) in spans if any(low <= core % total <= high for core in cores))
+    total = 1 + max((last for _, last in spans), default=0)
+    near = {core % total for core in cores}
+    return tuple(device for device, (low, high) in enumerate(spans) if not near.isdisjoint(range(low, high + 1)))
 
 
 def assign(tasks: Sequence[Task], device_order: Sequence[int]) -> Assignment:
-    """Ranks for all tasks: a permutation.
+    """Return ranks for all tasks: a permutation.
 
     A node's ranks follow `device_order` when it has as many tasks as devices, with consecutive numbers, on different
     devices; else they stay, as they do everywhere without a device order.
     """
     ranks, found = list(range(len(tasks))), [task.number for task in tasks]
-    of: dict[str, list[int]] = {}
+    nodes, kept = defaultdict[str, list[int]](list), defaultdict[str, list[str]](list)
     for number, task in enumerate(tasks):
-        of.setdefault(task.node, []).append(number)
-    kept: dict[str, list[str]] = {}
-    for node, members in of.items() if device_order else ():
-        devices, why = _devices([tasks[member] for member in members], members, len(device_order))
-        if devices is None:
-            kept.setdefault(why, []).append(node)
+        nodes[task.node].append(number)
+    for node, members in nodes.items() if device_order else ():
+        devices = _devices([tasks[member] for member in members], members, len(device_order))
+        if isinstance(devices, str):
+            kept[devices].append(node)
             known = [found[member] for member in members if found[member] is not None]
             if len(set(known)) < len(known):  # a launcher that counts each task's devices from 0 says nothing
                 for member in members:
@@ -165,56 +179,52 @@ def assign(tasks: Sequence[Task], device_order: Sequence[int]) -> Assignment:
         for member, device in zip(members, devices, strict=True):
             ranks[member] = members[0] + device_order.index(device)
             found[member] = device
-    notices = [_kept_notice(why, nodes, len(of)) for why, nodes in kept.items()]
-    return Assignment(ranks, found, notices + _far_notice(tasks, found))
+    notices = []
+    for why, names in kept.items():
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        named = f"{', '.join(names[:_SHOWN])}{more}"
+        notices.append(f"ranks of {len(names)} of {len(nodes)} node(s) ({named}) stay as launched: {why}")
+    far = [
+        number
+        for number, task in enumerate(tasks)
+        if task.near and found[number] is not None and found[number] not in task.near
+    ]
+    if far:
+        first = tasks[far[0]]
+        notices.append(
+            f"{len(far)} of {len(tasks)} processes run on cores that are not next to their device, such as task "
+            f"{far[0]} on node {first.node}, which has device {found[far[0]]} and the cores of device "
+            f"{_listed(first.near, ', ')}: see --cpu-bind and --gpu-bind of srun"
+        )
+    return Assignment(ranks, found, notices)
 
 
-def _devices(tasks: Sequence[Task], members: Sequence[int], count: int) -> tuple[list[int] | None, str]:
-    """The device of each of a node's tasks, or None and why it does not matter or is not known."""
+def _devices(tasks: Sequence[Task], members: Sequence[int], count: int) -> list[int] | str:
+    """Return the device of each of a node's tasks, or why it does not matter or is not known."""
     if len(tasks) != count:
-        return None, f"{len(tasks)} process(es) on a node of {count} devices"
+        return f"{len(tasks)} process(es) on a node of {count} devices"
     if members[-1] - members[0] + 1 != count:
-        return None, "their processes are not numbered one after the other: start them with --distribution=block"
-    numbers = [task.number for task in tasks]
-    known = [number for number in numbers if number is not None]
+        return "their processes are not numbered one after the other: start them with --distribution=block"
+    known = [task.number for task in tasks if task.number is not None]
     if sorted(known) == list(range(count)):
-        return known, ""
+        return known
     addresses = [task.address for task in tasks]
     if all(addresses) and len(set(addresses)) == count:
         in_order = sorted(addresses)  # as the numbers are where no variable changes them
-        return [in_order.index(address) for address in addresses], ""
+        return [in_order.index(address) for address in addresses]
     if len(known) < count:
-        return None, f"the device of {count - len(known)} of {count} processes is not known"
-    return None, f"their devices are {', '.join(map(str, known))}, not each of 0 to {count - 1} once"
-
-
-def _kept_notice(why: str, nodes: Sequence[str], total: int) -> str:
-    named = ", ".join(nodes[:_SHOWN]) + (f" and {len(nodes) - _SHOWN} more" if len(nodes) > _SHOWN else "")
-    return f"ranks of {len(nodes)} of {total} node(s) ({named}) stay as launched: {why}"
-
-
-def _far_notice(tasks: Sequence[Task], devices: Sequence[int | None]) -> list[str]:
-    far = [n for n, (task, device) in enumerate(zip(tasks, devices, strict=True)) if task.near and device is not None
-           and device not in task.near]  # fmt: skip
-    if not far:
-        return []
-    first, device = tasks[far[0]], devices[far[0]]
-    near = ", ".join(map(str, first.near))
-    return [
-        f"{len(far)} of {len(tasks)} processes run on cores that are not next to their device, such as task {far[0]} "
-        f"on node {first.node}, which has device {device} and the cores of device {near}: see --cpu-bind and "
-        f"--gpu-bind of srun"
-    ]
+        return f"the device of {count - len(known)} of {count} processes is not known"
+    return f"their devices are {_listed(known, ', ')}, not each of 0 to {count - 1} once"
 
 
 def check_devices(placing: Placing) -> Placing:
-    """`placing`, whose device order names each device once. Raises LaunchError."""
-    order = placing.device_order
-    if sorted(order) != list(range(len(order))):
-        raise LaunchError(f"device order {','.join(map(str, order))} does not name each device of a node once")
-    if placing.local_order and order and len(placing.local_order) != len(order):
+    """Return `placing`, whose device order names each device once. Raises LaunchError."""
+    order, count = placing.device_order, len(placing.device_order)
+    if sorted(order) != list(range(count)):
+        raise LaunchError(f"device order {_listed(order)} does not name each device of a node once")
+    if placing.local_order and order and len(placing.local_order) != count:
         raise LaunchError(
-            f"device order {','.join(map(str, order))} names {len(order)} devices, but a node has "
-            f"{len(placing.local_order)}: name each of them once"
+            f"device order {_listed(order)} names {count} devices, but a node has {len(placing.local_order)}: name "
+            f"each of them once"
         )
     return placing
