@@ -1,4 +1,4 @@
-"""Measures when calls and computations ran on a device whose host is far ahead of it.
+"""Measurement of when calls and computations ran on a device whose host is far ahead of it.
 
 Events are recorded into the device's stream around every collective and every wait for one and, where times are wanted,
 around every compute instruction. Events that have not happened yet show where a device hangs; the times between the

@@ -95,19 +95,19 @@ def torch_build() -> str | None:
 @contextlib.contextmanager
 def changed(environ: MutableMapping[str, str], values: Mapping[str, str | None]) -> Iterator[None]:
     """Set these variables inside the block, and unset those that are None; restore all of them after."""
-    before = dict(environ)
-    environ.update({name: value for name, value in values.items() if value is not None})
-    for name in values:
-        if values[name] is None:
-            environ.pop(name, None)
+    before = {name: environ.get(name) for name in values}
+
+    def put(wanted: Mapping[str, str | None]) -> None:
+        environ.update({name: value for name, value in wanted.items() if value is not None})
+        for name in wanted:
+            if wanted[name] is None:
+                environ.pop(name, None)
+
+    put(values)
     try:
         yield
     finally:
-        for name in values:
-            if name in before:
-                environ[name] = before[name]
-            else:
-                environ.pop(name, None)
+        put(before)
 
 
 @contextlib.contextmanager

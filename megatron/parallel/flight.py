@@ -1,4 +1,4 @@
-"""Flight records: what each rank does now, readable by other processes when the rank cannot answer.
+"""Flight records: the current activity of each rank, readable by other processes when the rank cannot answer.
 
 Each rank has a record of fixed size, one page of a file that all ranks of its node map into memory: step and phase, the
 last instruction of the schedule, the last collective or message that it entered and whether it has left it, and how
@@ -100,7 +100,7 @@ class FlightRecorder:
         self._attach(_Record.from_buffer_copy(self._record))
 
     def describe(self, rank: int, pid: int, place: str, process_start: int = 0) -> None:
-        """Write whose record this is."""
+        """Write the rank and process of this record."""
         record = self._record
         record.rank, record.pid, record.process_start = rank, pid, process_start
         record.place = place.encode(errors="backslashreplace")[:96]
@@ -125,7 +125,7 @@ class FlightRecorder:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Name what the rank does inside the block, in at most 24 ASCII characters: "saving"."""
+        """Set the name of the phase inside the block, in at most 24 ASCII characters: "saving"."""
         before, self._record.phase = self._record.phase, name.encode()
         self._moved()
         try:
@@ -264,13 +264,13 @@ class FlightState:
 
     @property
     def where(self) -> str:
-        """What the rank does, in a few words."""
+        """The rank's activity in a few words."""
         inside = [f", in {part}" for part in (self.instruction, self.call) if part]
         return f"step {self.step + 1}{''.join(inside)} ({self.phase})"
 
     @property
     def lost(self) -> bool:
-        """Whether the process can do nothing any more."""
+        """True when the process is stopped, dead or gone."""
         return self.process in (STOPPED, DEAD, GONE)
 
     def posted_in(self, kind: str) -> int:

@@ -1,4 +1,4 @@
-"""Finds out which process this is, from the variables of torchrun, srun or mpirun; without them, it is the only one.
+"""Detection of this process's rank, from the variables of torchrun, srun or mpirun; without them, it is alone.
 
 No ssh, no host file, no mpi4py: each launcher tells every process its rank, and the ranks meet at a store that the
 first of them serves (rendezvous.py).
@@ -89,7 +89,7 @@ class Launch:
 
     @property
     def on_one_node(self) -> bool:
-        """Whether all processes are on this host."""
+        """True when all processes are on this host."""
         return self.world_size == self.local_world_size
 
     @property
@@ -97,10 +97,10 @@ class Launch:
         """The host of the store: where all processes are here, the loopback device, which no other host reaches."""
         return "127.0.0.1" if self.on_one_node and not self.store_served else self.master_addr
 
-    def store_prefix(self, purpose: str) -> str:
+    def store_prefix(self) -> str:
         """Return the prefix of this job's keys. Without its token no other process can name such a key."""
         secret = hashlib.sha256(os.fsencode(self.token)).hexdigest()[:32] if self.token else ""
-        return f"{purpose}/{secret}/{self.job}/{self.world_size}"
+        return f"megatron/{secret}/{self.job}/{self.world_size}"
 
     def environment(self) -> dict[str, str]:
         """Return the variables by which torch and DeepSpeed know ranks."""
@@ -154,7 +154,7 @@ def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:
 
 
 def _find(env: Variables) -> Launch:
-    """Return what the first launcher says whose rank is set."""
+    """Return the launch described by the first launcher whose rank is set."""
     srun, elastic = _is_srun_task(env), env.has("TORCHELASTIC_RUN_ID")
     node = env.text("SLURMD_NODENAME") or socket.gethostname()
     for launcher, rank_name, sizes, local_ranks, local_sizes in _LAUNCHERS:
@@ -219,10 +219,10 @@ def _is_srun_task(env: Variables) -> bool:
 
 
 def _master(env: Variables, world_size: int, local_world_size: int | None) -> tuple[str, tuple[str, ...]]:
-    """Return the host of rank 0, and where it differs from MASTER_ADDR why; `local_world_size` None: not known."""
+    """Return the host of rank 0 and notices about a different MASTER_ADDR; `local_world_size` None: not known."""
     given = env.text("MASTER_ADDR").split()  # `hostname -i` prints an address for each of a host's interfaces
     if given and not _is_submit_host(env, given[0]):
-        several = (f"MASTER_ADDR={' '.join(given)} is several addresses: the first is used",) if len(given) > 1 else ()
+        several = (f"MASTER_ADDR={' '.join(given)} has several addresses: the first is used",) if len(given) > 1 else ()
         return given[0], several
     name = env.first(_NODE_VARIABLES)
     if world_size in (1, local_world_size):
@@ -230,10 +230,10 @@ def _master(env: Variables, world_size: int, local_world_size: int | None) -> tu
     elif name is not None:
         first = expand_hosts(env.text(name))[0]
     else:
-        raise LaunchError(f"MASTER_ADDR is not set and {world_size} processes run: set it to the host of rank 0")
+        raise LaunchError(f"MASTER_ADDR is not set for {world_size} processes: set it to the host of rank 0")
     if not given:
         return first, ()
-    return first, (f"MASTER_ADDR={given[0]} submitted the job and is none of its nodes: {first} is used",)
+    return first, (f"MASTER_ADDR={given[0]} submitted the job and is not one of its nodes: {first} is used",)
 
 
 def _is_submit_host(env: Variables, host: str) -> bool:
@@ -246,7 +246,7 @@ def _is_submit_host(env: Variables, host: str) -> bool:
 
 
 def _slurm_local_size(env: Variables, world: int) -> int:
-    """Return the tasks of this step on this node; where Slurm does not tell, those up to this one."""
+    """Return the number of tasks of this step on this node; at least those up to this one where it is not known."""
     name, node = env.first(("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")), env.number("SLURM_NODEID", 0)
     counts = _expand_counts(env.text(name)) if name else []
     return counts[node] if node < len(counts) and sum(counts) == world else env.number("SLURM_LOCALID", 0) + 1
@@ -256,7 +256,7 @@ def _checked(launch: Launch) -> Launch:
     """Raise LaunchError unless the numbers fit together."""
     source = f"({launch.launcher} variables)"
     if not 1 <= launch.world_size <= _MOST:
-        raise LaunchError(f"world size {launch.world_size} {source}: from one process to {_MOST} can run")
+        raise LaunchError(f"world size {launch.world_size} {source}: use from 1 to {_MOST} processes")
     if launch.rank >= launch.world_size:
         raise LaunchError(
             f"rank {launch.rank} of world size {launch.world_size} {source}: ranks go from 0 to {launch.world_size - 1}"
@@ -267,11 +267,13 @@ def _checked(launch: Launch) -> Launch:
             f"local ranks go from 0 to {launch.local_world_size - 1}"
         )
     if launch.master_port > 65535:
-        raise LaunchError(f"MASTER_PORT={launch.master_port} is no port: take one from 1024 to 65535")
+        raise LaunchError(f"MASTER_PORT={launch.master_port} is not a port: use one from 1024 to 65535")
     try:
         launch.master_addr.encode("idna")  # as every look-up of a name does
     except UnicodeError as error:
-        raise LaunchError(f"MASTER_ADDR={launch.master_addr} is no host: {error}: set it to rank 0's") from error
+        raise LaunchError(
+            f"MASTER_ADDR={launch.master_addr} is not a host name ({error}): set it to the host of rank 0"
+        ) from error
     return launch
 
 
@@ -286,7 +288,7 @@ def expand_hosts(nodelist: str) -> list[str]:
     hosts: list[str] = []
     for item in re.split(r",(?![^\[]*\])", nodelist.strip()):
         if not _ITEM.fullmatch(item):
-            raise LaunchError(f"node list {nodelist!r}: {item!r} is no host")
+            raise LaunchError(f"node list {nodelist!r}: {item!r} is not a host name")
         parts = [list(_numbers(m[1], nodelist)) if m[1] else [m[2]] for m in _PART.finditer(item)]
         if math.prod(map(len, parts)) > _MOST:
             raise LaunchError(f"node list {nodelist!r}: {item!r} is more than {_MOST} hosts")
@@ -301,7 +303,7 @@ def _numbers(ranges: str, nodelist: str) -> Iterator[str]:
         low = int(found[1]) if found else 0
         high = int(found[2] or low) if found else -1
         if found is None or not low <= high < low + _MOST:
-            raise LaunchError(f"node list {nodelist!r}: {part!r} is no range of numbers")
+            raise LaunchError(f"node list {nodelist!r}: {part!r} is not a range of numbers")
         for number in range(low, high + 1):
             yield f"{number:0{len(found[1])}d}"
 
@@ -312,7 +314,9 @@ def _expand_counts(text: str) -> list[int]:
     for part in text.split(","):
         match = _COUNT.fullmatch(part.strip())
         if match is None or len(counts) + int(match[2] or 1) > _MOST:
-            raise LaunchError(f"tasks per node {text!r}: {part!r} is no count, or one of more than {_MOST} nodes")
+            raise LaunchError(
+                f"tasks per node {text!r}: {part!r} is not a count, or the list has more than {_MOST} nodes"
+            )
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 

@@ -1,4 +1,4 @@
-"""What each process tells the others at the rendezvous, and how one of them compares it."""
+"""Descriptions of processes at the rendezvous, and their comparison by the first of them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def bus_address(device: torch.device) -> tuple[int, ...]:
 
 
 def device_identity(device: torch.device) -> str:
-    """Return what tells this device from the others of its node; "" for the CPU or where torch does not know."""
+    """Return an identifier of this device among those of its node; "" for the CPU or where torch does not know."""
     if device.type == "cpu":
         return ""
     if not torch.version.hip:
@@ -49,7 +49,7 @@ def device_identity(device: torch.device) -> str:
 
 
 def describe_process(launch: Launch, device: torch.device, backend: str, placing: Placing) -> Participant:
-    """Return what this process tells the others, JSON-serialisable."""
+    """Return this process's description for the others, JSON-serialisable."""
     on_device = device.type == "cuda"
     visible, index = (torch.cuda.device_count(), device.index) if on_device else (0, None)
     return {
@@ -90,7 +90,7 @@ def conflict(participants: Sequence[Participant]) -> str:
 
 
 def difference(participants: Sequence[Participant], text_of: Callable[[str], str | bytes]) -> str:
-    """Return what should be the same on all ranks and is not, or "".
+    """Return a description of what differs between ranks and must not, or "".
 
     text_of  returns the text of a digest; called for those of the largest groups only
     """

@@ -1,4 +1,4 @@
-"""Which device a process takes where it sees several, and which rank it takes on a node.
+"""Placement: the device of a process where several are visible, and its rank on a node.
 
 Placement changes ranks, never devices: the launcher binds a process to cores, and with them go the device next to them
 and its network card. A machine's links then decide in which order the devices of a node are best numbered
@@ -30,7 +30,7 @@ _SHOWN = 4  # nodes that a notice names
 
 @dataclass(frozen=True)
 class Placing:
-    """How ranks are placed on devices; plain numbers, which the caller takes from the machine's description.
+    """A placement of ranks on devices; plain numbers, which the caller takes from the machine's description.
 
     device_order     devices of a node in the order of its ranks; empty: ranks stay as the launcher numbers them
     local_order      local rank i runs next to device local_order[i]; empty: next to device i
@@ -51,7 +51,7 @@ class Placing:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """A placement of ranks.
+    """A planned placement.
 
     placing   the same in every process of the job
     describe  returns what it costs, in lines for the log; takes a moment

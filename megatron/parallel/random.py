@@ -64,7 +64,7 @@ WHOLE = Place()
 
 @dataclass(frozen=True)
 class DropoutKey:
-    """What the masks of one micro-batch depend on: the run's seed and the number of its first sample."""
+    """The source of the masks of one micro-batch: the run's seed and the number of its first sample."""
 
     seed: int
     sample: int

@@ -1,4 +1,4 @@
-"""The rendezvous of all processes, and how they learn later which of them failed.
+"""The rendezvous of all processes, and the detection of those that fail later.
 
 Every process writes a description of itself, under the launcher's number for it (Launch.task), to a store that the
 first of them or the launcher serves. The first compares the descriptions, gives each process its rank (placing.py) and
@@ -60,7 +60,7 @@ from megatron.parallel.store import (
 from megatron.parallel.topology import compress_ranks
 
 AS_LAUNCHED = Placing()
-_SOURCE_LINE = re.compile(r"\[\S+\.(cc|cpp):\d+\] ?")  # where gloo was compiled, which helps no user
+_SOURCE_LINE = re.compile(r"\[\S+\.(cc|cpp):\d+\] ?")  # where gloo was compiled, which is of no use to users
 _SHOWN = 64  # missing ranks that are looked for, and places in the code that a finding lists
 _HELD_S = 2.0  # how long torch may wait in the connection to the store before this rank makes another
 _LINGER_S = 5.0  # how long the rank that serves the store stays for others at the end, once they can have heard of it
@@ -69,8 +69,8 @@ _LINGER_S = 5.0  # how long the rank that serves the store stays for others at t
 _FULL_MESH = 1024
 _ROLL, _INQUIRY = "roll", "inquiry"  # kinds of calls
 _OPEN = (
-    "whoever connects to the store of the ranks can guess its keys, and end this job: export MEGATRON_JOB_TOKEN, a "
-    "random text, before srun, mpirun or torchrun"
+    "a process that connects to the store of the ranks can guess its keys and end this job: export MEGATRON_JOB_TOKEN, "
+    "a random text, before srun, mpirun or torchrun"
 )
 
 
@@ -228,7 +228,8 @@ class Rendezvous(StoreConnection):
             except (RuntimeError, TypeError) as error:  # TypeError: a name that is no text
                 there = ", ".join(known for _, known in socket.if_nameindex())
                 reason = str(error).splitlines()[0]
-                return f"{self._myself}: GLOO_SOCKET_IFNAME={named}: {name!r} is of no use, of {there} here: {reason}"
+                unusable = f"GLOO_SOCKET_IFNAME={named}: gloo cannot use {name!r} ({reason})"
+                return f"{self._myself}: {unusable}; this host has {there}"
         return ""
 
     def _duplicate(self) -> str:
@@ -236,7 +237,7 @@ class Rendezvous(StoreConnection):
         launch = self.launch
         known = self.comes(f"participant/{launch.task}", ANSWER_S)
         return (
-            f"two processes say they are rank {launch.task}: "
+            f"two processes have rank {launch.task}: "
             f"{self._participant(launch.task) if known else 'another process'}, and "
             f"{launch.node}:{device_name(self.device)}, process {os.getpid()}: every process needs a rank of its own"
         )

@@ -56,12 +56,12 @@ class StoreConnection:
 
     @property
     def serves_store(self) -> bool:
-        """Whether the store ends with this process."""
+        """True when the store ends with this process."""
         return self.launch.task == 0 and not self.launch.store_served
 
     @property
     def pause_s(self) -> float:
-        """Seconds after which a rank asks again for a key that it waits for: the more ranks ask, the longer."""
+        """Seconds between a rank's requests for a key that it waits for; longer with more ranks."""
         return max(0.2, self.launch.world_size / _ASKED)
 
     @property
@@ -84,7 +84,7 @@ class StoreConnection:
         return self._of_job(self._client(self.timeout.total_seconds() if seconds is None else seconds))
 
     def _of_job(self, store: Any) -> Any:
-        return dist.PrefixStore(self.launch.store_prefix("megatron"), store)
+        return dist.PrefixStore(self.launch.store_prefix(), store)
 
     def _serve(self) -> Any:
         """Serve the store of all ranks; where they are all on this host, to this host only."""

@@ -84,7 +84,7 @@ class Layout:
 
     @functools.cached_property
     def strides(self) -> tuple[int, int, int]:
-        """How far apart in rank numbers the neighbours of the tensor, data and pipeline direction are."""
+        """Distances in rank numbers between neighbours in the tensor, data and pipeline direction."""
         sizes = {"tp": self.tensor, "dp": self.data, "pp": self.pipeline}
         strides, stride = {}, 1
         for direction in self.order.split("-"):
@@ -169,7 +169,7 @@ class Topology:
 
     @property
     def flight(self) -> FlightRecorder:
-        """What this rank does now, for others to read when it hangs."""
+        """The recorder of this rank's current activity, for others to read when it hangs."""
         return self.world.flight
 
     @classmethod

@@ -252,7 +252,7 @@ def test_a_verdict_forged_without_the_jobs_token_ends_nothing() -> None:
     server = dist.TCPStore("127.0.0.1", port, None, is_master=True, timeout=LONG, wait_for_workers=False)
     intruder = dist.TCPStore("127.0.0.1", port, None, is_master=False, timeout=LONG, wait_for_workers=False)
     launch = Launch(world_size=2, job=f"test.{os.getpid()}.{port}")
-    for prefix in ("", f"{launch.store_prefix('megatron')}/", "megatron/"):
+    for prefix in ("", f"{launch.store_prefix()}/", "megatron/"):
         intruder.set(f"{prefix}verdict", json.dumps({"error": "forged"}))
     given: dict[str, Any] = dict(kind=Apart, master_port=port, store_served=True)
     assert [str(error) for error in ranks_in_threads([1], 2, **given)] == ["forged"], "without a token it does"
