@@ -22,8 +22,6 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 class Started:
     """The work handle of a collective in progress, whose wait is recorded; without `work`, of one that did nothing."""
 
-    __slots__ = ("_entry", "_group", "_work")
-
     def __init__(self, work: Any = None, group: Group | None = None, *entry: Any) -> None:
         self._work, self._group, self._entry = work, group, entry
 

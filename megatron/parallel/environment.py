@@ -76,7 +76,7 @@ SETTINGS = (
     # (github.com/pytorch/pytorch/issues/192259 and pull/192814).
     Setting("PYTORCH_CUDA_ALLOC_CONF", _CUDA, lambda config: "expandable_segments:True",
             "blocks of other sizes than those that were freed leave no holes", ("PYTORCH_ALLOC_CONF",)),
-)  # fmt: skip
+)
 
 
 def torch_build() -> str | None:
@@ -98,10 +98,11 @@ def changed(environ: MutableMapping[str, str], values: Mapping[str, str | None])
     before = {name: environ.get(name) for name in values}
 
     def put(wanted: Mapping[str, str | None]) -> None:
-        environ.update({name: value for name, value in wanted.items() if value is not None})
-        for name in wanted:
-            if wanted[name] is None:
+        for name, value in wanted.items():
+            if value is None:
                 environ.pop(name, None)
+            else:
+                environ[name] = value
 
     put(values)
     try:
@@ -121,18 +122,17 @@ def job_environment(
     """
     environ = os.environ if environ is None else environ
     build = torch_build() if build is None else build
-    chosen: dict[str, str] = {}
-    notes = []
+    variables, chosen, notes = Variables(environ), dict[str, str](), list[str]()
     for setting in SETTINGS:
         if build not in setting.builds or config.parallel.distributed_backend == "gloo":
             continue
-        value, given = setting.value(config), Variables(environ).first((setting.name, *setting.others))
+        value, given = setting.value(config), variables.first((setting.name, *setting.others))
         if value is None:
             continue
         if given is None:
             chosen[setting.name] = value
-        elif environ[given].strip() != value:
-            notes.append(f"note: {given}={environ[given]} stays as it is set; {value} is recommended: {setting.reason}")
+        elif (own := variables.text(given)) != value:
+            notes.append(f"note: {given}={own} stays as it is set; {value} is recommended: {setting.reason}")
     if chosen and "torch" in sys.modules:
         notes.append("note: torch was imported before these variables were set, and may not read all of them")
     listed = " ".join(f"{name}={value}" for name, value in chosen.items())
@@ -144,25 +144,25 @@ class Variables:
     """An environment whose empty values count as unset."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ = environ
+        self._values = {name: value.strip() for name, value in environ.items() if value.strip()}
 
     def has(self, name: str) -> bool:
-        return bool(self._environ.get(name, "").strip())
+        return name in self._values
 
     def text(self, name: str, default: str = "") -> str:
-        return self._environ.get(name, "").strip() or default
+        return self._values.get(name, default)
 
     def number(self, name: str, default: int | None = None) -> int:
-        text = self.text(name)
-        if not text and default is not None:
+        if default is not None and not self.has(name):
             return default
+        text = self.text(name)
         number = whole(text)
         if number is None:
             raise LaunchError(f"{name}={text[:40]!r}: a whole number from 0 is needed, of at most 18 digits")
         return number
 
     def first(self, names: tuple[str, ...]) -> str | None:
-        return next((name for name in names if self.has(name)), None)
+        return next((name for name in names if name in self._values), None)
 
 
 def job_name(environ: Mapping[str, str]) -> str | None:

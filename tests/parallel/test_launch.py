@@ -139,12 +139,13 @@ def test_the_rest_of_a_launch() -> None:
 
 
 def test_ranks_of_a_step_agree_on_port_and_job_and_steps_differ() -> None:
-    def meeting(**changes: str) -> tuple[int, str]:
+    def port_and_job(**changes: str) -> tuple[int, str]:
         found = detect_launch(SRUN | changes)
         return found.master_port, found.job
 
-    assert meeting() == meeting(SLURM_PROCID="2", SLURM_LOCALID="2", SLURM_NODEID="0", SLURMD_NODENAME="frontier00121")
-    others = [meeting(SLURM_STEP_ID=str(step)) for step in range(8)] + [meeting(SLURM_JOB_ID="4712")]
+    other = dict(SLURM_PROCID="2", SLURM_LOCALID="2", SLURM_NODEID="0", SLURMD_NODENAME="frontier00121")
+    assert port_and_job() == port_and_job(**other)
+    others = [port_and_job(SLURM_STEP_ID=str(n)) for n in range(8)] + [port_and_job(SLURM_JOB_ID="4712")]
     ports, jobs = map(set, zip(*others, strict=True))
     assert len(jobs) == len(ports) == 9  # a hash: these nine differ
     assert all(1024 <= port < 32768 for port in ports)
