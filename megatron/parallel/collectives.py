@@ -84,7 +84,8 @@ def reduce_scatter_first_async(x: torch.Tensor, group: Group) -> tuple[torch.Ten
 
 
 def reduce_scatter_into_async(part: torch.Tensor, x: torch.Tensor, group: Group) -> Started:
-    """Sum `x` [n, ...] over the ranks and put this rank's part of dimension 0 into `part` [n / size, ...].
+    """Sum `x` [n, ...] over the ranks and put this rank's part of dimension 0 into `part` [n /
+    size, ...].
 
     For a group of more than one; `part` is contiguous. Returns the work handle.
     """
@@ -152,7 +153,8 @@ class _SumOverRanks(torch.autograd.Function):
 def reduce_from_tensor_region(x: torch.Tensor, group: Group, sequence_parallel: bool = False) -> torch.Tensor:
     """Sum the partial results [s, b, h] of the tensor ranks, with gradients.
 
-    Returns [s, b, h] on every rank, or with sequence parallelism this rank's [s/tp, b, h]. Backward passes are those of
-    Shoeybi et al. (arXiv 1909.08053, section 3, g) and Korthikanti et al. (arXiv 2205.05198, section 4.2.2).
+    Returns [s, b, h] on every rank, or with sequence parallelism this rank's [s/tp, b, h]. Backward
+    passes are those of Shoeybi et al. (arXiv 1909.08053, section 3, g) and Korthikanti et al.
+    (arXiv 2205.05198, section 4.2.2).
     """
     return x if group.size == 1 else _SumOverRanks.apply(x, group, sequence_parallel)

@@ -1,8 +1,9 @@
 """Measurement of when calls and computations ran on a device whose host is far ahead of it.
 
-Events are recorded into the device's stream around every collective and every wait for one and, where times are wanted,
-around every compute instruction. Events that have not happened yet show where a device hangs; the times between the
-others show how long it computed. Nothing waits for the device. On a CPU, events happen when they are recorded.
+Events are recorded into the device's stream around every collective and every wait for one and,
+where times are wanted, around every compute instruction. Events that have not happened yet show
+where a device hangs; the times between the others show how long it computed. Nothing waits for the
+device. On a CPU, events happen when they are recorded.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class DeviceCalls:
     on_host     count calls in which only the host takes part
     computed_s  where `timed`: seconds of the finished compute instructions, without the waits inside them
 
-    A call is anything with a `kind`, the number of its kind of group, and a `sequence`, its number among these.
+    A call is anything with a `kind`, the number of its kind of group, and a `sequence`, its number
+    among these.
     """
 
     def __init__(self, new_event: Callable[[], Any], timed: bool = False, on_host: bool = False) -> None:
@@ -100,7 +102,8 @@ class DeviceCalls:
             self.computed_s += (begun.elapsed_time(ended) - waited_ms) / 1000
 
     def where(self, posted: list[int]) -> tuple[Any, list[int]]:
-        """Return the device's current call, or None, and the number of collectives of each kind that it has reached.
+        """Return the device's current call, or None, and the number of collectives of each kind
+        that it has reached.
 
         posted  the numbers that its host has posted. For another thread, while the recording thread is blocked.
         """

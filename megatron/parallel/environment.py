@@ -48,8 +48,9 @@ def _overlaps_products(config: Config) -> str | None:
     return "1" if wanted and parallel.tensor_model_parallel_size > 1 else None
 
 
-# Sources: torch's ProcessGroupNCCL.hpp and .cpp, FlightRecorder.hpp, CUDAAllocatorConfig.h; ROCm's rocdevice.cpp and
-# "AMD Instinct MI300X workload optimization"; NVIDIA, "CUDA environment variables". None was measured on MI250X.
+# Sources: torch's ProcessGroupNCCL.hpp and .cpp, FlightRecorder.hpp, CUDAAllocatorConfig.h; ROCm's
+# rocdevice.cpp and "AMD Instinct MI300X workload optimization"; NVIDIA, "CUDA environment
+# variables". None was measured on MI250X.
 SETTINGS = (
     Setting("GPU_MAX_HW_QUEUES", _ROCM, lambda config: "8",
             "HIP maps the streams of each priority onto 4 queues, in which one stream waits for another: with 8 the "
@@ -72,8 +73,8 @@ SETTINGS = (
             "torch writes its flight recorder where it sees a time-out first"),
     Setting(TRACE_FILE[0], _CUDA + _ROCM, _trace_prefix, "the flight recorder's files go to the run's folder",
             TRACE_FILE[1:]),
-    # Not on ROCm: older torch and ROCm before 7 cannot, and with ROCm 7 it hangs or leaks file descriptors
-    # (github.com/pytorch/pytorch/issues/192259 and pull/192814).
+    # Not on ROCm: older torch and ROCm before 7 cannot, and with ROCm 7 it hangs or leaks file
+    # descriptors (github.com/pytorch/pytorch/issues/192259 and pull/192814).
     Setting("PYTORCH_CUDA_ALLOC_CONF", _CUDA, lambda config: "expandable_segments:True",
             "blocks of other sizes than those that were freed leave no holes", ("PYTORCH_ALLOC_CONF",)),
 )
@@ -115,10 +116,12 @@ def changed(environ: MutableMapping[str, str], values: Mapping[str, str | None])
 def job_environment(
     config: Config, environ: MutableMapping[str, str] | None = None, build: str | None = None
 ) -> Iterator[list[str]]:
-    """Set the variables of SETTINGS around a job, before torch is imported, where the user has not set them.
+    """Set the variables of SETTINGS around a job, before torch is imported, where the user has not
+    set them.
 
-    `environ` defaults to this process's and is restored after; `build` is that of torch (default: the installed one's).
-    Nothing is set for a job on CPUs. Yields lines for the log: what was set, and where the user's values differ.
+    `environ` defaults to this process's and is restored after; `build` is that of torch (default:
+    the installed one's). Nothing is set for a job on CPUs. Yields lines for the log: what was set,
+    and where the user's values differ.
     """
     environ = os.environ if environ is None else environ
     build = torch_build() if build is None else build
@@ -190,7 +193,8 @@ def ask_slurm(*command: str, timeout_s: float = 60.0) -> subprocess.CompletedPro
 
 
 def whole(text: str) -> int | None:
-    """Return the whole number from 0 that a text is; None for other text and for more than 18 digits.
+    """Return the whole number from 0 that a text is; None for other text and for more than 18
+    digits.
 
     >>> whole("12"), whole("-1"), whole("²")
     (12, None, None)

@@ -1,9 +1,11 @@
-"""Flight records: the current activity of each rank, readable by other processes when the rank cannot answer.
+"""Flight records: the current activity of each rank, readable by other processes when the rank
+cannot answer.
 
-Each rank has a record of fixed size, one page of a file that all ranks of its node map into memory: step and phase, the
-last instruction of the schedule, the last collective or message that it entered and whether it has left it, and how
-many collectives it has posted in each kind of group. Writing makes no system call and takes no lock. So a rank that is
-stopped, stuck in a kernel or dead is described by its neighbours (Watchdog of megatron.training).
+Each rank has a record of fixed size, one page of a file that all ranks of its node map into memory:
+step and phase, the last instruction of the schedule, the last collective or message that it entered
+and whether it has left it, and how many collectives it has posted in each kind of group. Writing
+makes no system call and takes no lock. So a rank that is stopped, stuck in a kernel or dead is
+described by its neighbours (Watchdog of megatron.training).
 
 Needs no torch.
 """
@@ -82,7 +84,8 @@ class FlightRecorder:
     memory  RECORD_BYTES of writable memory; by default of this process, where no other can read it
     meter   measures calls and computations on the device; None: not measured
 
-    Only the training thread calls these methods, except `alive`, `answer` and `device_is`, which any thread may call.
+    Only the training thread calls these methods, except `alive`, `answer` and `device_is`, which
+    any thread may call.
     """
 
     def __init__(self, memory: Any = None) -> None:
@@ -220,7 +223,8 @@ class FlightRecorder:
 class Call(NamedTuple):
     """A collective or message that a rank is in.
 
-    `sequence` counts the collectives of a kind of group from 1; it is 0 for a message, which has a `peer` (else -1).
+    `sequence` counts the collectives of a kind of group from 1; it is 0 for a message, which has a
+    `peer` (else -1).
     """
 
     name: str
@@ -324,11 +328,12 @@ def file_name(launch: Launch) -> str:
 
 
 class FlightFile:
-    """The file of a node with the records of its ranks of one job: this process's page, and a view of all others.
+    """The file of a node with the records of its ranks of one job: this process's page, and a view
+    of all others.
 
-    It lies in /dev/shm, which is memory, else in the folder for temporary files. Once all ranks of the node have it
-    open, its name is removed: the file disappears with the last process, however that ends. Where no file can be made,
-    each rank sees its own page alone.
+    It lies in /dev/shm, which is memory, else in the folder for temporary files. Once all ranks of
+    the node have it open, its name is removed: the file disappears with the last process, however
+    that ends. Where no file can be made, each rank sees its own page alone.
     """
 
     def __init__(self, launch: Launch, folder: Path | None = None) -> None:
@@ -338,7 +343,8 @@ class FlightFile:
         self._path, start = folder / file_name(launch), launch.local_rank * _PAGE
         try:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            # Pages that are not allocated would end the process with a bus error once memory runs out.
+            # Pages that are not allocated would end the process with a bus error once memory runs
+            # out.
             os.posix_fallocate(self._fd, start, _PAGE)
         except OSError:
             self._fd = os.memfd_create(self._path.name)

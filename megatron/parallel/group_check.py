@@ -1,8 +1,9 @@
 """The first use of every group, before anything depends on it.
 
-NCCL and RCCL connect a group at its first collective and two pipeline neighbours at their first message, where they may
-hang without an error. So each rank reduces one number over every group that training reduces over, and exchanges one
-with each neighbour. The world comes last: no rank continues before all groups work.
+NCCL and RCCL connect a group at its first collective and two pipeline neighbours at their first
+message, where they may hang without an error. So each rank reduces one number over every group that
+training reduces over, and exchanges one with each neighbour. The world comes last: no rank
+continues before all groups work.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ _SHOWN = 200  # characters of a list of ranks
 
 
 def check_groups(topology: Topology, rendezvous: Rendezvous, seconds: float, ring: bool = False) -> int:
-    """Use each group of this rank once, all within `seconds`; return the number of collectives and exchanges.
+    """Use each group of this rank once, all within `seconds`; return the number of collectives and
+    exchanges.
 
-    All ranks call it. `ring`: the last pipeline rank has messages for the first, too. Raises LaunchError on every rank
-    where a group fails on any; Rendezvous.explain then names that group and its ranks on all.
+    All ranks call it. `ring`: the last pipeline rank has messages for the first, too. Raises
+    LaunchError on every rank where a group fails on any; Rendezvous.explain then names that group
+    and its ranks on all.
     """
     uses = list(_uses(topology, ring))
     if not uses:
@@ -59,7 +62,8 @@ Use = tuple[int, str, Group, int, float, Callable[[Topology, Group], float]]
 def _uses(topology: Topology, ring: bool) -> Iterator[Use]:
     """Yield (number, call, group, count of ranks, result, function).
 
-    Numbers are the same on all ranks, so that groups do not wait in a circle. Training reduces over no pipeline group.
+    Numbers are the same on all ranks, so that groups do not wait in a circle. Training reduces over
+    no pipeline group.
     """
     world, line = topology.world, topology.pipeline
     done = {None, world.handle}

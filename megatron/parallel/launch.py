@@ -1,7 +1,8 @@
-"""Detection of this process's rank, from the variables of torchrun, srun or mpirun; without them, it is alone.
+"""Detection of this process's rank, from the variables of torchrun, srun or mpirun; without them,
+it is alone.
 
-No ssh, no host file, no mpi4py: each launcher tells every process its rank, and the ranks meet at a store that the
-first of them serves (rendezvous.py).
+No ssh, no host file, no mpi4py: each launcher tells every process its rank, and the ranks meet at a
+store that the first of them serves (rendezvous.py).
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _FIRST_PORT, _PORTS = 20000, 12000
 _FIRST_SPECIAL_STEP = 4294967280
 _ONE_VARIABLE = "HIP_VISIBLE_DEVICES counts within ROCR_VISIBLE_DEVICES; set only the latter"
 _TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-# Launcher, rank, sizes, local ranks, local sizes; mpi is Open MPI, then MPICH's Hydra and Cray's PALS.
+# Launcher, rank, sizes, local ranks, local sizes; mpi is Open MPI, then MPICH's Hydra and Cray's
+# PALS.
 _LAUNCHERS = (
     ("torchrun", "RANK", ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
     (
@@ -116,7 +118,8 @@ _FLAGS = {  # of pretrain_gpt.py, beside the launcher's variable with the same m
 
 
 def variables_with_flags(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment, with the values of --master-addr, --master-port and --local_rank where it has none.
+    """Return the environment, with the values of --master-addr, --master-port and --local_rank
+    where it has none.
 
     Raises LaunchError where a flag contradicts its variable.
     """
@@ -139,9 +142,10 @@ def variables_with_flags(arguments: Sequence[str], environ: Mapping[str, str] | 
 def detect_launch(environ: Mapping[str, str] | None = None) -> Launch:
     """Read the launcher's variables from `environ` (default: this process's).
 
-    torchrun's names come first, then MPI's, then those of an srun task. A plain `python` inside a batch script or an
-    interactive allocation is one process, although Slurm's variables of the job are set.
-    Raises LaunchError for variables that are missing, no numbers, or contradict each other.
+    torchrun's names come first, then MPI's, then those of an srun task. A plain `python` inside a
+    batch script or an interactive allocation is one process, although Slurm's variables of the job
+    are set. Raises LaunchError for variables that are missing, no numbers, or contradict each
+    other.
     """
     env = Variables(os.environ if environ is None else environ)
     found = _find(env)
@@ -210,7 +214,8 @@ def _find(env: Variables) -> Launch:
 def _is_srun_task(env: Variables) -> bool:
     """Return whether srun started this process as a task.
 
-    A batch script has SLURM_PROCID and SLURM_NTASKS too, but no step; an interactive shell is a step of Slurm's own.
+    A batch script has SLURM_PROCID and SLURM_NTASKS too, but no step; an interactive shell is a
+    step of Slurm's own.
     """
     step = env.first(_STEP_VARIABLES)
     if not env.has("SLURM_PROCID") or (step and env.number(step) >= _FIRST_SPECIAL_STEP):
@@ -326,9 +331,10 @@ def select_device(
 ) -> torch.device:
     """Return the device on which this process computes.
 
-    This is the only visible one where the launcher gives each process its own. Where all devices of a node are visible,
-    it is the one next to this local rank's cores by `placing`, else the local rank's. It is the CPU where there is no
-    device or the backend is "gloo". Raises LaunchError when this process has none.
+    This is the only visible one where the launcher gives each process its own. Where all devices of
+    a node are visible, it is the one next to this local rank's cores by `placing`, else the local
+    rank's. It is the CPU where there is no device or the backend is "gloo". Raises LaunchError when
+    this process has none.
     """
     import torch
 

@@ -42,8 +42,8 @@ def device_identity(device: torch.device) -> str:
     if not torch.version.hip:
         # Parts of one card share its bus address but not the uuid.
         return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
-    # The dies of an MI250X have one bus address each. The parts of a divided MI300 share theirs; where a process sees
-    # several of them, the number tells them apart.
+    # The dies of an MI250X have one bus address each. The parts of a divided MI300 share theirs;
+    # where a process sees several of them, the number tells them apart.
     address = bus_address(device)
     return f"{address}:{device.index}" if address else ""
 

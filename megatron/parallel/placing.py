@@ -1,14 +1,15 @@
 """Placement: the device of a process where several are visible, and its rank on a node.
 
-Placement changes ranks, never devices: the launcher binds a process to cores, and with them go the device next to them
-and its network card. A machine's links then decide in which order the devices of a node are best numbered
-(`device_order`), and a process takes the rank that belongs to its device. Processes meet under the launcher's numbers
-(Launch.task) and one of them computes the ranks of all (`assign`): the ranks of a node are permuted among its own
-processes or left alone, so that two processes never get the same rank, whatever they believe about their devices.
+Placement changes ranks, never devices: the launcher binds a process to cores, and with them go the
+device next to them and its network card. A machine's links then decide in which order the devices
+of a node are best numbered (`device_order`), and a process takes the rank that belongs to its
+device. Processes meet under the launcher's numbers (Launch.task) and one of them computes the ranks
+of all (`assign`): the ranks of a node are permuted among its own processes or left alone, so that
+two processes never get the same rank, whatever they believe about their devices.
 
-A process that sees all devices of a node takes the one that belongs to its local rank, which no other takes. It does
-not follow the cores that it was bound to: several processes may be bound next to one device (as -c2 packs them). Where
-its cores are those of other devices, a notice says so.
+A process that sees all devices of a node takes the one that belongs to its local rank, which no
+other takes. It does not follow the cores that it was bound to: several processes may be bound next
+to one device (as -c2 packs them). Where its cores are those of other devices, a notice says so.
 
 Needs no torch.
 """
@@ -30,7 +31,8 @@ _SHOWN = 4  # nodes that a notice names
 
 @dataclass(frozen=True)
 class Placing:
-    """A placement of ranks on devices; plain numbers, which the caller takes from the machine's description.
+    """A placement of ranks on devices; plain numbers, which the caller takes from the machine's
+    description.
 
     device_order     devices of a node in the order of its ranks; empty: ranks stay as the launcher numbers them
     local_order      local rank i runs next to device local_order[i]; empty: next to device i
@@ -96,10 +98,10 @@ def _listed(numbers: Sequence[int], between: str = ",") -> str:
 def visible_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
     """Return the numbers on the node of the devices that this process is shown, in its own order.
 
-    None where nothing limits them, or where they are named otherwise (as "GPU-..." are). ROCm filters twice:
-    HIP_VISIBLE_DEVICES (or CUDA_VISIBLE_DEVICES, which HIP reads too) counts within the list of ROCR_VISIBLE_DEVICES,
-    up to the first number that this does not have. A launcher that writes one list into all of them means the devices
-    of the node.
+    None where nothing limits them, or where they are named otherwise (as "GPU-..." are). ROCm
+    filters twice: HIP_VISIBLE_DEVICES (or CUDA_VISIBLE_DEVICES, which HIP reads too) counts within
+    the list of ROCR_VISIBLE_DEVICES, up to the first number that this does not have. A launcher
+    that writes one list into all of them means the devices of the node.
     """
     rocr, hip, cuda = (environ.get(name, "").strip() for name in VISIBLE)
     outer, inner = _numbers(rocr), _numbers(hip or cuda)
@@ -121,8 +123,8 @@ def _numbers(text: str) -> tuple[int, ...] | None:
 def near_index(placing: Placing | None, local_rank: int, visible: int, shown: tuple[int, ...] | None) -> int | None:
     """Return which of `visible` devices is next to this local rank's cores.
 
-    None where the machine is not known, or shows this process only a part of its devices. `shown` are their numbers,
-    see visible_devices.
+    None where the machine is not known, or shows this process only a part of its devices. `shown`
+    are their numbers, see visible_devices.
     """
     order = () if placing is None else placing.local_order
     if len(order) != visible or local_rank >= visible:
@@ -134,7 +136,8 @@ def near_index(placing: Placing | None, local_rank: int, visible: int, shown: tu
 def device_number(
     placing: Placing, local_rank: int, index: int | None, visible: int, shown: tuple[int, ...] | None
 ) -> int | None:
-    """Return the number on its node of this process's device, the `index`th of `visible` ones; None: not known.
+    """Return the number on its node of this process's device, the `index`th of `visible` ones;
+    None: not known.
 
     index  None: it uses none, and stands for the one that it would use
     """
@@ -160,8 +163,8 @@ def near_devices(placing: Placing, cores: Collection[int]) -> tuple[int, ...]:
 def assign(tasks: Sequence[Task], device_order: Sequence[int]) -> Assignment:
     """Return ranks for all tasks: a permutation.
 
-    A node's ranks follow `device_order` when it has as many tasks as devices, with consecutive numbers, on different
-    devices; else they stay, as they do everywhere without a device order.
+    A node's ranks follow `device_order` when it has as many tasks as devices, with consecutive
+    numbers, on different devices; else they stay, as they do everywhere without a device order.
     """
     ranks, found = list(range(len(tasks))), [task.number for task in tasks]
     nodes, kept = defaultdict[str, list[int]](list), defaultdict[str, list[str]](list)

@@ -50,11 +50,12 @@ def bounded(
     failure: str = "the store gave no answer",
     wake: threading.Event | None = None,
 ) -> Any:
-    """Return the function's result; raise LaunchError when it takes longer, or when `wake` is set before it ends.
+    """Return the function's result; raise LaunchError when it takes longer, or when `wake` is set
+    before it ends.
 
-    For calls into torch that cannot be interrupted: a store whose host lost power never answers, and gloo waits five
-    times its time limit for a peer that died before it connected. After an error the call continues in its own thread.
-    `wake` is also set when the function ends.
+    For calls into torch that cannot be interrupted: a store whose host lost power never answers,
+    and gloo waits five times its time limit for a peer that died before it connected. After an
+    error the call continues in its own thread. `wake` is also set when the function ends.
     """
     outcome: Future[Any] = Future()
     ended = wake or threading.Event()
@@ -76,8 +77,9 @@ def bounded(
 def python_stacks(limit: int) -> str:
     """Return the Python stacks of this process in at most about `limit` characters.
 
-    The main thread comes first, one frame a line, innermost last; then, after an empty line, one line for each other
-    thread. Other threads and then outer frames are left out where the text is too long.
+    The main thread comes first, one frame a line, innermost last; then, after an empty line, one
+    line for each other thread. Other threads and then outer frames are left out where the text is
+    too long.
     """
 
     def shown(frame: Any, line: int) -> str:
@@ -99,7 +101,8 @@ def python_stacks(limit: int) -> str:
 
 
 def seconds_waited(path: str = "/proc/thread-self/schedstat") -> float | None:
-    """Return the seconds that this thread waited for a core in use by others; None where Linux does not report it.
+    """Return the seconds that this thread waited for a core in use by others; None where Linux does
+    not report it.
 
     Source: sched-stats.rst in the kernel's documentation.
     """
@@ -115,8 +118,8 @@ def seconds_waited(path: str = "/proc/thread-self/schedstat") -> float | None:
 def release_free_memory() -> None:
     """Return the free pages of glibc's heap to the system; do nothing with another C library.
 
-    Phases with tensors of other sizes leave holes that the next phase cannot use. Call it between phases: pages that
-    are used again afterwards cost a fault each.
+    Phases with tensors of other sizes leave holes that the next phase cannot use. Call it between
+    phases: pages that are used again afterwards cost a fault each.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -184,8 +187,9 @@ def kill_process(pid: int, start: int, number: int = signal.SIGKILL) -> bool:
 def reserve_port() -> socket.socket:
     """Return a socket that holds a free port (getsockname()[1]) until it is closed.
 
-    Bound with SO_REUSEADDR and not listening, it keeps the port from other processes that ask for any port and from
-    outgoing connections; a server that sets SO_REUSEADDR too, as torch's store does, can still listen there.
+    Bound with SO_REUSEADDR and not listening, it keeps the port from other processes that ask for
+    any port and from outgoing connections; a server that sets SO_REUSEADDR too, as torch's store
+    does, can still listen there.
     """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -227,19 +231,21 @@ def process_pool(
     start: Callable[..., object] | None = None,
     *arguments: Any,
 ) -> Iterator[Callable[..., Iterator[Any]]]:
-    """Yield map(function, items, chunksize=1), computed in order by processes that have called start(*arguments).
+    """Yield map(function, items, chunksize=1), computed in order by processes that have called
+    start(*arguments).
 
     method  "fork": loaded data need not be sent, but no thread that matters there may be running; or "spawn"
 
-    Ctrl-C reaches all processes of a terminal: only this one handles it, and ends the others. They also end when this
-    process is killed. Raises MegatronError with the text `killed` when one of them is killed.
+    Ctrl-C reaches all processes of a terminal: only this one handles it, and ends the others. They
+    also end when this process is killed. Raises MegatronError with the text `killed` when one of
+    them is killed.
     """
     context = multiprocessing.get_context(method)
     pool = ProcessPoolExecutor(processes, context, _begin, (os.getpid(), start, arguments))
 
     def run(function: Callable[..., Any], items: Any, chunksize: int = 1) -> Iterator[Any]:
-        # A process that starts here gets no Ctrl-C before _begin: it would end with a traceback. This process gets
-        # one a moment later.
+        # A process that starts here gets no Ctrl-C before _begin: it would end with a traceback.
+        # This process gets one a moment later.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             return pool.map(function, items, chunksize=chunksize)

@@ -1,9 +1,9 @@
 """Random numbers that depend on what they are for, not on what was drawn before.
 
-Whether an element is dropped depends on (seed, layer, site) and on its place in the tensor of the whole job: sample,
-head, position, column. So masks are the same on any layout, for any size of the micro-batch, with and without
-recomputation and after a resume, and no generator state needs to be stored. A rank that holds a part of the tensor has
-that part of the mask.
+Whether an element is dropped depends on (seed, layer, site) and on its place in the tensor of the
+whole job: sample, head, position, column. So masks are the same on any layout, for any size of the
+micro-batch, with and without recomputation and after a resume, and no generator state needs to be
+stored. A rank that holds a part of the tensor has that part of the mask.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Site(enum.IntEnum):
 class Place(NamedTuple):
     """The place of a tensor's rows among the rows [samples, heads, positions] of the whole job.
 
-    Row r is number start + r // period * outer + r % period * inner of them; `positions` are those of a head. By
-    default the tensor is the whole, and one piece.
+    Row r is number start + r // period * outer + r % period * inner of them; `positions` are those
+    of a head. By default the tensor is the whole, and one piece.
     """
 
     start: int = 0

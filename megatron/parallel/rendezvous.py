@@ -1,16 +1,18 @@
 """The rendezvous of all processes, and the detection of those that fail later.
 
-Every process writes a description of itself, under the launcher's number for it (Launch.task), to a store that the
-first of them or the launcher serves. The first compares the descriptions, gives each process its rank (placing.py) and
-publishes a verdict: the ranks, or an error that names those that are missing, in conflict or different.
+Every process writes a description of itself, under the launcher's number for it (Launch.task), to a
+store that the first of them or the launcher serves. The first compares the descriptions, gives each
+process its rank (placing.py) and publishes a verdict: the ranks, or an error that names those that
+are missing, in conflict or different.
 
-After that a daemon thread of each rank looks for calls in the store. On a roll call every rank answers: a rank that
-does not is dead, and the others can name it. The findings are told to all at once: a rank that sees the failure last,
-when the store is gone, names the rank that died and not the one that it waited for. Calls are numbered, so that a
-watchdog may make any number of them.
+After that a daemon thread of each rank looks for calls in the store. On a roll call every rank
+answers: a rank that does not is dead, and the others can name it. The findings are told to all at
+once: a rank that sees the failure last, when the store is gone, names the rank that died and not
+the one that it waited for. Calls are numbered, so that a watchdog may make any number of them.
 
-A rank has one connection to the store, which torch uses too. While torch waits for a key in it, no other thread gets an
-answer; so nothing here waits in it, and where torch does for long, this rank makes another.
+A rank has one connection to the store, which torch uses too. While torch waits for a key in it, no
+other thread gets an answer; so nothing here waits in it, and where torch does for long, this rank
+makes another.
 """
 
 from __future__ import annotations
@@ -64,8 +66,9 @@ _SOURCE_LINE = re.compile(r"\[\S+\.(cc|cpp):\d+\] ?")  # where gloo was compiled
 _SHOWN = 64  # missing ranks that are looked for, and places in the code that a finding lists
 _HELD_S = 2.0  # how long torch may wait in the connection to the store before this rank makes another
 _LINGER_S = 5.0  # how long the rank that serves the store stays for others at the end, once they can have heard of it
-# Up to this many ranks gloo connects at the start; more would take minutes. When it connects on demand, it waits
-# forever for a rank that died before the first message: the launcher has to end the job (srun --kill-on-bad-exit).
+# Up to this many ranks gloo connects at the start; more would take minutes. When it connects on
+# demand, it waits forever for a rank that died before the first message: the launcher has to end
+# the job (srun --kill-on-bad-exit).
 _FULL_MESH = 1024
 _ROLL, _INQUIRY = "roll", "inquiry"  # kinds of calls
 _OPEN = (
@@ -75,7 +78,8 @@ _OPEN = (
 
 
 class Rendezvous(StoreConnection):
-    """This process's connection to all others: after `join` over torch.distributed. A context manager.
+    """This process's connection to all others: after `join` over torch.distributed. A context
+    manager.
 
     launch, device       this process, with the rank that it was given; `timeout` is for all to come
     placing              which ranks the processes of a node take; by default those of the launcher
@@ -145,11 +149,12 @@ class Rendezvous(StoreConnection):
         return self._places
 
     def join(self) -> Self:
-        """Meet all other ranks, take the rank that `placing` gives and initialise torch.distributed.
+        """Meet all other ranks, take the rank that `placing` gives and initialise
+        torch.distributed.
 
-        Raises LaunchError within `timeout` when ranks are missing (it names them and tells where the others are), when
-        they differ in what must be `alike`, or when the store cannot be reached. Exports the launcher-independent
-        variables (RANK, ...) until close().
+        Raises LaunchError within `timeout` when ranks are missing (it names them and tells where
+        the others are), when they differ in what must be `alike`, or when the store cannot be
+        reached. Exports the launcher-independent variables (RANK, ...) until close().
         """
         if dist.is_initialized():
             raise LaunchError("torch.distributed is initialised already: connect once, or close the first rendezvous")
@@ -297,7 +302,8 @@ class Rendezvous(StoreConnection):
             variables["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
         raise_file_limit()  # gloo connects every rank with every other of a group
         if on_device and launch.world_size > _FULL_MESH:
-            # Beside NCCL, gloo only carries Python objects, to and from rank 0. (torch >= 2.8 knows the variable.)
+            # Beside NCCL, gloo only carries Python objects, to and from rank 0. (torch >= 2.8 knows
+            # the variable.)
             variables["TORCH_GLOO_LAZY_INIT"] = os.environ.get("TORCH_GLOO_LAZY_INIT", "1")
             # torch's monitor of NCCL looks into the store, too, every second on every rank.
             pause_ms = str(int(1000 * max(1.0, self.pause_s)))
@@ -309,8 +315,8 @@ class Rendezvous(StoreConnection):
         def start() -> None:
             if on_device:
                 torch.cuda.set_device(self.device)  # each thread has a current device of its own
-            # No device_id: with it torch makes groups by splitting the whole world's communicator, in which every rank
-            # would have to take part in every group.
+            # No device_id: with it torch makes groups by splitting the whole world's communicator,
+            # in which every rank would have to take part in every group.
             dist.init_process_group(
                 self.backend,
                 store=dist.PrefixStore("torch", self._store),
@@ -319,7 +325,8 @@ class Rendezvous(StoreConnection):
                 timeout=self.timeout,
             )
 
-        # While gloo connects it waits five times the time limit for a rank that died, and cannot be interrupted.
+        # While gloo connects it waits five times the time limit for a rank that died, and cannot be
+        # interrupted.
         seconds = self.timeout.total_seconds() + ANSWER_S
         self.unless_failed(start, seconds, "torch.distributed did not start")
 
@@ -386,17 +393,19 @@ class Rendezvous(StoreConnection):
             # The first to fail is the cause.
             self._store.compare_set("failure", "", json.dumps([self.launch.rank, said]))
             if self.serves_store and self._store.add("explainers", 1) == 1:
-                # gloo shows the others a closed connection only when this process ends, with the store: tell them now
+                # gloo shows the others a closed connection only when this process ends, with the
+                # store: tell them now
                 self._store.set("findings", json.dumps(said))
                 self._call_all(_ROLL)
 
         self._try(write, ANSWER_S)
 
     def explain(self, error: BaseException) -> LaunchError:
-        """Return what a failed or timed-out collective means: the ranks that failed or died, as far as it is known.
+        """Return what a failed or timed-out collective means: the ranks that failed or died, as far
+        as it is known.
 
-        Takes some seconds. `raise rendezvous.explain(error) from error`. The result is a LostRankError, unless a rank
-        gave the reason of its failure.
+        Takes some seconds. `raise rendezvous.explain(error) from error`. The result is a
+        LostRankError, unless a rank gave the reason of its failure.
         """
         if self._explained is None:
             self._failed = True
@@ -521,7 +530,8 @@ class Rendezvous(StoreConnection):
         if self._closed:
             return
         if dist.is_initialized() and not (self._failed and self.device.type == "cuda"):
-            # After a failure NCCL would wait for the dead; the end of the process frees its communicators.
+            # After a failure NCCL would wait for the dead; the end of the process frees its
+            # communicators.
             with contextlib.suppress(RuntimeError, LaunchError):
                 if self._failed:  # gloo waits for what is still in progress
                     bounded(dist.destroy_process_group, ANSWER_S, "torch.distributed did not end")
@@ -544,7 +554,8 @@ class Rendezvous(StoreConnection):
         self.flight_file.close()
 
     def _write_left(self) -> None:
-        # First the answer: a roll call must not wait for this rank longer than this rank stays to serve the store.
+        # First the answer: a roll call must not wait for this rank longer than this rank stays to
+        # serve the store.
         self._store.set(f"answer/{self.launch.rank}", json.dumps([0, "has ended"]))
         self._deaf.set()
         deadline = self.clock() + _LINGER_S + self._held_s
@@ -567,12 +578,14 @@ def connect(
     placing: Placing = AS_LAUNCHED,
     alike: Alike | None = None,
 ) -> Rendezvous:
-    """Bring all processes together and initialise torch.distributed. The rendezvous is a context manager.
+    """Bring all processes together and initialise torch.distributed. The rendezvous is a context
+    manager.
 
-    `backend` None takes nccl (which is RCCL on ROCm) where there is a device and gloo elsewhere; `timeout` holds for
-    the rendezvous and for every collective after it. `placing` says which ranks the processes of a node take: from then
-    on the rendezvous's own `launch` counts. `alike` is what must be the same on all ranks. Raises LaunchError that
-    names the ranks that did not come, or those that differ and in what.
+    `backend` None takes nccl (which is RCCL on ROCm) where there is a device and gloo elsewhere;
+    `timeout` holds for the rendezvous and for every collective after it. `placing` says which ranks
+    the processes of a node take: from then on the rendezvous's own `launch` counts. `alike` is what
+    must be the same on all ranks. Raises LaunchError that names the ranks that did not come, or
+    those that differ and in what.
     """
     device = select_device(launch, backend, check_devices(placing))
     return Rendezvous(launch, device, timeout, placing, alike=alike).join()

@@ -1,7 +1,8 @@
 """The part of a global parameter that a local tensor holds.
 
-Every parameter has a `Sharding` as `parameter.sharding`. The engine reads from it how gradients are reduced, the
-checkpoint under which name and at which place a tensor is stored; neither needs to know the layer that made it.
+Every parameter has a `Sharding` as `parameter.sharding`. The engine reads from it how gradients are
+reduced, the checkpoint under which name and at which place a tensor is stored; neither needs to
+know the layer that made it.
 """
 
 from __future__ import annotations
@@ -49,9 +50,11 @@ def shard(
     padded: int | None = None,
     **properties: bool,
 ) -> Sharding:
-    """Return the shard of tensor rank `rank` of `size` when dimension `dim` is cut into equal parts.
+    """Return the shard of tensor rank `rank` of `size` when dimension `dim` is cut into equal
+    parts.
 
-    `padded` is the padded length of `dim`, a multiple of `size`; entries beyond the global shape are not real.
+    `padded` is the padded length of `dim`, a multiple of `size`; entries beyond the global shape
+    are not real.
 
     >>> shard("w", (6, 4), 0, 1, 2).offset
     (3, 0)

@@ -1,9 +1,10 @@
 """Sums of weight gradients, and weight gradients that are computed later.
 
-An optimizer that keeps the sums attaches a `GradientSink` to each parameter. A layer that computes a weight gradient
-itself adds it there and returns None to autograd, so that no second tensor of the weight's size is needed and nothing
-iterates over all parameters after a backward pass. A parameter without a sink, or with one that is not `direct`, gets
-its gradient from autograd as usual; in the second case the sink's owner takes it from `.grad`.
+An optimizer that keeps the sums attaches a `GradientSink` to each parameter. A layer that computes
+a weight gradient itself adds it there and returns None to autograd, so that no second tensor of the
+weight's size is needed and nothing iterates over all parameters after a backward pass. A parameter
+without a sink, or with one that is not `direct`, gets its gradient from autograd as usual; in the
+second case the sink's owner takes it from `.grad`.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ _GPU_BYTES = 1 << 27
 
 @cache
 def _adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether torch can add a product of 16-bit matrices to an fp32 matrix in place, without rounding it.
+    """Return whether torch can add a product of 16-bit matrices to an fp32 matrix in place, without
+    rounding it.
 
-    CUDA since torch 2.8, ROCm later, not on a CPU (torch.addmm, `out_dtype`). Builds that lack it raise, and some
-    returned wrong sums (pytorch issue 154086), so a small product whose sum is exact is tried once for each device.
+    CUDA since torch 2.8, ROCm later, not on a CPU (torch.addmm, `out_dtype`). Builds that lack it
+    raise, and some returned wrong sums (pytorch issue 154086), so a small product whose sum is
+    exact is tried once for each device.
     """
     if device.type == "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -40,11 +43,13 @@ def _adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def rows_at_once(device_type: str, rows: int, columns: int, element_bytes: int) -> int:
-    """Return how many rows of a weight [rows, columns] one product computes where it goes through a buffer.
+    """Return how many rows of a weight [rows, columns] one product computes where it goes through a
+    buffer.
 
-    On a CPU a buffer that stays in the cache: a product the size of an embedding table would be read from memory once
-    more, and from fresh pages where the allocator has no such piece (464 ms instead of 323 for [50304, 1024] times
-    [1024, 768] in bf16 on one core). A GPU needs large products: all rows, in equal parts where they are above 128 MiB.
+    On a CPU a buffer that stays in the cache: a product the size of an embedding table would be
+    read from memory once more, and from fresh pages where the allocator has no such piece (464 ms
+    instead of 323 for [50304, 1024] times [1024, 768] in bf16 on one core). A GPU needs large
+    products: all rows, in equal parts where they are above 128 MiB.
     """
     if device_type == "cpu":
         return min(rows, max(_BLOCK // columns, 256))
@@ -59,8 +64,8 @@ class GradientSink:
     added   called with the parameter after each complete contribution, e.g. to count those of a bucket
     direct  whether layers may add here; False leaves it to autograd (--no-gradient-accumulation-fusion)
 
-    The first contribution after `renew()` overwrites `total`, so it need not be filled with zeros; `complete()` does
-    that where no contribution came.
+    The first contribution after `renew()` overwrites `total`, so it need not be filled with zeros;
+    `complete()` does that where no contribution came.
     """
 
     def __init__(
@@ -98,7 +103,8 @@ class GradientSink:
 
     @torch.no_grad()
     def add_product(self, dy: torch.Tensor, x: torch.Tensor, last: bool = True) -> None:
-        """Add dy^T x: dy [tokens, out], x [tokens, in], of one format, for a weight whose last dimension is `in`.
+        """Add dy^T x: dy [tokens, out], x [tokens, in], of one format, for a weight whose last
+        dimension is `in`.
 
         `last` False: more parts of this pass' contribution follow.
         """
@@ -155,10 +161,11 @@ class _Wide(torch.autograd.Function):
 
 
 def wide(parameter: torch.Tensor) -> torch.Tensor:
-    """Return an fp16 parameter with a sink in fp32, so that its gradient is not rounded; others unchanged.
+    """Return an fp16 parameter with a sink in fp32, so that its gradient is not rounded; others
+    unchanged.
 
-    For vectors whose gradient is a sum over tokens: with sequence parallelism each rank sums over its own, and in fp16
-    the whole sum could overflow where the ranks' parts do not.
+    For vectors whose gradient is a sum over tokens: with sequence parallelism each rank sums over
+    its own, and in fp16 the whole sum could overflow where the ranks' parts do not.
     """
     found = _any_sink(parameter)
     if found is None or parameter.dtype != torch.float16:
@@ -180,11 +187,13 @@ def deliver(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 class WeightGradients:
-    """The queue of deferred weight gradients that one rank's linear layers and its pipeline executor share.
+    """The queue of deferred weight gradients that one rank's linear layers and its pipeline
+    executor share.
 
-    For the split backward pass of zero-bubble schedules (Qi et al., arXiv 2401.10241, sec. 2): in a BACKWARD_INPUT
-    instruction the linear layers compute only the gradient of their input and leave the weight's part here as a
-    callable; the BACKWARD_WEIGHT instruction of the same micro-batch runs it later.
+    For the split backward pass of zero-bubble schedules (Qi et al., arXiv 2401.10241, sec. 2): in a
+    BACKWARD_INPUT instruction the linear layers compute only the gradient of their input and leave
+    the weight's part here as a callable; the BACKWARD_WEIGHT instruction of the same micro-batch
+    runs it later.
     """
 
     def __init__(self) -> None:

@@ -139,7 +139,8 @@ class StoreConnection:
     def _await_listener(self, address: tuple[str, int], deadline: float) -> None:
         """Wait until a process listens there; raise OSError after the deadline.
 
-        Where rank 0 comes late, torch would retry ever less often, and connect up to minutes after it.
+        Where rank 0 comes late, torch would retry ever less often, and connect up to minutes after
+        it.
         """
         while True:
             try:
@@ -222,10 +223,12 @@ def host_name_is_local() -> bool:
 
 @contextlib.contextmanager
 def without_dns() -> Iterator[None]:
-    """Let this process look up host names in /etc/hosts only (under glibc; elsewhere nothing changes).
+    """Let this process look up host names in /etc/hosts only (under glibc; elsewhere nothing
+    changes).
 
-    For the process that serves the store: torch asks for the name of every address that connects, in the store's only
-    thread and for its log. Where an answer takes 50 ms, those of 75,264 ranks would take an hour.
+    For the process that serves the store: torch asks for the name of every address that connects,
+    in the store's only thread and for its log. Where an answer takes 50 ms, those of 75,264 ranks
+    would take an hour.
     """
     configure = getattr(ctypes.CDLL(None), "__nss_configure_lookup", lambda database, services: None)
     try:

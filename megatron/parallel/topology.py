@@ -1,7 +1,8 @@
 """This process's place among all, and the process groups that it takes part in.
 
-Rank order: unless another one is chosen, the tensor-parallel rank varies fastest, then the data-parallel rank, then the
-pipeline rank. So neighbouring ranks, which a launcher puts on one node, form the groups that communicate most.
+Rank order: unless another one is chosen, the tensor-parallel rank varies fastest, then the
+data-parallel rank, then the pipeline rank. So neighbouring ranks, which a launcher puts on one
+node, form the groups that communicate most.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Layout:
     >>> list(Layout(tensor=2, pipeline=2, data=2).data_ranks(tensor=1, pipeline=1))
     [5, 7]
 
-    `order` names the directions from the one that varies fastest over the ranks to the slowest: any of RANK_ORDERS.
+    `order` names the directions from the one that varies fastest over the ranks to the slowest: any
+    of RANK_ORDERS.
 
     >>> Layout(tensor=2, pipeline=2, data=2, order="tp-pp-dp").coordinates(5)
     (1, 1, 0)
@@ -124,8 +126,9 @@ def _line(first: int, size: int, stride: int) -> range:
 class Group:
     """Some ranks that communicate, seen from one of them.
 
-    `handle` is the torch process group; None for a group of one, which never communicates. Communication over the group
-    is recorded in `flight`, under the group's `kind` (one of flight.KINDS).
+    `handle` is the torch process group; None for a group of one, which never communicates.
+    Communication over the group is recorded in `flight`, under the group's `kind` (one of
+    flight.KINDS).
     """
 
     ranks: Sequence[int]
@@ -154,7 +157,8 @@ GroupFactory = Callable[[Sequence[int]], Any]
 class Topology:
     """This process's place, its groups and its device, passed to all that communicates.
 
-    `embedding` joins the first and last pipeline stages where both hold a tied embedding; None elsewhere.
+    `embedding` joins the first and last pipeline stages where both hold a tied embedding; None
+    elsewhere.
     """
 
     layout: Layout
@@ -184,12 +188,15 @@ class Topology:
         flight: FlightRecorder | None = None,
         order: str = DEFAULT_ORDER,
     ) -> Topology:
-        """Build the groups of this process over the initialised default process group (or over none: one process).
+        """Build the groups of this process over the initialised default process group (or over
+        none: one process).
 
-        `tied_embeddings` False saves the group that only a tied embedding needs. `flight` records what this rank waits
-        in (Rendezvous.flight); by default, a record that nobody reads. `order` is Layout's, the same on all ranks.
+        `tied_embeddings` False saves the group that only a tied embedding needs. `flight` records
+        what this rank waits in (Rendezvous.flight); by default, a record that nobody reads. `order`
+        is Layout's, the same on all ranks.
 
-        Raises ConfigError when the world does not divide, and LaunchError when ranks do not form a group in time.
+        Raises ConfigError when the world does not divide, and LaunchError when ranks do not form a
+        group in time.
         """
         import torch
         import torch.distributed as dist
@@ -198,7 +205,8 @@ class Topology:
         world_size, rank = (dist.get_world_size(), dist.get_rank()) if running else (1, 0)
         layout = Layout.for_world(world_size, tensor_model_parallel_size, pipeline_model_parallel_size, order)
         device = torch.device("cpu") if device is None else torch.device(device)
-        # While gloo connects it waits five times `timeout` for a member that died, and cannot be interrupted.
+        # While gloo connects it waits five times `timeout` for a member that died, and cannot be
+        # interrupted.
         seconds = (timeout or dist.default_pg_timeout).total_seconds() + _LATE_S
 
         def new_group(ranks: Sequence[int]) -> Any:
@@ -208,7 +216,8 @@ class Topology:
             def form() -> Any:
                 if device.type == "cuda" and device.index is not None:
                     torch.cuda.set_device(device)  # each thread has a current device of its own
-                # Only the members take part: at thousands of ranks a call of the world per group takes minutes.
+                # Only the members take part: at thousands of ranks a call of the world per group
+                # takes minutes.
                 return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
 
             return bounded(form, seconds, f"ranks {compress_ranks(ranks)} did not form a group")
@@ -241,7 +250,8 @@ class Topology:
             handle = new_group(ranks) if new_group is not None and len(ranks) > 1 else None
             return Group(ranks, ranks.index(rank), handle, kind, recorder)
 
-        # All members create their groups in this order, so that overlapping groups form without deadlock.
+        # All members create their groups in this order, so that overlapping groups form without
+        # deadlock.
         world = group("world", range(layout.world_size))
         tensor = group("tensor", layout.tensor_ranks(data=d, pipeline=p))
         data = group("data", layout.data_ranks(tensor=t, pipeline=p))
