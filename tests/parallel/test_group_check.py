@@ -14,7 +14,7 @@ from megatron.parallel import group_check
 from megatron.parallel.group_check import check_groups
 from megatron.parallel.launch import detect_launch
 from megatron.parallel.rendezvous import Rendezvous
-from megatron.parallel.topology import Topology
+from megatron.parallel.topology import Layout, Topology
 from tests.helpers.fault_points import on
 from tests.helpers.processes import run_processes
 from tests.parallel.ranks import patient_connection
@@ -49,6 +49,14 @@ def test_each_group_and_each_neighbour_once_over_one_connection_to_the_store() -
     counts, kept = zip(*run_processes(RANKS, used), strict=True)
     assert list(counts) == [list(of_rank) for of_rank in zip(*USES.values(), strict=True)]
     assert max(kept) == RANKS
+
+
+def test_an_all_reduce_waits_for_all_ranks_of_its_group() -> None:
+    """Also over the pipeline group, which is a replica where the tensor size is 1: there, messages have two ranks."""
+    topology = Topology.from_layout(Layout(1, 3, 2), 2, new_group=tuple)
+    found = [(group.kind, call.split()[0], size) for _, call, group, size, *_ in group_check._uses(topology, False)]
+    messages = [("pipeline", "messages", 2)] * 2
+    assert found == [("data", "all-reduce", 2), ("pipeline", "all-reduce", 3), *messages, ("world", "all-reduce", 6)]
 
 
 def held(rank: int, met: Rendezvous) -> None:
