@@ -77,7 +77,7 @@ def calibrate(args: argparse.Namespace, flags: list[str], argv: Sequence[str]) -
     cluster = machine(found, args.name or args.output.stem, flags)
     write_cluster(cluster, args.output, _HEADING)
     for figure in cluster.compute.figures.values():
-        print(f"  {figure.name:34} {figure.describe():>22} {_unit(figure.name, found.device):8} {figure.basis}")
+        print(f"  {figure.name:34} {figure.used.value:>22} {_unit(figure.name, found.device):8} {figure.basis}")
     print(f"{args.output}: {found.nodes} node(s) of {found.per_node} x {found.device}, "
           f"{sum(len(rows) for rows in found.points.values())} points of {len(found.points)} figures")  # fmt: skip
 

@@ -26,12 +26,12 @@ from megatron.config.command_line import add_preset, parse_plan, with_preset
 from megatron.config.option import Parser, whole
 from megatron.errors import ConfigError
 from megatron.planner.cluster import known_clusters, load_cluster
-from megatron.planner.placement import Placement, choose_placement, rank_rows, render_placement
+from megatron.planner.placement import Placement, RankRow, choose_placement, rank_rows, render_placement
 from megatron.planner.table import Table
 from megatron.training.failures import as_tool
 from megatron.untrusted import without_waiting
 
-COLUMNS = ("rank", "node", "device", "nic", "tp", "dp", "pp", "layers")
+COLUMNS = (*RankRow._fields[:-1], "layers")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -16,9 +16,9 @@ from the link table, with efficiencies that are ratios of published rates to it.
 
     link     pairs on links of 200 GB/s reach 129, on links of 50 GB/s 50. A link of 100 GB/s is put on the straight
              line between them, 76.3; a curve that saturates would lie above that line
-    cut      52/100 = 0.52 of the links across the narrowest cut of a group: {0, 1, 2, 3} reaches 52 over two links of 50
+    cut      52/100 = 0.52 of the links across the narrowest cut of a group: {0, 1, 2, 3} has 52 over two links of 50
     detour   36/50 = 0.72 of the narrowest link on a path through other devices: pairs 4 apart reach 36
-    card     40/100 = 0.40 of a node's network cards: groups over several nodes reach 40, 20, 10, 5 for 1, 2, 4, 8 a node
+    card     40/100 = 0.40 of a node's network cards: groups over several nodes have 40, 20, 10, 5 for 1, 2, 4, 8 a node
 
 A collective of a group on direct links is estimated in two ways, and the larger result counts. One ring can run around
 a spanning tree, there and back, because links carry both directions at once; it is as fast as the narrowest link of the
@@ -135,8 +135,8 @@ class Channels:
         self._note(f"{name} bandwidth", group.rate)
         start, within = self._latency("collective_start_s"), self._latency("hop_within_s")
         between = self._latency("hop_between_s") if group.nodes > 1 else 0.0
-        crossing, latency = group.nodes - 1, (2 if kind == "all_reduce" else 1)
-        latency *= (group.ranks - 1 - crossing) * within + crossing * between
+        times, crossing = (2 if kind == "all_reduce" else 1), group.nodes - 1
+        latency = times * ((group.ranks - 1 - crossing) * within + crossing * between)
         if kind == "all_reduce":
             of_node = math.ceil(group.ranks / group.nodes)
             latency = min(latency, 2 * ((of_node - 1) * within + math.ceil(math.log2(group.nodes)) * between))
@@ -208,7 +208,7 @@ def _interpolate(points: Sequence[tuple[float, ...]], x: float) -> float:
     """
     last, end = points[-1]
     if x <= last:
-        return float(np.interp(x, *zip(*points, strict=True)))
+        return float(np.interp(x, [size for size, _ in points], [seconds for _, seconds in points]))
     before, start = points[-2] if len(points) > 1 and end > points[-2][1] else (0.0, 0.0)
     return end + (end - start) * (x - last) / (last - before)
 
@@ -276,7 +276,7 @@ class NodeLinks:
         return float(np.interp(nearest, widths, rates)) * width / nearest
 
     def widest_ring(self, group: Iterable[int], through: Iterable[int] = ()) -> float:
-        """Return the GB/s of one ring over the group, there and back on a spanning tree; 0 where it is not connected."""
+        """Return the GB/s of one ring over the group, there and back on a spanning tree; 0 if it is not connected."""
         group, through = frozenset(group), frozenset(through)
         widths = sorted(set(self.cluster.links.values()), reverse=True)
         return next((width for width in widths if self.cluster.reached(group, width, through)), 0.0)

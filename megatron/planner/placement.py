@@ -75,8 +75,8 @@ def step_messages(config: Config, device: str) -> StepMessages:
 
 
 class MessageCost(NamedTuple):
-    """Cost of one kind of message: direction, name, bytes that the busiest rank sends in a step, seconds, whether the bandwidth
-    was published, and what limits it."""
+    """Cost of one kind of message: direction, name, bytes that the busiest rank sends in a step, seconds, whether the
+    bandwidth was published, and what limits it."""
 
     direction: str
     name: str
@@ -101,8 +101,9 @@ class PlacementCost:
 
     @property
     def order(self) -> tuple[float, float]:
-        """Key by which placements are compared: first the time in tensor-parallel collectives, which every layer waits for,
-        while the other messages travel behind computations; then all time. Rounded, so that equal placements are."""
+        """Key by which placements are compared: the time in tensor-parallel collectives, which every layer waits for,
+        while the other messages overlap with computations; then all time. Rounded, so that equal costs compare equal.
+        """
         return float(f"{self.seconds_of('tp'):.9g}"), float(f"{self.seconds:.9g}")
 
 
@@ -190,7 +191,7 @@ def _check_device_order(order: tuple[int, ...], cluster: Cluster) -> None:
 
 
 def _devices_used(config: Config, cluster: Cluster) -> int:
-    """Count the devices of each node that have a rank. Raises ConfigError where they fill no whole nodes of the machine."""
+    """Count the devices of each node that have a rank. Raises ConfigError where they do not fill whole nodes."""
     world, each = config.parallel.world_size, cluster.devices_per_node
     if world <= each:
         return world

@@ -1,4 +1,4 @@
-"""Traces of a model's parts: read once off the code (recorder.py), then kept, by all that they depend on.
+"""Traces of a model's parts, recorded once from the code (recorder.py) and cached by all that they depend on.
 
 In memory, and in files of the user's cache folder ($XDG_CACHE_HOME/megatron/traces, ~/.cache without that) under a
 digest of the sources: one that was made by other code is never read. MEGATRON_TRACE_CACHE names another folder, or
@@ -56,9 +56,10 @@ GPT2_VOCABULARY = 50257
 
 
 def trace(config: Config, device: str) -> Trace:
-    """Trace the parts of this model for one micro-batch, on one rank of a "cuda" (a GPU of either make) or "cpu" device.
+    """Trace the parts of this model for one micro-batch on one rank of a "cuda" (any GPU) or "cpu" device.
 
-    The kernels count as there on a GPU, which is elsewhere; on a CPU they are those of this machine."""
+    On a GPU, which need not be here, all kernels count as built; on a CPU they are those of this machine.
+    """
     device = "cpu" if device == "cpu" else "cuda"
     own = config.pieces.layer, config.pieces.model
     key = device, own, _counted()(config)
