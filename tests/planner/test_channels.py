@@ -142,6 +142,7 @@ def test_latency_of_rings_and_trees() -> None:
     # Two replicas on each of 8 nodes.
     channels = Channels(made(4, 16, 16), FRONTIER, naive_placement(made(4, 16, 16), FRONTIER))
     assert channels.data_s("all_gather", 0) == pytest.approx(start + 8 * within + 7 * between)
+    assert channels.data_s("all_reduce", 0) == pytest.approx(start + 2 * (within + 3 * between))
 
 
 def test_a_group_of_one_sends_nothing() -> None:
