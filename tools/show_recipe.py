@@ -37,7 +37,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def configurations(args: argparse.Namespace, flags: list[str]) -> dict[str, Config]:
-    """What is to be shown, by name."""
+    """Return the configurations to show, by name."""
     if args.all:
         if flags or args.vary:
             raise ConfigError("--all shows the recipes as they are: give no other flags beside it but --markdown")

@@ -35,7 +35,8 @@ class Recipe:
 def _paper(
     model: str, vocabulary_multiple: int, nodes: int, more: str = "", note: str = "", placement: str = _PLAIN
 ) -> Recipe:
-    """As Dash et al. ran it: fp16, 51,200 vocabulary entries, and unless `placement` is "" ranks in plain order."""
+    """Make a recipe as Dash et al. ran it: fp16, a vocabulary of 51,200, and ranks in plain order
+    unless `placement` is ""."""
     flags = f"--preset gpt-{model.lower()} --fp16 --make-vocab-size-divisible-by {vocabulary_multiple}"
     return Recipe(model, "paper", " ".join(f"{flags} {placement} {more}".split()), nodes, note)
 
