@@ -28,7 +28,7 @@ from megatron.errors import ConfigError
 from megatron.planner.cluster import known_clusters, load_cluster
 from megatron.planner.placement import Placement, choose_placement, rank_rows, render_placement
 from megatron.planner.table import Table
-from megatron.training.failures import as_tool
+from megatron.training.run.process import as_tool
 from megatron.untrusted import without_waiting
 
 COLUMNS = ("rank", "node", "device", "nic", "tp", "dp", "pp", "layers")

@@ -22,7 +22,7 @@ from megatron.planner.cluster import load_cluster
 from megatron.planner.recipes import RECIPES, name_of, outlook_tables
 from megatron.planner.table import print_table
 from megatron.planner.trace import GPT2_VOCABULARY
-from megatron.training.failures import as_tool
+from megatron.training.run.process import as_tool
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -24,7 +24,7 @@ from megatron.planner.calibration.messages import kinds_of_groups, message_tasks
 from megatron.planner.calibration.tasks import measure
 from megatron.planner.cluster import Cluster, Queue
 from megatron.planner.compute import ASSUMED, DTYPES, MEASURED, Compute, Figure
-from megatron.training.setup import set_up_host
+from megatron.training.run.setup import set_up_host
 
 _HOST_SHARE, _COMPUTE_SHARE = 0.1, 0.6
 """Shares of the time for what the host does, and of the rest for computations where there are messages."""

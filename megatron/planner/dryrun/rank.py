@@ -29,7 +29,7 @@ from megatron.planner.dryrun.checks import Collectives, Message
 from megatron.planner.dryrun.follower import Follower, followed
 from megatron.planner.events import Take
 from megatron.planner.memory import CPU_BLOCK, GPU_BLOCK, RankMemory, changes, fullest
-from megatron.training.streams import reads_data
+from megatron.training.run.data import reads_data
 
 _LARGEST = 3
 

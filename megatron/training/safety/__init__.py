@@ -1,0 +1,1 @@
+"""What protects a run: watchdog and hangs, non-finite steps, loss spikes."""
