@@ -12,8 +12,7 @@ from megatron.config.pieces import Pieces
 from megatron.errors import MegatronError
 from megatron.parallel.environment import job_environment
 from megatron.parallel.launch import Launch, detect_launch, variables_with_flags
-from megatron.training.run.process import guard_output, leave, run_guarded
-from megatron.training.run.signals import Signals
+from megatron.training.run.process import Signals, guard_output, leave, run_guarded
 
 
 def main(arguments: Sequence[str] | None = None, **pieces: Any) -> NoReturn:

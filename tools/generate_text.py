@@ -89,9 +89,9 @@ def print_samples(args: argparse.Namespace, launch: Launch, device: Any) -> None
     from megatron.model.gpt import build_chunks
     from megatron.parallel.topology import Topology
     from megatron.training.report.metrics import MetricsFile
+    from megatron.training.run.checkpoints import say_found
     from megatron.training.run.generate import Sampling, generate
     from megatron.training.run.host import share_cores
-    from megatron.training.run.resume import say_found
     from megatron.training.run.setup import load_tokenizer
 
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)

@@ -1,4 +1,4 @@
-"""What a run measures between two log lines, and the JSON-lines file that every tool reads."""
+"""Measurements of a run between two log lines, and the JSON-lines file that every tool reads."""
 from __future__ import annotations
 
 import dataclasses
@@ -22,13 +22,18 @@ from megatron.parallel import collectives
 from megatron.parallel.topology import Group, Topology
 from megatron.untrusted import without_waiting
 
+_OF_LAST_STEP = (
+    "iteration", "consumed_samples", "consumed_tokens", "global_batch_size", "learning_rate", "loss_scale", "grad_norm",
+    "num_zeros", "params_norm",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One training step, as every rank knows it without asking the others.
+    """One training step, as known to every rank without communication.
 
-    `loss` is this rank's part of the mean loss of the global batch, a scalar still on the device; None on ranks that
-    have no part (see local_loss). Counts include this step.
+    `loss` is this rank's part of the mean loss of the global batch, a scalar still on the device; None on ranks without
+    a part (see local_loss). Counts include this step.
     """
 
     iteration: int
@@ -46,8 +51,8 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Peak:
-    """The most memory that any rank has held since it began, and the rank that did, the first where several did; and
-    the most that the allocator of any rank has reserved, None where that is not known."""
+    """The most memory that any rank has held, the first rank that did, and the most that the allocator of any rank has
+    reserved, None where that is unknown."""
 
     size_bytes: int
     rank: int
@@ -59,10 +64,9 @@ class IterationReport:
     """The figures of one log line. Times and rates are means over the interval; losses leave out skipped steps.
 
     lm_loss is None when every step of the interval was skipped. mfu and hfu are fractions of the device's peak, None
-    where that is not known. memory_bytes is the most that any rank has held since the run began or was resumed, not
-    only in the interval, memory_rank that rank; None where it was not asked. reserved_bytes is the most that
-    the allocator of any has taken from its device, None on a CPU. `steps` are the steps of the interval with
-    `step_losses`, their losses over all ranks.
+    where that is unknown. memory_bytes is the most that any rank has held since the job began, not only in the
+    interval, memory_rank that rank. reserved_bytes is the most that the allocator of any rank has reserved, None on a
+    CPU. `steps` are the steps of the interval with `step_losses`, their losses over all ranks.
     """
 
     iteration: int
@@ -87,21 +91,21 @@ class IterationReport:
     hardware_tflops: float
     mfu: float | None
     hfu: float | None
-    memory_bytes: int | None
-    memory_rank: int | None
+    memory_bytes: int
+    memory_rank: int
     reserved_bytes: int | None = None
     steps: tuple[StepRecord, ...] = ()
     step_losses: tuple[float, ...] = ()
 
     def as_record(self) -> dict[str, Any]:
-        """The fields for the metrics file, unrounded."""
+        """Return the fields for the metrics file, unrounded."""
         left_out = ("steps", "step_losses")
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in left_out}
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What turns samples per second into FLOP/s: per sample over the whole model, and the peak of one device."""
+    """FLOPs per sample over the whole model, and the peak of one device: samples per second become FLOP/s."""
 
     world_size: int
     seq_length: int
@@ -111,7 +115,7 @@ class Rates:
 
 
 class Interval:
-    """Collects steps until the next log line. No rank communicates or waits for its device before `reduce`."""
+    """The steps since the last log line. No rank communicates or waits for its device before `reduce`."""
 
     def __init__(self, topology: Topology, rates: Rates) -> None:
         self._topology, self._rates = topology, rates
@@ -126,11 +130,11 @@ class Interval:
     def reduce(
         self, memory_bytes: int, reserved_bytes: int | None = None, unfinished: Sequence[torch.Tensor | None] = ()
     ) -> tuple[list[float], Peak]:
-        """The loss of each step of the interval over all ranks, those that are `unfinished` and will be added last, and
-        the most memory of any, of which this one has held `memory_bytes` and its allocator reserved `reserved_bytes`.
+        """Return the loss of each step of the interval over all ranks, with the `unfinished` steps last, and the peak
+        memory; this rank has held `memory_bytes` and its allocator has reserved `reserved_bytes`.
 
-        A collective call of the world, one for all: each rank has places of its own for its bytes, where the sum adds
-        zeros to them, which float64 does without rounding up to 2**53. Waits for the device.
+        A single collective call of the world: each rank has elements of its own for its bytes, to which the sum adds
+        zeros, exact in float64 up to 2**53. Waits for the device.
         """
         own, world = [*(step.loss for step in self._steps), *unfinished], self._topology.world
         steps = len(own)
@@ -145,9 +149,9 @@ class Interval:
         return found[:steps], Peak(int(held[rank]), rank, reserved or None)
 
     def report(
-        self, losses: list[float], total_iterations: int, elapsed_s: float, memory: Peak | None = None
+        self, losses: list[float], total_iterations: int, elapsed_s: float, memory: Peak
     ) -> IterationReport:
-        """The figures of the interval, which took `elapsed_s` seconds; a new interval begins."""
+        """Return the figures of the interval, which took `elapsed_s` seconds, and begin a new one."""
         steps, self._steps = tuple(self._steps), []
         assert steps, "a log line needs at least one step"
         last, rates = steps[-1], self._rates
@@ -157,19 +161,12 @@ class Interval:
         model = samples_per_s * rates.model_flops_per_sample / rates.world_size
         hardware = samples_per_s * rates.hardware_flops_per_sample / rates.world_size
         peak = rates.peak_flops_per_s
+        of_last_step = {name: getattr(last, name) for name in _OF_LAST_STEP}
         return IterationReport(
-            iteration=last.iteration,
+            **of_last_step,
             total_iterations=total_iterations,
-            consumed_samples=last.consumed_samples,
-            consumed_tokens=last.consumed_tokens,
-            global_batch_size=last.global_batch_size,
             seq_length=rates.seq_length,
-            learning_rate=last.learning_rate,
             lm_loss=sum(advanced) / len(advanced) if advanced else None,
-            loss_scale=last.loss_scale,
-            grad_norm=last.grad_norm,
-            num_zeros=last.num_zeros,
-            params_norm=last.params_norm,
             skipped=sum(s.skipped for s in steps),
             nan=sum(not math.isfinite(loss) for loss in losses),
             step_time_s=elapsed_s / len(steps),
@@ -180,19 +177,19 @@ class Interval:
             hardware_tflops=hardware / 1e12,
             mfu=model / peak if peak else None,
             hfu=hardware / peak if peak else None,
-            memory_bytes=None if memory is None else memory.size_bytes,
-            memory_rank=None if memory is None else memory.rank,
-            reserved_bytes=None if memory is None else memory.reserved_bytes,
+            memory_bytes=memory.size_bytes,
+            memory_rank=memory.rank,
+            reserved_bytes=memory.reserved_bytes,
             steps=steps,
             step_losses=tuple(losses),
         )
 
 
 class TokenWeights(Sequence[torch.Tensor]):
-    """Weights of this rank's micro-batches by which every unmasked token of the global batch counts alike.
+    """Weights of this rank's micro-batches that give every unmasked token of the global batch the same weight.
 
-    Nobody waits for the number of all tokens: it is on its way from the beginning, and the device needs it when a
-    weight is asked for. All ranks of the data-parallel `group` make one.
+    The total number of tokens is reduced in the background from the beginning, and is needed only when a weight is
+    read. All ranks of the data-parallel `group` create one.
     """
 
     def __init__(self, micro_batches: Sequence[MicroBatch], group: Group) -> None:
@@ -202,7 +199,7 @@ class TokenWeights(Sequence[torch.Tensor]):
 
     @functools.cached_property
     def tensor(self) -> torch.Tensor:
-        """All weights, float64 [micro-batches]."""
+        """Return all weights, float64 [micro-batches]."""
         self._sent.wait()
         return self._counts / self._all.clamp(min=1.0)
 
@@ -214,10 +211,10 @@ class TokenWeights(Sequence[torch.Tensor]):
 
 
 def local_loss(losses: list[torch.Tensor], weights: torch.Tensor | None, topology: Topology) -> torch.Tensor | None:
-    """This rank's term of the global batch's mean loss, for a sum over the world.
+    """Return this rank's term of the global batch's mean loss, for a sum over the world.
 
     `losses` are the micro-batch losses of the last pipeline stage, empty elsewhere; `weights` [micro-batches] their
-    weights, equal when None. Every tensor rank of a stage has the same losses: the first one counts.
+    weights, equal when None. All tensor ranks of a stage have the same losses: the first one counts.
     """
     if not topology.pipeline.is_last or topology.tensor.rank != 0:
         return None
@@ -228,38 +225,44 @@ def local_loss(losses: list[torch.Tensor], weights: torch.Tensor | None, topolog
 
 
 class MetricsFile:
-    """Appends one JSON object a line: {"event": ..., "time": seconds since 1970, ...}, numbers unrounded.
+    """The metrics file, with one JSON object per line: {"event": ..., "time": seconds since 1970, ...}, unrounded.
 
     Events: start, iteration, validation, data, stragglers, checkpoint, checkpoint_failed, rejected_checkpoint,
     not_finite, loss_spike, generate, end. A resumed run appends to the same file. Every record is written at once, so
-    that a run that is killed leaves all that it reported. NaN and infinity are written as null, which JSON has; the
-    count of nan iterations tells of them. Raises ConfigError when the file cannot be opened; the message names `flag`,
-    which chose the place. A disk that fills up later loses records, not the run: `warn` is told once.
+    that a killed run leaves everything that it reported. NaN and infinity are written as null, because JSON has no
+    such numbers; nan iterations are counted. Raises ConfigError when the file cannot be opened; the message names
+    `flag`, which chose it. A disk that fills up later loses records, not the run, with one call of `warn`.
     """
 
     def __init__(
-        self,
-        path: str | Path | None,
-        clock: Callable[[], float] = time.time,
-        *,
-        flag: str = "--metrics-file",
+        self, path: str | Path | None, clock: Callable[[], float] = time.time, *, flag: str = "--metrics-file",
         warn: Callable[[str], object] = print,
     ) -> None:
         self.path = Path(path) if path is not None else None
         self._clock = clock
         self._warn: Callable[[str], object] | None = warn
         self._file: io.RawIOBase | None = None
-        self._torn = False
-        if self.path is not None:
-            self._file, self._torn = _open_for_append(self.path, flag)
+        self._torn = False  # whether the last record was cut short, in a run that was killed or on a full disk
+        if self.path is None:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(self.path, "ab", buffering=0, opener=without_waiting)  # noqa: SIM115 - open for the whole run
+            self._file = file
+            if file.tell() > 0:
+                with open(self.path, "rb") as written:
+                    written.seek(-1, os.SEEK_END)
+                    self._torn = written.read(1) != b"\n"
+        except OSError as error:
+            raise ConfigError(f"{flag}: {self.path}: {error.strerror}: choose a place that can be written") from error
 
     def write(self, event: str, **fields: Any) -> None:
-        """Append one record; nothing without a path."""
+        """Append one record, if there is a file."""
         if self._file is None:
             return
         record = {"event": event, "time": self._clock(), **fields}
         line = (json.dumps(_finite(record), default=str) + "\n").encode()
-        line = b"\n" + line if self._torn else line  # a record that was cut short gets an end first
+        line = b"\n" + line if self._torn else line
         try:
             self._torn = (self._file.write(line) or 0) < len(line)
             reason = "No space left on device" if self._torn else None
@@ -275,22 +278,6 @@ class MetricsFile:
             self._file = None
 
 
-def _open_for_append(path: Path, flag: str) -> tuple[io.RawIOBase, bool]:
-    """The file, and whether its last record was cut short, of a run that was killed while it wrote."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "ab", buffering=0, opener=without_waiting)  # noqa: SIM115 - stays open for the whole run
-        return file, file.tell() > 0 and not _ends_with_newline(path)
-    except OSError as error:
-        raise ConfigError(f"{flag}: {path}: {error.strerror}: choose a place that can be written") from error
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with open(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
-
-
 def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
@@ -302,5 +289,5 @@ def _finite(value: Any) -> Any:
 
 
 def read_metrics(path: str | Path, event: str | None = None) -> list[dict[str, Any]]:
-    """The records of a metrics file, in order; of one event if given. A last line cut short is left out."""
+    """Return the records of a metrics file in order, of one event if given. A truncated last line is left out."""
     return [record for record in read_records(Path(path)) if event in (None, record["event"])]

@@ -1,4 +1,4 @@
-"""How many samples a step takes and in how many micro-batches; pure arithmetic."""
+"""Batch sizes and the length of a run: samples of a step, its micro-batches, iterations. Pure arithmetic, no torch."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -15,10 +15,9 @@ if TYPE_CHECKING:
 class BatchSchedule:
     """Global batch size as a function of the samples consumed.
 
-    `rampup` is (start, increment, samples): from `start` the batch grows by `increment` each time an equal share of
-    `samples` has been consumed, and is `global_batch_size_at_end` from then on. `replica_batch_size` is what one
-    micro-batch on every data-parallel rank takes: micro-batch size x data-parallel size.
-    Raises ConfigError when a size on the way does not divide into micro-batches.
+    `rampup` is (start, increment, samples): from `start` the batch grows by `increment` after each equal share of
+    `samples`, and is `global_batch_size_at_end` from then on. `replica_batch_size` is micro-batch size x data-parallel
+    size. Raises ConfigError when one of the sizes does not divide into micro-batches.
 
     >>> [BatchSchedule(32, 4, (8, 8, 300)).global_batch_size(n) for n in (0, 99, 100, 200, 300)]
     [8, 8, 16, 24, 32]
@@ -49,7 +48,7 @@ class BatchSchedule:
         return cls(batch.global_batch_size, replica, rampup)
 
     def sizes(self) -> list[int]:
-        """Every global batch size of the run, in order."""
+        """Return every global batch size of the run, in order."""
         end = self.global_batch_size_at_end
         if self.rampup is None:
             return [end]
@@ -62,7 +61,7 @@ class BatchSchedule:
         return list(range(start, end + 1, increment))
 
     def global_batch_size(self, consumed_samples: int) -> int:
-        """Samples of the step that starts after `consumed_samples`."""
+        """Return the samples of the step that starts after `consumed_samples`."""
         if self.rampup is None:
             return self.global_batch_size_at_end
         start, increment, samples = self.rampup
@@ -73,23 +72,23 @@ class BatchSchedule:
         return min(start + increment * (consumed_samples * steps // samples), self.global_batch_size_at_end)
 
     def _same_until(self, consumed_samples: int) -> int:
-        """Up to where steps have the size of the one that starts after `consumed_samples`, within the ramp-up."""
+        """Return the consumed samples at which the size changes after that step, within the ramp-up."""
         assert self.rampup is not None
         start, increment, samples = self.rampup
         sizes = max(1, (self.global_batch_size_at_end - start) // increment)
         return -(-(consumed_samples * sizes // samples + 1) * samples // sizes)
 
     def num_micro_batches(self, consumed_samples: int) -> int:
-        """Micro-batches of each data-parallel rank in that step."""
+        """Return the micro-batches of each data-parallel rank in that step."""
         return self.global_batch_size(consumed_samples) // self.replica_batch_size
 
     @property
     def eval_micro_batches(self) -> int:
-        """Micro-batches of each data-parallel rank in one evaluation iteration: always the full global batch."""
+        """Return the micro-batches of each data-parallel rank in one evaluation iteration: the full global batch."""
         return self.global_batch_size_at_end // self.replica_batch_size
 
     def samples_after(self, iterations: int, consumed_samples: int = 0) -> int:
-        """Samples consumed after `iterations` more steps."""
+        """Return the samples consumed after `iterations` more steps."""
         ramp_end = self.rampup[2] if self.rampup else 0
         while iterations and consumed_samples < ramp_end:
             size = self.global_batch_size(consumed_samples)
@@ -99,10 +98,8 @@ class BatchSchedule:
         return consumed_samples + iterations * self.global_batch_size_at_end
 
     def iterations_until(self, samples: int, consumed_samples: int = 0, *, whole: bool) -> int:
-        """Steps from `consumed_samples` until `samples` are consumed.
-
-        With `whole` a last step that would go beyond `samples` is not taken; without, it is.
-        """
+        """Return the steps from `consumed_samples` until `samples` are consumed; with `whole` without a last step that
+        would exceed `samples`, otherwise with it."""
         iterations = 0
         ramp_end = self.rampup[2] if self.rampup else 0
         while consumed_samples < min(ramp_end, samples):
@@ -118,13 +115,11 @@ class BatchSchedule:
 
 
 def total_iterations(config: Config, batches: BatchSchedule, iteration: int = 0, consumed_samples: int = 0) -> int:
-    """The iteration at which the run is done, when it stands at `iteration` with `consumed_samples`.
+    """Return the iteration at which a run at `iteration` with `consumed_samples` will be done.
 
-    --train-samples never takes more samples than it says; --train-tokens ends with the step that reaches it; where
-    several ends are given the first to come holds.
+    --train-samples is never exceeded; --train-tokens ends with the step that reaches it; the first end given holds.
     """
-    batch = config.batch
-    ends = []
+    batch, ends = config.batch, list[int]()
     if batch.train_iters is not None:
         ends.append(batch.train_iters)
     if batch.train_samples is not None:
@@ -138,17 +133,17 @@ def total_iterations(config: Config, batches: BatchSchedule, iteration: int = 0,
 
 
 def planned_samples(config: Config, batches: BatchSchedule) -> tuple[int, int, int]:
-    """Training, validation and test samples of the whole run from its beginning, counted as Megatron counts them, so
-    that index files on disk serve both. The evaluation before the first step needs none of its own. Raises ConfigError
-    for more than an index could ever list."""
+    """Return the training, validation and test samples of the whole run, counted as in Megatron, so that both can use
+    the same index files. The evaluation before the first step needs none of its own. Raises ConfigError for more
+    than an index can list."""
     training, end = config.training, total_iterations(config, batches)
     train = config.batch.train_samples or batches.samples_after(end)
     evaluation = training.eval_iters * batches.global_batch_size_at_end
     planned = train, (end // training.eval_interval + 1) * evaluation, evaluation
     if max(planned) > MOST_SAMPLES:
         raise ConfigError(
-            f"the run takes {train} samples for training and {planned[1]} for validation; {MOST_SAMPLES} are the most: "
-            f"make it shorter than {end} iterations, lower --eval-iters {training.eval_iters}, or raise "
+            f"the run takes {train} samples for training and {planned[1]} for validation, at most {MOST_SAMPLES} are "
+            f"possible: make it shorter than {end} iterations, lower --eval-iters {training.eval_iters}, or raise "
             f"--eval-interval {training.eval_interval}"
         )
     return planned

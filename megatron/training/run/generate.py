@@ -1,4 +1,4 @@
-"""Text from a trained model, on any layout."""
+"""Generation of text from a trained model, on any layout."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from megatron.parallel.topology import Topology
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen from its scores.
+    """Choice of a token from the scores.
 
     temperature   divides the scores; 0 takes the most probable token (greedy)
     top_k         only the k most probable tokens; 0 all
@@ -41,21 +41,15 @@ class Sampling:
 
 @torch.no_grad()
 def generate(
-    config: Config,
-    topology: Topology,
-    chunks: Mapping[str, torch.nn.Module],
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    sampling: Sampling = Sampling(),
-    end_token: int | None = None,
+    config: Config, topology: Topology, chunks: Mapping[str, torch.nn.Module], prompts: Sequence[Sequence[int]], *,
+    max_new_tokens: int, sampling: Sampling = Sampling(), end_token: int | None = None,
 ) -> list[list[int]]:
-    """Continue each prompt by up to `max_new_tokens` ids; a text ends after `end_token`. Returns only the new ids.
+    """Continue each prompt by up to `max_new_tokens` ids, up to `end_token`; return only the new ids.
 
-    All ranks call it with the same arguments, and every rank gets the result. `chunks` are this rank's stages as
-    build_chunks or a training run has them. Each token costs a pass over the whole text: nothing is kept between
-    tokens, which is slow for long texts and needs no memory. A text longer than max_position_embeddings is continued
-    from its end. Raises ConfigError for an empty prompt or unknown ids.
+    All ranks call this with the same arguments, and every rank gets the result. `chunks` are this rank's stages as
+    returned by build_chunks. Each token costs a pass over the whole text: there is no cache, which is slow for long
+    texts and needs no memory. A text longer than max_position_embeddings is continued from its end. Raises ConfigError
+    for an empty prompt or unknown ids.
     """
     vocab_size = config.model.vocab_size
     assert vocab_size is not None, "the model was built with a vocabulary"
@@ -73,11 +67,7 @@ def generate(
     for _ in range(max_new_tokens):
         if not running:
             break
-        scores = model.next_token_scores(texts)
-        chosen = torch.zeros(len(texts), dtype=torch.long)
-        if scores is not None:
-            chosen = choose(scores, sampling, generator)
-        for i, token in enumerate(model.tell_all(chosen).tolist()):
+        for i, token in enumerate(model.next_tokens(texts, sampling, generator)):
             if i in running:
                 texts[i].append(token)
                 if token == end_token:
@@ -88,7 +78,7 @@ def generate(
 
 
 def choose(scores: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> torch.Tensor:
-    """One id for each row of scores [n, vocab]: int64 [n], on the CPU."""
+    """Return one id for each row of scores [n, vocab]: int64 [n], on the CPU."""
     scores = scores.float().cpu()
     if sampling.temperature == 0:
         return scores.argmax(dim=-1)
@@ -98,7 +88,7 @@ def choose(scores: torch.Tensor, sampling: Sampling, generator: torch.Generator)
         scores = scores.masked_fill(scores < least, float("-inf"))
     if sampling.top_p < 1:
         ordered, ids = scores.softmax(dim=-1).sort(dim=-1, descending=True)
-        beyond = ordered.cumsum(dim=-1) - ordered >= sampling.top_p  # what stands before it is enough already
+        beyond = ordered.cumsum(dim=-1) - ordered >= sampling.top_p  # the tokens before it suffice
         scores = scores.masked_fill(torch.zeros_like(beyond).scatter(-1, ids, beyond), float("-inf"))
     return torch.multinomial(scores.softmax(dim=-1), 1, generator=generator).squeeze(-1)
 
@@ -107,68 +97,56 @@ class _Stages:
     """The whole model as seen from one rank: a forward pass goes through the stages of all pipeline ranks."""
 
     def __init__(self, config: Config, topology: Topology, chunks: Mapping[str, torch.nn.Module]) -> None:
-        self._config, self._topology = config, topology
-        self._chunks = {int(stage): chunk for stage, chunk in chunks.items()}
+        self._config, self._topology, self._chunks = config, topology, chunks
         self._last = config.parallel.num_stages - 1
         # Sequence parallelism cuts the text into equal parts.
         self._multiple = topology.tensor.size if config.parallel.sequence_parallel else 1
         self._longest = config.model.max_position_embeddings // self._multiple * self._multiple
 
-    def next_token_scores(self, texts: Sequence[Sequence[int]]) -> torch.Tensor | None:
-        """Scores [n, vocab] of the token after each text, on the ranks of the last stage; None elsewhere."""
+    def next_tokens(self, texts: Sequence[Sequence[int]], sampling: Sampling, generator: torch.Generator) -> list[int]:
+        """Return the next token of each text, on every rank of this replica of the model."""
         window = [text[-self._longest :] for text in texts]
         batch = self._batch(window)
         hidden: torch.Tensor | None = None
         ends = torch.tensor([len(text) - 1 for text in window], device=self._topology.device)
         for stage in range(self._last + 1):
             hidden = self._stage(stage, batch, hidden, ends)
-        if hidden is None:
-            return None
-        local = hidden.squeeze(0).t().contiguous()  # [vocab/tp, n]
-        whole = collectives.gather_first(local, self._topology.tensor)  # [padded vocab, n]
-        return whole[: self._config.model.vocab_size].t()
-
-    def tell_all(self, chosen: torch.Tensor) -> torch.Tensor:
-        """What the first tensor rank of the last stage chose, on every rank of this replica of the model."""
+        chosen = torch.zeros(len(texts), dtype=torch.long)
+        if hidden is not None:  # the scores, on the ranks of the last stage
+            local = hidden.squeeze(0).t().contiguous()  # [vocab/tp, n]
+            whole = collectives.gather_first(local, self._topology.tensor)  # [padded vocab, n]
+            chosen = choose(whole[: self._config.model.vocab_size].t(), sampling, generator)
         group, layout = self._topology.model, self._topology.layout
-        if group.size == 1:
-            return chosen
-        replica = layout.coordinates(self._topology.rank)[1]
-        source = layout.rank(tensor=0, data=replica, pipeline=layout.pipeline - 1)
-        chosen = chosen.to(self._topology.device)
-        dist.broadcast(chosen, source, group=group.handle)
-        return chosen
+        if group.size > 1:
+            replica = layout.coordinates(self._topology.rank)[1]
+            chosen = chosen.to(self._topology.device)
+            source = layout.rank(tensor=0, data=replica, pipeline=layout.pipeline - 1)
+            dist.broadcast(chosen, source, group=group.handle)
+        tokens: list[int] = chosen.tolist()
+        return tokens
 
     def _stage(
         self, stage: int, batch: MicroBatch, hidden: torch.Tensor | None, ends: torch.Tensor
     ) -> torch.Tensor | None:
-        """Run one stage where it lives; what it gives goes to the rank of the next. None on ranks without a part."""
-        pipeline = self._topology.pipeline
+        """Run one stage on its rank, after it has received the result of the stage before; None on the other ranks."""
+        pipeline, model = self._topology.pipeline, self._config.model
         here, previous = stage % pipeline.size, (stage - 1) % pipeline.size
-        if stage > 0 and here != previous:
-            if pipeline.rank == previous:
-                assert hidden is not None
-                dist.send(hidden.contiguous(), pipeline.ranks[here], group=pipeline.handle)
-            elif pipeline.rank == here:
-                hidden = self._receive(batch, pipeline.ranks[previous])
+        if stage > 0 and pipeline.rank == previous != here:
+            assert hidden is not None
+            dist.send(hidden.contiguous(), pipeline.ranks[here], group=pipeline.handle)
         if pipeline.rank != here:
             return None
-        chunk: Any = self._chunks[stage]
+        chunk: Any = self._chunks[str(stage)]
+        if stage > 0 and here != previous:
+            b, s = batch.tokens.shape
+            dtype = torch.float32 if model.fp32_residual_connection else next(chunk.parameters()).dtype
+            hidden = torch.empty(s // self._multiple, b, model.hidden_size, dtype=dtype, device=self._topology.device)
+            dist.recv(hidden, pipeline.ranks[previous], group=pipeline.handle)
         out: torch.Tensor = chunk.logits(batch, hidden, ends) if stage == self._last else chunk(batch, hidden)
         return out
 
-    def _receive(self, batch: MicroBatch, source: int) -> torch.Tensor:
-        model = self._config.model
-        b, s = batch.tokens.shape
-        parameter = next(next(iter(self._chunks.values())).parameters())
-        dtype = torch.float32 if model.fp32_residual_connection else parameter.dtype
-        shape = (s // self._multiple, b, model.hidden_size)
-        hidden = torch.empty(shape, dtype=dtype, device=self._topology.device)
-        dist.recv(hidden, source, group=self._topology.pipeline.handle)
-        return hidden
-
     def _batch(self, texts: Sequence[Sequence[int]]) -> MicroBatch:
-        """Texts side by side, filled up at their ends, where no real token looks."""
+        """Put texts side by side, padded at their ends, where no real token looks."""
         length = -(-max(len(text) for text in texts) // self._multiple) * self._multiple
         rows = [list(text) + [0] * (length - len(text)) for text in texts]
         tokens = torch.tensor(rows, dtype=torch.long, device=self._topology.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -13,16 +13,14 @@ from megatron.data.batch import MicroBatch
 from megatron.data.gpt_dataset import TokenDataset
 from megatron.errors import TrainingError
 from megatron.parallel import collectives
+from megatron.parallel.topology import Topology
 from megatron.training.report.metrics import StepRecord, TokenWeights, local_loss
-from megatron.training.run.data import open_stream
-from megatron.training.run.evaluate import mean_loss
+from megatron.training.run.data import Stream, open_stream
 from megatron.training.run.host import peak_memory_bytes, reserved_memory_bytes
 from megatron.training.run.state import Run
 from megatron.training.run.stopping import Stop
-from megatron.training.safety.diagnosis import check_step
-from megatron.training.safety.rollback import roll_back
-from megatron.training.safety.skips import StepUnderWay
-from megatron.training.safety.spikes import Spike
+from megatron.training.safety.skips import StepUnderWay, check_step
+from megatron.training.safety.spikes import Spike, roll_back
 
 
 def train(run: Run) -> Stop | None:
@@ -60,15 +58,15 @@ def train(run: Run) -> Stop | None:
 
 
 def train_steps(run: Run) -> Stop | None:
-    """Steps up to the last iteration; why to stop when it ends before."""
+    """Take steps up to the last iteration; return why to stop where training ends earlier."""
     training, progress = run.config.training, run.progress
     if training.manual_gc:
         gc.disable()
     run.call("on_start")
-    stop = run.stop.ask(progress.iteration, run.agreement.now())  # what happened while the run was put together
+    stop = run.stop.check_at_start(progress.iteration, run.agreement.now())  # signals during set-up
     if stop is None and progress.iteration == 0:
         validate(run)  # the loss that training starts from
-        stop = run.stop.ask(progress.iteration, run.agreement.now())
+        stop = run.stop.check_at_start(progress.iteration, run.agreement.now())
     run.watch.lap()
     run.done_before(False)  # a first step may compile, or connect thousands of ranks
     while stop is None and progress.iteration < run.total_iterations:
@@ -83,44 +81,38 @@ def train_steps(run: Run) -> Stop | None:
         iteration = progress.iteration
         if iteration % run.config.logging.log_interval == 0:
             report(run)
-        clock_step(run, time.perf_counter() - start)
+        if run.wall_time is not None:  # on average the host is as fast as the device
+            ahead = run.wall_time.steps_ahead
+            evaluations = sum((iteration + i) % training.eval_interval == 0 for i in range(1, ahead + 1))
+            saves = run.saves.ahead(iteration, ahead) if run.saves is not None else 0
+            run.wall_time.after_step(time.perf_counter() - start, evaluations=evaluations, saves_ahead=saves)
         if iteration % training.eval_interval == 0:
             validate(run)
         if training.manual_gc and training.manual_gc_interval and iteration % training.manual_gc_interval == 0:
             gc.collect()
         stop = between_steps(run)
-    run.agreement.drop()
+    run.agreement.read()  # discarded
     return stop
 
 
-def clock_step(run: Run, seconds: float) -> None:
-    """Tell the clock how long a step took: one with another, the host is as fast as the device."""
-    if run.wall_time is None:
-        return
-    iteration, ahead = run.progress.iteration, run.wall_time.steps_ahead
-    evaluations = sum((iteration + i) % run.config.training.eval_interval == 0 for i in range(1, ahead + 1))
-    saves = run.saves.ahead(iteration, ahead) if run.saves is not None else 0
-    run.wall_time.after_step(seconds, evaluations=evaluations, saves_ahead=saves)
-
-
 def went_back(run: Run, spike: Spike) -> bool:
-    """After a loss spike: report up to it, and go back to before it where that is possible."""
+    """Report up to a loss spike, and go back to before it; return whether that was possible."""
     report(run)
-    run.agreement.drop()
+    run.agreement.read()  # discarded
     with run.watch.paused(), run.topology.flight.phase("loading"):
         return roll_back(run, spike)
 
 
 def between_steps(run: Run) -> Stop | None:
-    """Do what was agreed on while the last step ran: complete a save in the background, save, end. Then ask what to do
-    after the next one."""
+    """Do what was agreed on during the last step: complete a save in the background, save, or stop. Then start the next
+    agreement."""
     iteration, agreed = run.progress.iteration, run.agreement.read()
     stop = run.stop.check(iteration, agreed)
     if run.saves is not None:
         if run.saves.under_way:
             with run.watch.paused(), run.topology.flight.phase("saving"):
                 run.saves.commit_written(agreed)
-        if stop is None and run.saves.is_due(iteration, agreed):  # before it ends, a run saves anyway
+        if stop is None and run.saves.is_due(iteration, agreed):  # a run that ends saves anyway
             save(run)
     if stop is None:
         run.agreement.post()
@@ -128,17 +120,17 @@ def between_steps(run: Run) -> Stop | None:
 
 
 def copies_are_due(run: Run) -> bool:
-    """Whether to compare copies of weights after this step: the first that counted, or at the interval of the flag."""
-    interval = run.config.training.check_weight_hash_across_dp_replicas_interval
+    """Whether to compare copies of weights after this step: the first one not skipped, or at the flag's interval."""
     if not run.copies_checked:
         finish_step(run)
         return run.skips.consecutive == 0
+    interval = run.config.training.check_weight_hash_across_dp_replicas_interval
     return interval is not None and run.progress.iteration % interval == 0
 
 
 def check_copies(run: Run) -> None:
-    """Compare what several ranks hold copies of; raises TrainingError or ConfigError on every rank where they differ,
-    when a save of before has been completed."""
+    """Compare the copies of weights on several ranks. Where they differ, raises TrainingError or ConfigError on every
+    rank, after a save under way is complete."""
     finish_step(run)
     with saving_what_is_under_way(run), run.topology.flight.phase("copies"):
         run.engine.check_copies(f"after iteration {run.progress.iteration}")
@@ -147,7 +139,7 @@ def check_copies(run: Run) -> None:
 
 @contextmanager
 def saving_what_is_under_way(run: Run) -> Iterator[None]:
-    """When training cannot go on, which every rank knows, complete the save that is still being written."""
+    """Complete the save under way when training cannot continue, which every rank knows."""
     try:
         yield
     except TrainingError:
@@ -157,20 +149,21 @@ def saving_what_is_under_way(run: Run) -> Iterator[None]:
 
 
 def train_step(run: Run) -> Spike | None:
-    """One global batch: forward and backward through the pipeline, then the optimizer; the loss spike that it is.
+    """Train on one global batch: forward and backward through the pipeline, then the optimizer; return its loss spike.
 
     The host does not wait for the step: `finish_step` reads its figures when they are needed, at the latest before the
-    optimizer's next step, whose learning rate depends on whether this one counts.
+    optimizer's next step, whose learning rate depends on whether this one was skipped.
     """
     progress, batches = run.progress, run.batches
     run.topology.flight.step(progress.iteration)
-    run.profile_step()
+    run.profiler.step(progress.iteration)
     with run.timers("data-wait"):
         micro_batches = run.train_stream.take(batches.num_micro_batches(progress.consumed_samples))
-    weights = token_weights(run, micro_batches)
+    per_token = run.config.batch.calculate_per_token_loss and run.topology.pipeline.is_last
+    weights = TokenWeights(micro_batches, run.topology.data) if per_token else None
     with run.timers("forward-backward"):
         losses = run.executor.train(micro_batches, loss_scale=run.engine.loss_scale, loss_weights=weights)
-    finish_step(run)  # the one before
+    finish_step(run)  # the previous one
     at = progress.schedule_position
     lr, weight_decay = run.learning_rate.lr(*at), run.weight_decay.weight_decay(*at)
     with run.timers("optimizer"):
@@ -193,8 +186,8 @@ def train_step(run: Run) -> Spike | None:
 
 
 def finish_step(run: Run) -> StepRecord | None:
-    """Count the last step, skipped or not, and enter it into the interval, which is returned; None where that is done.
-    All ranks call it; waits for the device."""
+    """Count the last step, skipped or not, add it to the interval, and return it; None where that was done already. All
+    ranks call this; waits for the device."""
     under_way, run.under_way = run.under_way, None
     if under_way is None:
         return None
@@ -211,16 +204,8 @@ def finish_step(run: Run) -> StepRecord | None:
     return step
 
 
-def token_weights(run: Run, micro_batches: Sequence[MicroBatch]) -> TokenWeights | None:
-    """Weights by which every unmasked token of the global batch counts alike; None where micro-batches count alike."""
-    topology = run.topology
-    if not run.config.batch.calculate_per_token_loss or not topology.pipeline.is_last:
-        return None
-    return TokenWeights(micro_batches, topology.data)
-
-
 def report(run: Run) -> None:
-    """Reduce the figures of the interval over the ranks and write them down, if there are any."""
+    """Reduce the figures of the interval over the ranks and report them, if there are any."""
     unfinished = [] if run.under_way is None else [run.under_way.loss]
     if not unfinished and not len(run.interval):
         return
@@ -230,7 +215,7 @@ def report(run: Run) -> None:
     elapsed_s = run.watch.lap()
     steps = len(run.interval)
     times_ms = run.timers.collect(steps)
-    epochs = None if run.ledger is None else run.ledger.epochs()
+    epochs = {} if run.ledger is None else run.ledger.epochs()
     figures = run.interval.report(losses, run.total_iterations, elapsed_s, memory)
     run.reporter.iteration(figures, times_ms, epochs)
     run.call("on_log", figures)
@@ -239,8 +224,8 @@ def report(run: Run) -> None:
 
 
 def validate(run: Run) -> None:
-    """The validation loss inside the loop. The evaluation before the first step takes the samples that the first one
-    in the loop takes again, so that the number of samples a run needs stays Megatron's."""
+    """Measure the validation loss inside the loop. The evaluation before the first step and the next one use the same
+    samples, so that a run needs as many samples as in Megatron."""
     if run.datasets.valid is None or not run.config.training.eval_iters:
         return
     finish_step(run)
@@ -250,18 +235,18 @@ def validate(run: Run) -> None:
 
 
 def final_evaluations(run: Run) -> None:
-    """Validation and test loss at the end of the run, unless a signal asks for its end: all is saved by then."""
+    """Measure validation and test loss at the end of the run, unless a signal asks to end: everything is saved then."""
     if not run.config.training.eval_iters:
         return
     for name, label, dataset in (
         ("valid", "validation", run.datasets.valid), ("test", "test", run.datasets.test)
     ):  # fmt: skip
         if run.stop.signalled(run.agreement.now()):
-            run.reporter.say(f" note: no evaluation on {label} data, because a signal asks for the end")
+            run.reporter.say(f" note: no evaluation on {label} data, because a signal asks to end")
         elif dataset is not None:
             prefix = f"iteration {run.progress.iteration} on {run.eval_samples}-sample draw from {label} set"
             evaluate(run, name, dataset, prefix, advance=False)
-    run.agreement.drop()
+    run.agreement.read()  # discarded
 
 
 def evaluate(run: Run, name: str, dataset: TokenDataset, prefix: str, *, advance: bool) -> None:
@@ -269,11 +254,11 @@ def evaluate(run: Run, name: str, dataset: TokenDataset, prefix: str, *, advance
     progress, start = run.progress, time.perf_counter()
     position = progress.consumed_valid_samples if name == "valid" else 0
     if position + run.eval_samples > len(dataset):
-        position = 0  # a longer run than the data set was made for begins it anew
+        position = 0  # a run longer than the data set was made for starts it again
 
     def forward(micro_batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         losses = run.executor.evaluate(micro_batches)
-        if run.watchdog is not None and run.watchdog.patient:  # until all stages have done it
+        if run.watchdog is not None and run.watchdog.patient:  # until all stages have done this once
             collectives.all_reduce(torch.zeros((), device=run.topology.device), run.topology.world).item()
             run.done_before(True)
         return losses
@@ -294,7 +279,7 @@ def evaluate(run: Run, name: str, dataset: TokenDataset, prefix: str, *, advance
             stream.close()
             run.chunks.train()
         if loss is None:
-            run.reporter.say(f" note: the evaluation at {prefix} was left, because a signal asks for the end")
+            run.reporter.say(f" note: the evaluation at {prefix} was interrupted, because a signal asks to end")
             return
         if advance:
             progress.consumed_valid_samples = position + run.eval_samples
@@ -304,16 +289,44 @@ def evaluate(run: Run, name: str, dataset: TokenDataset, prefix: str, *, advance
             run.wall_time.after_evaluation(seconds)
 
 
+def mean_loss(
+    forward: Callable[[Sequence[MicroBatch]], list[torch.Tensor]], stream: Stream, topology: Topology,
+    iterations: int, micro_batches: int, *, per_token: bool = False, interrupted: Callable[[], bool] = lambda: False,
+) -> float | None:
+    """Return the mean loss over `iterations` x `micro_batches` micro-batches of every data-parallel rank.
+
+    `forward` maps micro-batches to their losses on the last pipeline stage and to an empty list elsewhere.
+    Micro-batches have equal weight; with `per_token` each is weighted by its unmasked tokens, so that the result is the
+    mean over tokens. `interrupted` is called before each iteration but the first, on all ranks; once it returns True
+    the result is None. A collective call of the world; every rank gets the result.
+    """
+    total = torch.zeros(2, dtype=torch.float64, device=topology.device)
+    for iteration in range(iterations):
+        if iteration and interrupted():
+            return None
+        batches = stream.take(micro_batches)
+        losses = forward(batches)
+        if not losses or topology.tensor.rank != 0:
+            continue  # every tensor rank has the same losses: the first one counts
+        values = torch.stack(losses).double()
+        weights = torch.ones_like(values)
+        if per_token:
+            weights = torch.stack([batch.loss_mask.sum() for batch in batches]).to(values)
+        total += torch.stack([(values * weights).sum(), weights.sum()])
+    sum_, count = collectives.all_reduce(total, topology.world).tolist()
+    return float(sum_ / max(count, 1.0))
+
+
 def signalled(run: Run) -> bool:
-    """Whether a signal asked for the end when this was called before, between two iterations of an evaluation."""
+    """Whether a signal had asked to end at the previous call, between two iterations of an evaluation."""
     answer = run.stop.signalled(run.agreement.read())
     run.agreement.post()
     return answer
 
 
 def save(run: Run, *, last: bool = False) -> None:
-    """Save what the steps so far led to, unless there is no --save folder or it is saved already. The `last` save of a
-    run is complete when this returns; others may go on in the background."""
+    """Save the current state, unless there is no --save folder or it is saved already. The `last` save of a run is
+    complete when this returns; others may continue in the background."""
     if run.saves is None:
         return
     finish_step(run)

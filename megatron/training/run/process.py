@@ -1,7 +1,6 @@
-"""What a process does when something goes wrong: one clear message, the right exit code, no hanging. Where only its
-output cannot be written, it goes on.
+"""Signals, errors and lost output of a process: one clear message, the right exit code, no hang.
 
-Imports no torch, so that a mistake on the command line is reported at once.
+Imports no torch: a mistake on the command line is reported at once, and a signal may arrive while torch is imported.
 """
 from __future__ import annotations
 
@@ -11,27 +10,63 @@ import faulthandler
 import functools
 import io
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, NoReturn
 
 from megatron.errors import LostRankError, MegatronError, flush_output, print_error
 
 EXIT_ERROR = 1  # an error of the program, or a peer's
-EXIT_USER_ERROR = 2  # something the user can mend
-EXIT_LOST_RANK = 75  # a rank died or hung: nothing to mend, start it again (EX_TEMPFAIL of sysexits.h)
+EXIT_USER_ERROR = 2  # something the user can fix
+EXIT_LOST_RANK = 75  # a rank died or hung: nothing to fix, start the job again (EX_TEMPFAIL of sysexits.h)
 EXIT_INTERRUPTED = 130
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+class Signals:
+    """Requests to end the run: the signals of SIGNALS, noted inside the context when `enabled`.
+
+    Only the first one counts: Slurm and people send several. SIGHUP, which a terminal or a connection sends when it
+    closes, stays ignored where it was, as under nohup. Nothing is noted outside of the main thread, where Python allows
+    no signal handlers.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        self.enabled = enabled
+        self.received = 0  # number of the signal, 0 for none
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        if self.enabled and threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                    continue
+                self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Restore the previous handlers."""
+        for number, handler in self._previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous.clear()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received or number
 
 
 class _Output(io.FileIO):
-    """Standard output or standard error whose writes never fail: what cannot be written is lost, which is said once on
-    the other of the two."""
+    """Standard output or standard error whose writes never fail: what cannot be written is lost, with one note on the
+    other of the two."""
 
     lost = False
 
     def write(self, data: Any, /) -> int:
-        """Write what can be written; the number of bytes is always that of `data`, so that no buffer keeps the rest."""
+        """Write what can be written; return the length of `data` in any case, so that no buffer keeps the rest."""
         reason = "it would have to wait"
         try:
             if (written := super().write(data)) is not None:
@@ -40,15 +75,15 @@ class _Output(io.FileIO):
             reason = error.strerror or str(error)
         if not self.lost:
             self.lost = True
-            text = f"note: {self.name} cannot be written ({reason}): what is printed there is lost, the run goes on\n"
+            text = f"note: {self.name} cannot be written ({reason}): its output is lost, the run continues\n"
             with contextlib.suppress(OSError):
                 os.write(3 - self.fileno(), text.encode())
         return len(data)
 
 
 def guard_output() -> None:
-    """Replace standard output and standard error by streams whose writes never fail. Call it before any file is opened:
-    one that is closed gets its number back, so that no file of the run receives what is printed."""
+    """Replace standard output and standard error by streams whose writes never fail. Call this before any file is
+    opened: a closed one gets its descriptor back, so that no file of the run receives what is printed."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -68,13 +103,12 @@ def _output_lost() -> bool:
 
 
 def run_guarded(body: Callable[[], object], rank: int | Callable[[], int], prefix: str = "") -> int:
-    """Call `body` and return the exit code; messages of errors go to standard error.
+    """Call `body` and return the exit code; error messages go to standard error.
 
-    `rank` is this process's, or a function that gives it, for a process that gets another one in `body`.
-    A MegatronError is shown without traceback, in full by rank 0 behind `prefix`, by default the error's type, by which
-    a log tells a run's endings apart, and in one line by the others. Any other exception
-    is shown with its traceback and the rank. Of a fatal signal, such as the bus error of a mapped file that was cut
-    short, Python shows where it struck.
+    `rank` is the rank of this process, or a function that returns it where `body` may change it. A MegatronError is
+    shown without traceback: in full on rank 0, after `prefix` (default: the error's type, which identifies the end of a
+    run in its log), and in one line on the others. Any other exception is shown with its traceback and the rank. After
+    a fatal signal, such as the bus error of a mapped file that was truncated, Python shows where it occurred.
     """
     if not faulthandler.is_enabled():
         with contextlib.suppress(OSError, AttributeError, RuntimeError):  # standard error is no file
@@ -104,10 +138,10 @@ def run_guarded(body: Callable[[], object], rank: int | Callable[[], int], prefi
 
 
 def as_tool(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
-    """Make the `main` of a tool, which takes its words, one that by default takes the words of this process. Errors of
-    the user and what the system refuses end in a message and exit code 2.
+    """Wrap the `main` of a tool: its arguments default to those of this process, and errors of the user or of the
+    system end in a message and exit code 2.
 
-    What is no character of the output's encoding, such as a part of a file's name, is shown as an escape.
+    Characters that the output's encoding lacks, for example in a file name, are shown as escapes.
     """
 
     @functools.wraps(main)
@@ -129,13 +163,13 @@ def as_tool(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
 
 
 def _reader_left() -> int:
-    """The reader of our output left, as `| head` does: the rest goes nowhere."""
+    """Discard further output after its reader has left, as in `| head`."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return EXIT_ERROR
 
 
 def leave(code: int) -> NoReturn:
-    """End the process at once. No destructor runs: after a failure they would wait for peers that are gone, and
-    threads inside of communication libraries do not survive the end of the interpreter."""
+    """End the process at once without destructors: after a failure they would wait for peers that are gone, and
+    threads of communication libraries do not survive the end of the interpreter."""
     flush_output()
     os._exit(code)

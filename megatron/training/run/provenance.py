@@ -1,4 +1,9 @@
-"""Where a checkpoint comes from: everything that is needed to say, years later, what made it."""
+"""Where a run comes from: what is written beside its checkpoints, and what all of its ranks must have in common.
+
+Each rank announces digests of settings, versions, code, tokenizer and data files when the ranks meet, before torch
+connects anything, and rank 0 compares them. A difference ends the run on every rank: with another seed, learning rate
+or index file on one of them, the ranks would silently train something else.
+"""
 from __future__ import annotations
 
 import datetime
@@ -9,7 +14,7 @@ import platform
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +23,15 @@ import torch
 
 from megatron.checkpoint.digest import digest, file_digest
 from megatron.config import Config
+from megatron.config.settings import all_options
 from megatron.data.datasets import data_prefixes
+from megatron.errors import MegatronError
+from megatron.parallel.hello import Alike
+from megatron.parallel.launch import Launch
 from megatron.parallel.topology import Topology
 from megatron.training.run.host import device_name
 
-# Variables that change what a job computes, or where; by their beginnings.
+# Prefixes of the variables that change what a job computes, or where.
 _KEPT = (
     "SLURM_JOB", "SLURM_NNODES", "SLURM_NTASKS", "SLURM_CLUSTER", "SLURM_RESTART_COUNT", "SLURM_ARRAY", "HIP_", "HSA_",
     "ROCR_", "ROCM_", "CUDA_", "GPU_MAX_HW_QUEUES", "NCCL_", "RCCL_", "FI_", "MIOPEN_", "OMP_", "MKL_", "PYTORCH_",
@@ -31,17 +40,28 @@ _KEPT = (
 )  # fmt: skip
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 _NAME = "megatron-frontier"
-_WHOLE = 256 << 20  # bytes: of longer index files the ends are read
+_PACKAGE = Path(__file__).parents[2]
+_WHOLE = 256 << 20  # bytes: of longer index files only the ends are read
 _END = 1 << 20
 _GIT_S = 20.0
 _WAIT_S = 60.0
 
+MAY_DIFFER = {
+    "local_rank", "master_addr", "master_port",  # a process's own place, and how it reaches the first
+    "data_cache_path", "stage_data_to",  # scratch folders of a node
+    "metrics_file", "tensorboard_dir", "trace_dir", "kill_switch_file",  # for one rank alone, or for each by itself
+}  # fmt: skip
+"""Names of the settings that may differ between ranks. Those without an effect may differ, too."""
 
-class Passport:
-    """What rank 0 writes beside every checkpoint, as JSON; empty on the other ranks.
+_INDEX_END = 64 << 10  # bytes: offsets add up, so that a longer document anywhere shows at the end of an .idx file
+_FILE_END = 16 << 20
 
-    What takes time (hashes of index files, git) is found by a thread while training begins; where that failed, the
-    passport says so in its place. `places` are node and device of every rank, see Rendezvous.
+
+class Provenance:
+    """The provenance of a checkpoint, which rank 0 writes beside it as JSON; empty on the other ranks.
+
+    A thread finds out what takes time (hashes of index files, git) while training begins; where it failed, the record
+    has the reason instead. `places` are node and device of every rank, see Rendezvous.
     """
 
     def __init__(self, config: Config, topology: Topology, places: Sequence[str] = ()) -> None:
@@ -66,25 +86,25 @@ class Passport:
             "user": _user(),
             "started": _now(),
         }  # fmt: skip
-        self._thread = threading.Thread(target=self._look, args=(config,), name="passport", daemon=True)
+        self._thread = threading.Thread(target=self._look, args=(config,), name="provenance", daemon=True)
         self._thread.start()
 
     def __call__(self, iteration: int) -> dict[str, Any]:
-        """The passport of a checkpoint of `iteration`."""
+        """Return the provenance of a checkpoint of `iteration`."""
         if self._thread is None:
             return {}
         self._thread.join(self._wait_s)
-        self._wait_s = 0.0  # what hangs once is not waited for at every save
+        self._wait_s = 0.0  # do not wait at every save for a call that hangs
         absent = {"reason": "not found out in time"}
         return {**self._here, "git": absent, "data": absent, **self._found, "iteration": iteration, "saved": _now()}
 
     def _look(self, config: Config) -> None:
-        self._found["git"] = git_revision(Path(__file__).parents[2])
+        self._found["git"] = git_revision(_PACKAGE)
         self._found["data"] = [data_identity(prefix) for prefix in data_prefixes(config)]
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python and the libraries that compute."""
+    """Return the versions of Python and of the libraries that compute."""
     import deepspeed
 
     return {
@@ -94,9 +114,9 @@ def versions() -> dict[str, str | None]:
 
 
 def git_revision(folder: Path) -> dict[str, Any]:
-    """{"revision", "dirty"} of the work tree that holds `folder`; "revision" is None, with a "reason", for none.
+    """Return {"revision", "dirty"} of the work tree that holds `folder`; without one "revision" is None, with "reason".
 
-    Of a copy without .git the variable MEGATRON_REVISION tells it, as "<revision>" or "<revision> dirty".
+    For a copy without .git the variable MEGATRON_REVISION supplies it, as "<revision>" or "<revision> dirty".
     """
 
     def git(*arguments: str) -> str:
@@ -109,13 +129,13 @@ def git_revision(folder: Path) -> dict[str, Any]:
 
     try:
         revision = git("rev-parse", "HEAD")
-        git("ls-files", "--error-unmatch", "__init__.py")  # an installed copy may lie in somebody else's work tree
+        git("ls-files", "--error-unmatch", "__init__.py")  # an installed copy may be inside another work tree
     except subprocess.CalledProcessError as error:
-        told = os.environ.get("MEGATRON_REVISION", "").split()
-        if told:
-            return {"revision": told[0], "dirty": "dirty" in told[1:]}
-        said = str(error.stderr).strip().splitlines()
-        return {"revision": None, "dirty": None, "reason": said[0] if said else str(error)}
+        given = os.environ.get("MEGATRON_REVISION", "").split()
+        if given:
+            return {"revision": given[0], "dirty": "dirty" in given[1:]}
+        lines = str(error.stderr).strip().splitlines()
+        return {"revision": None, "dirty": None, "reason": lines[0] if lines else str(error)}
     except (OSError, subprocess.SubprocessError) as error:
         return {"revision": None, "dirty": None, "reason": str(error)}
     try:
@@ -125,8 +145,8 @@ def git_revision(folder: Path) -> dict[str, Any]:
 
 
 def data_identity(prefix: str) -> dict[str, Any]:
-    """What tells one pair of data files from another of the same name: sizes in bytes, and a digest of the .idx file,
-    which holds the length of every document. Of an .idx file above 256 MiB, of its first and last MiB."""
+    """Return what distinguishes a pair of data files from another of the same name: sizes in bytes, and a digest of the
+    .idx file, which holds the length of every document; above 256 MiB, of its first and last MiB."""
     try:
         size = os.path.getsize(prefix + ".bin")
         index_size = os.path.getsize(prefix + ".idx")
@@ -141,7 +161,7 @@ def data_identity(prefix: str) -> dict[str, Any]:
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Those variables that matter to a run, without any that may hold a secret."""
+    """Return the variables that matter to a run, without any that may hold a secret."""
     return {
         name: value
         for name, value in sorted(variables.items())
@@ -150,7 +170,7 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def ends_digest(path: str | os.PathLike[str], size: int, end: int) -> str:
-    """Digest of the first and the last `end` bytes of a file of `size` bytes. Raises OSError."""
+    """Return the digest of the first and last `end` bytes of a file of `size` bytes. Raises OSError."""
     with open(path, "rb") as f:
         first = f.read(end)
         f.seek(max(size - end, len(first)))
@@ -158,7 +178,7 @@ def ends_digest(path: str | os.PathLike[str], size: int, end: int) -> str:
 
 
 def _version() -> str | None:
-    """Of this project; None where it runs without being installed."""
+    """Return the version of this project; None where it is not installed."""
     try:
         return importlib.metadata.version(_NAME)
     except importlib.metadata.PackageNotFoundError:
@@ -174,3 +194,56 @@ def _user() -> str | None:
 
 def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def identity(config: Config, launch: Launch, placement: str = "") -> Alike:
+    """Return the settings of this process and, in the first process of each node, digests of its files.
+
+    `placement` describes how ranks are placed on devices (Placing.agreed).
+    """
+    values = config.to_dict()
+    own = {f"{name} of your own": where for name, where in config.pieces.describe().items()}
+    settings: dict[str, Any] = {
+        option.flag: values[name] for name, option in all_options().items()
+        if name not in MAY_DIFFER and not option.inert and not option.internal
+    }  # fmt: skip
+    found = {name: version for name, version in versions().items() if name != "system"}  # of a node
+    alike = {"settings": {**settings, **own, "placement": placement, **found}}
+    return alike if launch.local_rank else {**alike, "files": dict(files(config))}
+
+
+def files(config: Config, package: Path = _PACKAGE) -> Iterator[tuple[str, str]]:
+    """Yield name, and size with digest, of source, tokenizer and data files; of long ones only the ends are read.
+
+    For code the content counts, because copies of one clone have different times. One process of a node reads it: a
+    two hundredth of what its processes have just imported from the same file system.
+    """
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    own = {*config.pieces.files(), *([main] if main else [])}
+    for path in [*sorted(package.rglob("*.py")), *map(Path, sorted(own))]:
+        inside = path.is_relative_to(package)
+        yield str(path.relative_to(package.parent) if inside else path.name), _file(path, _FILE_END)
+    t = config.tokenizer
+    for name in (t.tokenizer_model, t.vocab_file, t.merge_file):
+        if name:
+            folder = sorted(Path(name).glob("*.json")) if os.path.isdir(name) else [Path(name)]
+            yield from ((str(path), _file(path, _FILE_END)) for path in folder)
+    try:
+        prefixes = data_prefixes(config)
+    except MegatronError as error:
+        yield "data", str(error)  # the same on all nodes, or the run ends
+        return
+    for prefix in prefixes:
+        yield f"{prefix}.bin", _file(Path(f"{prefix}.bin"), 0)
+        yield f"{prefix}.idx", _file(Path(f"{prefix}.idx"), _INDEX_END)
+
+
+def _file(path: Path, end: int) -> str:
+    """Return size and digest of a file, of its first and last `end` bytes if it is longer; or why it cannot be read."""
+    try:
+        if not path.is_file():
+            return "no file"
+        size = path.stat().st_size
+        return f"{size} bytes" + (f" [{ends_digest(path, size, end)[:12]}]" if end else "")
+    except OSError as error:
+        return str(error.strerror)

@@ -1,14 +1,12 @@
-"""Puts a run together in the order in which it reads: processes, layout, tokenizer, data, model, engine, checkpoint."""
+"""Set-up of a run, in the order in which it reads: processes, layout, tokenizer, data, model, engine, checkpoint."""
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import os
-import platform
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,6 +18,7 @@ from megatron.checkpoint.size import checkpoint_bytes
 from megatron.config import Config, render_config
 from megatron.config.duration import duration_s
 from megatron.data.datasets import Datasets, build_datasets
+from megatron.data.folder_claim import FolderClaim
 from megatron.data.ledger import Ledger, sources
 from megatron.data.packing import PackedDataset
 from megatron.data.sampler import sample_order
@@ -29,6 +28,7 @@ from megatron.engine.assemble import build_executor
 from megatron.engine.engine import Engine
 from megatron.engine.lr import LearningRateSchedule, WeightDecaySchedule
 from megatron.errors import ConfigError, LaunchError, LostRankError, MegatronError
+from megatron.kernels import availability, choose
 from megatron.model import formulas
 from megatron.model.gpt import build_chunks
 from megatron.model.size import model_flops_per_token, total_parameters
@@ -39,29 +39,24 @@ from megatron.parallel.placing import Placing, RankPlan
 from megatron.parallel.rendezvous import Rendezvous, connect
 from megatron.parallel.topology import DEFAULT_ORDER, Topology
 from megatron.training.report.metrics import Interval, Rates
-from megatron.training.report.profiling import Profiler
 from megatron.training.report.reporter import Reporter
-from megatron.training.report.stragglers import Stragglers
-from megatron.training.report.timers import Timers
-from megatron.training.run.agreement import Agreement
-from megatron.training.run.allocator import mapped_blocks, tune_allocator
+from megatron.training.report.timers import Profiler, Stragglers, Timers
 from megatron.training.run.batches import BatchSchedule, planned_samples, total_iterations
-from megatron.training.run.data import PlaceholderStream, Stream, open_stream
-from megatron.training.run.host import device_name, peak_flops_per_s, share_cores
-from megatron.training.run.identity import identity
-from megatron.training.run.kernels import check_agreement, describe_kernels
+from megatron.training.run.checkpoints import Saves, checkpoint_to_load, load_checkpoint, with_checkpoint_settings
+from megatron.training.run.data import first_builds, open_stream, staged_locations
+from megatron.training.run.host import (
+    check_kernels,
+    device_name,
+    mapped_blocks,
+    peak_flops_per_s,
+    share_cores,
+    tune_allocator,
+)
 from megatron.training.run.loop import train
-from megatron.training.run.progress import Progress
-from megatron.training.run.provenance import Passport
-from megatron.training.run.requeue import requeue
-from megatron.training.run.resume import checkpoint_to_load, load_checkpoint, with_checkpoint_settings
-from megatron.training.run.save_claim import SaveClaim
-from megatron.training.run.saving import Saves
-from megatron.training.run.signals import Signals
-from megatron.training.run.stage_data import first_builds, staged_locations
-from megatron.training.run.state import Run
-from megatron.training.run.stopping import StopRules
-from megatron.training.run.walltime import Clock, FixedEnd, SlurmEnd, Unwatched, WallTime
+from megatron.training.run.process import Signals
+from megatron.training.run.provenance import Provenance, identity, versions
+from megatron.training.run.state import Progress, Run
+from megatron.training.run.stopping import Agreement, JobEnd, SlurmEnd, StopRules, WallTime, requeue
 from megatron.training.safety.skips import SkipRules
 from megatron.training.safety.spikes import SpikeRule
 from megatron.training.safety.watchdog import Watchdog
@@ -80,8 +75,9 @@ def run_training(
     without it only --rank-order and --device-order change anything.
     """
     launch = launch or detect_launch()
-    at_s = time.monotonic() if started is None else started
-    start = Start(signals or Signals(enabled=False), at_s, SaveClaim(config.checkpoint.save))
+    started = time.monotonic() if started is None else started
+    save = config.checkpoint.save
+    claim = FolderClaim(Path(save), f"--save {save}") if save else None
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     if ranks is None:
         order = config.parallel.rank_order or DEFAULT_ORDER
@@ -94,14 +90,20 @@ def run_training(
     run: Run | None = None
     try:
         host = set_up_host(config, rendezvous.device, launch)
-        # Only rank 0 prints them; thousands of ranks asking for the list would cost the store much.
+        # Only rank 0 prints the places; thousands of ranks reading the list would cost the store much.
         places = rendezvous.places if launch.rank == 0 else ()
         if launch.rank == 0:
             host = [*ranks.describe(), *(f"note: {notice}" for notice in rendezvous.notices), *environment, *host]
         topology, lines = connect_groups(config, rendezvous, timeout, ranks.placing.rank_order)
-        run = assemble(config, topology, places, [*host, *lines], start)
-        if launch.rank == 0:
-            make_trace_folder(os.environ)
+        if claim is not None:
+            from megatron.checkpoint.together import decided_by_first  # imports torch's checkpoints, which takes long
+
+            decided_by_first(topology, partial(claim.take, partial(print, flush=True)))
+        run = assemble(config, topology, places, [*host, *lines], signals, started)
+        trace_file = Variables(os.environ).first(TRACE_FILE)
+        if launch.rank == 0 and trace_file is not None:  # torch's flight recorder does not create its folder
+            with contextlib.suppress(OSError):
+                Path(os.environ[trace_file]).parent.mkdir(parents=True, exist_ok=True)
         run.watchdog = build_watchdog(config, run.topology, rendezvous)
         if run.watchdog is not None:
             run.watchdog.before_leaving = partial(requeue_lost, run)
@@ -120,15 +122,16 @@ def run_training(
         rendezvous.fail(f"{type(error).__name__}: {error}")
         raise
     finally:
-        start.claim.release()
+        if claim is not None:
+            claim.release()
         rendezvous.close()
     if config.training.requeue and stop is not None and stop.requeue and launch.rank == 0:
         requeue(os.environ, run.reporter.say)  # last, because Slurm ends all processes at once
 
 
 def requeue_lost(run: Run) -> None:
-    """On one rank, when another is lost: put the job back into the queue, where --requeue is given. A job that has not
-    saved anything is not: it would come back for ever."""
+    """Requeue the job after another rank is lost, where --requeue is given. One rank calls this. A job that has not
+    saved anything is not requeued: it would come back for ever."""
     if not run.config.training.requeue:
         return
     say = partial(print, file=sys.stderr, flush=True)
@@ -138,18 +141,8 @@ def requeue_lost(run: Run) -> None:
     requeue(os.environ, say)
 
 
-@dataclass(frozen=True)
-class Start:
-    """What began before the run was put together: the signals so far, when the program did (time.monotonic), and the
-    claim on the --save folder, not taken yet."""
-
-    signals: Signals
-    at_s: float
-    claim: SaveClaim
-
-
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether this is what a rank sees of another one's failure: a broken connection or a collective that timed out."""
+    """Whether `error` is how a rank sees the failure of another one: a broken connection or a collective's timeout."""
     if isinstance(error, LaunchError | dist.DistError):
         return True
     text = str(error)
@@ -158,9 +151,9 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def set_up_host(config: Config, device: torch.device, launch: Launch) -> list[str]:
-    """Threads of this process, and on a CPU how it keeps memory; returns lines for the log."""
+    """Set the threads of this process and, on a CPU, malloc; return lines for the log."""
     lines = []
-    if device.type == "cpu":  # first: torch looks once whether it may ask for huge pages, at the first tensor's memory
+    if device.type == "cpu":  # first: torch reads the variable for huge pages at the first tensor
         tuned = config.training.allocator_tuning
         lines.append(tune_allocator() if tuned else "malloc: left as it is (--no-allocator-tuning)")
     return [share_cores(device, launch.local_world_size), *lines]
@@ -169,7 +162,7 @@ def set_up_host(config: Config, device: torch.device, launch: Launch) -> list[st
 def connect_groups(
     config: Config, rendezvous: Rendezvous, timeout: timedelta, rank_order: str
 ) -> tuple[Topology, list[str]]:
-    """The groups of the layout, each of which has worked once, and lines for the log. Raises LaunchError."""
+    """Create the groups of the layout and use each once; return them and lines for the log. Raises LaunchError."""
     parallel = config.parallel
     untied = config.model.untie_embeddings_and_output_weights and not config.checkpoint.use_checkpoint_args
     topology = Topology.create(
@@ -178,44 +171,46 @@ def connect_groups(
     )  # fmt: skip
     start = time.monotonic()
     with topology.flight.phase("groups"):
-        # Before torch gives up, which knows less, or RCCL, which does not.
+        # Before torch gives up, which knows less, or RCCL, which does not give up.
         uses = check_groups(topology, rendezvous, _FIRST_SHARE * timeout.total_seconds(), parallel.num_chunks > 1)
     took = f"groups: {uses} collectives and exchanges, the first of each, in {time.monotonic() - start:.2f} s"
     return topology, [took] if uses else []
 
 
 def assemble(
-    config: Config, topology: Topology, places: Sequence[str] = (), host: Sequence[str] = (), start: Start | None = None
+    config: Config, topology: Topology, places: Sequence[str] = (), host: Sequence[str] = (),
+    signals: Signals | None = None, started: float | None = None,
 ) -> Run:
-    """This rank's parts of the run that `config` describes.
+    """Build this rank's parts of the run that `config` describes.
 
-    Rank 0 prints what the run is: layout, `host` (lines about ranks and processes), arguments, kernels, sizes. Raises
-    MegatronError.
+    Rank 0 prints layout, `host` (lines about ranks and processes), arguments, kernels and sizes. Raises MegatronError.
     """
     device = topology.device
     torch.manual_seed(config.training.seed)
-    reporter = Reporter(config, topology.rank)
-    start = start or Start(Signals(enabled=False), time.monotonic(), SaveClaim(None))
-    start.claim.take(topology, reporter.say)
+    signals, reporter = signals or Signals(enabled=False), Reporter(config, topology.rank)
     checkpoint = checkpoint_to_load(config, topology, reporter)
     config = with_checkpoint_settings(config, checkpoint, reporter)
     tokenizer = load_tokenizer(config)
     if tokenizer is not None:
         config = config.replace(vocab_size=tokenizer.vocab_size)
     describe_setup(config, topology, places, reporter, host)
-    check_agreement(config, topology)
+    check_kernels(config, topology)
 
     batches = BatchSchedule.from_config(config)
     samples = planned_samples(config, batches)
-    pad_id = tokenizer.eod if tokenizer is not None else 0
+    eod = tokenizer.eod if tokenizer is not None else None
     staged = staged_locations(config, topology, reporter.say)
-    build = partial(build_datasets, config, locations=staged, pad_id=pad_id, verify=topology.rank == 0)
+    build = partial(build_datasets, config, locations=staged, pad_id=eod or 0, verify=topology.rank == 0)
     build_in_turn = first_builds(config, topology, build, reporter.say)
     datasets = build_in_turn(*samples)
     describe_data(config, datasets, reporter)
-    with set_up_memory(config, device):
+    # On a CPU the buffers that stay are kept out of the heap of the steps.
+    tuned = device.type == "cpu" and config.training.allocator_tuning
+    with mapped_blocks() if tuned else contextlib.nullcontext():
         chunks = build_chunks(config, topology)
-        describe_model(config, chunks, reporter)
+        here = sum(p.numel() for p in chunks.parameters())
+        parameters = total_parameters(config)
+        reporter.say(f" > number of parameters: {parameters}, of which (with vocabulary padding) on rank 0: {here}")
         engine = Engine(config, topology, chunks)
     chunks.train()
     with topology.flight.phase("loading"):
@@ -223,10 +218,20 @@ def assemble(
     loaded_here = progress.iteration if checkpoint and config.checkpoint.load == config.checkpoint.save else None
     end = total_iterations(config, batches, progress.iteration, progress.consumed_samples)
     datasets = extended(config, batches, datasets, build_in_turn, samples, progress, end)
-    write_start(config, topology, places, reporter, progress)
+    layout, all_versions = topology.layout, versions()
+    reporter.metrics.write(
+        "start", iteration=progress.iteration, config=config.to_dict(),
+        layout={"world": layout.world_size, "tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data},
+        rank_order=layout.order, places=list(places), device=device_name(device), parameters=parameters,
+        versions={name: all_versions[name] for name in ("python", "torch", "deepspeed")},
+    )  # fmt: skip
+    ledger: Ledger | None = None
+    if datasets.train is not None and not config.training.skip_train:
+        order = sample_order(config.data.dataloader_type, len(datasets.train), progress.left_out)
+        ledger = Ledger(datasets.train, order, progress.consumed_samples, progress.sources)
     agreement = Agreement(topology)
-    saves = run_saves(config, topology, engine, reporter, agreement, Passport(config, topology, places), loaded_here)
-    wall_time = job_time(config, topology, reporter, start, saves)
+    saves = build_saves(config, topology, engine, reporter, agreement, places, loaded_here)
+    wall_time = build_wall_time(config, topology, reporter, saves, started)
     if device.type == "cuda":
         # What set-up and loading have freed is in blocks of sizes that no step asks for.
         torch.cuda.empty_cache()
@@ -243,19 +248,21 @@ def assemble(
         progress=progress,
         total_iterations=end,
         datasets=datasets,
-        train_stream=training_stream(config, topology, datasets, progress, tokenizer),
-        ledger=training_ledger(config, datasets, progress),
+        train_stream=open_stream(
+            config, topology, datasets.train, progress.consumed_samples, eod, progress.left_out
+        ),
+        ledger=ledger,
         interval=Interval(topology, rates(config, topology)),
         reporter=reporter,
         agreement=agreement,
-        stop=StopRules(config, agreement, start.signals, wall_time),
+        stop=StopRules(config, agreement, signals, wall_time),
         skips=SkipRules(config, topology),
         spikes=SpikeRule(config, topology, progress),
         saves=saves,
         wall_time=wall_time,
         timers=Timers(topology, config.logging.timing_log_level),
         stragglers=Stragglers(topology, places) if config.logging.straggler_report else None,
-        profiler=Profiler(config, topology.rank),
+        profiler=Profiler(config, topology.rank, reporter.say),
         accounted_iteration=progress.iteration,
     )
     if saves is not None:
@@ -263,33 +270,24 @@ def assemble(
     return run
 
 
-def make_trace_folder(environ: Mapping[str, str]) -> None:
-    """The folder of torch's flight recorder, which torch does not make, for a job whose environment names one."""
-    name = Variables(environ).first(TRACE_FILE)
-    if name is not None:
-        with contextlib.suppress(OSError):
-            Path(environ[name]).parent.mkdir(parents=True, exist_ok=True)
-
-
 def build_watchdog(config: Config, topology: Topology, rendezvous: Rendezvous) -> Watchdog | None:
-    """What ends the job when it hangs; None with --hang-timeout 0."""
+    """Return what ends the job when it hangs; None with --hang-timeout 0."""
     if not config.training.hang_timeout:
         return None
-    path = config.metrics_path
-    folder = path.parent if path is not None else None
-    # What is done for the first time may take as long as torch waits, nearly: to name who is waited for is better.
+    folder = config.metrics_path.parent if config.metrics_path is not None else None
+    # The first use of anything may take nearly as long as torch waits: naming the rank that is late is better.
     first_s = 60 * _FIRST_SHARE * config.parallel.distributed_timeout_minutes
     return Watchdog(rendezvous, topology, config.training.hang_timeout, folder, first_s)
 
 
-def run_saves(
-    config: Config, topology: Topology, engine: Engine, reporter: Reporter, agreement: Agreement, passport: Passport,
+def build_saves(
+    config: Config, topology: Topology, engine: Engine, reporter: Reporter, agreement: Agreement, places: Sequence[str],
     saved_iteration: int | None,
 ) -> Saves | None:
-    """When and how the run saves; None without --save."""
+    """Return when and how the run saves; None without --save."""
     if not config.checkpoint.save:
         return None
-    from megatron.checkpoint.save import Saver  # with torch's checkpoints, which take long to import
+    from megatron.checkpoint.save import Saver  # imports torch's checkpoints, which takes long
 
     saver = Saver(config.checkpoint.save, topology, config, topology.flight.alive)
     if config.checkpoint.async_save:
@@ -300,86 +298,64 @@ def run_saves(
         if topology.device.type == "cuda":
             reporter.say(f" --async-save: {saver.snapshot_bytes / 2**30:.2f} GiB of host memory for rank 0's copy, "
                          f"after {time.monotonic() - start:.1f} s")  # fmt: skip
+    provenance = Provenance(config, topology, places)
     return Saves(
-        config, saver, agreement, reporter, engine=engine, passport=passport, saved_iteration=saved_iteration
+        config, saver, agreement, reporter, engine=engine, provenance=provenance, saved_iteration=saved_iteration
     )
 
 
-def job_time(
-    config: Config, topology: Topology, reporter: Reporter, start: Start, saves: Saves | None
+def build_wall_time(
+    config: Config, topology: Topology, reporter: Reporter, saves: Saves | None, started: float | None
 ) -> WallTime | None:
-    """What --walltime or, where there is something to save, Slurm say of the job's end; None where neither does.
+    """Return the end of the job by --walltime or, where there is something to save, by Slurm; None without either.
 
-    Rank 0 watches the clock for all.
+    Rank 0 watches the clock for all ranks.
     """
     given = config.training.walltime
     slurm = Agreement(topology)
     slurm.add_first("job", lambda: "SLURM_JOB_ID" in os.environ)
     if given == "none" or (given is None and (saves is None or not slurm.now()["job"])):
         return None
-    clock: Clock = Unwatched()
+    end = JobEnd()
     if given is not None:
         seconds = duration_s(given)
         assert seconds is not None, "the command line was checked"
-        clock = FixedEnd(seconds, start.at_s)
+        end = JobEnd((time.monotonic() if started is None else started) + seconds)
     elif topology.world.is_first:
-        clock = SlurmEnd(os.environ, reporter.say)
+        end = SlurmEnd(os.environ, reporter.say)
     state_bytes = checkpoint_bytes(config) / topology.world.size if saves is not None else 0.0
-    steps_ahead = 1 if topology.world.size == 1 else 2  # the answer of all ranks comes a step late
-    wall_time = WallTime(clock, state_bytes, config.training.eval_iters, steps_ahead)
+    steps_ahead = 1 if topology.world.size == 1 else 2  # the agreement of several ranks takes one more step
+    wall_time = WallTime(end, state_bytes, config.training.eval_iters, steps_ahead)
     if saves is not None:
         saves.after_save.append(wall_time.after_save)
-    reporter.say(f" wall time: the run saves and ends in time. Until its first save is measured, one is taken to need "
-                 f"{wall_time.save_s:.0f} s")  # fmt: skip
+    reporter.say(f" wall time: the run saves and ends in time. Until its first save is measured, one is assumed to "
+                 f"take {wall_time.save_s:.0f} s")  # fmt: skip
     return wall_time
 
 
 def load_tokenizer(config: Config) -> Tokenizer | None:
-    """The tokenizer that the flags name; None when only a vocabulary size is given."""
+    """Return the tokenizer that the flags name; None when only a vocabulary size is given."""
     t = config.tokenizer
     if t.tokenizer_type is None:
         if config.model.vocab_size is None:
-            raise ConfigError("the vocabulary size is not known: give --tokenizer-type and its files, or --vocab-size")
+            raise ConfigError("the vocabulary size is unknown: give --tokenizer-type and its files, or --vocab-size")
         return None
     return build_tokenizer(**dataclasses.asdict(t), vocab_size=config.model.vocab_size)
 
 
 def extended(
-    config: Config,
-    batches: BatchSchedule,
-    datasets: Datasets,
-    build: Callable[[int, int, int], Datasets],
-    planned: tuple[int, int, int],
-    progress: Progress,
-    end: int,
+    config: Config, batches: BatchSchedule, datasets: Datasets, build: Callable[[int, int, int], Datasets],
+    planned: tuple[int, int, int], progress: Progress, end: int,
 ) -> Datasets:
-    """`datasets`, or longer ones where a run resumed with another batch size takes more samples than planned."""
+    """Return `datasets`, or longer ones where a run resumed with another batch size takes more samples than planned."""
     needed = batches.samples_after(end - progress.iteration, progress.consumed_samples)
     if config.training.skip_train or needed <= planned[0]:
         return datasets
     return build(needed, planned[1], planned[2])
 
 
-def training_stream(
-    config: Config, topology: Topology, datasets: Datasets, progress: Progress, tokenizer: Tokenizer | None
-) -> Stream:
-    """The training data after what the run has consumed."""
-    if datasets.train is None:
-        return PlaceholderStream(config.batch.micro_batch_size, topology.data.rank, topology.data.size)
-    eod = tokenizer.eod if tokenizer is not None else None
-    return open_stream(config, topology, datasets.train, progress.consumed_samples, eod, progress.left_out)
-
-
-def training_ledger(config: Config, datasets: Datasets, progress: Progress) -> Ledger | None:
-    """The count of what the run takes of each source of training data, continued; None where nothing is trained."""
-    if datasets.train is None or config.training.skip_train:
-        return None
-    order = sample_order(config.data.dataloader_type, len(datasets.train), progress.left_out)
-    return Ledger(datasets.train, order, progress.consumed_samples, progress.sources)
-
-
 def rates(config: Config, topology: Topology) -> Rates:
-    """FLOPs of one sample from the formulas, and the peak of this rank's device."""
+    """Return the FLOPs of one sample by the formulas, and the peak of this rank's device."""
     model, recompute, parallel = config.model, config.recompute, config.parallel
     layers = recompute.recompute_num_layers * parallel.num_stages if recompute.recompute_method == "block" else None
     again = formulas.recompute_flops_per_token(
@@ -398,7 +374,7 @@ def rates(config: Config, topology: Topology) -> Rates:
 def describe_setup(
     config: Config, topology: Topology, places: Sequence[str], reporter: Reporter, host: Sequence[str]
 ) -> None:
-    """Print where the run runs and with what settings."""
+    """Print the layout, the host and the settings of the run."""
     reporter.say(topology.describe(places))
     name = device_name(topology.device)
     per = "; TFLOPs, MFU and HFU are per GCD" if formulas.device_unit(name) == "GCD" else ""
@@ -410,16 +386,20 @@ def describe_setup(
         reporter.say(f" {name} of your own: {where}")
     for notice in config.notices:
         reporter.say(f" note: {notice}")
-    for line in describe_kernels(config, topology.device):
+    model, dtype = config.model, config.precision.dtype_name
+    packages = availability.report(
+        config.kernels, topology.device.type, dtype, model.seq_length, model.attention_dropout > 0.0
+    )
+    for line in [*choose.report(config, topology.device), *packages]:
         reporter.say(f" {line}")
-    assert config.model.vocab_size is not None, "the tokenizer was read"
-    padded = config.model.padded_vocab_size(topology.tensor.size)
-    dummies = padded - config.model.vocab_size
-    reporter.say(f" > padded vocab (size: {config.model.vocab_size}) with {dummies} dummy tokens (new size: {padded})")
+    assert model.vocab_size is not None, "the tokenizer was read"
+    padded = model.padded_vocab_size(topology.tensor.size)
+    dummies = padded - model.vocab_size
+    reporter.say(f" > padded vocab (size: {model.vocab_size}) with {dummies} dummy tokens (new size: {padded})")
 
 
 def describe_data(config: Config, datasets: Datasets, reporter: Reporter) -> None:
-    """Print how many samples each data set has, and what follows from a missing one."""
+    """Print the number of samples of each data set, and notes on padding and missing data."""
     found = ((name, getattr(datasets, name)) for name in SPLIT_NAMES)
     listed = ", ".join(f"{name} {len(dataset) if dataset is not None else 'none'}" for name, dataset in found)
     reporter.say(f" > samples of {config.model.seq_length} tokens: {listed}")
@@ -433,36 +413,3 @@ def describe_data(config: Config, datasets: Datasets, reporter: Reporter) -> Non
             reporter.say(f" > packed by best fit: {share} are padding")
     if datasets.valid is None and config.training.eval_iters:
         reporter.say(" note: no validation data, so no validation loss: see --split and --valid-data-path")
-
-
-def set_up_memory(config: Config, device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Around the set-up of model and optimizer: on a CPU the buffers that stay are kept out of the steps' heap."""
-    tuned = device.type == "cpu" and config.training.allocator_tuning
-    return mapped_blocks() if tuned else contextlib.nullcontext()
-
-
-def describe_model(config: Config, chunks: torch.nn.ModuleDict, reporter: Reporter) -> None:
-    """Print how many parameters there are in all and on this rank."""
-    here = sum(p.numel() for p in chunks.parameters())
-    total = total_parameters(config)
-    reporter.say(f" > number of parameters: {total}, of which (with vocabulary padding) on rank 0: {here}")
-
-
-def write_start(
-    config: Config, topology: Topology, places: Sequence[str], reporter: Reporter, progress: Progress
-) -> None:
-    """The record with which a run, or its resumption, begins in the metrics file."""
-    import deepspeed
-
-    layout = topology.layout
-    reporter.metrics.write(
-        "start",
-        iteration=progress.iteration,
-        config=config.to_dict(),
-        layout={"world": layout.world_size, "tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data},
-        rank_order=layout.order,
-        places=list(places),
-        device=device_name(topology.device),
-        parameters=total_parameters(config),
-        versions={"python": platform.python_version(), "torch": torch.__version__, "deepspeed": deepspeed.__version__},
-    )  # fmt: skip

@@ -1,47 +1,95 @@
-"""A run: everything that the loop works with, put together by setup.py."""
+"""The state of a run: its parts, put together by setup.py, and its progress."""
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from megatron.training.report.timers import Stopwatch
 
-from megatron.config import Config
-from megatron.data.datasets import Datasets
-from megatron.data.ledger import Ledger
-from megatron.data.tokenizer import Tokenizer
-from megatron.engine.engine import Engine
-from megatron.engine.lr import LearningRateSchedule, WeightDecaySchedule
-from megatron.parallel.topology import Topology
-from megatron.pipeline.executor import Executor
-from megatron.training.report.metrics import Interval
-from megatron.training.report.profiling import Profiler
-from megatron.training.report.reporter import Reporter
-from megatron.training.report.stragglers import Stragglers
-from megatron.training.report.timers import Stopwatch, Timers
-from megatron.training.run.agreement import Agreement
-from megatron.training.run.batches import BatchSchedule
-from megatron.training.run.data import Stream
-from megatron.training.run.progress import Progress
-from megatron.training.run.saving import Saves
-from megatron.training.run.stopping import StopRules
-from megatron.training.run.walltime import WallTime
-from megatron.training.safety.skips import SkipRules, StepUnderWay
-from megatron.training.safety.spikes import SpikeRule
-from megatron.training.safety.watchdog import Watchdog
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.config import Config
+    from megatron.data.datasets import Datasets
+    from megatron.data.ledger import Ledger
+    from megatron.data.tokenizer import Tokenizer
+    from megatron.engine.engine import Engine
+    from megatron.engine.lr import LearningRateSchedule, WeightDecaySchedule
+    from megatron.parallel.topology import Topology
+    from megatron.pipeline.executor import Executor
+    from megatron.training.report.metrics import Interval
+    from megatron.training.report.reporter import Reporter
+    from megatron.training.report.timers import Profiler, Stragglers, Timers
+    from megatron.training.run.batches import BatchSchedule
+    from megatron.training.run.checkpoints import Saves
+    from megatron.training.run.data import Stream
+    from megatron.training.run.stopping import Agreement, StopRules, WallTime
+    from megatron.training.safety.skips import SkipRules, StepUnderWay
+    from megatron.training.safety.spikes import SpikeRule
+    from megatron.training.safety.watchdog import Watchdog
+
+
+@dataclass
+class Progress:
+    """Counts since the first step of the run, including all jobs before this one.
+
+    iteration                 steps taken, skipped ones included
+    consumed_samples          training samples taken by all ranks together
+    consumed_tokens           the same in tokens
+    consumed_valid_samples    validation samples taken by the evaluations inside the loop
+    skipped_iterations        steps with non-finite gradients, which moved no weight
+    scheduled_...             the first three without skipped steps: learning rate and weight decay follow these, as in
+                              Megatron
+    sources                   what was taken of each source of training data, see megatron.data.ledger; as of the
+                              checkpoint that was loaded or is written
+    left_out                  ranges [start, stop) of positions in the order of samples that are left out after loss
+                              spikes; consumed samples are counted without them
+    recent_losses             losses of the last steps, oldest first: what --loss-spike-factor compares with
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    consumed_valid_samples: int = 0
+    skipped_iterations: int = 0
+    scheduled_iterations: int = 0
+    scheduled_samples: int = 0
+    scheduled_tokens: int = 0
+    sources: dict[str, dict[str, Any]] = field(default_factory=dict)
+    left_out: list[list[int]] = field(default_factory=list)
+    recent_losses: list[float] = field(default_factory=list)
+
+    @property
+    def schedule_position(self) -> tuple[int, int, int]:
+        """Return (iterations, samples, tokens) of the steps that moved the weights."""
+        return self.scheduled_iterations, self.scheduled_samples, self.scheduled_tokens
+
+    def advance(self, samples: int, seq_length: int) -> None:
+        """Count one step over `samples` sequences; `count` records later whether it was skipped."""
+        self.iteration += 1
+        self.consumed_samples += samples
+        self.consumed_tokens += samples * seq_length
+
+    def count(self, samples: int, seq_length: int, *, skipped: bool) -> None:
+        """Record whether the step over `samples` sequences was skipped or moved the weights."""
+        self.skipped_iterations += int(skipped)
+        if not skipped:
+            self.scheduled_iterations += 1
+            self.scheduled_samples += samples
+            self.scheduled_tokens += samples * seq_length
 
 
 @dataclass
 class Run:
-    """The parts of a run on this rank. `total_iterations` is where it ends; `progress` is where it stands.
+    """The parts of a run on this rank.
 
-    saves       None without --save
-    wall_time   None where nothing says when the job ends
-    watchdog    patient up to the end of the first step; None with --hang-timeout 0
-
-    copies_checked  whether copies of weights were compared after a step of this job that counted
-    under_way       the last step, where nobody has asked for its figures: `progress` does not know whether it counts
+    saves           None without --save
+    wall_time       None where the end of the job is unknown
+    stragglers      None without --straggler-report
+    watchdog        patient until the first step is done; None with --hang-timeout 0
+    copies_checked  whether copies of weights were compared after a step of this job that was not skipped
+    under_way       the last step, until its figures are read: `progress` does not know yet whether it was skipped
     """
 
     config: Config
@@ -77,48 +125,42 @@ class Run:
 
     @property
     def eod(self) -> int | None:
-        """The id that ends a document."""
+        """Return the token id that ends a document; None without a tokenizer."""
         return self.tokenizer.eod if self.tokenizer is not None else None
 
     @property
     def eval_samples(self) -> int:
-        """Samples of one evaluation."""
+        """Return the number of samples of one evaluation."""
         return self.config.training.eval_iters * self.batches.global_batch_size_at_end
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of `progress`, a copy.
+        """Return a copy of `progress` for a checkpoint.
 
-        Dropout masks and the order of the data are functions of seed and position, so no generator state is kept.
+        Dropout masks and the order of the data are functions of seed and position, so there is no generator state.
         """
         if self.ledger is not None:
             self.progress.sources = self.ledger.record()
         return dataclasses.asdict(self.progress)
 
     def count_data(self) -> None:
-        """Enter the samples of the last step into the ledger, and say which sources are begun anew."""
+        """Count the samples of the last step in the ledger, and report which sources begin a new epoch."""
         if self.ledger is not None:
             for source, epoch in self.ledger.advance(self.progress.consumed_samples):
                 self.reporter.say(f" data: {source} begins epoch {epoch} at iteration {self.progress.iteration}")
 
     def account_data(self) -> None:
-        """Report what was taken of each source, unless nothing has been since the last time."""
+        """Report what was taken of each source, if anything since the last report."""
         if self.ledger is not None and self.accounted_iteration != self.progress.iteration:
             self.reporter.sources(self.progress, self.ledger)
             self.accounted_iteration = self.progress.iteration
 
-    def profile_step(self) -> None:
-        """Start or end the profiler where the flags say so."""
-        line = self.profiler.step(self.progress.iteration)
-        if line:
-            self.reporter.say(line)
-
     def done_before(self, before: bool) -> None:
-        """Tell the watchdog whether what comes next was done before, so that nothing in it has to take long."""
+        """Set whether what comes next was done before: what is done for the first time may take longer."""
         if self.watchdog is not None:
             self.watchdog.patient = not before
 
     def call(self, event: str, *figures: Any) -> None:
-        """Tell the callbacks of the run: "on_start" and others of megatron.protocols.Callback."""
+        """Call the callbacks of the run: "on_start" and others of megatron.protocols.Callback."""
         for callback in self.config.pieces.callbacks:
             getattr(callback, event)(self, *figures)
 
@@ -126,9 +168,7 @@ class Run:
         """Close files and stop reading ahead."""
         if self.watchdog is not None:
             self.watchdog.stop()
-        line = self.profiler.finish()
-        if line:
-            self.reporter.say(line)
+        self.profiler.finish()
         if self.wall_time is not None:
             self.wall_time.close()
         self.train_stream.close()

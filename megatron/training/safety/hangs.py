@@ -1,9 +1,9 @@
-"""Who waits in what for whom: from what all ranks were seen to do to a conclusion and a report. Pure functions.
+"""Who waits in which call for whom: from the states of all ranks to a conclusion and a report. Pure functions.
 
-A rank that waits in a collective waits for the members of its group that have not posted as many collectives of that
-kind as the one it is in; one that waits for a message, for its neighbour. Whoever is waited for and waits for nobody
-holds up the rest: it is stopped, dead, stuck, or still at work. Where there is no such rank, ranks wait for each other
-in a circle, or are in different calls under one number: one of them has left out a collective.
+A rank in a collective waits for the members of its group that have not posted as many collectives of that kind as the
+one it is in; a rank that waits for a message, for its neighbour. A rank that others wait for and that waits for none
+holds up the rest: it is stopped, dead, stuck, or still at work. Without such a rank, ranks wait for each other in a
+circle, or are in different calls under one number: one of them has left out a collective.
 """
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _NAMED = 8  # places, or calls, in a conclusion
 
 @dataclass(frozen=True)
 class Verdict:
-    """The job hangs: the `conclusion`, one line, names those who hold up the rest, `culprits` are their ranks."""
+    """The job hangs: the `conclusion`, one line, names the ranks that hold up the rest, the `culprits`."""
 
     conclusion: str
     culprits: Sequence[int]
 
 
 def group_members(kind: str, rank: int, layout: Layout) -> Sequence[int]:
-    """The ranks of the group of this kind that `rank` is in; empty where the kind is not known."""
+    """Return the ranks of the group of this kind that contains `rank`; empty for an unknown kind."""
     t, d, p = layout.coordinates(rank)
     line = layout.pipeline_ranks(tensor=t, data=d)
     members: dict[str, Sequence[int]] = {
@@ -37,14 +37,15 @@ def group_members(kind: str, rank: int, layout: Layout) -> Sequence[int]:
         "data": layout.data_ranks(tensor=t, pipeline=p),
         "pipeline": line,
         "embedding": (line[0], line[-1]),
+        "model": layout.model_ranks(data=d) if kind == "model" else (),
     }
-    return layout.model_ranks(data=d) if kind == "model" else members.get(kind, ())
+    return members.get(kind, ())
 
 
 class Waits:
-    """The graph of who waits for whom, over `seen` by rank; ranks of whom nobody has heard are missing there.
+    """The graph of which rank waits for which, from the states `seen` by rank; silent ranks are missing there.
 
-    awaited  the ranks that a rank waits for, of those that are in a call
+    awaited  for each rank in a call, the ranks that it waits for
     """
 
     def __init__(self, seen: Mapping[int, FlightState], layout: Layout) -> None:
@@ -60,19 +61,18 @@ class Waits:
             return []
         key = (call.kind, call.sequence, members[0])
         if key not in self._late:
-            self._late[key] = [r for r in members if self._is_late(r, call)]
+            states = ((r, self.seen.get(r)) for r in members)
+            self._late[key] = [
+                r for r, of in states if of is None or of.lost or of.posted_in(call.kind) < call.sequence
+            ]
         return [r for r in self._late[key] if r != rank]
 
-    def _is_late(self, rank: int, call: Call) -> bool:
-        of = self.seen.get(rank)
-        return of is None or of.lost or of.posted_in(call.kind) < call.sequence
-
     def roots(self) -> set[int]:
-        """Ranks that are waited for and are in no call themselves."""
+        """Return the ranks that others wait for and that are in no call themselves."""
         return {rank for ranks in self.awaited.values() for rank in ranks} - set(self.awaited)
 
     def behind(self, roots: Iterable[int]) -> list[int]:
-        """Ranks that wait for one of `roots`, directly or through others."""
+        """Return the ranks that wait for one of `roots`, directly or through others."""
         held, found = set(roots), list[int]()
         while more := [r for r, of in self.awaited.items() if r not in held and not held.isdisjoint(of)]:
             held.update(more)
@@ -80,7 +80,7 @@ class Waits:
         return sorted(found)
 
     def circle(self) -> list[int]:
-        """Ranks of which each waits for the next and the last for the first; empty where there are none."""
+        """Return ranks of which each waits for the next and the last for the first; empty where there are none."""
         for start in sorted(self.awaited):
             path: list[int] = []
             rank: int | None = start
@@ -95,8 +95,8 @@ class Waits:
 def judge(
     seen: Mapping[int, FlightState], layout: Layout, timeout_s: float, places: Sequence[str] = ()
 ) -> Verdict | None:
-    """Whether the job hangs, and who holds it up; None: somebody was at work within the time limit. `places` names node
-    and device of every rank, for those that are not in `seen`."""
+    """Return who holds up the job; None if some rank made progress within the time limit. `places` are node and device
+    of every rank, for those that are not in `seen`."""
     waits = Waits(seen, layout)
     dead = {r for r, of in seen.items() if of.process in (DEAD, GONE)}
     # A rank that computes without end holds up others only when they come to a collective.
@@ -113,13 +113,19 @@ def judge(
 
 
 def _blame(ranks: Sequence[int], waits: Waits, places: Sequence[str]) -> str:
-    what: dict[str, list[int]] = {}
+    seen, of_trouble = waits.seen, dict[str, list[int]]()
     for rank in ranks[:_SHOWN]:
-        what.setdefault(_trouble(waits.seen.get(rank)), []).append(rank)
-    said = "; ".join(f"{_name(of, waits.seen, places)} {trouble}" for trouble, of in what.items())
-    behind = waits.behind(ranks)
-    held = f"; {_ranks(behind)} wait{'s' if len(behind) == 1 else ''} for {'it' if len(ranks) == 1 else 'them'}"
-    return said + (held if behind else "")
+        of_trouble.setdefault(_trouble(seen.get(rank)), []).append(rank)
+    parts = []
+    for trouble, those in of_trouble.items():
+        where = (seen[r].place if r in seen else places[r] if r < len(places) else "an unknown node" for r in those)
+        named = list(dict.fromkeys(where))
+        more = ", ..." if len(named) > _NAMED else ""
+        parts.append(f"{_ranks(those)} ({', '.join(named[:_NAMED])}{more}) {trouble}")
+    if behind := waits.behind(ranks):
+        verb = "waits" if len(behind) == 1 else "wait"
+        parts.append(f"{_ranks(behind)} {verb} for {'it' if len(ranks) == 1 else 'them'}")
+    return "; ".join(parts)
 
 
 def _trouble(of: FlightState | None) -> str:
@@ -131,7 +137,7 @@ def _trouble(of: FlightState | None) -> str:
     elif of.lost:
         what = "has died"
     elif not of.stack:
-        what = f"does not answer (its process is {of.process}, its Python interpreter is held up)"
+        what = f"does not answer (its process is {of.process}, its Python interpreter is blocked)"
     else:
         main, _, _ = of.stack.partition("\n\n")
         place = f" at {main.splitlines()[-1]}"
@@ -139,9 +145,8 @@ def _trouble(of: FlightState | None) -> str:
 
 
 def _without_root(waits: Waits) -> Verdict:
-    """Everybody waits, and all for each other."""
-    circle = waits.circle()
-    if circle:
+    """Return the verdict where all ranks wait, and for each other."""
+    if circle := waits.circle():
         said = "; ".join(
             f"rank {rank} waits in {waits.seen[rank].call} for rank {other}"
             for rank, other in zip(circle, circle[1:] + circle[:1], strict=True)
@@ -165,32 +170,21 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {compress_ranks(ranks)}"
 
 
-def _name(ranks: Sequence[int], seen: Mapping[int, FlightState], places: Sequence[str]) -> str:
-    where = (seen[r].place if r in seen else places[r] if r < len(places) else "an unknown node" for r in ranks)
-    named = list(dict.fromkeys(where))
-    return f"{_ranks(ranks)} ({', '.join(named[:_NAMED])}{', ...' if len(named) > _NAMED else ''})"
-
-
-def describe_rank(rank: int, waits: Waits) -> str:
-    """What a rank does, in one line."""
-    of = waits.seen[rank]
-    late = waits.awaited.get(rank)
-    waited = f"; waits for {_ranks(late)}" if late else ""
-    silent = "" if of.stack else f"; no answer, its process is {of.process}"
-    return f"{of.where}{waited}; no progress for {of.quiet_s:.0f} s{silent}"
-
-
 def report(verdict: Verdict, seen: Mapping[int, FlightState], layout: Layout) -> str:
-    """The hang in full: the conclusion, a line for each rank, and the stacks; ranks that do the same stand together."""
+    """Return the report: the conclusion, a line for each rank, and the stacks, each once with its ranks."""
     waits, lines = Waits(seen, layout), [f"the job hangs: {verdict.conclusion}"]
     first = [rank for rank in verdict.culprits if rank in seen][:_SHOWN]
     rest = [rank for rank in sorted(seen) if rank not in set(first)]
     shown = sorted(first + rest[: _SHOWN - len(first)])
-    lines += [f"  rank {rank}: {describe_rank(rank, waits)}" for rank in shown]
+    for rank in shown:
+        of, late = seen[rank], waits.awaited.get(rank)
+        waited = f"; waits for {_ranks(late)}" if late else ""
+        silent = "" if of.stack else f"; no answer, its process is {of.process}"
+        lines.append(f"  rank {rank}: {of.where}{waited}; no progress for {of.quiet_s:.0f} s{silent}")
     if len(seen) > _SHOWN:
         lines.append(f"  and {len(seen) - _SHOWN} ranks more")
     if unheard := [rank for rank in range(layout.world_size) if rank not in seen]:
-        lines.append(f"  nothing was heard of {_ranks(unheard)}")
+        lines.append(f"  no answer from {_ranks(unheard)}")
     stacks: dict[str, list[int]] = {}
     for rank in shown:
         stacks.setdefault(seen[rank].stack, []).append(rank)

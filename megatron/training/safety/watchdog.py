@@ -1,14 +1,14 @@
-"""Ends a job that hangs, after it has said who waits in what for whom.
+"""Ends a job that hangs, after a report on which rank waits in which call for which other ranks.
 
-A thread of each rank looks at the rank's flight record. When nothing was written there for the time limit, the first
-rank to notice asks all others, over the store of the rendezvous, what they do; each answers with its record and its
-Python stacks, and the first living rank of a node answers for those of its node that cannot: stopped, dead, or with an
-interpreter that is held up. From the answers megatron.training.safety.hangs tells a hang from a rank that is merely
-slow. If it is one, the report is printed once, every other rank prints one line, torch's flight recorders are written,
-processes that cannot end themselves are killed, and all end with exit code 75. Where the store does not answer, each
-node reports for itself. An error that NCCL or RCCL reports is looked into at once.
+A thread of each rank checks the rank's flight record. When nothing was written there for the time limit, the first rank
+to notice asks all others for their state, over the store of the rendezvous. Each answers with its record and its Python
+stacks, and the first living rank of a node answers for those of its node that cannot: stopped, dead, or with a blocked
+interpreter. From the answers megatron.training.safety.hangs distinguishes a hang from a slow rank. After a hang the
+report is printed once, every other rank prints one line, torch's flight recorders are written, processes that cannot
+end themselves are killed, and all end with exit code 75. Where the store does not answer, each node reports for itself.
+An error that NCCL or RCCL reports is investigated at once.
 
-Nothing here needs the main thread, which may be in a call of C that never returns.
+Nothing here needs the main thread, which may be in a C call that never returns.
 """
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from megatron.errors import LaunchError
 from megatron.parallel.device_calls import DeviceCalls
@@ -39,12 +40,12 @@ from megatron.training.run.process import EXIT_LOST_RANK
 from megatron.training.safety.hangs import judge, report
 
 REPORT_NAME = "hang_report.txt"
-_ANSWER_S = 5.0  # how long ranks, and the store, may take to answer
-_NODE_S = 1.0  # how long the first rank of a node waits for the answers of the others
+_ANSWER_S = 5.0  # time for ranks, and for the store, to answer
+_NODE_S = 1.0  # time for the first rank of a node to wait for the answers of the others
 _LONGEST_PAUSE_S = 1.0
-_LEAST_STACK, _STACK, _ALL_STACKS = 300, 2500, 10**7  # characters of a rank's stacks, and of those of all ranks
+_LEAST_STACK, _STACK, _ALL_STACKS = 300, 2500, 10**7  # characters of a rank's stacks, and of all ranks' together
 _ALONE = -1  # the number of an inquiry within the node
-# At which a rank whose interpreter is held up prints its stacks. Where it is not registered it does nothing.
+# A rank with a blocked interpreter prints its stacks at this signal. Where it is not registered it does nothing.
 _DUMP_SIGNAL = signal.SIGURG
 
 
@@ -53,16 +54,16 @@ class Watchdog:
     """The thread that finds out whether this rank, and with it the job, hangs.
 
     timeout_s  seconds without progress; greater than 0
-    folder     where hang_report.txt goes; None: it is printed only
-    first_s    seconds without progress while `patient`, where that is more than `timeout_s`
-    clock, sleep    seconds, and how to let them pass; by default the real ones, where `stop` ends a pause
-    broken     what NCCL reports, "" for nothing; trace, the contents of torch's flight recorder, None without one. By
-               default of this process's groups, where they are on a GPU
+    folder     of hang_report.txt; None: the report is only printed
+    first_s    seconds without progress while `patient`, if more than `timeout_s`
+    clock, sleep    the clock in seconds and a pause; by default real ones, with pauses that `stop` ends
+    broken     returns what NCCL reports, "" for nothing; default on a GPU: nccl_error
+    trace      returns the contents of torch's flight recorder; None without one
     patient    whether the ranks do something for the first time, which compiles and connects and so may take long
-    before_leaving  called on the rank that reports, before any ends
+    before_leaving  called on the rank that reports, before any rank ends
 
-    Start it on all ranks when they begin to work together, patient as it is then. Progress is whatever is written to
-    the flight record: instructions, collectives, steps, phases and `flight.alive()`.
+    Start it on all ranks when they begin to work together, with `patient` set. Progress is whatever is written to the
+    flight record: instructions, collectives, steps, phases and `flight.alive()`.
     """
 
     rendezvous: Rendezvous
@@ -84,13 +85,11 @@ class Watchdog:
         if self.topology.device.type == "cuda":
             self.broken = self.broken or partial(nccl_error, self.topology)
             self.trace = self.trace or getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
-        self._reporting = False  # this rank tells the others the verdict
+        self._reporting = False  # whether this rank announces the verdict
         self._thread: threading.Thread | None = None
 
-    # -- start and stop ------------------------------------------------------------------------------------------------
-
     def start(self) -> None:
-        """Begin to watch. Harmless when called twice."""
+        """Start watching. Harmless when called twice."""
         if self._thread is not None:
             return
         with contextlib.suppress(OSError, RuntimeError, AttributeError, ValueError):  # standard error is no file
@@ -102,7 +101,7 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the watch: at the end of the run, where ranks leave one after the other."""
+        """Stop watching: at the end of the run, when ranks leave one after the other."""
         self._stopped.set()
         self.rendezvous.on_inquiry = None
         self.rendezvous.judged.set()
@@ -110,11 +109,9 @@ class Watchdog:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=_LONGEST_PAUSE_S)
 
-    # -- watching ------------------------------------------------------------------------------------------------------
-
     @property
     def limit_s(self) -> float:
-        """Seconds without progress that it waits now."""
+        """Return the current limit on seconds without progress."""
         return max(self.first_s, self.timeout_s) if self.patient else self.timeout_s
 
     def _watch(self) -> None:
@@ -125,7 +122,7 @@ class Watchdog:
             if self._stopped.is_set():
                 return
             now, progress = self.clock(), self._recorder.progress()
-            # Not by the clock: a job that was suspended as a whole has not hung for as long.
+            # At most two pauses at a time: a suspended job is not a hang.
             quiet_s, at = quiet_s + min(now - at, 2 * pause), now
             if progress != last:
                 last, quiet_s = progress, 0.0
@@ -137,72 +134,64 @@ class Watchdog:
                 quiet_s, at = self.limit_s / 2, self.clock()
 
     def _investigate(self) -> None:
-        """This rank makes no progress: find out whether the job hangs, and end it if so."""
+        """Find out whether the job hangs, when this rank makes no progress, and end it if so."""
         self.rendezvous.judged.clear()
         self._cleared.clear()
         sys.audit("megatron.training.inquiry")
-        several = self.topology.world.size > 1
-        with contextlib.suppress(RuntimeError, LaunchError):  # the store's host is the one that hangs, perhaps
-            if several and bounded(self._claim, _ANSWER_S):
-                self._ask_all()
-                return
-            if several and self._cleared.wait(4 * _ANSWER_S + 2 * self.rendezvous.pause_s):
-                return
+        own, store = str(self.topology.rank), self.rendezvous.store if self.topology.world.size > 1 else None
+        if store is not None:
+            with contextlib.suppress(RuntimeError, LaunchError):  # perhaps the rank with the store hangs
+                if bounded(lambda: store.compare_set("hang/claim", "", own), _ANSWER_S).decode() == own:
+                    self._ask_all(store)
+                    return
+                if self._cleared.wait(4 * _ANSWER_S + 2 * self.rendezvous.pause_s):
+                    return
         self._report_alone()
 
-    def _claim(self) -> bool:
-        """Whether this rank is the one that asks the others."""
-        own = str(self.topology.rank)
-        holder: bytes = self.rendezvous.store.compare_set("hang/claim", "", own)
-        return holder.decode() == own
-
-    def _ask_all(self) -> None:
-        """Ask all ranks, judge, and tell them."""
+    def _ask_all(self, store: dist.Store) -> None:
+        """Ask all ranks for their state, judge, and announce the verdict."""
         self._reporting = True
-        store, layout = self.rendezvous.store, self.topology.layout
-        number = bounded(self.rendezvous.inquire, _ANSWER_S)
-        seen = bounded(lambda: self._gather(number), 4 * _ANSWER_S + self.rendezvous.pause_s)
-        places = bounded(lambda: self.rendezvous.places, _ANSWER_S) if len(seen) < layout.world_size else ()
+        rendezvous, layout, size = self.rendezvous, self.topology.layout, self.topology.world.size
+        number = bounded(rendezvous.inquire, _ANSWER_S)
+
+        def gather() -> dict[int, FlightState]:
+            """Return the answers that arrive in time, by rank."""
+            kind, deadline = f"hang/{number}", self.clock() + _ANSWER_S + rendezvous.pause_s + 2 * _NODE_S
+            while rendezvous.ranks_without(kind, 1) and self.clock() < deadline:
+                self.sleep(rendezvous.pause_s / 2)
+            missing = set(rendezvous.ranks_without(kind, size))
+            ranks = [rank for rank in range(size) if rank not in missing]
+            answers = rendezvous.values([f"{kind}/{rank}" for rank in ranks])
+            return {rank: FlightState.from_json(text) for rank, text in zip(ranks, answers, strict=True)}
+
+        seen = bounded(gather, 4 * _ANSWER_S + rendezvous.pause_s)
+        places = bounded(lambda: rendezvous.places, _ANSWER_S) if len(seen) < size else ()
         verdict = judge(seen, layout, self.limit_s, places)
         if verdict is None:
             self._reporting = False
             bounded(lambda: store.delete_key("hang/claim"), _ANSWER_S)
             self._all_clear()
         else:
-            self._print(report(verdict, seen, layout))
+            self._report(report(verdict, seen, layout))
             self.before_leaving()
         conclusion = "" if verdict is None else verdict.conclusion
         bounded(lambda: store.set(f"hang/{number}/verdict", conclusion), _ANSWER_S)
         if verdict is not None:
             self._leave(number)
 
-    def _gather(self, number: int) -> dict[int, FlightState]:
-        """The answers that came in time, by rank."""
-        rendezvous, kind, size = self.rendezvous, f"hang/{number}", self.topology.world.size
-        deadline = self.clock() + _ANSWER_S + rendezvous.pause_s + 2 * _NODE_S
-        while rendezvous.ranks_without(kind, 1) and self.clock() < deadline:
-            self.sleep(rendezvous.pause_s / 2)
-        missing = set(rendezvous.ranks_without(kind, size))
-        ranks = [rank for rank in range(size) if rank not in missing]
-        answers = rendezvous.values([f"{kind}/{rank}" for rank in ranks])
-        return {rank: FlightState.from_json(text) for rank, text in zip(ranks, answers, strict=True)}
-
-    # -- answering -----------------------------------------------------------------------------------------------------
-
     def _answer(self, number: int) -> None:
-        """An inquiry came: tell what this rank does, and its neighbours that cannot; then act on the verdict."""
+        """Answer an inquiry for this rank and for neighbours that cannot; then follow the verdict."""
         store, own = self.rendezvous.store, self.topology.rank
         self.rendezvous.judged.clear()
-        self._write_answer(number)
+        self._record_state(number)
         state = FlightState.read(self._recorder.buffer)
         assert state is not None, "the rendezvous has described it"
         store.set(f"hang/{number}/{own}", state.to_json())
-        states = self._neighbours(number)
-        if self._speaks_for(states, number):
-            for state in states:
-                if state.inquiry != number:
-                    store.set(f"hang/{number}/{state.rank}", state.to_json())
-        # Where no verdict comes in time, whoever has no progress reports alone.
+        states, speaks = self._neighbours(number)
+        for state in states:
+            if speaks and state.inquiry != number:
+                store.set(f"hang/{number}/{state.rank}", state.to_json())
+        # Where no verdict arrives in time, each rank without progress reports alone.
         if self.rendezvous.comes(f"hang/{number}/verdict", 6 * _ANSWER_S + self.rendezvous.pause_s):
             conclusion = store.get(f"hang/{number}/verdict").decode()
             if not conclusion:
@@ -211,45 +200,41 @@ class Watchdog:
                 self._write(f"the job hangs: {conclusion}")
                 self._leave(number)
 
-    def _write_answer(self, number: int) -> None:
-        """What this rank does, into its record. A device that does not even answer its host is told in the text."""
+    def _record_state(self, number: int) -> None:
+        """Write the state of this rank into its record, with a note if the device does not answer its host."""
         meter, note = self._recorder.meter, ""
         if meter is not None:
             try:
-                where = bounded(lambda: meter.where(self._recorder.posted), 1.0)
-                self._recorder.device_is(*where)
+                self._recorder.device_is(*bounded(lambda: meter.where(self._recorder.posted), 1.0))
             except (RuntimeError, LaunchError) as error:
-                note = f"\nthe device does not tell where it is: {str(error).splitlines()[0]}"
+                note = f"\nthe device does not answer: {str(error).splitlines()[0]}"
         limit = max(_LEAST_STACK, min(_STACK, _ALL_STACKS // self.topology.world.size))
         self._recorder.answer(number, python_stacks(limit) + note)
 
-    def _neighbours(self, number: int) -> list[FlightState]:
-        """The records of this node, once all that can have answered."""
+    def _neighbours(self, number: int) -> tuple[list[FlightState], bool]:
+        """Return the records of this node, once all that can have answered, and whether this rank is the first."""
         sys.audit("megatron.training.answered", number)
         self.sleep(_NODE_S)
-        states = self.rendezvous.flight_file.states()
-        return [state if state.inquiry == number else dataclasses.replace(state, stack="") for state in states]
-
-    def _speaks_for(self, states: list[FlightState], number: int) -> bool:
-        """Whether this rank is the first of its node that has answered."""
+        states = [
+            state if state.inquiry == number else dataclasses.replace(state, stack="")
+            for state in self.rendezvous.flight_file.states()
+        ]
         own = self.topology.rank
-        return own == next((state.rank for state in states if state.inquiry == number), own)
+        return states, own == next((state.rank for state in states if state.inquiry == number), own)
 
     def _all_clear(self) -> None:
-        """It was no hang: forget the answer."""
+        """Withdraw the answer: the job does not hang."""
         self._recorder.answer(0)
         self._recorder.device_is(None, None)
         self.rendezvous.judged.set()
         self._cleared.set()
         sys.audit("megatron.training.cleared")
 
-    # -- without the store ---------------------------------------------------------------------------------------------
-
     def _report_alone(self) -> None:
-        """Judge by the records of this node; the first rank of the node that has no progress reports for all."""
-        self._write_answer(_ALONE)
-        states, layout = self._neighbours(_ALONE), self.topology.layout
-        seen = {state.rank: state for state in states}
+        """Judge by the records of this node, without the store; its first rank without progress reports for all."""
+        self._record_state(_ALONE)
+        states, speaks = self._neighbours(_ALONE)
+        layout, seen = self.topology.layout, {state.rank: state for state in states}
         verdict = judge(seen, layout, self.limit_s)
         if verdict is None:
             self._all_clear()
@@ -257,22 +242,20 @@ class Watchdog:
         if len(seen) < layout.world_size and not set(verdict.culprits) & set(seen):
             text = f"the store, which rank {self.rendezvous.server} serves, does not answer; the ranks of this node "
             verdict = dataclasses.replace(verdict, conclusion=f"{text}wait for ranks elsewhere")
-        if self._speaks_for(states, _ALONE):
-            self._print(report(verdict, seen, layout))
+        if speaks:
+            self._report(report(verdict, seen, layout))
         else:
             self._write(f"the job hangs: {verdict.conclusion}")
             self.sleep(_NODE_S)  # a launcher may end all ranks with the first one that ends
         self._leave(None)
-
-    # -- the end -------------------------------------------------------------------------------------------------------
 
     def _write(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.write(f"rank {self.topology.rank}: {text}\n")
             sys.stderr.flush()
 
-    def _print(self, text: str) -> None:
-        """The report, on standard error and in the folder."""
+    def _report(self, text: str) -> None:
+        """Write the report to standard error and into the folder."""
         self._write(text)
         if self.folder is None:
             return
@@ -282,38 +265,45 @@ class Watchdog:
             with open(path, "a", encoding="utf-8") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n\n")
 
-        with contextlib.suppress(OSError, LaunchError):  # a file system that hangs may be the reason
+        with contextlib.suppress(OSError, LaunchError):  # the file system may be what hangs
             bounded(append, _ANSWER_S)
 
     def _leave(self, number: int | None) -> None:
         """End this process, and those of this node that cannot; the one with the store stays until the others have read
         the verdict."""
+
+        def signal_silent(what: int) -> None:
+            for state in self.rendezvous.flight_file.states():
+                if state.inquiry == 0 or state.process == STOPPED:
+                    kill_process(state.pid, state.process_start, what)
+
+        def await_others() -> None:
+            rendezvous, key = self.rendezvous, f"hang/{number}/gone"
+            deadline, gone = self.clock() + _ANSWER_S - 1 + rendezvous.pause_s, rendezvous.store.add(key, 1)
+            while rendezvous.serves_store and gone < self.topology.world.size and self.clock() < deadline:
+                self.sleep(0.02)
+                gone = rendezvous.store.add(key, 0)
+
         with self._leaving:
             sys.audit("megatron.training.leaving")
-            self._signal_silent(_DUMP_SIGNAL)  # not before the verdict: it may crash a process that runs
+            signal_silent(_DUMP_SIGNAL)  # not before the verdict: it may crash a process that runs
             self._write_trace()
             if number is None:
                 self.sleep(_NODE_S)  # for the others to see that this rank has reported
             else:
                 with contextlib.suppress(RuntimeError, LaunchError):
-                    bounded(lambda: self._await_others(number), _ANSWER_S + self.rendezvous.pause_s)
-            self._signal_silent(signal.SIGKILL)
+                    bounded(await_others, _ANSWER_S + self.rendezvous.pause_s)
+            signal_silent(signal.SIGKILL)
             sys.audit("megatron.training.left")
             os._exit(EXIT_LOST_RANK)
 
-    def _signal_silent(self, number: int) -> None:
-        """Send a signal to those ranks of this node that have not answered."""
-        for state in self.rendezvous.flight_file.states():
-            if state.inquiry == 0 or state.process == STOPPED:
-                kill_process(state.pid, state.process_start, number)
-
     def _write_trace(self) -> None:
-        """Torch's flight recorder, into the file that torch itself would take for this rank."""
+        """Write torch's flight recorder into the file that torch itself would use for this rank."""
         prefix = os.environ.get(Variables(os.environ).first(TRACE_FILE) or "")
         if self.trace is None or prefix is None:
             return
-        # torch holds the interpreter's lock while it asks the device: if that never answers, no thread of Python ends
-        # this process, but the signal does.
+        # torch holds the interpreter's lock while it queries the device: if that never answers, no Python thread can
+        # end this process, but the signal can.
         signal.setitimer(signal.ITIMER_REAL, 4 * _ANSWER_S)
         path, trace = Path(f"{prefix}{self.topology.rank}"), self.trace
 
@@ -324,18 +314,11 @@ class Watchdog:
         with contextlib.suppress(OSError, RuntimeError, LaunchError):
             bounded(write, _ANSWER_S)
 
-    def _await_others(self, number: int) -> None:
-        store, deadline = self.rendezvous.store, self.clock() + _ANSWER_S - 1 + self.rendezvous.pause_s
-        gone = store.add(f"hang/{number}/gone", 1)
-        while self.rendezvous.serves_store and gone < self.topology.world.size and self.clock() < deadline:
-            self.sleep(0.02)
-            gone = store.add(f"hang/{number}/gone", 0)
-
 
 def nccl_error(topology: Topology) -> str:
-    """Which of this rank's groups NCCL or RCCL has given up, and why; "" for none, and with a torch that cannot tell.
+    """Return which of this rank's groups NCCL or RCCL has given up, and why; "" for none, and where torch cannot tell.
 
-    torch's threads notice and, under TORCH_NCCL_ASYNC_ERROR_HANDLING=0, leave it at that. Asks nobody.
+    torch's threads notice an error, but under TORCH_NCCL_ASYNC_ERROR_HANDLING=0 do not act on it. Local.
     """
     groups = (topology.tensor, topology.pipeline, topology.data, topology.model, topology.embedding, topology.world)
     for group in groups:

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from megatron.training.report.log_line import format_iteration, format_timers, format_validation
 from megatron.training.report.metrics import IterationReport
+from megatron.training.report.reporter import format_iteration, format_timers, format_validation
 
 REAL_LINE = (
     " iteration        2/       5 | consumed samples:         2560 | consumed tokens:      5242880 | "

@@ -18,11 +18,9 @@ import torch
 
 from megatron.errors import ConfigError
 from megatron.parallel.topology import Layout, Topology
-from megatron.training.report.console import Console
 from megatron.training.report.metrics import Interval, Rates, StepRecord
-from megatron.training.report.profiling import Profiler
-from megatron.training.report.tensorboard import TensorBoard
-from megatron.training.report.timers import Stopwatch
+from megatron.training.report.reporter import Console, TensorBoard
+from megatron.training.report.timers import Profiler, Stopwatch
 from megatron.training.run.process import run_guarded
 from tests.helpers.launching import TINY
 from tests.helpers.processes import run_processes
@@ -160,7 +158,7 @@ def test_a_profile_needs_a_folder_before_the_run_not_after(tmp_path: Path, flag:
     logging = dict(profile="pt", profile_ranks=(0,), profile_step_start=1, profile_step_end=2, trace_dir=None)
     logging |= dict(tensorboard_dir=None) | {flag: str(tmp_path / "file" / "x")}
     with pytest.raises(ConfigError, match=f"{tmp_path}/file/x"):
-        Profiler(SimpleNamespace(logging=SimpleNamespace(**logging)), 0)  # type: ignore[arg-type]
+        Profiler(SimpleNamespace(logging=SimpleNamespace(**logging)), 0, print)  # type: ignore[arg-type]
 
 
 def test_stopwatch_leaves_pauses_out() -> None:

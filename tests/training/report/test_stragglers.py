@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from megatron.parallel.topology import Layout
-from megatron.training.report.stragglers import summarise
+from megatron.training.report.timers import summarise
 
 
 def test_ranks_are_compared_with_those_of_their_stage() -> None:

@@ -19,7 +19,7 @@ from tests.helpers.processes import free_port, rank_environment
 # two blocks of 16 MiB within and after mapped_blocks().
 PROBE = """
 import ctypes, json, os
-from megatron.training.run.allocator import mapped_blocks, tune_allocator
+from megatron.training.run.host import mapped_blocks, tune_allocator
 said = [tune_allocator() for _ in range({calls})]
 libc = ctypes.CDLL(None)
 libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p

@@ -26,15 +26,13 @@ from megatron.parallel.collectives import all_reduce
 from megatron.parallel.topology import DEFAULT_ORDER, Layout, Topology
 from megatron.pipeline.executor import Executor
 from megatron.training.report.metrics import Interval, Peak, Rates, StepRecord, local_loss
-from megatron.training.report.stragglers import Stragglers
-from megatron.training.run.agreement import Agreement
+from megatron.training.report.timers import Stragglers
 from megatron.training.run.data import PlaceholderStream
-from megatron.training.run.evaluate import mean_loss
 from megatron.training.run.generate import Sampling, generate
-from megatron.training.run.host import masks_on_this_node, share_cores
-from megatron.training.run.kernels import check_agreement
-from megatron.training.run.signals import Signals
-from megatron.training.run.stopping import StopRules
+from megatron.training.run.host import check_kernels, masks_on_this_node, share_cores
+from megatron.training.run.loop import mean_loss
+from megatron.training.run.process import Signals
+from megatron.training.run.stopping import Agreement, StopRules
 from tests.helpers.groups import join
 from tests.helpers.processes import run_processes
 
@@ -76,7 +74,7 @@ def agree(topology: Topology, folder: str) -> Any:
         own[0] = 99
         answers += [dict(agreement.read()), dict(agreement.read()), dict(agreement.now())]
         agreement.post()
-        agreement.drop()
+        agreement.read()
         return [*answers, dict(agreement.read())], sent
 
 
@@ -194,7 +192,7 @@ LIBRARIES: dict[str, tuple[list[str | None], list[int], bool]] = {  # paths, fin
 
 
 def kernels(topology: Topology, folder: str) -> Any:
-    """What check_agreement says on this rank of each case of LIBRARIES."""
+    """What check_kernels says on this rank of each case of LIBRARIES."""
     said = {}
     for name, (paths, prints, alike) in LIBRARIES.items():
         with pytest.MonkeyPatch.context() as patch:
@@ -208,7 +206,7 @@ def kernels(topology: Topology, folder: str) -> Any:
             patch.setattr(choose, "HOST_FASTER", dict.fromkeys(choose.OPERATORS, result))
             config = Config.create(**MODEL, tensor_model_parallel_size=2, world_size=RANKS)
             try:
-                check_agreement(config, topology)
+                check_kernels(config, topology)
                 said[name] = ""
             except ConfigError as error:
                 said[name] = str(error)

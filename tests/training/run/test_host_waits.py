@@ -15,7 +15,7 @@ from megatron.engine.engine import Engine
 from megatron.pipeline.executor import Executor
 from megatron.planner.dryrun.rank import run_rank
 from megatron.program import pretrain
-from megatron.training import loop
+from megatron.training.run import loop
 from tests.helpers.processes import run_processes
 from tests.training.run.test_run import FIELDS
 

@@ -13,8 +13,8 @@ from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.errors import LaunchError
 from megatron.parallel.hello import Alike
 from megatron.parallel.launch import Launch
-from megatron.training import identity as module
-from megatron.training.run.identity import files, identity
+from megatron.training.run import provenance as module
+from megatron.training.run.provenance import files, identity
 from tests.helpers.launching import TINY, launch
 from tests.parallel.meetings import ranks_in_threads
 

@@ -12,7 +12,7 @@ import megatron
 from megatron.config import Config
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.parallel.topology import Layout, Topology
-from megatron.training.run.provenance import Passport, data_identity, environment, git_revision
+from megatron.training.run.provenance import Provenance, data_identity, environment, git_revision
 
 
 def topology(rank: int = 0) -> Topology:
@@ -36,7 +36,7 @@ def write(prefix: Path, documents: list[int]) -> str:
 def test_a_passport_says_what_made_the_checkpoint(tmp_path: Path) -> None:
     prefix = write(tmp_path / "text", [5, 7])
     places = ["frontier1:cuda:0", "frontier1:cuda:1", "frontier2:cuda:0", "frontier2:cuda:1"]
-    passport = json.loads(json.dumps(Passport(config(prefix), topology(), places)(40)))
+    passport = json.loads(json.dumps(Provenance(config(prefix), topology(), places)(40)))
     assert passport["program"]["version"] in (megatron.__version__, None) and passport["iteration"] == 40
     assert passport["versions"]["torch"] == torch.__version__ and passport["versions"]["numpy"] == np.__version__
     layout = passport["layout"]
@@ -45,7 +45,7 @@ def test_a_passport_says_what_made_the_checkpoint(tmp_path: Path) -> None:
     assert passport["git"].keys() >= {"revision", "dirty"}
     assert [data["prefix"] for data in passport["data"]] == [prefix]
     assert passport["data"][0]["bin_bytes"] == 24  # twelve tokens of two bytes
-    assert Passport(config(prefix), topology(rank=1))(40) == {}
+    assert Provenance(config(prefix), topology(rank=1))(40) == {}
 
 
 def test_other_documents_of_the_same_total_have_another_identity(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.sampler import MicroBatchStream
 from megatron.model import gpt
 from megatron.program import pretrain
-from megatron.training.report.console import Console
 from megatron.training.report.metrics import read_metrics
+from megatron.training.report.reporter import Console
 from tests.helpers.fault_points import strike
 from tests.helpers.processes import run_processes, run_processes_raw
 

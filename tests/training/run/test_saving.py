@@ -10,8 +10,8 @@ import torch
 
 from megatron.errors import CheckpointError
 from megatron.parallel.topology import Layout, Topology
-from megatron.training.run.agreement import Agreement
-from megatron.training.run.saving import Saves
+from megatron.training.run.checkpoints import Saves
+from megatron.training.run.stopping import Agreement
 
 SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
 

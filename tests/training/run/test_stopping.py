@@ -12,10 +12,8 @@ import pytest
 import torch
 
 from megatron.parallel.topology import Layout, Topology
-from megatron.training.run.agreement import Agreement
-from megatron.training.run.signals import Signals
-from megatron.training.run.stopping import StopRules
-from megatron.training.run.walltime import FixedEnd, WallTime
+from megatron.training.run.process import Signals
+from megatron.training.run.stopping import Agreement, JobEnd, StopRules, WallTime
 
 SINGLE = Topology.from_layout(Layout(), 0, device=torch.device("cpu"))
 
@@ -44,7 +42,7 @@ class Rules:
 def test_exit_interval_counts_finished_steps() -> None:
     rules = Rules(exit_interval=5)
     assert [i for i in range(1, 12) if rules.check(i)] == [5, 10]
-    assert rules.rules.ask(5, rules.agreement.now()) is None
+    assert rules.rules.check_at_start(5, rules.agreement.now()) is None
 
 
 def test_duration_is_counted_from_the_beginning() -> None:
@@ -104,7 +102,7 @@ def test_only_the_first_signal_counts() -> None:
     [(1000.0, False), (100.0, True)],  # 20 s of a step, 1.5 * 50 s of a save and 30 s of margin are 125
 )
 def test_the_end_of_the_job_is_a_reason_to_go_on_in_another(left_s: float, stopped: bool) -> None:
-    wall_time = WallTime(FixedEnd(left_s, 0.0, lambda: 0.0), 0.0)
+    wall_time = WallTime(JobEnd(left_s, lambda: 0.0), 0.0)
     wall_time.after_step(20.0)
     wall_time.after_save(50.0)
     rules = Rules(wall_time=wall_time)
@@ -116,14 +114,14 @@ def test_the_end_of_the_job_is_a_reason_to_go_on_in_another(left_s: float, stopp
 
 def test_a_job_too_short_for_a_step_does_not_come_back() -> None:
     """It would come and go for ever. A signal before the first step is another matter: the node is wanted elsewhere."""
-    wall_time = WallTime(FixedEnd(20.0, 0.0, lambda: 0.0), checkpoint_bytes=0.0)
+    wall_time = WallTime(JobEnd(20.0, lambda: 0.0), checkpoint_bytes=0.0)
     rules = Rules(wall_time=wall_time)
-    stop = rules.rules.ask(7, rules.agreement.now())
+    stop = rules.rules.check_at_start(7, rules.agreement.now())
     assert stop is not None and not stop.requeue
     later = rules.rules.check(8, rules.agreement.now())
     assert later is not None and later.requeue
     with Signals() as signals:
         os.kill(os.getpid(), signal.SIGUSR1)
         rules = Rules(signals=signals, wall_time=wall_time)
-        stop = rules.rules.ask(7, rules.agreement.now())
+        stop = rules.rules.check_at_start(7, rules.agreement.now())
     assert stop is not None and stop.requeue and "SIGUSR1" in stop.reason

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.run.requeue import requeue
-from megatron.training.run.walltime import FixedEnd, SlurmEnd, WallTime
+from megatron.training.run.stopping import JobEnd, SlurmEnd, WallTime, requeue
 
 Command = Callable[[str, str], Path]
 
@@ -101,7 +100,7 @@ def test_without_squeue_slurms_promise_is_believed(tmp_path: Path, monkeypatch: 
 
 def test_what_must_be_left() -> None:
     now = [0.0]
-    wall_time = WallTime(FixedEnd(1000.0, 100.0, lambda: now[0]), checkpoint_bytes=2e9, eval_iters=10)
+    wall_time = WallTime(JobEnd(1100.0, lambda: now[0]), checkpoint_bytes=2e9, eval_iters=10)
     # Nothing is known but the size: 2 GB at 100 MB/s are 20 s, 1.5 times that, and 30 s of margin.
     assert wall_time.needed_s == 60.0
     wall_time.after_step(4.0)

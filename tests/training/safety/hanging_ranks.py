@@ -27,7 +27,7 @@ from megatron.parallel.processes import STOPPED, process_state
 from megatron.parallel.rendezvous import Rendezvous, connect
 from megatron.parallel.topology import Topology
 from megatron.pipeline.executor import Executor
-from megatron.training import watchdog
+from megatron.training.safety import watchdog
 from megatron.training.safety.watchdog import Watchdog
 
 SHAPE = (2, 4)
@@ -178,7 +178,7 @@ def train(
         try:
             board = Board(Path(folder), rank, size)
             steps(topology, meeting, Path(folder), board, victims, way, real, here)
-        except (LaunchError, RuntimeError) as error:  # as training.setup does: the watchdog knows more
+        except (LaunchError, RuntimeError) as error:  # as training/run/setup.py does: the watchdog knows more
             raise meeting.explain(error) from error
     return "done"
 

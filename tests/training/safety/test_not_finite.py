@@ -18,8 +18,8 @@ from megatron.layers.context import LayerContext
 from megatron.layers.vocabulary_loss import Vocabulary, vocabulary_loss
 from megatron.parallel.topology import Layout, Topology
 from megatron.program import pretrain
-from megatron.training import diagnosis
 from megatron.training.report.metrics import read_metrics
+from megatron.training.safety import skips
 from megatron.training.safety.skips import SkipRules, StepUnderWay
 from tests.helpers.launching import TINY, launch
 from tests.helpers.poison import poisoned
@@ -191,21 +191,21 @@ def test_the_program_ends_with_the_name_on_all_ranks() -> None:
 class Quiet:
     """Stands in for a run that nobody looks into."""
 
-    def __init__(self, skips: SkipRules) -> None:
-        self.skips = skips
+    def __init__(self, rules: SkipRules) -> None:
+        self.skips = rules
         self.engine = SimpleNamespace(clear_gradients=lambda: None)
         self.reporter = SimpleNamespace(say=lambda text: None, metrics=SimpleNamespace(write=lambda *_, **__: None))
 
 
 def steps_until_error(monkeypatch: pytest.MonkeyPatch, results: list[tuple[bool, float]], **fields: Any) -> int | None:
     """The number of the step that raises; each is (skipped, loss scale), with finite losses."""
-    monkeypatch.setattr(diagnosis, "diagnose", lambda *_: "nothing")
+    monkeypatch.setattr(skips, "diagnose", lambda *_: "nothing")
     options = {k: v for k, v in FIELDS.items() if not k.startswith("distributed")}
     run = Quiet(SkipRules(Config.create(**{**options, **fields}), SINGLE))
     for number, (skipped, scale) in enumerate(results, 1):
         try:
             taken = StepUnderWay(number, 0, 0, 1, 0.1, None, [], [torch.tensor(1.0)], None)
-            diagnosis.check_step(run, taken, StepResult(None, skipped, scale))  # type: ignore[arg-type]
+            skips.check_step(run, taken, StepResult(None, skipped, scale))  # type: ignore[arg-type]
         except TrainingError:
             return number
     return None

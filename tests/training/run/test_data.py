@@ -16,8 +16,8 @@ from megatron.config import Config
 from megatron.data.datasets import Datasets, build_datasets
 from megatron.errors import DataError, LaunchError
 from megatron.parallel.topology import Layout, Topology
-from megatron.training import stage_data
-from megatron.training.run.stage_data import copy_to_node, first_builds, staged_locations
+from megatron.training.run import data
+from megatron.training.run.data import copy_to_node, first_builds, staged_locations
 from tests.helpers.processes import run_processes
 from tests.training.run.test_run import run_and_listen, write_numbers
 
@@ -119,7 +119,7 @@ def test_one_process_of_a_node_copies_and_only_stages_that_read_data(tmp_path: P
 
 
 def test_the_wait_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_data, "WAIT_S", 0.0)
+    monkeypatch.setattr(data, "WAIT_S", 0.0)
     asked = config(data_path=(write_numbers(tmp_path / "x", 80),), stage_data_to=str(tmp_path / "disk"), world_size=2)
     with pytest.raises(LaunchError, match="staging"):
         staged_locations(asked, topology(data=2), lambda _: None, dist.HashStore())
