@@ -54,10 +54,9 @@ def build(config: Config, workers: int) -> None:
     from megatron.checkpoint.find import find, open_checkpoint, required
     from megatron.data.prebuild import prebuild
     from megatron.training.report.reporter import Reporter
-    from megatron.training.run.batches import BatchSchedule, planned_samples, total_iterations
+    from megatron.training.run.batches import BatchSchedule, Progress, planned_samples, total_iterations
     from megatron.training.run.checkpoints import progress_from, with_checkpoint_settings
     from megatron.training.run.setup import extended
-    from megatron.training.run.state import Progress
 
     say = partial(print, flush=True)
     progress, load = Progress(), config.checkpoint.load

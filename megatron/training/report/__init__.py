@@ -1,1 +1,1 @@
-"""What a run reports: metrics, log, TensorBoard, timers."""
+"""Reports of a run: metrics, log, TensorBoard, timers, slow ranks."""

@@ -17,7 +17,7 @@ from megatron.data.ledger import Ledger
 from megatron.errors import ConfigError
 from megatron.training.report.metrics import IterationReport, MetricsFile, StepRecord
 from megatron.training.report.timers import StragglerReport
-from megatron.training.run.state import Progress
+from megatron.training.run.batches import Progress
 
 _GROWTH = 1.05  # of memory since it was last reported, which is worth another line
 _PLAUSIBLE_UTILISATION = 0.9  # no training run comes near it; a higher figure is an error in time or peak
@@ -257,7 +257,7 @@ class Reporter:
             self.say(format_timers(times_ms, self._timing_option))
             timers["times_ms"] = {name: {"min": min(t), "max": max(t)} for name, t in times_ms.items()}
         held = report.memory_bytes
-        if held is not None and held > _GROWTH * self._memory_reported:
+        if held > _GROWTH * self._memory_reported:
             reserved = "" if report.reserved_bytes is None else (
                 f"; reserved by an allocator: {report.reserved_bytes / 2**30:.2f} GiB"
             )

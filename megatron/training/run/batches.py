@@ -1,8 +1,8 @@
-"""Batch sizes and the length of a run: samples of a step, its micro-batches, iterations. Pure arithmetic, no torch."""
+"""Batch sizes, progress and length of a run. Pure arithmetic, no torch."""
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from megatron.config.option import MOST_SAMPLES
 from megatron.errors import ConfigError
@@ -112,6 +112,56 @@ class BatchSchedule:
         left = max(0, samples - consumed_samples)
         full = self.global_batch_size_at_end
         return iterations + (left // full if whole else -(-left // full))
+
+
+@dataclass
+class Progress:
+    """Counts since the first step of the run, including all jobs before this one.
+
+    iteration                 steps taken, skipped ones included
+    consumed_samples          training samples taken by all ranks together
+    consumed_tokens           the same in tokens
+    consumed_valid_samples    validation samples taken by the evaluations inside the loop
+    skipped_iterations        steps with non-finite gradients, which moved no weight
+    scheduled_...             the first three without skipped steps: learning rate and weight decay follow these, as in
+                              Megatron
+    sources                   what was taken of each source of training data, see megatron.data.ledger; as of the
+                              checkpoint that was loaded or is written
+    left_out                  ranges [start, stop) of positions in the order of samples that are left out after loss
+                              spikes; consumed samples are counted without them
+    recent_losses             losses of the last steps, oldest first: what --loss-spike-factor compares with
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    consumed_valid_samples: int = 0
+    skipped_iterations: int = 0
+    scheduled_iterations: int = 0
+    scheduled_samples: int = 0
+    scheduled_tokens: int = 0
+    sources: dict[str, dict[str, Any]] = field(default_factory=dict)
+    left_out: list[list[int]] = field(default_factory=list)
+    recent_losses: list[float] = field(default_factory=list)
+
+    @property
+    def schedule_position(self) -> tuple[int, int, int]:
+        """Return (iterations, samples, tokens) of the steps that moved the weights."""
+        return self.scheduled_iterations, self.scheduled_samples, self.scheduled_tokens
+
+    def advance(self, samples: int, seq_length: int) -> None:
+        """Count one step over `samples` sequences; `count` records later whether it was skipped."""
+        self.iteration += 1
+        self.consumed_samples += samples
+        self.consumed_tokens += samples * seq_length
+
+    def count(self, samples: int, seq_length: int, *, skipped: bool) -> None:
+        """Record whether the step over `samples` sequences was skipped or moved the weights."""
+        self.skipped_iterations += int(skipped)
+        if not skipped:
+            self.scheduled_iterations += 1
+            self.scheduled_samples += samples
+            self.scheduled_tokens += samples * seq_length
 
 
 def total_iterations(config: Config, batches: BatchSchedule, iteration: int = 0, consumed_samples: int = 0) -> int:

@@ -103,7 +103,7 @@ def staged_locations(
     if "$" in str(folder):
         say(f" note: --stage-data-to {target} names a variable that is not set: data is read from its original place")
         return {}
-    store = store or _store(topology)
+    store = store or job_store(topology)
     locations: dict[str, str] = {}
     if reads_data(config, topology):
         key = f"staging/{socket.gethostname()}"
@@ -174,7 +174,7 @@ def first_builds(
     if not data_prefixes(config):
         return build
     turns = itertools.count()
-    shared = store or _store(topology)
+    shared = store or job_store(topology)
 
     def listen(record: logging.LogRecord) -> None:
         if record.msg.startswith(("building", "waiting")):
@@ -199,7 +199,8 @@ def first_builds(
     return build_in_turn
 
 
-def _store(topology: Topology) -> dist.Store:
+def job_store(topology: Topology) -> dist.Store:
+    """Return the store that all ranks of the job share."""
     return dist.HashStore() if topology.world.size == 1 else dist.distributed_c10d._get_default_store()
 
 

@@ -19,8 +19,8 @@ from megatron.training.run.data import Stream, open_stream
 from megatron.training.run.host import peak_memory_bytes, reserved_memory_bytes
 from megatron.training.run.state import Run
 from megatron.training.run.stopping import Stop
-from megatron.training.safety.skips import StepUnderWay, check_step
-from megatron.training.safety.spikes import Spike, roll_back
+from megatron.training.safety.bad_steps import check_step, roll_back
+from megatron.training.safety.rules import Spike, StepUnderWay
 
 
 def train(run: Run) -> Stop | None:

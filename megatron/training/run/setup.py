@@ -41,7 +41,7 @@ from megatron.parallel.topology import DEFAULT_ORDER, Topology
 from megatron.training.report.metrics import Interval, Rates
 from megatron.training.report.reporter import Reporter
 from megatron.training.report.timers import Profiler, Stragglers, Timers
-from megatron.training.run.batches import BatchSchedule, planned_samples, total_iterations
+from megatron.training.run.batches import BatchSchedule, Progress, planned_samples, total_iterations
 from megatron.training.run.checkpoints import Saves, checkpoint_to_load, load_checkpoint, with_checkpoint_settings
 from megatron.training.run.data import first_builds, open_stream, staged_locations
 from megatron.training.run.host import (
@@ -55,10 +55,9 @@ from megatron.training.run.host import (
 from megatron.training.run.loop import train
 from megatron.training.run.process import Signals
 from megatron.training.run.provenance import Provenance, identity, versions
-from megatron.training.run.state import Progress, Run
+from megatron.training.run.state import Run
 from megatron.training.run.stopping import Agreement, JobEnd, SlurmEnd, StopRules, WallTime, requeue
-from megatron.training.safety.skips import SkipRules
-from megatron.training.safety.spikes import SpikeRule
+from megatron.training.safety.rules import SkipRules, SpikeRule
 from megatron.training.safety.watchdog import Watchdog
 
 _FIRST_SHARE = 0.9  # of --distributed-timeout-minutes

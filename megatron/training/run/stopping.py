@@ -263,12 +263,12 @@ class WallTime:
 
     @property
     def save_s(self) -> float:
-        """The longest save, or the estimate until one is measured."""
+        """Return the time of the longest save, or the estimate until one is measured."""
         return self._save_s or self._guess_s
 
     @property
     def needed_s(self) -> float:
-        """What must be left at the beginning of a step: the steps ahead, their evaluations, saves and a margin."""
+        """Return the time needed at the beginning of a step: the steps ahead, their evaluations, saves and a margin."""
         evaluation = self._evaluation_s or self._eval_iters * max(self._steps_s)
         steps = self.steps_ahead * max(self._steps_s) + self._evaluations * evaluation
         return steps + _SPREAD * self.save_s * self._saves_ahead + _MARGIN_S

@@ -1,1 +1,1 @@
-"""What protects a run: watchdog and hangs, non-finite steps, loss spikes."""
+"""Protection of a run: watchdog and hangs, non-finite steps, loss spikes."""

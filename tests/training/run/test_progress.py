@@ -1,5 +1,5 @@
 """Counters of a run."""
-from megatron.training.run.state import Progress
+from megatron.training.run.batches import Progress
 
 
 def test_skipped_steps_count_as_iterations_but_do_not_move_the_schedule():

@@ -19,8 +19,8 @@ from megatron.layers.vocabulary_loss import Vocabulary, vocabulary_loss
 from megatron.parallel.topology import Layout, Topology
 from megatron.program import pretrain
 from megatron.training.report.metrics import read_metrics
-from megatron.training.safety import skips
-from megatron.training.safety.skips import SkipRules, StepUnderWay
+from megatron.training.safety import bad_steps
+from megatron.training.safety.rules import SkipRules, StepUnderWay
 from tests.helpers.launching import TINY, launch
 from tests.helpers.poison import poisoned
 from tests.helpers.processes import run_processes
@@ -199,13 +199,13 @@ class Quiet:
 
 def steps_until_error(monkeypatch: pytest.MonkeyPatch, results: list[tuple[bool, float]], **fields: Any) -> int | None:
     """The number of the step that raises; each is (skipped, loss scale), with finite losses."""
-    monkeypatch.setattr(skips, "diagnose", lambda *_: "nothing")
+    monkeypatch.setattr(bad_steps, "diagnose", lambda *_: "nothing")
     options = {k: v for k, v in FIELDS.items() if not k.startswith("distributed")}
     run = Quiet(SkipRules(Config.create(**{**options, **fields}), SINGLE))
     for number, (skipped, scale) in enumerate(results, 1):
         try:
             taken = StepUnderWay(number, 0, 0, 1, 0.1, None, [], [torch.tensor(1.0)], None)
-            skips.check_step(run, taken, StepResult(None, skipped, scale))  # type: ignore[arg-type]
+            bad_steps.check_step(run, taken, StepResult(None, skipped, scale))  # type: ignore[arg-type]
         except TrainingError:
             return number
     return None

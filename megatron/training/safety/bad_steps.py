@@ -1,11 +1,13 @@
-"""Steps with non-finite loss or gradients: they are skipped, counted, and traced to the first bad value.
+"""What follows a bad step: a run goes back to a checkpoint after a loss spike, and ends with a diagnosis when too many
+steps in a row are skipped.
 
-To find it, the same micro-batches run once more while every module is checked. This changes nothing: no weight moves,
-and the gradients are cleared. It costs one slow step.
+For the diagnosis the same micro-batches run once more while every module is checked for non-finite values. This changes
+nothing: no weight moves, and the gradients are cleared. It costs one slow step.
 """
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -13,19 +15,26 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
 
-from megatron.config import Config
+from megatron.checkpoint.find import Found, find
 from megatron.data.batch import MicroBatch
+from megatron.data.left_out import around, merged
+from megatron.data.sampler import sample_order
 from megatron.engine.engine import StepResult
 from megatron.errors import TrainingError
 from megatron.parallel import collectives
 from megatron.parallel.sharding import sharding_of
-from megatron.parallel.topology import Topology
-from megatron.training.report.metrics import TokenWeights
+from megatron.training.run.batches import Progress
+from megatron.training.run.checkpoints import load_checkpoint, say_found
+from megatron.training.run.data import open_stream
 from megatron.training.run.state import Run
+from megatron.training.safety.rules import Spike, StepUnderWay
 
+MOST = 5
+"""How often a run goes back to one checkpoint. Each time the samples of one more step are left out; a loss that spikes
+again after that is caused by the weights, and no choice of samples will help."""
 _ABSENT = (torch.iinfo(torch.int64).max,) * 4  # the key of a rank that has found nothing
 _NOTHING = (
     "none on any rank: when the step was run again every value was finite. What does not repeat is a fault of memory, "
@@ -33,67 +42,92 @@ _NOTHING = (
 )
 
 
-@dataclass(frozen=True)
-class StepUnderWay:
-    """A step that may still be running on the device: what is needed to count it when its figures arrive.
+def roll_back(run: Run, spike: Spike) -> bool:
+    """Restore `run` from its newest good checkpoint before the spike, without the samples of the step.
 
-    iteration, consumed_..., samples    as of the end of the step; `samples` are its own
-    loss                                this rank's part of the mean loss, see local_loss
-    micro_batches, losses, weights      of this rank, to find out why it was skipped
+    Weights, optimizer, counters, ledger and stream are as if a run had been resumed from that checkpoint with the
+    samples in `Progress.left_out`, which later checkpoints contain. Where there is no such checkpoint, returns False
+    and changes nothing but the log. All ranks call this between two steps, after they agreed on `spike`.
+
+    Raises TrainingError when the run went back to the same checkpoint MOST times already, CheckpointError when none can
+    be loaded.
     """
+    reporter, saves = run.reporter, run.saves
+    figures: dict[str, Any] = {"iteration": spike.iteration, "lm_loss": spike.loss, "median": spike.median}
+    reporter.say(f"WARNING: {spike}")
+    if saves is not None:
+        saves.settle()  # what is being written is from before the spike
+    found = _checkpoint_before(run, spike)
+    if found is None or found.folder is None:
+        reporter.say("WARNING: there is no checkpoint from before it to go back to: training continues")
+        reporter.metrics.write("loss_spike", **figures, folder=None)
+        return False
+    # Everything is loaded, including what the flags left out of the first checkpoint of the run.
+    config = run.config.replace(
+        load=run.config.checkpoint.save, load_tag=None, finetune=False, no_load_optim=False, reset_iteration=False
+    )
+    progress = load_checkpoint(config, run.topology, run.engine, found.folder, reporter)
+    run.spikes.went_back[progress.iteration] += 1
+    if run.spikes.went_back[progress.iteration] > MOST:
+        raise TrainingError(
+            f"{spike}, after the run went back to the checkpoint of iteration {progress.iteration} {MOST} times and "
+            f"left out the samples of as many steps: go back further with --load-tag, lower --lr, or raise "
+            f"--loss-spike-factor {run.config.training.loss_spike_factor}"
+        )
+    first, last = _resume(run, spike, progress)
+    if saves is not None:
+        saves.saved_iteration = progress.iteration
+    left_out = run.progress.left_out
+    reporter.say(
+        f"WARNING: back to iteration {progress.iteration}; samples {first} to {last} of the data order are left out "
+        f"from now on ({sum(stop - start for start, stop in left_out)} in all)"
+    )
+    reporter.metrics.write(
+        "loss_spike", **figures, back_to_iteration=progress.iteration, samples=[first, last + 1], left_out=left_out,
+        sources=None if run.ledger is None else run.ledger.record(),
+    )  # fmt: skip
+    return True
 
-    iteration: int
-    consumed_samples: int
-    consumed_tokens: int
-    samples: int
-    learning_rate: float
-    loss: torch.Tensor | None
-    micro_batches: Sequence[MicroBatch]
-    losses: Sequence[torch.Tensor]
-    weights: TokenWeights | None
+
+def _checkpoint_before(run: Run, spike: Spike) -> Found | None:
+    """Find the newest good checkpoint that this run wrote or started from, of an iteration before the spike."""
+    directory, newest = run.config.checkpoint.save, run.saves.saved_iteration if run.saves is not None else None
+    if directory is None or newest is None:
+        return None
+    from megatron.checkpoint.together import decided_by_first  # imports torch's checkpoints, which takes long
+
+    before = min(spike.iteration, newest + 1)  # later ones in the folder are of another run
+    found = decided_by_first(run.topology, partial(find, directory, before=before))
+    say_found(found, run.reporter.say, run.reporter.metrics)
+    return found
 
 
-class SkipRules:
-    """--max-consecutive-skips. A step that is not skipped costs nothing here.
-
-    A non-finite loss makes its gradients non-finite (vocabulary_loss.py), so that the engine's decision, which is the
-    same on all ranks, covers losses as well.
-
-    consecutive   skipped steps in a row
-    first, scale  the first of these that can be repeated exactly, and its loss scale: no weight moves while steps are
-                  skipped, but the scale does
-    """
-
-    def __init__(self, config: Config, topology: Topology) -> None:
-        precision = config.precision
-        self.limit = config.training.max_consecutive_skips
-        self.scale_falls = precision.fp16 and not precision.loss_scale
-        self._topology, self._lowest = topology, precision.min_loss_scale
-        self.reset()
-
-    def reset(self) -> None:
-        """Restart counting: a step was taken, or the run went back to a checkpoint."""
-        self.consecutive, self.scale = 0, 0.0
-        self.first: StepUnderWay | None = None
-
-    def are_too_many(self, under_way: StepUnderWay, result: StepResult) -> bool:
-        """Count the step with `result`, before the weights change again; return whether it is the
-        --max-consecutive-skips'th skipped one in a row. Not in fp16 while the scale can still fall and the losses are
-        finite: then only the scale was wrong. All ranks call this."""
-        if not result.skipped:
-            self.reset()
-            return False
-        self.consecutive += 1
-        if result.loss_scale != self.scale:
-            self.first, self.scale = under_way, result.loss_scale
-        if not self.limit or self.consecutive < self.limit:
-            return False
-        if not self.scale_falls or result.loss_scale <= self._lowest:
-            return True
-        bad = torch.zeros((), dtype=torch.int32, device=self._topology.device)
-        for loss in under_way.losses:
-            bad += ~torch.isfinite(loss)
-        return bool(collectives.all_reduce(bad, self._topology.world, dist.ReduceOp.MAX))
+def _resume(run: Run, spike: Spike, progress: Progress) -> tuple[int, int]:
+    """Resume from `progress`, the counters of the loaded checkpoint, without the samples of the spike; return the first
+    and last position that are left out."""
+    before, kind = run.progress.left_out, run.config.data.dataloader_type
+    ranges = merged(before)
+    first, last = around(np.array([spike.start, spike.stop - 1], np.int64), ranges).tolist()
+    left_out = merged([*ranges, (first, last + 1)])
+    sources = progress.sources
+    for field in dataclasses.fields(Progress):  # in place: others hold it, and the list of losses
+        value = getattr(progress, field.name)
+        if isinstance(value, list):
+            getattr(run.progress, field.name)[:] = value
+        else:
+            setattr(run.progress, field.name, value)
+    run.progress.left_out[:] = [list(pair) for pair in left_out]
+    dataset, consumed = run.datasets.train, progress.consumed_samples
+    assert dataset is not None, "a run that trains has training data"
+    if run.ledger is not None:
+        samples = sample_order(kind, len(dataset), ranges).indices(np.arange(spike.start, spike.stop, dtype=np.int64))
+        order = sample_order(kind, len(dataset), left_out)
+        run.ledger = run.ledger.rolled_back(order, consumed, sources, samples)
+    run.train_stream.close()
+    run.train_stream = open_stream(run.config, run.topology, dataset, consumed, run.eod, left_out)
+    run.accounted_iteration = progress.iteration
+    run.skips.reset()
+    return first, last
 
 
 class Phase(enum.IntEnum):
