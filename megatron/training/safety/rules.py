@@ -1,5 +1,5 @@
-"""Which steps are bad: skipped ones, with non-finite loss or gradients, and loss spikes, whose loss is far above that of
-the steps before (Chowdhery et al., PaLM, arXiv 2204.02311, section 5.1)."""
+"""Rules for bad steps: skipped steps with non-finite loss or gradients, and loss spikes, whose loss is far above that
+of the steps before (Chowdhery et al., PaLM, arXiv 2204.02311, section 5.1)."""
 from __future__ import annotations
 
 import math
