@@ -76,8 +76,13 @@ def train_steps(run: Run) -> Stop | None:
         if copies_are_due(run):
             check_copies(run)
         run.done_before(True)
-        if spike is not None and went_back(run, spike):
-            continue
+        if spike is not None:
+            report(run)
+            run.agreement.read()  # discarded
+            with run.watch.paused(), run.topology.flight.phase("loading"):
+                went_back = roll_back(run, spike)
+            if went_back:
+                continue
         iteration = progress.iteration
         if iteration % run.config.logging.log_interval == 0:
             report(run)
@@ -93,14 +98,6 @@ def train_steps(run: Run) -> Stop | None:
         stop = between_steps(run)
     run.agreement.read()  # discarded
     return stop
-
-
-def went_back(run: Run, spike: Spike) -> bool:
-    """Report up to a loss spike, and go back to before it; return whether that was possible."""
-    report(run)
-    run.agreement.read()  # discarded
-    with run.watch.paused(), run.topology.flight.phase("loading"):
-        return roll_back(run, spike)
 
 
 def between_steps(run: Run) -> Stop | None:

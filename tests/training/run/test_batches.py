@@ -1,4 +1,4 @@
-"""Batch ramp-up and run length against a step-by-step count and Megatron's floating-point rule."""
+"""Batch ramp-up and run length against a step-by-step count and Megatron's floating-point rule; counters of a run."""
 from __future__ import annotations
 
 import pytest
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron.config import Config
 from megatron.errors import ConfigError
-from megatron.training.run.batches import BatchSchedule, planned_samples
+from megatron.training.run.batches import BatchSchedule, Progress, planned_samples
 
 ramps = st.tuples(st.integers(1, 6), st.integers(0, 6), st.integers(1, 5), st.integers(1, 500))
 
@@ -65,3 +65,13 @@ def test_sizes_that_do_not_divide_are_refused(replica: int, size: int) -> None:
 def test_ramps_that_lead_nowhere_are_refused(rampup: tuple[int, int, int]) -> None:
     with pytest.raises(ConfigError, match="rampup-batch-size"):
         BatchSchedule(32, 1, rampup)
+
+
+def test_skipped_steps_count_as_iterations_but_do_not_move_the_schedule() -> None:
+    progress = Progress()
+    for skipped in (True, False, True, False, False):
+        progress.advance(4, 8)
+        progress.count(4, 8, skipped=skipped)
+    assert (progress.iteration, progress.consumed_samples, progress.consumed_tokens) == (5, 20, 160)
+    assert progress.skipped_iterations == 2
+    assert progress.schedule_position == (3, 12, 96)
