@@ -30,7 +30,7 @@ from megatron.model.stages import assign_layers
 from megatron.planner.cluster import known_clusters, load_cluster
 from megatron.planner.placement import Placement, choose_placement, render_placement
 from megatron.planner.table import Table
-from megatron.training.failures import as_tool
+from megatron.training.run.process import as_tool
 from megatron.untrusted import without_waiting
 
 
