@@ -124,7 +124,7 @@ def test_room_for_checkpoints_is_one_more_than_are_kept(monkeypatch: pytest.Monk
         assert said(report()) == expected
 
 
-def test_what_slurm_says(sbatch: Path) -> None:
+def test_what_slurm_says(sbatch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What sbatch refuses is an error, with its words."""
 
     def answers(text: str) -> None:
@@ -136,7 +136,7 @@ def test_what_slurm_says(sbatch: Path) -> None:
     assert "Invalid account --test-only -q debug job.sbatch" in text
     answers("echo 'sbatch: Job 7 to start at 12:00'")
     assert said(report()) == set()
-    sbatch.write_text("#!/nowhere\n")
+    monkeypatch.setenv("PATH", "/nowhere")
     assert said(report()) == set() and any("cannot be asked" in text for text in report().unchecked)
 
 
