@@ -34,7 +34,6 @@ from megatron.planner.cluster import load_cluster
 EXIT_BAD_NODES = 4
 _MARGIN_S = 5.0
 
-
 PRODUCT, WITHIN, BETWEEN = "matrix product", "all-reduce within the node", "all-reduce with a neighbouring node"
 # Of each measurement: its unit, the share of the median below which a rank is slow, and its band in a cluster file.
 FIGURES = {
