@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -172,8 +173,8 @@ def lines(job: Job) -> Iterator[str]:
     yield from (f"{name:<12}{text}" for name, text in job.known.items())
     yield from (f"{level}: {about}: {text}" for level, about, text in job.findings)
     yield from (f"not checked: {text}" for text in job.unchecked)
-    errors, warnings = (sum(level == finding[0] for finding in job.findings) for level in _LEVELS[:2])
-    yield f"{errors} error(s), {warnings} warning(s), {len(job.unchecked)} thing(s) not checked"
+    found = Counter(level for level, _, _ in job.findings)
+    yield f"{found['error']} error(s), {found['warning']} warning(s), {len(job.unchecked)} thing(s) not checked"
 
 
 # -- what is asked of Slurm --------------------------------------------------------------------------------------------
@@ -267,21 +268,23 @@ def check_options(job: Job) -> None:
     """Check nodes and wall time against the machine's limits, and options that go with each other."""
     cluster, given = job.cluster, job.value("time")
     wall_s = duration_s(given or "")
-    if given is None and "nodes" in job.options:
-        job.find("warning", "time", "no -t: the partition's default holds. Add #SBATCH -t HH:MM:SS")
-    elif given is not None and wall_s is None and given not in ("UNLIMITED", "INFINITE", "0"):
+    if given is None:
+        if "nodes" in job.options:
+            job.find("warning", "time", "no -t: the partition's default holds. Add #SBATCH -t HH:MM:SS")
+    elif wall_s is None and given not in ("UNLIMITED", "INFINITE", "0"):
         job.find("error", "time", f"{given} is no time: give minutes, HH:MM:SS or D-HH:MM:SS")
     if cluster is not None and {"time", "nodes"} & set(job.options):
         try:
             hours = cluster.wall_limit_hours(job.asked_nodes, job.value("partition"), job.value("qos"))
             if wall_s is not None and wall_s > 3600 * hours:
-                text = f"{given}: {job.asked_nodes} nodes may run for {hours:g} h on {cluster.name}"
-                job.find("error", "time", f"{text}: ask for at most {show_duration(3600 * hours)}")
+                job.find(
+                    "error", "time", f"{given}: {job.asked_nodes} nodes may run for {hours:g} h on {cluster.name}: "
+                    f"ask for at most {show_duration(3600 * hours)}",
+                )  # fmt: skip
         except ConfigError as problem:
             job.find("error", "nodes", str(problem))
     if "requeue" in job.options and not (job.value("open-mode") or "").startswith("a"):
-        text = "--requeue without --open-mode=append: the log of the first start is lost with the second"
-        job.find("warning", "requeue", text)
+        job.find("warning", "requeue", "no --open-mode=append: the log of the first start is lost with the second")
 
 
 # -- the script --------------------------------------------------------------------------------------------------------
@@ -311,8 +314,10 @@ def read_script(words: Sequence[str], line: Options, at: int) -> Job:
     elif "--" in arguments:
         read_command(job, arguments[arguments.index("--") + 1 :])
     else:
-        text = "it does not source examples/frontier/job.sh, so nothing of it is run, and only its #SBATCH lines are"
-        job.find("warning", "script", f"{text} checked: give its training command after --")
+        job.find(
+            "warning", "script", "it does not source examples/frontier/job.sh, so nothing of it is run, and only its "
+            "#SBATCH lines are checked: give its training command after --",
+        )  # fmt: skip
     return job
 
 
@@ -345,8 +350,7 @@ def dry_run(job: Job, content: bytes, arguments: Sequence[str]) -> None:
             try:
                 words = shlex.split(line)[1:]
             except ValueError as error:
-                text = f"the script prints a command that cannot be read ({error}): {line[:200]}"
-                raise ConfigError(text) from error
+                raise ConfigError(f"the script's command cannot be read ({error}): {line[:200]}") from error
             if words[0] == "export":
                 job.environ = os.environ | dict(word.split("=", 1) for word in words[1:] if "=" in word)
             elif "pretrain_gpt.py" in line:
@@ -383,15 +387,16 @@ def check_network(job: Job, cluster: Cluster) -> None:
     The variables' sources are in examples/frontier/env.sh and docs/frontier.md.
     """
     if job.tasks != job.nodes * cluster.devices_per_node:
-        devices = f"{job.nodes} nodes of {cluster.devices_per_node} devices"
-        job.find("warning", "tasks", f"{job.tasks} processes on {devices}")
-    environ = job.environ
+        where = f"{job.nodes} nodes of {cluster.devices_per_node} devices"
+        job.find("warning", "tasks", f"{job.tasks} processes on {where}")
     if job.nodes == 1 or not any(nic.startswith("hsn") for nic in cluster.nics):
         return
-    if environ.get("NCCL_NET", "Socket") in ("", "Socket"):
-        text = "NCCL_NET is not OFI: without the plugin RCCL takes TCP, and says nothing"
-        job.find("warning", "network", f"{text}. examples/frontier/env.sh sets it")
-    if environ.get("FI_MR_CACHE_MONITOR") == "memhooks":
+    if job.environ.get("NCCL_NET", "Socket") in ("", "Socket"):
+        job.find(
+            "warning", "network", "NCCL_NET is not OFI: without the plugin RCCL uses TCP without a notice. "
+            "examples/frontier/env.sh sets it",
+        )  # fmt: skip
+    if job.environ.get("FI_MR_CACHE_MONITOR") == "memhooks":
         job.find("error", "network", "FI_MR_CACHE_MONITOR=memhooks deadlocks with RCCL: use kdreg2 or userfaultfd")
 
 
@@ -458,9 +463,11 @@ def check_saving(job: Job, config: Config) -> None:
         job.find("error", "saving", f"--save {save} is on the nodes' own disks, which are gone with the job")
         return
     if load != save:
-        text = f"--load is {load or 'absent'}, --save is {save}: a job that starts again does not go on from what it"
-        level = "error" if config.training.requeue else "warning"
-        job.find(level, "saving", f"{text} saved. Give --load {save}")
+        job.find(
+            "error" if config.training.requeue else "warning", "saving",
+            f"--load is {load or 'absent'}, --save is {save}: a job that starts again does not resume from what it "
+            f"saved. Give --load {save}",
+        )  # fmt: skip
     if config.checkpoint.save_interval is None and config.checkpoint.save_interval_minutes is None:
         job.find("warning", "saving", "no --save-interval: the run saves at its end alone")
     folder = Path(save).absolute()
@@ -472,8 +479,10 @@ def check_saving(job: Job, config: Config) -> None:
     job.known["checkpoint"] = f"{size / 1e9:.1f} GB in {save}"
     most = (1 if keep is None else keep) + 1  # the next one is written before the oldest goes
     if most * size > free:
-        text = f"{most} checkpoints of {size / 1e9:.1f} GB do not fit into the {free / 1e9:.0f} GB that are free on"
-        job.find("error", "saving", f"{text} the file system of {folder}")
+        job.find(
+            "error", "saving", f"{most} checkpoints of {size / 1e9:.1f} GB do not fit into the {free / 1e9:.0f} GB "
+            f"that are free on the file system of {folder}",
+        )  # fmt: skip
 
 
 def check_memory(cluster: Cluster, job: Job, config: Config) -> None:
@@ -481,9 +490,10 @@ def check_memory(cluster: Cluster, job: Job, config: Config) -> None:
     fullest = max(rank.total for rank in memory_of_ranks(config, cluster.device_type)) / 2**30
     job.known["memory"] = text = f"{fullest:.1f} GiB of {cluster.memory_gib:g} on the fullest device, by the planner"
     if fullest > _TIGHT * cluster.memory_gib:
-        level = "error" if fullest > cluster.memory_gib else "warning"
-        more = "beside the runtime: more tensor or pipeline parallelism, or --recompute-granularity full"
-        job.find(level, "memory", f"{text}, {more}")
+        job.find(
+            "error" if fullest > cluster.memory_gib else "warning", "memory",
+            f"{text}, beside the runtime: more tensor or pipeline parallelism, or --recompute-granularity full",
+        )  # fmt: skip
 
 
 def check_cost(cluster: Cluster, job: Job, config: Config) -> None:
@@ -494,11 +504,15 @@ def check_cost(cluster: Cluster, job: Job, config: Config) -> None:
     seconds = max(end - start, 0) * step_s
     hours = seconds / 3600 * max(job.nodes, job.asked_nodes)  # spares are paid for
     jobs = f", {math.ceil(seconds / wall_s):,} job(s) of {job.value('time')}" if wall_s else ""
-    steps = f"iterations {start:,} to {end:,} of {step_s:.3g} s by the planner, beside starts, saves and the queue"
-    job.known["it costs"] = f"{seconds / 86400:,.2f} days and {hours:,.0f} node-hours{jobs}: {steps}"
+    job.known["it costs"] = (
+        f"{seconds / 86400:,.2f} days and {hours:,.0f} node-hours{jobs}: iterations {start:,} to {end:,} of "
+        f"{step_s:.3g} s by the planner, beside starts, saves and the queue"
+    )
     if seconds > _LONG_S:
-        text = f"the run takes {seconds / 86400:,.0f} days of computing on {job.nodes} node(s)"
-        job.find("warning", "cost", f"{text}: shorten it (--train-tokens, --train-iters) or take more nodes")
+        job.find(
+            "warning", "cost", f"the run takes {seconds / 86400:,.0f} days of computing on {job.nodes} node(s): "
+            "shorten it (--train-tokens, --train-iters) or take more nodes",
+        )  # fmt: skip
 
 
 def remaining_steps(config: Config) -> tuple[int, int]:
