@@ -310,7 +310,8 @@ def read_script(words: Sequence[str], line: Options, at: int) -> Job:
     if ours and ours[1] == "job":
         dry_run(job, content, arguments)
     elif ours:
-        job.unchecked.append(f"the trainings that it starts: {script} --dry-run shows them and their cost")
+        tool = "tune.py" if ours[1] == "allocation" else "run_experiment.py"
+        job.unchecked.append(f"the trainings, which tools/{tool} starts: {script} --dry-run shows them and their cost")
     elif "--" in arguments:
         read_command(job, arguments[arguments.index("--") + 1 :])
     else:
