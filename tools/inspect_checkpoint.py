@@ -210,8 +210,7 @@ def show_tensors(found: Any, names: Iterable[str], measured: dict[str, Any]) -> 
 def check(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     """Verify one checkpoint, or all of a folder and its tracker."""
     from megatron.checkpoint.find import find, folders
-    from megatron.checkpoint.inspect import is_checkpoint
-    from megatron.checkpoint.verify import verify, verify_tracker
+    from megatron.checkpoint.inspect import is_checkpoint, verify, verify_tracker
 
     if args.tag is not None or is_checkpoint(args.path):
         chosen, problems = [args.path if args.tag is None else tagged(args.path, args.tag)], {}
@@ -249,8 +248,7 @@ def tagged(directory: Path, tag: str) -> Path:
 
 def show_difference(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     """In what two checkpoints differ."""
-    from megatron.checkpoint.compare import compare
-    from megatron.checkpoint.inspect import contents, locate, matching
+    from megatron.checkpoint.inspect import compare, contents, locate, matching
 
     for path in args.diff if args.tag is not None else ():
         tagged(path, args.tag)

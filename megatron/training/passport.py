@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.checkpoint.digest import digest, file_digest
+from megatron.checkpoint.files import digest, file_digest
 from megatron.config import Config
 from megatron.data.datasets import data_prefixes
 from megatron.parallel.topology import Topology

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.boxes import check_complete, merged, totals, write_index, write_piece
-from megatron.checkpoint.folder import TRACKER, write_text
-from megatron.checkpoint.manifest import write_manifest
+from megatron.checkpoint.files import write_manifest, write_text
+from megatron.checkpoint.folder import TRACKER
+from megatron.checkpoint.shards import check_complete, merged, totals, write_index, write_piece
 from megatron.checkpoint.writer import BoxWriter
 
 PASSPORT = {"layout": {"world": 2, "tensor": 1, "pipeline": 1, "data": 2}, "versions": {"torch": "1.2"}}

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.checkpoint import save as save_module
+from megatron.checkpoint.files import read_manifest
 from megatron.checkpoint.find import find_folder
 from megatron.checkpoint.load import load
-from megatron.checkpoint.manifest import read_manifest
 from megatron.checkpoint.save import Saver, save
 from megatron.checkpoint.tensors import tensors_to_save
 from megatron.checkpoint.writer import write_tensors
@@ -328,7 +328,7 @@ def dropped(root: Path, training: Training) -> dict[str, Any]:
 
 def peak_of_a_save(rank: int, root: str, megabytes: int, background: bool) -> tuple[int, int]:
     """Bytes by which the resident memory of a process grows in a save, and those of its state."""
-    from megatron.checkpoint.planner import Shards
+    from megatron.checkpoint.tensors import Shards
 
     topology = Topology.create()
     state = torch.ones(megabytes << 18)

@@ -14,11 +14,10 @@ import torch
 
 from megatron.checkpoint import save as save_module
 from megatron.checkpoint.find import find_folder, open_checkpoint
-from megatron.checkpoint.inspect import contents
-from megatron.checkpoint.planner import Shards
-from megatron.checkpoint.reader import read_whole
+from megatron.checkpoint.inspect import contents, verify, verify_tracker
+from megatron.checkpoint.load import read_whole
 from megatron.checkpoint.save import Saver
-from megatron.checkpoint.verify import verify, verify_tracker
+from megatron.checkpoint.tensors import Shards
 from megatron.parallel.topology import Layout, Topology
 from tests.checkpoint.saver_cases import Keeping
 from tests.engine import toy

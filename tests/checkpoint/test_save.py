@@ -13,7 +13,7 @@ import xxhash
 
 from megatron.checkpoint import folder as folder_module
 from megatron.checkpoint import writer as writer_module
-from megatron.checkpoint.digest import file_digest
+from megatron.checkpoint.files import file_digest
 from megatron.checkpoint.folder import commit_folder
 from megatron.checkpoint.writer import BoxWriter
 from tests.checkpoint import saver_cases
