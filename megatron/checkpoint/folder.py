@@ -103,7 +103,7 @@ def to_remove(
     newest_good: int,
     keep_last: int | None,
     keep_every: int | None = None,
-    keep: Collection[int] = (),
+    keep: Collection[int | None] = (),
     left_behind: Collection[int] = (),
 ) -> list[int]:
     """Return the iterations whose checkpoints are to be removed, oldest first.

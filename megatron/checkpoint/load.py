@@ -10,9 +10,10 @@ torch.load(weights_only=True) takes tensors alone.
 from __future__ import annotations
 
 import io
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
@@ -39,7 +40,7 @@ from megatron.checkpoint.tensors import (
     tensors_to_load,
     weights_to_load,
 )
-from megatron.checkpoint.together import decided_by_first, describe, together
+from megatron.checkpoint.together import decided_by_first, describe, failures, together
 from megatron.checkpoint.writer import Alive, nothing
 from megatron.engine.engine import Engine
 from megatron.engine.optimizer import unique_parameters
@@ -68,7 +69,7 @@ class LoadedState:
 
     iteration: int
     state: dict[str, Any] = field(default_factory=dict)
-    optimizer: bool = True
+    optimizer: bool = False
     folder: Path | None = None
     rejected: tuple[Rejected, ...] = ()
     notes: tuple[str, ...] = ()
@@ -112,12 +113,9 @@ def load(
                 reason = f"{checkpoint.folder / STATE} has no optimizer counters ({describe(error)})"
         return reason
 
-    checkpoint, found = _newest_that_loads(directory, topology, settings.load_tag, folder, attempt)
+    loaded = _newest_that_loads(directory, topology, settings.load_tag, folder, attempt)
     engine.update_working_weights()
-    if settings.finetune:
-        return LoadedState(0, {}, False, checkpoint.folder, found.rejected, found.notes)
-    state = checkpoint.state["state"]
-    return LoadedState(checkpoint.iteration, state, optimizer, checkpoint.folder, found.rejected, found.notes)
+    return replace(loaded, iteration=0, state={}) if settings.finetune else replace(loaded, optimizer=optimizer)
 
 
 def load_weights(
@@ -139,9 +137,7 @@ def load_weights(
                 p.detach().zero_()
         return _read(checkpoint, tensors, chunks, (MASTER,), topology, nothing)
 
-    checkpoint, found = _newest_that_loads(directory, topology, tag, None, attempt)
-    state = checkpoint.state["state"]
-    return LoadedState(checkpoint.iteration, state, False, checkpoint.folder, found.rejected, found.notes)
+    return _newest_that_loads(directory, topology, tag, None, attempt)
 
 
 def read_config(directory: str | os.PathLike[str], tag: str | int | None = None) -> dict[str, Any]:
@@ -155,8 +151,8 @@ def _newest_that_loads(
     tag: str | int | None,
     folder: Path | None,
     attempt: Callable[[Checkpoint], str | None],
-) -> tuple[Checkpoint, Found]:
-    """Give checkpoints to `attempt`, newest first, until one is not damaged; return it and the result of the search.
+) -> LoadedState:
+    """Give checkpoints to `attempt`, newest first, until one is not damaged; return what was loaded.
 
     attempt   loads a checkpoint; returns what is damaged, the same on all ranks, or None
 
@@ -170,7 +166,7 @@ def _newest_that_loads(
         if isinstance(opened, str):
             reason: str | None = opened
         elif (reason := attempt(opened)) is None:
-            return opened, Found(at, rejected, notes)
+            return LoadedState(opened.iteration, opened.state["state"], False, at, rejected, notes)
         assert reason is not None
         number = iteration_of(at)
         if tag is not None or number is None:
@@ -229,19 +225,13 @@ def _read(
 
 def _damage(topology: Topology, what: str, action: Callable[[], None]) -> str | None:
     """Run `action` on all ranks; return on all the CheckpointErrors of any, or None. Other errors are raised on all."""
-    mine: str | None = None
+    mine: CheckpointError | None = None
     with together(topology, what):
         try:
             action()
         except CheckpointError as error:
-            mine = str(error)
-    try:
-        with together(topology, what):
-            if mine is not None:
-                raise CheckpointError(mine)
-    except CheckpointError as error:
-        return str(error)
-    return None
+            mine = error
+    return failures(topology, what, mine)
 
 
 def _check_fit(tensors: Mapping[str, Shards], stored: Mapping[str, Stored], where: str) -> None:
@@ -256,7 +246,9 @@ def _check_fit(tensors: Mapping[str, Shards], stored: Mapping[str, Stored], wher
         raise CheckpointError(f"{where} does not fit this model: {'; '.join(problems[:_PROBLEMS])}{more}")
 
 
-def _fill(tensors: Mapping[str, Shards], folder: Path, stored: Mapping[str, Stored], alive: Alive) -> None:
+def _fill(
+    tensors: Mapping[str, Shards], folder: Path, stored: Mapping[str, Stored], alive: Alive = nothing
+) -> None:
     """Fill the pieces of `tensors` in place from the shards that overlap with them, converting to their dtypes.
 
     Nothing is communicated. Raises CheckpointError naming the file that is damaged; what was filled before stays.
@@ -277,10 +269,9 @@ def _fill(tensors: Mapping[str, Shards], folder: Path, stored: Mapping[str, Stor
 
 def read_whole(folder: Path, name: str, stored: Mapping[str, Stored]) -> torch.Tensor:
     """Return a whole tensor, in the dtype it was written in. Raises CheckpointError where a part of it is damaged."""
-    entry = stored[name]
-    whole = torch.zeros(entry["shape"], dtype=getattr(torch, entry["dtype"]))
-    for _, box, values in read_boxes(folder, ((name, box) for box in entry["boxes"]), stored):
-        whole[tuple(slice(o, o + n) for o, n in zip(box[0], box[1], strict=True))] = values
+    shape = tuple(stored[name]["shape"])
+    whole = torch.zeros(shape, dtype=getattr(torch, stored[name]["dtype"]))
+    _fill({name: Shards(shape, {(0,) * len(shape): whole})}, folder, stored)
     return whole
 
 
@@ -291,25 +282,19 @@ def read_boxes(
 
     Raises CheckpointError naming the file that is damaged.
     """
-    path, file = None, None
     buffer = bytearray()  # as large as the largest shard so far: new memory for each would cost more than the reading
-    try:
-        for name, box in sorted(wanted, key=lambda entry: (entry[1][2], entry[1][3])):
-            if path != folder / box[2]:
-                if file is not None:
-                    file.close()
-                path, file = folder / box[2], None
-                file = open_regular(path, error=CheckpointError)
-            assert file is not None and path is not None
-            size, end = os.fstat(file.fileno()).st_size, box[3] + box[4]
-            if size < end:
-                raise CheckpointError(f"{path} has {size} bytes where at least {end} were written, {name} among them")
-            if len(buffer) < box[4]:
-                buffer = bytearray(box[4])
-            yield name, box, _read_box(path, file, name, box, stored[name]["dtype"], memoryview(buffer)[: box[4]])
-    finally:
-        if file is not None:
-            file.close()
+    ordered = sorted(wanted, key=lambda entry: (entry[1][2], entry[1][3]))
+    for file, entries in itertools.groupby(ordered, key=lambda entry: entry[1][2]):
+        path = folder / file
+        with open_regular(path, error=CheckpointError) as opened:
+            for name, box in entries:
+                size, end = os.fstat(opened.fileno()).st_size, box[3] + box[4]
+                if size < end:
+                    raise CheckpointError(f"{path} has {size} bytes where at least {end} were written, also of {name}")
+                if len(buffer) < box[4]:
+                    buffer = bytearray(box[4])
+                data = memoryview(buffer)[: box[4]]
+                yield name, box, _read_box(path, opened, name, box, stored[name]["dtype"], data)
 
 
 def _read_box(path: Path, file: BinaryIO, name: str, box: Box, dtype: str, data: memoryview) -> torch.Tensor:

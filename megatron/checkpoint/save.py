@@ -88,8 +88,8 @@ class Saved:
 class Saver:
     """Writes checkpoints DIRECTORY/iter_NNNNNNN, one at a time. All ranks call each method, in the same order.
 
-    config   .checkpoint.no_save_optim leaves the optimizer's state out; .keep_last and .keep_every, if there, select
-             the older checkpoints to keep; the checkpoint that .load_tag names in the same directory is never removed
+    config   .checkpoint.no_save_optim leaves the optimizer's state out; .keep_last and .keep_every select the older
+             checkpoints to keep; the one that .load_tag names in the same directory is never removed
     alive    called on the calling thread whenever more has been written
 
     A checkpoint gets its name only when all ranks have written and synced their files and together they hold every
@@ -237,23 +237,22 @@ class Saver:
         """Count up from the last save; the first one from all in the directory and in that of --load."""
         if self._generation is not None:
             return self._generation + 1
-        load = getattr(self._config.checkpoint, "load", None)
+        load = self._config.checkpoint.load
         return next_generation(self._directory, *([load] if load else []))
 
     def _retire(self, iteration: int) -> None:
         """On rank 0, after the commit of `iteration`: remove older checkpoints."""
         settings = self._config.checkpoint
-        keep_last, keep_every = getattr(settings, "keep_last", None), getattr(settings, "keep_every", None)
-        load, tag = getattr(settings, "load", None), getattr(settings, "load_tag", None)
-        loaded = None
-        if load is not None and tag is not None and Path(load).resolve() == self._directory.resolve():
-            loaded = iteration_of(Path(tagged_name(str(tag))))
-        keep = () if loaded is None else (loaded,)
+        keep = set()
+        if settings.load and settings.load_tag and Path(settings.load).resolve() == self._directory.resolve():
+            keep = {iteration_of(Path(tagged_name(str(settings.load_tag))))}
         # The checkpoint is complete: what could not be removed is removed after the next one.
         with contextlib.suppress(OSError, CheckpointError):
             good = generations(folders(self._directory))
             left_behind = set(map(number_of, overtaken(good)))
-            old = to_remove(map(number_of, good), iteration, keep_last, keep_every, keep, left_behind)
+            old = to_remove(
+                map(number_of, good), iteration, settings.keep_last, settings.keep_every, keep, left_behind
+            )  # fmt: skip
             self._clean(retire(self._directory, old))
 
     def _clean(self, folders: list[Path]) -> None:

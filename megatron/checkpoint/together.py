@@ -32,28 +32,34 @@ def together(topology: Topology, what: str) -> Iterator[None]:
         yield
     except Exception as error:
         caught = error
+    failed = failures(topology, what, caught)
+    if failed is not None:
+        raise CheckpointError(failed) from caught
+
+
+def failures(topology: Topology, what: str, error: Exception | None) -> str | None:
+    """Return on all ranks the text of what failed on any, with ranks and reasons; None where nothing did."""
     world = topology.world
-    mine = None if caught is None else describe(caught)
-    if world.size == 1:
-        errors = [mine]
-    else:
+    mine = None if error is None else describe(error)
+    errors = [mine]
+    if world.size > 1:
         failed = torch.tensor([mine is not None], dtype=torch.int32)
         if not all_reduce(failed, world, dist.ReduceOp.MAX).item():
-            return
+            return None
         errors = gather_objects(mine, world)
     reasons: dict[str, list[int]] = {}  # a problem that several ranks have is listed once
     for rank, reason in enumerate(errors):
         if reason is not None:
             reasons.setdefault(reason, []).append(rank)
     if not reasons:
-        return
-    listed = []
-    for reason, ranks in list(reasons.items())[:_SHOWN]:
-        everyone = len(ranks) == world.size
-        listed.append(reason if everyone else f"rank {', '.join(map(str, ranks[:_SHOWN]))}: {reason}")
+        return None
+    listed = [
+        reason if len(ranks) == world.size else f"rank {', '.join(map(str, ranks[:_SHOWN]))}: {reason}"
+        for reason, ranks in list(reasons.items())[:_SHOWN]
+    ]
     if len(reasons) > _SHOWN:
         listed.append(f"and {len(reasons) - _SHOWN} more")
-    raise CheckpointError(f"{what} failed: {'; '.join(listed)}") from caught
+    return f"{what} failed: {'; '.join(listed)}"
 
 
 def decided_by_first(topology: Topology, decide: Callable[[], T]) -> T:

@@ -48,41 +48,80 @@ class BoxWriter:
     def __init__(self, folder: Path, rank: int, alive: Alive = nothing) -> None:
         self._path = folder / f"__{rank}_0.distcp"
         self._alive = alive
-        self._sink: _Sink | None = None
         self._stored: dict[str, Stored] = {}
+        self._file: BinaryIO | None = None
+        self._digest = xxhash.xxh3_128()  # of the shard that is being written
+        self._at = self._synced = self._sent = 0
+        self._error: BaseException | None = None
 
     def add(self, name: str, shape: tuple[int, ...], offset: Index, view: torch.Tensor) -> None:
         """Append a shard: `view` is the part at `offset` of tensor `name` of global `shape`."""
-        if self._sink is None:
-            self._sink = _Sink(self._path, self._alive)
-        sink = self._sink
-        start, sink.digest = sink.at, xxhash.xxh3_128()
+        if self._file is None:
+            self._file = open(self._path, "wb", buffering=_BUFFER)  # noqa: SIM115  closed by __exit__
+        start, self._digest = self._at, xxhash.xxh3_128()
         try:
             with _without_checksums():
-                torch.save(_with_own_storage(view), cast(IO[bytes], sink))  # it calls write and flush
+                torch.save(_with_own_storage(view), cast(IO[bytes], self))
         except Exception:
-            if sink.error is not None:  # torch's zip writer hides it behind a position in its own source
-                raise sink.error from None
+            if self._error is not None:  # torch's zip writer hides it behind a position in its own source
+                raise self._error from None
             raise
         dtype = str(view.dtype).removeprefix("torch.")
         stored = self._stored.setdefault(name, {"shape": tuple(shape), "dtype": dtype, "boxes": []})
-        box = (tuple(offset), tuple(view.shape), self._path.name, start, sink.at - start, sink.digest.hexdigest())
-        stored["boxes"].append(box)
+        place = (tuple(offset), tuple(view.shape), self._path.name, start, self._at - start)
+        stored["boxes"].append((*place, self._digest.hexdigest()))
         self._alive()
+
+    def write(self, data: Any) -> int:
+        """Append bytes, for torch.save: update the digest, pass large parts on uncopied, keep the first error."""
+        assert self._file is not None, "`add` opens it"
+        try:
+            view = memoryview(data).cast("B")
+            for start in range(0, len(view), _CHUNK):
+                part = view[start : start + _CHUNK]
+                self._digest.update(part)
+                self._file.write(part)
+                self._at += len(part)
+                if len(part) == _CHUNK:
+                    self._alive()
+                if self._at - self._sent >= _CHUNK:  # the system begins to write to disk, while more comes
+                    if hasattr(os, "posix_fadvise"):
+                        size = self._at - self._sent
+                        os.posix_fadvise(self._file.fileno(), self._sent, size, os.POSIX_FADV_DONTNEED)
+                    self._sent = self._at
+                if self._at - self._synced >= _SYNC:
+                    self._sync(self._file)
+        except BaseException as error:
+            self._error = error
+            raise
+        return len(view)
+
+    def flush(self) -> None:
+        """Do nothing: torch.save calls this after every tensor, and `finish` flushes the file."""
 
     def finish(self) -> dict[str, Stored]:
         """Sync the file and return the shards in it."""
-        if self._sink is not None:
-            self._sink.finish()
+        if self._file is not None:
+            self._sync(self._file)
+            size = os.fstat(self._file.fileno()).st_size
+            if size != self._at:
+                raise OSError(f"{self._path} has {size} bytes after {self._at} were written")
         return self._stored
+
+    def _sync(self, file: BinaryIO) -> None:
+        file.flush()
+        os.fsync(file.fileno())
+        sys.audit("megatron.checkpoint.synced", str(self._path))
+        self._synced = self._at
+        self._alive()
 
     def __enter__(self) -> BoxWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._sink is not None:
+        if self._file is not None:
             with contextlib.suppress(*(() if kind is None else (OSError,))):  # the same error as before
-                self._sink.file.close()
+                self._file.close()
 
 
 def write_tensors(tensors: Mapping[str, Shards], folder: Path, rank: int, alive: Alive = nothing) -> dict[str, Stored]:
@@ -117,57 +156,3 @@ def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
     if not view.numel():
         return view.clone()
     return torch.from_numpy(view.reshape(-1).view(torch.uint8).numpy()).view(view.dtype).view(view.shape)
-
-
-class _Sink:
-    """The file that torch.save writes to: updates the digest, passes large parts on uncopied, keeps the first error."""
-
-    def __init__(self, path: Path, alive: Alive) -> None:
-        self.file: BinaryIO = open(path, "wb", buffering=_BUFFER)  # noqa: SIM115  closed by BoxWriter.__exit__
-        self.digest = xxhash.xxh3_128()
-        self.at = 0
-        self.error: BaseException | None = None
-        self._alive = alive
-        self._synced = self._sent = 0
-
-    def write(self, data: Any) -> int:
-        try:
-            view = memoryview(data).cast("B")
-            for start in range(0, len(view), _CHUNK):
-                part = view[start : start + _CHUNK]
-                self.digest.update(part)
-                self.file.write(part)
-                self.at += len(part)
-                if len(part) == _CHUNK:
-                    self._alive()
-                if self.at - self._sent >= _CHUNK:
-                    self._start_writeback()
-                if self.at - self._synced >= _SYNC:
-                    self._sync()
-        except BaseException as error:
-            self.error = error
-            raise
-        return len(view)
-
-    def flush(self) -> None:
-        """Do nothing: torch.save calls this after every tensor, and `finish` flushes the file."""
-
-    def finish(self) -> None:
-        self._sync()
-        size = os.fstat(self.file.fileno()).st_size
-        if size != self.at:
-            raise OSError(f"{self.file.name} has {size} bytes after {self.at} were written")
-        self.file.close()
-
-    def _start_writeback(self) -> None:
-        """Let the system begin to write to disk, while more comes."""
-        start, self._sent = self._sent, self.at
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.file.fileno(), start, self.at - start, os.POSIX_FADV_DONTNEED)
-
-    def _sync(self) -> None:
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        sys.audit("megatron.checkpoint.synced", str(self.file.name))
-        self._synced = self.at
-        self._alive()

@@ -26,13 +26,6 @@ from tests.engine import toy
 from tests.helpers.groups import join
 
 
-@dataclasses.dataclass(frozen=True)
-class Keeping(toy.ToyCheckpoint):
-    load: str | None = None
-    keep_last: int | None = None
-    keep_every: int | None = None
-
-
 class Gate:
     """Writers wait at it, in their threads, until it is opened."""
 
@@ -108,7 +101,7 @@ class Training:
         self.steps += 1
 
     def saver(self, root: Path, alive: Callable[[], None] = lambda: None, **checkpoint: Any) -> Saver:
-        config = dataclasses.replace(self.config, checkpoint=Keeping(**checkpoint))
+        config = dataclasses.replace(self.config, checkpoint=toy.ToyCheckpoint(**checkpoint))
         return Saver(root, self.topology, config, alive)
 
     def loaded(self, root: Path) -> dict[str, Any]:

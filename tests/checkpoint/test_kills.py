@@ -19,7 +19,6 @@ from megatron.checkpoint.load import read_whole
 from megatron.checkpoint.save import Saver
 from megatron.checkpoint.tensors import Shards
 from megatron.parallel.topology import Layout, Topology
-from tests.checkpoint.saver_cases import Keeping
 from tests.engine import toy
 from tests.helpers.killing import forked, signal_at, wait_for
 
@@ -38,7 +37,7 @@ class Numbers:
 
 
 def save(root: Path, iteration: int, value: float, **checkpoint: Any) -> None:
-    config = dataclasses.replace(toy.config(), checkpoint=Keeping(**checkpoint))
+    config = dataclasses.replace(toy.config(), checkpoint=toy.ToyCheckpoint(**checkpoint))
     saver = Saver(root, Topology.from_layout(Layout(), 0, device=torch.device("cpu")), config)
     saver.start(iteration, Numbers(value), {}, {})  # type: ignore[arg-type]
     saver.finish()
