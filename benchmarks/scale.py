@@ -219,6 +219,7 @@ def stage_parameters(tensor: int, stage: int) -> list[tuple[str, tuple[int, ...]
 
 def written(tensor: int, stage: int, data_rank: int, data: int) -> dict[str, Any]:
     """The boxes in the file of one rank: ZeRO cuts each parameter group, laid end to end, into equal stretches."""
+    from megatron.checkpoint.shards import Shard
     from megatron.engine.fragments import boxes
 
     rank = (stage * data + data_rank) * TENSOR + tensor
@@ -240,7 +241,7 @@ def written(tensor: int, stage: int, data_rank: int, data: int) -> dict[str, Any
                 for offset, sizes in held:
                     place = tuple(o + tensor * local[d] * (d == dim) for d, o in enumerate(offset))
                     length = 4 * math.prod(sizes) + 1200
-                    rows.append((place, sizes, f"__{rank}_0.distcp", at_byte, length, f"{at_byte:032x}"))
+                    rows.append(Shard(place, sizes, f"__{rank}_0.distcp", at_byte, length, f"{at_byte:032x}"))
                     at_byte += length
                 found[f"{kind}.{name}"] = {"shape": shape, "dtype": "float32", "boxes": rows}
     return found

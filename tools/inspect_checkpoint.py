@@ -119,8 +119,8 @@ def show(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
     report["tensors"] = {
         name: {
             "shape": list(found.stored[name]["shape"]), "dtype": found.stored[name]["dtype"],
-            "boxes": len(found.stored[name]["boxes"]), "bytes": sum(box[4] for box in found.stored[name]["boxes"]),
-            "files": sorted({box[2] for box in found.stored[name]["boxes"]}),
+            "boxes": len(found.stored[name]["boxes"]), "bytes": read_bytes(found, [name]),
+            "files": sorted({shard.file for shard in found.stored[name]["boxes"]}),
             **(vars(measured[name]) if name in measured else {}),
         }
         for name in names
@@ -130,7 +130,7 @@ def show(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
 
 def read_bytes(found: Any, names: Iterable[str]) -> int:
     """Return the bytes of some tensors in the data files."""
-    return sum(box[4] for name in names for box in found.stored[name]["boxes"])
+    return sum(shard.length for name in names for shard in found.stored[name]["boxes"])
 
 
 def check_match(pattern: str | None, names: Sequence[str]) -> None:
@@ -197,11 +197,11 @@ def show_tensors(found: Any, names: Iterable[str], measured: dict[str, Any]) -> 
         if not shown:
             continue
         entries = [found.stored[f"{kind}.{parameter}"] for kind in shown]
-        boxes = [box for entry in entries for box in entry["boxes"]]
-        files = sorted({box[2] for box in boxes})
+        shards = [shard for entry in entries for shard in entry["boxes"]]
+        files = sorted({shard.file for shard in shards})
         listed = ", ".join(files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
         dtypes = ", ".join(dict.fromkeys(entry["dtype"] for entry in entries))
-        rows.append((parameter, shape_text(entries[0]), dtypes, ", ".join(shown), len(boxes), listed))
+        rows.append((parameter, shape_text(entries[0]), dtypes, ", ".join(shown), len(shards), listed))
     table("parameters", ("name", "shape", "dtype", "kinds", "shards", "files"), rows)
 
 

@@ -16,8 +16,8 @@ import torch
 from megatron.checkpoint.files import BOXES, CONFIG, MANIFEST, PASSPORT, STATE, Manifest, read_manifest
 from megatron.checkpoint.find import Checkpoint, find, folders, iteration_of, open_checkpoint, read_tracker, required
 from megatron.checkpoint.folder import folder_name
-from megatron.checkpoint.load import read_boxes, read_whole
-from megatron.checkpoint.shards import Stored, incomplete, named, read_stored
+from megatron.checkpoint.load import read_shards, read_whole
+from megatron.checkpoint.shards import Shard, Stored, incomplete, named, read_stored
 from megatron.checkpoint.tensors import MASTER
 from megatron.errors import CheckpointError
 
@@ -124,8 +124,8 @@ def norms(found: Contents, names: list[str], count: Count = bool) -> Iterator[tu
     """Yield the norm of each tensor. Raises CheckpointError naming the file that is damaged."""
     for name in names:
         squares, largest, bad = 0.0, 0.0, 0
-        wanted = [(name, box) for box in found.stored[name]["boxes"]]
-        for _, box, values in read_boxes(found.folder, wanted, found.stored):
+        wanted = [(name, shard) for shard in found.stored[name]["boxes"]]
+        for _, shard, values in read_shards(found.folder, wanted, found.stored):
             for part in values.reshape(-1).split(PART):
                 exact = part.double()
                 finite = exact[exact.isfinite()]
@@ -133,7 +133,7 @@ def norms(found: Contents, names: list[str], count: Count = bool) -> Iterator[tu
                 if finite.numel():
                     squares += float(torch.dot(finite, finite))
                     largest = max(largest, float(finite.abs().max()))
-            count(box[4])
+            count(shard.length)
         yield name, Norm(math.sqrt(squares), largest, bad)
 
 
@@ -165,29 +165,29 @@ def verify(folder: Path, count: Count = bool) -> list[str]:
 
 def _data_files(folder: Path, stored: Mapping[str, Stored], manifest: Manifest, count: Count) -> Iterator[str]:
     """Yield damaged shards, bytes of the data files that no shard accounts for, and files that belong to nothing."""
-    files: dict[str, list[tuple[int, int, str, int]]] = {}
+    files: dict[str, list[tuple[int, str, Shard]]] = {}
     for name, entry in stored.items():
-        for number, box in enumerate(entry["boxes"]):
-            files.setdefault(box[2], []).append((box[3], box[4], name, number))
+        for shard in entry["boxes"]:
+            files.setdefault(shard.file, []).append((shard.start, name, shard))
     for file in sorted(files):
         path, at, damaged = folder / file, 0, 0
         if not path.is_file():
             yield f"{path} is missing"
             continue
-        for start, length, name, number in sorted(files[file]):
+        for start, name, shard in sorted(files[file]):
             if start > at:
                 yield f"{path} has bytes {at} to {start} that belong to no tensor"
             elif start < at:
                 yield f"{path} has {name} at byte {start}, before the end of another tensor"
-            at = max(at, start + length)
+            at = max(at, start + shard.length)
             try:
-                for _ in read_boxes(folder, [(name, stored[name]["boxes"][number])], stored):
+                for _ in read_shards(folder, [(name, shard)], stored):
                     pass
             except CheckpointError as error:
                 damaged += 1
                 if damaged <= _PER_FILE:
                     yield str(error)
-            count(length)
+            count(shard.length)
         if damaged > _PER_FILE:
             yield f"{path} has {damaged} damaged shards of {len(files[file])}"
         size = path.stat().st_size
@@ -271,7 +271,7 @@ def compare(first: Contents, second: Contents, pattern: str | None = None, count
             kinds.append((name, f"{ours['shape']} {ours['dtype']}", f"{theirs['shape']} {theirs['dtype']}"))
             continue
         a, b = read_whole(first.folder, name, first.stored), read_whole(second.folder, name, second.stored)
-        count(sum(box[4] for entry in (ours, theirs) for box in entry["boxes"]))
+        count(sum(shard.length for entry in (ours, theirs) for shard in entry["boxes"]))
         difference = tensor_difference(a, b)
         if difference is None:
             equal += 1

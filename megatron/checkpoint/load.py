@@ -31,7 +31,7 @@ from megatron.checkpoint.find import (
     required,
 )
 from megatron.checkpoint.settings import check_architecture
-from megatron.checkpoint.shards import Box, Stored, incomplete, named, overlap, read_index, read_stored
+from megatron.checkpoint.shards import Shard, Stored, incomplete, named, overlap, read_index, read_stored
 from megatron.checkpoint.tensors import (
     MASTER,
     Shards,
@@ -254,14 +254,14 @@ def _fill(
     Nothing is communicated. Raises CheckpointError naming the file that is damaged; what was filled before stays.
     """
     wanted = [
-        (name, box)
+        (name, shard)
         for name, shards in tensors.items()
-        for box in stored[name]["boxes"]
-        if any(overlap(box[0], box[1], offset, tuple(view.shape)) for offset, view in shards.pieces.items())
+        for shard in stored[name]["boxes"]
+        if any(overlap(shard.offset, shard.sizes, offset, tuple(view.shape)) for offset, view in shards.pieces.items())
     ]
-    for name, box, values in read_boxes(folder, wanted, stored):
+    for name, shard, values in read_shards(folder, wanted, stored):
         for offset, view in tensors[name].pieces.items():
-            places = overlap(box[0], box[1], offset, tuple(view.shape))
+            places = overlap(shard.offset, shard.sizes, offset, tuple(view.shape))
             if places is not None:
                 view.detach()[places[1]].copy_(values[places[0]])
         alive()
@@ -275,31 +275,31 @@ def read_whole(folder: Path, name: str, stored: Mapping[str, Stored]) -> torch.T
     return whole
 
 
-def read_boxes(
-    folder: Path, wanted: Iterable[tuple[str, Box]], stored: Mapping[str, Stored]
-) -> Iterator[tuple[str, Box, torch.Tensor]]:
-    """Yield (name, box, values) of shards of some tensors, in their order in the files.
+def read_shards(
+    folder: Path, wanted: Iterable[tuple[str, Shard]], stored: Mapping[str, Stored]
+) -> Iterator[tuple[str, Shard, torch.Tensor]]:
+    """Yield (name, shard, values) of shards of some tensors, in their order in the files.
 
     Raises CheckpointError naming the file that is damaged.
     """
     buffer = bytearray()  # as large as the largest shard so far: new memory for each would cost more than the reading
-    ordered = sorted(wanted, key=lambda entry: (entry[1][2], entry[1][3]))
-    for file, entries in itertools.groupby(ordered, key=lambda entry: entry[1][2]):
+    ordered = sorted(wanted, key=lambda entry: (entry[1].file, entry[1].start))
+    for file, entries in itertools.groupby(ordered, key=lambda entry: entry[1].file):
         path = folder / file
         with open_regular(path, error=CheckpointError) as opened:
-            for name, box in entries:
-                size, end = os.fstat(opened.fileno()).st_size, box[3] + box[4]
+            for name, shard in entries:
+                size, end = os.fstat(opened.fileno()).st_size, shard.start + shard.length
                 if size < end:
                     raise CheckpointError(f"{path} has {size} bytes where at least {end} were written, also of {name}")
-                if len(buffer) < box[4]:
-                    buffer = bytearray(box[4])
-                data = memoryview(buffer)[: box[4]]
-                yield name, box, _read_box(path, opened, name, box, stored[name]["dtype"], data)
+                if len(buffer) < shard.length:
+                    buffer = bytearray(shard.length)
+                data = memoryview(buffer)[: shard.length]
+                yield name, shard, _read_shard(path, opened, name, shard, stored[name]["dtype"], data)
 
 
-def _read_box(path: Path, file: BinaryIO, name: str, box: Box, dtype: str, data: memoryview) -> torch.Tensor:
+def _read_shard(path: Path, file: BinaryIO, name: str, shard: Shard, dtype: str, data: memoryview) -> torch.Tensor:
     """Read a shard into `data` and check it; return a tensor with memory of its own."""
-    _, sizes, _, start, length, expected = box
+    _, sizes, _, start, length, expected = shard
     try:
         file.seek(start)
         file.readinto(data)  # type: ignore[attr-defined]

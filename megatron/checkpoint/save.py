@@ -54,7 +54,7 @@ from megatron.checkpoint.shards import (
 )
 from megatron.checkpoint.tensors import Shards, Snapshot, tensors_to_save
 from megatron.checkpoint.together import decided_by_first, describe, together
-from megatron.checkpoint.writer import Alive, BoxWriter, nothing, write_tensors
+from megatron.checkpoint.writer import Alive, ShardWriter, nothing, write_tensors
 from megatron.engine.engine import Engine
 from megatron.errors import CheckpointError
 from megatron.parallel.collectives import gather_objects
@@ -62,7 +62,7 @@ from megatron.parallel.topology import Topology
 
 WHOLE_UP_TO = 4096
 """Ranks of the largest job that writes .metadata: about 10 shards per rank, 5 MB and a second of rank 0's time."""
-BOX_BYTES = 64 << 20
+SHARD_BYTES = 64 << 20
 """Largest shard of `write_offline`: a loading rank reads whole shards, and may need little of a tensor."""
 FILE_BYTES = 16 << 30
 """Size after which `write_offline` begins another data file."""
@@ -460,7 +460,7 @@ def _write_whole_tensors(folder: Path, tensors: Iterable[tuple[str, torch.Tensor
     iterator, number, more = iter(tensors), 0, True
     while more:
         size, more = 0, False
-        with BoxWriter(folder, number) as writer:
+        with ShardWriter(folder, number) as writer:
             for name, tensor in iterator:
                 for offset, view in _cut(tensor):
                     writer.add(name, tuple(tensor.shape), offset, view)
@@ -476,17 +476,17 @@ def _write_whole_tensors(folder: Path, tensors: Iterable[tuple[str, torch.Tensor
 
 
 def _cut(tensor: torch.Tensor, outer: Index = ()) -> Iterator[tuple[Index, torch.Tensor]]:
-    """Yield (offset, view) of shards of at most BOX_BYTES, of as many dimensions as the tensor.
+    """Yield (offset, view) of shards of at most SHARD_BYTES, of as many dimensions as the tensor.
 
     They are cut along the first dimension or, where one entry of it is too large, along the next.
     """
     dim = len(outer)
     rest = math.prod(tensor.shape[dim + 1 :]) * tensor.element_size()
-    if rest > BOX_BYTES and dim + 1 < tensor.dim():
+    if rest > SHARD_BYTES and dim + 1 < tensor.dim():
         for i in range(tensor.shape[dim]):
             yield from _cut(tensor.narrow(dim, i, 1), (*outer, i))
         return
-    rows = max(1, BOX_BYTES // max(rest, 1))
+    rows = max(1, SHARD_BYTES // max(rest, 1))
     for start in range(0, tensor.shape[dim], rows):
         part = tensor.narrow(dim, start, min(rows, tensor.shape[dim] - start))
         yield (*outer, start, *(0 for _ in range(tensor.dim() - dim - 1))), part

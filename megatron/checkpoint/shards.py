@@ -16,7 +16,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import checkpoint as dcp
@@ -43,12 +43,21 @@ _OVERHEAD_BYTES = 1 << 16  # upper bound of what torch.save adds to a tensor's n
 _NAMED = 8
 
 Index = tuple[int, ...]
-Box = tuple[Index, Index, str, int, int, str]
-"""Global offset, sizes; file, first byte and number of bytes in it; digest of these bytes."""
 Stored = dict[str, Any]
-"""A tensor's entry: {"shape": [...], "dtype": "float32", "boxes": [Box, ...]}; plain values, ready for JSON."""
+"""A tensor's entry: {"shape": [...], "dtype": "float32", "boxes": [Shard, ...]}; plain values, ready for JSON."""
 Totals = dict[str, tuple[Index, int]]
 """Shape and number of stored elements of each tensor, by name."""
+
+
+class Shard(NamedTuple):
+    """A box of a tensor: global offset and sizes; its bytes, from `start` of `file`, and their digest."""
+
+    offset: Index
+    sizes: Index
+    file: str
+    start: int
+    length: int
+    digest: str
 
 
 def merged(parts: Iterable[Mapping[str, Stored]]) -> dict[str, Stored]:
@@ -65,12 +74,16 @@ def merged(parts: Iterable[Mapping[str, Stored]]) -> dict[str, Stored]:
 
 def totals(stored: Mapping[str, Stored]) -> Totals:
     """Return how much there is of each tensor, for `check_complete`."""
-    return {name: (tuple(s["shape"]), sum(math.prod(box[1]) for box in s["boxes"])) for name, s in stored.items()}
+    return {name: (tuple(s["shape"]), _elements(s)) for name, s in stored.items()}
+
+
+def _elements(stored: Stored) -> int:
+    return sum(math.prod(shard.sizes) for shard in stored["boxes"])
 
 
 def stored_bytes(stored: Mapping[str, Stored]) -> int:
     """Return the bytes that the shards take in the data files."""
-    return sum(box[4] for s in stored.values() for box in s["boxes"])
+    return sum(shard.length for s in stored.values() for shard in s["boxes"])
 
 
 def check_complete(parts: Iterable[Totals]) -> None:
@@ -91,24 +104,24 @@ def incomplete(stored: Mapping[str, Stored]) -> list[str]:
     problems = []
     for name, entry in stored.items():
         shape, boxes = tuple(entry["shape"]), entry["boxes"]
-        held = sum(math.prod(box[1]) for box in boxes)
-        if any(o < 0 or o + n > d for box in boxes for o, n, d in zip(box[0], box[1], shape, strict=True)):
+        held = _elements(entry)
+        if any(o + n > d for shard in boxes for o, n, d in zip(shard.offset, shard.sizes, shape, strict=True)):
             problems.append(f"{name} has shards outside of its shape {shape}")
         elif held != math.prod(shape):
             problems.append(f"{name} has {held} of its {math.prod(shape)} elements")
-        elif _intersect(sorted(box[:2] for box in boxes)):
+        elif _intersect(sorted(boxes)):
             problems.append(f"{name} has elements that are stored twice")
     return problems
 
 
-def _intersect(boxes: list[tuple[Index, Index]]) -> bool:
-    """Return whether two sorted (offset, sizes) have elements in common: a sweep along the first dimension."""
-    running: list[tuple[Index, Index]] = []
-    for offset, sizes in boxes:
-        running = [(o, n) for o, n in running if o[0] + n[0] > offset[0]]
-        if any(overlap(offset, sizes, o, n) is not None for o, n in running):
+def _intersect(boxes: list[Shard]) -> bool:
+    """Return whether two of sorted shards have elements in common: a sweep along the first dimension."""
+    running: list[Shard] = []
+    for shard in boxes:
+        running = [other for other in running if other.offset[0] + other.sizes[0] > shard.offset[0]]
+        if any(overlap(shard.offset, shard.sizes, other.offset, other.sizes) for other in running):
             return True
-        running.append((offset, sizes))
+        running.append(shard)
     return False
 
 
@@ -205,7 +218,7 @@ def _checked(stored: Any) -> Stored:
             raise ValueError("a shard is in no file")
         if math.prod(sizes) > math.prod(shape) or not 0 <= length - math.prod(sizes) * size <= _OVERHEAD_BYTES:
             raise ValueError("a shard's bytes do not match its elements")
-        boxes.append((tuple(offset), tuple(sizes), file, start, length, value))
+        boxes.append(Shard(tuple(offset), tuple(sizes), file, start, length, value))
     return {"shape": shape, "dtype": dtype, "boxes": boxes}
 
 

@@ -18,7 +18,7 @@ from typing import IO, Any, BinaryIO, cast
 import torch
 import xxhash
 
-from megatron.checkpoint.shards import Stored
+from megatron.checkpoint.shards import Shard, Stored
 from megatron.checkpoint.tensors import Shards
 from megatron.engine.fragments import Index
 
@@ -33,10 +33,10 @@ def nothing() -> None:
     """Do nothing: the default of `alive`, by which a caller learns that there is progress."""
 
 
-class BoxWriter:
+class ShardWriter:
     """A data file of a checkpoint, `__RANK_0.distcp`; torch.distributed.checkpoint reads it too.
 
-        with BoxWriter(folder, rank) as writer:
+        with ShardWriter(folder, rank) as writer:
             writer.add("master.w", (4, 2), (0, 0), view)  # for each shard
             stored = writer.finish()
 
@@ -68,8 +68,8 @@ class BoxWriter:
             raise
         dtype = str(view.dtype).removeprefix("torch.")
         stored = self._stored.setdefault(name, {"shape": tuple(shape), "dtype": dtype, "boxes": []})
-        place = (tuple(offset), tuple(view.shape), self._path.name, start, self._at - start)
-        stored["boxes"].append((*place, self._digest.hexdigest()))
+        length, found = self._at - start, self._digest.hexdigest()
+        stored["boxes"].append(Shard(tuple(offset), tuple(view.shape), self._path.name, start, length, found))
         self._alive()
 
     def write(self, data: Any) -> int:
@@ -115,7 +115,7 @@ class BoxWriter:
         self._synced = self._at
         self._alive()
 
-    def __enter__(self) -> BoxWriter:
+    def __enter__(self) -> ShardWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -126,7 +126,7 @@ class BoxWriter:
 
 def write_tensors(tensors: Mapping[str, Shards], folder: Path, rank: int, alive: Alive = nothing) -> dict[str, Stored]:
     """Write a rank's part of `tensors` into its file of `folder`; return the shards in it."""
-    with BoxWriter(folder, rank, alive) as writer:
+    with ShardWriter(folder, rank, alive) as writer:
         for name, shards in tensors.items():
             for offset, view in shards.pieces.items():
                 writer.add(name, shards.shape, offset, view)

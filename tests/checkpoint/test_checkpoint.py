@@ -147,8 +147,8 @@ def test_torch_reads_what_we_write(root: Path, four: Any, saved: dict[str, np.nd
 
 
 def test_what_is_missing_or_double_is_seen() -> None:
-    part = {"w": {"shape": (4, 2), "dtype": "float32", "boxes": [((0, 0), (2, 2), "__0_0.distcp", 0, 16)]}}
-    rest = {"w": {"shape": (4, 2), "dtype": "float32", "boxes": [((2, 0), (2, 2), "__1_0.distcp", 0, 16)]}}
+    halves = [shards.Shard((row, 0), (2, 2), "__0_0.distcp", 0, 16, "") for row in (0, 2)]
+    part, rest = ({"w": {"shape": (4, 2), "dtype": "float32", "boxes": [half]}} for half in halves)
     shards.check_complete([shards.totals(part), shards.totals(rest)])
     shards.check_complete([shards.totals(shards.merged([part, rest]))])
     assert len(part["w"]["boxes"]) == 1, "merging leaves its parts as they are"

@@ -38,7 +38,7 @@ def write(directory: Path, given: Any, iteration: int = 3) -> Path:
 
 @pytest.mark.parametrize(("box", "file"), [(1 << 20, 1 << 30), (24, 1 << 30), (80, 100), (1, 1)])
 def test_boxes_and_files_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, box: int, file: int) -> None:
-    monkeypatch.setattr(save_module, "BOX_BYTES", box)
+    monkeypatch.setattr(save_module, "SHARD_BYTES", box)
     monkeypatch.setattr(save_module, "FILE_BYTES", file)
     folder = write(tmp_path, tensors().items())
     assert folder == find_folder(tmp_path) == tmp_path / "iter_0000003"
