@@ -219,7 +219,7 @@ def _value(plan: Plan, name: str, part: Part, kind: str) -> torch.Tensor:
     """Return a part's tensor, fp32; a master must round to the weight that the model computes with."""
     if part.state is None or not plan.optimizer:
         return part.weight.float()
-    value = part.state(kind)
+    value = part.state(kind).detach().float()
     if kind == "master" and not torch.equal(value.to(part.weight.dtype), part.weight):
         raise CheckpointError(
             f"{plan.source.folder}: the optimizer's fp32 {name} does not round to the model's: files of different "

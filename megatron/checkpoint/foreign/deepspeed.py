@@ -200,10 +200,10 @@ def shards_in(folder: Path) -> dict[int, dict[int, Path]]:
 
 
 class _Stretch(NamedTuple):
-    """`numel` numbers from `start` of a group's piece in the shard of data-parallel rank `data`."""
+    """`numel` numbers from `start` of a group's flat tensors (by kind) in the shard of data-parallel rank `data`."""
 
     data: int
-    group: int
+    flat: Mapping[str, torch.Tensor]
     start: int
     numel: int
 
@@ -212,6 +212,7 @@ class ZeroShards:
     """The optimizer shards of one model-parallel rank.
 
     step         Adam's steps; None where the optimizer is not Adam
+    is_adam      whether both of Adam's moments are there
     loss_scaler  attributes of DeepSpeed's loss scaler; empty where there is none
     names        parameters, by their names in the module
     """
@@ -238,20 +239,17 @@ class ZeroShards:
                 f"{self.files[0].parent} has shards of {len(ranks)} data-parallel ranks where {expected} wrote: "
                 f"{example} is {'missing' if missing else 'from another run'}"
             )
-        self._pieces = [_pieces(state) for state in states]
+        pieces = [_pieces(state) for state in states]
         self.loss_scaler = attributes(states[0].get("loss_scaler"))
         steps = {_step(state) for state in states}
         if len(steps) > 1:
             raise CheckpointError(f"{self.files[0].parent}: shards of different steps: {sorted(map(str, steps))}")
         self.step = steps.pop()
-        self._where = _mapped(states) if "param_slice_mappings" in states[0] else _laid(self._pieces, param_shapes)
+        mapped = "param_slice_mappings" in states[0]
+        self._where = _mapped(states, pieces) if mapped else _laid(pieces, param_shapes)
         self.names = list(self._where)
-
-    @property
-    def is_adam(self) -> bool:
-        """Whether both of Adam's moments are there."""
-        groups = [group for pieces in self._pieces for group in pieces]
-        return self.step is not None and all(kind in group for group in groups for kind in MOMENTS)
+        groups = [group for piece in pieces for group in piece]
+        self.is_adam = self.step is not None and all(kind in group for group in groups for kind in MOMENTS)
 
     def tensor(self, kind: str, name: str, shape: Sequence[int]) -> torch.Tensor:
         """Return the fp32 master, exp_avg or exp_avg_sq of a parameter of a given shape. Raises CheckpointError."""
@@ -264,10 +262,10 @@ class ZeroShards:
             )
         found = []
         for s in stretches:
-            piece = self._pieces[s.data][s.group][kind]
-            if s.start + s.numel > piece.numel():
+            flat = s.flat[kind].detach().view(-1)
+            if s.start + s.numel > flat.numel():
                 raise CheckpointError(f"{self.files[s.data]} ends within {name}: the file is damaged")
-            found.append(piece.detach().view(-1)[s.start : s.start + s.numel].float())
+            found.append(flat[s.start : s.start + s.numel].float())
         return (found[0] if len(found) == 1 else torch.cat(found)).view(*shape)
 
 
@@ -293,18 +291,21 @@ def _step(state: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _mapped(states: Sequence[Mapping[str, Any]]) -> dict[str, list[_Stretch]]:
+_Pieces = list[dict[str, torch.Tensor]]
+
+
+def _mapped(states: Sequence[Mapping[str, Any]], pieces: Sequence[_Pieces]) -> dict[str, list[_Stretch]]:
     """Return where the shards have parameters: their parts follow one another over the data-parallel ranks."""
     found: dict[str, list[_Stretch]] = {}
     for data, state in enumerate(states):
-        for group, mapping in enumerate(state["param_slice_mappings"]):
+        for flat, mapping in zip(pieces[data], state["param_slice_mappings"], strict=True):
             for name, address in mapping.items():
                 at = attributes(address)
-                found.setdefault(name, []).append(_Stretch(data, group, int(at["start"]), int(at["numel"])))
+                found.setdefault(name, []).append(_Stretch(data, flat, int(at["start"]), int(at["numel"])))
     return found
 
 
-def _laid(pieces: Sequence[Sequence[Mapping[str, torch.Tensor]]], param_shapes: Any) -> dict[str, list[_Stretch]]:
+def _laid(pieces: Sequence[_Pieces], param_shapes: Any) -> dict[str, list[_Stretch]]:
     """Return where parameters are that lie end to end in the order of `param_shapes`, a dict for each group."""
     if not param_shapes:
         raise CheckpointError(
@@ -319,9 +320,9 @@ def _laid(pieces: Sequence[Sequence[Mapping[str, torch.Tensor]]], param_shapes: 
         start = 0
         for name, shape in shapes.items():
             stop = start + math.prod(shape)
-            for data in range(len(pieces)):
+            for data, piece in enumerate(pieces):
                 low, high = max(start, bounds[data]), min(stop, bounds[data + 1])
                 if low < high:
-                    found.setdefault(name, []).append(_Stretch(data, group, low - bounds[data], high - low))
+                    found.setdefault(name, []).append(_Stretch(data, piece[group], low - bounds[data], high - low))
             start = stop
     return found

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,18 +90,20 @@ def _chunks(models: Sequence[Models]) -> list[tuple[int, int, dict[str, str]]]:
     return found
 
 
+class _Unusable(Exception):
+    """Why the optimizer's state cannot be read."""
+
+
 def _optimizers(
     source: Source, states: Mapping[tuple[int, int], dict[str, Any]], models: Mapping[tuple[int, int], Models]
 ) -> dict[tuple[int, int], State]:
     """Return the optimizer's state of each rank; empty, with a note, where it cannot be read."""
-    found, steps = {}, set()
-    for rank, state in states.items():
-        outcome = _optimizer(state, models[rank])
-        if isinstance(outcome, str):
-            source.notes.append(f"{outcome}: only weights are taken")
-            return {}
-        found[rank], step = outcome
-        steps.add(step)
+    try:
+        found = {rank: _optimizer(state, models[rank]) for rank, state in states.items()}
+    except _Unusable as why:
+        source.notes.append(f"{why}: only weights are taken")
+        return {}
+    steps = {step for _, step in found.values()}
     if len(steps) > 1:
         raise CheckpointError(f"{source.folder}: optimizers of different steps: {sorted(steps)}")
     source.optimizer_step = steps.pop()
@@ -111,18 +112,18 @@ def _optimizers(
         source.loss_scale = {"scale": float(scaler["scale"]), "good_steps": int(scaler["growth_tracker"])}
         if "hysteresis_tracker" in scaler:
             source.loss_scale["allowance"] = max(int(scaler["hysteresis_tracker"]), 1)
-    return found
+    return {rank: state for rank, (state, _) in found.items()}
 
 
-def _optimizer(state: Mapping[str, Any], models: Models) -> tuple[State, int] | str:
-    """Return (state by parameter, Adam's steps) of one rank, or why it cannot be read."""
+def _optimizer(state: Mapping[str, Any], models: Models) -> tuple[State, int]:
+    """Return (state by parameter, Adam's steps) of one rank. Raises _Unusable."""
     held = state.get("optimizer")
     if not isinstance(held, Mapping):
-        return "it has no optimizer state"
+        raise _Unusable("it has no optimizer state")
     base = held.get("optimizer", held)
     entries = (base.get("state"), base.get("param_groups")) if isinstance(base, Mapping) else ()
     if [type(entry) for entry in entries] != [dict, list]:
-        return "its optimizer's state is not in this file (--use-distributed-optimizer) or not Adam's"
+        raise _Unusable("its optimizer's state is not in this file (--use-distributed-optimizer) or not Adam's")
     moments, groups = base["state"], base["param_groups"]
     masters = held.get("fp32_from_fp16_params")
     # The head's weight is a parameter of its own only where the first embedding is on another rank.
@@ -136,26 +137,24 @@ def _optimizer(state: Mapping[str, Any], models: Models) -> tuple[State, int] | 
     decay = [p for p in parameters if p[1].dim() != 1 and not p[0][1].endswith(".bias")]
     no_decay = [p for p in parameters if p[1].dim() == 1 or p[0][1].endswith(".bias")]
     ordered = [parameters] if len(groups) == 1 else [decay, no_decay]
-    unknown = "the tensors of its optimizer cannot be assigned to its parameters"
+    unknown = _Unusable("the tensors of its optimizer cannot be assigned to its parameters")
     if [len(group["params"]) for group in groups] != list(map(len, ordered)):
-        return unknown
+        raise unknown
     result: State = {}
     step: int | None = None
     for g, group in enumerate(groups):
         for i, (number, (key, weight)) in enumerate(zip(group["params"], ordered[g], strict=True)):
             entry = moments.get(number, {})
             if not all(isinstance(entry.get(kind), torch.Tensor) for kind in MOMENTS):
-                return "its optimizer is not Adam"
+                raise _Unusable("its optimizer is not Adam")
             master = weight.float() if masters is None else masters[g][i]
             tensors = {"master": master} | {kind: entry[kind] for kind in MOMENTS}
             if any(tuple(x.shape) != tuple(weight.shape) for x in tensors.values()):
-                return unknown
+                raise unknown
             if not torch.equal(master.to(weight.dtype), weight):
-                return "the masters of its optimizer do not round to its weights"
+                raise _Unusable("the masters of its optimizer do not round to its weights")
             step = int(entry.get("step", group.get("step", 0)))
-            result[key] = partial(_pick, tensors)
-    return (result, step) if step is not None else "its optimizer has no steps"
-
-
-def _pick(tensors: Mapping[str, torch.Tensor], kind: str) -> torch.Tensor:
-    return tensors[kind].detach().float()
+            result[key] = tensors.__getitem__
+    if step is None:
+        raise _Unusable("its optimizer has no steps")
+    return result, step

@@ -46,7 +46,7 @@ class Part:
     """A tensor rank's part of a parameter.
 
     weight   as the model computes with it
-    state    returns master, exp_avg or exp_avg_sq, of the weight's shape, by that word; None without optimizer state
+    state    returns "master", "exp_avg" or "exp_avg_sq", of the weight's shape; None without optimizer state
     """
 
     weight: torch.Tensor

@@ -74,7 +74,9 @@ def load_file(path: Path, plain: Iterable[str] = ()) -> dict[str, Any]:
             names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         else:
             names = [*_LEGACY, *plain]
-        refused = sorted(name for name in names if not _is_plain(name, (*PLAIN, *plain)))
+        allowed = (*PLAIN, *plain)
+        prefixes = tuple(entry for entry in allowed if entry.endswith("."))
+        refused = sorted(name for name in names if name not in allowed and not name.startswith(prefixes))
         if refused:
             raise CheckpointError(_refusal(path, ", ".join(refused)))
         with torch.serialization.safe_globals([(Record, name) for name in names]):
@@ -98,7 +100,3 @@ def _refusal(path: Path, names: str) -> str:
         f"{path} holds objects that are not read, as a pickle can run anything: {names}. If these classes only hold "
         f"settings, name them with --plain-class to read them as plain values"
     )
-
-
-def _is_plain(name: str, allowed: Iterable[str]) -> bool:
-    return any(name == entry or (entry.endswith(".") and name.startswith(entry)) for entry in allowed)
