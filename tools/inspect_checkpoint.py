@@ -173,7 +173,7 @@ def describe(found: Any) -> dict[str, Any]:
         "optimizer": state["optimizer"],
         "bytes": sum(found.files.values()),
         "files": len(found.files),
-        "layout": found.passport.get("layout", {}),
+        "layout": found.layout,
         "model": {name: value for name, value in model.items() if value is not None},
         "state": state["state"],
         "engine": state["engine"],

@@ -63,6 +63,16 @@ class Contents:
         """Number of elements of all parameters."""
         return sum(math.prod(s["shape"]) for name, s in self.stored.items() if name.startswith(f"{MASTER}."))
 
+    @property
+    def layout(self) -> dict[str, Any]:
+        """Layout of the job that wrote it, from the provenance or else the configuration."""
+        parallel = self.checkpoint.config.get("parallel", {})
+        fields = {"tensor": "tensor_model_parallel_size", "pipeline": "pipeline_model_parallel_size",
+                  "data": "data_parallel_size", "sequence_parallel": "sequence_parallel"}  # fmt: skip
+        configured = {short: parallel[name] for short, name in fields.items() if name in parallel}
+        layout: dict[str, Any] = self.passport.get("layout") or configured
+        return layout
+
 
 def is_checkpoint(path: Path) -> bool:
     """Return whether a folder is a checkpoint, possibly a damaged one, and not a folder of checkpoints."""
