@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.option import Parser
 from megatron.errors import CheckpointError, ConfigError
-from megatron.training.failures import as_tool
+from megatron.training.run.process import as_tool
 
 OK, DAMAGED = 0, 1
 _PIPE_COLUMNS = 200  # width of the output where it is not a terminal
