@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.checkpoint.size import checkpoint_bytes
+from megatron.checkpoint.settings import checkpoint_bytes
 from megatron.config import Config, parse_args
 from megatron.config.duration import duration_s, show_duration
 from megatron.config.layout import layout_of

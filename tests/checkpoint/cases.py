@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint import boxes
+from megatron.checkpoint import save as save_module
 from megatron.checkpoint.load import load, load_weights
 from megatron.checkpoint.save import save
 from megatron.engine import deepspeed_setup
@@ -74,11 +74,11 @@ def padded_less(action: Any) -> Any:
 
 def in_pieces(action: Any) -> Any:
     """What a job of thousands of ranks does: it lists the boxes in pieces."""
-    usual, boxes.WHOLE_UP_TO = boxes.WHOLE_UP_TO, 1
+    usual, save_module.WHOLE_UP_TO = save_module.WHOLE_UP_TO, 1
     try:
         return action()
     finally:
-        boxes.WHOLE_UP_TO = usual
+        save_module.WHOLE_UP_TO = usual
 
 
 def on_two(rank: int, root: str) -> dict[str, Any]:

@@ -109,7 +109,10 @@ class ToyCheckpoint:
     no_save_optim: bool = False
     no_load_optim: bool = False
     finetune: bool = False
+    load: str | None = None
     load_tag: str | None = None
+    keep_last: int | None = None
+    keep_every: int | None = None
 
 
 @dataclass(frozen=True)

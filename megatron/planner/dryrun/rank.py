@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.snapshot import snapshot_bytes
-from megatron.checkpoint.tensors import tensors_to_save
+from megatron.checkpoint.tensors import snapshot_bytes, tensors_to_save
 from megatron.config import Config
 from megatron.data.batch import MicroBatch
 from megatron.engine.assemble import build_executor

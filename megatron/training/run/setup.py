@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.size import checkpoint_bytes
+from megatron.checkpoint.settings import checkpoint_bytes
 from megatron.config import Config, render_config
 from megatron.config.duration import duration_s
 from megatron.data.datasets import Datasets, build_datasets
