@@ -6,7 +6,7 @@ row-major tensor is a few boxes of its index space; a box has a place in the glo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -95,13 +95,3 @@ def is_copy(parameter: torch.nn.Parameter, topology: Topology) -> bool:
     if sharding.tied and topology.embedding is not None and topology.pipeline.is_last:
         return True
     return sharding.dim is None and not topology.tensor.is_first
-
-
-def mark_for_deepspeed(parameters: Iterable[torch.nn.Parameter], topology: Topology) -> None:
-    """Set the attributes from which DeepSpeed knows which parameters to count in the gradient norm."""
-    for p in parameters:
-        sharding = sharding_of(p)
-        p.tensor_model_parallel = sharding.dim is not None and topology.tensor.size > 1  # type: ignore[attr-defined]
-        p.ds_pipe_replicated = (  # type: ignore[attr-defined]
-            sharding.tied and topology.embedding is not None and topology.pipeline.is_last
-        )

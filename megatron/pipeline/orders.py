@@ -2,7 +2,7 @@
 
 An order is a function of (pipeline size, chunks, micro-batches, rank) that returns the rank's passes: instructions, or
 an array with their (op, stage, micro-batch) in rows, where stage = chunk * pipeline size + rank. Messages (lists.py),
-what a rank holds (in_flight.py) and the time of a step (clock.py) follow from the passes of all ranks. A new order is
+what a rank holds (lists.py) and the time of a step (clock.py) follow from the passes of all ranks. A new order is
 one function, in ORDERS or given in place of a name.
 """
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the processes of the engine tests do."""
 from __future__ import annotations
 
-from types import SimpleNamespace
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,8 +9,8 @@ import torch
 
 import megatron.engine.engine as engine_module
 from megatron.config.training import KernelConfig
-from megatron.engine.adamw import FusedAdamW
 from megatron.engine.engine import Engine, StepResult
+from megatron.engine.optimizer import FusedAdamW
 from megatron.errors import ConfigError
 from megatron.kernels.choose import Fusions
 from megatron.parallel.topology import Topology
@@ -169,7 +169,7 @@ def fused_engine(topology: Topology, precision: str, zero_stage: int, fused: boo
     whole = toy.config(precision, zero_stage, **fields)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "choose_fusions", lambda *_: Fusions(optimizer=fused))
-        engine = Engine(SimpleNamespace(**vars(whole), kernels=KernelConfig()), topology, toy.build(topology))
+        engine = Engine(dataclasses.replace(whole, kernels=KernelConfig()), topology, toy.build(topology))
     assert isinstance(engine._basic, FusedAdamW) == fused
     return engine
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron.engine.adamw import FusedAdamW
-from megatron.engine.optimizer import create_state, get_step, set_step
+from megatron.engine.optimizer import FusedAdamW, create_state, get_step, set_step
 from megatron.engine.optimizer_state import OPTIMIZERS
 
 U = 2.0**-24

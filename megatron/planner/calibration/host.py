@@ -10,8 +10,7 @@ import torch
 
 from megatron.config import Config
 from megatron.data.batch import MicroBatch
-from megatron.engine.assemble import build_executor
-from megatron.engine.engine import Engine
+from megatron.engine.engine import Engine, build_executor
 from megatron.model.gpt import build_chunks
 from megatron.parallel.topology import Layout, Topology
 

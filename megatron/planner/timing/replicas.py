@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from megatron.config import Config
-from megatron.engine.bucket_size import bucket_elements
+from megatron.engine.optimizer_state import bucket_elements
 from megatron.pipeline.clock import PipelineRun
 from megatron.planner.channels import Channels
 from megatron.planner.events import Trace

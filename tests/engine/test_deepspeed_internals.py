@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from megatron.engine.deepspeed_internals import _check_version
 from megatron.engine.deepspeed_json import deepspeed_json
-from megatron.engine.deepspeed_setup import _check_version
 from megatron.errors import ConfigError
 from tests.engine import toy
 from tests.helpers.launching import ROOT, TINY, launch
