@@ -10,7 +10,6 @@ here norm, clip factor and the decision whether the step counts stay on the devi
 """
 from __future__ import annotations
 
-import collections
 import contextlib
 import datetime
 import gc
@@ -47,7 +46,7 @@ ALIGNMENT = 8
 With DeepSpeed's own 2, parts begin on 4 or 8, where kernels load single elements and NCCL leaves its wide path."""
 
 _BF16, _ZERO = "deepspeed.runtime.bf16_optimizer", "deepspeed.runtime.zero.stage_1_and_2"
-_MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
+_COMMUNICATION, _MUON = "deepspeed.comm.torch", "deepspeed.runtime.zero.muon.muon_optimizer"
 
 # The functions of both optimizers that would gather weights, take the norm and look at it on the host.
 _STEP = {
@@ -55,8 +54,8 @@ _STEP = {
     "is_invalid_grad_norm": "does nothing where the update itself leaves out a step whose norm is not finite",
 }
 OF_MODULES: Mapping[str, Mapping[str, str]] = {
-    "deepspeed.ops": {
-        "__compatible_ops__": "emptied on a CPU: otherwise an extension nobody uses is compiled for two minutes",
+    _COMMUNICATION: {
+        "build_shm_op": "does nothing on a CPU: it would compile an extension that is not used, for two minutes",
     },
     _MUON: {"MuonWithAuxAdam": "imported first, without torch.compile: otherwise every start costs 2 to 4 s more"},
     "deepspeed.accelerator": {
@@ -113,7 +112,7 @@ OF_OBJECTS: Mapping[str, Mapping[str, str]] = {
 
 
 class ModelParallelUnit:
-    """DeepSpeed's `mpu`: what it asks about model parallelism, answered from a Topology.
+    """DeepSpeed's `mpu`: its questions about model parallelism, answered from a Topology.
 
     "Model parallel" is tensor times pipeline. `zero_stage` 1 partitions the optimizer over the data-parallel ranks; 0
     gives DeepSpeed a data group of this rank alone, so that every rank keeps the whole optimizer and the Engine reduces
@@ -194,8 +193,8 @@ def import_deepspeed(device: Any = "cpu") -> Any:
     with _quiet():
         _check_modules(deepspeed.__version__)
     if on_cpu:
-        # "No extension fits this machine": so none is compiled when communication starts.
-        importlib.import_module("deepspeed.ops").__compatible_ops__ = collections.defaultdict(bool)  # type: ignore[attr-defined]
+        communication: Any = importlib.import_module(_COMMUNICATION)  # deepspeed.comm.torch is torch itself
+        communication.build_shm_op = _nothing
     return deepspeed
 
 
@@ -473,7 +472,7 @@ class ZeroStep:
         return self._norm
 
     def not_taken(self) -> None:
-        """Take the last step out of the bias correction: it was left out. torch's optimizers know by themselves, and
+        """Take the last step out of the bias correction: it was left out. torch's optimizers do it themselves, and
         others were not called."""
         if isinstance(self._inner, FusedAdamW):
             self._inner.uncount()

@@ -1,4 +1,4 @@
-"""The optimizer's side of training: DeepSpeed's ZeRO-1 around this rank's pipeline chunks.
+"""The engine: DeepSpeed's ZeRO-1 around this rank's pipeline chunks.
 
 The executor calls the chunks directly; gradients add up in flat buckets, and go to the ranks that own them while the
 last backward passes run. `step()` waits for that, clips, updates, and begins to hand the new weights to all ranks; the
@@ -181,7 +181,7 @@ class Engine:
         release_free_memory()  # the moments are larger than any hole that the weights of the start have left
         create_state(self._basic, self._state)
         self._scale = LossScale(config.precision)
-        self._under_way: tuple[float, HostCopy] | None = None  # a step whose figures nobody has read
+        self._under_way: tuple[float, HostCopy] | None = None  # a step whose figures were not read yet
         self._result: StepResult | None = None
         self._fragments = [
             Fragment(
@@ -231,7 +231,7 @@ class Engine:
         return self._scale.scale
 
     def begin(self, micro_batches: int) -> None:
-        """The backward passes of so many micro-batches follow: what is complete before the last can be reduced.
+        """Announce the backward passes of `micro_batches`: buckets that are complete early can be reduced early.
 
         Not needed where nothing is to overlap. Raises ConfigError, on every rank, for a second call before `step`.
         """
@@ -310,7 +310,7 @@ class Engine:
         )
 
     def clear_gradients(self) -> None:
-        """Forget the gradients accumulated since the last step. To be called on all ranks, as `step` is."""
+        """Discard the gradients accumulated since the last step. All ranks must call it, as `step`."""
         for p in self._gradients.parameters:
             p.grad = None
         self._gradients.renew()
@@ -370,13 +370,13 @@ class Engine:
         return self._moments
 
     def fragments(self) -> list[Fragment]:
-        """What this rank's optimizer holds, as views: writing to them changes the optimizer."""
+        """Return the parts of parameters that this rank's optimizer holds, as views: writing changes the optimizer."""
         self._weights.wait()  # in fp32 the master weights are part of what is being sent
         return self._fragments
 
     @property
     def data_parallel_copies(self) -> int:
-        """How many data-parallel ranks hold the same fragments: 1 when ZeRO partitions them."""
+        """Number of data-parallel ranks that hold the same fragments: 1 when ZeRO partitions them."""
         return 1 if self._stage == 1 else self.topology.data.size
 
     def scalars(self) -> dict[str, Any]:
@@ -389,7 +389,7 @@ class Engine:
         }
 
     def load_scalars(self, scalars: dict[str, Any]) -> None:
-        """Take over what `scalars()` gave, perhaps on another layout or in another precision."""
+        """Restore the result of `scalars()`, perhaps of another layout or precision."""
         self._settle()
         set_step(self._basic, int(scalars["optimizer_step"]))
         self.skipped_steps = int(scalars.get("skipped_steps", 0))
@@ -397,14 +397,14 @@ class Engine:
             self._scale.load_state(scalars["loss_scale"])
 
     def update_working_weights(self) -> None:
-        """Make the weights of forward and backward from the master weights, on all data-parallel ranks."""
+        """Round the master weights into the weights of forward and backward, on all data-parallel ranks."""
         self._weights.wait()
         self._zero.update_working_weights()
         self._weights.start()
 
 
 def build_executor(config: Config, topology: Topology, chunks: torch.nn.ModuleDict, engine: Engine) -> Executor:
-    """Return what runs the schedule of `config` on `chunks` (from build_chunks), and tells `engine` of each step."""
+    """Return an executor of the schedule on `chunks` (from build_chunks), which announces its steps to `engine`."""
     some: Any = next(iter(chunks.values()))
     return Executor(
         topology, stages_of(chunks), config.schedule, config.parallel.num_chunks, hidden_shape(config),

@@ -1,4 +1,4 @@
-"""Which part of which parameter this rank's optimizer holds.
+"""The parts of parameters that this rank's optimizer holds.
 
 ZeRO lays the parameters of a group end to end and gives each data-parallel rank one stretch of the line. A stretch of a
 row-major tensor is a few boxes of its index space; a box has a place in the global tensor, whatever the layout.
@@ -87,9 +87,9 @@ class Fragment:
 
 
 def is_copy(parameter: torch.nn.Parameter, topology: Topology) -> bool:
-    """Whether another rank of the model group holds the same values and answers for them.
+    """Return whether another rank of the model group holds the same values and counts them.
 
-    So it is for the last stage's tied embedding, and on tensor ranks above 0 for whatever is not sharded.
+    True for the last stage's tied embedding, and on tensor ranks above 0 for whatever is not sharded.
     """
     sharding = sharding_of(parameter)
     if sharding.tied and topology.embedding is not None and topology.pipeline.is_last:

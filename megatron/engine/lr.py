@@ -30,7 +30,7 @@ _WSD = ("WSD", "warmup-stable-decay")
 
 
 def _final_decay(style: str, q: float) -> float:
-    """What is left of the learning rate after the part q of the last phase of WSD, between 1 and 0."""
+    """Return the factor of the learning rate after the part q of the last phase of WSD, between 1 and 0."""
     if style == "linear":
         return 1.0 - q
     if style == "cosine":
@@ -44,7 +44,7 @@ def _final_decay(style: str, q: float) -> float:
 
 @dataclass(frozen=True)
 class _Clock:
-    """Which of the three counters runs the schedule, and how the others translate into it."""
+    """The counter that runs the schedule, and the conversion of the others into it."""
 
     unit: str
     samples_per_iteration: int
@@ -81,7 +81,7 @@ def _length(settings: Any, prefix: str) -> tuple[float, str] | None:
 
 
 def _run_length(config: Any) -> tuple[float, str] | None:
-    """What ends the run; samples and iterations come before the token limit, which only cuts a run short."""
+    """Return the length of the run; samples and iterations come before the token limit, which only shortens it."""
     batch = config.batch
     for amount, unit in (
         (batch.train_samples, "samples"), (batch.train_iters, "iterations"), (batch.train_tokens, "tokens")
@@ -167,7 +167,7 @@ class LearningRateSchedule:
         return self.min_lr + self._part(n) * (self.max_lr - self.min_lr)
 
     def _part(self, n: float) -> float:
-        """Where between `min_lr` (0) and `max_lr` (1) the learning rate is after the warm-up."""
+        """Return the learning rate after the warm-up, between 0 (`min_lr`) and 1 (`max_lr`)."""
         if self.style in _WSD:
             start = self.decay - self._final
             return 1.0 if n <= start else _final_decay(self._final_style, (n - start) / self._final)

@@ -182,7 +182,7 @@ class FusedAdamW(Untraced, torch.optim.Optimizer):
     copies          {parameter: 16-bit tensor of its shape}: gets the new weights in the same pass
     gradients       {parameter: gradient} in place of .grad, which has the parameter's format
     gradient_scale  factor of all gradients, e.g. of clipping: one fp32 number on their device, which the host need not
-                    know. Where it is not finite the step changes nothing, and whoever finds out calls `uncount`
+                    know. Where it is not finite the step changes nothing, and the caller must call `uncount`
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class FusedAdamW(Untraced, torch.optim.Optimizer):
         return loss
 
     def uncount(self) -> None:
-        """The last step changed nothing, and does not count in the bias correction."""
+        """Take the last step, which changed nothing, out of the bias correction."""
         for group in self.param_groups:
             group["step"] -= 1
 

@@ -1,4 +1,4 @@
-"""What an optimizer keeps for each weight, and how large a bucket is. Needs torch for a user's own optimizer only."""
+"""State of an optimizer for each weight, and the size of a bucket. Needs torch for a user's own optimizer only."""
 from __future__ import annotations
 
 import functools
@@ -89,7 +89,7 @@ _PER_RANK = 1_000_000
 
 
 def bucket_elements(most: int, ranks: int) -> int:
-    """Elements at which a bucket over `ranks` data-parallel ranks is closed; at most `most`, unless that is 0.
+    """Return the elements at which a bucket over `ranks` data-parallel ranks is closed; at most `most` unless 0.
 
     A million for each rank, so that each gets a message that is worth its latency (4 MB in fp32) and a checkpoint has
     few pieces; 4 million, where the ranks are few, so that many buckets can be on their way during a backward pass.

@@ -1,4 +1,4 @@
-"""When each pass of a training step runs, from seconds per stage and per boundary: the executor's lists on a clock.
+"""The time of each pass of a training step, from seconds per stage and per boundary: the executor's lists on a clock.
 
 Each rank goes through its own list of a schedule (orders.py), with receives posted ahead, sends in flight and messages
 that follow each other on their links, as the executor runs it (lists.py, exchange.py). Nothing is a formula for a
@@ -40,7 +40,7 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class Boundaries:
-    """What messages cost, by the pipeline rank that sends: (seconds on the link, seconds of latency behind it).
+    """Cost of messages, by the pipeline rank that sends: (seconds on the link, seconds of latency behind it).
 
     forward   to the next rank, from the last one to the first (only where there are several chunks)
     backward  to the previous rank, from the first one to the last
@@ -55,7 +55,7 @@ class Boundaries:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What is run: the arguments of `run_pipeline`."""
+    """The arguments of `run_pipeline`."""
 
     schedule: AnyOrder
     size: int
@@ -100,7 +100,7 @@ class PipelineRun:
 
     @property
     def bubble(self) -> tuple[float, ...]:
-        """Of each rank the time in which it neither computes nor waits for a message under way."""
+        """Time in which each rank neither computes nor waits for a message under way."""
         return tuple(self.makespan - b - w for b, w in zip(self.busy, self.message_wait, strict=True))
 
     @property
@@ -126,8 +126,8 @@ def run_pipeline(
     schedule, pipeline_size, chunks, micro_batches   as build_schedule takes them
     times        by global stage: pipeline_size * chunks values each
     boundaries   by pipeline rank; None for messages that cost nothing
-    cores        the ranks share so many cores: while more are wanted, all compute more slowly, alike. None: nothing is
-                 shared.
+    cores        number of cores that the ranks share: while more are wanted, all compute more slowly, alike. None:
+                 nothing is shared.
     demand       cores that a rank keeps busy while it computes
 
     Any unit of time will do. Raises ConfigError as build_schedule does.
@@ -149,7 +149,7 @@ def run_pipeline(
 
 
 def timeline(run: PipelineRun) -> Timeline:
-    """For each rank of a run its passes with start and end, in order. Takes memory for large pipelines."""
+    """Return the passes of each rank of a run with start and end, in order. Takes memory for large pipelines."""
     lists, done, scale = _run(run.pipeline)
     starts, ends = (done.starts / scale).tolist(), (done.ends / scale).tolist()
     return Timeline(tuple(
@@ -161,7 +161,7 @@ def timeline(run: PipelineRun) -> Timeline:
 
 
 def _run(pipeline: Pipeline) -> tuple[Lists, Times, float]:
-    """The step's lists, its times in ticks, and ticks per unit of time."""
+    """Return the step's lists, its times in ticks, and ticks per unit of time."""
     p, v, m = pipeline.size, pipeline.chunks, pipeline.micro_batches
     check_sizes(pipeline.schedule, p, v, m)
     times, stages = pipeline.times, p * v

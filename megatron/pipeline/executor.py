@@ -31,8 +31,8 @@ class Executor:
     message_shape     shape of the hidden state between stages, or a function of the micro-batch that returns it.
     weight_gradients  the queue in which linear layers leave their weight gradients; needed by 'zb-h1' only, and by
                       other orders that split backward passes.
-    before_training   called by `train` with the number of micro-batches, before the first pass: whoever counts the
-                      gradients of a parameter knows from it which is the last.
+    before_training   called by `train` with the number of micro-batches, before the first pass: the Engine needs it to
+                      find which gradient of a parameter is the last.
 
     Every rank of the pipeline must call `train` and `evaluate` in the same order with as many micro-batches.
     Gradients are added to the parameters' `.grad`; nothing is reduced and no parameter is changed.
@@ -137,7 +137,7 @@ class _Root(torch.autograd.Function):
 
 
 class _Saved(NamedTuple):
-    """What is kept of a chunk's forward pass: the graph (through root), its input, and the place for the gradient."""
+    """The graph of a chunk's forward pass (through root), its input, and the place for the gradient."""
 
     root: torch.Tensor
     hidden: torch.Tensor | None

@@ -44,7 +44,7 @@ _OPS = tuple(Op)
 
 @dataclass(frozen=True, eq=False)
 class Lists:
-    """What the ranks of a pipeline do, in order, one rank behind the other.
+    """Instructions of the ranks of a pipeline, in order, one rank behind the other.
 
     rows     of all ranks  # [instructions, 3]: op, stage, micro-batch
     offsets  of each rank's first row, and the number of rows  # [ranks + 1]
@@ -234,7 +234,7 @@ shorter than two, and each pass of a group then has the same ones before it as t
 
 @lru_cache(maxsize=1 << 13)
 def moments_of_rank(schedule: AnyOrder, pipeline_size: int, chunks: int, micro_batches: int, rank: int) -> Moments:
-    """The passes of `rank` in a step of so many micro-batches, without repetitions."""
+    """Return the passes of `rank` in a step of `micro_batches`, without repetitions."""
     if isinstance(schedule, str):
         sizes = group_sizes(pipeline_size, micro_batches)
         larger = sizes.count(sizes[0])

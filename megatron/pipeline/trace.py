@@ -21,7 +21,7 @@ NAMES = {
     Op.FORWARD: "forward", Op.BACKWARD: "backward", Op.BACKWARD_INPUT: "backward of inputs",
     Op.BACKWARD_WEIGHT: "backward of weights",
 }  # fmt: skip
-# Above so many passes the arrows of messages are left out: they make the file three times as large.
+# Above this number of passes the arrows of messages are left out: they make the file three times as large.
 _WITH_ARROWS = 20_000
 _MICROSECONDS = 1e6  # the format's unit
 
@@ -71,7 +71,7 @@ def _at(seconds: float) -> float:
 
 
 def _arrows(size: int, lanes: tuple[tuple[Span, ...], ...]) -> Iterator[dict[str, Any]]:
-    """From the pass that makes what a message carries to the pass that uses it."""
+    """Yield arrows from the pass that makes a message's tensor to the pass that uses it."""
     passes = {
         (span.instruction.op is Op.FORWARD, *span.instruction[1:]): span
         for spans in lanes for span in spans if span.instruction.op is not Op.BACKWARD_WEIGHT

@@ -10,7 +10,7 @@ from megatron.planner.trace import trace
 
 
 def bytes_per_element(config: Config, device: str) -> float:
-    """Bytes read and written per element of the master weights (engine/deepspeed_internals.py, kernels/ops/optimizer.py)."""
+    """Bytes read and written per element of the master weights (engine/deepspeed_internals.py)."""
     norm = gradient = float(config.precision.gradient_bytes)
     update = optimizer_state(config).traffic_bytes(gradient)
     kernels, dtype_name = config.kernels, config.precision.dtype_name
