@@ -48,10 +48,9 @@ With DeepSpeed's own 2, parts begin on 4 or 8, where kernels load single element
 _BF16, _ZERO = "deepspeed.runtime.bf16_optimizer", "deepspeed.runtime.zero.stage_1_and_2"
 _COMMUNICATION, _MUON = "deepspeed.comm.torch", "deepspeed.runtime.zero.muon.muon_optimizer"
 
-# The functions of both optimizers that would gather weights, take the norm and look at it on the host.
 _STEP = {
     "all_gather_dp_groups": "does nothing: WeightGather sends the weights behind the next forward pass",
-    "is_invalid_grad_norm": "does nothing where the update itself leaves out a step whose norm is not finite",
+    "align_dense_tensors": "pads parts of buckets to ALIGNMENT elements",
 }
 OF_MODULES: Mapping[str, Mapping[str, str]] = {
     _COMMUNICATION: {
@@ -64,12 +63,11 @@ OF_MODULES: Mapping[str, Mapping[str, str]] = {
     _BF16: {
         **_STEP,
         "get_global_norm_of_tensors": "returns our norm: one pass over this rank's partition",
-        "align_dense_tensors": "pads parts of buckets to ALIGNMENT elements",
         "see_memory_usage": "does nothing: it collects garbage at each of many calls",
         "BF16_Optimizer.__init__(grad_acc_dtype)": "gets the format of the sums: a configuration with bf16 sums would "
         "choose another optimizer",
     },
-    _ZERO: {**_STEP, "align_dense_tensors": "pads parts of buckets to ALIGNMENT elements"},
+    _ZERO: _STEP,
 }
 _BOTH = {
     "clip_grad": "read: the limit of the norm; 0 in bf16 where the update clips",
@@ -377,7 +375,7 @@ class ZeroStep:
         self._squares = scale_and_norm_ if kernels and available(topology.device) else sum_of_squares
         self._clip = float(outer.clip_grad)
         self._norm = torch.zeros((), device=topology.device)
-        # apex's optimizers and most of a user's own need the host to decide: DeepSpeed then reads the norm before them.
+        # apex's optimizers and most of a user's own need the host to decide: it then reads the norm before them.
         self._on_device = isinstance(inner, FusedAdamW) or getattr(inner, "_step_supports_amp_scaling", False)
         for hook in outer._grad_acc_hooks:
             hook.remove()
@@ -461,12 +459,13 @@ class ZeroStep:
         if self._bf16:
             squares = squares.sqrt().square()  # each rank's rounded as DeepSpeed does: runs continue bit by bit
         self._norm = all_reduce(squares, self._topology.model).sqrt()
+        if self._on_device:
+            self._set_factor(loss_scale)
+        elif not torch.isfinite(self._norm):
+            return self._norm
         ours: dict[str, Any] = {"all_gather_dp_groups": _nothing}
         if self._bf16:
             ours["get_global_norm_of_tensors"] = self._norm_for_deepspeed
-        if self._on_device:
-            self._set_factor(loss_scale)
-            ours["is_invalid_grad_norm"] = _nothing
         with _replaced(self._module, **ours):
             self._engine.step()
         return self._norm
@@ -500,8 +499,9 @@ class ZeroStep:
         return [bucket.own(bucket.gradients) for bucket in self.buckets] if for_clipping else ([], {})
 
     def _norm_for_deepspeed(self, *_: Any, **__: Any) -> torch.Tensor:
-        """Return the norm, on the host where DeepSpeed decides whether the step counts."""
-        return self._norm if self._on_device else self._norm.cpu()
+        """Return the norm on the host, where DeepSpeed clips by it; otherwise any positive number serves, for which the
+        host need not wait. Some versions refuse a norm of 0."""
+        return torch.ones(()) if self._on_device else self._norm.cpu().clamp(min=torch.finfo(torch.float32).tiny)
 
     def _set_factor(self, loss_scale: float) -> None:
         """Hand the update the factor of all gradients: that of torch.nn.utils.clip_grad_norm_ over the loss scale. It

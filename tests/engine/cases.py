@@ -64,6 +64,13 @@ def bad_gradient(topology: Topology, precision: str, zero_stage: int, name: str,
     }  # fmt: skip
 
 
+def bad_gradient_on_host(topology: Topology, precision: str) -> dict[str, Any]:
+    """The same under an optimizer that cannot leave a step out by itself, as a user's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "build_optimizer", lambda groups, *_: torch.optim.SGD(groups, momentum=0.9))
+        return bad_gradient(topology, precision, 1, "mixed", optimizer="sgd")
+
+
 def scale_grows(topology: Topology) -> dict[str, Any]:
     """fp16 with plain SGD; the loss scale doubles after every step."""
     config = toy.config(
@@ -226,6 +233,7 @@ def on_one(rank: int) -> dict[str, Any]:
     out: dict[str, Any] = {f"1x1x1 {p} {z}": train(topology, p, z) for p, z in ALL if z == 1}
     momentum = dict(optimizer="sgd", sgd_momentum=0.9)
     out |= {f"bad sgd {p}": bad_gradient(topology, p, 1, "mixed", **momentum) for p in PRECISIONS}
+    out |= {f"bad host {p}": bad_gradient_on_host(topology, p) for p in PRECISIONS}
     return out | {"scale grows": scale_grows(topology)}
 
 
