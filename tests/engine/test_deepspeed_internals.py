@@ -46,6 +46,7 @@ print(json.dumps({
     "disabled": os.environ.get("TORCH_COMPILE_DISABLE"),
     "dynamo disabled": torch._dynamo.config.disable,
     "imported": [*imported, *(name for name in ("mpi4py",) if name in sys.modules)],
+    "deepspeed": [int(n) for n in sys.modules["deepspeed"].__version__.split("+")[0].split(".")],
     "logging": logging.root.manager.disable,
     "extensions": os.environ["TORCH_EXTENSIONS_DIR"],
     "inductor code": code,
@@ -72,7 +73,9 @@ def test_one_process_without_launcher(tmp_path: Path) -> None:
     assert found["compile"] == "function" and found["compiled"] == 2
     assert found["disabled"] is None and found["dynamo disabled"] is False
     assert found["variables"] == [], "a later launch in this process must not read them"
-    assert (found["imported"], found["logging"], found["inductor code"]) == ([], 0, [])
+    assert found["logging"] == 0
+    if found["deepspeed"] >= [0, 19, 8]:  # older ones import torch's compiler themselves
+        assert (found["imported"], found["inductor code"]) == ([], [])
 
 
 @pytest.mark.slow
