@@ -304,7 +304,7 @@ def reduction_seconds(channels: Channels, n_bytes: float, replicas: int, *, owne
 
 
 def bytes_per_element(config: Config, device: str) -> float:
-    """Count bytes read and written per element of the master weights (engine/deepspeed_internals.py, kernels/ops/optimizer.py)."""
+    """Count bytes read and written per element of the master weights (engine/deepspeed_internals.py)."""
     norm = gradient = float(config.precision.gradient_bytes)
     update = optimizer_state(config).traffic_bytes(gradient)
     kernels, dtype_name = config.kernels, config.precision.dtype_name
