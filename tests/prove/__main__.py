@@ -62,7 +62,7 @@ CAMPAIGNS = {
         programs=("benchmarks/fault_campaign.py --only slurm",),
     ),
     "deepspeed": Campaign(
-        "the engine's tests pass on the oldest supported DeepSpeed and on the newest of PyPI", 7, workers=None,
+        "the engine's tests pass on the oldest supported DeepSpeed and on the newest of PyPI", 8, workers=None,
         programs=("-m tests.prove.deepspeed_versions",),
     ),
     "benchmarks": Campaign("the benchmarks measure what they say", 5),
