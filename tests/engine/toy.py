@@ -15,6 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron.config.parallel import ParallelConfig
+from megatron.config.pieces import Pieces
+from megatron.config.training import KernelConfig
 from megatron.engine.engine import Engine
 from megatron.parallel.sharding import attach, shard, sharding_of
 from megatron.parallel.topology import Topology
@@ -130,6 +133,9 @@ class ToyConfig:
     engine: ToyEngine = dataclasses.field(default_factory=ToyEngine)
     checkpoint: ToyCheckpoint = ToyCheckpoint()
     logging: ToyLogging = ToyLogging()
+    kernels: KernelConfig = dataclasses.field(default_factory=lambda: KernelConfig(optimizer_implementation="torch"))
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+    pieces: Pieces = dataclasses.field(default_factory=Pieces)
 
 
 def config(precision: str = "fp32", zero_stage: int = 1, **fields: Any) -> ToyConfig:
