@@ -52,7 +52,7 @@ def read_config(flags: Sequence[str]) -> Config:
 def build(config: Config, workers: int) -> None:
     """Build what the run reads at its start, and after resuming from the checkpoint that --load names."""
     from megatron.checkpoint.find import find, open_checkpoint, required
-    from megatron.data.prebuild import prebuild
+    from megatron.data.datasets import prebuild
     from megatron.training.micro_batches import BatchSchedule, planned_samples, total_iterations
     from megatron.training.progress import Progress
     from megatron.training.reporter import Reporter

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron.checkpoint.find import Found, find
-from megatron.data.left_out import around, merged
-from megatron.data.sampler import sample_order
+from megatron.data.sampler import around, merged, sample_order
 from megatron.errors import TrainingError
 from megatron.training.progress import Progress
 from megatron.training.resume import load_checkpoint, say_found

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from megatron.data.folder_claim import FolderClaim
+from megatron.data.file_lock import FolderClaim
 from megatron.parallel.topology import Topology
 
 

@@ -19,11 +19,10 @@ import torch.distributed as dist
 from megatron.checkpoint.size import checkpoint_bytes
 from megatron.config import Config, render_config
 from megatron.config.duration import duration_s
-from megatron.data.datasets import Datasets, build_datasets
+from megatron.data.datasets import SPLIT_NAMES, Datasets, build_datasets
 from megatron.data.ledger import Ledger, sources
 from megatron.data.packing import PackedDataset
 from megatron.data.sampler import sample_order
-from megatron.data.splits import SPLIT_NAMES
 from megatron.data.tokenizer import Tokenizer, build_tokenizer
 from megatron.engine.assemble import build_executor
 from megatron.engine.engine import Engine

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, MockDataset
-from megatron.data.gpt_index import IndexRequest
+from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, IndexRequest, MockDataset
 from megatron.data.index_cache import CacheEntry
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter

@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron.data import index_helpers
+from megatron.data.datasets import samples_of_part
 from megatron.data.index_helpers import OutOfBounds
-from megatron.data.splits import samples_of_part
 from megatron.errors import DataError
 from tests.data import numpy_loops
 from tests.data.implementations import IMPLEMENTATIONS, NEEDS_COMPILED, call

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.data.batch import MicroBatch
 from megatron.data.gpt_dataset import MockDataset
-from megatron.data.permutation import permute
-from megatron.data.sampler import MicroBatchStream
+from megatron.data.sampler import MicroBatchStream, permute
 from megatron.errors import DataError
 from tests.helpers.examples import examples
 
