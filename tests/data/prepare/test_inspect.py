@@ -19,7 +19,7 @@ from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.prepare import inspect as library
 from megatron.data.prepare.inspect import count_lengths, decode_leniently, inspect
 from megatron.data.tokenizer import build_tokenizer
-from megatron.data.tokenizers.fast import byte_letters
+from megatron.data.tokenizer_adapters import byte_letters
 from megatron.errors import DataError
 from tests.data.struct_format import Documents, packed
 from tools import inspect_dataset
