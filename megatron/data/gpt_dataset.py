@@ -10,7 +10,6 @@ and samples are shuffled separately, so that the earlier epochs are used up firs
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 from abc import ABC, abstractmethod
@@ -59,10 +58,6 @@ class TokenDataset(Protocol):
         """Return file, document and byte of a token of sample `index`, for messages."""
         ...
 
-    def prefetch(self, index: int, /) -> None:
-        """Ask the file system to fetch sample `index`, which will be read soon. Never fails."""
-        ...
-
 
 class Source(TokenDataset, Protocol):
     """A data set whose samples come from one pair of files: a part of a blend, and the unit whose use is counted.
@@ -88,9 +83,6 @@ class _Unpacked:
     def segments(self, index: int, /) -> npt.NDArray[np.int64] | None:
         """Return None: as in Megatron, a sample is one text, in which the end-of-document id ends documents."""
         return None
-
-    def prefetch(self, index: int, /) -> None:
-        """Do nothing."""
 
     def tokens_in(self, indices: npt.NDArray[np.int64], /) -> int:
         """Return the number of all tokens: every one is trained on."""
@@ -261,11 +253,6 @@ class FileDataset(ABC):
             return f"{bin_path(self._indexed.location)}, padding of sample {index}"
         return self._indexed.where(*pieces, token)
 
-    def prefetch(self, index: int, /) -> None:
-        """Ask the file system to fetch sample `index`. Never fails."""
-        with contextlib.suppress(DataError):
-            self._indexed.prefetch(*self._pieces(index))
-
     def _pieces(self, index: int) -> Pieces:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {self.name}, which has {len(self)}")
@@ -391,10 +378,6 @@ class BlendedDataset:
         dataset, sample = self._find(index)
         return dataset.where(sample, token)
 
-    def prefetch(self, index: int, /) -> None:
-        dataset, sample = self._find(index)
-        dataset.prefetch(sample)
-
     def locate(self, indices: npt.NDArray[np.int64]) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
         """Return which of `datasets` each of these samples comes from, and its number there."""
         return self._which[indices], self._sample[indices]
@@ -439,9 +422,6 @@ class OwnDataset(_Unpacked):
     def where(self, index: int, token: int = 0, /) -> str:
         own = getattr(self._dataset, "where", None)
         return f"token {token} of sample {index} of {self.name}" if own is None else str(own(index, token))
-
-    def prefetch(self, index: int, /) -> None:
-        getattr(self._dataset, "prefetch", super().prefetch)(index)
 
     def tokens_in(self, indices: npt.NDArray[np.int64], /) -> int:
         return int(getattr(self._dataset, "tokens_in", super().tokens_in)(indices))

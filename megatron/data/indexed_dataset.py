@@ -17,13 +17,12 @@ gpt-neox swaps the type codes 6 and 7, float64 and float32. Token ids are intege
 
 from __future__ import annotations
 
-import contextlib
 import os
 import struct
 import time
 import weakref
 from collections.abc import Sequence
-from mmap import ACCESS_READ, MADV_DONTNEED, MADV_WILLNEED, PAGESIZE
+from mmap import ACCESS_READ
 from mmap import mmap as Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -111,7 +110,7 @@ class IndexedDataset:
                     os.close(descriptor)
         except OSError as error:
             raise DataError(f"{error.filename or self._idx_path}: cannot be read: {error.strerror}") from error
-        self.dtype, self.sizes, self.pointers, self.document_indices, self.modes, _ = index
+        self.dtype, self.sizes, self.pointers, self.document_indices, self.modes = index
         if not mmap:
             self._descriptor = descriptor
             weakref.finalize(self, os.close, descriptor)
@@ -199,19 +198,6 @@ class IndexedDataset:
         for first, size, place in zip(firsts.tolist(), sizes.tolist(), places.tolist(), strict=True):
             self._read_into(buffer[place : place + size], first)
         gather_tokens(buffer, TYPE_CODES[self.dtype], starts + (places - firsts)[of_piece], counts, out)
-
-    def prefetch(self, sequences: Integers, offsets: Integers, lengths: Integers) -> None:
-        """Ask the kernel to read these pieces ahead, without waiting. Never fails: `gather` reports errors."""
-        with contextlib.suppress(OSError, DataError, IndexError):
-            starts, counts = self._byte_starts(sequences, offsets, lengths)
-            firsts, sizes, _ = _coalesced(starts, counts * self.dtype.itemsize)
-            for first, size in zip(firsts.tolist(), sizes.tolist(), strict=True):
-                if not size:  # which would mean the rest of the file
-                    continue
-                if self._mapping is None:
-                    os.posix_fadvise(self._descriptor, first, size, os.POSIX_FADV_WILLNEED)
-                else:
-                    self._mapping.madvise(MADV_WILLNEED, first - first % PAGESIZE, size + first % PAGESIZE)
 
     def check(self, start: int, stop: int) -> None:
         """Raise DataError, as `read` does, for the first damaged one of the sequences start..stop-1.
@@ -333,11 +319,6 @@ class Index(NamedTuple):
     pointers: npt.NDArray[np.int64]
     document_indices: npt.NDArray[np.int64]
     modes: npt.NDArray[np.int8] | None
-    mapping: Mapping
-
-    def release(self) -> None:
-        """Release the memory of the parts read so far, during a scan of a large index."""
-        self.mapping.madvise(MADV_DONTNEED)
 
 
 def map_index(path: Path) -> Index:
@@ -362,7 +343,6 @@ def map_index(path: Path) -> Index:
         raw[at_pointers:at_documents].view("<i8"),
         raw[at_documents:without_modes].view("<i8"),
         raw[without_modes:].view(np.int8) if num_sequences and actual > without_modes else None,
-        mapping,
     )
 
 

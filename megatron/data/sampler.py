@@ -200,9 +200,8 @@ class MicroBatchStream:
     positions r*mbs .. (r+1)*mbs of it.
 
     Threads read ahead: forked processes hang once an OFI network is open. `num_workers=0` reads on demand. With
-    workers, as many micro-batches are read ahead as the last `take` returned, at least two per worker. With `prefetch`
-    the file system is asked to fetch the samples beyond those. None of this changes order or content. Call `take`
-    from one thread only.
+    workers, as many micro-batches are read ahead as the last `take` returned, at least two per worker. This changes
+    neither order nor content. Call `take` from one thread only.
 
     consumed_samples counts the samples that all ranks together have taken; positions in the ranges `left_out` are
     neither taken nor counted. The other options are those of make_micro_batch; those about documents apply where the
@@ -220,7 +219,6 @@ class MicroBatchStream:
         *,
         dataloader_type: str | None = "single",
         num_workers: int = 0,
-        prefetch: bool = False,
         eod: int | None = None,
         reset_position_ids: bool = False,
         reset_attention_mask: bool = False,
@@ -242,7 +240,7 @@ class MicroBatchStream:
             reset_attention_mask=reset_attention_mask,
             eod_mask_loss=eod_mask_loss,
         )
-        self._num_workers, self._prefetch = num_workers, prefetch
+        self._num_workers = num_workers
         # These threads end with the process, even during a read that a dead file system never answers; those of
         # concurrent.futures would block its exit.
         self._threads = ThreadPool(num_workers) if num_workers > 0 else None
@@ -278,12 +276,6 @@ class MicroBatchStream:
         """Read the micro-batch of the chunk at `start` into host memory, pinned if it goes to an accelerator."""
         self._order.check(start + self._chunk)
         positions = self._own + start
-        if self._prefetch:
-            later = start + max(2 * self._num_workers, 1) * self._chunk
-            with suppress(DataError):  # raised again by the read itself
-                self._order.check(later + self._chunk)
-                for index in self._order.indices(self._own + later).tolist():
-                    self._dataset.prefetch(index)
         indices = self._order.indices(positions).tolist()
         samples = [self._sample(*pair) for pair in zip(positions.tolist(), indices, strict=True)]
         segments = [pieces for _, pieces in samples if pieces is not None]

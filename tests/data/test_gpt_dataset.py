@@ -161,7 +161,6 @@ def test_a_damaged_index_is_named(tmp_path: Path) -> None:
         damaged._rows = rows
         with pytest.raises(DataError, match=f"{tmp_path}/x.* 2 .*--data-cache-path"):
             damaged[2]
-        damaged.prefetch(2)  # tells nobody
     built._documents = np.array([0, 99], np.int32)
     with pytest.raises(DataError, match="--data-cache-path"):
         [built[i] for i in range(5)]

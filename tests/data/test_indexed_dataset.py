@@ -92,7 +92,6 @@ def test_bin_truncated_while_open(tmp_path: Path, mmap: bool, monkeypatch: pytes
         indexed.read(0)
     with pytest.raises(DataError, match=message):
         indexed.gather([0], [0], [4], out)
-    indexed.prefetch([0], [0], [4])
     if not mmap:  # a map is not looked at at all after that
         assert indexed.read(0, 0, 2).tolist() == [1, 2]
 
@@ -126,7 +125,6 @@ def test_gather(tmp_path_factory: pytest.TempPathFactory, case, dtype: str, mmap
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(indexed_dataset, "_GAP_BYTES", gap)
         indexed.gather(columns[0].astype(np.int32), columns[1], columns[2], out)
-        indexed.prefetch(*columns)
     assert out.tolist() == expected
 
 
@@ -139,7 +137,6 @@ def test_gather_outside(tmp_path: Path, mmap: bool, sequence: int, offset: int, 
     indexed = IndexedDataset(tmp_path / "a", mmap=mmap)
     with pytest.raises(IndexError, match=f"{sequence}"):
         indexed.gather([1, sequence], [0, offset], [1, length], np.empty(max(1 + length, 0) % 8, np.int64))
-    indexed.prefetch([1, sequence], [0, offset], [1, length])
 
 
 def test_gather_refuses_floats(tmp_path: Path) -> None:
@@ -211,8 +208,7 @@ def test_damage_is_seen_or_harmless(
         assert [indexed[i].tolist() for i in range(len(indexed))] == sequences
         lengths = [len(sequence) for sequence in sequences]
         out = np.empty(sum(lengths), np.int64)
-        with pytest.MonkeyPatch.context() as patch:
-                indexed.gather(range(len(lengths)), [0] * len(lengths), lengths, out)
+        indexed.gather(range(len(lengths)), [0] * len(lengths), lengths, out)
         assert out.tolist() == [token for sequence in sequences for token in sequence]
         assert indexed.num_tokens == len(out)
     except DataError as error:
@@ -240,7 +236,6 @@ def test_pointers_beyond_32_bits(tmp_path: Path, mmap: bool) -> None:
     out = np.empty(7, np.int64)
     indexed.gather([4, 0, 2, 0], [0, sizes[0] - 2, 1, 0], [2, 2, 2, 1], out)
     assert out.tolist() == [7, 8, 2, 3, 5, 6, 1]
-    indexed.prefetch([4, 0], [0, sizes[0] - 2], [2, 2])
 
 
 @pytest.mark.parametrize("count", [10_000_000, pytest.param(110_000_000, marks=pytest.mark.campaign("large"))])
@@ -266,7 +261,6 @@ def test_nothing_in_it(tmp_path: Path, mmap: bool) -> None:
         indexed = IndexedDataset(tmp_path / "a", mmap=mmap)
         assert (indexed.num_tokens, indexed.num_documents) == (0, len(documents))
         indexed.gather([], [], [], np.empty(0, np.int64))
-        indexed.prefetch([], [], [])
 
 
 def test_unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
