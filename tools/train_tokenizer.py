@@ -25,7 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser."""
     parser = Parser(description=__doc__)
     parser.add_argument(
-        "--input", nargs="+", required=True, metavar="FILE", help="JSON lines, .parquet or .txt; also .gz or .zst of them"
+        "--input", nargs="+", required=True, metavar="FILE", help="JSON lines, .parquet or .txt; also as .gz or .zst"
     )
     parser.add_argument("--output", required=True, metavar="FILE", help="the model file to write")
     parser.add_argument(

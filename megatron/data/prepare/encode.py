@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -144,23 +145,15 @@ def parse_block(block: Block, json_keys: Sequence[str]) -> Documents:
     return documents
 
 
-def _contents(block: Block) -> Iterator[tuple[int, Any]]:
-    """Yield number and content of each document: for parquet the bytes of each column, else str, bytes if not UTF-8."""
-    if block.kind == "parquet":
-        yield from enumerate(block.rows, block.first)
-        return
-    try:
-        text = block.data.decode()  # all lines at once, which is fast
-    except UnicodeDecodeError:
-        if block.kind == "text":
-            yield block.first, block.data
-        else:
-            yield from enumerate(block.data.split(b"\n"), block.first)
-        return
-    if block.kind == "text":
-        yield block.first, text
-    else:
-        yield from enumerate(text.split("\n"), block.first)
+def _contents(block: Block) -> Iterable[tuple[int, Any]]:
+    """Return number and content of each document: for parquet the bytes of columns, else str, bytes if not UTF-8."""
+    pieces: Any = block.rows
+    if block.kind != "parquet":
+        data: Any = block.data
+        with suppress(UnicodeDecodeError):
+            data = data.decode()  # all lines at once, which is fast
+        pieces = [data] if block.kind == "text" else data.split("\n" if isinstance(data, str) else b"\n")
+    return enumerate(pieces, block.first)
 
 
 def _texts(content: Any, kind: str, keys: Sequence[str]) -> list[str] | None:
