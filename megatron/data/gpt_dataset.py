@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -226,6 +226,23 @@ class FileDataset(ABC):
         self._cached = partial(load_or_build, directories=directories, verify=verify)
         self._load()
 
+    def _index(
+        self,
+        description: str,
+        parts: Sequence[str],
+        build: Callable[[Any, npt.NDArray[np.int32]], Arrays],
+        fits: Callable[[Arrays, Any, npt.NDArray[np.int32]], bool],
+    ) -> tuple[npt.NDArray[Any], ...]:
+        """Return the arrays of an index over the sequences, which are checked before it is built."""
+        request, sizes = self._request, self._indexed.sizes
+
+        def build_checked() -> Arrays:
+            self._indexed.check(request.start, request.stop)
+            return build(request, sizes)
+
+        arrays = self._cached(description, parts, build=build_checked, fits=lambda found: fits(found, request, sizes))
+        return tuple(arrays[part] for part in parts)
+
     @abstractmethod
     def _load(self) -> None:
         """Get the index from the cache, or build it."""
@@ -271,17 +288,8 @@ class GPTDataset(FileDataset, _Unpacked):
     """Samples that are cut out of the joined documents, overlap by one token and are shuffled."""
 
     def _load(self) -> None:
-        request, sizes = self._request, self._indexed.sizes
-        self.description = request.description
-
-        def build() -> Arrays:
-            self._indexed.check(request.start, request.stop)
-            return build_index(request, sizes)
-
-        arrays = self._cached(
-            request.description, PARTS, build=build, fits=lambda found: index_fits(found, request, sizes)
-        )
-        self._documents, self._rows, self._shuffle = (arrays[part] for part in PARTS)
+        self.description = self._request.description
+        self._documents, self._rows, self._shuffle = self._index(self.description, PARTS, build_index, index_fits)
 
     def __len__(self) -> int:
         return len(self._shuffle)

@@ -200,16 +200,8 @@ class PackedDataset(FileDataset):
     _request: PackedRequest
 
     def _load(self) -> None:
-        request, sizes = self._request, self._indexed.sizes
-
-        def build() -> Arrays:
-            self._indexed.check(request.start, request.stop)
-            return build_packing(request, sizes)
-
-        arrays = self._cached(
-            request.description, PARTS, build=build, fits=lambda found: packing_fits(found, request, sizes)
-        )
-        self._table, self._starts, counts = (arrays[part] for part in PARTS)
+        request = self._request
+        self._table, self._starts, counts = self._index(request.description, PARTS, build_packing, packing_fits)
         self.num_bins, self.tokens_per_epoch = len(self._starts) - 1, int(counts[1])
         epochs = request.epochs_of(self.num_bins)
         self.description = request.order_description(self.num_bins)

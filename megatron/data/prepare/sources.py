@@ -150,16 +150,16 @@ def read_sources(
             for block in _READERS[source.kind](source, place, before, tuple(json_keys), on_skip):
                 yield block
                 place = block.after
-        except (OSError, EOFError, zlib.error, *_arrow_errors()) as error:
+        except _read_errors() as error:
             unit = "row" if source.kind == "parquet" else "line"
             raise DataError(f"{source.path}: cannot be read after {unit} {place.documents}: {error}") from error
         before += source.size
 
 
-def _arrow_errors() -> tuple[type[Exception], ...]:
-    """Return the error types of pyarrow if it is loaded."""
+def _read_errors() -> tuple[type[Exception], ...]:
+    """Return the errors that libraries raise for damaged files; those of pyarrow only if it is loaded."""
     loaded = sys.modules.get("pyarrow")
-    return (loaded.ArrowException,) if loaded else ()
+    return OSError, EOFError, zlib.error, *((loaded.ArrowException,) if loaded else ())
 
 
 @contextmanager
