@@ -136,7 +136,7 @@ class IndexedDataset:
             )
 
     def __len__(self) -> int:
-        """Number of sequences."""
+        """Return the number of sequences."""
         return len(self.sizes)
 
     @property

@@ -143,7 +143,7 @@ class RankEncoder:
         self._encoding = tiktoken.Encoding("ranks", pat_str=pattern, mergeable_ranks=dict(ids), special_tokens=nothing)
 
     def encode(self, text: str) -> npt.NDArray[np.uint32]:
-        """The ids of a text."""
+        """Return the ids of a text."""
         try:
             return self._encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeError:
@@ -154,7 +154,7 @@ class RankEncoder:
             return np.array(self._encoding._encode_only_native_bpe(text), np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, all of them known; bytes that make no character become U+FFFD."""
+        """Return the text of known ids; bytes that are not a character become U+FFFD."""
         text: str = self._encoding.decode(list(ids))
         return text
 
