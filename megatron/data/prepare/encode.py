@@ -147,13 +147,12 @@ def parse_block(block: Block, json_keys: Sequence[str]) -> Documents:
 
 def _contents(block: Block) -> Iterable[tuple[int, Any]]:
     """Return number and content of each document: for parquet the bytes of columns, else str, bytes if not UTF-8."""
-    pieces: Any = block.rows
+    content: Any = block.content
     if block.kind != "parquet":
-        data: Any = block.data
         with suppress(UnicodeDecodeError):
-            data = data.decode()  # all lines at once, which is fast
-        pieces = [data] if block.kind == "text" else data.split("\n" if isinstance(data, str) else b"\n")
-    return enumerate(pieces, block.first)
+            content = content.decode()  # all lines at once, which is fast
+        content = [content] if block.kind == "text" else content.split("\n" if isinstance(content, str) else b"\n")
+    return enumerate(content, block.first)
 
 
 def _texts(content: Any, kind: str, keys: Sequence[str]) -> list[str] | None:

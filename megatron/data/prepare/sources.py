@@ -35,6 +35,11 @@ _PACKED_SUFFIXES = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 _OTHER_PACKED_SUFFIXES = (".bz2", ".xz", ".lzma", ".lz4", ".zip", ".7z", ".tar", ".tgz", ".br")
 
 
+Rows = tuple[tuple[bytes | None, ...], ...]
+# Documents, their bytes after unpacking, bytes of the file read so far, content and problem of the next block.
+Part = tuple[int, int, int, bytes | Rows, str]
+
+
 @dataclass(frozen=True)
 class Source:
     """One input file. `kind` is 'jsonl', 'text' or 'parquet'; `packing` 'gzip', 'zstd' or ''."""
@@ -62,7 +67,8 @@ class Place:
 class Block:
     """Consecutive documents of one file; `first` is the number of the first one, counted from 1.
 
-    data: lines with their ends, or one text. rows: for parquet the columns of each row, None for missing values.
+    content: lines with their ends as bytes, a text as bytes, or for parquet the columns of each row as bytes, None for
+        missing values.
     problem: the reason why the only document is unusable, or ''.
     text_bytes: size after unpacking. file_bytes: size on disk of everything before `after`, over all files.
     after: the start of the next block.
@@ -74,8 +80,7 @@ class Block:
     after: Place
     text_bytes: int
     file_bytes: int
-    data: bytes = b""
-    rows: tuple[tuple[bytes | None, ...], ...] = ()
+    content: bytes | Rows = b""
     problem: str = ""
 
     def where(self, number: int) -> str:
@@ -147,9 +152,11 @@ def read_sources(
         source = sources[number]
         place = start if number == start.source else Place(number)
         try:
-            for block in _READERS[source.kind](source, place, before, tuple(json_keys), on_skip):
-                yield block
-                place = block.after
+            for count, size, position, content, problem in _READERS[source.kind](source, place, json_keys, on_skip):
+                first = place.documents + 1
+                offset = 0 if source.kind == "parquet" else place.offset + size
+                place = Place(number, offset, place.documents + count)
+                yield Block(source.path, source.kind, first, place, size, before + position, content, problem)
         except _read_errors() as error:
             unit = "row" if source.kind == "parquet" else "line"
             raise DataError(f"{source.path}: cannot be read after {unit} {place.documents}: {error}") from error
@@ -179,26 +186,16 @@ def _open(source: Source) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
             yield raw, raw.tell
 
 
-def _read_lines(
-    source: Source, place: Place, before: int, keys: tuple[str, ...], on_skip: Callable[[], None]
-) -> Iterator[Block]:
+def _read_lines(source: Source, place: Place, keys: Sequence[str], on_skip: Callable[[], None]) -> Iterator[Part]:
     with _open(source) as (stream, read_bytes):
         _skip(stream, place.offset, source, on_skip)
         pieces: list[bytes] = []
-        offset, lines, size = place.offset, place.documents, 0
-
-        def block(size: int, count: int, data: bytes = b"", problem: str = "") -> Block:
-            nonlocal offset, lines
-            offset, lines = offset + size, lines + count
-            after, file_bytes = Place(place.source, offset, lines), before + min(read_bytes(), source.size)
-            first = lines - count + 1
-            return Block(source.path, "jsonl", first, after, size, file_bytes, data=data, problem=problem)
-
+        size = 0
         while True:
             line = stream.readline(MAX_DOCUMENT_BYTES + 1)
             too_long = len(line) > MAX_DOCUMENT_BYTES
             if pieces and (too_long or not line or size >= BLOCK_BYTES):
-                yield block(size, len(pieces), b"".join(pieces))
+                yield len(pieces), size, min(read_bytes(), source.size), b"".join(pieces), ""
                 pieces, size = [], 0
             if not line:
                 return
@@ -207,7 +204,8 @@ def _read_lines(
                 while line and not line.endswith(b"\n"):
                     line = stream.readline(_STREAM_BYTES)
                     length += len(line)
-                yield block(length, 1, problem=f"{length} bytes, but a document can have at most {MAX_DOCUMENT_BYTES}")
+                problem = f"{length} bytes, but a document can have at most {MAX_DOCUMENT_BYTES}"
+                yield 1, length, min(read_bytes(), source.size), b"", problem
                 continue
             pieces.append(line)
             size += len(line)
@@ -226,9 +224,7 @@ def _skip(stream: BinaryIO, offset: int, source: Source, on_skip: Callable[[], N
         left -= len(chunk)
 
 
-def _read_text(
-    source: Source, place: Place, before: int, keys: tuple[str, ...], on_skip: Callable[[], None]
-) -> Iterator[Block]:
+def _read_text(source: Source, place: Place, keys: Sequence[str], on_skip: Callable[[], None]) -> Iterator[Part]:
     if place.documents:
         return
     with _open(source) as (stream, _):
@@ -237,13 +233,10 @@ def _read_text(
     if size > MAX_DOCUMENT_BYTES:
         data = b""
         problem = f"more than {MAX_DOCUMENT_BYTES} bytes, the limit of a document: a text file is one; split it"
-    after, file_bytes = Place(place.source, size, 1), before + source.size
-    yield Block(source.path, "text", 1, after, size, file_bytes, data=data, problem=problem)
+    yield 1, size, source.size, data, problem
 
 
-def _read_parquet(
-    source: Source, place: Place, before: int, keys: tuple[str, ...], on_skip: Callable[[], None]
-) -> Iterator[Block]:
+def _read_parquet(source: Source, place: Place, keys: Sequence[str], on_skip: Callable[[], None]) -> Iterator[Part]:
     from pyarrow import parquet
 
     # Read pages on demand: otherwise a whole column of a row group would be in memory.
@@ -252,9 +245,9 @@ def _read_parquet(
         _check_columns(source, file.schema_arrow, keys)
         metadata, row = file.metadata, 0
         for group in range(metadata.num_row_groups):
-            rows = metadata.row_group(group).num_rows
-            if row + rows <= place.documents:
-                row += rows
+            num_rows = metadata.row_group(group).num_rows
+            if row + num_rows <= place.documents:
+                row += num_rows
                 continue
             batch_rows = _rows_per_batch(metadata.row_group(group), keys)
             batches = file.iter_batches(batch_rows, row_groups=[group], columns=list(keys), use_threads=False)
@@ -266,15 +259,14 @@ def _read_parquet(
                 for rows in _cut(_rows(batch.slice(done), keys)):
                     row += len(rows)
                     size = sum(len(value or b"") for values in rows for value in values)
-                    after, file_bytes = Place(place.source, 0, row), before + source.size * row // metadata.num_rows
                     problem = ""
                     if any(len(value or b"") > MAX_DOCUMENT_BYTES for value in rows[0]):
                         problem = f"{size} bytes, but a document can have at most {MAX_DOCUMENT_BYTES}"
-                    first, rows = row - len(rows) + 1, () if problem else rows
-                    yield Block(source.path, "parquet", first, after, size, file_bytes, rows=rows, problem=problem)
+                    position = source.size * row // metadata.num_rows
+                    yield len(rows), size, position, () if problem else rows, problem
 
 
-def _check_columns(source: Source, schema: pyarrow.Schema, keys: tuple[str, ...]) -> None:
+def _check_columns(source: Source, schema: pyarrow.Schema, keys: Sequence[str]) -> None:
     import pyarrow
 
     for key in keys:
@@ -288,14 +280,14 @@ def _check_columns(source: Source, schema: pyarrow.Schema, keys: tuple[str, ...]
             raise DataError(f"{source.path}: column {key!r} holds {kind}, expected strings; choose with --json-keys")
 
 
-def _rows_per_batch(group: Any, keys: tuple[str, ...]) -> int:
+def _rows_per_batch(group: Any, keys: Sequence[str]) -> int:
     """Return the rows of about one block, by the sizes in the file's metadata."""
     columns = (group.column(i) for i in range(group.num_columns))
     size = sum(column.total_uncompressed_size for column in columns if column.path_in_schema in keys)
     return int(max(1, min(group.num_rows, 16384, BLOCK_BYTES * group.num_rows // max(size, 1))))
 
 
-def _rows(batch: pyarrow.RecordBatch, keys: tuple[str, ...]) -> Iterator[tuple[bytes | None, ...]]:
+def _rows(batch: pyarrow.RecordBatch, keys: Sequence[str]) -> Iterator[tuple[bytes | None, ...]]:
     import pyarrow
 
     # Strings are not checked for UTF-8 here: the error of decoding them names the row.
@@ -303,7 +295,7 @@ def _rows(batch: pyarrow.RecordBatch, keys: tuple[str, ...]) -> Iterator[tuple[b
     return zip(*(text.cast(pyarrow.large_binary()).to_pylist() for text in texts), strict=True)
 
 
-def _cut(rows: Iterator[tuple[bytes | None, ...]]) -> Iterator[tuple[tuple[bytes | None, ...], ...]]:
+def _cut(rows: Iterator[tuple[bytes | None, ...]]) -> Iterator[Rows]:
     """Yield runs of rows of about BLOCK_BYTES; a row that is too long is a run of its own."""
     run: list[tuple[bytes | None, ...]] = []
     total = 0
