@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megatron.data import index_cache
@@ -271,9 +272,19 @@ class _Builder:
         total = sum(weight for weight, _, _ in parts)
         alone = len(plan.blend) == 1
         wanted = [num_samples if alone else samples_of_part(num_samples, weight / total) for weight, _, _ in parts]
+        make: Callable[..., Source] = partial(
+            PackedDataset if self._data.data_packing == "best-fit" else GPTDataset,
+            name=SPLIT_NAMES[index],
+            split=plan.split,
+            seq_length=self._seq_length,
+            seed=self._seed,
+            pad_id=self._pad_id,
+            data_cache_path=self._data.data_cache_path,
+            verify=self._verify,
+        )
         with ThreadPoolExecutor(self._workers) as pool:
             futures = [
-                pool.submit(self._source, indexed, index, plan.split, bounds, count)
+                pool.submit(make, indexed, bounds=bounds, num_samples=count)
                 for (_, indexed, bounds), count in zip(parts, wanted, strict=True)
             ]
             datasets = [future.result() for future in futures]
@@ -283,17 +294,6 @@ class _Builder:
         return BlendedDataset(
             datasets, weights, num_samples, data_cache_path=self._data.data_cache_path, verify=self._verify
         )
-
-    def _source(
-        self, indexed: IndexedDataset, index: int, split: str, bounds: tuple[int, int], num_samples: int
-    ) -> Source:
-        options: dict[str, Any] = dict(
-            name=SPLIT_NAMES[index], split=split, bounds=bounds, num_samples=num_samples, seq_length=self._seq_length,
-            seed=self._seed, data_cache_path=self._data.data_cache_path, verify=self._verify,
-        )  # fmt: skip
-        if self._data.data_packing == "best-fit":
-            return PackedDataset(indexed, **options, pad_id=self._pad_id)
-        return GPTDataset(indexed, **options)
 
     def _samples_of_exact_epochs(
         self, parts: Sequence[tuple[float, IndexedDataset, tuple[int, int]]], num_samples: int
