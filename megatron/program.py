@@ -69,7 +69,7 @@ def run(arguments: list[str], **pieces: Any) -> int:
             raise problem
         own = Pieces(**pieces)
         if "--dry-run" in arguments and not {"--help", "-h", "--print-config"} & set(arguments):
-            from megatron.planner.dryrun.command import dry_run
+            from megatron.planner.dryrun.rehearsal import dry_run
 
             raise SystemExit(dry_run(arguments, launch.world_size, own) if launch.rank == 0 else 0)
         alone = launch.launcher == "none" and "--print-config" in arguments  # which may look at any world size

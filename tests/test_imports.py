@@ -46,18 +46,9 @@ def modules() -> dict[str, ast.Module]:
     return {module_name(path): ast.parse(path.read_text(), str(path)) for path in sorted(PACKAGE.rglob("*.py"))}
 
 
-def is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-
-
-def imports(name: str, tree: ast.AST, *, at_import: bool) -> Iterator[str]:
-    """Names of our modules that a module imports.
-
-    at_import: only what runs when the module is imported; else also what functions and type checkers import.
-    """
-    for node in ast.iter_child_nodes(tree):
-        if at_import and (is_type_checking(node) or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
-            continue
+def imports(name: str, tree: ast.AST) -> Iterator[str]:
+    """List the modules of ours that a module imports, in functions and for type checkers too."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "megatron")
         elif isinstance(node, ast.ImportFrom):
@@ -66,7 +57,6 @@ def imports(name: str, tree: ast.AST, *, at_import: bool) -> Iterator[str]:
                 for alias in node.names:
                     whole = f"{node.module}.{alias.name}"
                     yield whole if whole in modules() else node.module
-        yield from imports(name, node, at_import=at_import)
 
 
 def room(name: str) -> str:
@@ -82,7 +72,7 @@ def test_a_room_imports_only_rooms_below_it() -> None:
         f"{module} imports {imported}"
         for module, tree in modules().items()
         if room(module)
-        for imported in imports(module, tree, at_import=False)
+        for imported in imports(module, tree)
         if imported.split(".")[0] == "megatron" and room(imported) not in ROOMS[room(module)] | {room(module)}
     ]
     assert not wrong
@@ -97,7 +87,8 @@ def test_the_order_has_no_circle() -> None:
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    graph = {name: set(imports(name, tree, at_import=True)) - {name} for name, tree in modules().items()}
+    """Not even by an import inside of a function, or for type checkers alone."""
+    graph = {name: set(imports(name, tree)) - {name} for name, tree in modules().items()}
     path: list[str] = []
     done: set[str] = set()
 

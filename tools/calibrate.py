@@ -31,7 +31,7 @@ DEFAULT_MODEL = ["--preset", "gpt2-124m"]
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The tool's own flags; what is left is pretrain_gpt.py's."""
+    """Build the parser of the tool's own flags; what is left is pretrain_gpt.py's."""
     parser = Parser(
         description=__doc__,
         usage="%(prog)s -o FILE.toml [--processes N] [--minutes M] [--name NAME] [--refine METRICS ... --cluster FILE] "
@@ -77,7 +77,7 @@ def calibrate(args: argparse.Namespace, flags: list[str], argv: Sequence[str]) -
     cluster = machine(found, args.name or args.output.stem, flags)
     write_cluster(cluster, args.output, _HEADING)
     for figure in cluster.compute.figures.values():
-        print(f"  {figure.name:34} {figure.describe():>22} {_unit(figure.name, found.device):8} {figure.basis}")
+        print(f"  {figure.name:34} {figure.used.value:>22} {_unit(figure.name, found.device):8} {figure.basis}")
     print(f"{args.output}: {found.nodes} node(s) of {found.per_node} x {found.device}, "
           f"{sum(len(rows) for rows in found.points.values())} points of {len(found.points)} figures")  # fmt: skip
 
@@ -102,7 +102,7 @@ def start(count: int, argv: Sequence[str]) -> None:
 
 
 def _unit(name: str, device: str) -> str:
-    """Of a figure's values (planner/compute.py)."""
+    """Return the unit of a figure's values (planner/compute.py)."""
     if name.startswith(("products", "attention")):
         from megatron.model.formulas import device_unit
 
@@ -139,7 +139,7 @@ def refine(args: argparse.Namespace, flags: list[str]) -> None:
 
 @as_tool
 def main(argv: Sequence[str]) -> int:
-    """Run; returns the exit code."""
+    """Run the tool; return the exit code."""
     args, flags = build_parser().parse_known_args(argv)
     flags = with_preset(args.preset, flags[1:] if flags[:1] == ["--"] else flags)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

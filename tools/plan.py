@@ -80,7 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 @as_tool
 def main(argv: Sequence[str]) -> int:
-    """Run; returns the exit code."""
+    """Run the tool; return the exit code."""
     words, flags = split_at_dashes(argv)
     args = build_parser().parse_args(words)
     if args.processes is None:

@@ -7,7 +7,7 @@
 All flags of pretrain_gpt.py are taken; --rank-order and --device-order fix what is else chosen. Seconds are those of
 messages that nothing hides: a measure to compare placements by, no forecast of a step. Bandwidths are published for
 exactly these devices or, with ~, estimated from the link table ([sources] of the machine's file,
-megatron/planner/links.py).
+megatron/planner/channels.py).
 """
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from megatron.config.command_line import add_preset, parse_plan, with_preset
 from megatron.config.option import Parser, whole
 from megatron.errors import ConfigError
 from megatron.planner.cluster import known_clusters, load_cluster
-from megatron.planner.placement import Placement, choose_placement, rank_rows, render_placement
+from megatron.planner.placement import Placement, RankRow, choose_placement, rank_rows, render_placement
 from megatron.planner.table import Table
 from megatron.training.failures import as_tool
 from megatron.untrusted import without_waiting
 
-COLUMNS = ("rank", "node", "device", "nic", "tp", "dp", "pp", "layers")
+COLUMNS = (*RankRow._fields[:-1], "layers")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The tool's own flags; what is left is pretrain_gpt.py's."""
+    """Define the tool's own flags; all others are those of pretrain_gpt.py."""
     parser = Parser(
         description=__doc__,
         usage="%(prog)s --cluster NAME|FILE --world-size N [--nodes N] [--table FILE.csv] "
@@ -65,7 +65,7 @@ def write_table(path: Path, config: Config, placement: Placement) -> None:
 
 
 def show(args: argparse.Namespace, flags: Sequence[str], width: int) -> None:
-    """Print what was asked for."""
+    """Print the placement and the tables that the flags ask for."""
     config = parse_plan(flags)
     if config.parallel.cluster is None:
         raise ConfigError(f"--cluster is missing: give one of {', '.join(known_clusters())}, or a TOML file")

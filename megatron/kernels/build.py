@@ -246,18 +246,16 @@ def make(
 
 
 def install(folder: Path, *, alone: bool, say: Callable[[str], None] = print) -> None:
-    """Build for an installation. What cannot be built is a warning: torch's own operators do the same.
+    """Build the kernels of an installation: for this processor, or what MEGATRON_KERNELS_TARGETS lists.
 
-    `alone`: nothing but what is built now may be in `folder`, as it becomes part of a wheel.
+    A failed build is a warning, since torch's own operators do the same. `alone` removes libraries of earlier builds
+    from `folder`, which becomes part of a wheel.
     """
     if not source_hash():
         return
     wanted = os.environ.get(CHOICE, "").replace(",", " ").split()
-    targets = [] if wanted == ["none"] else wanted or [t for t in TARGETS if compiler(t)]
     made: list[Path] = []
-    if "host" not in targets and not wanted:
-        say(f"note: {no_compiler('host')}")
-    for target in targets:
+    for target in [] if wanted == ["none"] else wanted or ["host"]:
         try:
             made += make([target], folder=folder, say=say)
         except (BuildError, OSError) as error:

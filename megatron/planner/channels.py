@@ -1,21 +1,42 @@
-"""Seconds of one message and of one collective on the links that they really cross, as a clock of a step asks for them.
+"""Time of messages and collectives on the links and network cards that they cross.
 
-Bandwidths: the slowest group of a kind while all groups of that kind run (links.py), and for messages between stages
-the busiest link or card while all boundaries send in the same direction. To them comes latency.
-A collective takes its start and, as NCCL and RCCL reckon when they choose an algorithm (src/graph/tuning.cc of both),
+A collective takes its start, its steps and its bytes over the bandwidth of the slowest group of its kind while all such
+groups run. As NCCL and RCCL count steps when they choose an algorithm (src/graph/tuning.cc of both):
 
     ring  (ranks - 1) steps around, of which (nodes - 1) between nodes; an all-reduce goes around twice
     tree  2 (ranks of a node - 1) steps within nodes and 2 log2(nodes) between them, for an all-reduce
 
-whichever is shorter. A message occupies its link for its bytes and arrives a latency later. Where a machine's file has
-measured seconds (`compute.collectives`, `compute.messages`), they are taken instead, on straight lines between sizes.
+The shorter one counts. A message between stages occupies its link for its bytes, on the busiest link or card while all
+boundaries send in the same direction, and arrives a latency later. Where a machine's file has measured seconds
+(`compute.collectives`, `compute.messages`), these are interpolated linearly between sizes instead.
+
+Bandwidths are GB/s (1e9 bytes) that one rank sends while all others of its kind send too, as in AxoNN's published
+table. A rate is *published* where that table has exactly these groups on these devices. Elsewhere it is *estimated*
+from the link table, with efficiencies that are ratios of published rates to it. For Frontier these are:
+
+    link     pairs on links of 200 GB/s reach 129, on links of 50 GB/s 50. A link of 100 GB/s is put on the straight
+             line between them, 76.3; a curve that saturates would lie above that line
+    cut      52/100 = 0.52 of the links across the narrowest cut of a group: {0, 1, 2, 3} has 52 over two links of 50
+    detour   36/50 = 0.72 of the narrowest link on a path through other devices: pairs 4 apart reach 36
+    card     40/100 = 0.40 of a node's network cards: groups over several nodes have 40, 20, 10, 5 for 1, 2, 4, 8 a node
+
+A collective of a group on direct links is estimated in two ways, and the larger result counts. One ring can run around
+a spanning tree, there and back, because links carry both directions at once; it is as fast as the narrowest link of the
+widest spanning tree. Several rings together carry no more than the narrowest cut, the division of the group in two with
+the least bandwidth across. Checked on published groups that no efficiency is taken from, the rules give 130 for 135
+(the whole node) and 52 for 72 (every other device): at worst a quarter too low.
+
+The rate of {0, 1, 6, 7} is not known. Its ring is 100 GB/s wide where that of {0, 1, 2, 3} is 50, which makes it
+76 GB/s, against the published 52 and the published 72 of {0, 2, 4, 6}; the narrowest cut of all three is 100 GB/s.
+If RCCL gets no more out of that cut than in {0, 1, 2, 3}, the rate is 52. Switches between nodes are not modelled.
 """
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,7 +47,37 @@ from megatron.model.formulas import ring_bytes
 from megatron.parallel.topology import Layout
 from megatron.planner.cluster import Cluster
 from megatron.planner.compute import ASSUMED, MEASURED, PUBLISHED, Confidence, Figure, Used
-from megatron.planner.links import ESTIMATED, NodeLinks, Rate, Step, node_links, ways
+
+ESTIMATED = "estimated"
+
+# Efficiencies published for Frontier, for machines without a published table.
+_LINK, _CUT, _DETOUR, _CARD = 129 / 200, 52 / 100, 36 / 50, 40 / 100
+
+Step = tuple[int, int]
+"""A link in one direction, from one device to another; or a card, as (_OUT or _IN, card)."""
+_OUT, _IN = -1, -2
+_NOWHERE, _AWAY = -1, -2
+"""Where a message goes or comes from, beside positions on the same node: it does not exist, or another node."""
+
+
+class Rate(NamedTuple):
+    """GB/s of one rank, whether published or estimated, and what limits it."""
+
+    gb_per_s: float
+    basis: str
+    limit: str
+
+
+class Group(NamedTuple):
+    """Ranks that run collectives: their number, the number of nodes they span, and the stride between members.
+
+    rate: the slowest such group's while all of them run; None for a group of one.
+    """
+
+    ranks: int
+    nodes: int
+    stride: int
+    rate: Rate | None = None
 
 
 @dataclass(frozen=True)
@@ -38,115 +89,88 @@ class Placement:
     device_order: tuple[int, ...]
 
     def place(self, rank: int) -> tuple[int, int]:
-        """(node, device) of a rank."""
+        """Return the node and the device of a rank."""
         node, position = divmod(rank, len(self.device_order))
         return node, self.device_order[position]
 
 
-class Group(NamedTuple):
-    """Ranks that run collectives: how many, on how many nodes, and ranks from one member to the next. rate: GB/s of
-    each while all such groups run; None for a group of one."""
-
-    ranks: int
-    nodes: int
-    stride: int
-    rate: Rate | None = None
-
-
 class Channels:
-    """What messages take on a placement. Sizes are bytes, times seconds."""
+    """Seconds of messages on a placement, by their bytes.
+
+    tensor_lane, data_lane   the tensor- and data-parallel groups
+    boundaries               for each pipeline rank's boundary to the next: whether both ends are on one node -> seconds
+                             that a byte occupies the link, in the slowest replica placed so
+    """
 
     def __init__(self, config: Config, cluster: Cluster, placement: Placement) -> None:
-        self.placement, self.layout = placement, placement.layout
-        self.lanes = _lanes(cluster, placement.layout, placement.device_order, config.parallel.num_chunks > 1)
-        self._cluster = cluster
-        self._figures = cluster.figures
+        self.placement, self._cluster = placement, cluster
+        self.tensor_lane, self.data_lane, self._ends, self.boundaries, self._message_rate = _lanes(
+            cluster, placement.layout, placement.device_order, config.parallel.num_chunks > 1
+        )
         self._used: dict[str, Used] = {}
-        self._used_figures: dict[str, Figure] = {}
-
-    # -- collectives ---------------------------------------------------------------------------------------------------
 
     def tensor_s(self, kind: str, n_bytes: float) -> float:
-        """A collective of a tensor-parallel group over a tensor of n_bytes in all.
+        """Time a collective of a tensor-parallel group over a tensor of n_bytes in all.
 
-        `kind` is "all_gather", "reduce_scatter", "all_reduce" or "reduce", to one member, along a chain of all of them.
+        `kind` is "all_gather", "reduce_scatter", "all_reduce" or "reduce" (to one member, along a chain of all).
         """
-        return self._collective("tensor-parallel", kind, n_bytes, self.lanes.tensor)
-
-    @property
-    def tensor_lane(self) -> Group:
-        """What tensor_s depends on, beside the machine."""
-        return self.lanes.tensor
+        return self._collective("tensor-parallel", kind, n_bytes, self.tensor_lane)
 
     def data_s(self, kind: str, n_bytes: float) -> float:
-        """The same of a data-parallel group."""
-        return self._collective("data-parallel", kind, n_bytes, self.lanes.data)
-
-    def model_s(self, n_bytes: float) -> float:
-        """An all-reduce of all ranks of a replica: a norm, a flag."""
-        return self._collective("replica", "all_reduce", n_bytes, self.lanes.model)
-
-    def world_s(self, n_bytes: float) -> float:
-        """An all-reduce of all ranks."""
-        return self._collective("world", "all_reduce", n_bytes, self.lanes.world)
+        """Time a collective of a data-parallel group, as tensor_s does."""
+        return self._collective("data-parallel", kind, n_bytes, self.data_lane)
 
     def tied_s(self, n_bytes: float) -> float:
-        """The sum of a tied embedding's gradients over the first and the last stage, n_bytes on each."""
-        return self._collective("tied embedding", "all_reduce", n_bytes, self.lanes.ends)
+        """Time the sum of a tied embedding's gradients over the first and the last stage, n_bytes on each."""
+        return self._collective("tied embedding", "all_reduce", n_bytes, self._ends)
 
     def _collective(self, name: str, kind: str, n_bytes: float, group: Group) -> float:
         if group.ranks == 1:
             return 0.0
-        measured = self._figures.get(f"collectives.{kind}")
-        if measured is not None and (seconds := _measured(measured, group)):
-            self._used_figures[measured.name] = measured
-            return _on_lines(seconds, n_bytes)
+        measured = self._cluster.figures.get(f"collectives.{kind}")
+        if measured is not None and (points := _measured(measured, group)):
+            self._take(measured)
+            return _interpolate(points, n_bytes)
         assert group.rate is not None, "a group of several ranks has a rate"
         self._note(f"{name} bandwidth", group.rate)
-        sent = n_bytes if kind == "reduce" else ring_bytes(n_bytes, group.ranks, kind)
-        return self._start(kind, group) + sent / (group.rate.gb_per_s * 1e9)
-
-    def _latency(self, name: str) -> float:
-        return self._used_figures.setdefault(name, self._figures[name]).value
-
-    def _start(self, kind: str, group: Group) -> float:
-        """Seconds of a collective without bytes."""
         start, within = self._latency("collective_start_s"), self._latency("hop_within_s")
         between = self._latency("hop_between_s") if group.nodes > 1 else 0.0
         times, crossing = (2 if kind == "all_reduce" else 1), group.nodes - 1
-        ring = times * ((group.ranks - 1 - crossing) * within + crossing * between)
-        if kind != "all_reduce":
-            return start + ring
-        of_node = math.ceil(group.ranks / group.nodes)
-        return start + min(ring, 2 * ((of_node - 1) * within + math.ceil(math.log2(group.nodes)) * between))
-
-    # -- messages between stages ---------------------------------------------------------------------------------------
+        latency = times * ((group.ranks - 1 - crossing) * within + crossing * between)
+        if kind == "all_reduce":
+            of_node = math.ceil(group.ranks / group.nodes)
+            latency = min(latency, 2 * ((of_node - 1) * within + math.ceil(math.log2(group.nodes)) * between))
+        sent = n_bytes if kind == "reduce" else ring_bytes(n_bytes, group.ranks, kind)
+        return start + latency + sent / (group.rate.gb_per_s * 1e9)
 
     def boundary(self, sender: int, forward: bool, n_bytes: float) -> tuple[float, float]:
-        """(seconds that a message occupies its link, seconds of latency after that), of the slowest replica.
+        """Return the seconds that a message occupies its link, and its latency after that, in the slowest replica.
 
-        From pipeline rank `sender` to the next one (forward) or the one before; the first and the last are neighbours
-        where chunks are interleaved.
+        The message goes from pipeline rank `sender` to the next one (forward) or the one before. The first and the last
+        rank are neighbours where chunks are interleaved.
         """
-        size = self.layout.pipeline
-        edge = sender if forward else (sender - 1) % size
-        worst = max(self._message(*ends, n_bytes) for ends in self.lanes.boundaries[edge].items())
+        edge = sender if forward else (sender - 1) % self.placement.layout.pipeline
+        worst = max(self._message(*ends, n_bytes) for ends in self.boundaries[edge].items())
         return worst[1], worst[0] - worst[1]
 
     def _message(self, within: bool, per_byte: float, n_bytes: float) -> tuple[float, float]:
-        """(seconds from sending to arrival, those of them that the link is occupied)."""
-        measured = self._figures.get("messages")
-        points = [] if measured is None else [(p[1], p[2]) for p in measured.points if (p[0] == 1) == within]
+        """Return the seconds from sending to arrival, and those of them that the link is occupied."""
+        measured = self._cluster.figures.get("messages")
+        points = [] if measured is None else sorted(p[1:] for p in measured.points if (p[0] == 1) == within)
         if measured is not None and points:
-            self._used_figures["messages"] = measured
-            points.sort()
-            total = _on_lines(points, n_bytes)
+            self._take(measured)
+            total = _interpolate(points, n_bytes)
             return total, total - min(total, points[0][1])
-        self._note("stage to stage bandwidth", self.lanes.message_rate)
+        self._note("stage to stage bandwidth", self._message_rate)
         occupies = n_bytes * per_byte
         return occupies + self._latency("message_within_s" if within else "message_between_s"), occupies
 
-    # -- inputs --------------------------------------------------------------------------------------------------------
+    def _latency(self, name: str) -> float:
+        return self._take(self._cluster.figures[name]).value
+
+    def _take(self, figure: Figure) -> Figure:
+        self._used.setdefault(figure.name, figure.used)
+        return figure
 
     def _note(self, name: str, rate: Rate) -> None:
         if name not in self._used:
@@ -154,19 +178,19 @@ class Channels:
             text = sources.get("collectives") or sources.get("links", "")
             basis = next((basis for basis in (MEASURED, ASSUMED) if text.startswith(basis)), PUBLISHED)
             if rate.basis == ESTIMATED:
-                basis, text = ASSUMED, "estimated from the widths of links and cards by published ratios (links.py)"
+                basis, text = ASSUMED, "estimated from the widths of links and cards by published ratios (channels.py)"
             self._used[name] = Used(name, f"{rate.gb_per_s:.4g} GB/s, {rate.limit}", basis, text)
 
     @property
     def confidence(self) -> Confidence:
-        """What the answers so far rest on."""
-        return Confidence.of(self._used_figures.values(), self._used.values())
+        """The figures that the results so far rest on."""
+        return Confidence.of(self._used.values())
 
 
-def _measured(figure: Figure, group: Group) -> list[tuple[float, float]]:
-    """(bytes, seconds) of the points for groups like this one: as many ranks, on one node or on several.
+def _measured(figure: Figure, group: Group) -> list[tuple[float, ...]]:
+    """List the measured bytes and seconds of groups like this one: as many ranks, on one node or on several.
 
-    Where there are points for several such groups, of the one with the nearest number of nodes, then nearest stride.
+    Where several such groups were measured, the one with the nearest number of nodes counts, then the nearest stride.
     """
     like = [p for p in figure.points if p[1] == group.ranks and (p[2] > 1) == (group.nodes > 1)]
 
@@ -174,73 +198,175 @@ def _measured(figure: Figure, group: Group) -> list[tuple[float, float]]:
         return abs(point[2] - group.nodes), abs(math.log(point[0] / group.stride))
 
     nearest = min(map(distance, like), default=None)
-    return sorted((p[3], p[4]) for p in like if distance(p) == nearest)
+    return sorted(p[3:] for p in like if distance(p) == nearest)
 
 
-def _on_lines(points: Sequence[tuple[float, float]], x: float) -> float:
-    """On the straight line between the points around x; before the first its value, after the last the last's slope.
+def _interpolate(points: Sequence[tuple[float, ...]], x: float) -> float:
+    """Interpolate linearly. Before the first point its value holds, after the last one the slope of the last line.
 
-    A last line that falls is noise: in proportion to the last point then, as where there is one alone.
+    A last line that falls is noise: beyond it, as beyond a single point, values grow in proportion to the last point.
     """
     last, end = points[-1]
     if x <= last:
         return float(np.interp(x, [size for size, _ in points], [seconds for _, seconds in points]))
-    before, start = points[-2] if len(points) > 1 else (0.0, 0.0)
-    if end <= start:
-        before = start = 0.0
+    before, start = points[-2] if len(points) > 1 and end > points[-2][1] else (0.0, 0.0)
     return end + (end - start) * (x - last) / (last - before)
 
 
-# -- how groups and messages lie on nodes ------------------------------------------------------------------------------
+# -- bandwidth of links and cards --------------------------------------------------------------------------------------
 
 
-class Lanes(NamedTuple):
-    """Groups of a layout, and for each pipeline rank's boundary to the next: whether both ends are on one node ->
-    seconds that a byte occupies the link, in the slowest of the replicas that have it so."""
+@functools.cache
+def ways(cluster: Cluster, a: int, b: int) -> tuple[tuple[Step, ...], ...]:
+    """List the paths from device a to b with the fewest links and, among those, the widest narrowest link.
 
-    tensor: Group
-    data: Group
-    model: Group
-    world: Group
-    ends: Group
-    message_rate: Rate
-    boundaries: list[dict[bool, float]]
+    Which of several the hardware takes is not known.
+    """
+    paths: list[tuple[int, ...]] = [(a,)]
+    while not (found := [tuple(itertools.pairwise(path)) for path in paths if path[-1] == b]):
+        paths = [
+            (*path, device) for path in paths for device in range(cluster.devices_per_node)
+            if device not in path and cluster.link_gb_per_s(path[-1], device)
+        ]  # fmt: skip
+    widest = max(_width(cluster, way) for way in found)
+    return tuple(way for way in found if _width(cluster, way) == widest)
+
+
+def _width(cluster: Cluster, way: tuple[Step, ...]) -> float:
+    return min(itertools.starmap(cluster.link_gb_per_s, way), default=float("inf"))
+
+
+class NodeLinks:
+    """Bandwidth of a node's links and cards. card, detour, cut: the efficiencies that the module's text explains."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, count = cluster, cluster.devices_per_node
+        self._rates: dict[frozenset[frozenset[int]], Mapping[frozenset[int], Rate]] = {}
+        self._published: dict[frozenset[frozenset[int]], float] = {}
+        self._by_width: dict[float, float] = {}  # width of a link -> published rate of pairs that all have such a link
+        across, cuts, detours = list[float](), list[float](), list[float]()
+        for (inner, size), rate in cluster.collective_gb_per_s.items():
+            if size == 0:
+                across.append(inner * rate)
+            if size <= 1:
+                continue
+            firsts = (first for first in range(count) if first // inner % size == 0)
+            groups = (frozenset(first + k * inner for k in range(size)) for first in firsts)
+            family = frozenset(group for group in groups if max(group) < count)
+            self._published[family] = rate
+            widths = {cluster.link_gb_per_s(*group) for group in family if size == 2}
+            if 0.0 in widths:  # the slowest pairs are those without a link
+                detours.append(rate / min(_width(cluster, ways(cluster, *sorted(pair))[0]) for pair in family))
+            elif len(widths) == 1:
+                self._by_width[widths.pop()] = rate
+            elif not widths and all(map(cluster.reached, family)):
+                cuts.append(rate / min(map(self.narrowest_cut, family)))
+        self.card = min(across, default=0.0) / (len(cluster.nics) * cluster.nic_gb_per_s) or _CARD
+        self.detour, self.cut = min(detours, default=_DETOUR), min(cuts, default=_CUT)
+
+    def rate_of_link(self, width: float) -> float:
+        """Return the GB/s of one message, or of a ring, over direct links of this width.
+
+        The rate is interpolated between published widths; beyond them it is the same share of the width.
+        """
+        if not self._by_width:
+            return _LINK * width
+        widths, rates = zip(*sorted(self._by_width.items()), strict=True)
+        nearest = min(max(width, widths[0]), widths[-1])
+        return float(np.interp(nearest, widths, rates)) * width / nearest
+
+    def widest_ring(self, group: Iterable[int], through: Iterable[int] = ()) -> float:
+        """Return the GB/s of one ring over the group, there and back on a spanning tree; 0 if it is not connected."""
+        group, through = frozenset(group), frozenset(through)
+        widths = sorted(set(self.cluster.links.values()), reverse=True)
+        return next((width for width in widths if self.cluster.reached(group, width, through)), 0.0)
+
+    def narrowest_cut(self, group: Iterable[int]) -> float:
+        """Return the GB/s across the division of the group in two that has the least."""
+        first, *others = sorted(group)
+        return min(
+            sum(self.cluster.link_gb_per_s(a, b) for a in (first, *chosen) for b in others if b not in chosen)
+            for count in range(len(others)) for chosen in itertools.combinations(others, count)
+        )  # fmt: skip
+
+    def collective(self, family: Iterable[Iterable[int]]) -> Mapping[frozenset[int], Rate]:
+        """Return the rate of each group of a node while all of them run collectives.
+
+        Groups are disjoint and have two members or more.
+        """
+        key = frozenset(map(frozenset[int], family))
+        if key not in self._rates:
+            known = next((rate for published, rate in self._published.items() if key <= published), None)
+            self._rates[key] = {group: self._rate(group, len(key), known) for group in key}
+        return self._rates[key]
+
+    def _rate(self, group: frozenset[int], groups: int, published: float | None) -> Rate:
+        shown = ",".join(map(str, sorted(group)))
+        if published is not None:
+            return Rate(published, PUBLISHED, f"devices {shown}")
+        width = self.widest_ring(group)
+        if not width:
+            width = self.widest_ring(group, through=range(self.cluster.devices_per_node))
+            # Which links the detours take is not known: all groups are counted as if they took the same.
+            return Rate(self.detour * width / groups, ESTIMATED, f"detours of {shown}")
+        ring, cut = self.rate_of_link(width), self.cut * self.narrowest_cut(group)
+        return Rate(ring if len(group) == 2 else max(ring, cut), ESTIMATED, f"links of {shown}")
+
+    def card_shares(self, crossing: Sequence[Sequence[int]]) -> list[Rate]:
+        """Return the rate between nodes of each of a node's groups that have members elsewhere, all running at once.
+
+        A group uses the cards of all its devices here; groups that use a card share it evenly.
+        """
+        cluster, sizes = self.cluster, set(map(len, crossing))
+        cards = [{cluster.nic_of_device[device] for device in group} for group in crossing]
+        users = Counter(itertools.chain(*cards))
+        natural = len(sizes) == 1 and len(crossing) * min(sizes) == cluster.devices_per_node
+        basis = PUBLISHED if natural and (len(crossing), 0) in cluster.collective_gb_per_s else ESTIMATED
+        shares = (sum(cluster.nic_gb_per_s / users[card] for card in used) for used in cards)
+        return [Rate(self.card * share, basis, f"network cards of {len(crossing)} groups") for share in shares]
+
+    def width_of(self, step: Step) -> float:
+        """Return the GB/s of a link, or of a card."""
+        if step[0] < 0:
+            return self.card * self.cluster.nic_gb_per_s
+        return self.rate_of_link(self.cluster.link_gb_per_s(*step))
+
+
+node_links = functools.cache(NodeLinks)
+
+
+# -- groups and messages on nodes --------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=8192)
-def _lanes(cluster: Cluster, layout: Layout, order: tuple[int, ...], wraps: bool) -> Lanes:
+def _lanes(
+    cluster: Cluster, layout: Layout, order: tuple[int, ...], wraps: bool
+) -> tuple[Group, Group, Group, list[dict[bool, float]], Rate]:
+    """Return the groups of tensor and data parallelism and of the first and last stage, Channels.boundaries, and the
+    rate of the slowest boundary."""
     devices, links = len(order), node_links(cluster)
-    tensor, data = (_group(links, layout, order, direction) for direction in ("tp", "dp"))
-    stride, size, world = layout.strides[2], layout.pipeline, layout.world_size
-    boundaries, ends = list[dict[bool, float]](), Group(1, 1, 1)
-    if size > 1:
-        boundaries = _boundaries(links, layout, order, wraps)
-        if devices % (stride * size) == 0:  # all of a pipeline's stages are on one node
-            firsts = (position for position in range(devices) if position // stride % size == 0)
-            pairs = links.collective((order[first], order[first + stride * (size - 1)]) for first in firsts)
-            ends = Group(2, 1, stride * (size - 1), min(pairs.values()))
-        else:
-            ends = Group(2, 2, stride * (size - 1), min(links.card_shares([(device,) for device in order])))
-    slowest = max((seconds for by_place in boundaries for seconds in by_place.values()), default=1e-9)
-    of_replica, of_all = (
-        min((group.rate for group in groups if group.rate), default=None)
-        for groups in ((tensor, ends), (tensor, data, ends))
-    )
-    nodes = len({rank // devices for rank in layout.model_ranks(data=0)})
-    return Lanes(
-        tensor, data, Group(layout.tensor * size, nodes, 1, of_replica), Group(world, -(-world // devices), 1, of_all),
-        ends, Rate(1e-9 / slowest, ESTIMATED, "slowest boundary"), boundaries,
-    )  # fmt: skip
+    tensor = _group(links, layout.world_size, order, layout.strides[0], layout.tensor)
+    data = _group(links, layout.world_size, order, layout.strides[1], layout.data)
+    stride, size = layout.strides[2], layout.pipeline
+    if size == 1:
+        return tensor, data, Group(1, 1, 1), [], Rate(1.0, ESTIMATED, "")
+    if devices % (stride * size) == 0:  # all stages of a pipeline are on one node
+        firsts = (position for position in range(devices) if position // stride % size == 0)
+        pairs = links.collective((order[first], order[first + stride * (size - 1)]) for first in firsts)
+        ends = Group(2, 1, stride * (size - 1), min(pairs.values()))
+    else:
+        ends = Group(2, 2, stride * (size - 1), min(links.card_shares([(device,) for device in order])))
+    boundaries = _boundaries(links, layout, order, wraps)
+    slowest = max(seconds for by_place in boundaries for seconds in by_place.values())
+    return tensor, data, ends, boundaries, Rate(1e-9 / slowest, ESTIMATED, "slowest boundary")
 
 
-def _group(links: NodeLinks, layout: Layout, order: tuple[int, ...], direction: str) -> Group:
-    """The groups of "tp" or "dp", with the rate of the slowest; members of a ring between nodes count on each."""
-    at, devices = ("tp", "dp").index(direction), len(order)
-    stride, size = layout.strides[at], (layout.tensor, layout.data)[at]
+def _group(links: NodeLinks, world: int, order: tuple[int, ...], stride: int, size: int) -> Group:
+    """Describe groups of `size` ranks by the slowest one; a ring between nodes counts its members on each node."""
     if size == 1:
         return Group(1, 1, stride)
-    rates = list[Rate]()
-    for groups in groups_on_nodes(layout.world_size, devices, stride, size):
+    rates, devices = list[Rate](), len(order)
+    for groups in groups_on_nodes(world, devices, stride, size):
         of_devices = [[order[position] for position in group] for group in groups]
         rates += links.card_shares([group for group in of_devices if len(group) < size])
         rates += links.collective([group for group in of_devices if len(group) > 1]).values()
@@ -250,7 +376,7 @@ def _group(links: NodeLinks, layout: Layout, order: tuple[int, ...], direction: 
 
 @functools.lru_cache(maxsize=1024)
 def groups_on_nodes(world: int, devices: int, stride: int, size: int) -> set[frozenset[tuple[int, ...]]]:
-    """All different ways in which groups lie on a node: the positions there of each group's members.
+    """Find all different ways in which groups lie on a node: the positions there of each group's members.
 
     stride  ranks from one member of a group to the next; rank r is at position r % devices of node r // devices
     """
@@ -263,24 +389,21 @@ def groups_on_nodes(world: int, devices: int, stride: int, size: int) -> set[fro
     }
 
 
-_NOWHERE, _AWAY = -1, -2  # places of a message's other end beside positions of the same node
-
-
 @functools.lru_cache(maxsize=1024)
-def messages_on_nodes(layout: Layout, devices: int, wraps: bool) -> tuple[set[Any], set[Any]]:
-    """Kinds of nodes and of messages to next stages, over all ranks. `wraps`: also from the last rank of a pipeline to
-    its first.
+def _messages_on_nodes(layout: Layout, devices: int, wraps: bool) -> tuple[set[Any], set[Any]]:
+    """Find the different kinds of nodes and of messages to next stages, over all ranks.
 
     nodes     for each kind where the message of each position goes, and where that to it comes from: a position of the
               node, _AWAY or _NOWHERE
     messages  (pipeline rank that sends, its position, position that receives or _AWAY)
+    wraps     the last rank of a pipeline sends to its first one, too
     """
     stride, size = layout.strides[2], layout.pipeline
     ranks = np.arange(layout.world_size)
     stage, node = ranks // stride % size, ranks // devices
 
     def places(step: int, end: int) -> Any:
-        """Where the neighbours are, one `step` on and from the `end` of the pipeline all the way around."""
+        """Locate the neighbours, one `step` on and from the `end` of the pipeline all the way around."""
         found = ranks + np.where(stage == end, -step * (size - 1), step)
         place = np.where(found // devices == node, found % devices, _AWAY)
         return np.where((stage == end) & (not wraps), _NOWHERE, place)
@@ -292,9 +415,9 @@ def messages_on_nodes(layout: Layout, devices: int, wraps: bool) -> tuple[set[An
 
 
 def _boundaries(links: NodeLinks, layout: Layout, order: tuple[int, ...], wraps: bool) -> list[dict[bool, float]]:
-    """For each boundary: whether its ends are on one node -> the most seconds that a byte occupies a link or a card,
-    while all boundaries send forward."""
-    nodes, messages = messages_on_nodes(layout, len(order), wraps)
+    """Find for each boundary, by whether its ends are on one node, the most seconds that a byte occupies a link or a
+    card while all boundaries send forward."""
+    nodes, messages = _messages_on_nodes(layout, len(order), wraps)
     most: dict[tuple[int, int], float] = {}  # positions that send and receive, or _AWAY both
     for node in nodes:
         targets, sources = node[: len(order)], node[len(order) :]
@@ -306,7 +429,7 @@ def _boundaries(links: NodeLinks, layout: Layout, order: tuple[int, ...], wraps:
             users.update(resources)
             weights |= {resource: max(weight, weights.get(resource, 0.0)) for resource in resources}
         for pair, (resources, _) in zip(ends, paths, strict=True):
-            seconds = max(users[r] * weights[r] / _rate(links, r) for r in resources) / 1e9
+            seconds = max(users[r] * weights[r] / links.width_of(r) for r in resources) / 1e9
             pair = (_AWAY, _AWAY) if _AWAY in pair else pair
             most[pair] = max(seconds, most.get(pair, 0.0))
     found: list[dict[bool, float]] = [{} for _ in range(layout.pipeline - (not wraps))]
@@ -315,20 +438,10 @@ def _boundaries(links: NodeLinks, layout: Layout, order: tuple[int, ...], wraps:
     return found
 
 
-_OUT, _IN = -1, -2
-
-
-def _rate(links: NodeLinks, resource: Step) -> float:
-    """GB/s of a link, or of a card as (_OUT or _IN, card)."""
-    if resource[0] in (_OUT, _IN):
-        return links.card * links.cluster.nic_gb_per_s
-    return links.rate_of_link(links.cluster.link_gb_per_s(*resource))
-
-
 @functools.cache
 def _path(links: NodeLinks, source: int | None, target: int | None) -> tuple[frozenset[Step], float]:
-    """The links and cards that a message between two devices takes (None: on another node), and the factor by which it
-    takes longer than they say. Of several equal ways it is counted on all."""
+    """Return the links and cards that a message between two devices takes (None: a device of another node), and the
+    factor by which it takes longer than they allow. A message with several equal paths is counted on all of them."""
     cluster, cards = links.cluster, list[Step]()
     if source is None:
         assert target is not None, "a message has an end on the node"

@@ -1,4 +1,4 @@
-"""A machine: devices and links of a node, its network, the limits of its queue, and what was published about it.
+"""Description of a machine: devices and links of a node, its network, its queue limits, and published figures.
 
 The facts are in TOML files beside this module (`clusters/`), one for each known machine; a file of the same form
 describes another one. Needs no torch, so that a login node can read it.
@@ -10,17 +10,136 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from megatron.errors import ConfigError
-from megatron.planner.cluster_file import Count, Facts, Number, Positive, Whole, at, render_tables, tables_of
 from megatron.planner.compute import COLUMNS, Compute, Figure, is_time
-from megatron.untrusted import write_text
+from megatron.untrusted import read_toml, write_text
 
 CLUSTERS = Path(__file__).with_name("clusters")
+
+# -- dataclasses as TOML files -----------------------------------------------------------------------------------------
+#
+# Each field names its key (`at`); its annotation tells how it is read, checked and written. Annotations are text,
+# Literal, the numbers below, and tuples, mappings and NamedTuples of these. A NamedTuple with defaults is a table in
+# the file; any other one is a row, as are the entries of a mapping whose keys are numbers.
+
+_MOST_BYTES = 1 << 22  # of a file: measured ones have some ten thousand
+_MOST = {int: 10**7, float: 1e30}  # nodes, devices, cores; seconds, TFLOP/s, GB/s
+
+Whole = Annotated[int, "a whole number"]
+Count = Annotated[int, "a whole number above 0"]
+Number = Annotated[float, "a number"]
+Positive = Annotated[float, "a number above 0"]
+
+
+def at(key: str, default: Any = dataclasses.MISSING) -> Any:
+    """Declare a field that stands under `key` ("table.name") in the file; without a default it has to be there."""
+    metadata = {"key": key, "default": default}
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+class Facts:
+    """Contents of a parsed file. Raises ConfigError, with file and key, for what is missing, wrong or misspelt."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._tables = path, read_toml(path, _MOST_BYTES, error=ConfigError)
+        self._known: set[str] = set()
+
+    def error(self, key: str, problem: str) -> ConfigError:
+        return ConfigError(f"{self._path}: {key}: {problem}")
+
+    def find(self, key: str) -> Any:
+        """Return the value under a key, or None."""
+        value: Any = self._tables
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        return value
+
+    def take(self, key: str, kind: Any, default: Any = dataclasses.MISSING) -> Any:
+        """Return the value under `key`, converted as the annotation `kind` says."""
+        self._known.add(key)
+        value = self.find(key)
+        if value is None:
+            if default is dataclasses.MISSING:
+                raise self.error(key, "is missing: see the files of known machines for what it is")
+            return default
+        try:
+            return _read(value, kind)
+        except (ValueError, TypeError) as error:  # TypeError: a row that is no list
+            raise self.error(key, f"expected {error}, got {value!r}") from error
+
+    def take_fields(self, of: type[Any]) -> dict[str, Any]:
+        """Read the fields of a dataclass that name a key."""
+        hints = get_type_hints(of, include_extras=True)
+        return {
+            field.name: self.take(field.metadata["key"], hints[field.name], field.metadata["default"])
+            for field in dataclasses.fields(of) if "key" in field.metadata
+        }  # fmt: skip
+
+    def check_known(self) -> None:
+        """Raise ConfigError for a key that was never asked for."""
+        for key in self._unknown(self._tables, ""):
+            raise self.error(key, "is no fact that is known here: see the files of known machines for all of them")
+
+    def _unknown(self, table: Mapping[str, Any], prefix: str) -> Iterator[str]:
+        for name, value in table.items():
+            key = prefix + name
+            if key in self._known:
+                continue
+            if isinstance(value, dict):
+                yield from self._unknown(value, f"{key}.")
+            else:
+                yield key
+
+
+def _read(value: Any, kind: Any) -> Any:
+    """Convert a value of a TOML file as an annotation says. Raises ValueError with what was expected instead."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        of, words = args
+        _require(type(value) is int or (of is float and type(value) is float), words)
+        _require(0 <= value <= _MOST[of] and (value > 0 or "above" not in words), words)
+        return of(value)
+    if origin is Literal:
+        _require(value in args, f"one of {', '.join(args)}")
+        return value
+    if type(None) in args:  # which a file has no value for
+        return _read(value, args[0])
+    if kind is str:
+        _require(isinstance(value, str), "a text")
+        return value
+    if origin is Mapping and args[0] is str:
+        _require(isinstance(value, dict), "a table")
+        return {name: _read(item, args[1]) for name, item in value.items()}
+    if origin is None and kind._field_defaults:
+        hints = get_type_hints(kind, include_extras=True)
+        needed = hints.keys() - kind._field_defaults.keys()
+        _require(isinstance(value, dict) and needed <= value.keys() <= hints.keys(), f"a table of {', '.join(hints)}")
+        return kind(**{name: _read(item, hints[name]) for name, item in value.items()})
+    _require(isinstance(value, list), "a list")
+    if origin is Mapping:
+        return {_read(row[:-1], args[0]): _read(row[-1], args[1]) for row in value}
+    kinds = args or tuple(get_type_hints(kind, include_extras=True).values())
+    if kinds[-1] is ...:
+        kinds = kinds[:1] * len(value)
+    _require(len(value) == len(kinds), f"{len(kinds)} entries")
+    row = tuple(_read(item, of) for item, of in zip(value, kinds, strict=True))
+    return row if origin is tuple else kind(*row)
+
+
+def _require(holds: bool, expected: str) -> None:
+    if not holds:
+        raise ValueError(expected)
+
+
+# -- machines ----------------------------------------------------------------------------------------------------------
 
 
 class WallLimit(NamedTuple):
@@ -32,7 +151,7 @@ class WallLimit(NamedTuple):
 
 
 class Queue(NamedTuple):
-    """A partition or a quality of service; None where the machine's own limit holds."""
+    """Partition or quality of service; None where the machine's own limit holds."""
 
     name: str
     max_nodes: Count | None = None
@@ -41,7 +160,7 @@ class Queue(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Cluster:
-    """One machine. Bandwidths are GB/s (1e9 bytes) in each direction.
+    """Description of one machine. Bandwidths are GB/s (1e9 bytes) in each direction.
 
     links                (a, b) with a < b -> GB/s, for devices of a node with a direct link
     nics, nic_gb_per_s   names of a node's network cards, and the bandwidth of each
@@ -86,16 +205,16 @@ class Cluster:
     qos: tuple[Queue, ...] = at("slurm.qos", (Queue("normal"),))
     nvme_path: str = at("nvme.path", "")
     sources: Mapping[str, str] = at("sources", {})
-    compute: Compute = field(default_factory=Compute)
-    path: str = field(default="", repr=False)
+    compute: Compute = dataclasses.field(default_factory=Compute)
+    path: str = dataclasses.field(default="", repr=False)
 
     @functools.cached_property
     def figures(self) -> Mapping[str, Figure]:
-        """What `compute` has, and what is assumed where it has nothing."""
+        """Figures of `compute`, with assumed ones where it has none."""
         return {**assumed_figures(self.peak_tflops), **self.compute.figures}
 
     def with_bandwidths(self, factor: float) -> Cluster:
-        """The same machine with the bandwidths of its links and cards multiplied."""
+        """Return the machine with the bandwidths of its links and cards multiplied."""
         return dataclasses.replace(
             self, links={pair: factor * width for pair, width in self.links.items()},
             nic_gb_per_s=factor * self.nic_gb_per_s,
@@ -103,11 +222,11 @@ class Cluster:
         )  # fmt: skip
 
     def link_gb_per_s(self, a: int, b: int) -> float:
-        """The bandwidth of the direct link between two devices of a node; 0 where there is none."""
+        """Return the bandwidth of the direct link between two devices of a node; 0 where there is none."""
         return self.links.get((min(a, b), max(a, b)), 0.0)
 
     def reached(self, group: Collection[int], least: float = 0.0, through: Collection[int] = ()) -> bool:
-        """Whether links of at least `least` GB/s connect a group of devices, over its members and `through`."""
+        """Return whether links of at least `least` GB/s connect a group of devices, over its members and `through`."""
         reached, before = {min(group)}, 0
         while len(reached) > before:
             before = len(reached)
@@ -117,7 +236,7 @@ class Cluster:
         return reached >= set(group)
 
     def wall_limit_hours(self, nodes: int, partition: str | None = None, qos: str | None = None) -> float:
-        """The longest job of so many nodes, in hours.
+        """Return the longest job of so many nodes, in hours.
 
         Raises ConfigError for a partition or qos that is not known, and for more nodes than it or the machine gives.
         """
@@ -144,7 +263,7 @@ class Cluster:
         raise ConfigError(f"cluster {self.name} has no {kind} '{name}': known are {', '.join(q.name for q in known)}")
 
     def contradictions(self) -> Iterator[tuple[str, str]]:
-        """Keys of facts that contradict others, each with what is wrong with it."""
+        """Yield keys of facts that contradict others, each with what is wrong with it."""
         devices, n = set(range(self.devices_per_node)), self.devices_per_node
         if not {device for pair in self.links for device in pair} <= devices or any(a == b for a, b in self.links):
             yield "links.gb_per_s", f"has a row that is no pair of the devices 0 to {n - 1}"
@@ -168,12 +287,12 @@ class Cluster:
 
 
 def known_clusters() -> tuple[str, ...]:
-    """Names of the machines whose description comes with this package."""
+    """List the machines whose description comes with this package."""
     return tuple(sorted(path.stem for path in CLUSTERS.glob("*.toml")))
 
 
 def load_cluster(name_or_path: str | Path) -> Cluster:
-    """The machine of this name, or described by this TOML file.
+    """Load the machine of this name, or the one described by this TOML file.
 
     Raises ConfigError for an unknown name, a file that cannot be read, and facts that are missing or contradict each
     other.
@@ -191,7 +310,7 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
 
 @functools.cache
 def read_cluster(path: Path) -> Cluster:
-    """The machine that a file describes; a path is read once.
+    """Load the machine that a file describes; a path is read once.
 
     Raises ConfigError with the file and the fact that is wrong.
     """
@@ -216,7 +335,7 @@ def _for_a_peak_of_one() -> dict[str, Figure]:
 
 
 def assumed_figures(peak_tflops: Mapping[str, float]) -> dict[str, Figure]:
-    """All figures of a machine of which none is known but the peaks of matrix products, by dtype."""
+    """Return all figures of a machine of which nothing is known but the peaks of matrix products, by dtype."""
     found, largest = {}, max(peak_tflops.values(), default=100.0)
     for name, figure in _for_a_peak_of_one().items():
         kind, _, dtype = name.partition(".")
@@ -233,7 +352,7 @@ def _figures(facts: Facts, sources: Mapping[str, str]) -> dict[str, Figure]:
 
 
 def _figure(facts: Facts, name: str, sources: Mapping[str, str]) -> Figure:
-    """A figure of [compute], with its source from [sources]."""
+    """Read a figure of [compute], with its source from [sources]."""
     key, columns = f"compute.{name}", COLUMNS[name]
     value = facts.take(f"{key}.value", Number if columns == 1 and is_time(name) else Positive, None)
     if value is None:
@@ -253,7 +372,7 @@ def _figure(facts: Facts, name: str, sources: Mapping[str, str]) -> Figure:
 
 
 def source_of(sources: Mapping[str, str], figure: str) -> str:
-    """The text of [sources] for a figure of [compute]: under its name or the longest beginning of it; "" for none."""
+    """Return the text of [sources] for a figure of [compute], under the longest beginning of its name; "" for none."""
     parts = f"compute.{figure}".replace(".", "_").split("_")
     names = ("_".join(parts[:count]) for count in range(len(parts), 0, -1))
     return next((sources[known] for known in names if known in sources), "")
@@ -285,3 +404,49 @@ def _facts_of(figure: Figure) -> dict[str, Any]:
     if (figure.low, figure.high) != (1.0, 1.0):
         found["range"] = [figure.low, figure.high]
     return found
+
+
+def tables_of(facts: Any) -> dict[str, dict[str, Any]]:
+    """Return the fields of a dataclass by table ("" for none) and name, without those that are None or empty."""
+    found: dict[str, dict[str, Any]] = {"": {}}
+    for field in dataclasses.fields(facts):
+        table, _, name = field.metadata.get("key", "").rpartition(".")
+        value = getattr(facts, field.name)
+        if not name or value in (None, {}):
+            continue
+        if not table and isinstance(value, Mapping):
+            found[name] = dict(value)
+        else:
+            found.setdefault(table, {})[name] = value
+    return found
+
+
+def render_tables(tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """Write TOML that is read as the same tables."""
+    lines: list[str] = []
+    for name, values in tables.items():
+        lines += ["", f"[{name}]"] if name else []
+        lines += [f"{_key(key)} = {_value(value)}" for key, value in values.items()]
+    return "\n".join([*lines, ""])
+
+
+def _key(name: str) -> str:
+    plain = name.replace("_", "").replace("-", "")
+    return name if plain.isascii() and plain.isalnum() else _value(name)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, str):
+        # A basic string of TOML is one of JSON, where characters beyond 16 bits are not escaped in halves, and DEL is.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if getattr(value, "_field_defaults", None):
+        value = {name: item for name, item in value._asdict().items() if item is not None}
+    if isinstance(value, Mapping):
+        if any(isinstance(key, tuple) for key in value):
+            return _value([(*key, item) for key, item in value.items()])
+        return "{ " + ", ".join(f"{_key(key)} = {_value(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, Iterable):
+        found = [_value(item) for item in value]
+        text = "[" + ", ".join(found) + "]"
+        return text if len(text) < 100 else "[\n" + "".join(f"    {item},\n" for item in found) + "]"
+    return repr(value)

@@ -1,4 +1,4 @@
-"""What a machine computes and sends in how much time: named figures, each with where it is from.
+"""Figures of a machine's speed in computing and sending, each with its source.
 
 A figure is one number or a set of points; its last column is what was measured, the others say for what. In a machine's
 file (`clusters/*.toml`) it is a table under [compute], with `value` or `points`, a `basis` and, where that is known, a
@@ -30,6 +30,7 @@ DTYPE is float16, bfloat16 or float32. Needs no torch.
 """
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -40,8 +41,6 @@ BASES = (MEASURED, PUBLISHED, ASSUMED)
 
 DTYPES = ("float32", "float16", "bfloat16")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "reduce")
-WORK = ("copy", "norm", "activation", "residual", "loss", "embedding")
-DIRECTIONS = ("forward", "backward")
 
 SCALARS = (
     "kernel_s", "update_gb_per_s", "layer_overhead_s", "layer_forward_overhead_s", "layer_backward_overhead_s",
@@ -51,9 +50,9 @@ SCALARS = (
 
 COLUMNS: dict[str, int] = {
     **dict.fromkeys((f"products.{dtype}" for dtype in DTYPES), 4),
-    **dict.fromkeys((f"attention.{dtype}.{direction}" for dtype in DTYPES for direction in DIRECTIONS), 3),
+    **dict.fromkeys((f"attention.{dtype}.{direction}" for dtype in DTYPES for direction in ("forward", "backward")), 3),
     **dict.fromkeys(SCALARS, 1),
-    **dict.fromkeys((f"memory.{work}" for work in WORK), 2),
+    **dict.fromkeys((f"memory.{w}" for w in ("copy", "norm", "activation", "residual", "loss", "embedding")), 2),
     **dict.fromkeys((f"collectives.{kind}" for kind in KINDS), 5),
     "messages": 3,
 }
@@ -63,13 +62,13 @@ Points = tuple[tuple[float, ...], ...]
 
 
 def is_time(name: str) -> bool:
-    """Whether a figure is in seconds; otherwise it is a rate."""
+    """Return whether a figure is in seconds; otherwise it is a rate."""
     return (name.endswith("_s") and not name.endswith("_per_s")) or name.startswith(("messages", "collectives."))
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Numbers and where they are from. `low` and `high`: factors between which they are believed to lie."""
+    """Numbers and their source. `low` and `high`: factors between which they are believed to lie."""
 
     name: str
     points: Points
@@ -80,37 +79,39 @@ class Figure:
 
     @property
     def value(self) -> float:
-        """The number of a figure that has one point."""
+        """Number of a figure that has one point."""
         return self.points[0][-1]
 
     def scaled(self, factor: float) -> Figure:
-        """The same figure with its last column multiplied."""
+        """Return the figure with its last column multiplied."""
         return replace(self, points=tuple((*point[:-1], point[-1] * factor) for point in self.points))
 
-    def describe(self) -> str:
-        """Its number, or the least and the most of its points."""
+    @functools.cached_property
+    def used(self) -> Used:
+        """Describe the figure by its number, or by the least and the most of its points."""
         values = [point[-1] for point in self.points]
         low, high = min(values), max(values)
-        return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
+        text = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
+        return Used(self.name, text, self.basis, self.source)
 
 
 @dataclass(frozen=True)
 class Compute:
-    """The figures of a machine by name."""
+    """Figures of a machine by name."""
 
     figures: Mapping[str, Figure] = field(default_factory=dict)
 
     def varied(self, factors: Mapping[str, float]) -> Compute:
-        """The same with some figures multiplied."""
+        """Return the figures with some of them multiplied."""
         return Compute({name: f.scaled(factors.get(name, 1.0)) for name, f in self.figures.items()})
 
     def with_figures(self, figures: Iterable[Figure]) -> Compute:
-        """The same with these figures in place of those of their names."""
+        """Return the figures with these in place of those of the same names."""
         return Compute({**self.figures, **{figure.name: figure for figure in figures}})
 
 
 class Used(NamedTuple):
-    """A figure that an estimate rests on: its name, its numbers in short, and where they are from."""
+    """Summary of a figure that an estimate rests on: its name, its numbers in short, and their source."""
 
     figure: str
     value: str
@@ -120,21 +121,21 @@ class Used(NamedTuple):
 
 @dataclass(frozen=True)
 class Confidence:
-    """The figures that an estimate rests on, the best known first."""
+    """Figures that an estimate rests on, the best known first."""
 
     used: tuple[Used, ...] = ()
 
     @classmethod
-    def of(cls, figures: Iterable[Figure], more: Iterable[Used] = ()) -> Confidence:
-        found = {Used(f.name, f.describe(), f.basis, f.source) for f in figures} | set(more)
-        return cls(tuple(sorted(found, key=lambda used: (BASES.index(used.basis), used))))
+    def of(cls, used: Iterable[Used]) -> Confidence:
+        """Sort what is used by its basis, each once."""
+        return cls(tuple(sorted(set(used), key=lambda one: (BASES.index(one.basis), one))))
 
     def __or__(self, other: Confidence) -> Confidence:
-        return Confidence.of((), (*self.used, *other.used))
+        return Confidence.of(self.used + other.used)
 
     @property
     def worst(self) -> str:
-        """The weakest basis; measured where nothing is used."""
+        """Weakest basis; measured where nothing is used."""
         return self.used[-1].basis if self.used else MEASURED
 
     @property
@@ -143,7 +144,7 @@ class Confidence:
         return {basis: [used.figure for used in self.used if used.basis == basis] for basis in BASES}
 
     def describe(self) -> str:
-        """One line: how many figures of each basis, and the names of the assumed ones."""
+        """Return one line: the number of figures of each basis, and the names of the assumed ones."""
         counts = [f"{len(found)} {basis}" for basis, found in self.by_basis.items() if found]
         assumed = self.by_basis[ASSUMED]
         return f"inputs: {', '.join(counts) or 'none'}" + (f" ({', '.join(assumed)})" if assumed else "")

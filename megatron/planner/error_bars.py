@@ -1,4 +1,4 @@
-"""How far a prediction moves when the figures it rests on move within the ranges that their sources leave.
+"""Uncertainty of a prediction when the figures it rests on vary within the ranges that their sources leave.
 
 Every figure of a machine's file may have a range of factors (`compute.py`). Bandwidths of links have none there; they
 are varied together by `LINK_RANGE`, which is about as far as the published ones of like groups lie apart.
@@ -19,7 +19,7 @@ LINKS = "bandwidth of links"
 
 @dataclass(frozen=True)
 class Effect:
-    """What one figure does to a value, and its factors: `slow` where it makes steps longer, `fast` the other way."""
+    """Effect of one figure on a value, and its factors: `slow` where it makes steps longer, `fast` the other way."""
 
     figure: str
     basis: str
@@ -30,7 +30,7 @@ class Effect:
 
 @dataclass(frozen=True)
 class Spread:
-    """A predicted value and how far it moves.
+    """Predicted value and its uncertainty.
 
     low, high   all figures at their slow, and all at their fast ends at once
     likely      half width if the figures are off independently: root of the sum of squares of half of each effect
@@ -45,8 +45,8 @@ class Spread:
 
 
 def spread(value: Callable[[Cluster], float], cluster: Cluster, dtype: str) -> Spread:
-    """`value` on the machine as it is described, and with each figure varied that a prediction in this dtype may use
-    and whose source leaves a range."""
+    """Evaluate `value` on the machine as it is described, and with each figure varied whose source leaves a range and
+    that a prediction in this dtype may use."""
     ends = {LINKS: ("published or estimated", LINK_RANGE)}
     for name, figure in cluster.figures.items():
         other = name.startswith(("products.", "attention.")) and name.split(".")[1] != dtype
@@ -64,6 +64,6 @@ def spread(value: Callable[[Cluster], float], cluster: Cluster, dtype: str) -> S
 
 
 def with_factors(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
-    """The machine with figures, and under `LINKS` all bandwidths, multiplied."""
+    """Return the machine with figures, and under `LINKS` all bandwidths, multiplied."""
     varied = dataclasses.replace(cluster, compute=Compute(cluster.figures).varied(factors))
     return varied.with_bandwidths(factors.get(LINKS, 1.0))

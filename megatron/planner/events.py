@@ -1,4 +1,4 @@
-"""What one device does in a pass of a stage, in order, as planner/trace.py notes it.
+"""Steps of one device in a pass of a stage, in order, as planner/recorder.py notes them.
 
 Computations follow each other on the device; messages follow each other on the links of their group, each from where it
 is posted, and a `Wait` holds the device until its message is there. So what hides a message is what stands between its
@@ -15,27 +15,27 @@ from megatron.kernels.work import Attention, Computation, Memory, Product
 
 
 class Again(NamedTuple):
-    """A computation of recomputation."""
+    """Computation that recomputation repeats."""
 
     operation: Computation
 
 
 class Message(NamedTuple):
-    """A collective of the tensor-parallel group over a tensor of `bytes` bytes in all."""
+    """Collective of the tensor-parallel group over a tensor of `bytes` bytes in all."""
 
     kind: str
     bytes: int
 
 
 class Post(NamedTuple):
-    """A message is started; `number` is its own in the trace."""
+    """Start of a message, with its number in the trace."""
 
     message: Message
     number: int
 
 
 class Wait(NamedTuple):
-    """The device needs the message of this number. One that was posted in an earlier pass has long arrived."""
+    """Point at which the device needs the message of this number; one posted in an earlier pass has long arrived."""
 
     number: int
 
@@ -52,7 +52,7 @@ class Take(NamedTuple):
 
 
 class Give(NamedTuple):
-    """The memory of the tensor `id` is free."""
+    """Release of the memory of the tensor `id`."""
 
     id: int
 
@@ -62,17 +62,17 @@ Step = Product | Attention | Memory | Again | Post | Wait | Take | Give
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """Steps of a pass, and for each the path of the module whose it is ("" for none)."""
+    """Steps of a pass, and for each the path of the module that runs it ("" for none)."""
 
     steps: tuple[Step, ...]
     labels: tuple[str, ...]
 
     def computations(self, *, again: bool | None = None) -> Iterator[Computation]:
-        """In their order; `again` True or False: only those of recomputation, or only the others."""
+        """Yield the computations in order; `again` True or False: only those of recomputation, or only the others."""
         return (operation for _, operation in self.labelled(again=again))
 
     def labelled(self, *, again: bool | None = None) -> Iterator[tuple[str, Computation]]:
-        """The same, each with the module whose it is."""
+        """Yield the computations as above, each with the module that runs it."""
         for label, step in zip(self.labels, self.steps, strict=True):
             if isinstance(step, Again):
                 if again is not False:
@@ -81,16 +81,16 @@ class Pass:
                 yield label, step
 
     def messages(self) -> Iterator[Message]:
-        """In their order."""
+        """Yield the messages in order."""
         return (step.message for step in self.steps if isinstance(step, Post))
 
     def flops(self, *, again: bool | None = None) -> float:
-        """FLOPs of matrix products and attention."""
+        """Count FLOPs of matrix products and attention."""
         return sum(o.flops for o in self.computations(again=again) if not isinstance(o, Memory))
 
 
 class Parameter(NamedTuple):
-    """A parameter on one tensor rank. shape: here, with padding; whole: of the model's, without.
+    """Parameter on one tensor rank. shape: here, with padding; whole: of the model's, without.
 
     dim      that tensor ranks divide; None where all hold the same
     partial  its gradients on the tensor ranks are terms of a sum
@@ -111,7 +111,7 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A part of the model. backward is whole; inputs and weights are the halves of a split backward pass. Tensors and
+    """Part of the model. backward is whole; inputs and weights are the halves of a split backward pass. Tensors and
     messages have numbers that are the same in all four: what `forward` takes and does not give is kept for `backward`,
     or for `inputs`, whose rest is kept for `weights`. hands_on: bytes of the output, which the next part keeps; tables:
     bytes that the first pass of a run makes and all later ones use."""
@@ -126,18 +126,18 @@ class Part:
 
     @property
     def elements(self) -> int:
-        """Count of all parameters on one tensor rank."""
+        """Number of all parameters on one tensor rank."""
         return sum(p.elements for p in self.parameters)
 
     def padding(self, ranks: int) -> float:
-        """Share of the matrices that tensor ranks divide, of so many ranks, that only pads."""
+        """Return the share of the matrices that tensor ranks divide, of so many ranks, that only pads."""
         whole = sum(prod(p.whole) for p in self.parameters if p.dim is not None)
         return 1.0 - whole / (ranks * sum(p.elements for p in self.parameters if p.dim is not None))
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """The parts of a model's stages, for one micro-batch size.
+    """Parts of a model's stages, for one micro-batch size.
 
     embedding  on the first stage
     layer      one layer; with selective recomputation as it is set

@@ -1,4 +1,4 @@
-"""What a training step needs of a device's memory: a trace's tensors, added up as the schedule holds them.
+"""Device memory of a training step: a trace's tensors, added up as the schedule holds them.
 
 States follow from the parameters of each pipeline rank. Not counted: the runtime and the communication library, which
 take a gigabyte or more on a GPU before training begins, buffers inside of kernels, and what an allocator cannot reuse.
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from megatron.config import Config, ModelConfig
 
 GPU_BLOCK, CPU_BLOCK = 512, 64
-"""What a tensor's size is rounded up to: by the caching allocator of CUDA and ROCm (kMinBlockSize in
-CUDACachingAllocator), and by torch's allocator of host memory."""
+"""Bytes to a multiple of which a tensor's size is rounded up: by the caching allocator of CUDA and ROCm (kMinBlockSize
+in CUDACachingAllocator), and by torch's allocator of host memory."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class RankMemory:
 
     @property
     def states(self) -> float:
-        """What stays through all steps: weights, gradients and optimizer."""
+        """Memory held through all steps: weights, gradients and optimizer."""
         return self.weights + self.gradients + self.optimizer
 
     @property
@@ -70,7 +70,7 @@ class RankMemory:
 
 CATEGORIES = tuple(field.name for field in dataclasses.fields(RankMemory))[1:]
 Bytes = np.ndarray[Any, np.dtype[np.float64]]
-"""By category; or one row of them for each step."""
+"""Bytes by category, or one such row for each step."""
 NOTHING = np.zeros((1, len(CATEGORIES)))
 _ACTIVATIONS, _BUFFERS, _TEMPORARY = map(CATEGORIES.index, ("activations", "buffers", "temporary"))
 
@@ -107,7 +107,7 @@ def fullest(rows: Bytes) -> tuple[Bytes, int]:
 
 @lru_cache(maxsize=1 << 12)
 def _passes(part: Part, block: int) -> dict[str, Bytes]:
-    """The rows of a part's passes, by name."""
+    """Return the rows of a part's passes, by name."""
     kept: dict[int, Take] = {}
     forward = changes(part.forward.steps, block, kept)
     backward = changes(part.backward.steps, block, dict(kept))
@@ -116,7 +116,7 @@ def _passes(part: Part, block: int) -> dict[str, Bytes]:
 
 
 def _as_temporary(rows: Bytes) -> Bytes:
-    """The same for what is made again in a backward pass."""
+    """Return the rows with activations counted as temporary, as they are when a backward pass recomputes them."""
     found = rows.copy()
     found[:, _TEMPORARY] += found[:, _ACTIVATIONS]
     found[:, _ACTIVATIONS] = 0.0
@@ -178,7 +178,7 @@ def chunk_memory(traced: Trace, stage: Stage, group: int, block: int) -> ChunkMe
 
 
 def _groups(stage: Stage, group: int) -> list[tuple[int, int]]:
-    """Layers of a group that is recomputed, and how many such groups there are, in their order."""
+    """List the layers of each recomputed group, and the number of such groups, in their order."""
     if stage.groups_again == stage.layers_again:
         return [(1, stage.groups_again)]
     whole, rest = divmod(stage.layers_again, group)
@@ -191,7 +191,7 @@ def _groups(stage: Stage, group: int) -> list[tuple[int, int]]:
 def memory_of_ranks(
     config: Config, device: str = "cuda", *, ranks: Sequence[int] | None = None
 ) -> tuple[RankMemory, ...]:
-    """The memory of every pipeline rank, or of `ranks`, in a step with the full global batch.
+    """Return the memory of every pipeline rank, or of `ranks`, in a step with the full global batch.
 
     device   "cpu", or that of a GPU: they differ in the operators that run, and in how memory is rounded
     """
@@ -200,7 +200,7 @@ def memory_of_ranks(
 
 
 def sized_model(config: Config) -> ModelConfig:
-    """The model with a vocabulary: GPT-2's where only the tokenizer's files would tell."""
+    """Return the model with a vocabulary: GPT-2's where only the tokenizer's files would tell."""
     model = config.model
     return model if model.vocab_size is not None else dataclasses.replace(model, vocab_size=GPT2_VOCABULARY)
 

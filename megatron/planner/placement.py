@@ -1,4 +1,4 @@
-"""Which device each rank runs on, and what the messages of a step cost there.
+"""Choice of the device of each rank, and the cost of a step's messages there.
 
 A node's ranks are numbered along `device_order`; which direction varies fastest over the ranks is the layout's order.
 So both together give every rank its node, device and place in the model. They are chosen by the seconds that a step's
@@ -9,7 +9,7 @@ tests/planner.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,11 +21,11 @@ from megatron.model.stages import assign_layers
 from megatron.parallel.launch import Launch
 from megatron.parallel.placing import Placing, RankPlan
 from megatron.parallel.topology import DEFAULT_ORDER, Layout
-from megatron.planner.channels import Channels
+from megatron.planner.channels import ESTIMATED, Channels
 from megatron.planner.channels import Placement as Placement
 from megatron.planner.cluster import Cluster, load_cluster
+from megatron.planner.compute import PUBLISHED
 from megatron.planner.events import Message
-from megatron.planner.links import ESTIMATED, PUBLISHED
 from megatron.planner.stage import parameters_of, stage_passes, stages_of, tied_elements
 from megatron.planner.table import Table
 from megatron.planner.trace import trace
@@ -37,7 +37,7 @@ _DIRECTIONS = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
 
 
 class StepMessages(NamedTuple):
-    """What the busiest rank sends in a step. Bytes are of the whole tensor of one collective, or of one message.
+    """Messages of the busiest rank in a step. Bytes are of the whole tensor of one collective, or of one message.
 
     tensor, data   collectives of its groups -> how many
     message_bytes  of a message between stages; messages: how many over a boundary, in each direction
@@ -52,7 +52,7 @@ class StepMessages(NamedTuple):
 
 
 def step_messages(config: Config, device: str) -> StepMessages:
-    """The messages of a step on a "cuda" or "cpu" device, by the trace of the model's parts."""
+    """Count the messages of a step on a "cuda" or "cpu" device, by the trace of the model's parts."""
     parallel, precision, traced, stages = config.parallel, config.precision, trace(config, device), stages_of(config)
     size, micro_batches = parallel.pipeline_model_parallel_size, config.num_micro_batches()
     tensor, parameters = list[Counter[Message]](), 0
@@ -75,8 +75,8 @@ def step_messages(config: Config, device: str) -> StepMessages:
 
 
 class MessageCost(NamedTuple):
-    """One kind of message: direction, name, bytes that the busiest rank sends in a step, seconds, whether the bandwidth
-    was published, and what limits it."""
+    """Cost of one kind of message: direction, name, bytes that the busiest rank sends in a step, seconds, whether the
+    bandwidth was published, and what limits it."""
 
     direction: str
     name: str
@@ -101,21 +101,22 @@ class PlacementCost:
 
     @property
     def order(self) -> tuple[float, float]:
-        """What placements are compared by: first the time in tensor-parallel collectives, which every layer waits for,
-        while the other messages travel behind computations; then all time. Rounded, so that equal placements are."""
+        """Key by which placements are compared: the time in tensor-parallel collectives, which every layer waits for,
+        while the other messages overlap with computations; then all time. Rounded, so that equal costs compare equal.
+        """
         return float(f"{self.seconds_of('tp'):.9g}"), float(f"{self.seconds:.9g}")
 
 
 def placement_cost(config: Config, placement: Placement) -> PlacementCost:
-    """What the messages of a step cost on a placement."""
+    """Return the cost of a step's messages on a placement."""
     return _cost(config, placement, step_messages(config, placement.cluster.device_type))
 
 
 def _cost(config: Config, placement: Placement, sent: StepMessages) -> PlacementCost:
     channels, parts = Channels(config, placement.cluster, placement), list[MessageCost]()
     for direction, group, messages, ask in (
-        ("tp", channels.lanes.tensor, sent.tensor, channels.tensor_s),
-        ("dp", channels.lanes.data, sent.data, channels.data_s),
+        ("tp", channels.tensor_lane, sent.tensor, channels.tensor_s),
+        ("dp", channels.data_lane, sent.data, channels.data_s),
     ):
         if group.rate is None:
             continue
@@ -127,7 +128,7 @@ def _cost(config: Config, placement: Placement, sent: StepMessages) -> Placement
             parts.append(MessageCost(direction, name, n_bytes, seconds, basis, limit))
     if sent.messages:
         last, chunks = placement.layout.pipeline - 1, config.parallel.num_chunks
-        ways = [channels.boundary(rank, True, sent.message_bytes) for rank in range(len(channels.lanes.boundaries))]
+        ways = [channels.boundary(rank, True, sent.message_bytes) for rank in range(len(channels.boundaries))]
         once = 2 * sum((chunks - (rank == last)) * sum(way) for rank, way in enumerate(ways))
         n_bytes, every = 2.0 * sent.message_bytes, 2 * sent.messages * max(occupied for occupied, _ in ways)
         stages = chunks * (last + 1) - 1
@@ -143,33 +144,35 @@ def _cost(config: Config, placement: Placement, sent: StepMessages) -> Placement
 
 
 def choose_placement(config: Config, cluster: Cluster) -> Placement:
-    """The cheapest placement (PlacementCost.order); --rank-order and --device-order, where given, are kept.
+    """Find the cheapest placement (PlacementCost.order); --rank-order and --device-order, where given, are kept.
 
     Among equals the default order of directions and the plain order of devices win.
 
     Raises ConfigError for a world size that is neither a part of a node nor whole nodes, for more nodes than the
     machine has, and for a device order that does not name each device of a node once.
     """
-    parallel = config.parallel
-    return _cheapest(config, cluster, [parallel.rank_order] if parallel.rank_order else RANK_ORDERS)
+    given, devices, device_orders = config.parallel, _devices_used(config, cluster), cluster.device_orders
+    if devices < cluster.devices_per_node:
+        device_orders = (cluster.local_order[:devices],)
+    elif given.device_order is not None:
+        _check_device_order(given.device_order, cluster)
+        device_orders = (given.device_order,)
+    sent = step_messages(config, cluster.device_type)
+    rank_orders = [given.rank_order] if given.rank_order else RANK_ORDERS
+    places = (Placement(cluster, _layout(config, order), own) for order in rank_orders for own in device_orders)
+    return min(places, key=lambda place: _cost(config, place, sent).order)
 
 
 def naive_placement(config: Config, cluster: Cluster) -> Placement:
-    """Megatron's order of directions, and device i for local rank i."""
+    """Return the placement with Megatron's order of directions, and device i for local rank i."""
     return Placement(cluster, _layout(config, DEFAULT_ORDER), tuple(range(_devices_used(config, cluster))))
 
 
 def place_with(config: Config, cluster: Cluster, rank_order: str, device_order: tuple[int, ...]) -> Placement:
-    """The placement with these orders. Raises ConfigError as choose_placement does."""
+    """Return the placement with these orders. Raises ConfigError as choose_placement does."""
     if len(device_order) != _devices_used(config, cluster):
         _check_device_order(device_order, cluster)
     return Placement(cluster, _layout(config, rank_order), device_order)
-
-
-def _cheapest(config: Config, cluster: Cluster, rank_orders: Sequence[str]) -> Placement:
-    device_orders, sent = _device_orders(config, cluster), step_messages(config, cluster.device_type)
-    places = (Placement(cluster, _layout(config, order), devices) for order in rank_orders for devices in device_orders)
-    return min(places, key=lambda place: _cost(config, place, sent).order)
 
 
 def _layout(config: Config, order: str) -> Layout:
@@ -177,16 +180,6 @@ def _layout(config: Config, order: str) -> Layout:
     return Layout.for_world(
         parallel.world_size, parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size, order
     )
-
-
-def _device_orders(config: Config, cluster: Cluster) -> Sequence[tuple[int, ...]]:
-    devices, given = _devices_used(config, cluster), config.parallel.device_order
-    if devices < cluster.devices_per_node:
-        return [cluster.local_order[:devices]]
-    if given is None:
-        return cluster.device_orders
-    _check_device_order(given, cluster)
-    return [given]
 
 
 def _check_device_order(order: tuple[int, ...], cluster: Cluster) -> None:
@@ -198,7 +191,7 @@ def _check_device_order(order: tuple[int, ...], cluster: Cluster) -> None:
 
 
 def _devices_used(config: Config, cluster: Cluster) -> int:
-    """Devices of each node that have a rank. Raises ConfigError where they fill no whole nodes of the machine."""
+    """Count the devices of each node that have a rank. Raises ConfigError where they do not fill whole nodes."""
     world, each = config.parallel.world_size, cluster.devices_per_node
     if world <= each:
         return world
@@ -217,7 +210,7 @@ def _devices_used(config: Config, cluster: Cluster) -> int:
 
 
 def plan_ranks(config: Config, launch: Launch) -> RankPlan:
-    """Devices and order of the ranks of this job on the machine --cluster; every process finds the same.
+    """Choose devices and order of the ranks of this job on the machine --cluster; every process finds the same.
 
     Raises ConfigError for a cluster that is not known, and orders that do not fit it.
     """
@@ -255,7 +248,7 @@ class RankRow(NamedTuple):
 
 
 def rank_rows(config: Config, placement: Placement) -> Iterator[RankRow]:
-    """Node, device, network card, coordinates and layers of every rank of a placement, one at a time."""
+    """Yield node, device, network card, coordinates and layers of every rank of a placement."""
     parallel, cluster = config.parallel, placement.cluster
     layers = assign_layers(config.model.num_layers, parallel.num_stages, parallel.pipeline_layout)
     chunks = [tuple(layers[stage :: parallel.pipeline_model_parallel_size]) for stage in range(len(layers))]
@@ -266,7 +259,7 @@ def rank_rows(config: Config, placement: Placement) -> Iterator[RankRow]:
 
 
 def render_placement(config: Config, placement: Placement, width: int = 100) -> str:
-    """Both orders, and the seconds of a step's messages beside those of the naive placement."""
+    """Render both orders, and the seconds of a step's messages beside those of the naive placement."""
     layout, naive = placement.layout, naive_placement(config, placement.cluster)
     cost, other = placement_cost(config, placement), placement_cost(config, naive)
     rows = list[tuple[str, ...]]()

@@ -72,13 +72,13 @@ class Rates:
         return self._take(name).value if name in self._figures else default
 
     def product_s(self, m: int, n: int, k: int, batch: int = 1) -> float:
-        """Of `batch` products [m, k] x [k, n] in one kernel."""
+        """Time `batch` products [m, k] x [k, n] in one kernel."""
         return max(self._kernel_s, batch * self._product_law.seconds(m, n, k))
 
     def attention_s(
         self, batch: int, heads: int, seq: int, head_dim: int, *, backward: bool, causal: bool = True
     ) -> float:
-        """Of one pass of attention that stores no scores; queries, keys, values are [batch, seq, heads, head_dim]."""
+        """Time one pass of attention that stores no scores; queries, keys, values are [batch, seq, heads, head_dim]."""
         figure = self._take(f"attention.{self._dtype}.{'backward' if backward else 'forward'}")
         heads_known, lines = _attention_lines(figure, self._peak)
         rate = np.interp(math.log(head_dim), heads_known, [1.0 / line.inverse(seq) for line in lines])
@@ -87,24 +87,24 @@ class Rates:
         return max(self._kernel_s, operations / float(rate))
 
     def memory_s(self, n_bytes: float, kernels: int = 1, kind: str = "copy") -> float:
-        """Of kernels that read and write `n_bytes` in all and do this kind of work (compute.WORK)."""
+        """Time kernels that read and write `n_bytes` in all; `kind` is the WORK of compute.py."""
         figure = self._take(f"memory.{kind}" if f"memory.{kind}" in self._figures else "memory.copy")
         sizes, rates = zip(*sorted(figure.points), strict=True)
         rate = np.interp(math.log(max(1.0, n_bytes / max(1, kernels))), np.log(sizes), rates)
         return kernels * self._kernel_s + n_bytes / (float(rate) * 1e9)
 
     def update_s(self, elements: float, bytes_per_element: float) -> float:
-        """Of the optimizer's update of `elements` parameters, of each of which it reads and writes so many bytes."""
+        """Time the optimizer's update of `elements` parameters, of each of which it reads and writes so many bytes."""
         return elements * bytes_per_element / (self._take("update_gb_per_s").value * 1e9)
 
     @property
     def confidence(self) -> Confidence:
-        """The figures that the answers so far rest on."""
-        return Confidence.of(self._used.values())
+        """Figures that the results so far rest on."""
+        return Confidence.of(figure.used for figure in self._used.values())
 
 
 def size_of(m: float, n: float, k: float) -> float:
-    """The side of the cube with as many operations for each matrix element.
+    """Return the side of the cube with as many operations for each matrix element.
 
     >>> size_of(4096, 4096, 4096)
     4096.0
@@ -130,7 +130,7 @@ class _Line:
         self._least = 1.0 / peak
 
     def inverse(self, size: float) -> float:
-        """Seconds of one operation."""
+        """Return the seconds of one operation."""
         x, xs, ys = 1.0 / size, self._x, self._y
         if len(xs) == 1:
             return ys[0]
@@ -176,14 +176,12 @@ class _ProductLaw:
         return 2.0 * m * n * k * self._line.inverse(size_of(m, n, k)) * math.exp(off)
 
 
-@functools.cache
-def _product_law(figure: Figure, peak: float) -> _ProductLaw:
-    return _ProductLaw(figure, peak)
+_product_law = functools.cache(_ProductLaw)
 
 
 @functools.cache
 def _attention_lines(figure: Figure, peak: float) -> tuple[list[float], list[_Line]]:
-    """Logarithms of the head sizes, and a line over the sequence length for each."""
+    """Return the logarithms of the head sizes, and for each a line over the sequence length."""
     heads = sorted({head for _, head, _ in figure.points})
     lines = [_Line([(seq, rate * 1e12) for seq, d, rate in figure.points if d == head], peak) for head in heads]
     return [math.log(head) for head in heads], lines

@@ -1,4 +1,4 @@
-"""What the stages of a model compute, send and keep, in order, read off the code that trains.
+"""Recorder of what the stages of a model compute, send and keep, in order, from the code that trains.
 
 The project's own modules run forward and backward on tensors without data (tensors.py): the embedding, one layer, and
 the last norm with the output layer and the loss. A dispatch mode notes every operator that does something, every
@@ -49,13 +49,13 @@ _KINDS = {
     "loss": ("exp", "log", "amax", "max", "_log_softmax", "_log_softmax_backward_data", "logsumexp"),
 }  # fmt: skip
 _KIND = {name: kind for kind, names in _KINDS.items() for name in names}
-"""What torch's operators do; those that are not here copy."""
+"""Kinds of torch's operators; those that are not listed copy."""
 _MESSAGES = {"reduce_scatter": "reduce_scatter", "allgather": "all_gather", "allreduce": "all_reduce"}
 
 Call = tuple[Any, Any, Any]
-"""An operator, its arguments, and those by name."""
+"""Operator, positional arguments, keyword arguments."""
 Calls = tuple[Computation, list[Call]]
-"""A computation, and what it is made of."""
+"""Computation and the operators that it consists of."""
 
 
 class _Recorder(Follower):
@@ -235,7 +235,7 @@ def _product(args: Any, kwargs: Any, out: torch.Tensor) -> Computation:
 
 
 class _Before(torch.autograd.Function):
-    """The stage before: it makes a chunk's input and takes its gradient."""
+    """Stand-in for the previous stage: makes a chunk's input and takes its gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -247,7 +247,7 @@ class _Before(torch.autograd.Function):
 
 
 class _Behind(torch.autograd.Function):
-    """The stage behind: it makes the gradient of its input."""
+    """Stand-in for the next stage: makes the gradient of its input."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -261,7 +261,7 @@ class _Behind(torch.autograd.Function):
 
 
 class _Piece:
-    """A part of the model, "embedding", "layer" or "head", with its sums of gradients, as an engine would put it up."""
+    """Part of the model, "embedding", "layer" or "head", with its sums of gradients, as an engine would put it up."""
 
     def __init__(self, config: Config, device: str, kind: str, recorder: _Recorder) -> None:
         first, last = kind == "embedding", kind == "head"
@@ -285,7 +285,7 @@ class _Piece:
             recorder.vocabulary = self.chunk.output_weight.shape[0]
 
     def forward(self) -> tuple[Pass, list[torch.Tensor]]:
-        """Also the root of the graph, alone in a list: what the graph holds goes with it, after the backward pass."""
+        """Record a forward pass; return it and the graph's root, alone in a list so that `backward` can free it."""
         self.recorder.begin()
         config, device, chunk = self.config, self.device, self.chunk
         size = config.batch.micro_batch_size, config.model.seq_length
@@ -311,7 +311,7 @@ class _Piece:
         return found[0]
 
     def split(self, root: list[torch.Tensor]) -> tuple[Pass, Pass]:
-        """The halves of a backward pass."""
+        """Record the two halves of a backward pass."""
         self.queue.begin()
         inputs = self.backward(root)
         waiting = self.queue.take()[::-1]
@@ -321,7 +321,7 @@ class _Piece:
         return inputs, weights[0]
 
     def parameters(self) -> tuple[Parameter, ...]:
-        """All of them, after a forward pass, which tells what becomes of their gradients."""
+        """List the parameters, after a forward pass, which tells whether their gradients are partial sums."""
         found = []
         for p in self.chunk.parameters():
             s = sharding_of(p)
@@ -332,7 +332,7 @@ class _Piece:
 
 
 def _topology(config: Config, device: str) -> Topology:
-    """A rank of a tensor-parallel group whose messages go nowhere, without the rest of the job."""
+    """Make a rank of a tensor-parallel group whose messages go nowhere, without the rest of the job."""
     size = config.parallel.tensor_model_parallel_size
     alone, tensor = Group((0,), 0), Group((0,), 0, kind="tensor")
     if size > 1:

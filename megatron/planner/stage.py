@@ -1,4 +1,4 @@
-"""What a pipeline stage does for one micro-batch, put together from the parts of a trace, and its seconds."""
+"""Work of a pipeline stage for one micro-batch, put together from the parts of a trace, and its seconds."""
 from __future__ import annotations
 
 import functools
@@ -12,11 +12,12 @@ from megatron.planner.events import Pass, Trace
 
 if TYPE_CHECKING:
     from megatron.config import Config
+    from megatron.config.parallel import RecomputeConfig
     from megatron.planner.rates import Rates
 
 
 class Stage(NamedTuple):
-    """What a global stage has to do. again: groups of layers that are recomputed, and the layers in them; split: the
+    """Work of a global stage. again: groups of layers that are recomputed, and the layers in them; split: the
     backward pass is run in two halves."""
 
     layers: int
@@ -28,27 +29,25 @@ class Stage(NamedTuple):
 
 
 def stages_of(config: Config) -> tuple[Stage, ...]:
-    """All global stages of a configuration."""
-    parallel, recompute = config.parallel, config.recompute
+    """List the global stages of a configuration."""
+    parallel = config.parallel
     size = parallel.pipeline_model_parallel_size
     split = size > 1 and splits_backward(config.schedule, size, parallel.num_chunks, config.num_micro_batches())
-    return _stages(
-        config.model.num_layers, parallel.num_stages, parallel.pipeline_layout, recompute.recompute_granularity,
-        recompute.recompute_method, recompute.recompute_num_layers, split,
-    )
+    layers = config.model.num_layers
+    return _stages(layers, parallel.num_stages, parallel.pipeline_layout, config.recompute, split)
 
 
 @functools.lru_cache(maxsize=4096)
 def _stages(
-    layers: int, stages: int, layout: str | None, granularity: str | None, method: str | None, n: int, split: bool
+    layers: int, stages: int, layout: str | None, recompute: RecomputeConfig, split: bool
 ) -> tuple[Stage, ...]:
-    counts = [len(of_stage) for of_stage in assign_layers(layers, stages, layout)]
+    counts, n = [len(of_stage) for of_stage in assign_layers(layers, stages, layout)], recompute.recompute_num_layers
 
     def again(count: int) -> tuple[int, int]:
-        """Groups and layers of a stage that run forward a second time (GPTChunk._run_layers)."""
-        if granularity != "full":
+        """Count groups and layers of a stage that run forward a second time (GPTChunk._run_layers)."""
+        if recompute.recompute_granularity != "full":
             return 0, 0
-        return (min(n, count), min(n, count)) if method == "block" else (-(-count // n), count)
+        return (min(n, count), min(n, count)) if recompute.recompute_method == "block" else (-(-count // n), count)
 
     return tuple(
         Stage(count, i == 0, i == stages - 1, *again(count), split) for i, count in enumerate(counts)
@@ -56,7 +55,7 @@ def _stages(
 
 
 class Run(NamedTuple):
-    """A pass that a stage runs so many `times` in a row. part: "embedding", "layer" or "head"; again: all of it is
+    """Pass that a stage runs so many `times` in a row. part: "embedding", "layer" or "head"; again: all of it is
     recomputation."""
 
     part: str
@@ -66,8 +65,9 @@ class Run(NamedTuple):
 
 
 def stage_passes(trace: Trace, stage: Stage) -> dict[str, list[Run]]:
-    """What a stage runs for one micro-batch: "forward", "backward" (or its first half) and "weight" (the second half).
-    In this order but for layers, of which recomputation and backward pass alternate.
+    """List what a stage runs for one micro-batch: "forward", "backward" (or its first half), "weight" (the second).
+
+    Runs are in order, except that recomputation and backward pass of layers alternate.
 
     In a group of layers whose input alone is kept, all run forward again before the first one runs backward: the last
     as torch does it for one alone, which ends at the last tensor that is kept.
@@ -91,19 +91,18 @@ def stage_passes(trace: Trace, stage: Stage) -> dict[str, list[Run]]:
 
 
 def stage_flops(trace: Trace, stage: Stage, *, again: bool | None = None) -> dict[str, float]:
-    """FLOPs of one tensor rank for one micro-batch, by pass; `again` as Pass.flops has it."""
-
-    def flops(run: Run) -> float:
-        if run.again:
-            return 0.0 if again is False else run.times * run.of.flops()
-        return run.times * run.of.flops(again=again)
-
-    return {name: sum(map(flops, runs)) for name, runs in stage_passes(trace, stage).items()}
+    """Count the FLOPs of one tensor rank for one micro-batch, by pass; `again` as Pass.flops has it."""
+    return {
+        name: sum(
+            run.times * run.of.flops(again=None if run.again else again)
+            for run in runs if again is not False or not run.again
+        ) for name, runs in stage_passes(trace, stage).items()
+    }  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def parameters_of(trace: Trace, stage: Stage) -> int:
-    """That one tensor rank of a stage holds, a tied embedding on the last one, too."""
+    """Count the parameters that one tensor rank of a stage holds, a tied embedding on the last stage included."""
     count = stage.layers * trace.layer.elements + stage.first * trace.embedding.elements
     if not stage.last:
         return count
@@ -111,12 +110,12 @@ def parameters_of(trace: Trace, stage: Stage) -> int:
 
 
 def owners(config: Config) -> int:
-    """Devices over which the optimizer's part of a parameter is divided."""
+    """Count the devices over which the optimizer's part of a parameter is divided."""
     return config.parallel.data_parallel_size if config.engine.zero_stage else 1
 
 
 def tied_elements(config: Config, trace: Trace) -> float:
-    """Elements of a tied embedding's gradient that a device of the first and of the last stage sums with the other."""
+    """Count the elements of a tied embedding's gradient that a device of the first stage sums with one of the last."""
     if config.parallel.pipeline_model_parallel_size == 1:
         return 0.0
     return sum(p.elements for p in trace.head.parameters if p.tied) / owners(config)
@@ -148,7 +147,7 @@ class StageSeconds:
 def stage_seconds(
     trace: Trace, stage: Stage, rates: Rates, message_s: MessageSeconds | None, *, hides: bool = True
 ) -> StageSeconds:
-    """Seconds of a stage; message_s None: messages take no time."""
+    """Time a stage; message_s None: messages take no time."""
     found = {}
     for name, runs in stage_passes(trace, stage).items():
         parts = [(run, pass_seconds(run.of, rates, message_s, hides=hides)) for run in runs]

@@ -75,11 +75,11 @@ class Follower(TorchDispatchMode):
                 self.taken(Take(storage.nbytes(), self.number, "logits" if rows else self.category), tensor)
 
     def follows(self, tensor: torch.Tensor) -> bool:
-        """Whether the memory of such a tensor is noted."""
+        """Return whether the memory of such a tensor is noted."""
         return is_empty(tensor)
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
-        """The number of a tensor's storage; None where it is not followed."""
+        """Return the number of a tensor's storage; None where it is not followed."""
         return self._seen.get(tensor.untyped_storage()._cdata, (None,))[0]
 
     def held(self) -> int:
@@ -94,16 +94,16 @@ class Follower(TorchDispatchMode):
         return gone
 
     def taken(self, step: Take, tensor: torch.Tensor) -> None:
-        """A storage was made, by an operator that returned this tensor."""
+        """Note that a storage was made, by an operator that returned this tensor."""
 
     def given(self, step: Give) -> None:
-        """Nothing refers to a storage any more; one that does not count has a number, too."""
+        """Note that nothing refers to a storage any more; one that does not count has a number, too."""
 
     def sent(self, name: str, args: Any, tensors: list[torch.Tensor], work: Work) -> None:
-        """A message was posted: torch's name for it, and the tensors that it reads and writes."""
+        """Note a message that was posted: torch's name for it, and the tensors that it reads and writes."""
 
     def arrived(self, work: Work) -> None:
-        """Somebody waits for a message."""
+        """Note that the code waits for a message."""
 
     def _communicate(self, func: Any, args: Any) -> Any:
         # What is on its way holds its tensors until somebody waits for it; nothing arrives before.
@@ -118,7 +118,7 @@ class Follower(TorchDispatchMode):
 
 
 class Work(dist.Work):
-    """The handle of a message that is there once it is waited for. number: for who follows."""
+    """Handle of a message that arrives once it is waited for. number: for the follower's own use."""
 
     def __init__(self, tensors: list[torch.Tensor], follower: Follower) -> None:
         super().__init__()
@@ -134,12 +134,12 @@ class Work(dist.Work):
 
 
 def is_empty(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no data."""
+    """Return whether a tensor has no data."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def tensors_of(values: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors in nested lists and tuples."""
+    """List the tensors in nested lists and tuples."""
     found = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -187,7 +187,7 @@ def _apply(module: torch.nn.Module, function: Any, recurse: bool = True) -> torc
 
 @contextlib.contextmanager
 def without_data(device: str, follower: Follower) -> Iterator[None]:
-    """Inside, tensors on `device` ("cpu", or "meta" for a GPU) have no data, and `follower` runs the operators."""
+    """Give tensors on `device` ("cpu", or "meta" for a GPU) no data, and let `follower` run the operators."""
     patch = unittest.mock.patch.object
     with contextlib.ExitStack() as stack:
         if device == "cpu":

@@ -1,4 +1,4 @@
-"""Traces of a model's parts: read once off the code (recorder.py), then kept, by all that they depend on.
+"""Traces of a model's parts, recorded once from the code (recorder.py) and cached by all that they depend on.
 
 In memory, and in files of the user's cache folder ($XDG_CACHE_HOME/megatron/traces, ~/.cache without that) under a
 digest of the sources: one that was made by other code is never read. MEGATRON_TRACE_CACHE names another folder, or
@@ -56,11 +56,13 @@ GPT2_VOCABULARY = 50257
 
 
 def trace(config: Config, device: str) -> Trace:
-    """What the parts of this model do for one micro-batch, on one rank of a "cuda" (a GPU of either make) or "cpu"
-    device. The kernels count as there on a GPU, which is elsewhere; on a CPU they are those of this machine."""
+    """Trace the parts of this model for one micro-batch on one rank of a "cuda" (any GPU) or "cpu" device.
+
+    On a GPU, which need not be here, all kernels count as built; on a CPU they are those of this machine.
+    """
     device = "cpu" if device == "cpu" else "cuda"
     own = config.pieces.layer, config.pieces.model
-    key = device, own, *(counted(getattr(config, section)) for section, counted in _counted())
+    key = device, own, _counted()(config)
     found = _traces.get(key)
     if found is None:
         plain = dataclasses.replace(config, recompute=RecomputeConfig())
@@ -77,7 +79,7 @@ _traces: dict[tuple[Any, ...], Trace] = {}
 
 @functools.cache
 def _names() -> dict[str, list[str]]:
-    """The settings of each section on which a trace depends."""
+    """List the settings of each section on which a trace depends."""
     return {
         name: [
             field.name for field in dataclasses.fields(section)
@@ -88,13 +90,13 @@ def _names() -> dict[str, list[str]]:
 
 
 @functools.cache
-def _counted() -> list[tuple[str, Callable[[Any], Any]]]:
-    """For each section a function that reads them all."""
-    return [(section, operator.attrgetter(*names)) for section, names in _names().items() if names]
+def _counted() -> Callable[[Any], Any]:
+    """Return a function that reads all of these settings from a configuration."""
+    return operator.attrgetter(*(f"{section}.{name}" for section, names in _names().items() for name in names))
 
 
 def that_counts(config: Config, kind: str) -> Config:
-    """A configuration in which all that a trace does not depend on has its default."""
+    """Return the configuration with the default for every setting that a trace does not depend on."""
     sections = {}
     for name, section in SECTIONS.items():
         reset = {f.name: f.default for f in dataclasses.fields(section) if f.name not in _names()[name]}
@@ -115,7 +117,7 @@ _parts: dict[tuple[str, Pieces], Part] = {}
 
 def _part(config: Config, kind: str, device: str) -> Part:
     config = that_counts(config, kind)
-    key = repr((kind, device, *(counted(getattr(config, section)) for section, counted in _counted())))
+    key = repr((kind, device, _counted()(config)))
     found = _parts.get((key, config.pieces))
     if found is None:
         # Nobody knows the sources of pieces of one's own: these are kept in memory only.
@@ -136,7 +138,7 @@ def _part(config: Config, kind: str, device: str) -> Part:
 
 @functools.cache
 def _folder(device: str) -> Path | None:
-    """Where traces of these sources are; None: nowhere."""
+    """Return the folder for traces of these sources; None where there is none."""
     wanted = os.environ.get(FOLDER)
     if wanted == "none":
         return None
@@ -193,7 +195,7 @@ _TYPES: dict[str, Any] = {
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it: an object or a tuple as the name of its type and what it holds."""
+    """Return a value as JSON: an object or a tuple as a list of the name of its type and its contents."""
     if isinstance(value, Part | Pass):
         return [type(value).__name__, *map(_plain, vars(value).values())]
     if isinstance(value, tuple):
@@ -202,7 +204,7 @@ def _plain(value: Any) -> Any:
 
 
 def _made(plain: Any) -> Any:
-    """The value that `_plain` wrote."""
+    """Return the value that `_plain` wrote."""
     if not isinstance(plain, list):
         return plain
     name, values = plain[0], map(_made, plain[1:])

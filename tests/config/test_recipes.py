@@ -13,8 +13,8 @@ from megatron.errors import ConfigError
 from megatron.planner.cluster import load_cluster
 from megatron.planner.memory import memory_of_ranks
 from megatron.planner.placement import choose_placement, rank_rows
-from megatron.planner.recipes import RECIPES, Recipe
 from tools import show_recipe
+from tools.show_recipe import RECIPES, Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs/frontier.md"

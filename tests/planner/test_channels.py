@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from megatron.config import Config
 from megatron.config.parallel import RANK_ORDERS
 from megatron.parallel.topology import Layout
-from megatron.planner.channels import Channels, groups_on_nodes
+from megatron.planner.channels import Channels, groups_on_nodes, node_links, ways
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.compute import ASSUMED, MEASURED, PUBLISHED, Figure
-from megatron.planner.links import node_links, ways
 from megatron.planner.placement import choose_placement, naive_placement, place_with
 from tests.planner.layouts import made
 
@@ -140,18 +139,16 @@ def test_latency_of_rings_and_trees() -> None:
     assert channels.tensor_s("all_reduce", 0) == pytest.approx(start + 14 * within)
     assert channels.data_s("reduce_scatter", 0) == pytest.approx(start + 3 * between)
     assert channels.data_s("all_reduce", 0) == pytest.approx(start + 4 * between)  # a tree of 4 nodes is 2 deep
-    assert channels.world_s(0) == pytest.approx(start + 2 * (7 * within + 2 * between))
-    assert channels.model_s(0) == pytest.approx(start + 14 * within)
-    # A replica of 64 ranks, four on each of 16 nodes.
+    # Two replicas on each of 8 nodes.
     channels = Channels(made(4, 16, 16), FRONTIER, naive_placement(made(4, 16, 16), FRONTIER))
-    assert channels.model_s(0) == pytest.approx(start + 2 * (3 * within + 4 * between))
-    assert channels.data_s("all_gather", 0) == pytest.approx(start + 8 * within + 7 * between)  # two on each of 8 nodes
+    assert channels.data_s("all_gather", 0) == pytest.approx(start + 8 * within + 7 * between)
+    assert channels.data_s("all_reduce", 0) == pytest.approx(start + 2 * (within + 3 * between))
 
 
 def test_a_group_of_one_sends_nothing() -> None:
     channels = channels_of(made(1, 1, 1))
     assert channels.tensor_s("all_reduce", 1e9) == channels.data_s("all_gather", 1e9) == 0.0
-    assert channels.model_s(1e9) == channels.tied_s(1) == channels.world_s(8) == 0.0
+    assert channels.tied_s(1) == 0.0
     assert channels.confidence.used == ()
 
 

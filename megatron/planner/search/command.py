@@ -13,8 +13,7 @@ from megatron.errors import ConfigError
 from megatron.planner.clocked import rates_of
 from megatron.planner.cluster import Cluster, load_cluster
 from megatron.planner.search import tables
-from megatron.planner.search.find import GIB, Found, Search, search
-from megatron.planner.search.places import check_device_orders
+from megatron.planner.search.find import GIB, Found, Search, check_device_orders, search
 from megatron.planner.search.space import Space, make_config
 from megatron.planner.search.tables import Chosen, chosen_layout
 from megatron.planner.table import Table
@@ -92,7 +91,7 @@ def make_search(args: argparse.Namespace, flags: Sequence[str]) -> Search:
 
 
 def _form(given: Search, text: str) -> Search:
-    """The search of the layouts of --layout alone, within what --fix allows. Raises ConfigError."""
+    """Return a search of the layouts of --layout alone, within what --fix allows. Raises ConfigError."""
     wanted, space = parse_layout(text, "--layout"), given.space
     if "recompute" in wanted:  # full means here what --recompute-granularity full means in a run
         wanted["recompute"] = tuple("full:uniform:1" if v == "full" else v for v in wanted["recompute"])
@@ -122,13 +121,13 @@ def _worlds(args: argparse.Namespace, cluster: Cluster) -> tuple[int, ...]:
 
 
 def _whole_nodes(nodes: Sequence[int], cluster: Cluster) -> tuple[int, ...]:
-    """Devices of so many nodes. Raises ConfigError for more than a job gets."""
+    """Count the devices of each number of nodes. Raises ConfigError for more nodes than a job gets."""
     cluster.wall_limit_hours(max(nodes))
     return tuple(cluster.devices_per_node * count for count in nodes)
 
 
 def _numbers(text: str, flag: str) -> list[int]:
-    """128, or 64,128, or 16:128 as 16, 32, 64, 128."""
+    """Read numbers: 128, or 64,128, or 16:128 as 16, 32, 64, 128. Raises ConfigError."""
     low, colon, high = text.partition(":")
     try:
         found = [int(part) for part in ([low, high] if colon else text.split(","))]
@@ -143,7 +142,7 @@ def _numbers(text: str, flag: str) -> list[int]:
 
 
 def headroom_bytes(text: str, cluster: Cluster) -> float:
-    """Bytes of a device's memory that GIB or a percentage leaves free. Raises ConfigError."""
+    """Convert --headroom, GiB or a percentage, into bytes of a device's memory. Raises ConfigError."""
     number, percent = text.removesuffix("%"), text.endswith("%")
     try:
         value = float(number)

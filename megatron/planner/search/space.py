@@ -120,7 +120,7 @@ class Space:
                         rejections.add("no variant of these sizes is allowed", self.write(size))
 
     def _problem(self, tp: int) -> str | None:
-        """What validation says against a tensor-parallel size alone."""
+        """Return what validation says against a tensor-parallel size alone."""
         try:
             settings = Layout(tp, tp, tp).settings(self.base.model.num_layers) | {"global_batch_size": None}
             self.base.replace(pipeline_layout=None, rampup_batch_size=None, **settings)
