@@ -28,12 +28,11 @@ _PLACES = {
     "megatron.pipeline.instructions": ("Instruction", "Op"),
     "megatron.pipeline.schedule": ("build_schedule",),
     "megatron.pipeline.executor": ("Executor",),
-    "megatron.engine.assemble": ("build_executor",),
-    "megatron.engine.engine": ("Engine",),
+    "megatron.engine.engine": ("Engine", "build_executor"),
     "megatron.engine.lr": ("LearningRateSchedule", "WeightDecaySchedule"),
     "megatron.program": ("main", "pretrain"),
     "megatron.protocols": ("Callback",),
-    "megatron.training.allocator": ("tune_allocator",),
+    "megatron.training.run.host": ("tune_allocator",),
 }
 _MODULE_OF = {name: module for module, names in _PLACES.items() for name in names}
 

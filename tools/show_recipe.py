@@ -26,7 +26,7 @@ from megatron.planner.placement import naive_placement
 from megatron.planner.table import Table, print_table
 from megatron.planner.timing import estimate
 from megatron.planner.trace import GPT2_VOCABULARY
-from megatron.training.failures import as_tool
+from megatron.training.run.process import as_tool
 
 _GIB = 2**30
 _PARTS = ("recompute", "bubble", "tensor messages", "pipeline messages", "data-parallel")

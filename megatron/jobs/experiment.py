@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron import metrics_file
 from megatron.config.duration import show_duration
-from megatron.data.folder_claim import FolderClaim
+from megatron.data.file_lock import FolderClaim
 from megatron.errors import ConfigError
 from megatron.jobs.points import Cost, Point, bubble_of
 from megatron.jobs.runner import SLACK, START_UP_S, End, Job, Runner, is_complete

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.config.duration import duration_s, show_duration
-from megatron.data.folder_claim import LOCK_NAME
+from megatron.data.file_lock import LOCK_NAME
 from megatron.errors import ConfigError, DataError
 from megatron.jobs.endings import CRASH, HANG, LOST_RANK, OUT_OF_MEMORY, TIME_OUT, Ending, cause, ending
 from megatron.jobs.nodes import Inquiry, Nodes

@@ -5,7 +5,7 @@ Each rank has a record of fixed size, one page of a file that all ranks of its n
 step and phase, the last instruction of the schedule, the last collective or message that it entered
 and whether it has left it, and how many collectives it has posted in each kind of group. Writing
 makes no system call and takes no lock. So a rank that is stopped, stuck in a kernel or dead is
-described by its neighbours (Watchdog of megatron.training).
+described by its neighbours (megatron.training.safety.watchdog).
 
 Needs no torch.
 """

@@ -25,7 +25,7 @@ class Sharding:
     extent           how much of the local tensor, from its first element, is real; the rest is padding
     dim              the dimension that tensor parallelism divides; None when every tensor rank holds the same values
     partial_gradient whether the gradients of the tensor ranks are terms of a sum; None leaves that to the autograd
-                     graph of the first forward pass (engine/terms.py)
+                     graph of the first forward pass (engine/gradients.py)
     tied             whether this is the tied embedding weight, held by the first and the last stage
     decay            whether weight decay applies
     """

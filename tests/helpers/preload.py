@@ -11,7 +11,7 @@ import torch.distributed
 
 torch.set_num_threads(1)
 
-from megatron.engine.deepspeed_setup import import_deepspeed  # noqa: E402
+from megatron.engine.deepspeed_internals import import_deepspeed  # noqa: E402
 
 import_deepspeed("cpu")  # a second that every process of every case would spend
 
@@ -23,7 +23,7 @@ import pytest  # noqa: E402, F401
 import megatron.checkpoint.load  # noqa: E402
 import megatron.checkpoint.save  # noqa: E402
 import megatron.model.gpt  # noqa: E402
-import megatron.training.run  # noqa: E402, F401
+import megatron.training.run.setup  # noqa: E402, F401
 import tests.helpers.training  # noqa: E402, F401
 
 with contextlib.suppress(ImportError):  # DeepSpeed's initialize takes it where it is there

@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from megatron.config import Config
 from megatron.data.batch import MicroBatch
-from megatron.engine.assemble import build_executor
-from megatron.engine.engine import Engine
+from megatron.engine.engine import Engine, build_executor
 from megatron.model.formulas import peak_tflops
 from megatron.model.gpt import build_chunks
 from megatron.parallel import collectives
@@ -28,7 +27,7 @@ from megatron.planner.calibration.compute import compute_tasks
 from megatron.planner.calibration.tasks import kinds_of_groups, measure, message_tasks, open_groups
 from megatron.planner.cluster import Cluster, Queue
 from megatron.planner.compute import ASSUMED, DTYPES, MEASURED, Compute, Figure
-from megatron.training.setup import set_up_host
+from megatron.training.run.setup import set_up_host
 
 FEW, MANY = 1, 5
 SEQUENCE = 16

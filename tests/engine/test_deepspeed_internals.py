@@ -1,0 +1,165 @@
+"""Start-up: nothing compiled, nothing printed, nothing changed for others; what is handed to DeepSpeed; its names."""
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.engine import deepspeed_internals
+from megatron.engine.deepspeed_internals import OF_MODULES, OF_OBJECTS, import_deepspeed
+from megatron.engine.deepspeed_json import deepspeed_json
+from megatron.engine.engine import Engine
+from megatron.errors import ConfigError
+from megatron.parallel.topology import Topology
+from tests.engine import toy
+from tests.helpers.launching import ROOT, TINY, launch
+from tests.helpers.processes import run_processes
+
+PROGRAM = """
+import contextlib, io, json, logging, os, sys
+import torch
+compile_before = torch.compile
+from megatron import parse_args, pretrain
+for implementation in ("torch", "fused"):
+    with contextlib.redirect_stdout(io.StringIO()):
+        pretrain(parse_args([*sys.argv[1:], "--optimizer-implementation", implementation]))
+imported = [name for name in ("torch._dynamo", "torch.distributed.tensor", "sympy") if name in sys.modules]
+from megatron.engine.engine import Engine
+from megatron.parallel.topology import Topology
+from tests.engine import toy
+from tests.helpers.launching import ROOT, TINY
+topology = Topology.create()
+engine = Engine(toy.config("bf16"), topology, toy.build(topology))
+toy.backward(engine, topology, 0)
+engine.step(0.1)
+code = [m for m in sys.modules if m.startswith("torch._inductor.codegen")]
+function = torch.compile(lambda x: x + 1, backend="eager")
+print(json.dumps({
+    "compile": torch.compile is compile_before and type(function).__name__,
+    "compiled": int(function(torch.ones(()))),
+    "disabled": os.environ.get("TORCH_COMPILE_DISABLE"),
+    "dynamo disabled": torch._dynamo.config.disable,
+    "imported": [*imported, *(name for name in ("mpi4py",) if name in sys.modules)],
+    "deepspeed": [int(n) for n in sys.modules["deepspeed"].__version__.split("+")[0].split(".")],
+    "logging": logging.root.manager.disable,
+    "extensions": os.environ["TORCH_EXTENSIONS_DIR"],
+    "inductor code": code,
+    "variables": [v for v in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if v in os.environ],
+}))
+"""
+
+
+@pytest.mark.slow
+def test_one_process_without_launcher(tmp_path: Path) -> None:
+    """torch's compiler, and its distributed tensors with sympy (for checkpoints), each cost a start 0.4 s and more."""
+    set_by_others = "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT DS_ACCELERATOR TORCH_EXTENSIONS_DIR".split()
+    env = {k: v for k, v in os.environ.items() if k not in set_by_others}
+    env |= {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", PROGRAM, *TINY, "--train-iters", "1"]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 1, "DeepSpeed's own messages are kept away"
+    assert "deepspeed" not in done.stderr.lower()
+    found = json.loads(lines[0])
+    assert found["extensions"] == str(tmp_path / f"torch_extensions_{os.getuid()}")
+    assert not Path(found["extensions"]).exists(), "nothing was compiled"
+    assert found["compile"] == "function" and found["compiled"] == 2
+    assert found["disabled"] is None and found["dynamo disabled"] is False
+    assert found["variables"] == [], "a later launch in this process must not read them"
+    assert found["logging"] == 0
+    if found["deepspeed"] >= [0, 19, 8]:  # older ones import torch's compiler themselves
+        assert (found["imported"], found["inductor code"]) == ([], [])
+
+
+@pytest.mark.slow
+def test_what_mpirun_says_beside_another_launcher() -> None:
+    """DeepSpeed asserts that both say the same of the local rank; here the launcher that counts was chosen before."""
+    (outcome,) = launch(1, [*TINY, "--train-iters", "1"], env={"LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "3"})
+    assert outcome is not None and outcome.code == 0, outcome
+
+
+def test_settings_win_over_what_is_passed_through() -> None:
+    extra: dict[str, Any] = {
+        "zero_optimization": {"stage": 3, "overlap_comm": True, "sub_group_size": 5},
+        "tensorboard": {"enabled": False},
+    }
+    config = toy.config("bf16", extra=extra, zero_reduce_bucket_size=10**9)
+    found = deepspeed_json(config, 2, 101)
+    assert found["tensorboard"] == {"enabled": False}
+    zero = found["zero_optimization"]
+    assert (zero["stage"], zero["overlap_comm"], zero["sub_group_size"]) == (1, False, 5)
+    assert zero["reduce_bucket_size"] == 102  # no larger than the parameters need, and even
+    assert found["data_types"] == {"grad_accum_dtype": "fp32"}
+    # Global batch 6 of micro-batches of 1 on 2 ranks.
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    assert [found[key] for key in keys] == [6, 1, 3]
+    assert extra["zero_optimization"]["stage"] == 3, "the user's settings are not changed"
+
+
+@pytest.mark.slow
+def test_what_deepspeed_refuses_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"zero_optimization": {"no_such_key": 1}}))
+    (outcome,) = launch(1, [*TINY, "--train-iters", "1", "--deepspeed_config", str(file)])
+    assert outcome is not None and outcome.code == 2 and "no_such_key" in outcome.output, outcome
+
+
+def test_old_deepspeed_is_refused() -> None:
+    deepspeed_internals._check_version("0.19.5")
+    deepspeed_internals._check_version("0.20.0+rocm")
+    with pytest.raises(ConfigError, match=r"0\.18\.9.*0\.19\.5"):
+        deepspeed_internals._check_version("0.18.9")
+
+
+def raised(action: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        action()
+    return str(error.value)
+
+
+def without_names(rank: int) -> dict[str, str]:
+    """Errors of a DeepSpeed without each name of its modules, and of one whose optimizer lacks a method."""
+    found = {"version": import_deepspeed().__version__}
+    for module, names in OF_MODULES.items():
+        for name in names:
+            path, _, last = name.partition("(")[0].rpartition(".")
+            owner = importlib.import_module(module)
+            with pytest.MonkeyPatch.context() as patch:
+                if name.endswith(")"):
+                    patch.setattr(getattr(owner, path), last, lambda self: None)
+                else:
+                    patch.delattr(getattr(owner, path) if path else owner, last)
+                found[name] = raised(import_deepspeed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr("deepspeed.runtime.bf16_optimizer.BF16_Optimizer.update_lp_params")
+        topology = Topology.create()
+        found["update_lp_params"] = raised(lambda: Engine(toy.config("bf16"), topology, toy.build(topology)))
+    return found
+
+
+@pytest.mark.slow
+def test_a_missing_name_is_refused_with_the_version() -> None:
+    (found,) = run_processes(1, without_names)
+    version = found.pop("version")
+    assert len(found) == len({name for names in OF_MODULES.values() for name in names}) + 1
+    for name, message in found.items():
+        assert name in message and version in message and "0.19.5" in message
+
+
+@pytest.mark.parametrize("kind", sorted(OF_OBJECTS))
+def test_every_name_of_an_object_is_checked(kind: str) -> None:
+    """What DeepSpeed makes under the same class name, whole and without one name at a time."""
+    whole = dict(OF_OBJECTS[kind])
+    deepspeed_internals._check_object(type(kind, (), whole)(), "7.8.9")
+    for name in whole:
+        lacking = type(kind, (), {k: v for k, v in whole.items() if k != name})()
+        message = raised(lambda lacking=lacking: deepspeed_internals._check_object(lacking, "7.8.9"))
+        assert name in message and "7.8.9" in message
+    assert "Another" in raised(lambda: deepspeed_internals._check_object(type("Another", (), whole)(), "7.8.9"))
