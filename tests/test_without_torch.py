@@ -50,7 +50,7 @@ LIGHT = (
     "megatron.parallel.placing megatron.model.formulas "
     "megatron.model.stages megatron.kernels.availability megatron.kernels.choose megatron.training "
     "megatron.planner.cluster megatron.planner.placement megatron.planner.rates "
-    "megatron.planner.channels megatron.jobs.scaling_report "
+    "megatron.planner.channels megatron.jobs.scaling "
     "megatron.jobs.check_slurm megatron.jobs.runner megatron.jobs.space"
 ).split()
 HELPS = (

@@ -85,8 +85,8 @@ def calibrate(args: argparse.Namespace, flags: list[str], argv: Sequence[str]) -
 def start(count: int, argv: Sequence[str]) -> None:
     """Start this program `count` times, as a launcher would, and show what the first process says. Raises LaunchError
     where one fails."""
-    from megatron.jobs.endings import ending
     from megatron.jobs.processes import logs_of, start_here
+    from megatron.jobs.result import ending
 
     with tempfile.TemporaryDirectory(prefix="megatron-calibration-") as name:
         folder = Path(name)

@@ -19,8 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.config.option import Parser, real, whole
 from megatron.errors import ConfigError, print_error
-from megatron.jobs.scaling import Judge, figures, find_runs
-from megatron.jobs.scaling_report import Series, as_csv, compare, draw, state, table
+from megatron.jobs.scaling import Judge, Series, as_csv, compare, draw, figures, find_runs, state, table
 from megatron.planner.table import print_table
 from megatron.training.failures import as_tool
 from megatron.untrusted import write_text

@@ -27,8 +27,7 @@ from megatron.config.command_line import add_preset, split_at_dashes
 from megatron.config.option import MOST_PROCESSES, Parser, real, whole
 from megatron.errors import ConfigError
 from megatron.jobs import experiment
-from megatron.jobs.experiment import Experiment, state_of
-from megatron.jobs.points import KINDS, Cost, Point, Request, cost, plan
+from megatron.jobs.experiment import KINDS, Cost, Experiment, Point, Request, cost, plan, state_of
 from megatron.jobs.processes import ROOT
 from megatron.jobs.runner import Place, Runner, slurm_time_left_s, time_left
 from megatron.planner.cluster import Cluster, load_cluster

@@ -20,8 +20,17 @@ from megatron.config.layout import Layout, layout_of, write_value
 from megatron.config.resolve import resolve
 from megatron.config.settings import raise_problems
 from megatron.errors import ConfigError
-from megatron.jobs.expressions import Expression
-from megatron.jobs.space import CHUNK, DECIDES, SETTING, Space, Value, flags_of, read_value, settings_of_flags
+from megatron.jobs.space import (
+    CHUNK,
+    DECIDES,
+    SETTING,
+    Expression,
+    Space,
+    Value,
+    flags_of,
+    read_value,
+    settings_of_flags,
+)
 from megatron.planner.cluster import CLUSTERS, Cluster
 from megatron.planner.memory import memory_of_ranks
 from megatron.planner.search.find import worthwhile_placements

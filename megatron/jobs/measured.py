@@ -13,8 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron.jobs.candidates import Candidate
-from megatron.jobs.endings import LOST_RANK, OUT_OF_MEMORY
-from megatron.jobs.result import RUNNING, Result
+from megatron.jobs.result import LOST_RANK, OUT_OF_MEMORY, RUNNING, Result
 
 OBJECTIVES = ("tokens_per_s", "node_hours")
 CONFIRM = "confirm"

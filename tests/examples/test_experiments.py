@@ -17,8 +17,18 @@ from megatron.data.folder_claim import FolderClaim
 from megatron.errors import ConfigError
 from megatron.jobs import experiment as show
 from megatron.jobs import runner as running
-from megatron.jobs.experiment import Experiment, least_time_s, state_of
-from megatron.jobs.points import KINDS, Cost, Point, Request, bubble_of, cost, plan
+from megatron.jobs.experiment import (
+    KINDS,
+    Cost,
+    Experiment,
+    Point,
+    Request,
+    bubble_of,
+    cost,
+    least_time_s,
+    plan,
+    state_of,
+)
 from megatron.jobs.runner import START_UP_S, Place, Runner
 from megatron.planner.cluster import load_cluster
 from megatron.training.micro_batches import BatchSchedule

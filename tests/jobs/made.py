@@ -12,8 +12,7 @@ import pytest
 from megatron.jobs import search as searching
 from megatron.jobs import tune as module
 from megatron.jobs.candidates import Candidate, enumerate_candidates
-from megatron.jobs.endings import Ending
-from megatron.jobs.result import DONE, Result
+from megatron.jobs.result import DONE, Ending, Result
 from megatron.jobs.runner import End, Job, write_json
 from megatron.jobs.setup import Setup, make_setup
 from megatron.jobs.tune import Search

@@ -10,7 +10,6 @@ import pytest
 
 from megatron.config.layout import Layout
 from megatron.jobs.candidates import Candidate
-from megatron.jobs.endings import CRASH, LOST_RANK, OUT_OF_MEMORY
 from megatron.jobs.measured import (
     CONFIRM,
     Measured,
@@ -22,7 +21,7 @@ from megatron.jobs.measured import (
     ruled_out,
     within_noise,
 )
-from megatron.jobs.result import DONE, FAILED, Result
+from megatron.jobs.result import CRASH, DONE, FAILED, LOST_RANK, OUT_OF_MEMORY, Result
 
 RATE = "tokens_per_s"
 CANDIDATES = [Candidate(i, f"k={i}", {"k": i}, Layout(8, 1), (), 1, 1000) for i in range(8)]

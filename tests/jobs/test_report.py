@@ -9,8 +9,8 @@ import pytest
 
 from megatron.config.command_line import parse_args, parse_plan
 from megatron.errors import ConfigError
-from megatron.jobs.endings import Ending
-from megatron.jobs.report import Report
+from megatron.jobs.result import Ending
+from megatron.jobs.tune import Report
 from tests.jobs.made import Made, no_files, search, setup, truth
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from megatron.errors import ConfigError
 from megatron.jobs import runner as running
-from megatron.jobs.endings import CRASH, HANG, LOST_RANK, OUT_OF_MEMORY, TIME_OUT
+from megatron.jobs.result import CRASH, HANG, LOST_RANK, OUT_OF_MEMORY, TIME_OUT
 from megatron.jobs.runner import ALLOCATION, TIME, End, Job, Place, Runner, time_left
 from tests.helpers.clock import VirtualClock
 from tests.jobs.waiting import Lifeline

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron.jobs.scaling import Figures, Judge, figures, find_runs, read_run
-from megatron.jobs.scaling_report import compare
+from megatron.jobs.scaling import Figures, Judge, compare, figures, find_runs, read_run
 from tests.helpers.launching import ROOT
 from tests.tools.measured import (
     SEQUENCE,
