@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron.config import Config
 from megatron.errors import ConfigError, DataError
-from megatron.jobs.scaling import Judge, figures
+from megatron.jobs.scaling import figures
 from megatron.jobs.scaling import read_run as read_measured
 from megatron.planner.cluster import Cluster, assumed_figures
 from megatron.planner.compute import is_time
@@ -72,7 +72,7 @@ def refined(cluster: Cluster, paths: Sequence[Path]) -> tuple[Cluster, Factors, 
 
 def read_run(path: Path) -> Run:
     """Read the last start in a metrics file, or in that of a folder, without its first steps. Raises DataError."""
-    found = figures(read_measured(path), Judge(WARM_UP))
+    found = figures(read_measured(path), WARM_UP)
     if not found.valid or found.step_s is None or found.steady < LEAST_STEPS:
         why = found.run.failure or "; ".join(found.problems) or f"{found.steady} steady step(s)"
         raise DataError(f"{path}: {why}: {LEAST_STEPS} steps or more with the full batch after the first {WARM_UP} are "

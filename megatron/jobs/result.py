@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron.config import Config
 from megatron.config.layout import layout_of
 from megatron.errors import DataError
-from megatron.jobs.scaling import Figures, Judge, figures, read_run
+from megatron.jobs.scaling import Figures, figures, read_run
 from megatron.metrics_file import read_records
 from megatron.training.failures import EXIT_ERROR, EXIT_LOST_RANK, EXIT_USER_ERROR
 
@@ -160,7 +160,7 @@ def read_result(metrics: Path, asked: Config, warm_up: int) -> Result:
     """Read the result of a run that has done all its steps. One with anything in it that contradicts itself, or the
     settings that were asked for, is INVALID and says what."""
     try:
-        found = figures(read_run(metrics), Judge(warm_up=warm_up))
+        found = figures(read_run(metrics), warm_up)
         starts = sum(record["event"] == "start" for record in read_records(metrics))
     except DataError as error:
         return Result(INVALID, None, str(error))

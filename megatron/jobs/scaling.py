@@ -11,7 +11,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,28 +31,20 @@ _PLAUSIBLE_PART_OF_PEAK = 0.9  # no training run comes near, beyond it the figur
 
 @dataclass(frozen=True)
 class Line:
-    """A record of a metrics file, under its names, of the `steps` steps that it stands for; step_time_s is their mean.
-
-    time: when it was written, in seconds since 1970; times_ms: of the parts of a step, of the fastest and the slowest
-    rank.
-    """
+    """A record of a metrics file, under its names, for `steps` steps, whose mean step_time_s is. time: when it was
+    written, in seconds since 1970."""
 
     iteration: int
     steps: int
     global_batch_size: int
     step_time_s: float
-    consumed_samples: int | None = None
+    consumed_samples: float = math.nan
     model_tflops: float | None = None
     hardware_tflops: float | None = None
-    memory_bytes: int | None = None
-    skipped: int | None = None
-    nan: int | None = None
-    time: float | None = None
-    times_ms: Mapping[str, Any] | None = None
-
-    @property
-    def step_s(self) -> float:
-        return self.step_time_s
+    memory_bytes: int = 0
+    skipped: int = 0
+    nan: int = 0
+    time: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -127,11 +119,11 @@ def read_run(path: str | Path) -> MeasuredRun:
     settings = {**point.get("settings", {}), **(start.get("config") or {}), **{k: v for k, v in layout.items() if v}}
     check_kinds(settings, SETTINGS, path)
     first, lines = int(start.get("iteration") or 0), list[Line]()
-    names = {each.name for each in fields(Line)} - {"steps"}
+    names = Line.__dataclass_fields__.keys() - {"steps"}
     for record in records:
         if record["event"] == "iteration" and record.get("step_time_s") and record.get("global_batch_size"):
             steps = max(1, record["iteration"] - (lines[-1].iteration if lines else first))
-            lines.append(Line(steps=steps, **{key: record[key] for key in names & record.keys()}))
+            lines.append(Line(steps=steps, **{name: record[name] for name in names if record.get(name) is not None}))
     failure = result.get("reason") if result.get("status") not in (None, "done") else None
     if failure is None and not lines:
         failure = "no iteration was logged" if result or file.exists() else "not run yet"
@@ -142,14 +134,6 @@ def read_run(path: str | Path) -> MeasuredRun:
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Judge:
-    """What figures are judged by. warm_up: steps; peak_tflops: of a device; None: what is known."""
-
-    warm_up: int | None = None
-    peak_tflops: float | None = None
 
 
 @dataclass(frozen=True)
@@ -191,29 +175,35 @@ class Figures:
         return (self.range_s[1] - self.range_s[0]) / self.step_s if self.range_s and self.step_s else None
 
 
-def figures(run: MeasuredRun, judge: Judge | None = None) -> Figures:
-    """Measure a run. A run without lines gives figures without values."""
-    judge = judge or Judge()
-    memory = max((line.memory_bytes or 0 for line in run.lines), default=0) or None
-    found = Figures(run, sum(line.skipped or 0 for line in run.lines), sum(line.nan or 0 for line in run.lines), memory)
+def figures(run: MeasuredRun, warm_up: int | None = None, peak_tflops: float | None = None) -> Figures:
+    """Measure a run. A run without lines gives figures without values.
+
+    warm_up      steps that do not count; None: as its point says, else 1
+    peak_tflops  of a device; None: what is known
+    """
+    memory = max((line.memory_bytes for line in run.lines), default=0) or None
+    found = Figures(run, sum(line.skipped for line in run.lines), sum(line.nan for line in run.lines), memory)
     if not run.lines:
         return found
-    steady = steady_lines(run, judge.warm_up)
+    first = run.start_iteration + (run.point.get("warm_up", 1) if warm_up is None else warm_up)
+    full = max(line.global_batch_size for line in run.lines)
+    steady = [line for line in run.lines if line.iteration - line.steps >= first and line.global_batch_size == full
+              and not line.skipped and not line.nan]  # fmt: skip
     if not steady:
         why = (f"no steady step: of {sum(line.steps for line in run.lines)} steps {found.skipped} were skipped, "
                f"{found.nan} had a loss that is not finite, and none of the others is after the warm-up with the full "
                "batch")  # fmt: skip
         return replace(found, problems=() if run.failure else (why,))
-    times, full = [line.step_s for line in steady], steady[0].global_batch_size
+    times = [line.step_time_s for line in steady]
     step_s, sequence = statistics.median(times), run.get("seq_length")
     tokens = full * sequence / step_s if sequence else None
 
     def stated(name: str) -> float | None:
-        work = [rate * line.step_s for line in steady if (rate := getattr(line, name)) is not None]
+        work = [rate * line.step_time_s for line in steady if (rate := getattr(line, name)) is not None]
         return statistics.median(work) / step_s if work else None
 
     dtype = "float16" if run.get("fp16") else "bfloat16" if run.get("bf16") else "float32"
-    peak = judge.peak_tflops or formulas.peak_tflops(run.device, dtype)
+    peak = peak_tflops or formulas.peak_tflops(run.device, dtype)
     model, hardware = stated("model_tflops"), stated("hardware_tflops")
     measured = (value for name, value in _MEASURED_GEMM_TFLOPS.items() if name in run.device and dtype != "float32")
     ceiling = next(measured, math.inf if peak is None else _PLAUSIBLE_PART_OF_PEAK * peak)
@@ -237,31 +227,18 @@ def figures(run: MeasuredRun, judge: Judge | None = None) -> Figures:
     )  # fmt: skip
 
 
-def steady_lines(run: MeasuredRun, warm_up: int | None = None) -> list[Line]:
-    """The lines of a run's steady steps; warm_up: how many do not count, None: as its point says, else 1."""
-    first = run.start_iteration + (run.point.get("warm_up", 1) if warm_up is None else warm_up)
-    full = max((line.global_batch_size for line in run.lines), default=0)
-    return [line for line in run.lines if line.iteration - line.steps >= first and line.global_batch_size == full
-            and not line.skipped and not line.nan]  # fmt: skip
-
-
 def _contradictions(run: MeasuredRun) -> Iterator[str]:
-    """Samples or times that do not agree with the line before."""
+    """Find samples and times that do not agree with the line before. Those that a line lacks are NaN, which agrees."""
     for before, line in itertools.pairwise(run.lines):
-        counted, expected = _between(before, line, "consumed_samples"), line.global_batch_size * line.steps
+        counted, expected = line.consumed_samples - before.consumed_samples, line.global_batch_size * line.steps
         ramp = run.get("rampup_batch_size") and line.steps > 1  # the batch of steps between two lines is not known
-        if counted not in (None, expected) and not ramp:
+        if abs(counted - expected) > 0 and not ramp:
             yield (f"iteration {line.iteration}: {counted} samples were counted since iteration {before.iteration}, "
                    f"but {line.steps} step(s) of {line.global_batch_size} take {expected}")  # fmt: skip
-        passed, took = _between(before, line, "time"), line.step_s * line.steps
-        if passed is not None and took > 1.05 * passed + 1.0:  # what reading clocks may explain
+        passed, took = line.time - before.time, line.step_time_s * line.steps
+        if took > 1.05 * passed + 1.0:  # what reading clocks may explain
             yield (f"iteration {line.iteration}: says {took:.4g} s, but the clock moved by {passed:.4g} s since "
                    f"iteration {before.iteration}")  # fmt: skip
-
-
-def _between(before: Line, line: Line, name: str) -> float | None:
-    old, new = getattr(before, name), getattr(line, name)
-    return None if old is None or new is None else new - old
 
 
 WEAK, STRONG, SWEEP, OTHER = "weak", "strong", "sweep", "other"
@@ -299,16 +276,14 @@ class Series:
     def efficiency(self, member: Figures) -> Range | None:
         """Throughput per device over that of the base; the ends are those of the slowest steps of one against the
         fastest of the other. None without a base and for a run that is invalid."""
-        base, mine = None if self.base is None else throughput(self.base), throughput(member)
-        if base is None or mine is None or not member.valid:
-            return None
-        return mine[0] / base[2], mine[1] / base[1], mine[2] / base[0]
+        base, mine = self.base and throughput(self.base), throughput(member)
+        return (mine[0] / base[2], mine[1] / base[1], mine[2] / base[0]) if base and mine else None
 
     def best(self) -> list[Figures]:
         """The valid run of most throughput per device, and all that cannot be told apart from it."""
-        rates = [(rate, m) for m in self.members if m.valid and (rate := throughput(m))]
-        top = max(rates, key=lambda pair: pair[0][1], default=None)
-        return [m for rate, m in rates if top and rate[2] >= top[0][0]]
+        rates = [(rate, m) for m in self.members if (rate := throughput(m))]
+        top = max((rate for rate, _ in rates), key=lambda rate: rate[1], default=None)
+        return [m for rate, m in rates if top and rate[2] >= top[0]]
 
     def remarks(self, member: Figures) -> list[str]:
         """What there is to say about a run, the gravest first."""
@@ -323,10 +298,10 @@ class Series:
 
 
 def throughput(m: Figures) -> Range | None:
-    """Tokens per second of a device: of the slowest steady step, the median and the fastest. A single step could have
-    been any."""
+    """Return tokens per second of a device in the slowest steady step, the median and the fastest; None of an invalid
+    run. A single step could have been any."""
     rate = m.tokens_per_s_per_device
-    if rate is None or m.step_s is None:
+    if rate is None or m.step_s is None or not m.valid:
         return None
     fast, slow = m.range_s or (0.0, math.inf)
     return rate * m.step_s / slow, rate, rate * m.step_s / fast if fast else math.inf
@@ -350,17 +325,12 @@ def _series(members: list[Figures]) -> Series:
         return Series(name, SWEEP, str(point.get("parameter") or "value"), tuple(members), None, known)
     members.sort(key=lambda m: m.run.world_size or 0)
     valid = [m for m in members if m.valid and m.run.world_size]
-    kind = _kind(valid)
+    # The kind is what is fixed while the number of devices varies.
+    kind = OTHER
+    if len({m.run.world_size for m in valid}) > 1:
+        shares = {m.batch / m.run.replicas for m in valid if m.batch and m.run.replicas}
+        kind = STRONG if len({m.batch for m in valid}) == 1 else WEAK if len(shares) == 1 else OTHER
     return Series(name, kind, "devices", tuple(members), None if kind == OTHER else valid[0], known)
-
-
-def _kind(members: Sequence[Figures]) -> str:
-    """What is fixed while the number of devices varies."""
-    if len({m.run.world_size for m in members}) < 2:
-        return OTHER
-    if len({m.batch for m in members}) == 1:
-        return STRONG
-    return WEAK if len({m.batch / m.run.replicas for m in members if m.batch and m.run.replicas}) == 1 else OTHER
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -457,8 +427,7 @@ def draw(everything: Sequence[Series], path: Path) -> bool:
         axes.set_ylabel(f"tokens/s per {series.device}" if sweep else f"efficiency of {series.kind} scaling")
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
-        points = [(series.value(m), throughput(m) if sweep else series.efficiency(m))
-                  for m in series.members if m.valid]  # fmt: skip
+        points = [(series.value(m), throughput(m) if sweep else series.efficiency(m)) for m in series.members]
         known = [(x, y[1], y[1] - y[0], y[2] - y[1] if y[2] < math.inf else 0.0) for x, y in points if x and y]
         xs, ys, *bars = zip(*known, strict=True) if known else ((), (), (), ())
         axes.errorbar(xs, ys, bars, fmt="o-", capsize=3, label=series.name)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron.jobs.scaling import Figures, Judge, compare, figures, find_runs, read_run
+from megatron.jobs.scaling import Figures, compare, figures, find_runs, read_run
 from tests.helpers.launching import ROOT
 from tests.tools.measured import (
     SEQUENCE,
@@ -34,7 +34,7 @@ def tool() -> Any:
 
 
 def measure(folder: Path, written: Records, point: dict[str, Any] | None = None, **judge: Any) -> Figures:
-    return figures(read_run(write(folder, written, point)), Judge(**judge))
+    return figures(read_run(write(folder, written, point)), **judge)
 
 
 def test_figures_are_those_of_the_steady_steps(tmp_path: Path) -> None:
