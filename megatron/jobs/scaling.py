@@ -68,7 +68,7 @@ class MeasuredRun:
     finished: bool = False
 
     def get(self, name: str) -> Any:
-        """A setting, None where it is not known."""
+        """Return a setting, None where it is not known."""
         return self.settings.get(name)
 
     @property
@@ -84,7 +84,7 @@ class MeasuredRun:
 
 
 def find_runs(paths: Sequence[str | Path]) -> list[MeasuredRun]:
-    """Every run below the given folders, and of the given files, in order of their names.
+    """Find every run below the given folders, and of the given files, in order of their names.
 
     A folder is a run when it has a metrics file or a point's description. Raises DataError for a path that is missing
     or has no run.
@@ -138,7 +138,7 @@ def read_run(path: str | Path) -> MeasuredRun:
 
 @dataclass(frozen=True)
 class Figures:
-    """One run's figures; None where they cannot be had. Rates are tokens per second; TFLOP/s are per device.
+    """Figures of one run; None where they cannot be had. Rates are tokens per second; TFLOP/s are per device.
 
     range_s       the fastest and the slowest steady step, None of a single one
     memory_bytes  most that any rank held
@@ -166,12 +166,12 @@ class Figures:
 
     @property
     def valid(self) -> bool:
-        """Whether there are figures and nothing contradicts them."""
+        """Tell whether there are figures and nothing contradicts them."""
         return self.step_s is not None and not self.problems and self.run.failure is None
 
     @property
     def spread(self) -> float | None:
-        """Range of the steady steps over their median; None of a single step."""
+        """Return the range of the steady steps over their median; None of a single step."""
         return (self.range_s[1] - self.range_s[0]) / self.step_s if self.range_s and self.step_s else None
 
 
@@ -270,30 +270,32 @@ class Series:
 
     @property
     def device(self) -> str:
-        """What a process has, in a word: a GCD where it is one or the model is one of the paper's."""
+        """Name the device of a process: GCD where it is one or the model is one of the paper's."""
         return "GCD" if self.published else formulas.device_unit(self.members[0].run.device)
 
     def efficiency(self, member: Figures) -> Range | None:
-        """Throughput per device over that of the base; the ends are those of the slowest steps of one against the
-        fastest of the other. None without a base and for a run that is invalid."""
+        """Return throughput per device over that of the base; the ends are those of the slowest steps of one against
+        the fastest of the other. None without a base and for a run that is invalid."""
         base, mine = self.base and throughput(self.base), throughput(member)
-        return (mine[0] / base[2], mine[1] / base[1], mine[2] / base[0]) if base and mine else None
+        if not base or not mine:
+            return None
+        return mine[0] / base[2], mine[1] / base[1], mine[2] / base[0] if base[0] else math.inf
 
     def best(self) -> list[Figures]:
-        """The valid run of most throughput per device, and all that cannot be told apart from it."""
+        """Return the valid run of most throughput per device, and all that cannot be told apart from it."""
         rates = [(rate, m) for m in self.members if (rate := throughput(m))]
         top = max((rate for rate, _ in rates), key=lambda rate: rate[1], default=None)
         return [m for rate, m in rates if top and rate[2] >= top[0]]
 
     def remarks(self, member: Figures) -> list[str]:
-        """What there is to say about a run, the gravest first."""
+        """List what there is to say about a run, the gravest first."""
         said = [*filter(None, [member.run.failure]), *member.problems, *member.notes]
         if self.kind == SWEEP and len(self.members) > 1 and member in (best := self.best()):
             said.append("best" if len(best) == 1 else f"as good as any: {len(best)} runs are best within their spread")
         return said
 
     def value(self, member: Figures) -> float | None:
-        """What varies, of a run."""
+        """Return the value of what varies, in a run."""
         return member.run.point.get("value") if self.kind == SWEEP else member.run.world_size
 
 
@@ -337,7 +339,7 @@ def _series(members: list[Figures]) -> Series:
 
 
 def state(m: Figures) -> str:
-    """'valid', 'invalid', or what became of a run without figures."""
+    """Return 'valid', 'invalid', or what became of a run without figures."""
     if m.run.failure is not None:
         return "not run" if m.run.failure == "not run yet" else "failed"
     return "valid" if m.valid else "invalid"
@@ -358,7 +360,7 @@ _SHARES = {"spread", "mfu", "hfu", "published_hfu", "efficiency"}
 
 
 def _row(series: Series, m: Figures) -> dict[str, Any]:
-    """A run's values by the names of the CSV file, unrounded; None where there is no figure."""
+    """Return a run's values by the names of the CSV file, unrounded; None where there is no figure."""
     sizes = (m.run.get(f"{name}_model_parallel_size") for name in ("tensor", "pipeline"))
     efficiency = series.efficiency(m)
     return {
@@ -374,7 +376,7 @@ def _row(series: Series, m: Figures) -> dict[str, Any]:
 
 
 def _text(name: str, value: Any) -> str:
-    """A cell, with three digits of what is measured.
+    """Format a cell, with three digits of what is measured.
 
     >>> _text("step_s", 69.234), _text("tokens_per_s", 12345.6), _text("mfu", 0.3614), _text("hfu", None)
     ('69.2', '12,346', '36.14 %', '')
@@ -388,7 +390,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def table(series: Series) -> Table:
-    """The columns of which some row has a value."""
+    """Make a table of the columns in which some row has a value."""
     says = f"throughput against {series.parameter}" if series.kind == SWEEP else _TITLES[series.kind]
     if series.base is not None:
         says += f"; efficiency against {series.base.run.world_size} {series.device}s"
@@ -399,7 +401,7 @@ def table(series: Series) -> Table:
 
 
 def as_csv(everything: Sequence[Series]) -> str:
-    """All runs, unrounded, with the remarks."""
+    """Format all runs as CSV, unrounded, with the remarks."""
     rows = [_row(series, m) for series in everything for m in series.members]
     out = io.StringIO()
     writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")

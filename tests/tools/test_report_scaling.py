@@ -195,6 +195,14 @@ def test_an_efficiency_has_the_ends_of_the_spread(tmp_path: Path) -> None:
     assert series.efficiency(second) == pytest.approx((420 / 430, 424 / 426, 428 / 421))
 
 
+def test_a_base_of_one_step_bounds_no_efficiency_from_above(tmp_path: Path) -> None:
+    for replicas in (1, 2):
+        write(tmp_path / str(replicas), records(settings("175b", 4, 16, replicas, 640 * replicas), [900.0, 424.0]))
+    (series,) = compare([figures(run) for run in find_runs([tmp_path])])
+    assert series.efficiency(series.members[1]) == (0.0, 1.0, float("inf"))
+    assert tool().main([str(tmp_path)]) == 0
+
+
 @pytest.mark.parametrize("above", [".", "attempt-3", "attempt-3/runs"])
 def test_what_a_run_moved_aside_is_no_run(tmp_path: Path, above: str) -> None:
     """A folder of the user's with such a name is one."""
