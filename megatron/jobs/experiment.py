@@ -15,7 +15,7 @@ from megatron.config import Config, parse_args
 from megatron.config.duration import show_duration
 from megatron.data.folder_claim import FolderClaim
 from megatron.errors import ConfigError
-from megatron.jobs.runner import SLACK, START_UP_S, End, Job, Runner, is_complete
+from megatron.jobs.runner import SLACK, START_UP_S, Attempt, Job, Runner, is_complete
 from megatron.jobs.scaling import METRICS, POINT, RESULT
 from megatron.metrics_file import read_beside
 from megatron.model.formulas import paper_flops
@@ -339,7 +339,7 @@ class Experiment:
         self.waiting[point.name] = why
         self.say(f"{point.name}: not run: {why}")
 
-    def ended(self, end: End) -> None:
+    def ended(self, end: Attempt) -> None:
         """Record how a point ended; an interrupted one is to be run again."""
         name, took = end.job.name, show_duration(end.ended - end.started)
         if end.interrupted:

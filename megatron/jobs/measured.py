@@ -98,10 +98,16 @@ def ranked(trials: Iterable[Trial], objective: str) -> list[Measured]:
     return sorted((one for one in measured(trials, objective) if one.cost < math.inf), key=lambda one: one.cost)
 
 
+def value_of(cost: float, objective: str) -> tuple[float, str]:
+    """Return a cost as users read it, and its unit: tokens a second, or node-hours for 10^9 tokens."""
+    if objective == "node_hours":
+        return cost * 1e9 / 3600, "node-hours for a billion tokens"
+    return 1 / cost, "tokens/s"
+
+
 def written(cost: float, objective: str) -> str:
-    """Write a cost as users read it: tokens a second, or node-hours for 10^9 tokens."""
-    value = cost * 1e9 / 3600 if objective == "node_hours" else 1 / cost
-    unit = "node-hours for a billion tokens" if objective == "node_hours" else "tokens/s"
+    """Write a cost with its unit."""
+    value, unit = value_of(cost, objective)
     return f"{value:,.0f} {unit}" if value >= 1000 else f"{value:.4g} {unit}"
 
 

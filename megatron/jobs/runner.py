@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.config.duration import duration_s, show_duration
+from megatron.data.file_lock import renamed_into
 from megatron.data.folder_claim import LOCK_NAME
 from megatron.errors import ConfigError, DataError
 from megatron.jobs.processes import GRACE_S, Run, Step, logs_of, slurm_command, start_here, start_step, training_command
@@ -74,54 +75,44 @@ class Job:
     step_s: float | None = None
 
 
-@dataclass(frozen=True)
-class End:
-    """How a run ended. why: None where it ended well, and where it was interrupted.
-
-    complete     all steps are recorded
-    interrupted  what ended it from outside (a signal, a dead node, the allocation), so that it is to be repeated
-    """
-
-    job: Job
-    hosts: tuple[str, ...]
-    started: float
-    ended: float
-    exit_codes: Sequence[int] | None
-    complete: bool
-    why: Ending | None = None
-    interrupted: str = ""
-
-    def note(self, record: Mapping[str, Any]) -> None:
-        """Write result.json: these figures, and where and how it ran. Raises ConfigError."""
-        more = {"exit_code": cause(self.exit_codes), "started": self.started, "ended": self.ended,
-                "hosts": list(self.hosts)}  # fmt: skip
-        with _disk(self.job):
-            write_json(self.job.folder / RESULT, {**record, **more})
-
-
 class Source(Protocol):
     """Where a runner gets its jobs."""
 
     def next(self, runner: Runner) -> Job | None:
-        """The job to be started now, for which there is room; None: none now."""
+        """Return the job to be started now, for which there is room; None: none now."""
 
-    def ended(self, end: End) -> None: ...
+    def ended(self, attempt: Attempt) -> None:
+        """Take note of how a job ended."""
 
 
 @dataclass
-class _Running:
-    """A started job. stopped: the limit for which it was stopped; failed: why it ended, once its processes have."""
+class Attempt:
+    """A job that was started, and how it ended.
+
+    stopped      the limit for which it was stopped
+    complete     all steps are recorded
+    why          why it failed; None where it ended well, and where it was interrupted
+    interrupted  what ended it from outside (a signal, a dead node, the allocation), so that it is to be repeated
+    """
 
     job: Job
     hosts: tuple[str, ...]
     run: Run
     watch: Watch
     started: float = field(default_factory=time.time)
+    ended: float = 0.0
     stopped: Ending | None = None
-    interrupted: str = ""
     complete: bool = False
-    failed: Ending | None = None
+    why: Ending | None = None
+    interrupted: str = ""
     inquiry: Inquiry | None = None
+
+    def note(self, record: Mapping[str, Any]) -> None:
+        """Write result.json: these figures, and where and how it ran. Raises ConfigError."""
+        more = {"exit_code": cause(self.run.exit_codes), "started": self.started, "ended": self.ended,
+                "hosts": list(self.hosts)}  # fmt: skip
+        with _disk(self.job):
+            write_json(self.job.folder / RESULT, {**record, **more})
 
 
 class Runner:
@@ -135,24 +126,19 @@ class Runner:
         self.place, self.left_s, self._clock, self._sleep = place, left_s, clock, sleep
         self._local = place.launcher == "local"
         self._nodes = Nodes(place.hosts, say)
-        self._running: list[_Running] = []
+        self._running: list[Attempt] = []
         self._lost = Counter[Path]()
         self._turn, self._over = 0, False
         self.signal = ""
 
-    @property
-    def running(self) -> list[Job]:
-        """Jobs that have not ended, in the order of their starts."""
-        return [each.job for each in self._running]
-
     def room(self, nodes: int) -> bool:
-        """Whether so many nodes are free now."""
+        """Tell whether so many nodes are free now."""
         if self._local:
             return not self._running
         return len(self._running) < self.place.parallel and nodes <= len(self._nodes.free)
 
     def ever(self, nodes: int) -> bool:
-        """Whether so many nodes are left, free or taken."""
+        """Tell whether so many nodes are left, free or taken."""
         return self._local or nodes <= self._nodes.usable
 
     def run(self, source: Source) -> str:
@@ -170,7 +156,12 @@ class Runner:
 
     def _loop(self, source: Source) -> str:
         while True:
-            self._reap(source)
+            for each in list(self._running):
+                if each.run.poll():
+                    self._settle(each, source)
+                elif each.stopped is None and (found := each.watch.look(self._clock())) is not None:
+                    each.stopped = found
+                    each.run.stop()
             while not self.signal and not self._over and (job := source.next(self)) is not None:
                 if self.signal:  # it came while the source was thinking
                     break
@@ -201,35 +192,28 @@ class Runner:
                 # Another search or experiment may run in this Slurm job: the name of a step has our process id.
                 step = Step(f"{job.name}-{os.getpid()}", hosts, job.processes // job.nodes, self._turn, job.limit_s)
                 run = start_step(slurm_command(flags), step, job.folder, clock=self._clock)
-        self._running.append(_Running(job, hosts, run, Watch(job, self._clock())))
+        self._running.append(Attempt(job, hosts, run, Watch(job, self._clock())))
 
-    def _reap(self, source: Source) -> None:
-        for each in list(self._running):
-            if each.run.poll():
-                self._settle(each, source)
-            elif each.stopped is None and (found := each.watch.look(self._clock())) is not None:
-                each.stopped = found
-                each.run.stop()
-
-    def _settle(self, each: _Running, source: Source) -> None:
+    def _settle(self, each: Attempt, source: Source) -> None:
         """Tell the source that a run's processes have ended, once it is known why."""
-        if each.failed is None:
+        if each.why is None:
             with contextlib.suppress(DataError):
                 each.complete = is_complete(each.job.folder, each.job.steps)
-            each.failed = self._why(each)
-            if each.failed is not None and not each.complete:
-                self._look_outside(each, each.failed)
+            each.why = self._why(each)
+            if each.why is not None and not each.complete:
+                self._look_outside(each, each.why)
         if each.inquiry is not None and not each.interrupted:
             if each.inquiry.dead is None:
                 return
             self._blame(each, each.inquiry.dead)
         self._running.remove(each)
         self._nodes.give_back(each.hosts)
-        interrupted = "" if each.complete else each.interrupted
-        source.ended(End(each.job, each.hosts, each.started, time.time(), each.run.exit_codes, each.complete,
-                         None if interrupted else each.failed, interrupted))  # fmt: skip
+        each.ended = time.time()
+        each.interrupted = "" if each.complete else each.interrupted
+        each.why = None if each.interrupted else each.why
+        source.ended(each)
 
-    def _why(self, each: _Running) -> Ending | None:
+    def _why(self, each: Attempt) -> Ending | None:
         logs, codes = logs_of(each.job.folder), each.run.exit_codes
         if each.stopped is None and not each.interrupted:
             return ending(codes, logs) if any(codes or ()) or not each.complete else None
@@ -239,7 +223,7 @@ class Runner:
             return said
         return each.stopped or said
 
-    def _look_outside(self, each: _Running, failed: Ending) -> None:
+    def _look_outside(self, each: Attempt, failed: Ending) -> None:
         """Find out whether the allocation, a signal or a dead node ended a run, and not the run itself."""
         if not self._local and not each.interrupted:
             if each.stopped is None and slurm_job_runs() is False:
@@ -249,17 +233,17 @@ class Runner:
         if self.signal and failed.kind in (CRASH, LOST_RANK):  # the signal may have gone to the run, too
             each.interrupted = f"interrupted by {self.signal}"
 
-    def _blame(self, each: _Running, dead: Sequence[str]) -> None:
+    def _blame(self, each: Attempt, dead: Sequence[str]) -> None:
         """Hold a failure against its dead nodes, unless it ran out of memory, which takes nodes along, or nodes die
         under it again and again."""
         self._nodes.leave_out(dead)
         if not dead:
             return
-        assert each.failed is not None, "nodes are asked for what failed"
+        assert each.why is not None, "nodes are asked for what failed"
         said = f"{', '.join(dead)} did not answer"
         self._lost[each.job.folder] += 1
-        if each.failed.kind == OUT_OF_MEMORY or self._lost[each.job.folder] > _MOST_LOST:
-            each.failed = Ending(each.failed.kind, f"{each.failed.reason}; {said}")
+        if each.why.kind == OUT_OF_MEMORY or self._lost[each.job.folder] > _MOST_LOST:
+            each.why = Ending(each.why.kind, f"{each.why.reason}; {said}")
         else:
             each.interrupted = said
 
@@ -362,12 +346,8 @@ def _set_aside(folder: Path) -> None:
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a file so that a reader finds the old or the new one, whole, also after the node went down."""
-    part = path.with_suffix(".part")
-    with open(part, "w", encoding="utf-8") as file:
-        file.write(json.dumps(value, indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    with renamed_into(path) as file:
+        file.write(json.dumps(value, indent=1).encode() + b"\n")
 
 
 @contextlib.contextmanager
