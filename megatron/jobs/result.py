@@ -35,11 +35,11 @@ _NODE = "node failure|NODE_FAIL|DUE TO NODE FAIL|io error with slurmstepd on nod
 _ERROR = re.compile(r"^\s*(?:\[[\w:]+\]:?\s*)?(?:error:|ERROR:|[\w.]*Error\b:?)\s*\S.*$", re.MULTILINE)
 _FOLLOWS = re.compile(r"LostRankError|DistBackendError|DistNetworkError|ConnectionError|Connection (?:reset|closed)")
 _NO_REFUSAL = re.compile(r"(?:Launch|Training|Kernel)Error")  # the user's to mend too, but not of the settings
-_SRUN = re.compile(r"^srun: error: [^:]*: tasks? [0-9,-]*: (.*)$", re.MULTILINE)
-_SRUN_CODE = re.compile(r"Exited with exit code (\d+)")
 # With --wait srun ends the other tasks then: what it says of them after this is its own doing.
 _SRUN_FORCE = re.compile(r"^srun: First task exited \d+s ago", re.MULTILINE)
 _SRUN_WORDS = {"Killed": 137, "Segmentation fault": 139, "Aborted": 134, "Bus error": 135, "Terminated": 143}
+_SRUN = re.compile(rf"^srun: error: [^:]*: tasks? [0-9,-]*: (?:Exited with exit code (\d+)|({'|'.join(_SRUN_WORDS)}))",
+                   re.MULTILINE)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Ending:
 
 
 def ending(exit_codes: Iterable[int] | None, logs: Sequence[Path]) -> Ending:
-    """Why a run ended before its end.
+    """Tell why a run ended before its end.
 
     exit_codes  of its launcher, or of each of its processes; None: it did not end by itself
     logs        those that say most first; of each the end is read. A launcher's words (srun) may be in any of them
@@ -90,31 +90,25 @@ def _tail(path: Path) -> str:
 
 
 def _telling_line(tails: Sequence[str]) -> str:
-    """The first line that names an error; one that only says that another rank is gone, if there is no other."""
+    """Return the first line that names an error; one that only says that another rank is gone, if there is no other."""
     lines = [found.group().strip()[:_SHOWN] for tail in tails for found in _ERROR.finditer(tail)]
     lines = [line for line in lines if not line.startswith("srun: ")]
     return min(lines, key=lambda line: bool(_FOLLOWS.search(line)), default="")
 
 
 def cause(exit_codes: Iterable[int] | None) -> int | None:
-    """The code of a run's processes that the others follow from: that of a signal, then of an error of the program,
-    of a refusal, in the end of a lost peer."""
+    """Return the code of a run's processes that the others follow from: that of a signal, then of an error of the
+    program, of a refusal, in the end of a lost peer."""
     return min(exit_codes or (), key=_precedence, default=None)
 
 
 def _cause(exit_codes: Iterable[int] | None, tails: Sequence[str]) -> int | None:
-    """srun gives the highest code of its tasks only; what it says of each is in its log."""
+    """Return the same of a Slurm step: srun gives the highest code of its tasks only, its log has those of each."""
     own = [tail[: forced.start()] if (forced := _SRUN_FORCE.search(tail)) else tail for tail in tails]
-    of_tasks = [code for tail in own for said in _SRUN.findall(tail) if (code := _srun_code(said)) is not None]
+    of_tasks = [int(code or _SRUN_WORDS[words]) for tail in own for code, words in _SRUN.findall(tail)]
     if own != list(tails) and not of_tasks:
         of_tasks = [0]  # which srun does not tell of
     return cause(of_tasks or exit_codes) if exit_codes is not None else None
-
-
-def _srun_code(said: str) -> int | None:
-    if found := _SRUN_CODE.match(said):
-        return int(found[1])
-    return next((code for words, code in _SRUN_WORDS.items() if said.startswith(words)), None)
 
 
 def _precedence(code: int) -> tuple[int, int]:
@@ -165,10 +159,10 @@ def read_result(metrics: Path, asked: Config, warm_up: int) -> Result:
     except DataError as error:
         return Result(INVALID, None, str(error))
     problems = [*found.problems, *_contradictions(found, asked)]
-    problems += [] if starts == 1 else [f"{starts} runs wrote to the metrics file"]
-    problems += [] if problems or found.step_s else ["no steady step"]
-    if problems:
-        return Result(INVALID, None, "; ".join(problems))
+    if starts != 1:
+        problems.append(f"{starts} runs wrote to the metrics file")
+    if problems or not found.step_s:
+        return Result(INVALID, None, "; ".join(problems) or "no steady step")
     return Result(DONE, None, None, found.step_s, found.spread, found.steady, found.tokens_per_s, found.memory_bytes,
                   "; ".join(found.notes))  # fmt: skip
 

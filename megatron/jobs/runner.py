@@ -178,7 +178,7 @@ class Runner:
     # -- one run -------------------------------------------------------------------------------------------------------
 
     def _start(self, job: Job) -> None:
-        """The processes live as long as the thread that calls this."""
+        """Start a job; its processes live as long as the thread that calls this."""
         hosts = () if self._local else self._nodes.take(job.nodes)
         flags = [*job.flags, "--metrics-file", str(job.folder / METRICS)]
         self._turn += 1
@@ -298,7 +298,7 @@ class Watch:
     _complete: bool = False
 
     def look(self, now: float) -> Ending | None:
-        """Why it is to be stopped; None while it is well. now: seconds of the clock by which it began."""
+        """Tell why it is to be stopped; None while it is well. now: seconds of the clock by which it began."""
         metrics, size = self.job.folder / METRICS, 0
         with contextlib.suppress(OSError):
             size = metrics.stat().st_size
@@ -324,7 +324,7 @@ class Watch:
 
 
 def is_complete(folder: Path, steps: int) -> bool:
-    """Whether the metrics file of a folder has all steps up to the end. Raises DataError."""
+    """Tell whether the metrics file of a folder has all steps up to the end. Raises DataError."""
     return (folder / METRICS).is_file() and _all_done(read_records(folder / METRICS), steps)
 
 
@@ -369,24 +369,24 @@ def time_left(
     """Count down from now: `walltime_s`, or what is left of the allocation less a reserve for the end, whichever is
     less; None where both are unknown."""
     begun, left_s = clock(), allocation_s()
-    limits = [walltime_s, None if left_s is None else left_s - reserve_s]
-    known = [limit for limit in limits if limit is not None]
+    known = [] if walltime_s is None else [walltime_s]
+    known += [] if left_s is None else [left_s - reserve_s]
     return lambda: begun + min(known) - clock() if known else None
 
 
 def slurm_time_left_s() -> float | None:
-    """Seconds that are left of this Slurm job; None where squeue does not say."""
+    """Return the seconds that are left of this Slurm job; None where squeue does not say."""
     return duration_s(_squeue("%L") or "")
 
 
 def slurm_job_runs() -> bool | None:
-    """Whether this Slurm job runs, and is not cancelled or out of time; None where squeue does not say."""
+    """Tell whether this Slurm job runs, and is not cancelled or out of time; None where squeue does not say."""
     said = _squeue("%T")
     return None if said is None else said == "RUNNING"
 
 
 def _squeue(what: str) -> str | None:
-    """What squeue says of this job; None where it does not answer."""
+    """Ask squeue about this job; None where it does not answer."""
     job = job_name(os.environ)
     if not job:
         return None
@@ -411,11 +411,11 @@ class Nodes:
 
     @property
     def usable(self) -> int:
-        """How many are left, free or taken."""
+        """Count the nodes that are left, free or taken."""
         return len(self._hosts) - len(self._out)
 
     def take(self, count: int) -> tuple[str, ...]:
-        """The first free ones, which are neighbours as far as the list has it."""
+        """Take the first free ones, which are neighbours as far as the list has it."""
         taken, self.free = tuple(self.free[:count]), self.free[count:]
         return taken
 
@@ -463,8 +463,8 @@ class Inquiry:
             self.dead = dead
 
     def answers(self, hosts: Sequence[str]) -> set[str]:
-        """Nodes that start a task which prints their name, each in a step of its own beside all that runs there. Raises
-        OSError."""
+        """Return the nodes that start a task which prints their name, each in a step of its own beside all that runs
+        there. Raises OSError."""
         words = ["srun", "-N", "1", "-n", "1", "-c", "1", "--overlap", "--time=3", "--job-name=nodes", "-w"]
         probes = [
             subprocess.Popen([*words, host, "bash", "-c", 'echo "answers $SLURMD_NODENAME"'], stdin=subprocess.DEVNULL,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import hashlib
+import itertools
 import math
 import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -39,10 +40,9 @@ _OPERATORS = {
 
 @dataclass(frozen=True)
 class Expression:
-    """An expression and the names in it; make one with `parse_expression`."""
+    """An expression; make one with `parse_expression`."""
 
     text: str
-    names: frozenset[str]
     tree: ast.expr
 
     def value(self, values: Mapping[str, Any]) -> Any:
@@ -65,8 +65,7 @@ def parse_expression(text: str) -> Expression:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"'{text}' cannot be read: {getattr(error, 'msg', error)}") from None
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    return Expression(text.strip(), frozenset(names - _KNOWN.keys() - _FUNCTIONS.keys()), tree)
+    return Expression(text.strip(), tree)
 
 
 def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
@@ -96,13 +95,8 @@ def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
         case ast.IfExp():
             return _value(node.body if _value(node.test, values) else node.orelse, values)
         case ast.Compare() if _OPERATORS.keys() >= set(map(type, node.ops)):
-            left = _value(node.left, values)
-            for kind, item in zip(node.ops, node.comparators, strict=True):
-                right = _value(item, values)
-                if not _OPERATORS[type(kind)](left, right):
-                    return False
-                left = right
-            return True
+            pairs = itertools.pairwise(_value(item, values) for item in (node.left, *node.comparators))
+            return all(_OPERATORS[type(kind)](*pair) for kind, pair in zip(node.ops, pairs, strict=True))
         case ast.Call(func=ast.Name(id="min" | "max" as name), keywords=[]) if len(node.args) > 1:
             return _FUNCTIONS[name](_value(argument, values) for argument in node.args)
     raise ValueError(f"'{ast.unparse(node)}' is not offered")
@@ -181,16 +175,17 @@ class Space:
 
     @property
     def named(self) -> tuple[str, ...]:
-        """Names whose values are flags of a layout."""
+        """Return the names whose values are flags of a layout."""
         return (*(p.name for p in self.parameters if p.name not in self.variables), *self.derived)
 
     @property
     def combinations(self) -> int:
-        """Count of all combinations of values, whether they make a layout or not."""
+        """Count all combinations of values, whether they make a layout or not."""
         return math.prod(len(parameter.values) for parameter in self.parameters)
 
     def digest(self) -> str:
-        """The same for spaces that mean the same layouts in the same order, whatever their titles and reasons are."""
+        """Return a digest that is the same for spaces of the same layouts in the same order, whatever their titles and
+        reasons are."""
         rules = [(name, rule.text) for name, rule in self.derived.items()], [e.text for e in self.constraints.values()]
         return hashlib.sha256(repr((self.parameters, self.flags, rules)).encode()).hexdigest()[:16]
 
@@ -199,7 +194,8 @@ class Space:
 
 
 def meaning(name: str) -> str:
-    """The short name, or else the setting, that a name stands for, with or without dashes. Raises ConfigError."""
+    """Return the short name, or else the setting, that a name stands for, with or without dashes. Raises
+    ConfigError."""
     plain = name.lstrip("-").replace("-", "_")
     if plain not in _SHORT and plain not in all_options():
         hint = did_you_mean(plain, [*_SHORT, *all_options()])
@@ -208,7 +204,7 @@ def meaning(name: str) -> str:
 
 
 def read_value(name: str, given: Any) -> Value:
-    """The value of a space file as it is kept. Raises ConfigError for what the name's flags do not take."""
+    """Return a value of a space file as it is kept. Raises ConfigError for what the name's flags do not take."""
     if type(given) not in (int, float, str, bool):
         raise ConfigError(f"{given!r} is no value of a flag")
     text = write_value(given)
@@ -225,7 +221,7 @@ def read_value(name: str, given: Any) -> Value:
 
 
 def flags_of(name: str, value: Any) -> list[str]:
-    """The flags that give a name this value; for chunks, which depend on the stages, ask for CHUNK."""
+    """Return the flags that give a name this value; for chunks, which depend on the stages, ask for CHUNK."""
     if name == "preset":
         return [] if value is None else ["--preset", str(value)]
     settings = {SETTING.get(name, name): value}
@@ -249,7 +245,8 @@ def _words(option: Option, value: Any) -> list[str]:
 
 
 def settings_of_flags(flags: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """setting -> flag with its words, of flags as `scan` gives them. Raises ConfigError with all that have no place."""
+    """Map each setting to the flag with its words, of flags as `scan` gives them. Raises ConfigError with all that have
+    no place."""
     found, problems = dict[str, str](), list[str]()
     for spelling, words in flags.items():
         written, names = " ".join([spelling, *words]), flag_table()[spelling].settings
@@ -264,22 +261,24 @@ def settings_of_flags(flags: Mapping[str, Sequence[str]]) -> dict[str, str]:
 
 
 def known_spaces() -> dict[str, str]:
-    """Name -> title of the spaces that come with this package."""
-    return {path.stem: load_space(path.stem).title for path in sorted(SPACES.glob("*.toml"))}
+    """Map the names of the spaces that come with this package to their titles."""
+    return {name: load_space(name).title for name in _ready()}
+
+
+def _ready() -> list[str]:
+    return sorted(path.stem for path in SPACES.glob("*.toml"))
 
 
 def load_space(name_or_path: str) -> Space:
-    """The space of this name, or of this file.
+    """Load the space of this name, or of this file.
 
     Raises ConfigError for an unknown name, a file that cannot be read, and everything in it that is unknown, cannot be
     read or is said twice; with the file, the table and the key.
     """
-    own, path = SPACES / f"{name_or_path}.toml", Path(name_or_path)
-    if not (own.is_file() or path.is_file()):
-        names = sorted(path.stem for path in SPACES.glob("*.toml"))
+    path = SPACES / f"{name_or_path}.toml" if name_or_path in _ready() else Path(name_or_path)
+    if not path.is_file():
         raise ConfigError(f"--space {name_or_path} is neither a file nor a space that is known"
-                          f"{did_you_mean(name_or_path, names)}; known: {', '.join(names)}")  # fmt: skip
-    path = own if own.is_file() else path
+                          f"{did_you_mean(name_or_path, _ready())}; known: {', '.join(_ready())}")  # fmt: skip
     file = read_toml(path, _MOST_BYTES, error=ConfigError)
     with _at(path, "the file"):
         _check_keys(file, _KEYS)
@@ -328,7 +327,7 @@ def _check_keys(found: Mapping[str, Any], kinds: Mapping[str, type]) -> None:
 
 
 def _named(key: str, said: dict[str, str]) -> str:
-    """What a key means, of which no setting may be said already. Raises ConfigError."""
+    """Return what a key means; none of its settings may be said already. Raises ConfigError."""
     name = meaning(key)
     if name in _REFUSED:
         raise ConfigError(f"{key} {_NO_PLACE}")
@@ -352,9 +351,9 @@ def _parameter(name: str, given: Any, is_flag: bool) -> Parameter:
 
 
 def _expression(given: Any, variables: Collection[str]) -> Expression:
-    """An expression in which settings have their short names. Raises ConfigError and ValueError."""
+    """Parse an expression; settings in it get their short names. Raises ConfigError and ValueError."""
     found = parse_expression(str(given).lower() if isinstance(given, bool) else str(given))
     for node in ast.walk(found.tree):
-        if isinstance(node, ast.Name) and node.id in found.names.difference(variables):
+        if isinstance(node, ast.Name) and node.id not in {*variables, *_KNOWN, *_FUNCTIONS}:
             node.id = meaning(node.id)
     return found

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron.config.layout import Layout
 from megatron.jobs.candidates import Candidate
 from megatron.jobs.measured import (
     CONFIRM,
@@ -24,7 +23,7 @@ from megatron.jobs.measured import (
 from megatron.jobs.result import CRASH, DONE, FAILED, LOST_RANK, OUT_OF_MEMORY, Result
 
 RATE = "tokens_per_s"
-CANDIDATES = [Candidate(i, f"k={i}", {"k": i}, Layout(8, 1), (), 1, 1000) for i in range(8)]
+CANDIDATES = [Candidate(i, f"k={i}", {"k": i}, 8, (), 1, 1000) for i in range(8)]
 
 
 def trial(number: int, k: int, outcome: float | str | None, spread: float | None = None) -> Trial:
@@ -129,7 +128,7 @@ def test_three_more_measurements_name_better_layouts() -> None:
 def test_ruling_out_against_its_definition() -> None:
     chance = random.Random(7)
     for _ in range(200):
-        candidates = [Candidate(i, f"{i}", {}, Layout(4, 1), (), 1, 1, chance.choice([None, *range(1, 6)]))
+        candidates = [Candidate(i, f"{i}", {}, 4, (), 1, 1, chance.choice([None, *range(1, 6)]))
                       for i in range(12)]  # fmt: skip
         ended = []
         for number, candidate in enumerate(chance.sample(candidates, 5), 1):
