@@ -132,7 +132,7 @@ def refine(args: argparse.Namespace, flags: list[str]) -> None:
     print_table(errors)
     for why in left_out:
         print(f"left out: {why}")
-    print(f"seconds times {factors.compute:.3f} for computations, {factors.messages:.3f} for messages")
+    print("seconds times {:.3f} for computations, {:.3f} for messages".format(*factors))
     print(f"{args.output}: {args.cluster}, corrected")
 
 

@@ -242,21 +242,6 @@ class _Names(dict[str, Any]):
             words += flags_of(name, value)
         return (*self.common, *words)
 
-    def config(self, flags: Sequence[str]) -> Config:
-        """Make the configuration that pretrain_gpt.py makes of these flags in a trial. Raises Rejected."""
-        try:
-            found = parse_args(trial_flags(flags, self.space.warm_up + self.space.iterations), self["processes"])
-        except ConfigError as error:
-            problem = first_problem(str(error))
-            # N for every number, so that messages about several sizes are one.
-            general = re.sub(r"(?<![\w-])-?\d[\d.,]*", "N", problem.split(";")[0].split(": ")[0])
-            raise Rejected(f"refused: {general}", problem) from None
-        is_now = layout_of(found).schedule
-        # A single stage has no schedule that could be another one.
-        if self.get("schedule", is_now) not in (is_now, "zb-h1"):
-            raise Rejected("no such schedule with these chunks", f"it would be {is_now}")
-        return found
-
 
 def _checked(names: _Names, predict: bool) -> tuple[Candidate, str]:
     """Return a layout, checked in the order of what checks cost, and a text that is equal for those that run the same.
@@ -278,12 +263,21 @@ def _checked(names: _Names, predict: bool) -> tuple[Candidate, str]:
     if nodes > 1 and processes % each:
         raise Rejected(f"neither whole nodes of {each} processes nor a part of one", f"{processes} processes")
     flags = names.flags()
-    config = names.config(flags)
+    try:
+        config = parse_args(trial_flags(flags, space.warm_up + space.iterations), processes)
+    except ConfigError as error:
+        problem = first_problem(str(error))
+        # N for every number, so that messages about several sizes are one.
+        general = re.sub(r"(?<![\w-])-?\d[\d.,]*", "N", problem.split(";")[0].split(": ")[0])
+        raise Rejected(f"refused: {general}", problem) from None
+    layout, settings = layout_of(config), config.to_dict()
+    # A single stage has no schedule that could be another one.
+    if names.get("schedule", layout.schedule) not in (layout.schedule, "zb-h1"):
+        raise Rejected("no such schedule with these chunks", f"it would be {layout.schedule}")
     try:
         memory, step_s, placed = _fit(config, machine, predict)
     except ConfigError as error:
         raise Rejected("the planner refuses it", " ".join(str(error).split())) from None
-    layout, settings = layout_of(config), config.to_dict()
     tokens = layout.batch * config.model.seq_length
     found = Candidate(0, names.key, names.varied, processes, (*flags, *placed), nodes, tokens, memory, step_s)
     if not layout.has_choice("zero"):

@@ -40,11 +40,8 @@ class Run(NamedTuple):
     seconds: float
 
 
-class Factors(NamedTuple):
-    """Measured over estimated seconds of computations (with the optimizer and the host) and of messages."""
-
-    compute: float
-    messages: float
+Factors = tuple[float, float]
+"""Measured over estimated seconds of computations (with the optimizer and the host) and of messages."""
 
 
 def refined(cluster: Cluster, paths: Sequence[Path]) -> tuple[Cluster, Factors, Table, list[str]]:
@@ -73,15 +70,15 @@ def refined(cluster: Cluster, paths: Sequence[Path]) -> tuple[Cluster, Factors, 
 def read_run(path: Path) -> Run:
     """Read the last start in a metrics file, or in that of a folder, without its first steps. Raises DataError."""
     found = figures(read_measured(path), WARM_UP)
+    run = found.run
     if not found.valid or found.step_s is None or found.steady < LEAST_STEPS:
-        why = found.run.failure or "; ".join(found.problems) or f"{found.steady} steady step(s)"
+        why = run.failure or "; ".join(found.problems) or f"{found.steady} steady step(s)"
         raise DataError(f"{path}: {why}: {LEAST_STEPS} steps or more with the full batch after the first {WARM_UP} are "
                         "needed: run about 20 steps with --log-interval 1")  # fmt: skip
     try:
-        config = Config.from_dict(dict(found.run.settings))
+        return Run(f"{run.path.parent.name}/{run.path.name}", Config.from_dict(dict(run.settings)), found.step_s)
     except ConfigError as error:
         raise DataError(f"{path}: the settings in its record of the start cannot be read: {error}") from error
-    return Run(f"{found.run.path.parent.name}/{found.run.path.name}", config, found.step_s)
 
 
 def messages_s(found: Estimate) -> float:
@@ -100,15 +97,15 @@ def fit(runs: Sequence[Run], estimates: Sequence[Estimate]) -> Factors:
         """Return the median error with messages this many times as slow as computations, and the factors."""
         slower = seconds / (computed + ratio * sent)
         factor = float(np.median(slower))
-        return float(np.median(abs(slower / factor - 1))), Factors(factor, ratio * factor)
+        return float(np.median(abs(slower / factor - 1))), (factor, ratio * factor)
 
     error, found = tried(1.0)
     if len(runs) >= _LEAST_RUNS:
         least, two = min(map(tried, _RATIOS.tolist()))
         found = two if least < _BETTER * error else found
     if not _LEAST <= min(found) <= max(found) <= _MOST:
-        raise DataError(f"the runs take {found.compute:.3g} times the estimated seconds for computations and "
-                        f"{found.messages:.3g} times for messages: they are not of this machine")  # fmt: skip
+        raise DataError("the runs take {:.3g} times the estimated seconds for computations and {:.3g} times for "
+                        "messages: they are not of this machine".format(*found))  # fmt: skip
     return found
 
 
@@ -118,9 +115,9 @@ def correct(cluster: Cluster, factors: Factors, dtypes: set[str]) -> Cluster:
     peaks = {dtype: peak for dtype, peak in cluster.peak_tflops.items() if dtype in dtypes}
     corrected = []
     for name, figure in {**assumed_figures(peaks), **cluster.compute.figures}.items():
-        factor = factors.messages if name.startswith(_OF_MESSAGES) else factors.compute
+        factor = factors[name.startswith(_OF_MESSAGES)]
         source = f"{figure.source}; seconds times {factor:.3f} by the step times of runs"
         scaled = figure.scaled(factor if is_time(name) else 1 / factor)
         corrected.append(dataclasses.replace(scaled, source=source))
     compute = cluster.compute.with_figures(corrected)
-    return dataclasses.replace(cluster, compute=compute).with_bandwidths(1 / factors.messages)
+    return dataclasses.replace(cluster, compute=compute).with_bandwidths(1 / factors[1])

@@ -442,27 +442,26 @@ class Inquiry:
     """
 
     def __init__(self, hosts: Sequence[str]) -> None:
-        self._hosts = list(hosts)
+        self._hosts = set(hosts)
         self.dead: list[str] | None = None
         threading.Thread(target=self._ask, name="nodes", daemon=True).start()
 
     def _ask(self) -> None:
-        dead = list[str]()
+        dead = set[str]()
         try:
             # Our own node answers as long as steps can be started at all.
-            here = [host for host in [os.environ.get("SLURMD_NODENAME")] if host]
-            answered = self.answers(list(dict.fromkeys([*self._hosts, *here])))
+            here = {os.environ.get("SLURMD_NODENAME", "")} - {""}
+            answered = self.answers(self._hosts | here)
             if answered:
                 # Asked again: srun starts tasks by way of other nodes, and a busy one may see a credential too late.
-                silent = [host for host in self._hosts if host not in answered]
-                answered |= self.answers(silent)
-                dead = [host for host in silent if host not in answered]
+                silent = self._hosts - answered
+                dead = silent - self.answers(silent)
         except OSError:  # srun cannot be started here
             pass
         finally:
-            self.dead = dead
+            self.dead = sorted(dead)
 
-    def answers(self, hosts: Sequence[str]) -> set[str]:
+    def answers(self, hosts: Iterable[str]) -> set[str]:
         """Return the nodes that start a task which prints their name, each in a step of its own beside all that runs
         there. Raises OSError."""
         words = ["srun", "-N", "1", "-n", "1", "-c", "1", "--overlap", "--time=3", "--job-name=nodes", "-w"]

@@ -244,9 +244,9 @@ def _contradictions(run: MeasuredRun) -> Iterator[str]:
 WEAK, STRONG, SWEEP, OTHER = "weak", "strong", "sweep", "other"
 _TITLES = {WEAK: "weak scaling: batch per replica fixed", STRONG: "strong scaling: batch fixed", OTHER: "runs"}
 _ALIKE = (
-    "num_layers", "hidden_size", "seq_length", "tensor_model_parallel_size", "pipeline_model_parallel_size",
-    "micro_batch_size", "virtual_pipeline_model_parallel_size", "fp16", "bf16", "recompute_granularity",
-)  # fmt: skip
+    "num_layers hidden_size seq_length tensor_model_parallel_size pipeline_model_parallel_size micro_batch_size "
+    "virtual_pipeline_model_parallel_size fp16 bf16 recompute_granularity"
+).split()
 Range = tuple[float, float, float]
 """Low end, value, high end."""
 
@@ -346,17 +346,16 @@ def state(m: Figures) -> str:
 
 
 _FIGURES = (
-    "steady", "step_s", "spread", "tokens_per_s", "tokens_per_s_per_device", "model_tflops", "hardware_tflops", "mfu",
-    "hfu", "memory_bytes", "skipped",
-)  # fmt: skip
+    "steady step_s spread tokens_per_s tokens_per_s_per_device model_tflops hardware_tflops mfu hfu memory_bytes "
+    "skipped"
+).split()
 _HEADS = {
     "run": "run", "devices": "{}s", "layout": "TPxPPxDP", "micro_batch": "micro", "global_batch": "batch",
     "step_s": "s/step", "spread": "spread", "tokens_per_s": "tokens/s", "model_tflops": "TFLOP/s", "mfu": "MFU",
-    "hfu": "HFU", "published_hfu": "published", "efficiency": "efficiency", "within": "within", "memory_bytes": "GiB",
-    "state": "state",
+    "hfu": "HFU", "efficiency": "efficiency", "within": "within", "memory_bytes": "GiB", "state": "state",
 }  # fmt: skip
 """Heads of the table's columns, by the names of the CSV file; {} is a device."""
-_SHARES = {"spread", "mfu", "hfu", "published_hfu", "efficiency"}
+_SHARES = {"spread", "mfu", "hfu", "efficiency"}
 
 
 def _row(series: Series, m: Figures) -> dict[str, Any]:
@@ -368,7 +367,6 @@ def _row(series: Series, m: Figures) -> dict[str, Any]:
         "run": m.run.name, "devices": m.run.world_size, "micro_batch": m.run.get("micro_batch_size"),
         "layout": "x".join(str(size or "?") for size in (*sizes, m.run.replicas)),
         "global_batch": m.batch or m.run.get("global_batch_size"), **{name: getattr(m, name) for name in _FIGURES},
-        "published_hfu": series.published.percent / 100 if series.published else None,
         "efficiency": efficiency[1] if efficiency else None,
         "within": f"{efficiency[0]:.1%} to {efficiency[2]:.1%}" if efficiency and efficiency[2] < math.inf else None,
         "state": state(m), "remarks": "; ".join(series.remarks(m)),
@@ -394,6 +392,8 @@ def table(series: Series) -> Table:
     says = f"throughput against {series.parameter}" if series.kind == SWEEP else _TITLES[series.kind]
     if series.base is not None:
         says += f"; efficiency against {series.base.run.world_size} {series.device}s"
+    if series.published is not None:
+        says += f"; published HFU: {series.published.percent} %"
     rows = [_row(series, m) for m in series.members]
     shown = [name for name in _HEADS if any(row[name] is not None for row in rows)]
     return Table(f"{series.name} ({says})", tuple(_HEADS[name].format(series.device) for name in shown),
@@ -424,7 +424,7 @@ def draw(everything: Sequence[Series], path: Path) -> bool:
     figure, row = plot.subplots(1, len(shown), figsize=(5.4 * len(shown), 4.4), layout="constrained", squeeze=False)
     for axes, series in zip(row[0], shown, strict=True):
         sweep = series.kind == SWEEP
-        axes.set_title(series.name, fontsize=11)
+        axes.set_title(series.name)
         axes.set_xlabel(series.parameter if sweep else f"{series.device}s")
         axes.set_ylabel(f"tokens/s per {series.device}" if sweep else f"efficiency of {series.kind} scaling")
         axes.set_xscale("log", base=2)
@@ -432,12 +432,12 @@ def draw(everything: Sequence[Series], path: Path) -> bool:
         points = [(series.value(m), throughput(m) if sweep else series.efficiency(m)) for m in series.members]
         known = [(x, y[1], y[1] - y[0], y[2] - y[1] if y[2] < math.inf else 0.0) for x, y in points if x and y]
         xs, ys, *bars = zip(*known, strict=True) if known else ((), (), (), ())
-        axes.errorbar(xs, ys, bars, fmt="o-", capsize=3, label=series.name)
+        axes.errorbar(xs, ys, bars, fmt="o-", capsize=3)
         target = getattr(series.published, series.kind, None)
         if target is not None:
-            axes.plot(*target, "*", markersize=12, markeredgecolor="black", label=f"published: {100 * target[1]:.4g} %")
+            axes.plot(*target, "*", markersize=12, label=f"published: {100 * target[1]:.4g} %")
+            axes.legend(frameon=False, loc="lower left")
         tidy(axes)
         axes.set_ylim(0, None)
-        axes.legend(frameon=False, fontsize=8, loc="lower left")
     save(figure, path)
     return True

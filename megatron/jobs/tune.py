@@ -305,8 +305,8 @@ def _dry_run(setup: Setup, found: Enumeration) -> None:
     first = sorted(candidates, key=lambda c: c.cost(c.step_s or 0.0, args.objective))
     print_table(Table(
         "the first of them, by the planner where it knows the machine; none of it measured",
-        ("layout", "nodes", "tokens a step", "GiB", "s/step", "value"),
-        [(c.key, f"{c.nodes:,}", f"{c.tokens:,}", f"{c.memory_bytes / GIB:.2f}" if c.memory_bytes else "",
+        ("layout", "nodes", "GiB", "s/step", "value"),
+        [(c.key, f"{c.nodes:,}", f"{c.memory_bytes / GIB:.2f}" if c.memory_bytes else "",
           f"{c.step_s:.3g}" if c.step_s else "",
           written(c.cost(c.step_s, args.objective), args.objective) if c.step_s else "") for c in first[:_SHOWN]],
     ))  # fmt: skip
