@@ -74,9 +74,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where trials run. cluster: its description, None: not known, so that neither memory nor time is predicted;
-    processes_per_node: of a job that fills its nodes; max_nodes: that one trial may have; capacity_bytes: of a device
-    that a layout may use, None: memory is not asked."""
+    """The machine that trials run on.
+
+    cluster             its description, None: not known, so that neither memory nor time is predicted
+    processes_per_node  of a job that fills its nodes
+    max_nodes           that one trial may have
+    capacity_bytes      of a device that a layout may use, None: memory is not asked
+    """
 
     cluster: Cluster | None
     processes_per_node: int

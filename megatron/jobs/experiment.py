@@ -35,8 +35,8 @@ _LIMIT_S = 3600.0  # of a point whose time cannot be predicted
 
 
 class Kind(NamedTuple):
-    """An experiment. varies: the size that does; values: its defaults. Of a sweep's points, for the paper's models:
-    batch (pp-bubble: micro-batches of each stage), and replicas."""
+    """A kind of experiment. varies: the size that varies; values: its defaults. For a sweep with the paper's models:
+    batch of a point (pp-bubble: micro-batches of each stage), and replicas."""
 
     parameter: str
     varies: str

@@ -44,7 +44,7 @@ _SRUN = re.compile(rf"^srun: error: [^:]*: tasks? [0-9,-]*: (?:Exited with exit 
 
 @dataclass(frozen=True)
 class Ending:
-    """kind: one of the above; reason: a line for people."""
+    """Why a run failed. kind: one of the above; reason: a line for people."""
 
     kind: str
     reason: str
@@ -123,7 +123,7 @@ DONE, FAILED, INVALID = "done", "failed", "invalid"
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a trial; without a status it has not ended. Figures are None where there are no valid ones.
+    """The outcome of a trial; without a status it has not ended. Figures are None where there are no valid ones.
 
     kind, reason    of a failure; why figures are invalid
     step_s          median of the steady steps; spread: (slowest - fastest) / median; steady: how many they are
@@ -143,7 +143,7 @@ class Result:
 
     @property
     def said(self) -> str:
-        """In the fewest words: done, out of memory, invalid, ..."""
+        """Say it in the fewest words: done, out of memory, invalid, ..."""
         return self.kind or self.status
 
 

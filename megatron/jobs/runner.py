@@ -76,7 +76,7 @@ class Job:
 
 
 class Source(Protocol):
-    """Where a runner gets its jobs."""
+    """The source of a runner's jobs."""
 
     def next(self, runner: Runner) -> Job | None:
         """Return the job to be started now, for which there is room; None: none now."""

@@ -1,5 +1,5 @@
-"""Which candidate is tried next: a pure function of what has been seen, the seed and how many there were before, so
-that a search that was killed goes on as if it had not been. Optuna and DeepHyper choose among the listed candidates."""
+"""Propose the candidate that is tried next, by a pure function of what has been seen, the seed and how many there were
+before: a search that was killed goes on as if it had not been. Optuna and DeepHyper choose among listed candidates."""
 from __future__ import annotations
 
 import logging
@@ -30,7 +30,7 @@ _KAPPA, _TREES = 1.5, 100
 
 @dataclass(frozen=True)
 class History:
-    """All that a proposal may depend on.
+    """The state that a proposal may depend on.
 
     seen     log(cost) by candidate, in the order of their first trials; None: it failed
     open     candidates that may be proposed: not tried, running or ruled out; pending: those that run

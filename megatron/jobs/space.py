@@ -1,4 +1,4 @@
-"""What a tuner varies: a TOML file, or one of those that come with this package (`spaces/`).
+"""The space that a tuner searches: a TOML file, or one of those that come with this package (`spaces/`).
 
     [parameters]   name = [values]
     [variables]    the same, for names that are no flags
@@ -55,7 +55,7 @@ class Expression:
 
 
 def parse_expression(text: str) -> Expression:
-    """Offered are names, numbers, 'words', lists, + - * / // %, comparisons, in, and, or, not, A if B else C, min() and
+    """Parse names, numbers, 'words', lists, + - * / // %, comparisons, in, and, or, not, A if B else C, min() and
     max(). Raises ValueError for what is no expression of Python.
 
     >>> parse_expression("max(1, 1024 // tp)").value({"tp": 8})

@@ -1,4 +1,4 @@
-"""tools/tune.py: from its words to a search by trials, the report and the exit code.
+"""Search for the best layout by trials, as tools/tune.py asks, and write a report of it.
 
 What is known of a search lies in the folders of its trials, as those of experiments: point.json when one is started,
 result.json when it has ended, metrics.jsonl. A search that was killed goes on from there.
@@ -53,7 +53,7 @@ _KINDS = dict.fromkeys(("key", "by", "status", "kind", "reason"), RECORD["event"
 
 
 def run(args: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Do what the words say; returns the exit code. Raises ConfigError."""
+    """Run the tool with these words; return the exit code. Raises ConfigError."""
     if args.list_spaces:
         for name, title in known_spaces().items():
             print(f"{name:20} {title}")
@@ -85,8 +85,7 @@ def _search(setup: Setup, found: Enumeration) -> int:
     _say(f"{len(found.candidates):,} layouts of {setup.space.combinations:,} combinations, searched by "
          f"{setup.searched_by}; {setup.out}")  # fmt: skip
     search = Search(setup, found, _say)
-    allocation_s: Callable[[], float | None] = slurm_time_left_s if setup.place.launcher == "slurm" else lambda: None
-    runner = Runner(setup.place, _say, left_s=time_left(setup.walltime_s, allocation_s, _RESERVE_S))
+    runner = Runner(setup.place, _say, left_s=time_left(setup.walltime_s, slurm_time_left_s, _RESERVE_S))
     why = runner.run(search) or search.why
     goes_on = why not in (EXHAUSTED, BUDGET)
     _say(f"{'interrupted by ' if runner.signal else ''}{why}: {search.done} trial(s) ended in this start"
@@ -98,7 +97,7 @@ def _search(setup: Setup, found: Enumeration) -> int:
 
 
 def _report(search: Search) -> bool:
-    """Write the report and print what matters of it. Whether there is a best layout."""
+    """Write the report and print what matters of it; return whether there is a best layout."""
     for line in [*summary(search), *(f"wrote {path}" for path in write_report(search))]:
         _say(line)
     if search.ranked:
@@ -144,7 +143,7 @@ class Search:
     @property
     def ranked(self) -> list[Measured]:
         """Return layouts with figures, the best first."""
-        return ranked(self.trials.values(), self._objective)
+        return ranked(self.layouts)
 
     def written(self, cost: float) -> str:
         """Write a cost as users read it."""
@@ -193,7 +192,7 @@ class Search:
         return self._job(trial)
 
     def _choose(self, runner: Runner) -> Trial | None:
-        """The trial that is to be started next; None: none, and `why` says what that is the end of."""
+        """Return the trial that is to be started next; None where there is none, and `why` says why the search ends."""
         args, trials, number = self.setup.args, list(self.trials.values()), max([self._last, *self.trials]) + 1
         searched = [t.number for t in trials if t.by != CONFIRM and (t.result.status or t.number in self._running)]
         over = args.max_trials is not None and len(searched) >= args.max_trials
@@ -223,7 +222,7 @@ class Search:
         return None
 
     def _history(self) -> History:
-        """All that the next proposal depends on."""
+        """Collect all that the next proposal depends on."""
         candidates, trials = self.found.candidates, list(self.trials.values())
         # A lost rank says nothing of the layout.
         seen = {one.candidate.index: math.log(one.cost) if one.cost < math.inf else None for one in self.layouts

@@ -60,7 +60,7 @@ def test_a_layout_that_fails_half_the_time_or_ran_out_of_memory_once_has_no_figu
     outcomes: list[float | str], valid: bool
 ) -> None:
     trials = [trial(number, 0, outcome) for number, outcome in enumerate(outcomes, 1)]
-    assert bool(ranked(trials, RATE)) is valid
+    assert bool(ranked(measured(trials, RATE))) is valid
 
 
 def test_the_best_goes_first_then_those_within_reach_that_were_measured_least() -> None:
@@ -119,7 +119,7 @@ def test_three_more_measurements_name_better_layouts() -> None:
         for number in range(9, 9 + confirm):
             if (key := chosen(*trials)) is not None:
                 trials.append(run(number, int(key[2:])))
-        return 0.02 * ranked(trials, RATE)[0].candidate.index
+        return 0.02 * ranked(measured(trials, RATE))[0].candidate.index
 
     without, three, five = (statistics.mean(regret(n, seed) for seed in range(60)) for n in (0, 3, 5))
     assert max(three, five) < 0.75 * without, (without, three, five)
