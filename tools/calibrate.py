@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.config.command_line import add_preset, with_preset
 from megatron.config.option import Parser, real, whole
 from megatron.errors import ConfigError, LaunchError
-from megatron.training.failures import as_tool, leave, run_guarded
+from megatron.training.run.process import as_tool, leave, run_guarded
 
 DEFAULT_MODEL = ["--preset", "gpt2-124m"]
 

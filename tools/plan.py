@@ -22,7 +22,7 @@ from megatron.config.command_line import add_preset, split_at_dashes
 from megatron.config.option import MOST_TOKENS, Parser, real, whole
 from megatron.planner.cluster import known_clusters
 from megatron.planner.search import command
-from megatron.training.failures import as_tool
+from megatron.training.run.process import as_tool
 
 EPILOG = """\
 A layout is written tp=4,pp=16,chunks=2,mbs=1,recompute=selective, of any of

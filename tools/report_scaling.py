@@ -21,7 +21,7 @@ from megatron.config.option import Parser, real, whole
 from megatron.errors import ConfigError, print_error
 from megatron.jobs.scaling import Series, as_csv, compare, draw, figures, find_runs, state, table
 from megatron.planner.table import print_table
-from megatron.training.failures import as_tool
+from megatron.training.run.process import as_tool
 from megatron.untrusted import write_text
 
 

@@ -112,8 +112,8 @@ def written(cost: float, objective: str) -> str:
 
 
 def noise_of(layouts: Iterable[Measured]) -> float:
-    """Estimate the standard deviation of log(cost) of one trial, by the runs of layouts that were measured several times
-    and by the spread of steady steps."""
+    """Estimate the standard deviation of log(cost) of one trial, by layouts that were measured several times and by the
+    spread of steady steps."""
     errors, squares, free = list[float](), 0.0, 0
     for one in layouts:
         if len(one.steps) > 1:

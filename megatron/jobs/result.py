@@ -12,7 +12,7 @@ from megatron.config.layout import layout_of
 from megatron.errors import DataError
 from megatron.jobs.scaling import Figures, figures, read_run
 from megatron.metrics_file import read_records
-from megatron.training.failures import EXIT_ERROR, EXIT_LOST_RANK, EXIT_USER_ERROR
+from megatron.training.run.process import EXIT_ERROR, EXIT_LOST_RANK, EXIT_USER_ERROR
 
 OUT_OF_MEMORY, HANG, TIME_OUT, LOST_RANK, REFUSED, CRASH = (
     "out of memory", "hang", "time-out", "lost rank", "refused", "crash"

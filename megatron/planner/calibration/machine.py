@@ -28,7 +28,7 @@ from megatron.planner.calibration.compute import compute_tasks
 from megatron.planner.calibration.tasks import kinds_of_groups, measure, message_tasks, open_groups
 from megatron.planner.cluster import Cluster, Queue
 from megatron.planner.compute import ASSUMED, DTYPES, MEASURED, Compute, Figure
-from megatron.training.setup import set_up_host
+from megatron.training.run.setup import set_up_host
 
 FEW, MANY = 1, 5
 SEQUENCE = 16

@@ -28,7 +28,7 @@ from megatron.parallel.topology import DEFAULT_ORDER, Topology
 from megatron.planner.dryrun.follower import Collectives, Follower, Message, followed
 from megatron.planner.events import Take
 from megatron.planner.memory import CPU_BLOCK, GPU_BLOCK, RankMemory, changes, fullest
-from megatron.training.streams import reads_data
+from megatron.training.run.data import reads_data
 
 _LARGEST = 3
 

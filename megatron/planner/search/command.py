@@ -12,8 +12,9 @@ from megatron.config.option import MOST_PROCESSES
 from megatron.errors import ConfigError
 from megatron.planner.clocked import rates_of
 from megatron.planner.cluster import Cluster, load_cluster
+from megatron.planner.placement import check_device_order
 from megatron.planner.search import tables
-from megatron.planner.search.find import GIB, Found, Search, check_device_orders, search
+from megatron.planner.search.find import GIB, Found, Search, search
 from megatron.planner.search.space import Space, make_config
 from megatron.planner.search.tables import Chosen, chosen_layout
 from megatron.planner.table import Table
@@ -82,7 +83,8 @@ def make_search(args: argparse.Namespace, flags: Sequence[str]) -> Search:
     for name, values in more.items():
         if name in wanted or name == "devices":
             wanted[name] = tuple(dict.fromkeys((*wanted.get(name, cluster.device_orders), *values)))
-    check_device_orders(wanted, cluster)
+    for device_order in wanted.get("devices", ()):
+        check_device_order(device_order, cluster, f"devices={write_value(device_order)}")
     base = make_config(args.preset, flags, max(batches))
     rates_of(cluster, base.precision.dtype_name)  # before the search: raises where it knows none
     name = args.preset or f"{base.model.num_layers} layers of width {base.model.hidden_size}"

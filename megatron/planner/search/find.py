@@ -21,7 +21,7 @@ from megatron.parallel.pool import process_pool
 from megatron.planner.channels import Channels
 from megatron.planner.cluster import Cluster
 from megatron.planner.memory import RankMemory, memory_of_ranks, parameters_of_rank
-from megatron.planner.placement import Placement, place_with
+from megatron.planner.placement import Placement, check_device_order, place_with
 from megatron.planner.search.space import Rejections, Space
 from megatron.planner.timing import estimate, folded_seconds
 
@@ -352,22 +352,14 @@ def _workers(given: Search, processes: int) -> Iterator[Callable[[str, Sequence[
 _SIZES = (1.0, 2.0**24, 2.0**32)
 
 
-def check_device_orders(wanted: Wanted, cluster: Cluster) -> None:
-    """Raise ConfigError for a wanted device order that does not name each device of a node once."""
-    each = cluster.devices_per_node
-    for order in wanted.get("devices", ()):
-        if sorted(order) != list(range(each)):
-            raise ConfigError(f"devices={write_value(order)} does not name each device of a node of {cluster.name} "
-                              f"once: they are 0 to {each - 1}")  # fmt: skip
-
-
 def worthwhile_placements(config: Config, cluster: Cluster, wanted: Wanted) -> list[Placement]:
     """List the placements with the rank orders and device orders that are wanted ("order", "devices"), all by default.
 
     One is left out when another is as fast in every collective and over the boundaries of stages. They carry no cost.
-    Raises ConfigError as check_device_orders does.
+    Raises ConfigError for a device order that does not name each device of a node once.
     """
-    check_device_orders(wanted, cluster)
+    for device_order in wanted.get("devices", ()):
+        check_device_order(device_order, cluster, f"devices={write_value(device_order)}")
     parallel = config.parallel
     devices = min(parallel.world_size, cluster.devices_per_node)
     sizes = {"tp": parallel.tensor_model_parallel_size, "pp": parallel.pipeline_model_parallel_size,
