@@ -68,7 +68,7 @@ class _Linear(torch.autograd.Function):
         # the parameter itself.
         ctx.weight = weight
         ctx.column, ctx.messages, ctx.overlap, ctx.queue = column, messages, overlap, queue
-        ctx.partial_gradient = not column or messages.sequence_parallel  # of x, for engine/terms.py
+        ctx.partial_gradient = not column or messages.sequence_parallel  # of x, for engine/gradients.py
         matrix = weight.view(-1, weight.shape[-1]).t()
         if column:
             return gathered_product(x, matrix, messages, keep=False)[0]

@@ -154,7 +154,7 @@ def test_mistakes(capsys, words, parts):
 
 
 def test_mistakes_are_found_before_the_search(capsys, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("megatron.planner.search.command.search", lambda *_: pytest.fail("it searched"))
+    monkeypatch.setattr("tools.plan.search", lambda *_: pytest.fail("it searched"))
     (tmp_path / "file").write_text("")
     for words in (["--layout", "tq=2"], ["--layout", "tp=8"], ["--output", str(tmp_path / "file")],
                   ["--nodes", "99999"], ["--layout", "nodes=99999"]):  # fmt: skip
